@@ -1,0 +1,35 @@
+# Two commands on a fresh machine: `make train` and `make test`. Each makes .venv first if it is missing.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: train test test-long check format clean
+
+train: .venv
+	$(BIN)/weft train
+
+test: .venv
+	$(BIN)/pytest
+
+test-long: .venv
+	$(BIN)/pytest -m long
+
+check: .venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest tests/test_layers.py
+	$(BIN)/python tests/file_lengths.py
+
+format: .venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The stamp is written last, so an interrupted install is done again instead of being taken for whole.
+.venv: .venv/installed
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv runs build src/*.egg-info .mypy_cache .ruff_cache .pytest_cache

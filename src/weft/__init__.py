@@ -1,0 +1,54 @@
+"""weft: one plan, any parallelism. Train one PyTorch model on many devices, verified against one.
+
+Names that need torch are resolved on first use, so that `import weft` and everything about plans stays instant.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from weft.errors import WeftError
+from weft.plan.plan import Plan
+from weft.plan.text import read_plan, write_plan
+
+if TYPE_CHECKING:
+    from weft.training.data import batches
+    from weft.training.loop import train
+    from weft.training.parallelize import parallelize
+    from weft.training.trainer import Trainer
+    from weft.training.verify import verify
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "Plan",
+    "Trainer",
+    "WeftError",
+    "batches",
+    "parallelize",
+    "read_plan",
+    "train",
+    "verify",
+    "write_plan",
+]
+
+_NEED_TORCH = {
+    "Trainer": "weft.training.trainer",
+    "batches": "weft.training.data",
+    "parallelize": "weft.training.parallelize",
+    "train": "weft.training.loop",
+    "verify": "weft.training.verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module 'weft' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_NEED_TORCH[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,83 @@
+"""Where a model may be cut: prelude, blocks, postlude, found in an ordinary module without changing it.
+
+A block list is the longest `ModuleList` or `Sequential` whose members are all of one class with parameters; what is
+registered before it is the prelude, what comes after it the postlude. That covers transformers and most residual nets.
+A model whose order of registration is not its order of use, or with several equal lists, declares its own:
+
+    def weft_blueprint(self) -> Blueprint: ...
+
+Names, not modules, are kept: a blueprint is plain data that outlives the model and can be compared. How parameters
+split, where attention is and where positions enter join here when the axes that need them do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from weft.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blueprint:
+    """The parts of a model, by the names of its submodules, in the order of use."""
+
+    prelude: tuple[str, ...] = ()
+    """What turns inputs into activations."""
+    blocks: tuple[str, ...] = ()
+    """The repeated part; the model may be cut between any two of them. Empty: the model cannot be cut."""
+    postlude: tuple[str, ...] = ()
+    """What turns activations into outputs."""
+    tied: tuple[tuple[str, ...], ...] = ()
+    """Names of one and the same parameter, each group sorted by first appearance."""
+
+
+def find_blueprint(model: nn.Module) -> Blueprint:
+    """The blueprint a model declares, or the one its block list implies."""
+    declare = getattr(model, "weft_blueprint", None)
+    if declare is not None:
+        blueprint = declare()
+        _refuse_unknown_names(blueprint, model)
+        return Blueprint(
+            prelude=blueprint.prelude, blocks=blueprint.blocks, postlude=blueprint.postlude, tied=find_tied(model)
+        )
+    owner = _longest_block_list(model)
+    if owner is None:
+        return Blueprint(tied=find_tied(model))
+    top = owner.split(".")[0] if owner else ""
+    names = [name for name, _ in model.named_children()]
+    place = names.index(top) if top else 0
+    blocks = tuple(f"{owner}.{name}" if owner else name for name, _ in model.get_submodule(owner).named_children())
+    if not top:
+        return Blueprint(blocks=blocks, tied=find_tied(model))
+    return Blueprint(
+        prelude=tuple(names[:place]), blocks=blocks, postlude=tuple(names[place + 1 :]), tied=find_tied(model)
+    )
+
+
+def find_tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Groups of names under which one parameter appears more than once."""
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(names) for names in names_of.values() if len(names) > 1)
+
+
+def _longest_block_list(model: nn.Module) -> str | None:
+    best, best_length = None, 1
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        members = list(module.children())
+        alike = len({type(member) for member in members}) == 1
+        if alike and len(members) > best_length and all(any(True for _ in m.parameters()) for m in members):
+            best, best_length = name, len(members)
+    return best
+
+
+def _refuse_unknown_names(blueprint: Blueprint, model: nn.Module) -> None:
+    known = {name for name, _ in model.named_modules()}
+    unknown = [name for name in (*blueprint.prelude, *blueprint.blocks, *blueprint.postlude) if name not in known]
+    if unknown:
+        raise ModelError([f'weft_blueprint names "{name}", which is not a submodule of the model' for name in unknown])

@@ -1,0 +1,64 @@
+"""Flat buffers for gradients: many tensors travel as a few, and each tensor is a view into one of them.
+
+The last member is the tail (`plan/wire.py`): the loss, the count of targets and the flags of used parameters ride
+along with the gradients instead of costing a collective of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weft.plan.wire import Member, assign_buckets, tail_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """One flat buffer and the members that lie in it."""
+
+    flat: torch.Tensor
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buckets:
+    """All buckets in the order of exchange, and where each member is."""
+
+    buckets: tuple[Bucket, ...]
+    views: tuple[torch.Tensor, ...]
+    """Per tensor given: its part of a bucket, in the tensor's shape."""
+    bucket_of: tuple[int, ...]
+    """Per tensor given: the bucket it lies in."""
+    tail: torch.Tensor
+    tail_bucket: int
+
+
+def member_of(tensor: torch.Tensor) -> Member:
+    return Member(numel=tensor.numel(), item_bytes=tensor.element_size(), kind=str(tensor.dtype))
+
+
+def make_buckets(tensors: Sequence[torch.Tensor], order: Sequence[int], *, bucket_bytes: int) -> Buckets:
+    """Allocate buckets for tensors like these, filled in the given order (the order in which gradients get ready)."""
+    members = [member_of(tensors[index]) for index in order]
+    members.append(tail_of(members))
+    tail = len(members) - 1
+    dtypes = {str(tensor.dtype): tensor.dtype for tensor in tensors}
+    flats: list[Bucket] = []
+    places: dict[int, tuple[int, torch.Tensor]] = {}
+    for number, inside in enumerate(assign_buckets(members, bucket_bytes)):
+        numel = sum(members[position].numel for position in inside)
+        dtype = dtypes.get(members[inside[0]].kind, torch.float32)  # a tail wider than every gradient is float32
+        flat = torch.zeros(numel, dtype=dtype, device=tensors[0].device)
+        for position, part in zip(inside, flat.split([members[p].numel for p in inside]), strict=True):
+            places[position] = (number, part)
+        flats.append(Bucket(flat=flat, members=tuple(order[p] for p in inside if p != tail)))
+    position_of = {index: position for position, index in enumerate(order)}
+    return Buckets(
+        buckets=tuple(flats),
+        views=tuple(places[position_of[i]][1].view(tensor.shape) for i, tensor in enumerate(tensors)),
+        bucket_of=tuple(places[position_of[i]][0] for i in range(len(tensors))),
+        tail=places[tail][1],
+        tail_bucket=places[tail][0],
+    )

@@ -1,0 +1,166 @@
+"""Collectives as thin calls on a mesh group, counting bytes and blocked seconds by axis.
+
+Each call works in place or into tensors the caller owns, so that buffers can be kept from step to step. With
+`wait=False` it returns a `Pending` at once and the exchange goes on beside computation; the caller must wait for it.
+A group of one returns without touching torch.distributed. Roots are places in the group, not global ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+from weft.mesh import Group, Traffic
+from weft.plan.wire import Collective, sent_bytes
+
+Reduction = Literal["sum", "max", "min"]
+
+_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+# torch 2.13 renamed the flat forms and warns about the old names, which are the only ones 2.11 has.
+_all_gather_flat: Callable[..., _Work | None] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_flat: Callable[..., _Work | None] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class _Work(Protocol):
+    def wait(self) -> object: ...
+
+
+class Pending:
+    """An exchange under way. `wait` blocks until it is done (on CUDA: until the stream may go on) and is timed."""
+
+    __slots__ = ("_after", "_traffic", "_work")
+
+    def __init__(self, work: _Work | None, traffic: Traffic, after: Callable[[], None] | None = None) -> None:
+        self._work = work
+        self._traffic = traffic
+        self._after = after
+
+    def wait(self) -> None:
+        if self._work is None:
+            return
+        started = time.perf_counter()
+        self._work.wait()
+        if self._after is not None:
+            self._after()
+        self._traffic.wait_s += time.perf_counter() - started
+        self._work = None
+
+
+def all_reduce(tensor: torch.Tensor, group: Group, *, op: Reduction = "sum", wait: bool = True) -> Pending:
+    """Every rank ends with the reduction of all ranks' tensors, in place."""
+    return _run(
+        group, "all-reduce", tensor.nbytes, wait, lambda: dist.all_reduce(tensor, _REDUCTIONS[op], group.handle, True)
+    )
+
+
+def broadcast(tensor: torch.Tensor, group: Group, *, root: int = 0, wait: bool = True) -> Pending:
+    """Every rank ends with the root's tensor, in place."""
+    source = group.ranks[root]
+    return _run(group, "broadcast", tensor.nbytes, wait, lambda: dist.broadcast(tensor, source, group.handle, True))
+
+
+def reduce(tensor: torch.Tensor, group: Group, *, root: int = 0, op: Reduction = "sum", wait: bool = True) -> Pending:
+    """The root ends with the reduction of all ranks' tensors, in place; other ranks' tensors are undefined after."""
+    target = group.ranks[root]
+    return _run(
+        group, "reduce", tensor.nbytes, wait, lambda: dist.reduce(tensor, target, _REDUCTIONS[op], group.handle, True)
+    )
+
+
+def scatter(
+    output: torch.Tensor, parts: Sequence[torch.Tensor] | None, group: Group, *, root: int = 0, wait: bool = True
+) -> Pending:
+    """Every rank gets its part of the root's list; `parts` is None on the others. Parts have one shape."""
+    if group.size == 1:
+        assert parts is not None
+        output.copy_(parts[0])
+    source = group.ranks[root]
+    listed = list(parts) if parts is not None and group.index == root else None
+    return _run(
+        group,
+        "scatter",
+        output.nbytes * group.size,
+        wait,
+        lambda: dist.scatter(output, listed, source, group.handle, True),
+    )
+
+
+def gather(
+    tensor: torch.Tensor, outputs: Sequence[torch.Tensor] | None, group: Group, *, root: int = 0, wait: bool = True
+) -> Pending:
+    """The root gets every rank's tensor in `outputs`, which is None on the others. Tensors have one shape."""
+    if group.size == 1:
+        assert outputs is not None
+        outputs[0].copy_(tensor)
+    target = group.ranks[root]
+    listed = list(outputs) if outputs is not None and group.index == root else None
+    return _run(
+        group,
+        "gather",
+        tensor.nbytes * group.size,
+        wait,
+        lambda: dist.gather(tensor, listed, target, group.handle, True),
+    )
+
+
+def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: Group, *, wait: bool = True) -> Pending:
+    """`output` ends as all ranks' tensors, one after another along dim 0."""
+    if group.size == 1:
+        output.copy_(tensor.view(output.shape))
+    return _run(group, "all-gather", output.nbytes, wait, lambda: _all_gather_flat(output, tensor, group.handle, True))
+
+
+def reduce_scatter(output: torch.Tensor, tensor: torch.Tensor, group: Group, *, wait: bool = True) -> Pending:
+    """`output` ends as this rank's equal part, along dim 0, of the sum of all ranks' tensors."""
+    if group.size == 1:
+        output.copy_(tensor.view(output.shape))
+    return _run(
+        group,
+        "reduce-scatter",
+        tensor.nbytes,
+        wait,
+        lambda: _reduce_scatter_flat(output, tensor, dist.ReduceOp.SUM, group.handle, True),
+    )
+
+
+def all_to_all(
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    group: Group,
+    *,
+    output_splits: list[int] | None = None,
+    input_splits: list[int] | None = None,
+    wait: bool = True,
+) -> Pending:
+    """Part k of `tensor` along dim 0 goes to rank k; `output` is what all ranks sent here, in order of rank.
+
+    Parts are equal unless their lengths are given.
+    """
+    if group.size == 1:
+        output.copy_(tensor)
+    return _run(
+        group,
+        "all-to-all",
+        tensor.nbytes,
+        wait,
+        lambda: dist.all_to_all_single(output, tensor, output_splits, input_splits, group.handle, True),
+    )
+
+
+def _run(
+    group: Group, collective: Collective, buffer_bytes: int, wait: bool, start: Callable[[], _Work | None]
+) -> Pending:
+    traffic = group.traffic
+    if group.handle is None:
+        return Pending(None, traffic)
+    traffic.num_calls += 1
+    traffic.sent_bytes += sent_bytes(collective, buffer_bytes, group.size)
+    pending = Pending(start(), traffic)
+    if wait:
+        pending.wait()
+    return pending

@@ -1,0 +1,28 @@
+"""Small plain values between ranks: agreeing on an outcome, collecting reports. For the control path only.
+
+Values travel as JSON, never as pickles, so a message can hold nothing that runs.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from weft.comm.collectives import all_gather
+from weft.mesh import Group
+
+
+def gather_values(value: Any, group: Group, device: torch.device) -> list[Any]:
+    """Every rank's value, in the order of the group, on every rank. Values are what JSON can hold."""
+    message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    lengths = torch.empty(group.size, dtype=torch.int64, device=device)
+    all_gather(lengths, torch.tensor([message.numel()], device=device), group)
+    longest = int(lengths.max())
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: message.numel()] = message
+    table = torch.empty(group.size * longest, dtype=torch.uint8, device=device)
+    all_gather(table, padded, group)
+    rows = table.view(group.size, longest).cpu()
+    return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths.tolist(), strict=True)]

@@ -1,0 +1,71 @@
+"""The errors a user can cause or must know of; everything else that escapes weft is a bug of ours.
+
+    WeftError
+    ├── PlanError         a plan that is malformed, or cannot run here
+    ├── JobError          a job file that cannot be read or does not make sense
+    ├── ModelError        a model weft cannot train as asked
+    ├── DataError         data that is missing, unreadable or too small
+    ├── CheckpointError   a checkpoint that is missing, damaged or of another model
+    ├── DivergenceError   replicas that should be equal are not
+    ├── VerifyError       a plan that does not give one process's answer
+    └── LaunchError       ranks that could not be started or kept alive
+
+An error carries *every* problem found, not the first one, so that one run of a command is enough to mend them all.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class WeftError(Exception):
+    """One or more problems, each a sentence: what is wrong, both numbers, what to do."""
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        if len(self.problems) == 1:
+            return self.problems[0]
+        return "\n".join(f"- {problem}" for problem in self.problems)
+
+
+class PlanError(WeftError):
+    """A plan that is malformed, or cannot run here."""
+
+
+class JobError(WeftError):
+    """A job file that cannot be read or does not make sense."""
+
+
+class ModelError(WeftError):
+    """A model weft cannot train as asked."""
+
+
+class DataError(WeftError):
+    """Data that is missing, unreadable or too small."""
+
+
+class CheckpointError(WeftError):
+    """A checkpoint that is missing, damaged or of another model."""
+
+
+class DivergenceError(WeftError):
+    """Replicas that should be equal are not."""
+
+
+class VerifyError(WeftError):
+    """A plan that does not give one process's answer."""
+
+
+class LaunchError(WeftError):
+    """Ranks that could not be started or kept alive."""
+
+
+def nearest(unknown: str, known: Iterable[str]) -> str:
+    """A hint for a misspelt name: the nearest known one, or all of them where none is near."""
+    names = list(known)
+    close = difflib.get_close_matches(unknown, names, n=1, cutoff=0.5)
+    return f'did you mean "{close[0]}"?' if close else f"known: {', '.join(names)}"

@@ -1,0 +1,1 @@
+"""Models to train at once and to test with: small, plain, free of parallelism."""

@@ -1,0 +1,107 @@
+"""How the learning rate changes over a run: functions from the step (counted from 0) to a factor.
+
+A schedule is a pure function of the step and holds no state, so a resumed run needs nothing but its step number, and
+every rank gets the same factor without asking. All of them can be pickled, and are therefore partial functions, not
+closures.
+
+With w warm-up steps of n in all, the factor runs through these points, joined by a line and then by the curve:
+
+    step      0 ...... w-1 .............. n-1 ......
+    factor   1/w ....   1  .. curve .... final  final
+
+The first step already learns (1/w, not 0), step w-1 has the full rate, and the last step has exactly the final factor.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from functools import partial
+
+from weft.errors import JobError, nearest
+
+Schedule = Callable[[int], float]
+
+
+def constant() -> Schedule:
+    """The full rate throughout."""
+    return _always_one
+
+
+def warmup_cosine(warmup_steps: int, total_steps: int, final: float = 0.1) -> Schedule:
+    """A linear rise over the warm-up, then half a cosine down to `final` at the last step."""
+    _check(warmup_steps, total_steps, final)
+    return partial(_cosine, warmup_steps=warmup_steps, total_steps=total_steps, final=final)
+
+
+def warmup_linear(warmup_steps: int, total_steps: int, final: float = 0.1) -> Schedule:
+    """A linear rise over the warm-up, then a straight line down to `final` at the last step."""
+    _check(warmup_steps, total_steps, final)
+    return partial(_linear, warmup_steps=warmup_steps, total_steps=total_steps, final=final)
+
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "constant": constant,
+    "warmup-cosine": warmup_cosine,
+    "warmup-linear": warmup_linear,
+}
+
+
+def by_name(name: str, **settings: object) -> Schedule:
+    """The schedule a job file names, with its settings as keywords."""
+    if name not in SCHEDULES:
+        raise JobError(f'there is no learning-rate schedule "{name}"; {nearest(name, SCHEDULES)}')
+    make = SCHEDULES[name]
+    parameters = inspect.signature(make).parameters
+    problems = []
+    for setting in settings:
+        if setting not in parameters:
+            hint = nearest(setting, parameters) if parameters else "it has no settings"
+            problems.append(f'schedule "{name}" has no setting "{setting}"; {hint}')
+    for parameter in parameters.values():
+        if parameter.default is parameter.empty and parameter.name not in settings:
+            problems.append(f'schedule "{name}" needs the setting "{parameter.name}"; add it')
+    if problems:
+        raise JobError(problems)
+    return make(**settings)
+
+
+def _check(warmup_steps: int, total_steps: int, final: float) -> None:
+    problems = []
+    for name, steps in (("warmup_steps", warmup_steps), ("total_steps", total_steps)):
+        if isinstance(steps, bool) or not isinstance(steps, int):
+            problems.append(f"{name} is {steps!r}; give a whole number of steps")
+    if isinstance(final, bool) or not isinstance(final, int | float) or not 0 <= final <= 1:
+        problems.append(f"final is {final!r}; give the factor of the last step, from 0 to 1")
+    if not problems:
+        if warmup_steps < 0:
+            problems.append(f"warmup_steps is {warmup_steps}; give 0 for none")
+        if total_steps <= warmup_steps:
+            problems.append(
+                f"total_steps is {total_steps} and warmup_steps {warmup_steps}: nothing is left after the warm-up; "
+                f"give fewer than {total_steps} warm-up steps or more steps in all"
+            )
+    if problems:
+        raise JobError(problems)
+
+
+def _always_one(step: int) -> float:
+    return 1.0
+
+
+def _cosine(step: int, *, warmup_steps: int, total_steps: int, final: float) -> float:
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    return final + (1 - final) * (1 + math.cos(math.pi * _progress(step, warmup_steps, total_steps))) / 2
+
+
+def _linear(step: int, *, warmup_steps: int, total_steps: int, final: float) -> float:
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    return 1 - (1 - final) * _progress(step, warmup_steps, total_steps)
+
+
+def _progress(step: int, warmup_steps: int, total_steps: int) -> float:
+    """The part of the steps after the warm-up that is done once this step is: 1 at the last step and beyond it."""
+    return min(1.0, (step + 1 - warmup_steps) / (total_steps - warmup_steps))

@@ -1,0 +1,152 @@
+"""BatchNorm whose statistics are those of the whole micro-batch over the data axis, so that it equals one process.
+
+torch's SyncBatchNorm does the same on GPUs only, and refuses a rank without samples. Here every rank contributes its
+count, mean and sum of squared deviations, which are merged without cancellation (Chan et al.), so that unequal and
+empty parts are exact. One all-gather of 2C + 1 numbers forward, one all-reduce of 2C backward.
+
+This does not cover layers that keep other running statistics (InstanceNorm's, a user's own moving averages): the
+divergence check names those if ranks drift apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from weft.comm.collectives import all_gather, all_reduce
+from weft.errors import ModelError
+from weft.mesh import Group
+
+
+class SynchronisedBatchNorm(_BatchNorm):
+    """A BatchNorm of any number of dims that normalises by the statistics of all data ranks."""
+
+    weft_group: Group
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.training and self.track_running_stats:
+            return super().forward(input)
+        mean, variance, count = _merged_statistics(input.detach(), self.weft_group)
+        if count == 0:  # no rank has a sample: nothing to normalise, nothing to learn
+            return input
+        if count == 1:
+            raise ModelError("BatchNorm needs more than 1 value a channel over all ranks; use a larger batch")
+        if self.training and self.track_running_stats:
+            self._update_running(mean, variance, count)
+        output: torch.Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, mean, variance, count, self.eps, self.weft_group
+        )
+        return output
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ModelError(f"BatchNorm needs at least 2 dims (samples, channels), got {input.dim()}")
+
+    @torch.no_grad()
+    def _update_running(self, mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
+        assert self.running_mean is not None and self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        unbiased = variance * (count / (count - 1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+
+
+def synchronise_batch_norms(model: nn.Module, group: Group) -> int:
+    """Make every BatchNorm of a model synchronised, in place; returns how many there were.
+
+    The class is swapped instead of the module: parameters, hooks and every reference to the module stay as they are.
+    """
+    changed = 0
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.__class__ = SynchronisedBatchNorm
+            module.weft_group = group  # type: ignore[assignment]
+            changed += 1
+    return changed
+
+
+def has_batch_norms(model: nn.Module) -> bool:
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
+def _merged_statistics(input: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Mean and biased variance of each channel over all ranks, and the number of values they are taken over."""
+    dims, channels = _reduced_dims(input), input.shape[1]
+    wide = input if input.dtype == torch.float64 else input.float()
+    local_count = input.numel() // channels
+    local = wide.new_zeros(2 * channels + 1)
+    if local_count:
+        variance, mean = torch.var_mean(wide, dims, correction=0)
+        local[:channels], local[channels:-1] = mean, variance * local_count
+    local[-1] = local_count
+    gathered = local.new_empty(group.size, local.numel())
+    all_gather(gathered.view(-1), local, group)
+    counts = gathered[:, -1:]
+    total = counts.sum()
+    means, deviations = gathered[:, :channels], gathered[:, channels:-1]
+    mean = (means * counts).sum(0) / total
+    variance = (deviations + counts * (means - mean) ** 2).sum(0) / total
+    return mean, variance, int(total)
+
+
+def _reduced_dims(input: torch.Tensor) -> list[int]:
+    return [dim for dim in range(input.dim()) if dim != 1]
+
+
+def _per_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return values.view(1, -1, *[1] * (like.dim() - 2))
+
+
+class _Normalise(torch.autograd.Function):
+    """y = (x − mean) / sqrt(variance + eps) · weight + bias, with mean and variance functions of every rank's x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        mean: torch.Tensor,
+        variance: torch.Tensor,
+        count: int,
+        eps: float,
+        group: Group,
+    ) -> torch.Tensor:
+        inverse = torch.rsqrt(variance + eps)
+        normalised = (input - _per_channel(mean, input)) * _per_channel(inverse, input)
+        ctx.save_for_backward(normalised, inverse, weight)
+        ctx.count, ctx.group, ctx.has_bias = count, group, bias is not None
+        output = normalised
+        if weight is not None:
+            output = output * _per_channel(weight, input)
+        if bias is not None:
+            output = output + _per_channel(bias, input)
+        return output.to(input.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        normalised, inverse, weight = ctx.saved_tensors
+        grad = grads[0].to(normalised.dtype)
+        dims, channels = _reduced_dims(grad), grad.shape[1]
+        local = torch.cat([grad.sum(dims), (grad * normalised).sum(dims)])
+        grad_bias, grad_weight = local[:channels].clone(), local[channels:].clone()
+        all_reduce(local, ctx.group)
+        local /= ctx.count
+        scale = inverse if weight is None else inverse * weight
+        centred = grad - _per_channel(local[:channels], grad) - normalised * _per_channel(local[channels:], grad)
+        grad_input = (centred * _per_channel(scale, grad)).to(grads[0].dtype)
+        return (
+            grad_input,
+            grad_weight.to(weight.dtype) if weight is not None else None,
+            grad_bias.to(grads[0].dtype) if ctx.has_bias else None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )

@@ -1,0 +1,253 @@
+"""How a field of the plan is declared: default, allowed values and meaning, said once.
+
+Validation, `plan.toml`, the reference page and command-line help all read the same declaration, so they cannot drift
+apart. A *kind* knows which values it accepts, normalises them, and can say so in words. A `Section` checks itself on
+birth. Which sections and fields exist is in `plan.py`; this file knows none of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeVar, cast
+
+from weft.errors import PlanError, nearest
+
+Value = TypeVar("Value")
+
+# TOML promises 64-bit integers and no more.
+_LARGEST_WHOLE = 2**63 - 1
+_LONGEST_SHOWN = 80
+
+
+class Kind(Protocol):
+    """Which values a field takes."""
+
+    @property
+    def allowed(self) -> str:
+        """The values in words, to follow "must be"."""
+
+    def accept(self, value: object) -> object:
+        """The value in its normal form; ValueError with the end of the sentence "[section] field = value ..."."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """Whole numbers from `minimum`, and some words that stand for one."""
+
+    minimum: int
+    words: tuple[str, ...] = ()
+
+    @property
+    def allowed(self) -> str:
+        number = f"a whole number, at least {self.minimum}"
+        return f"{number}, or {one_of(self.words)}" if self.words else number
+
+    def accept(self, value: object) -> object:
+        if isinstance(value, str) and value in self.words:
+            return value
+        if not isinstance(value, int) or isinstance(value, bool) or value < self.minimum:
+            raise ValueError(f"must be {self.allowed}")
+        if value > _LARGEST_WHOLE:
+            raise ValueError(f"is too large; the largest whole number is {_LARGEST_WHOLE}")
+        return int(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Real:
+    """Finite numbers between bounds; `above` and `below` are themselves outside."""
+
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    @property
+    def allowed(self) -> str:
+        bounds = (("above", self.above), ("at least", self.minimum), ("below", self.below), ("at most", self.maximum))
+        words = " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
+        return f"a number, {words}" if words else "a number"
+
+    def accept(self, value: object) -> object:
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ValueError(f"must be {self.allowed}")
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise ValueError(f"is not finite; it must be {self.allowed}")
+        fits = (
+            (self.minimum is None or number >= self.minimum)
+            and (self.maximum is None or number <= self.maximum)
+            and (self.above is None or number > self.above)
+            and (self.below is None or number < self.below)
+        )
+        if not fits:
+            raise ValueError(f"must be {self.allowed}")
+        return number
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """True or false."""
+
+    @property
+    def allowed(self) -> str:
+        return "true or false"
+
+    def accept(self, value: object) -> object:
+        if not isinstance(value, bool):
+            raise ValueError(f"must be {self.allowed}")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of a few words."""
+
+    values: tuple[str, ...]
+
+    @property
+    def allowed(self) -> str:
+        return one_of(self.values)
+
+    def accept(self, value: object) -> object:
+        if not isinstance(value, str):
+            raise ValueError(f"must be {self.allowed}")
+        if value not in self.values:
+            raise ValueError(f"is not a known value; {nearest(value, self.values)}")
+        return self.values[self.values.index(value)]
+
+
+@dataclass(frozen=True, slots=True)
+class Permutation:
+    """All of a few words, each once, in any order."""
+
+    values: tuple[str, ...]
+
+    @property
+    def allowed(self) -> str:
+        return f"a list that names each of {', '.join(self.values)} once"
+
+    def accept(self, value: object) -> object:
+        if not isinstance(value, list | tuple) or not all(isinstance(word, str) for word in value):
+            raise ValueError(f"must be {self.allowed}")
+        unknown = [word for word in value if word not in self.values]
+        if unknown:
+            raise ValueError(f"names {toml(unknown[0])}, which is not known; {nearest(unknown[0], self.values)}")
+        missing = [word for word in self.values if word not in value]
+        if missing:
+            raise ValueError(f"must be {self.allowed}; add {', '.join(missing)}")
+        repeated = sorted({word for word in value if value.count(word) > 1})
+        if repeated:
+            raise ValueError(f"must be {self.allowed}; repeated: {', '.join(repeated)}")
+        return tuple(map(str, value))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Increasing:
+    """A list of whole numbers from `minimum`, each greater than the one before; may be empty."""
+
+    minimum: int
+
+    @property
+    def allowed(self) -> str:
+        return f"a list of increasing whole numbers, each at least {self.minimum}"
+
+    def accept(self, value: object) -> object:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"must be {self.allowed}")
+        try:
+            numbers = [cast(int, Whole(minimum=self.minimum).accept(number)) for number in value]
+        except ValueError:
+            raise ValueError(f"must be {self.allowed}") from None
+        if any(left >= right for left, right in zip(numbers, numbers[1:], strict=False)):
+            raise ValueError(f"must be {self.allowed}")
+        return tuple(numbers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """All there is to know about one field: its name, its default, which values it takes, and one sentence."""
+
+    name: str
+    default: object
+    kind: Kind
+    doc: str
+
+
+def declare(default: Value, kind: Kind, doc: str) -> Value:
+    """A dataclass field that carries its own kind and sentence."""
+    # The dataclass puts the default in the field's place, so the annotation is true of every instance.
+    return dataclasses.field(default=default, metadata={"kind": kind, "doc": doc})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A table of the plan. Its docstring heads its part of the reference page."""
+
+    def __post_init__(self) -> None:
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        accepted, problems = accept_values(type(self), given)
+        if problems:
+            raise PlanError(problems)
+        for name, value in accepted.items():
+            object.__setattr__(self, name, value)
+
+
+def section_name(section: type[Section]) -> str:
+    """The name of a section in plan.toml."""
+    return section.__name__.lower()
+
+
+def facts_of(section: type[Section]) -> dict[str, Facts]:
+    """The section's fields in order, by name."""
+    return {
+        field.name: Facts(name=field.name, default=field.default, **field.metadata)
+        for field in dataclasses.fields(section)
+    }
+
+
+def accept_values(section: type[Section], values: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
+    """The acceptable values in their normal form, and a problem for each of the others; names must be the section's."""
+    facts = facts_of(section)
+    accepted: dict[str, object] = {}
+    problems: list[str] = []
+    for name, value in values.items():
+        try:
+            accepted[name] = facts[name].kind.accept(value)
+        except ValueError as error:
+            problems.append(f"{statement(section_name(section), name, value)} {error}")
+    return accepted, problems
+
+
+def toml(value: object) -> str:
+    """A value as plan.toml writes it; what TOML cannot write comes as Python writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml, value))}]"
+    return repr(value)
+
+
+def one_of(values: tuple[object, ...]) -> str:
+    """Values in words, the last one after "or"."""
+    *first, last = map(toml, values)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def statement(section: str, name: str, value: object) -> str:
+    """How a message names a field and its value; a monstrous value is cut short."""
+    try:
+        text = toml(value)
+    except ValueError:
+        text = "(too long to print)"
+    if len(text) > _LONGEST_SHOWN:
+        text = f"{text[:_LONGEST_SHOWN]}…"
+    return f"[{section}] {name} = {text}"

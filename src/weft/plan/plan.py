@@ -1,0 +1,284 @@
+"""The plan: everything weft decides about a run, as plain data.
+
+It says how the model is split, when replicas exchange what, and in which precision. Every field has a default that
+changes nothing, so `Plan()` is one rank and `Plan(axes=Axes(data=2))` is a whole plan. A value that makes no sense by
+itself is refused on birth; whether the values make sense *together*, and here, is the business of `check.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+from weft.errors import PlanError, nearest
+from weft.plan.fields import (
+    Choice,
+    Flag,
+    Increasing,
+    Permutation,
+    Real,
+    Section,
+    Whole,
+    accept_values,
+    declare,
+    facts_of,
+    section_name,
+    statement,
+)
+
+# Outermost first. Tensor is innermost because it talks most and must stay inside a node.
+AXES = ("pipeline", "replicate", "data", "ring", "ulysses", "tensor")
+CODECS = ("half", "topk", "dgc", "onebit", "sign", "qsgd", "terngrad", "powersgd")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axes(Section):
+    """The number of ranks along each axis of the mesh. Their product is the number of ranks."""
+
+    data: int = declare(1, Whole(minimum=1), "Ranks that each train on their own part of the batch.")
+    replicate: int = declare(1, Whole(minimum=1), "Hybrid sharding: shard over data, replicate over this.")
+    pipeline: int = declare(1, Whole(minimum=1), "Ranks that each hold their own run of the model's blocks.")
+    tensor: int = declare(1, Whole(minimum=1), "Ranks that share every matrix of a block.")
+    ulysses: int = declare(1, Whole(minimum=1), "Sequence parallelism inside a node, by all-to-all over heads.")
+    ring: int = declare(1, Whole(minimum=1), "Sequence parallelism between nodes, by ring attention.")
+    order: tuple[str, ...] = declare(
+        AXES,
+        Permutation(AXES),
+        "The axes from outermost to innermost; ranks that differ along the last are neighbours.",
+    )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Ranks along each axis, outermost first."""
+        return {axis: getattr(self, axis) for axis in self.order}
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(self.sizes.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step(Section):
+    """One training step."""
+
+    microbatches: int = declare(
+        1, Whole(minimum=1), "Parts of a rank's batch: accumulated one by one, or in flight together in a pipeline."
+    )
+    clip_norm: float = declare(
+        0.0, Real(minimum=0), "Largest norm of the whole model's averaged gradient; 0 clips nothing."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline(Section):
+    """How the blocks are cut into stages, and the order in which stages run microbatches."""
+
+    schedule: str = declare(
+        "1f1b",
+        Choice(("naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream", "2bw")),
+        "Who runs which microbatch when; zero-bubble is ZB-H1, and pipedream and 2bw never flush.",
+    )
+    chunks: int = declare(1, Whole(minimum=1), "Model chunks that each rank holds, with the interleaved schedule.")
+    cuts: tuple[int, ...] = declare(
+        (), Increasing(minimum=1), "Numbers of the blocks to cut before; empty balances stages by measured time."
+    )
+    vertical_sync: bool = declare(
+        False, Flag(), "Pipedream: a microbatch uses one weight version on all stages, the one it met on the first."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor(Section):
+    """Tensor parallelism."""
+
+    sequence: bool = declare(
+        False, Flag(), "Megatron sequence parallelism: norms and dropout are split along the sequence."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequence(Section):
+    """Sequence parallelism over the ring axis."""
+
+    layout: str = declare(
+        "zigzag", Choice(("zigzag", "contiguous")), "Which tokens a rank holds; zigzag balances causal attention."
+    )
+    variant: str = declare(
+        "ring",
+        Choice(("ring", "ring-self-attention")),
+        "Ring attention, or the older ring self-attention of Li et al., which stores whole rows of scores.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data(Section):
+    """What replicas hold, and when they exchange."""
+
+    sync: str = declare(
+        "all-reduce",
+        Choice(("all-reduce", "server", "local", "delayed")),
+        "How replicas agree: every step, through a parameter server, every few steps, or some steps late.",
+    )
+    shard: str = declare(
+        "nothing",
+        Choice(("nothing", "optimizer", "gradients", "parameters")),
+        "What is split over the data axis instead of copied: ZeRO 0, 1, 2 and 3.",
+    )
+    reshard: str = declare(
+        "step", Choice(("step", "microbatch")), "ZeRO-3: parameters are gathered once a step or once a microbatch."
+    )
+    offload: bool = declare(False, Flag(), "Keep the optimizer's state in host memory.")
+    every: int = declare(
+        1, Whole(minimum=1), "Steps between exchanges (local), or steps that are averaged together (delayed)."
+    )
+    switch_step: int = declare(0, Whole(minimum=0), "Post-local SGD: exchange every step until this one.")
+    outer: str = declare(
+        "average", Choice(("average", "nesterov")), "What local replicas do when they meet; nesterov is DiLoCo."
+    )
+    outer_lr: float = declare(1.0, Real(above=0), "Learning rate of the outer optimizer.")
+    outer_momentum: float = declare(0.0, Real(minimum=0, below=1), "Momentum of the outer optimizer.")
+    delay: int | str = declare(
+        0, Whole(minimum=0, words=("auto",)), "Steps by which averages arrive late; auto measures how many are needed."
+    )
+    balance: bool = declare(False, Flag(), "Share out microbatches in proportion to each rank's speed.")
+    buffers: str = declare(
+        "synchronise",
+        Choice(("synchronise", "broadcast", "local")),
+        "BatchNorm: statistics of the global batch, the first rank's running statistics for all, or each rank's own.",
+    )
+    check_every: int = declare(100, Whole(minimum=0), "Steps between checks that replicas are equal; 0 never checks.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server(Section):
+    """The parameter server, with `[data] sync = "server"`. Its processes come on top of the ranks of the axes."""
+
+    mode: str = declare(
+        "sync",
+        Choice(("sync", "async", "bounded")),
+        "Whether workers wait for all others, for none, or for the slowest.",
+    )
+    shards: int = declare(1, Whole(minimum=1), "Server processes that share the parameters.")
+    staleness: int = declare(0, Whole(minimum=0), "Bounded: clocks a worker may be ahead of the slowest.")
+    backups: int = declare(
+        0, Whole(minimum=0), "Sync: workers, counted in the data axis, that a step does not wait for."
+    )
+    compensation: float = declare(
+        0.0, Real(minimum=0), "Lambda of DC-ASGD's delay compensation; 0 compensates nothing."
+    )
+    lr_scaling: str = declare(
+        "none", Choice(("none", "staleness")), "Whether the learning rate is divided by a gradient's staleness."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codec(Section):
+    """What travels between replicas instead of the plain gradient."""
+
+    name: str = declare(
+        "none",
+        Choice(("none", *CODECS)),
+        "The compression method.",
+    )
+    density: float = declare(0.01, Real(above=0, maximum=1), "Share of the entries that topk and dgc send.")
+    rank: int = declare(4, Whole(minimum=1), "Rank of powersgd's factors.")
+    levels: int = declare(256, Whole(minimum=2), "Quantisation levels of qsgd.")
+    clip: float = declare(0.0, Real(minimum=0), "Norm to which dgc clips each rank's gradient; 0 clips nothing.")
+    warmup_steps: int = declare(0, Whole(minimum=0), "Steps over which the compression sets in.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision(Section):
+    """Number formats."""
+
+    compute: str = declare(
+        "model", Choice(("model", "bf16", "fp16")), "Format of forward and backward; model keeps the model's own."
+    )
+    reduce: str = declare("fp32", Choice(("fp32", "bf16", "fp16")), "Format in which gradients are summed over ranks.")
+    accumulate: str = declare("fp32", Choice(("fp32", "bf16")), "Format in which gradients add up over microbatches.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute(Section):
+    """Activations computed again in the backward pass instead of kept."""
+
+    policy: str = declare(
+        "none", Choice(("none", "selective", "full")), "Recompute nothing, attention only, or whole blocks."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compile(Section):
+    """Compilation."""
+
+    blocks: bool = declare(False, Flag(), "Run torch.compile on each block.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comm(Section):
+    """How bytes move."""
+
+    transport: str = declare(
+        "auto", Choice(("auto", "c10d", "shared")), "Torch's backends, or shared memory between ranks of one host."
+    )
+    bucket_bytes: int = declare(26214400, Whole(minimum=1), "Size of the buffers in which gradients are exchanged.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All the sections; the default is one rank and changes nothing."""
+
+    axes: Axes = field(default_factory=Axes)
+    step: Step = field(default_factory=Step)
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    tensor: Tensor = field(default_factory=Tensor)
+    sequence: Sequence = field(default_factory=Sequence)
+    data: Data = field(default_factory=Data)
+    server: Server = field(default_factory=Server)
+    codec: Codec = field(default_factory=Codec)
+    precision: Precision = field(default_factory=Precision)
+    recompute: Recompute = field(default_factory=Recompute)
+    compile: Compile = field(default_factory=Compile)
+    comm: Comm = field(default_factory=Comm)
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"[{name}] must be given as {section.__name__}(...), not as {type(getattr(self, name)).__name__}"
+            for name, section in SECTIONS.items()
+            if not isinstance(getattr(self, name), section)
+        ]
+        if problems:
+            raise PlanError(problems)
+
+
+SECTIONS: dict[str, type[Section]] = {
+    section.name: cast(type[Section], section.default_factory) for section in dataclasses.fields(Plan)
+}
+
+
+def value_at(plan: Plan, path: str) -> object:
+    """The value of a field given as "section.field"."""
+    section, name = path.split(".")
+    return getattr(getattr(plan, section), name)
+
+
+def said(plan: Plan, path: str) -> str:
+    """The field and its value as messages name them: `[section] field = value`."""
+    section, name = path.split(".")
+    return statement(section, name, value_at(plan, path))
+
+
+def problems_in(section: type[Section], values: Mapping[str, object]) -> list[str]:
+    """Every unknown name and bad value among the fields given for a section; none means `section(**values)` works."""
+    known = {name: value for name, value in values.items() if name in facts_of(section)}
+    unknown = [_unknown_field(section, name, value) for name, value in values.items() if name not in known]
+    return unknown + accept_values(section, known)[1]
+
+
+def _unknown_field(section: type[Section], name: str, value: object) -> str:
+    elsewhere = [other for other in SECTIONS if name in facts_of(SECTIONS[other])]
+    hint = f"it belongs in [{elsewhere[0]}]" if elsewhere else nearest(name, facts_of(section))
+    return f"{statement(section_name(section), name, value)} is not a field of [{section_name(section)}]; {hint}"

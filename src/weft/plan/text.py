@@ -1,0 +1,83 @@
+"""plan.toml <-> Plan, with an exact round trip: what is written reads back as an equal plan.
+
+Reading is Python's tomllib; writing is a few lines of our own, because the standard library has no writer and a plan
+needs only flat tables. A text is refused with all its problems at once, in every section. Whether a well-formed plan
+can *run* is not asked here, so that a plan for another cluster can be read, drawn and simulated: see `check.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from weft.errors import PlanError, nearest
+from weft.plan.fields import facts_of, statement, toml
+from weft.plan.plan import SECTIONS, Plan, problems_in
+
+
+def read_plan(path: str | os.PathLike[str]) -> Plan:
+    """The plan in a file."""
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise PlanError(f"{os.fspath(path)}: cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{os.fspath(path)}: byte {error.start} is not UTF-8; save the file as UTF-8 text") from error
+    return parse_plan(text, source=os.fspath(path))
+
+
+def parse_plan(text: str, *, source: str = "plan") -> Plan:
+    """The plan in a text; `source` names it in messages."""
+    try:
+        tables = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # an endless number or nesting is no TOMLDecodeError
+        raise PlanError(f"{source}: is not valid TOML: {error}") from error
+    problems: list[str] = []
+    for name, table in tables.items():
+        if name not in SECTIONS:
+            problems.append(_unknown_section(name, table))
+        elif not isinstance(table, dict):
+            problems.append(f"{name} must be a section: write [{name}], and its fields on the lines below")
+        else:
+            problems += problems_in(SECTIONS[name], table)
+    if problems:
+        raise PlanError([f"{source}: {problem}" for problem in problems])
+    sections: dict[str, Any] = {name: SECTIONS[name](**table) for name, table in tables.items()}
+    return Plan(**sections)
+
+
+def _unknown_section(name: str, table: object) -> str:
+    if isinstance(table, dict):
+        return f"[{name}] is not a section of a plan; {nearest(name, SECTIONS)}"
+    homes = [section for section in SECTIONS if name in facts_of(SECTIONS[section])]
+    hint = f"put it under [{homes[0]}]" if homes else "put each field under its section"
+    return f"{statement('', name, table).removeprefix('[] ')} stands outside any section; {hint}"
+
+
+def format_plan(plan: Plan) -> str:
+    """The plan as text: the fields that differ from their defaults, and always the data axis."""
+    blocks: list[str] = []
+    for name, section in SECTIONS.items():
+        values = {field: getattr(getattr(plan, name), field) for field in facts_of(section)}
+        lines = [
+            f"{field} = {toml(values[field])}"
+            for field, facts in facts_of(section).items()
+            if values[field] != facts.default or (name, field) == ("axes", "data")
+        ]
+        if lines:
+            blocks.append("\n".join([f"[{name}]", *lines]) + "\n")
+    return "\n".join(blocks)
+
+
+def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write the plan to a file, whole or not at all: under a temporary name first, then renamed."""
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(format_plan(plan), encoding="utf-8")
+        os.replace(temporary, target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise PlanError(f"{target}: cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,115 @@
+"""The bytes each exchange puts on the wire: one arithmetic, used to predict before a run and to count during it.
+
+`sent_bytes` turns a collective and the tensor handed to it into what one rank sends with a bandwidth-optimal
+algorithm (rings). `comm/` calls it with the tensors it really hands over, the functions below it with the tensors a
+plan implies; a test holds the two equal, to the byte. What a transport adds to a message (headers, retries) is not
+counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Collective = Literal[
+    "all-reduce",
+    "reduce-scatter",
+    "all-gather",
+    "all-to-all",
+    "broadcast",
+    "reduce",
+    "scatter",
+    "gather",
+    "send",
+]
+
+FIRST_BUCKET_BYTES = 1 << 20
+"""The first bucket is small, so that the exchange starts soon after the backward pass does."""
+
+TAIL_WORDS = 3
+"""Words of the tail before its flags: the loss sum, and the count of targets in two parts."""
+
+
+def sent_bytes(collective: Collective, buffer_bytes: int, group_size: int) -> int:
+    """Bytes the busiest rank of a group sends in one call, rounded up.
+
+    `buffer_bytes` is the whole buffer: what each rank holds before an all-reduce, the concatenation of all ranks'
+    parts for gathers and scatters, the whole input of an all-to-all, the message of a send, broadcast or reduce.
+    """
+    if group_size == 1:
+        return 0
+    others = group_size - 1
+    match collective:
+        case "all-reduce":
+            return _divide_up(2 * others * buffer_bytes, group_size)
+        case "reduce-scatter" | "all-gather" | "all-to-all" | "scatter" | "gather":
+            return _divide_up(others * buffer_bytes, group_size)
+        case "broadcast" | "reduce" | "send":
+            return buffer_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One tensor that travels in a bucket."""
+
+    numel: int
+    """Elements."""
+    item_bytes: int
+    """Bytes an element."""
+    kind: str = "float"
+    """Members of different kinds (dtypes) never share a bucket."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.item_bytes
+
+
+def assign_buckets(members: Sequence[Member], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
+    """Fill buckets with members in the order given; each bucket holds members of one kind only.
+
+    Buckets come in the order in which they fill up, which is the order in which they are exchanged. A member larger
+    than `bucket_bytes` has a bucket to itself.
+
+        members (MB)   1  9  9  9 30  2        bucket_bytes 25 MB, all of one kind
+        buckets       (0)(1  2)(3)(4)(5)       the first one closes at FIRST_BUCKET_BYTES
+    """
+    closed: list[tuple[int, ...]] = []
+    open_members: dict[str, list[int]] = {}
+    open_bytes: dict[str, int] = {}
+    for index, member in enumerate(members):
+        limit = min(bucket_bytes, FIRST_BUCKET_BYTES) if not closed else bucket_bytes
+        inside = open_members.setdefault(member.kind, [])
+        if inside and open_bytes[member.kind] + member.num_bytes > limit:
+            closed.append(tuple(inside))
+            open_members[member.kind] = inside = []
+            open_bytes[member.kind] = 0
+        inside.append(index)
+        open_bytes[member.kind] = open_bytes.get(member.kind, 0) + member.num_bytes
+    closed.extend(tuple(inside) for inside in open_members.values() if inside)
+    return tuple(closed)
+
+
+def tail_of(members: Sequence[Member]) -> Member:
+    """The tail of a gradient exchange: loss, count, and one flag a parameter that says whether a rank used it.
+
+    It travels with the gradients, so that a step costs no collective of its own for them. Never narrower than
+    32 bits, whatever the gradients are.
+    """
+    widest = max(members, key=lambda member: member.item_bytes)
+    numel = TAIL_WORDS + len(members)
+    if widest.item_bytes >= 4:
+        return Member(numel=numel, item_bytes=widest.item_bytes, kind=widest.kind)
+    return Member(numel=numel, item_bytes=4, kind="tail")
+
+
+def gradient_all_reduce_bytes(members: Sequence[Member], *, bucket_bytes: int, data: int) -> int:
+    """Bytes a rank sends over the data axis in one step of all-reduce data parallelism."""
+    everything = [*members, tail_of(members)]
+    buckets = assign_buckets(everything, bucket_bytes)
+    sizes = (sum(everything[index].num_bytes for index in bucket) for bucket in buckets)
+    return sum(sent_bytes("all-reduce", size, data) for size in sizes)
+
+
+def _divide_up(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)

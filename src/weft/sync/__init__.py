@@ -1,0 +1,1 @@
+"""When gradients travel, and with whom."""

@@ -1,0 +1,147 @@
+"""All-reduce data parallelism: gradients are summed over the data axis while the backward pass still runs.
+
+    backward      |-- head --|-- block 3 --|-- block 2 --|-- block 1 --|-- embedding --|
+    bucket 0               1 |~~ exchange ~~|
+    bucket 1                             2 |~~~~~~~~ exchange ~~~~~~~~|
+    bucket 2 + tail                                                                  3 |~~ exchange ~~| 4
+
+(1) A parameter's gradient moves into its view of a flat bucket as soon as autograd has accumulated it, and from then on
+*is* that view. (2) A bucket leaves when it is full and all buckets before it have left: the order of collectives is
+the same on every rank even where ranks use different parameters. (3) The last bucket waits for the end of the backward
+pass, because the tail (loss, count, flags of used parameters) travels in it. (4) `finish` waits for all of them.
+
+Buckets start in the reverse order of registration and are laid out anew after the first step in the order in which
+gradients really became ready on rank 0, parameters nobody used last, so that these never hold up a full bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.comm.buckets import Buckets, make_buckets
+from weft.comm.collectives import Pending, all_reduce, broadcast
+from weft.mesh import Group
+from weft.plan.wire import TAIL_WORDS
+
+_COUNT_RADIX = 4096
+"""A count travels as two words below this radix, so that float32 sums of it stay exact up to 2**36 targets."""
+
+
+class AllReduce:
+    """Sums gradients over the ranks of a group, in buckets, overlapped with the backward pass."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: Group, *, bucket_bytes: int) -> None:
+        self._parameters = tuple(parameters)
+        self._group = group
+        self._bucket_bytes = bucket_bytes
+        self._armed = False
+        self._counting = True
+        self._ready_order: list[int] = []
+        self._order_agreed = False
+        self._lay_out(list(reversed(range(len(self._parameters)))))
+        for index, parameter in enumerate(self._parameters):
+            parameter.register_post_accumulate_grad_hook(self._make_hook(index))
+        self.begin()
+
+    def begin(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+        if not self._order_agreed and self._ready_order:
+            self._agree_on_order()
+        self._used = [False] * len(self._parameters)
+        self._missing = [len(bucket.members) for bucket in self._buckets.buckets]
+        self._pending: list[Pending] = []
+        self._ready_order = []
+        self._armed = False
+
+    def arm(self) -> None:
+        self._armed = True
+
+    @contextmanager
+    def ignoring(self) -> Iterator[None]:
+        self._counting = False
+        try:
+            yield
+        finally:
+            self._counting = True
+
+    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        views = self._buckets.views
+        unused = [index for index, used in enumerate(self._used) if not used]
+        for index in unused:
+            views[index].zero_()
+        self._fill_tail(loss_sum, count, unused)
+        for bucket in self._buckets.buckets[len(self._pending) :]:
+            self._pending.append(all_reduce(bucket.flat, self._group, wait=False))
+        for pending in self._pending:
+            pending.wait()
+        if unused:  # a rank that used everything knows that nothing is globally unused, and need not look
+            flags = self._buckets.tail[TAIL_WORDS:].tolist()
+            for index in unused:
+                self._parameters[index].grad = views[index] if flags[index] else None
+        totals = self._buckets.tail[:TAIL_WORDS].clone()  # the tail's memory is the next step's too
+        return totals[0], totals[1] * _COUNT_RADIX + totals[2]
+
+    def state(self) -> dict[str, Any]:
+        # The layout decides the order of additions inside a ring all-reduce, so it is part of "to the bit".
+        return {"order": list(self._order), "agreed": self._order_agreed}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._lay_out([int(index) for index in state["order"]])
+        self._order_agreed = bool(state["agreed"])
+
+    def _lay_out(self, order: list[int]) -> None:
+        self._order = order
+        self._buckets: Buckets = make_buckets(self._parameters, order, bucket_bytes=self._bucket_bytes)
+        self._all_used = torch.ones(len(order), dtype=self._buckets.tail.dtype, device=self._buckets.tail.device)
+
+    def _agree_on_order(self) -> None:
+        seen = set(self._ready_order)
+        order = self._ready_order + [index for index in self._order if index not in seen]
+        agreed = torch.tensor(order, dtype=torch.int64, device=self._buckets.tail.device)
+        broadcast(agreed, self._group)
+        self._lay_out(agreed.tolist())
+        self._order_agreed = True
+
+    def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        def gradient_ready(parameter: torch.Tensor) -> None:
+            view = self._buckets.views[index]
+            if not self._counting:
+                if not self._used[index]:
+                    parameter.grad = None
+                return
+            if not self._used[index]:
+                assert parameter.grad is not None
+                view.copy_(parameter.grad)
+                parameter.grad = view
+                self._used[index] = True
+            if self._armed:
+                self._ready_order.append(index)
+                bucket = self._buckets.bucket_of[index]
+                self._missing[bucket] -= 1
+                if self._missing[bucket] == 0:
+                    self._launch_full()
+
+        return gradient_ready
+
+    def _launch_full(self) -> None:
+        """Send every bucket whose turn it is; the one with the tail waits for `finish`."""
+        while (turn := len(self._pending)) != self._buckets.tail_bucket and self._missing[turn] == 0:
+            self._pending.append(all_reduce(self._buckets.buckets[turn].flat, self._group, wait=False))
+
+    def _fill_tail(self, loss_sum: torch.Tensor, count: torch.Tensor, unused: list[int]) -> None:
+        tail = self._buckets.tail
+        high = torch.div(count, _COUNT_RADIX, rounding_mode="floor")
+        tail[0] = loss_sum
+        tail[1] = high
+        tail[2] = count - high * _COUNT_RADIX
+        flags = self._all_used
+        if unused:
+            flags = flags.clone()
+            flags[unused] = 0
+        tail[TAIL_WORDS:] = flags

@@ -1,0 +1,58 @@
+"""What happens to a model's buffers between ranks after a step, as the plan says.
+
+synchronise   BatchNorm already computed the same ones everywhere (`parallel/batchnorm.py`): nothing to do
+broadcast     each rank normalises by its own samples; rank 0's running statistics become everybody's
+local         each rank keeps its own; a checkpoint holds their mean
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from weft.comm.collectives import all_reduce, broadcast
+from weft.mesh import Mesh
+
+
+class BufferPolicy:
+    """Keeps buffers of data ranks together, in one message a dtype."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._mode = mesh.plan.data.buffers
+        self._active = mesh.size("data") > 1
+        self._floats: dict[torch.dtype, list[torch.Tensor]] = {}
+        for buffer in persistent_buffers(model).values():
+            if buffer.is_floating_point():
+                self._floats.setdefault(buffer.dtype, []).append(buffer)
+
+    def after_step(self) -> None:
+        if not self._active or self._mode != "broadcast":
+            return
+        for buffers in self._floats.values():
+            flat = torch.cat([buffer.flatten() for buffer in buffers])
+            broadcast(flat, self._mesh.group("data", "control"))
+            for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+                buffer.copy_(part.view_as(buffer))
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that belong to the model's state; tables that can be computed again are left out."""
+    saved = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+@torch.no_grad()
+def consensus_buffers(model: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
+    """The buffers a checkpoint holds: the ranks' common ones, or where each keeps its own, their mean. Collective."""
+    buffers = persistent_buffers(model)
+    if mesh.plan.data.buffers != "local" or mesh.size("data") == 1:
+        return buffers
+    agreed = {}
+    for name, buffer in buffers.items():
+        agreed[name] = buffer
+        if buffer.is_floating_point():
+            agreed[name] = buffer.clone()
+            all_reduce(agreed[name], mesh.group("data", "control"))
+            agreed[name] /= mesh.size("data")
+    return agreed

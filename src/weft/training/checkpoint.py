@@ -1,0 +1,296 @@
+"""Checkpoints that do not know the plan, with a plan-bound part beside them, and nothing ever half-written.
+
+    step-100/
+      checkpoint.json                       the index: step, data position, every file's size and checksum
+      model-00001-of-00002.safetensors      whole tensors under the unsplit model's names, shared out over the ranks
+      model.safetensors.index.json          the same index in Hugging Face's form
+      optimizer-00001-of-00002.safetensors  "<parameter>/<state>"
+      rank-00000.safetensors                plan-bound: random state, exchange state, buffers a rank keeps for itself
+
+Every rank writes its share under a temporary name; when all of them report success the folder is renamed, so a folder
+with its final name is whole. Loading checks every file's checksum (once, shared out over the ranks) before it changes
+anything. The same plan goes on to the bit; another plan uses the portable part and says so.
+
+Hyperparameters (learning rate, decay) are the run's, not the checkpoint's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weft.comm.objects import gather_values
+from weft.errors import CheckpointError
+from weft.plan.text import format_plan
+from weft.training.buffers import consensus_buffers, persistent_buffers
+from weft.training.tensor_files import FileRecord, TensorReader, find_damage, seal, share_out, write_tensors
+
+if TYPE_CHECKING:
+    from weft.training.trainer import Trainer
+
+FORMAT = 1
+INDEX = "checkpoint.json"
+_KINDS = _MODEL, _OPTIMIZER = "model", "optimizer"
+
+log = logging.getLogger("weft")
+
+
+def save(trainer: Trainer, directory: Path) -> None:
+    """Write a checkpoint of a trainer; collective. An older one of that name is replaced when the new one is whole."""
+    world = trainer.mesh.world
+    partial = directory.with_name(f".{directory.name}.partial")
+
+    def prepare() -> None:
+        if world.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+
+    _together(trainer, "create", partial, prepare)
+    written = _together(trainer, "write", partial, lambda: _write_share(trainer, partial))
+    files = [record for share in written for record in share["files"]]
+    maps = {kind: {name: file for share in written for name, file in share[kind].items()} for kind in _KINDS}
+
+    def commit() -> None:
+        if world.rank == 0:
+            _write_index(trainer, partial, files, maps)
+            _replace(partial, directory)
+
+    _together(trainer, "finish", directory, commit)
+
+
+def load(trainer: Trainer, directory: Path) -> None:
+    """Bring a trainer to where a checkpoint was taken; collective. Nothing changes unless the checkpoint is whole."""
+    world = trainer.mesh.world
+    index = read_index(directory)
+    _refuse_other_model(trainer, index, directory)
+    records = [FileRecord(**record) for record in index["files"]]
+    mine = records[world.rank :: world.size]
+    damage = [problem for record in mine if (problem := find_damage(directory, record)) is not None]
+    problems = [p for part in gather_values(damage, trainer.mesh.everyone("control"), world.device) for p in part]
+    if problems:
+        raise CheckpointError([*problems, f"{directory} cannot be used; resume from an older checkpoint beside it"])
+    _read_model(trainer, directory, index)
+    _read_optimizer(trainer, directory, index)
+    trainer.steps_done = index["step"]
+    trainer.data_position = index["data_position"]
+    if index["plan"] == format_plan(trainer.plan):
+        _read_rank_part(trainer, directory / _rank_file(world.rank))
+        return
+    torch.manual_seed(index["seed"] + world.rank)
+    if world.rank == 0:
+        log.warning("%s was written under another plan: weights, optimizer and data position are used, to rounding; "
+                    "random states and exchange states start anew", directory)  # fmt: skip
+
+
+def read_index(directory: Path) -> dict[str, Any]:
+    """The index of a checkpoint, as plain values."""
+    try:
+        index: dict[str, Any] = json.loads((directory / INDEX).read_text())
+    except OSError as error:
+        raise CheckpointError(f"{directory} is not a checkpoint: {INDEX} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise CheckpointError(f"{directory / INDEX} is damaged: {error}") from error
+    if _index_checksum(index) != index.get("crc32"):
+        raise CheckpointError(f"{directory / INDEX} is damaged: its checksum does not match its content")
+    if index.get("format") != FORMAT:
+        raise CheckpointError(f"{directory} has checkpoint format {index.get('format')}, this weft reads {FORMAT}")
+    return index
+
+
+def all_checkpoints(directory: Path) -> list[Path]:
+    """The whole checkpoints `step-N` in a directory, oldest first."""
+    found = {int(path.name[5:]): path for path in directory.glob("step-*") if path.name[5:].isdigit()}
+    return [found[step] for step in sorted(found) if (found[step] / INDEX).is_file()]
+
+
+def prune(directory: Path, *, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints of a directory. For one rank only."""
+    for path in all_checkpoints(directory)[:-keep]:
+        (path / INDEX).unlink()  # without its index it no longer counts, should the rest take long or fail
+        shutil.rmtree(path)
+
+
+def _together(trainer: Trainer, verb: str, path: Path, action: Callable[[], Any]) -> list[Any]:
+    """Do something on every rank; all ranks raise if it failed on any. Returns what it gave on each."""
+    world = trainer.mesh.world
+    outcome: dict[str, Any] = {"value": None, "error": None}
+    try:
+        outcome["value"] = action()
+    except OSError as error:
+        outcome["error"] = f"rank {world.rank} cannot {verb} {error.filename or path}: {error.strerror or error}"
+    outcomes = gather_values(outcome, trainer.mesh.everyone("control"), world.device)
+    errors = [outcome["error"] for outcome in outcomes if outcome["error"] is not None]
+    if errors:
+        raise CheckpointError([*errors, "the last whole checkpoint is untouched"])
+    return [outcome["value"] for outcome in outcomes]
+
+
+def _write_share(trainer: Trainer, partial: Path) -> dict[str, Any]:
+    """Write this rank's share of the portable tensors, and its plan-bound part."""
+    if not partial.is_dir():
+        raise FileNotFoundError(
+            2, "rank 0 made it, but it is not here: checkpoints need a folder all hosts share", partial
+        )
+    world = trainer.mesh.world
+    model = _model_tensors(trainer)
+    model |= consensus_buffers(trainer.named_model, trainer.mesh)
+    optimizer = _optimizer_tensors(trainer)
+    records, maps = [], {}
+    for kind, tensors in ((_MODEL, model), (_OPTIMIZER, optimizer)):
+        shares = share_out({name: tensor.nbytes for name, tensor in tensors.items()}, world.size)
+        num_files = max(1, sum(1 for share in shares if share))
+        mine = shares[world.rank]
+        name = f"{kind}-{world.rank + 1:05d}-of-{num_files:05d}.safetensors"
+        if mine:
+            records.append(asdict(write_tensors(partial / name, {key: tensors[key] for key in mine}, {"format": "pt"})))
+        maps[kind] = dict.fromkeys(mine, name)
+    records.append(asdict(_write_rank_part(trainer, partial / _rank_file(world.rank))))
+    return {"files": records, **maps}
+
+
+def _model_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Parameters by name; a tied one once, under the first of its names."""
+    return {name: parameter.detach() for name, parameter in trainer.named_model.named_parameters()}
+
+
+def _global_shapes(trainer: Trainer) -> dict[str, list[int]]:
+    shapes = {name: list(layout.global_shape) for name, layout in trainer.layouts.items()}
+    return shapes | {name: list(buffer.shape) for name, buffer in persistent_buffers(trainer.named_model).items()}
+
+
+def _optimizer_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for name, parameter in trainer.named_model.named_parameters():
+        for key, value in trainer.optimizer.state.get(parameter, {}).items():
+            tensors[f"{name}/{key}"] = torch.as_tensor(value)
+    return tensors
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _write_rank_part(trainer: Trainer, path: Path) -> FileRecord:
+    tensors = {"rng/cpu": torch.get_rng_state()}
+    if trainer.mesh.world.device.type == "cuda":
+        tensors["rng/cuda"] = torch.cuda.get_rng_state()
+    tensors |= {f"buffer/{name}": buffer for name, buffer in persistent_buffers(trainer.named_model).items()}
+    shared = None if trainer.shared_count is None else float(trainer.shared_count)
+    values = {"sync": trainer.sync.state(), "shared_count": shared}
+    return write_tensors(path, tensors, {"values": json.dumps(values)})
+
+
+def _read_rank_part(trainer: Trainer, path: Path) -> None:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        values = json.loads(file.metadata()["values"])
+        torch.set_rng_state(file.get_tensor("rng/cpu"))
+        if trainer.mesh.world.device.type == "cuda":
+            torch.cuda.set_rng_state(file.get_tensor("rng/cuda"))
+        for name, buffer in persistent_buffers(trainer.named_model).items():
+            buffer.copy_(file.get_tensor(f"buffer/{name}"))
+    trainer.shared_count = values["shared_count"]
+    trainer.sync.load_state(values["sync"])
+
+
+def _write_index(trainer: Trainer, partial: Path, files: list[dict[str, Any]], maps: dict[str, dict[str, str]]) -> None:
+    model = _model_tensors(trainer) | persistent_buffers(trainer.named_model)
+    hugging_face = partial / "model.safetensors.index.json"
+    total_bytes = sum(model[name].nbytes for name in maps[_MODEL])
+    hugging_face.write_text(json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": maps[_MODEL]}, indent=1))
+    index: dict[str, Any] = {
+        "format": FORMAT,
+        "step": trainer.steps_done,
+        "data_position": trainer.data_position,
+        "seed": zlib.crc32(bytes(torch.get_rng_state().tolist())),
+        "plan": format_plan(trainer.plan),
+        "optimizer": type(trainer.optimizer).__name__,
+        "shapes": _global_shapes(trainer),
+        "tensors": maps,
+        "files": [*files, asdict(seal(hugging_face))],
+    }
+    index["crc32"] = _index_checksum(index)
+    path = partial / INDEX
+    path.write_text(json.dumps(index, indent=1))
+    seal(path)
+
+
+def _index_checksum(index: dict[str, Any]) -> int:
+    content = {key: value for key, value in index.items() if key != "crc32"}
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _replace(partial: Path, directory: Path) -> None:
+    """Give a whole folder its name. An older one of that name is moved aside first and deleted last."""
+    old = directory.with_name(f".{directory.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if directory.exists():
+        directory.rename(old)
+    partial.rename(directory)
+    parent = os.open(directory.parent, os.O_RDONLY)
+    try:
+        os.fsync(parent)
+    finally:
+        os.close(parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _refuse_other_model(trainer: Trainer, index: dict[str, Any], directory: Path) -> None:
+    """Every difference between the checkpoint's model and this one, in one error."""
+    mine = _global_shapes(trainer)
+    theirs: dict[str, list[int]] = index["shapes"]
+    problems = [f'"{name}" is missing from the checkpoint' for name in mine if name not in theirs]
+    problems += [f'"{name}" of the checkpoint is not in this model' for name in theirs if name not in mine]
+    problems += [
+        f'"{name}" has shape {mine[name]} here, {theirs[name]} in the checkpoint'
+        for name in mine
+        if name in theirs and mine[name] != theirs[name]
+    ]
+    if index["optimizer"] != type(trainer.optimizer).__name__:
+        problems.append(
+            f"the checkpoint's optimizer is {index['optimizer']}, this run's {type(trainer.optimizer).__name__}"
+        )
+    if problems:
+        shown, rest = problems[:8], len(problems) - 8
+        more = [f"and {rest} more differences"] if rest > 0 else []
+        head = f"{directory} is a checkpoint of another model; use the model it was written with"
+        raise CheckpointError([head, *shown, *more])
+
+
+@torch.no_grad()
+def _read_model(trainer: Trainer, directory: Path, index: dict[str, Any]) -> None:
+    reader = TensorReader(directory, index["tensors"][_MODEL])
+    grid, rank = trainer.mesh.grid, trainer.mesh.world.rank
+    for name, target in (_model_tensors(trainer) | persistent_buffers(trainer.named_model)).items():
+        layout = trainer.layouts.get(name)
+        region = layout.region(grid.axes.sizes, grid.coordinates(rank)) if layout and not layout.is_whole else None
+        target.copy_(reader.read(name, region))
+
+
+def _read_optimizer(trainer: Trainer, directory: Path, index: dict[str, Any]) -> None:
+    """Through the optimizer's own `load_state_dict`, which knows where each of its states must live."""
+    reader = TensorReader(directory, index["tensors"][_OPTIMIZER])
+    name_of = {id(parameter): name for name, parameter in trainer.named_model.named_parameters()}
+    keys: dict[str, list[str]] = {}
+    for entry in index["tensors"][_OPTIMIZER]:
+        name, key = entry.rsplit("/", 1)
+        keys.setdefault(name, []).append(key)
+    current = trainer.optimizer.state_dict()
+    state, number = {}, 0
+    for group in trainer.optimizer.param_groups:
+        for parameter in group["params"]:
+            name = name_of[id(parameter)]
+            if name in keys:
+                state[number] = {key: reader.read(f"{name}/{key}") for key in keys[name]}
+            number += 1
+    trainer.optimizer.load_state_dict({"state": state, "param_groups": current["param_groups"]})

@@ -1,0 +1,247 @@
+"""Who gets which samples when: the global batches of a run, and each rank's part of them.
+
+The order of the data must not depend on the plan, or no two plans could be compared. So the stream is defined without
+ranks: the epochs one after another, each in dataset order or in a permutation of its own, cut into global batches.
+
+    epoch     0                     1
+    sample    0 1 2 3 4 5 6 7 8 9   0 1 2 3 4 5 6 7 8 9    10 samples, global batch 4
+    batch     0 0 0 0 1 1 1 1 2 2   3 3 3 3 4 4 4 4 5 5    the last of an epoch is short
+    rank      0 0 1 1 0 0 1 1 0 1   0 0 1 1 0 0 1 1 0 1    2 ranks: contiguous parts, as even as can be
+    position  0       4       8     10      14      18
+
+A position is a place in this stream and is all there is to resume from. An epoch is always as wide as the dataset,
+even when `drop_last` leaves its end out, so a position means the same under any global batch.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from queue import SimpleQueue
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from weft.errors import DataError
+from weft.layout import part_of
+from weft.training.datasets import Batch, Dataset, Indices, fetch
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+CLOSE_TIMEOUT_S = 5.0
+
+
+class Reader(Protocol):
+    """Who reads: a rank's place along the data axes and its position in the stream. A Trainer is one."""
+
+    data_position: int
+
+    @property
+    def data_rank(self) -> int: ...
+
+    @property
+    def data_size(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One global batch: samples `start` to `stop - 1` of an epoch's order."""
+
+    epoch: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batches:
+    """The batches of a run, from the reader's position on; see `batches`. Each `iter()` starts where the reader is."""
+
+    dataset: Dataset
+    reader: Reader
+    global_batch: int
+    """Samples of one step on all ranks together."""
+    shuffle_seed: int | None = None
+    """None: dataset order."""
+    epochs: int | None = 1
+    """None: for ever."""
+    drop_last: bool = False
+    """Leave out the short batch at the end of an epoch."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        total = len(self.dataset) if hasattr(self.dataset, "__len__") else None
+        if total is None:
+            problems.append(
+                f"a {type(self.dataset).__name__} has no len(); give a dataset with len(dataset) and dataset[index], "
+                "or iterate over your own batches without weft.batches, already split by rank"
+            )
+        if self.global_batch < 1:
+            problems.append(f"global_batch is {self.global_batch}; give at least 1 sample")
+        elif total is not None and total < self.global_batch:
+            problems.append(
+                f"the dataset has {total} samples, one global batch needs {self.global_batch}; "
+                f"give more data or a global_batch of at most {total}"
+            )
+        if self.epochs is not None and self.epochs < 1:
+            problems.append(f"epochs is {self.epochs}; give at least 1, or None to go on for ever")
+        if self.shuffle_seed is not None and self.shuffle_seed < 0:
+            problems.append(f"shuffle_seed is {self.shuffle_seed}; give 0 or more, or None for dataset order")
+        if problems:
+            raise DataError(problems)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self._num_batches(len(self.dataset))
+
+    def __len__(self) -> int:
+        """Batches left, from the reader's position on."""
+        if self.epochs is None:
+            raise TypeError("batches with epochs=None go on for ever and have no length")
+        epoch, start = divmod(self._checked_position(), len(self.dataset))
+        if epoch == self.epochs:
+            return 0
+        return self._num_batches(len(self.dataset) - start) + (self.epochs - epoch - 1) * self.steps_per_epoch
+
+    def __iter__(self) -> Generator[Batch, None, None]:
+        position = self._checked_position()
+        if self.epochs is not None and not len(self):
+            # A finished run that is resumed, or a loop around `batches`, which would train on nothing in silence.
+            warnings.warn(
+                f"no batch is left: the run is at sample {position} of the {self.epochs * len(self.dataset)} in "
+                f"epochs={self.epochs}; to go over the data again give batches() more epochs",
+                stacklevel=2,
+            )
+        return self._hand_out(position)
+
+    def from_start(self) -> Generator[Batch, None, None]:
+        """All batches, without reading or moving the reader's position: for evaluation in the middle of a run."""
+        with closing(self._fetched(0)) as fetched:
+            for _, batch in fetched:
+                yield batch
+
+    def _hand_out(self, position: int) -> Generator[Batch, None, None]:
+        with closing(self._fetched(position)) as fetched:
+            for piece, batch in fetched:
+                # Before the yield, so that a save in the loop's body records this batch as used.
+                self.reader.data_position = piece.epoch * len(self.dataset) + piece.stop
+                yield batch
+
+    def _fetched(self, position: int) -> Generator[tuple[Slice, Batch], None, None]:
+        total, seed = len(self.dataset), self.shuffle_seed
+        rank, size = self.reader.data_rank, self.reader.data_size
+        order = None if seed is None else lru_cache(maxsize=1)(partial(permutation, total, seed))
+
+        def fetch_part(piece: Slice) -> tuple[Slice, Batch]:
+            start, stop = (piece.start + offset for offset in part_of(piece.stop - piece.start, rank, size))
+            indices = np.arange(start, stop, dtype=np.int64) if order is None else order(piece.epoch)[start:stop]
+            return piece, fetch(self.dataset, indices)
+
+        return prefetch(fetch_part, self._slices(position))
+
+    def _slices(self, position: int) -> Iterator[Slice]:
+        total = len(self.dataset)
+        epoch, start = divmod(position, total)
+        while self.epochs is None or epoch < self.epochs:
+            for _ in range(self._num_batches(total - start)):
+                stop = min(start + self.global_batch, total)
+                yield Slice(epoch, start, stop)
+                start = stop
+            epoch, start = epoch + 1, 0
+
+    def _num_batches(self, num_samples: int) -> int:
+        whole, rest = divmod(num_samples, self.global_batch)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def _checked_position(self) -> int:
+        position, total = self.reader.data_position, len(self.dataset)
+        if self.epochs is not None and position > self.epochs * total:
+            raise DataError(
+                f"the run is at sample {position}, {self.epochs} epochs of {total} samples end at "
+                f"{self.epochs * total}; give more epochs, or the dataset the run was started with"
+            )
+        return position
+
+
+def batches(
+    dataset: Dataset,
+    trainer: Reader,
+    *,
+    global_batch: int,
+    shuffle_seed: int | None = None,
+    epochs: int | None = 1,
+    drop_last: bool = False,
+) -> Batches:
+    """This rank's (inputs, targets) of each global batch, step by step, from `trainer.data_position` on.
+
+    Step k covers samples kB to (k+1)B-1 of the order, whatever the plan. The last batch of an epoch may be short, and
+    a rank's part of it empty (0 samples, right shapes and dtypes), since that rank must still join the exchange.
+    To go over the data several times give `epochs`; do not loop around `batches`, which goes on where the trainer is.
+    The next batch is fetched in a background thread: a dataset that draws random numbers should seed them by the index,
+    or its draws mix with the model's.
+    """
+    return Batches(
+        dataset=dataset,
+        reader=trainer,
+        global_batch=global_batch,
+        shuffle_seed=shuffle_seed,
+        epochs=epochs,
+        drop_last=drop_last,
+    )
+
+
+def permutation(total: int, seed: int, epoch: int) -> Indices:
+    """The order of one epoch, decided by (seed, epoch) alone.
+
+    It sorts raw Philox output, which numpy promises never to change; `Generator.permutation` carries no such promise,
+    and a resumed run must find the same order after an upgrade.
+    """
+    keys = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(total)
+    return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error on its way from the background thread to where the loop meets it."""
+
+    error: BaseException
+
+
+def prefetch(function: Callable[[Item], Result], items: Iterable[Item]) -> Generator[Result, None, None]:
+    """`map(function, items)`, with the next result computed in one background thread while the last is in use.
+
+    An error is raised where its result would have been yielded. The thread ends with the iterator, however that ends.
+    """
+    requests: SimpleQueue[Item | None] = SimpleQueue()
+    results: SimpleQueue[Result | Failure] = SimpleQueue()
+
+    def work() -> None:
+        while (item := requests.get()) is not None:
+            try:
+                results.put(function(item))
+            except BaseException as error:
+                results.put(Failure(error))
+
+    thread = threading.Thread(target=work, name="weft-prefetch", daemon=True)
+    thread.start()
+    try:
+        remaining = iter(items)
+        item = next(remaining, None)
+        requests.put(item)
+        while item is not None:
+            result = results.get()
+            if isinstance(result, Failure):
+                raise result.error
+            item = next(remaining, None)
+            requests.put(item)
+            yield result
+    finally:
+        requests.put(None)
+        # A frozen daemon thread of an ending interpreter, or a fetch that hangs, must not hold up the exit.
+        if not sys.is_finalizing():
+            thread.join(CLOSE_TIMEOUT_S)

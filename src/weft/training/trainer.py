@@ -1,0 +1,244 @@
+"""The trainer: one step of a parallel model, from this rank's part of a batch to updated weights.
+
+    inputs, targets ─┬─ micro-batch 0: forward, loss, backward ─┐
+                     ├─ micro-batch 1: ...                      ├─ sync.finish ─ scale, clip ─ optimizer ─ checks
+                     └─ last one: exchange overlaps backward ───┘
+
+Gradients are sums over targets divided by one number that all ranks share, so the mean over the global batch is exact
+for unequal, short and empty parts. That number is *the last step's* count of targets, because the true one is known
+only when the exchange is done; where they differ, gradients are corrected by the ratio, in the pass that clips them.
+With equal batches, which is nearly always, it never happens, and no step pays for a collective of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.blueprint import Blueprint
+from weft.comm.collectives import all_reduce
+from weft.errors import DataError
+from weft.layout import Layout
+from weft.mesh import Mesh
+from weft.plan.plan import Plan
+from weft.sync.base import Sync
+from weft.training import checkpoint
+from weft.training.buffers import BufferPolicy
+from weft.training.divergence import DivergenceCheck
+from weft.training.generate import generate_tokens
+from weft.training.gradients import scale_and_clip
+from weft.training.loss import Count, LossFunction, count_targets, loss_terms, output_of
+from weft.training.trees import map_tensors, num_samples, split_microbatches, tensors_of
+
+
+class Trainer:
+    """A parallel model and everything that trains it. Made by `parallelize`."""
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        mesh: Mesh,
+        blueprint: Blueprint,
+        layouts: dict[str, Layout],
+        loss: LossFunction,
+        optimizer: torch.optim.Optimizer,
+        sync: Sync,
+        schedule: Callable[[int], float] | None,
+        empty_forward: bool,
+    ) -> None:
+        self.model = model
+        self.mesh = mesh
+        self.blueprint = blueprint
+        self.layouts = layouts
+        """Of every parameter by name: its place in the whole."""
+        self.optimizer = optimizer
+        self.sync = sync
+        self.steps_done = 0
+        self.data_position = 0
+        """Samples handed out so far, over all ranks and epochs; kept by `weft.batches`."""
+        self.grad_norm: torch.Tensor | None = None
+        """The last step's gradient norm before clipping, where the plan clips."""
+        self.shared_count: float | torch.Tensor | None = None
+        """The number of targets that gradients are divided by until the true one is known."""
+        self._loss = loss
+        self._schedule = schedule
+        self._empty_forward = empty_forward
+        self._own_count = False
+        self._base_lrs = [group["lr"] for group in optimizer.param_groups]
+        self._buffers = BufferPolicy(self.named_model, mesh)
+        self._divergence = DivergenceCheck(self.named_model, optimizer, mesh)
+
+    @property
+    def plan(self) -> Plan:
+        return self.mesh.plan
+
+    @property
+    def data_rank(self) -> int:
+        return self.mesh.data_rank
+
+    @property
+    def data_size(self) -> int:
+        return self.mesh.data_size
+
+    @property
+    def named_model(self) -> nn.Module:
+        """The model under its own names, also where the user wrapped it with `torch.compile`."""
+        original: nn.Module = getattr(self.model, "_orig_mod", self.model)
+        return original
+
+    def step(self, inputs: Any, targets: Any) -> torch.Tensor:
+        """Forward, backward, exchange, update; returns the mean loss over the global batch.
+
+        `inputs` and `targets` are this rank's part of the batch, possibly empty. The loss is the same on every rank,
+        and a tensor that does not block until it is read.
+        """
+        microbatches = self._cut(inputs, targets)
+        shared = self._share_count([count for _, _, count in microbatches])
+        device = self.mesh.world.device
+        loss_sum = torch.zeros((), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+        count_sum: Count = 0
+        self.sync.begin()
+        for number, (inputs_part, targets_part, count) in enumerate(microbatches):
+            if number == len(microbatches) - 1:
+                self.sync.arm()
+            if isinstance(count, int) and count == 0:
+                self._run_empty(inputs_part)
+                continue
+            terms = loss_terms(self._loss, self._forward(inputs_part), targets_part, count)
+            self._own_count = self._own_count or terms.own_count
+            factor = terms.multiplier / shared
+            scaled = terms.value if isinstance(factor, float) and factor == 1.0 else terms.value * factor
+            scaled.backward()
+            loss_sum += terms.value.detach() * terms.multiplier
+            count_sum = count_sum + terms.count
+        total_loss, total_count = self.sync.finish(loss_sum, torch.as_tensor(count_sum, device=device))
+        self._update(shared, total_count)
+        return total_loss / total_count
+
+    def evaluate(self, batches: Iterable[tuple[Any, Any]]) -> float:
+        """The mean loss over this rank's and all other ranks' batches, without training."""
+        device = self.mesh.world.device
+        totals = torch.zeros(2, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                for inputs, targets in batches:
+                    for inputs_part, targets_part, count in self._cut(inputs, targets):
+                        if isinstance(count, int) and count == 0:
+                            continue
+                        terms = loss_terms(self._loss, self._forward(inputs_part), targets_part, count)
+                        totals[0] += terms.value * terms.multiplier
+                        totals[1] += terms.count
+        finally:
+            self.model.train(was_training)
+        all_reduce(totals, self.mesh.group("data", "control"))
+        if float(totals[1]) == 0:
+            raise DataError("nothing to evaluate: the batches hold no targets; give at least one sample")
+        return float(totals[0] / totals[1])
+
+    def generate(
+        self, tokens: Sequence[int], *, num_tokens: int, context: int, temperature: float = 1.0, seed: int = 0
+    ) -> list[int]:
+        """Continue a sequence of tokens with a language model. Every rank calls it and gets the same answer."""
+        return generate_tokens(
+            self._forward,
+            self.model,
+            tokens,
+            num_tokens=num_tokens,
+            context=context,
+            temperature=temperature,
+            seed=seed,
+            device=self.mesh.world.device,
+        )
+
+    def save(self, directory: str | Path) -> None:
+        """Write a checkpoint; collective. The directory appears only when it is whole."""
+        checkpoint.save(self, Path(directory))
+
+    def load(self, directory: str | Path) -> None:
+        """Go on from a checkpoint of this model, written under any plan; collective."""
+        checkpoint.load(self, Path(directory))
+
+    def check_divergence(self) -> None:
+        """Compare weights, optimizer state and buffers of all replicas now; collective."""
+        self._divergence.run(self.steps_done)
+
+    def _cut(self, inputs: Any, targets: Any) -> list[tuple[Any, Any, Count]]:
+        """This rank's micro-batches, on the device, each with its count of targets."""
+        num_microbatches, device = self.plan.step.microbatches, self.mesh.world.device
+        if num_samples(inputs) != num_samples(targets):
+            raise DataError(
+                f"inputs hold {num_samples(inputs)} samples, targets {num_samples(targets)}; dim 0 is samples"
+            )
+        parts = zip(
+            split_microbatches(inputs, num_microbatches), split_microbatches(targets, num_microbatches), strict=True
+        )
+        return [
+            (
+                map_tensors(lambda tensor: tensor.to(device, non_blocking=True), inputs_part),
+                map_tensors(lambda tensor: tensor.to(device, non_blocking=True), targets_part),
+                count_targets(targets_part),  # before it moves: counting on the host blocks nothing
+            )
+            for inputs_part, targets_part in parts
+        ]
+
+    def _forward(self, inputs: Any) -> Any:
+        if isinstance(inputs, dict):
+            return output_of(self.model(**inputs))
+        if isinstance(inputs, tuple | list):
+            return output_of(self.model(*inputs))
+        return output_of(self.model(inputs))
+
+    def _run_empty(self, inputs: Any) -> None:
+        """A micro-batch without targets adds nothing, but where layers exchange in their forward, others wait."""
+        if not self._empty_forward:
+            return
+        with self.sync.ignoring():
+            outputs = [tensor for tensor in tensors_of(self._forward(inputs)) if tensor.requires_grad]
+            torch.autograd.backward(outputs, [torch.zeros_like(tensor) for tensor in outputs])
+
+    def _share_count(self, counts: list[Count]) -> float | torch.Tensor:
+        """The number every rank divides its loss by: exact with one data rank, else the last step's global count."""
+        local: Count = sum(counts)
+        if self.data_size == 1 and not self._own_count:
+            return torch.clamp(local, min=1) if isinstance(local, torch.Tensor) else float(max(local, 1))
+        if self.shared_count is None:
+            first = torch.as_tensor(local, dtype=torch.float32, device=self.mesh.world.device).reshape(1)
+            all_reduce(first, self.mesh.group("data", "control"))
+            self.shared_count = max(float(first), 1.0)
+        return self.shared_count
+
+    @torch.no_grad()
+    def _update(self, shared: float | torch.Tensor, count: torch.Tensor) -> None:
+        factor, clip_norm = self._correction(shared, count), self.plan.step.clip_norm
+        if factor is not None or clip_norm:
+            gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+            self.grad_norm = scale_and_clip(gradients, factor=factor, clip_norm=clip_norm)
+        if self._schedule is not None:
+            scale = self._schedule(self.steps_done)
+            for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
+                group["lr"] = base * scale
+        self.optimizer.step()
+        self.steps_done += 1
+        self._buffers.after_step()
+        if self.plan.data.check_every and self.steps_done % self.plan.data.check_every == 0:
+            self._divergence.run(self.steps_done)
+
+    def _correction(self, shared: float | torch.Tensor, count: torch.Tensor) -> float | torch.Tensor | None:
+        """The ratio of the count that was shared to the true one; None where they are known to be equal."""
+        if self.data_size == 1 and not self._own_count:
+            return None
+        if count.is_cuda:
+            self.shared_count = count.clone()
+            return shared / count
+        true = float(count)
+        if true == 0:
+            raise DataError("no rank has a target in this global batch; every target is -100 or the batch is empty")
+        self.shared_count = true
+        return None if true == shared else shared / true

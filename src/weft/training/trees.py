@@ -1,0 +1,106 @@
+"""Batches as trees: a tensor, or a tuple, list or dict of trees, in which dim 0 of every tensor is the samples.
+
+One step receives inputs and targets in whatever shape the user's model takes them. Cutting them for ranks and
+microbatches must neither copy nor know that shape, so all of weft cuts them here. Leaves that have no dim 0 (numbers,
+strings, None, 0-dim tensors) belong to every sample and pass through unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from weft.errors import DataError
+from weft.layout import part_of
+
+Tree = Any
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
+    """The same tree with `function` applied to each tensor; containers are new, other leaves the same."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, Mapping):
+        return {key: map_tensors(function, branch) for key, branch in tree.items()}
+    if isinstance(tree, tuple | list):
+        return _like(tree, [map_tensors(function, branch) for branch in tree])
+    return tree
+
+
+def named_tensors(tree: Tree, path: str = "batch") -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor with its path as one would write it in Python: `batch[0]['mask']`."""
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif isinstance(tree, Mapping):
+        for key, branch in tree.items():
+            yield from named_tensors(branch, f"{path}[{key!r}]")
+    elif isinstance(tree, tuple | list):
+        for index, branch in enumerate(tree):
+            yield from named_tensors(branch, f"{path}[{index}]")
+
+
+def tensors_of(tree: Tree) -> list[torch.Tensor]:
+    """The tensors of a tree, in its order."""
+    return [tensor for _, tensor in named_tensors(tree)]
+
+
+def num_samples(tree: Tree) -> int:
+    """The size of dim 0, which all tensors of the tree share."""
+    sizes = [(path, tensor.shape[0]) for path, tensor in named_tensors(tree) if tensor.dim()]
+    if not sizes:
+        raise DataError(
+            "a batch has no tensor with a dim of samples; inputs and targets hold their samples along dim 0"
+        )
+    first_path, first = sizes[0]
+    problems = [
+        f"{path} has {size} samples along dim 0 and {first_path} has {first}; give every tensor the same samples"
+        for path, size in sizes
+        if size != first
+    ]
+    if problems:
+        raise DataError(problems)
+    return first
+
+
+def split_tree(tree: Tree, start: int, stop: int) -> Tree:
+    """Samples `start` to `stop - 1` of every tensor, as views."""
+    return map_tensors(lambda tensor: tensor[start:stop] if tensor.dim() else tensor, tree)
+
+
+def split_microbatches(tree: Tree, num: int) -> list[Tree]:
+    """`num` contiguous parts, as even as possible and as views; some are empty when there are fewer samples."""
+    total = num_samples(tree)
+    return [split_tree(tree, *part_of(total, index, num)) for index in range(num)]
+
+
+def stack_samples(samples: Sequence[Tree]) -> Tree:
+    """One batch of single samples: leaves as torch's DataLoader joins them, containers of the kind they were.
+
+    torch's own `default_collate` turns tuples into lists; here a tuple means `*args`, so it must stay one.
+    """
+    first = samples[0]
+    if isinstance(first, Mapping):
+        return {key: stack_samples([sample[key] for sample in samples]) for key in first}
+    if isinstance(first, tuple | list):
+        lengths = {len(sample) for sample in samples}
+        if len(lengths) > 1:
+            raise DataError(f"samples of one batch hold {min(lengths)} to {max(lengths)} things; give all the same")
+        return _like(first, [stack_samples(branch) for branch in zip(*samples, strict=True)])
+    if isinstance(first, torch.Tensor | np.ndarray):
+        for sample in samples:
+            if sample.shape != first.shape:
+                raise DataError(
+                    f"samples of one batch have shapes {tuple(first.shape)} and {tuple(sample.shape)}; "
+                    "pad or crop them to one shape in the dataset"
+                )
+    return default_collate(list(samples))
+
+
+def _like(container: tuple[Tree, ...] | list[Tree], items: list[Tree]) -> Tree:
+    if hasattr(container, "_fields"):
+        return type(container)(*items)
+    return tuple(items) if isinstance(container, tuple) else items

@@ -1,0 +1,208 @@
+"""`verify`: a plan against one process, on the user's own model: every loss, every gradient, every weight.
+
+Rank 0 trains a second copy of the model by itself on the whole global batch (`reference.py`), all ranks train theirs
+under the plan, and after every step each rank compares what it holds with the reference. In float64 a logic error
+stands out by ten orders of magnitude from a different order of additions.
+
+Dropout is switched off for it. Lossy plans are not compared here: they obey an algebra of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from weft.comm.collectives import broadcast
+from weft.comm.objects import gather_values
+from weft.errors import VerifyError
+from weft.layout import part_of
+from weft.mesh import Group
+from weft.plan.plan import Plan
+from weft.training.loss import LossFunction, resolve_loss
+from weft.training.parallelize import parallelize
+from weft.training.reference import OneProcess
+from weft.training.trainer import Trainer
+from weft.training.trees import map_tensors, num_samples, split_tree
+
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
+"""The largest error by dtype. In float32 only losses are held to it; rounding may amplify in single weights."""
+
+_ZERO_GRADIENT = 1e-6
+"""A tensor whose true values are all (nearly) zero is measured against this part of the model's largest value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """How far one thing was from the reference, at worst."""
+
+    what: str
+    """loss, gradient, weight or buffer."""
+    name: str
+    error: float
+    """The largest difference, relative to the largest entry of the reference tensor."""
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """The outcome, the same on every rank: the worst difference of each tensor, worst first."""
+
+    num_steps: int
+    tolerance: float
+    differences: tuple[Difference, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(difference.error <= self.tolerance for difference in self.differences)
+
+    def worst(self, what: str) -> Difference:
+        return next(difference for difference in self.differences if difference.what == what)
+
+    def require(self) -> Verification:
+        """Raise VerifyError with every tensor that is off; returns itself where none is."""
+        wrong = [difference for difference in self.differences if not difference.error <= self.tolerance]
+        if wrong:
+            raise VerifyError(
+                [
+                    f"{d.what} {d.name} is off by {d.error:.1e} on rank {d.rank} after step {d.step}, "
+                    f"{self.tolerance:.0e} is allowed; this plan does not give one process's answer for this model"
+                    for d in wrong[:10]
+                ]
+            )
+        return self
+
+
+def verify(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    loss: str | LossFunction,
+    optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer],
+    batches: Sequence[tuple[Any, Any]],
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str | None = None,
+) -> Verification:
+    """Train copies of a model under a plan and in one process, and compare them after every step; collective.
+
+    `batches` are whole global batches, the same on every rank. The model given is not changed.
+    """
+    batches = [map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch) for batch in batches]
+    parallel = copy.deepcopy(model).to(dtype)
+    _switch_dropout_off(parallel)
+    trainer = parallelize(parallel, plan, loss=loss, optimizer=optimizer, device=device)
+    world, group = trainer.mesh.world, trainer.mesh.everyone("control")
+    reference = None
+    if world.rank == 0:
+        # Taken from rank 0's model, which is what parallelize gave every rank.
+        alone = copy.deepcopy(model).to(device=world.device, dtype=dtype)
+        _switch_dropout_off(alone)
+        reference = OneProcess(alone, plan, loss=resolve_loss(loss), optimizer=optimizer)
+    found: list[Difference] = []
+    for number, (inputs, targets) in enumerate(batches, start=1):
+        start, stop = part_of(num_samples(inputs), trainer.data_rank, trainer.data_size)
+        mine = float(trainer.step(split_tree(inputs, start, stop), split_tree(targets, start, stop)))
+        whole = map_tensors(lambda tensor: tensor.to(world.device), (inputs, targets))
+        theirs = torch.tensor([reference.step(*whole) if reference else 0.0], dtype=dtype, device=world.device)
+        broadcast(theirs, group)
+        found.append(
+            _difference("loss", "", number, world.rank, abs(mine - float(theirs)) / max(abs(float(theirs)), 1e-30))
+        )
+        found += _compare_tensors(trainer, reference, number, group)
+    return _merge(found, group, world.device, num_steps=len(batches), dtype=dtype)
+
+
+@torch.no_grad()
+def _compare_tensors(trainer: Trainer, reference: OneProcess | None, step: int, group: Group) -> list[Difference]:
+    """Compare this rank's gradients, weights and buffers with the reference's, which rank 0 sends one by one."""
+    model, grid, rank = trainer.named_model, trainer.mesh.grid, trainer.mesh.world.rank
+    parameters = dict(model.named_parameters())
+    entries: list[tuple[str, str, torch.Tensor | None]] = [("gradient", n, p.grad) for n, p in parameters.items()]
+    entries += [("weight", n, p.detach()) for n, p in parameters.items()]
+    if trainer.plan.data.buffers == "synchronise":
+        entries += [("buffer", n, b.double()) for n, b in model.named_buffers()]
+    wanted = _reference_tensors(reference) if reference else {}
+    largest: dict[str, float] = {}
+    measured = []
+    for what, name, mine in entries:
+        layout = trainer.layouts.get(name)
+        shape = layout.global_shape if layout is not None else tuple(_buffer(model, name).shape)
+        true = _receive(wanted.get((what, name)), shape, trainer, group, what)
+        if (true is None) != (mine is None):
+            measured.append((what, name, float("inf"), 0.0))
+        elif true is not None and mine is not None and true.numel():
+            scale = float(true.abs().max())
+            part = (
+                true
+                if layout is None or layout.is_whole
+                else true[layout.region(grid.axes.sizes, grid.coordinates(rank))]
+            )
+            largest[what] = max(largest.get(what, 0.0), scale)
+            measured.append((what, name, float((mine - part).abs().max()), scale))
+    return [
+        _difference(what, name, step, rank, off / max(scale, _ZERO_GRADIENT * largest.get(what, 0.0), 1e-300))
+        for what, name, off, scale in measured
+    ]
+
+
+def _reference_tensors(reference: OneProcess) -> dict[tuple[str, str], torch.Tensor | None]:
+    tensors: dict[tuple[str, str], torch.Tensor | None] = {}
+    for name, parameter in reference.model.named_parameters():
+        tensors["gradient", name] = parameter.grad
+        tensors["weight", name] = parameter.detach()
+    for name, buffer in reference.model.named_buffers():
+        tensors["buffer", name] = buffer.double()
+    return tensors
+
+
+def _receive(
+    sent: torch.Tensor | None, shape: tuple[int, ...], trainer: Trainer, group: Group, what: str
+) -> torch.Tensor | None:
+    """A tensor of rank 0's, or None where it has none; collective."""
+    device = trainer.mesh.world.device
+    there = torch.tensor([0 if sent is None else 1], device=device)
+    broadcast(there, group)
+    if not int(there):
+        return None
+    dtype = torch.float64 if what == "buffer" else next(trainer.named_model.parameters()).dtype
+    tensor = torch.empty(shape, dtype=dtype, device=device) if sent is None else sent.detach().clone().contiguous()
+    broadcast(tensor, group)
+    return tensor
+
+
+def _merge(
+    found: list[Difference], group: Group, device: torch.device, *, num_steps: int, dtype: torch.dtype
+) -> Verification:
+    worst: dict[tuple[str, str], Difference] = {}
+    kept = found if dtype == torch.float64 else [difference for difference in found if difference.what == "loss"]
+    for part in gather_values([asdict(difference) for difference in kept], group, device):
+        for entry in part:
+            difference = Difference(**entry)
+            key = (difference.what, difference.name)
+            if key not in worst or not difference.error <= worst[key].error:
+                worst[key] = difference
+    ordered = sorted(worst.values(), key=lambda difference: -difference.error)
+    return Verification(num_steps=num_steps, tolerance=TOLERANCES[dtype], differences=tuple(ordered))
+
+
+def _difference(what: str, name: str, step: int, rank: int, error: float) -> Difference:
+    # NaN compares false with everything, and would pass for small.
+    return Difference(what=what, name=name, step=step, rank=rank, error=float("inf") if error != error else error)
+
+
+def _buffer(model: nn.Module, name: str) -> torch.Tensor:
+    return dict(model.named_buffers())[name]
+
+
+def _switch_dropout_off(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
+        if isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0

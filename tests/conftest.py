@@ -1,0 +1,37 @@
+"""What every test starts from: seed 0, one thread, and `from ranks import ranks` within reach.
+
+Warnings are errors by pyproject.toml, in the parent and in the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+# Some virtual machines advertise AMX and refuse it: one bfloat16 product would then end the run (illegal instruction).
+# oneDNN reads this at its first product, here and in every rank.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+HERE = str(Path(__file__).parent)
+if HERE not in sys.path:
+    sys.path.insert(0, HERE)
+
+from rank_process import seed_everything  # noqa: E402
+from ranks import close_pools  # noqa: E402
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    seed_everything()
+
+
+def pytest_sessionfinish() -> None:
+    close_pools()

@@ -1,0 +1,198 @@
+"""What one rank of the test pool does: join the group, then run test bodies until the pipe closes.
+
+A body arrives as a file, a name and pickled parameters, never as a closure: the rank imports the test file itself,
+through pytest's assertion rewriter, so a failed `assert` shows its values here as it would in the parent.
+`ranks.py` is the other end of the pipe. Nothing here decides what a failure means for the test.
+"""
+
+from __future__ import annotations
+
+import ast
+import faulthandler
+import gc
+import os
+import pickle
+import random
+import re
+import select
+import signal
+import sys
+import threading
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from _pytest.assertion.rewrite import rewrite_asserts
+
+Filter = tuple[str, str, type[Warning], str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One body to run: where it is defined and what it is given."""
+
+    file: str
+    module: str
+    function: str
+    payload: bytes
+    """Pickled (parameters, warning filters); opened after the test file is imported, for it may name its classes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What became of one body on one rank."""
+
+    kind: str
+    """passed, failed, skipped or died; a rank never says `died` of itself."""
+    text: str = ""
+    at_s: float = 0.0
+    """When it happened, on the clock all processes of a machine share: the earliest error is the likeliest cause."""
+
+
+def warning_filters() -> list[Filter]:
+    """The filters in force in this process, as plain values that can be pickled."""
+
+    def plain(pattern: str | re.Pattern[str] | None) -> str:
+        if isinstance(pattern, str):
+            return re.escape(pattern) + r"\Z"
+        return pattern.pattern if pattern else ""
+
+    return [(a, plain(message), c, plain(module), line) for a, message, c, module, line in warnings.filters]
+
+
+@contextmanager
+def filtered_warnings(filters: list[Filter]) -> Iterator[None]:
+    """Treat warnings as the parent does."""
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        for action, message, category, module, line in reversed(filters):
+            warnings.filterwarnings(action, message, category, module, line)  # type: ignore[arg-type]
+        yield
+
+
+def load_module(file: str, name: str) -> types.ModuleType:
+    """The test file under the name pytest gave it, its assertions rewritten; imported once a rank."""
+    loaded = sys.modules.get(name)
+    if loaded is not None and loaded.__file__ == file:
+        return loaded
+    source = Path(file).read_bytes()
+    tree = ast.parse(source, filename=file)
+    rewrite_asserts(tree, source, file)
+    module = types.ModuleType(name)
+    module.__file__ = file
+    sys.modules[name] = module
+    try:
+        exec(compile(tree, file, "exec", dont_inherit=True), module.__dict__)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def seed_everything() -> None:
+    """Every body begins with the same random state, whatever ran before it."""
+    torch.manual_seed(0)
+    numpy.random.seed(0)
+    random.seed(0)
+
+
+@contextmanager
+def unchanged_process() -> Iterator[None]:
+    """Undo what a body may have set for its whole process, and refuse a lost default group."""
+    group, folder, environment = dist.group.WORLD, os.getcwd(), dict(os.environ)
+    yield
+    # Cycles would keep a body's hooks and threads into the next one. The frozen imports make this cost microseconds.
+    gc.collect()
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("highest")
+    torch.set_grad_enabled(True)
+    torch.autograd.set_detect_anomaly(False)
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    if dict(os.environ) != environment:
+        os.environ.clear()
+        os.environ.update(environment)
+    if dist.group.WORLD is not group:
+        raise RuntimeError("the body destroyed or replaced the default group, which later tests need: use fresh=True")
+
+
+def format_error(error: BaseException, file: str) -> str:
+    """The traceback from the test file on, as pytest prints it."""
+    info = pytest.ExceptionInfo.from_exception(error)
+    info.traceback = info.traceback.cut(path=file)
+    return str(info.getrepr(style="short"))
+
+
+def run_task(task: Task, *, fresh: bool) -> Report:
+    """Run one body to its end. Everything a body can raise is caught: pytest's outcomes are not Exceptions."""
+    try:
+        module = load_module(task.file, task.module)
+        parameters, filters = pickle.loads(task.payload)
+        body: Callable[..., Any] = getattr(module, task.function).body
+        with filtered_warnings(filters):
+            seed_everything()
+            if fresh:
+                body(**parameters)
+            else:
+                with unchanged_process():
+                    body(**parameters)
+        report = Report(kind="passed")
+    except pytest.skip.Exception as outcome:
+        report = Report(kind="skipped", text=outcome.msg)
+    except BaseException as error:
+        report = Report(kind="failed", text=format_error(error, task.file), at_s=time.monotonic())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return report
+
+
+def end_with_parent(pipe: Connection) -> None:
+    """Kill this rank and what it started once pytest is gone: stuck in a collective, it would stay for half an hour."""
+    poll = select.poll()
+    poll.register(pipe.fileno(), 0)
+    poll.poll()
+    os.killpg(0, signal.SIGKILL)
+
+
+def prepare(rank: int, world: int, folder: Path, environment: dict[str, str]) -> None:
+    """Make this process a rank: parent's environment, stacks on demand, one thread, a default group."""
+    os.environ.clear()
+    os.environ.update(environment)
+    stacks = (folder / f"stack-{rank}").open("w")
+    faulthandler.enable(file=stacks)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    gc.freeze()
+
+
+def rank_main(
+    pipe: Connection, rank: int, world: int, folder: Path, environment: dict[str, str], *, fresh: bool
+) -> None:
+    """The life of a rank: report ready, then one report for each task, until the parent closes the pipe."""
+    os.setpgid(0, 0)
+    threading.Thread(target=end_with_parent, args=(pipe,), name="end with parent", daemon=True).start()
+    try:
+        prepare(rank, world, folder, environment)
+    except BaseException as error:
+        pipe.send(Report(kind="failed", text=format_error(error, __file__), at_s=time.monotonic()))
+        return
+    pipe.send(Report(kind="passed"))
+    with suppress(EOFError):
+        while True:
+            pipe.send(run_task(pipe.recv(), fresh=fresh))
+    # Not an ordinary exit: a thread that a body left behind would be waited for.
+    os._exit(0)

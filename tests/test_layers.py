@@ -1,0 +1,105 @@
+"""Imports go one way: a file of weft imports only from its own room or from rooms above it in the house.
+
+The order is the one drawn in the design. Rooms above `mesh` never import torch, not even inside a function, so that
+planning starts at once and runs anywhere. Imports are read from the source, so an import that no test reaches counts
+too; what is only computed at run time (a module name in a variable) is not seen.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src"
+
+ROOMS = (
+    "errors units profiles plan planning "
+    "mesh comm measure models blueprint layout parallel codecs sync server optim training lab report launch cli"
+).split()
+FIRST_WITH_TORCH = ROOMS.index("mesh")
+
+
+def imported_names(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import, at any depth. `from a import b` gives `a.b`: b may be a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            parts = base + (node.module.split(".") if node.module else [])
+            for alias in node.names:
+                yield node.lineno, ".".join([*parts, alias.name])
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+
+
+def problems_in(file: str, source: str) -> list[str]:
+    """Every import of this file (a path below src) that goes the wrong way."""
+    parts = Path(file).with_suffix("").parts
+    room = parts[1]
+    if room not in ROOMS:
+        return [f"{file}: room {room!r} is not in the house; known: {', '.join(ROOMS)}"]
+    place, problems = ROOMS.index(room), []
+    for line, name in imported_names(ast.parse(source), list(parts[:-1])):
+        where, names = f"{file}:{line} imports {name}", name.split(".")
+        if names[0] == "torch" and place < FIRST_WITH_TORCH:
+            problems.append(f"{where}: {room} is above mesh, where nothing imports torch")
+        if names[0] != "weft":
+            continue
+        if len(names) == 1 or names[1] not in ROOMS:
+            problems.append(f"{where}: inside weft a name is imported from its room, not from weft itself")
+        elif ROOMS.index(names[1]) > place:
+            problems.append(f"{where}: {names[1]} is below {room}; imports go up only")
+    return problems
+
+
+def test_imports_go_up() -> None:
+    files = [path for path in SOURCE.glob("weft/**/*.py") if path != SOURCE / "weft" / "__init__.py"]
+    assert files
+    problems = [
+        problem for path in sorted(files) for problem in problems_in(str(path.relative_to(SOURCE)), path.read_text())
+    ]
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_importing_weft_does_not_load_torch() -> None:
+    above = ROOMS[:FIRST_WITH_TORCH]
+    paths = [path.relative_to(SOURCE).with_suffix("") for path in sorted(SOURCE.glob("weft/**/*.py"))]
+    modules = ["weft", *(".".join(path.parts) for path in paths if path.parts[1] in above and path.name != "__init__")]
+    code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
+    code += "    assert 'torch' not in sys.modules, f'import {name} loads torch'\n"
+    done = subprocess.run([sys.executable, "-c", code, *modules], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "expected"),
+    [
+        ("weft/plan/plan.py", "from weft.errors import PlanError", None),
+        ("weft/plan/plan.py", "import weft.plan.text", None),
+        ("weft/mesh.py", "import torch", None),
+        ("weft/plan/plan.py", "import torchgen", None),
+        ("weft/plan/check.py", "from weft.planning import cost", "planning is below plan"),
+        ("weft/plan/check.py", "from ..mesh import Mesh", "mesh is below plan"),
+        ("weft/plan/check.py", "from .. import mesh", "mesh is below plan"),
+        ("weft/sync/base.py", "def f():\n    import weft.training.step", "training is below sync"),
+        ("weft/sync/base.py", "import importlib\nimportlib.import_module('weft.cli')", "cli is below sync"),
+        ("weft/planning/cost.py", "def f():\n    import torch.nn", "planning is above mesh"),
+        ("weft/units.py", "from torch import nn", "units is above mesh"),
+        ("weft/training/loop.py", "from weft import Plan", "from its room"),
+        ("weft/helpers.py", "", "room 'helpers' is not in the house"),
+    ],
+)
+def test_the_reader_of_imports(file: str, source: str, expected: str | None) -> None:
+    found = problems_in(file, source)
+    assert len(found) == (expected is not None)
+    assert all(problem.startswith(file) for problem in found)
+    assert expected is None or expected in found[0]

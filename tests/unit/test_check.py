@@ -1,0 +1,288 @@
+"""Why a plan cannot run: each table and rule, and all problems at once."""
+
+from pathlib import Path
+
+import pytest
+
+from weft.errors import PlanError
+from weft.plan import check as check_file
+from weft.plan.check import check, require
+from weft.plan.fields import facts_of
+from weft.plan.plan import (
+    AXES,
+    CODECS,
+    SECTIONS,
+    Axes,
+    Codec,
+    Comm,
+    Compile,
+    Data,
+    Pipeline,
+    Plan,
+    Precision,
+    Recompute,
+    Sequence,
+    Server,
+    Step,
+    Tensor,
+    said,
+    value_at,
+)
+from weft.plan.text import format_plan, parse_plan, read_plan
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "plans"
+PATHS = {f"{name}.{field}" for name, section in SECTIONS.items() for field in facts_of(section)}
+
+
+@pytest.fixture
+def all_built(monkeypatch):
+    """The day when nothing is missing any more: only permanent reasons are left."""
+    monkeypatch.setattr(check_file, "_BUILT", {})
+
+
+def test_the_default_plan_can_run():
+    assert check(Plan(), num_ranks=1, optimizer="AdamW", global_batch=1, local_batch_statistics=True) == []
+    require(Plan(), num_ranks=1)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(axes=Axes(data=8, order=AXES[::-1])),
+        Plan(step=Step(microbatches=3, clip_norm=1.0)),
+        Plan(data=Data(buffers="broadcast", check_every=0)),
+        Plan(data=Data(buffers="local", check_every=1)),
+        Plan(compile=Compile(blocks=True)),
+        Plan(comm=Comm(transport="c10d", bucket_bytes=1)),
+    ],
+)
+def test_what_is_built_can_run(plan):
+    assert check(plan, num_ranks=plan.axes.num_ranks, global_batch=24, optimizer="SGD") == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "problem"),
+    [
+        (Plan(axes=Axes(pipeline=2)), "[axes] pipeline = 2 is not built yet; use 1"),
+        (Plan(axes=Axes(replicate=2)), "[axes] replicate = 2 is not built yet; use 1"),
+        (Plan(axes=Axes(tensor=4)), "[axes] tensor = 4 is not built yet; use 1"),
+        (Plan(axes=Axes(ulysses=2)), "[axes] ulysses = 2 is not built yet; use 1"),
+        (Plan(axes=Axes(ring=2)), "[axes] ring = 2 is not built yet; use 1"),
+        (Plan(data=Data(sync="server")), '[data] sync = "server" is not built yet; use "all-reduce"'),
+        (Plan(data=Data(shard="optimizer")), '[data] shard = "optimizer" is not built yet; use "nothing"'),
+        (Plan(data=Data(offload=True)), "[data] offload = true is not built yet; use false"),
+        (Plan(codec=Codec(name="half")), '[codec] name = "half" is not built yet; use "none"'),
+        (Plan(precision=Precision(compute="bf16")), '[precision] compute = "bf16" is not built yet; use "model"'),
+        (Plan(precision=Precision(reduce="bf16")), '[precision] reduce = "bf16" is not built yet; use "fp32"'),
+        (Plan(precision=Precision(accumulate="bf16")), '[precision] accumulate = "bf16" is not built yet; use "fp32"'),
+        (Plan(recompute=Recompute(policy="full")), '[recompute] policy = "full" is not built yet; use "none"'),
+        (Plan(comm=Comm(transport="shared")), '[comm] transport = "shared" is not built yet; use "auto" or "c10d"'),
+        (
+            Plan(step=Step(microbatches=2), data=Data(balance=True)),
+            "[data] balance = true is not built yet; use false",
+        ),
+    ],
+)
+def test_what_is_not_built_is_refused(plan, problem):
+    assert check(plan) == [problem]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(axes=Axes(pipeline=2), pipeline=Pipeline(schedule="gpipe")),
+        Plan(axes=Axes(tensor=2), tensor=Tensor(sequence=True)),
+        Plan(axes=Axes(ring=2), sequence=Sequence(layout="contiguous")),
+        Plan(data=Data(sync="local", every=8, outer="nesterov", outer_lr=0.7, outer_momentum=0.9, switch_step=9)),
+        Plan(data=Data(sync="delayed", delay="auto", every=4)),
+        Plan(data=Data(sync="server"), server=Server(mode="bounded", staleness=3)),
+        Plan(codec=Codec(name="topk", density=0.1, warmup_steps=100)),
+        Plan(data=Data(shard="parameters", reshard="microbatch")),
+    ],
+)
+def test_a_field_is_not_blamed_where_its_switch_is_not_built(plan):
+    problems = check(plan)
+    assert len(problems) == 1 and "is not built yet" in problems[0]
+
+
+def test_tables_speak_of_real_fields_and_values():
+    assert set(check_file._BUILT) <= PATHS
+    for path, built in check_file._BUILT.items():
+        section, name = path.split(".")
+        facts = facts_of(SECTIONS[section])[name]
+        assert facts.default in built
+        assert [facts.kind.accept(value) for value in built] == list(built)
+    for path, switch in check_file._SWITCHES:
+        section, name = switch.path.split(".")
+        assert path in PATHS
+        for value in switch.values or (switch.at_least,):
+            assert switch.is_on(facts_of(SECTIONS[section])[name].kind.accept(value))
+
+
+def other_value(path):
+    """An allowed value of the field that is not its default, from its declaration alone."""
+    section, name = path.split(".")
+    facts = facts_of(SECTIONS[section])[name]
+    for value in (*getattr(facts.kind, "values", ()), True, 1, 2, 0.5, (1,)):
+        try:
+            accepted = facts.kind.accept(value)
+        except ValueError:
+            continue
+        if accepted != facts.default:
+            return accepted
+    raise AssertionError(path)
+
+
+def plan_with(*paths):
+    """A plan in which each of the fields has the value given, or any other than its default."""
+    values = {}
+    for path, value in paths:
+        section, name = path.split(".")
+        values.setdefault(section, {})[name] = value
+    return Plan(**{section: SECTIONS[section](**fields) for section, fields in values.items()})
+
+
+@pytest.mark.parametrize("path", sorted({path for path, _ in check_file._SWITCHES} - {"data.offload"}))
+def test_a_field_without_effect_is_refused(path):
+    problems = check(plan_with((path, other_value(path))))
+    assert len(problems) == 1
+    assert " has no effect with [" in problems[0] and "; leave it out" in problems[0]
+    assert problems[0].startswith(said(plan_with((path, other_value(path))), path))
+
+
+@pytest.mark.parametrize("path", sorted({path for path, _ in check_file._SWITCHES}))
+def test_a_field_has_an_effect_once_all_its_switches_are_on(path, all_built):
+    wanted = [(path, other_value(path))]
+    for name, switch in check_file._SWITCHES:
+        if name == path:
+            wanted.append((switch.path, switch.values[0] if switch.values else 4))
+    problems = check(plan_with(*wanted))
+    assert not [problem for problem in problems if "has no effect" in problem]
+
+
+def test_advice_names_only_what_is_built(monkeypatch):
+    every, sequence = Plan(data=Data(every=8)), Plan(tensor=Tensor(sequence=True))
+    assert check(every) == ['[data] every = 8 has no effect with [data] sync = "all-reduce"; leave it out']
+    assert check(sequence) == ["[tensor] sequence = true has no effect with [axes] tensor = 1; leave it out"]
+    monkeypatch.setattr(check_file, "_BUILT", {"data.sync": ("all-reduce", "local"), "axes.tensor": (1, 2)})
+    assert check(every)[0].endswith('; leave it out, or set [data] sync to "local"')
+    assert check(sequence)[0].endswith("; leave it out, or set [axes] tensor to 2 or more")
+    monkeypatch.setattr(check_file, "_BUILT", {})
+    assert check(every)[0].endswith('; leave it out, or set [data] sync to "local" or "delayed"')
+    assert check(sequence)[0].endswith("; leave it out, or set [axes] tensor to 2 or more")
+
+
+def test_reshard_without_zero_3_has_no_effect():
+    assert check(Plan(data=Data(reshard="microbatch"))) == [
+        '[data] reshard = "microbatch" has no effect with [data] shard = "nothing"; leave it out'
+    ]
+
+
+def test_every_codec_but_none_warms_up(all_built):
+    for name in CODECS:
+        assert check(Plan(codec=Codec(name=name, warmup_steps=5))) == []
+    assert len(check(Plan(codec=Codec(warmup_steps=5)))) == 1
+
+
+@pytest.mark.parametrize(
+    ("axes", "num_ranks", "problem"),
+    [
+        (
+            Axes(data=2, tensor=2),
+            2,
+            "the axes need data 2 × tensor 2 = 4 ranks, 2 are running; set [axes] data = 1, or start 4",
+        ),
+        (Axes(data=4), 1, "the axes need data 4 = 4 ranks, 1 is running; set [axes] data = 1, or start 4"),
+        (Axes(), 3, "the axes need data 1 = 1 rank, 3 are running; set [axes] data = 3, or start 1"),
+        (
+            Axes(data=2, pipeline=3),
+            8,
+            "the axes need pipeline 3 × data 2 = 6 ranks, 8 are running; start 6 or another multiple of 3, which is "
+            "what the axes besides data take",
+        ),
+    ],
+)
+def test_the_number_of_ranks(axes, num_ranks, problem, all_built):
+    assert check(Plan(axes=axes), num_ranks=num_ranks) == [problem]
+    assert check(Plan(axes=axes), num_ranks=axes.num_ranks) == []
+
+
+def test_the_advice_on_ranks_works(all_built):
+    for others in range(1, 6):
+        for num_ranks in range(1, 20):
+            (problem,) = check(Plan(axes=Axes(data=50, tensor=others)), num_ranks=num_ranks)
+            if num_ranks % others == 0:
+                data = int(problem.split("[axes] data = ")[1].split(",")[0])
+                assert check(Plan(axes=Axes(data=data, tensor=others)), num_ranks=num_ranks) == []
+            else:
+                assert "[axes] data" not in problem
+
+
+def test_a_batch_smaller_than_the_data_ranks(all_built):
+    plan = Plan(axes=Axes(data=2, replicate=2, tensor=2))
+    assert check(plan, global_batch=4) == check(plan, global_batch=5) == []
+    assert check(plan, global_batch=3) == [
+        "a global batch of 3 is smaller than the 4 data ranks (replicate 2 × data 2), so some rank would never have a "
+        "sample; use a global batch of at least 4, or fewer ranks along data"
+    ]
+
+
+@pytest.mark.parametrize("buffers", ["broadcast", "local"])
+def test_batch_statistics_need_equal_parts(buffers):
+    plan = Plan(axes=Axes(data=4), step=Step(microbatches=2), data=Data(buffers=buffers))
+    assert check(plan, global_batch=32, local_batch_statistics=True) == []
+    assert check(plan, global_batch=30) == []
+    (problem,) = check(plan, global_batch=30, local_batch_statistics=True)
+    assert f'own samples with [data] buffers = "{buffers}"' in problem
+    assert "a global batch of 30 does not divide by 4 data ranks × 2 microbatches = 8" in problem
+    assert "use a global batch of 24 or 32, or" in problem
+    (problem,) = check(plan, global_batch=6, local_batch_statistics=True)
+    assert "use a global batch of 8, or" in problem
+
+
+def test_synchronised_statistics_take_any_batch():
+    plan = Plan(axes=Axes(data=4), step=Step(microbatches=2))
+    assert check(plan, global_batch=30, local_batch_statistics=True) == []
+
+
+def test_all_problems_come_at_once():
+    plan = Plan(
+        axes=Axes(data=4, tensor=2),
+        step=Step(clip_norm=1.0),
+        data=Data(every=4, buffers="local"),
+        codec=Codec(name="dgc"),
+    )
+    given = dict(num_ranks=6, optimizer="Adam", global_batch=3, local_batch_statistics=True)
+    problems = check(plan, **given)
+    starts = [
+        "[data] every = 4 has no effect",
+        "[axes] tensor = 2 is not built yet",
+        '[codec] name = "dgc" is not built yet',
+        '[codec] name = "dgc" takes over',
+        '[codec] name = "dgc" must clip',
+        "the axes need data 4 × tensor 2 = 8 ranks",
+        "a global batch of 3 is smaller",
+        "each rank normalises",
+    ]
+    assert len(problems) == len(starts)
+    for problem, start in zip(problems, starts, strict=True):
+        assert problem.startswith(start)
+    with pytest.raises(PlanError) as refusal:
+        require(plan, **given)
+    assert list(refusal.value.problems) == problems
+
+
+def test_the_example_of_data_parallelism_runs():
+    plan = read_plan(EXAMPLES / "data-parallel.toml")
+    assert (plan.axes.data, plan.data.sync) == (2, "all-reduce")
+    require(plan, num_ranks=2, optimizer="AdamW", global_batch=8)
+    assert parse_plan(format_plan(plan)) == plan
+
+
+def test_values_are_found_by_path():
+    assert {path: value_at(Plan(), path) for path in PATHS} == {
+        f"{name}.{facts.name}": facts.default
+        for name, section in SECTIONS.items()
+        for facts in facts_of(section).values()
+    }
+    assert said(Plan(), "data.delay") == "[data] delay = 0"

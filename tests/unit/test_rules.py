@@ -1,0 +1,118 @@
+"""Values that contradict each other, whatever is built, and their neighbours that do not."""
+
+import pytest
+
+from weft.plan import check as check_file
+from weft.plan.check import check
+from weft.plan.plan import Axes, Codec, Data, Pipeline, Plan, Precision, Server, Step
+from weft.plan.rules import combination_problems
+
+INTERLEAVED = Pipeline(schedule="interleaved", chunks=2)
+SHARDED = Data(shard="gradients")
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (
+            Plan(axes=Axes(pipeline=2), step=Step(microbatches=2), pipeline=Pipeline(schedule="interleaved")),
+            "needs at least 2 chunks on each rank, there is 1",
+        ),
+        (
+            Plan(axes=Axes(pipeline=4), step=Step(microbatches=6), pipeline=INTERLEAVED),
+            "goes round the 4 ranks in full rounds, which 6 microbatches do not fill; set [step] microbatches to a "
+            "multiple of 4, such as 8",
+        ),
+        (
+            Plan(axes=Axes(pipeline=4), step=Step(microbatches=3), pipeline=Pipeline(schedule="2bw")),
+            "too few for 3 microbatches in 4 stages; set [step] microbatches to 4 or more",
+        ),
+        (
+            Plan(axes=Axes(pipeline=4), pipeline=Pipeline(cuts=(1, 2))),
+            "[pipeline] cuts = [1, 2] makes 3 stages, pipeline 4 × chunks 1 needs 4; list 3 of them",
+        ),
+        (
+            Plan(
+                axes=Axes(pipeline=2),
+                step=Step(microbatches=2),
+                pipeline=Pipeline(schedule="interleaved", chunks=2, cuts=(3,)),
+            ),
+            "makes 2 stages, pipeline 2 × chunks 2 needs 4; list 3 of them",
+        ),
+        (
+            Plan(axes=Axes(pipeline=2), step=Step(clip_norm=0.5), pipeline=Pipeline(schedule="pipedream")),
+            "set [step] clip_norm = 0.0 (it is 0.5)",
+        ),
+        (
+            Plan(axes=Axes(pipeline=2), precision=Precision(compute="fp16"), pipeline=Pipeline(schedule="pipedream")),
+            "before an fp16 overflow in another stage is known",
+        ),
+        (
+            Plan(data=Data(sync="server", shard="optimizer")),
+            '[data] shard = "optimizer" cannot go with [data] sync = "server"',
+        ),
+        (
+            Plan(axes=Axes(data=2), data=Data(sync="local", every=2, shard="gradients")),
+            '[data] sync = "local" lets replicas drift apart, but with [data] shard = "gradients"',
+        ),
+        (
+            Plan(axes=Axes(data=2), data=Data(sync="delayed", delay=2, shard="parameters")),
+            '[data] sync = "delayed" lets replicas drift apart',
+        ),
+        (
+            Plan(axes=Axes(data=2), data=SHARDED, codec=Codec(name="powersgd")),
+            '[codec] name = "powersgd" acts between replicas, but with [data] shard = "gradients"',
+        ),
+        (
+            Plan(axes=Axes(data=2), data=Data(sync="server"), server=Server(backups=2)),
+            "[server] backups = 2 leaves none of the 2 workers to wait for; backups are counted in [axes] data, so "
+            "set backups to at most 1, or data to 3 or more",
+        ),
+        (
+            Plan(step=Step(clip_norm=1.0), codec=Codec(name="dgc")),
+            "must clip before it accumulates, and [step] clip_norm = 1.0 clips after; set [step] clip_norm = 0.0 and "
+            "[codec] clip = 1.0",
+        ),
+        (
+            Plan(codec=Codec(name="half"), precision=Precision(reduce="bf16")),
+            '[precision] reduce = "bf16" has no effect with [codec] name = "half"',
+        ),
+    ],
+)
+def test_what_does_not_go_together(plan, words):
+    (problem,) = combination_problems(plan, optimizer="SGD")
+    assert problem in check(plan, optimizer="SGD")
+    assert words in problem
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(
+            axes=Axes(pipeline=2),
+            step=Step(microbatches=4, clip_norm=1.0),
+            pipeline=Pipeline(schedule="interleaved", chunks=2, cuts=(1, 2, 3)),
+        ),
+        Plan(axes=Axes(pipeline=4), step=Step(microbatches=4), pipeline=Pipeline(schedule="2bw", cuts=(1, 5, 7))),
+        Plan(axes=Axes(pipeline=3), pipeline=Pipeline(schedule="pipedream", vertical_sync=True)),
+        Plan(axes=Axes(data=2, replicate=2), data=SHARDED, codec=Codec(name="topk")),
+        Plan(axes=Axes(data=2, replicate=2), data=SHARDED, codec=Codec(name="dgc"), precision=Precision(reduce="bf16")),
+        Plan(axes=Axes(data=2, replicate=2), data=Data(sync="local", every=4, shard="parameters")),
+        Plan(axes=Axes(data=4), data=Data(sync="server"), server=Server(backups=3)),
+        Plan(axes=Axes(data=2), data=Data(sync="delayed", delay=3, every=2)),
+        Plan(codec=Codec(name="dgc", density=0.001, clip=1.0)),
+    ],
+)
+def test_what_does_go_together(plan, monkeypatch):
+    monkeypatch.setattr(check_file, "_BUILT", {})
+    assert check(plan, optimizer="SGD", num_ranks=plan.axes.num_ranks) == []
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "AdamW", "adamw", "NAdam", "Lamb"])
+def test_dgc_refuses_adam(optimizer):
+    plan = Plan(codec=Codec(name="dgc"))
+    (problem,) = combination_problems(plan, optimizer=optimizer)
+    assert problem.startswith('[codec] name = "dgc" takes over the optimizer\'s momentum') and optimizer in problem
+    assert problem in check(plan, optimizer=optimizer)
+    assert not list(combination_problems(plan, optimizer="SGD"))
+    assert not list(combination_problems(plan))
