@@ -223,6 +223,7 @@ def test_warnings_are_errors_in_ranks_as_in_the_parent() -> None:
 
 @ranks(2)
 def skip() -> None:
+    torch.set_default_dtype(torch.float64)
     pytest.skip("not here")
 
 
@@ -238,6 +239,7 @@ def test_skips() -> None:
     with pytest.raises(pytest.skip.Exception, match="not here"):
         skip()
     assert kept_pools[2] is pool
+    find_no_traces()
     assert "ranks [1] of 2 skipped" in failure_of(skip_on_one)
 
 

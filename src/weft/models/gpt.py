@@ -156,6 +156,9 @@ class CausalAttention(nn.Module):
     """softmax(q kᵀ / √D) v, each token looking at itself and those before it."""
 
     def forward(self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> Tensor:
+        if q_BHTD.shape[0] == 0:
+            # torch 2.11's fused CUDA kernels answer an empty batch with None.
+            return q_BHTD
         grouped = q_BHTD.shape[1] != k_BGTD.shape[1]
         return F.scaled_dot_product_attention(q_BHTD, k_BGTD, v_BGTD, is_causal=True, enable_gqa=grouped)
 

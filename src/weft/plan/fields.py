@@ -12,9 +12,9 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, cast
+from typing import ClassVar, Protocol, TypeVar, cast
 
-from weft.errors import PlanError, nearest
+from weft.errors import PlanError, WeftError, nearest
 
 Value = TypeVar("Value")
 
@@ -190,11 +190,13 @@ def declare(default: Value, kind: Kind, doc: str) -> Value:
 class Section:
     """A table of the plan. Its docstring heads its part of the reference page."""
 
+    error: ClassVar[type[WeftError]] = PlanError
+
     def __post_init__(self) -> None:
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         accepted, problems = accept_values(type(self), given)
         if problems:
-            raise PlanError(problems)
+            raise self.error(problems)
         for name, value in accepted.items():
             object.__setattr__(self, name, value)
 

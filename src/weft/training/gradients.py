@@ -36,4 +36,4 @@ def scale_and_clip(
 
 
 def _multiply(gradients: list[torch.Tensor], factor: float | torch.Tensor) -> None:
-    torch._foreach_mul_(gradients, factor)  # type: ignore[call-overload]  # each kind is an overload of its own
+    torch._foreach_mul_(gradients, factor)

@@ -45,10 +45,17 @@ def load_function(reference: str, *, kind: type[WeftError] = JobError) -> Callab
 def call_function(reference: str, settings: Mapping[str, Any], *, kind: type[WeftError] = JobError) -> Any:
     """What the named function returns for these settings, given to it as keywords."""
     function = load_function(reference, kind=kind)
+    if problems := setting_problems(function, settings, f'"{reference}"'):
+        raise kind(problems)
+    return function(**settings)
+
+
+def setting_problems(function: Callable[..., Any], settings: Mapping[str, Any], label: str) -> list[str]:
+    """Settings that a function does not take, and those it needs but was not given."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some built-in classes have no signature to check against
-        return function(**settings)
+        return []
     parameters = signature.parameters.values()
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     problems = []
@@ -56,13 +63,11 @@ def call_function(reference: str, settings: Mapping[str, Any], *, kind: type[Wef
         for setting in settings:
             if setting not in named:
                 hint = nearest(setting, named) if named else "it takes none"
-                problems.append(f'"{reference}" takes no setting "{setting}"; {hint}')
+                problems.append(f'{label} takes no setting "{setting}"; {hint}')
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in settings:
-            problems.append(f'"{reference}" needs the setting "{name}"; add it')
-    if problems:
-        raise kind(problems)
-    return function(**settings)
+            problems.append(f'{label} needs the setting "{name}"; add it')
+    return problems
 
 
 def _import(module_name: str, kind: type[WeftError]) -> Any:

@@ -1,0 +1,1 @@
+"""The commands: one file each, thin over the library."""

@@ -1,0 +1,52 @@
+"""`weft`: the command line. Errors of the user come as one message and exit code 2, with a traceback only if asked."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from weft import __version__
+from weft.cli import train, verify
+from weft.errors import WeftError
+
+app = typer.Typer(
+    name="weft",
+    help="One plan, any parallelism: train one PyTorch model on many devices.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("train")(train.command)
+app.command("verify")(verify.command)
+
+
+@app.callback(invoke_without_command=True)
+def options(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+    """One plan, any parallelism: train one PyTorch model on many devices.
+
+    Example:  weft train
+    """
+    if version:
+        typer.echo(f"weft {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line; the entry point of the `weft` script."""
+    try:
+        app()
+    except WeftError as error:
+        if "--traceback" in sys.argv:
+            raise
+        if os.environ.get("RANK", "0") == "0":
+            print(f"weft: {error}" if len(error.problems) == 1 else f"weft:\n{error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""What a run looks like in a terminal: a bar with loss, speed and time left; plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from weft.training.job import Job
+from weft.training.loop import Summary
+from weft.training.metrics import StepRecord
+from weft.training.trainer import Trainer
+from weft.units import format_bytes, format_count, format_seconds
+
+_SECONDS_BETWEEN_LINES = 5.0
+_SMOOTHING = 0.9
+
+
+class TerminalObserver:
+    """Draws a run on rank 0's terminal."""
+
+    def __init__(self) -> None:
+        self._console = Console()
+        self._bar: Progress | None = None
+        self._last_line_s = 0.0
+        self._speed = 0.0
+        self._total = 0
+
+    def started(self, trainer: Trainer, job: Job, directory: Path) -> None:
+        numel = sum(parameter.numel() for parameter in trainer.named_model.parameters())
+        axes = " × ".join(f"{axis} {size}" for axis, size in trainer.plan.axes.sizes.items() if size > 1) or "one rank"
+        self._say(f"{job.model.name}, {format_count(numel)} parameters, {axes}, on {trainer.mesh.world.device.type}")
+        self._say(f"run directory: {directory}")
+        if trainer.steps_done:
+            self._say(f"going on after step {trainer.steps_done}")
+        self._total = job.steps.total
+        if not self._console.is_terminal:
+            return
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("loss {task.fields[loss]:.3f}"),
+            TextColumn("{task.fields[speed]}"),
+            TimeRemainingColumn(compact=True),
+            console=self._console,
+        )
+        self._bar.start()
+        self._task = self._bar.add_task("train", total=self._total, completed=trainer.steps_done, loss=0.0, speed="")
+
+    def stepped(self, record: StepRecord) -> None:
+        fresh = self._speed == 0.0
+        self._speed = record.units_per_s if fresh else _SMOOTHING * self._speed + (1 - _SMOOTHING) * record.units_per_s
+        speed = f"{format_count(self._speed)} {record.unit}/s"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=record.step, loss=record.loss, speed=speed)
+            return
+        now = time.monotonic()
+        if now - self._last_line_s >= _SECONDS_BETWEEN_LINES or record.step == self._total:
+            self._last_line_s = now
+            left = format_seconds((self._total - record.step) * record.step_s)
+            self._say(f"step {record.step}/{self._total}  loss {record.loss:.3f}  {speed}  {left} left")
+
+    def evaluated(self, step: int, held_out_loss: float) -> None:
+        self._say(f"held-out loss after step {step}: {held_out_loss:.3f}")
+
+    def saved(self, checkpoint: Path) -> None:
+        size = sum(path.stat().st_size for path in checkpoint.iterdir())
+        self._say(f"saved {checkpoint} ({format_bytes(size)})")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def finished(self, summary: Summary) -> None:
+        """The last words of a run."""
+        self.close()
+        if summary.sample is not None:
+            self._say("a sample of its text:\n")
+            self._console.print(summary.sample, markup=False, highlight=False, soft_wrap=True)
+            self._say("")
+        if summary.stopped_early:
+            self._say(f"stopped after step {summary.steps_done} of {summary.total_steps}; go on with:")
+            self._say(f"  weft train --resume {summary.directory}")
+        else:
+            self._say(f"done: {summary.steps_done} steps, {format_seconds(summary.seconds)} of training")
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,100 @@
+"""`weft train`: run a job on local ranks, or join the ranks that torchrun started."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weft.errors import JobError
+from weft.launch import STOP_FILE, default_num_ranks, is_launched, launch
+from weft.plan.check import require
+from weft.plan.plan import Axes, Plan
+
+if TYPE_CHECKING:
+    from weft.training.job import Job
+
+
+def command(
+    job_file: Annotated[
+        Path | None, typer.Argument(metavar="[JOB.toml]", help="What to train; without it, the embedded default.")
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks to start here; default: what the plan needs.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Directory of the run; default: the next free runs/NNNN.")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with the run in this directory.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Train this many steps in all instead of the job's.")] = None,
+    restarts: Annotated[int, typer.Option(min=0, help="Times to start ranks again after one died.")] = 3,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where in the code an error arose.")] = False,
+) -> None:
+    """Train a model as a job file says; with none, a small GPT on Python's own source text.
+
+    Example:  weft train run.toml --output runs/first
+
+    Inside torchrun the same command joins its ranks instead of starting any:
+
+    torchrun --nproc-per-node 2 -m weft.cli.main train run.toml --output runs/first
+    """
+    del traceback  # read by main()
+    job, directory = _job_and_directory(job_file, output, resume, steps)
+    if is_launched():
+        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        _run_rank(folder=None, attempt=attempt, job=job, directory=directory, resume=resume is not None)
+        return
+    from weft.training.components import prepare
+
+    plan = job.plan or Plan(axes=Axes(data=ranks or default_num_ranks()))
+    num_ranks = ranks or plan.axes.num_ranks
+    require(plan, num_ranks=num_ranks, global_batch=job.steps.global_batch)
+    prepare(job)  # every mistake in the job is found here, before any rank is started
+    arguments = {"job": replace(job, plan=plan), "directory": directory, "resume": resume is not None}
+    results = launch(_run_rank, arguments, num_ranks=num_ranks, max_restarts=restarts)
+    if any(result.stopped_early for result in results):
+        raise typer.Exit(130)
+
+
+def _job_and_directory(
+    job_file: Path | None, output: Path | None, resume: Path | None, steps: int | None
+) -> tuple[Job, Path]:
+    from weft.training.job import default_job, read_job
+    from weft.training.loop import JOB_FILE, read_run
+
+    if resume is not None and (job_file is not None or output is not None):
+        raise JobError("--resume takes the job and the output from the run's directory; leave the others out")
+    if resume is not None:
+        job, directory = read_run(resume), resume
+    else:
+        job = default_job() if job_file is None else read_job(job_file)
+        directory = output or _next_free(Path("runs"))
+        if (directory / JOB_FILE).exists():
+            raise JobError(
+                f"{directory} holds a run already; go on with --resume {directory}, or give another --output"
+            )
+    return (job if steps is None else replace(job, steps=replace(job.steps, total=steps))), directory
+
+
+def _next_free(parent: Path) -> Path:
+    """runs/0001, runs/0002, ...; the same on every rank of a launch, because none has written there yet."""
+    taken = [int(path.name) for path in parent.glob("[0-9]*") if path.name.isdigit()]
+    return parent / f"{max(taken, default=0) + 1:04d}"
+
+
+def _run_rank(*, folder: Path | None, attempt: int, job: Job, directory: Path, resume: bool) -> Any:
+    """What every rank does. A rank that was started again goes on from the last checkpoint."""
+    from weft.cli.progress import TerminalObserver
+    from weft.mesh import leave_world
+    from weft.training.loop import train
+
+    observer = TerminalObserver() if os.environ.get("RANK", "0") == "0" else None
+    stop_file = None if folder is None else folder / STOP_FILE
+    try:
+        summary = train(job, directory=directory, resume=resume or attempt > 0, observer=observer, stop_file=stop_file)
+    finally:
+        if observer is not None:
+            observer.close()
+    if observer is not None:
+        observer.finished(summary)
+    leave_world()
+    return summary

@@ -1,0 +1,165 @@
+"""A job file: the model, the data, the optimizer, the number of steps, and which plan runs it.
+
+    plan = "plan.toml"                            # without one: all ranks along the data axis
+    [model]      name = "gpt" | "convnet" | "module:function", loss, and the model's own sizes
+    [dataset]    name = "standard-library" | "text" | "tokens" | "digits" | "module:function", and its settings
+    [optimizer]  name = "adamw" | any of torch.optim | "module:function", its settings, schedule
+    [steps]      total, global_batch, seed, save_every, ...
+
+This file knows the form only; `components.py` builds what the names stand for. All problems come at once.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from dataclasses import dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any, ClassVar
+
+from weft.errors import JobError, WeftError, nearest
+from weft.plan.fields import Section, Whole, accept_values, declare, facts_of, statement, toml
+from weft.plan.plan import Plan
+from weft.plan.text import read_plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Something a job names, with the settings it is built from."""
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps(Section):
+    """How long to train, and what happens on the way."""
+
+    error: ClassVar[type[WeftError]] = JobError
+
+    total: int = declare(400, Whole(minimum=1), "Steps of the whole run.")
+    global_batch: int = declare(32, Whole(minimum=1), "Samples of one step, over all ranks.")
+    seed: int = declare(0, Whole(minimum=0), "Decides the initial weights and the order of the data.")
+    save_every: int = declare(100, Whole(minimum=0), "Steps between checkpoints; 0: only at the end.")
+    keep: int = declare(3, Whole(minimum=1), "Checkpoints to keep; older ones are deleted.")
+    evaluate_every: int = declare(0, Whole(minimum=0), "Steps between evaluations; 0: only at the end.")
+    evaluate_batches: int = declare(16, Whole(minimum=1), "Global batches of held-out data to evaluate on.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """All that a run needs to know, apart from where it writes."""
+
+    model: Part
+    loss: str
+    dataset: Part
+    optimizer: Part
+    schedule: Part
+    steps: Steps
+    plan: Plan | None = None
+    """None: as many ranks along the data axis as there are."""
+
+
+_SECTIONS = ("model", "dataset", "optimizer", "steps")
+_SCHEDULE_SETTINGS = ("warmup_steps", "final")
+
+
+def default_job() -> Job:
+    """The job embedded in weft."""
+    return parse_job((resources.files("weft.training") / "default.toml").read_text("utf-8"), source="the default job")
+
+
+def read_job(path: str | os.PathLike[str]) -> Job:
+    """The job in a file. A plan it names is found relative to that file."""
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise JobError(f"{os.fspath(path)}: cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise JobError(f"{os.fspath(path)}: byte {error.start} is not UTF-8; save the file as UTF-8 text") from error
+    return parse_job(text, source=os.fspath(path), directory=Path(path).parent)
+
+
+def parse_job(text: str, *, source: str = "job", directory: Path | None = None) -> Job:
+    """The job in a text; `source` names it in messages, a plan is looked for in `directory`."""
+    try:
+        tables = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise JobError(f"{source}: is not valid TOML: {error}") from error
+    problems: list[str] = []
+    for name, table in tables.items():
+        if name not in (*_SECTIONS, "plan"):
+            problems.append(f'"{name}" is not a part of a job; {nearest(name, (*_SECTIONS, "plan"))}')
+        elif name != "plan" and not isinstance(table, dict):
+            problems.append(f"{name} must be a section: write [{name}], and its settings on the lines below")
+    sections = {name: table for name in _SECTIONS if isinstance(table := tables.get(name, {}), dict)}
+    problems += _steps_problems(sections.get("steps", {}))
+    for name in ("model", "dataset", "optimizer"):
+        if not isinstance(sections.get(name, {}).get("name", ""), str):
+            problems.append(f"[{name}] name must be text")
+    plan = _plan_of(tables.get("plan"), directory or Path(), problems)
+    if problems:
+        raise JobError([f"{source}: {problem}" for problem in problems])
+    return _assemble(sections, plan)
+
+
+def format_job(job: Job, *, plan: str) -> str:
+    """A job as text that reads back as an equal job, with its plan in the file named."""
+    steps = {name: getattr(job.steps, name) for name in facts_of(Steps)}
+    tables = {
+        "model": {"name": job.model.name, "loss": job.loss, **job.model.settings},
+        "dataset": {"name": job.dataset.name, **job.dataset.settings},
+        "optimizer": {
+            "name": job.optimizer.name,
+            **job.optimizer.settings,
+            "schedule": job.schedule.name,
+            **job.schedule.settings,
+        },
+        "steps": steps,
+    }
+    blocks = [f"plan = {toml(plan)}\n"]
+    for name, table in tables.items():
+        blocks.append("\n".join([f"[{name}]", *(f"{key} = {toml(value)}" for key, value in table.items())]) + "\n")
+    return "\n".join(blocks)
+
+
+def _assemble(sections: dict[str, dict[str, Any]], plan: Plan | None) -> Job:
+    model, dataset = dict(sections["model"]), dict(sections["dataset"])
+    optimizer = dict(sections["optimizer"])
+    schedule = {key: optimizer.pop(key) for key in _SCHEDULE_SETTINGS if key in optimizer}
+    return Job(
+        loss=model.pop("loss", "cross-entropy"),
+        model=Part(name=model.pop("name", "gpt"), settings=model),
+        dataset=Part(name=dataset.pop("name", "standard-library"), settings=dataset),
+        schedule=Part(name=optimizer.pop("schedule", "constant"), settings=schedule),
+        optimizer=Part(name=optimizer.pop("name", "adamw"), settings=optimizer),
+        steps=Steps(**sections["steps"]),
+        plan=plan,
+    )
+
+
+def _steps_problems(table: dict[str, Any]) -> list[str]:
+    known = [each.name for each in fields(Steps)]
+    problems = [
+        f"{statement('steps', name, value)} is not a setting of [steps]; {nearest(name, known)}"
+        for name, value in table.items()
+        if name not in known
+    ]
+    return problems + accept_values(Steps, {name: value for name, value in table.items() if name in known})[1]
+
+
+def _plan_of(value: object, directory: Path, problems: list[str]) -> Plan | None:
+    if value is None:
+        return None
+    if value == "auto":
+        problems.append('plan = "auto" is not built yet; name a plan file, or leave it out for data parallelism')
+        return None
+    if not isinstance(value, str):
+        problems.append(f"plan = {toml(value)} must be the name of a plan file")
+        return None
+    try:
+        return read_plan(directory / value)
+    except WeftError as error:
+        problems.extend(error.problems)
+        return None

@@ -1,0 +1,283 @@
+"""The training loop: a job from its first step, or its last checkpoint, to its end.
+
+    build model, data, trainer ─ load the newest checkpoint, if resuming
+    for each batch:  step ─ record ─ every n steps: save, evaluate ─ stop?
+    evaluate on held-out data ─ a sample of text ─ save
+
+A run lives in one directory: `job.toml` and `plan.toml` say what it is, `metrics.jsonl` what happened, `checkpoints/`
+where to go on. Every rank runs this file; only rank 0 writes metrics and tells the observer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from weft.comm.objects import gather_values
+from weft.errors import DataError, JobError
+from weft.mesh import join_world
+from weft.plan.plan import Axes, Plan
+from weft.plan.text import read_plan, write_plan
+from weft.training.checkpoint import all_checkpoints, prune
+from weft.training.components import Prepared, context_of, prepare
+from weft.training.data import batches
+from weft.training.datasets import fingerprint
+from weft.training.job import Job, default_job, format_job, read_job
+from weft.training.metrics import MetricsFile, Recorder, StepRecord, units_of
+from weft.training.parallelize import parallelize
+from weft.training.stop import StopRequest
+from weft.training.trainer import Trainer
+
+JOB_FILE, PLAN_FILE, METRICS_FILE, CHECKPOINTS = "job.toml", "plan.toml", "metrics.jsonl", "checkpoints"
+_PROMPT, _SAMPLE_TOKENS, _TEMPERATURE = b"def ", 256, 0.7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """How a run ended, the same on every rank."""
+
+    directory: Path
+    steps_done: int
+    total_steps: int
+    seconds: float
+    """Of this process, from the first step it did to the last."""
+    last_loss: float | None
+    held_out_loss: float | None
+    sample: str | None
+    checkpoint: Path
+    """The newest one."""
+
+    @property
+    def stopped_early(self) -> bool:
+        return self.steps_done < self.total_steps
+
+
+class Observer(Protocol):
+    """Who watches a run; only rank 0's is called."""
+
+    def started(self, trainer: Trainer, job: Job, directory: Path) -> None:
+        """Everything is built, and loaded if the run resumes; `trainer.steps_done` says where it goes on."""
+
+    def stepped(self, record: StepRecord) -> None:
+        """A step was done."""
+
+    def evaluated(self, step: int, held_out_loss: float) -> None:
+        """The held-out loss was taken."""
+
+    def saved(self, checkpoint: Path) -> None:
+        """A checkpoint is whole."""
+
+
+class Silent:
+    """An observer that says nothing."""
+
+    def started(self, trainer: Trainer, job: Job, directory: Path) -> None: ...
+
+    def stepped(self, record: StepRecord) -> None: ...
+
+    def evaluated(self, step: int, held_out_loss: float) -> None: ...
+
+    def saved(self, checkpoint: Path) -> None: ...
+
+
+def train(
+    job: Job | str | Path | None = None,
+    *,
+    directory: str | Path,
+    resume: bool = False,
+    observer: Observer | None = None,
+    stop_file: Path | None = None,
+) -> Summary:
+    """Run a job to its end on the ranks that call this; collective.
+
+    `job` is a Job, the path of a job file, or None for the embedded default. With `resume` the run in `directory` goes
+    on from its newest checkpoint (or from the start, if it has none yet); otherwise `directory` must hold no run.
+    """
+    world = join_world()
+    directory = Path(directory)
+    wanted = _job_of(job)
+    wanted = replace(wanted, plan=wanted.plan or Plan(axes=Axes(data=world.size)))
+    prepared = prepare(wanted)
+    torch.manual_seed(wanted.steps.seed)
+    assert wanted.plan is not None
+    trainer = parallelize(
+        prepared.make_model(),
+        wanted.plan,
+        loss=prepared.loss,
+        optimizer=prepared.optimizer,
+        schedule=prepared.schedule,
+        global_batch=wanted.steps.global_batch,
+    )
+    torch.manual_seed(wanted.steps.seed + 1 + world.rank)  # dropout must differ between ranks, weights must not
+    _refuse_different_data(trainer, prepared)
+    run = _Run(wanted, prepared, trainer, directory, observer if observer and world.rank == 0 else Silent())
+    run.open(resume)
+    return run.go(stop_file)
+
+
+def read_run(directory: str | Path) -> Job:
+    """The job of a run directory, with the plan it ran under."""
+    directory = Path(directory)
+    if not (directory / JOB_FILE).is_file():
+        raise JobError(
+            f"{directory} holds no run: there is no {JOB_FILE} in it; give the directory that weft train printed"
+        )
+    return replace(read_job(directory / JOB_FILE), plan=read_plan(directory / PLAN_FILE))
+
+
+class _Run:
+    """One job on its way, on one rank."""
+
+    def __init__(self, job: Job, prepared: Prepared, trainer: Trainer, directory: Path, observer: Observer) -> None:
+        self.job, self.prepared, self.trainer, self.directory, self.observer = (
+            job,
+            prepared,
+            trainer,
+            directory,
+            observer,
+        )
+        self.is_first = trainer.mesh.world.rank == 0
+        self.metrics: MetricsFile | None = None
+        self.recorder = Recorder(trainer.mesh)
+        self.last_loss: float | None = None
+
+    def open(self, resume: bool) -> None:
+        """Make the run's directory, or go on from what is in it."""
+        checkpoints = all_checkpoints(self.directory / CHECKPOINTS)
+        if not resume and (self.directory / JOB_FILE).exists():
+            raise JobError(f"{self.directory} holds a run already; resume it, or give another directory")
+        if resume and checkpoints:
+            self.trainer.load(checkpoints[-1])
+        gather_values(None, self.trainer.mesh.everyone("control"), self.trainer.mesh.world.device)  # all have looked
+        if self.is_first:
+            try:
+                (self.directory / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+                write_plan(self.trainer.plan, self.directory / PLAN_FILE)
+                (self.directory / JOB_FILE).write_text(format_job(self.job, plan=PLAN_FILE), encoding="utf-8")
+                self.metrics = MetricsFile(self.directory / METRICS_FILE, steps_done=self.trainer.steps_done)
+            except OSError as error:
+                raise JobError(
+                    f"cannot write to {error.filename or self.directory}: {error.strerror or error}"
+                ) from error
+        self.observer.started(self.trainer, self.job, self.directory)
+
+    def go(self, stop_file: Path | None) -> Summary:
+        """Train to the end, or until a stop is asked for."""
+        steps, started_s = self.job.steps, time.perf_counter()
+        self.recorder.restart_clock()
+        with StopRequest(self.trainer.mesh, file=stop_file) as stop:
+            stopped = False
+            for inputs, targets in self._batches():
+                self._step(inputs, targets)
+                stopped = stop.agreed()
+                done = self.trainer.steps_done
+                if stopped or done == steps.total:
+                    break
+                if steps.evaluate_every and done % steps.evaluate_every == 0:
+                    self._evaluate()
+                if steps.save_every and done % steps.save_every == 0:
+                    self._save()
+            seconds = time.perf_counter() - started_s
+            checkpoint = self._save()
+            held_out, sample = (None, None) if stopped else (self._evaluate(), self._sample())
+        if self.metrics is not None:
+            self.metrics.close()
+        return Summary(
+            directory=self.directory,
+            steps_done=self.trainer.steps_done,
+            total_steps=steps.total,
+            seconds=seconds,
+            last_loss=self.last_loss,
+            held_out_loss=held_out,
+            sample=sample,
+            checkpoint=checkpoint,
+        )
+
+    def _batches(self) -> Iterator[Any]:
+        if self.trainer.steps_done >= self.job.steps.total:
+            return iter(())
+        steps = self.job.steps
+        endless = batches(
+            self.prepared.train_data,
+            self.trainer,
+            global_batch=steps.global_batch,
+            shuffle_seed=steps.seed,
+            epochs=None,
+        )
+        return iter(endless)
+
+    def _step(self, inputs: Any, targets: Any) -> None:
+        loss = self.trainer.step(inputs, targets)
+        unit, each = units_of(targets)
+        record = self.recorder.add(
+            step=self.trainer.steps_done,
+            loss=loss,
+            grad_norm=self.trainer.grad_norm,
+            lr=self.trainer.optimizer.param_groups[0]["lr"],
+            unit=unit,
+            num_units=each * self.job.steps.global_batch,
+        )
+        self._tell(record)
+
+    def _tell(self, record: StepRecord | None) -> None:
+        if record is None:
+            return
+        self.last_loss = record.loss
+        if self.metrics is not None:
+            self.metrics.write(record)
+            self.observer.stepped(record)
+
+    def _save(self) -> Path:
+        self._tell(self.recorder.flush())
+        path = self.directory / CHECKPOINTS / f"step-{self.trainer.steps_done}"
+        self.trainer.save(path)
+        if self.is_first:
+            prune(self.directory / CHECKPOINTS, keep=self.job.steps.keep)
+        self.observer.saved(path)
+        self.recorder.restart_clock()
+        return path
+
+    def _evaluate(self) -> float | None:
+        if self.prepared.held_out is None:
+            return None
+        self._tell(self.recorder.flush())
+        steps = self.job.steps
+        size = min(steps.global_batch, len(self.prepared.held_out))
+        held_out = batches(self.prepared.held_out, self.trainer, global_batch=size).from_start()
+        loss = self.trainer.evaluate(itertools.islice(held_out, steps.evaluate_batches))
+        if self.metrics is not None:
+            self.metrics.write_evaluation(self.trainer.steps_done, loss)
+        self.observer.evaluated(self.trainer.steps_done, loss)
+        self.recorder.restart_clock()
+        return loss
+
+    def _sample(self) -> str | None:
+        if not self.prepared.writes_text:
+            return None
+        tokens = self.trainer.generate(
+            list(_PROMPT), num_tokens=_SAMPLE_TOKENS, context=context_of(self.job), temperature=_TEMPERATURE
+        )
+        return bytes(tokens).decode("utf-8", errors="replace")
+
+
+def _job_of(job: Job | str | Path | None) -> Job:
+    if job is None:
+        return default_job()
+    return job if isinstance(job, Job) else read_job(job)
+
+
+def _refuse_different_data(trainer: Trainer, prepared: Prepared) -> None:
+    """Ranks on hosts with other files, or another Python's library, would train on something nobody meant."""
+    world = trainer.mesh.world
+    seen = gather_values(fingerprint(prepared.train_data), trainer.mesh.everyone("control"), world.device)
+    odd = [rank for rank, value in enumerate(seen) if value != seen[0]]
+    if odd:
+        raise DataError(
+            f"rank {', '.join(map(str, odd))} reads other training data than rank 0; give every host the same files"
+        )

@@ -1,0 +1,67 @@
+"""Stopping a run between two steps, on all ranks at the same one.
+
+Ctrl-C or SIGTERM on any rank, or a file that the launcher makes, asks for it; ranks agree on it with a tiny all-reduce
+about twice a second, and rank 0 says in the same message how many steps the next one is away. A second Ctrl-C is not
+held back.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from weft.comm.collectives import all_reduce
+from weft.mesh import Mesh
+
+_SECONDS_BETWEEN_LOOKS = 0.5
+_MOST_STEPS = 1000
+
+
+class StopRequest:
+    """Listens for a wish to stop while a run goes on (use it as a context), and lets ranks agree on it."""
+
+    def __init__(self, mesh: Mesh, *, file: Path | None = None) -> None:
+        self._mesh = mesh
+        self._file = file
+        self._asked = False
+        self._steps_left = 1
+        self._steps_between = 1
+        self._last_look_s = time.perf_counter()
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def agreed(self) -> bool:
+        """After a step: whether all ranks stop here. Every rank calls it after every step."""
+        self._steps_left -= 1
+        if self._steps_left > 0:
+            return False
+        now = time.perf_counter()
+        step_s = max((now - self._last_look_s) / self._steps_between, 1e-6)
+        wanted = self._asked or (self._file is not None and self._file.exists())
+        between = min(max(round(_SECONDS_BETWEEN_LOOKS / step_s), 1), _MOST_STEPS) if self._mesh.world.rank == 0 else 0
+        message = torch.tensor([int(wanted), between], dtype=torch.int64, device=self._mesh.world.device)
+        all_reduce(message, self._mesh.everyone("control"), op="max")
+        stop, self._steps_between = message.tolist()
+        self._steps_left = self._steps_between
+        self._last_look_s = time.perf_counter()
+        return bool(stop)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self._asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._asked = True

@@ -1,0 +1,367 @@
+"""Every exchange against its meaning computed directly, and the bytes it counts against `plan/wire.py`, to the byte."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import data_plan, image_batch, make_trainer, small_convnet, small_gpt, token_batch
+from ranks import ranks
+from torch import Tensor, nn
+
+from weft.comm import collectives
+from weft.comm.buckets import member_of
+from weft.comm.objects import gather_values
+from weft.comm.p2p import receive, send
+from weft.mesh import Group, Mesh, World, join_world, make_mesh
+from weft.plan.wire import Collective, batch_norm_bytes, gradient_all_reduce_bytes, sent_bytes
+from weft.training.trainer import Trainer
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8)
+
+
+@functools.cache
+def mesh() -> Mesh:
+    """Made once a rank: the pool keeps groups, and their threads, for the whole run."""
+    return make_mesh(data_plan(dist.get_world_size()), join_world("cpu"))
+
+
+def tensor_of(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """Small whole numbers, different on every rank, whose sums are exact in every dtype."""
+    return ((torch.arange(numel) * 3 + rank * 5) % 11).to(dtype)
+
+
+def everyones(numel: int, dtype: torch.dtype, size: int) -> Tensor:
+    return torch.stack([tensor_of(rank, numel, dtype) for rank in range(size)])
+
+
+@contextmanager
+def counted(group: Group, collective: Collective, buffer_bytes: int) -> Iterator[None]:
+    """The body makes one exchange, and exactly what wire.py says is counted; nothing in a group of one."""
+    calls, sent = group.traffic.num_calls, group.traffic.sent_bytes
+    yield
+    assert group.traffic.num_calls - calls == (group.size > 1)
+    assert group.traffic.sent_bytes - sent == sent_bytes(collective, buffer_bytes, group.size)
+
+
+def check_all_reduce(group: Group, wait: bool) -> None:
+    for dtype in DTYPES:
+        table = everyones(13, dtype, group.size)
+        for op, true in (("sum", table.sum(0).to(dtype)), ("max", table.amax(0)), ("min", table.amin(0))):
+            mine = tensor_of(group.index, 13, dtype)
+            with counted(group, "all-reduce", 13 * mine.element_size()):
+                collectives.all_reduce(mine, group, op=op, wait=wait).wait()  # type: ignore[arg-type]
+            assert torch.equal(mine, true)
+
+
+def check_broadcast(group: Group, wait: bool) -> None:
+    for root in range(group.size):
+        mine = tensor_of(group.index, 7, torch.float32)
+        with counted(group, "broadcast", 28):
+            collectives.broadcast(mine, group, root=root, wait=wait).wait()
+        assert torch.equal(mine, tensor_of(root, 7, torch.float32))
+
+
+def check_reduce(group: Group, wait: bool) -> None:
+    for root in range(group.size):
+        mine = tensor_of(group.index, 7, torch.float32)
+        with counted(group, "reduce", 28):
+            collectives.reduce(mine, group, root=root, wait=wait).wait()
+        if group.index == root:
+            assert torch.equal(mine, everyones(7, torch.float32, group.size).sum(0))
+
+
+def check_scatter(group: Group, wait: bool) -> None:
+    for root in range(group.size):
+        parts = list(everyones(5, torch.float64, group.size)) if group.index == root else None
+        output = torch.empty(5, dtype=torch.float64)
+        with counted(group, "scatter", 40 * group.size):
+            collectives.scatter(output, parts, group, root=root, wait=wait).wait()
+        assert torch.equal(output, tensor_of(group.index, 5, torch.float64))
+
+
+def check_gather(group: Group, wait: bool) -> None:
+    for root in range(group.size):
+        outputs = [torch.empty(5) for _ in group.ranks] if group.index == root else None
+        with counted(group, "gather", 20 * group.size):
+            collectives.gather(tensor_of(group.index, 5, torch.float32), outputs, group, root=root, wait=wait).wait()
+        if outputs is not None:
+            assert torch.equal(torch.stack(outputs), everyones(5, torch.float32, group.size))
+
+
+def check_all_gather(group: Group, wait: bool) -> None:
+    for dtype in DTYPES:
+        mine, output = tensor_of(group.index, 5, dtype), torch.empty(5 * group.size, dtype=dtype)
+        with counted(group, "all-gather", output.nbytes):
+            collectives.all_gather(output, mine, group, wait=wait).wait()
+        assert torch.equal(output, everyones(5, dtype, group.size).flatten())
+
+
+def check_reduce_scatter(group: Group, wait: bool) -> None:
+    whole, output = tensor_of(group.index, 3 * group.size, torch.float32), torch.empty(3)
+    with counted(group, "reduce-scatter", whole.nbytes):
+        collectives.reduce_scatter(output, whole, group, wait=wait).wait()
+    total = everyones(3 * group.size, torch.float32, group.size).sum(0)
+    assert torch.equal(output, total[3 * group.index : 3 * group.index + 3])
+    assert torch.equal(whole, tensor_of(group.index, 3 * group.size, torch.float32)), "the input was changed"
+
+
+def check_all_to_all(group: Group, wait: bool) -> None:
+    mine, output = tensor_of(group.index, 2 * group.size, torch.float32), torch.empty(2 * group.size)
+    with counted(group, "all-to-all", mine.nbytes):
+        collectives.all_to_all(output, mine, group, wait=wait).wait()
+    rows = everyones(2 * group.size, torch.float32, group.size)
+    assert torch.equal(output, rows[:, 2 * group.index : 2 * group.index + 2].flatten())
+
+
+def check_uneven_all_to_all(group: Group, wait: bool) -> None:
+    """Rank r sends k elements to rank k, none to rank 0: so it receives r from each."""
+    splits = list(range(group.size))
+    mine = tensor_of(group.index, sum(splits), torch.float32)
+    output = torch.empty(group.index * group.size)
+    with counted(group, "all-to-all", mine.nbytes):
+        collectives.all_to_all(
+            output, mine, group, output_splits=[group.index] * group.size, input_splits=splits, wait=wait
+        ).wait()
+    start = sum(splits[: group.index])
+    rows = everyones(sum(splits), torch.float32, group.size)
+    assert torch.equal(output, rows[:, start : start + group.index].flatten())
+
+
+CHECKS = {
+    check.__name__.removeprefix("check_"): check
+    for check in (
+        check_all_reduce,
+        check_broadcast,
+        check_reduce,
+        check_scatter,
+        check_gather,
+        check_all_gather,
+        check_reduce_scatter,
+        check_all_to_all,
+        check_uneven_all_to_all,
+    )
+}
+
+
+@ranks(2)
+def on_2(name: str, wait: bool) -> None:
+    CHECKS[name](mesh().group("data", "test"), wait)
+
+
+@ranks(3)
+def on_3(name: str, wait: bool) -> None:
+    CHECKS[name](mesh().group("data", "test"), wait)
+
+
+@ranks(4)
+def on_4(name: str, wait: bool) -> None:
+    CHECKS[name](mesh().group("data", "test"), wait)
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["waiting", "pending"])
+@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("on_ranks", [on_2, on_3, on_4], ids=lambda body: body.__name__)
+def test_collective(on_ranks, name: str, wait: bool) -> None:
+    on_ranks(name=name, wait=wait)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_group_of_one_needs_no_process_group(name: str) -> None:
+    assert not dist.is_initialized()
+    world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+    alone = make_mesh(data_plan(1), world).group("data", "test")
+    assert alone.handle is None and alone.size == 1
+    CHECKS[name](alone, True)
+
+
+def test_a_group_of_one_takes_transposed_tensors() -> None:
+    world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+    alone = make_mesh(data_plan(1), world).group("data", "test")
+    turned, output = torch.arange(6.0).view(2, 3).t(), torch.empty(6)
+    collectives.all_gather(output, turned, alone)
+    assert torch.equal(output, turned.flatten())
+    output.zero_()
+    collectives.reduce_scatter(output, turned, alone)
+    assert torch.equal(output, turned.flatten())
+
+
+@ranks(4)
+def test_groups_of_a_mesh_are_separate() -> None:
+    """Every rank of the run in one group, counted apart from the data axis."""
+    everyone, along_data = mesh().everyone("control"), mesh().group("data", "test")
+    assert everyone.ranks == (0, 1, 2, 3) and everyone.handle is not along_data.handle
+    assert mesh().everyone("control") is everyone
+    before = along_data.traffic.sent_bytes
+    check_all_reduce(everyone, True)
+    assert along_data.traffic.sent_bytes == before and mesh().traffic["world"].sent_bytes > 0
+
+
+@ranks(3)
+def test_send_and_receive_round_a_ring() -> None:
+    """Everybody sends first, in both directions; a blocking send would deadlock."""
+    ring = mesh().group("data", "ring")
+    after, before = (ring.index + 1) % 3, (ring.index - 1) % 3
+    sent = ring.traffic.sent_bytes
+    message, fromleft, fromright = tensor_of(ring.index, 9, torch.float32), torch.empty(9), torch.empty(9)
+    pending = [send(message, ring, to=after, tag=1), send(message * 2, ring, to=before, tag=2)]
+    pending += [receive(fromright, ring, source=after, tag=2), receive(fromleft, ring, source=before, tag=1)]
+    for exchange in pending:
+        exchange.wait()
+        exchange.wait()  # waiting again is harmless
+    assert torch.equal(fromleft, tensor_of(before, 9, torch.float32))
+    assert torch.equal(fromright, tensor_of(after, 9, torch.float32) * 2)
+    assert ring.traffic.sent_bytes - sent == 2 * sent_bytes("send", 36, 3) == 72
+
+
+@ranks(2)
+def test_send_takes_any_tensor_and_receive_only_a_contiguous_one() -> None:
+    pair = mesh().group("data", "ring")
+    turned, got = torch.arange(6.0).view(2, 3).t(), torch.empty(3, 2)
+    if pair.index == 0:
+        send(turned, pair, to=1).wait()
+    else:
+        receive(got, pair, source=0).wait()
+        assert torch.equal(got, turned)
+    with pytest.raises(ValueError, match="contiguous"):
+        receive(torch.empty(3, 2).t(), pair, source=0)
+
+
+@ranks(3)
+def test_values_of_any_length_are_gathered() -> None:
+    control = mesh().group("data", "control")
+    mine = {"rank": control.index, "text": "ä" * control.index, "list": [None, 1.5, float("inf")] * control.index}
+    found = gather_values(mine, control, torch.device("cpu"))
+    assert [value["rank"] for value in found] == [0, 1, 2]
+    assert found[control.index] == mine and found[2]["text"] == "ää"
+
+
+@ranks(2)
+def test_two_threads_with_a_group_each() -> None:
+    """Both exchange along one axis at once: the answers are right and no byte is lost in counting."""
+    rounds, groups = 150, (mesh().group("data", "test"), mesh().group("data", "background"))
+    traffic, wrong = mesh().traffic["data"], []
+    before, calls = traffic.sent_bytes, traffic.num_calls
+
+    def exchange(group: Group, numel: int) -> None:
+        for number in range(rounds):
+            tensor = torch.full((numel,), float(group.index + number))
+            collectives.all_reduce(tensor, group)
+            if tensor.tolist() != [2.0 * number + 1] * numel:
+                wrong.append((numel, number))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=exchange, args=(group, 8 * (k + 1))) for k, group in enumerate(groups)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
+    assert traffic.num_calls - calls == 2 * rounds
+    assert traffic.sent_bytes - before == rounds * (sent_bytes("all-reduce", 32, 2) + sent_bytes("all-reduce", 64, 2))
+
+
+def bytes_of_a_step(trainer: Trainer, batch: tuple[Tensor, Tensor]) -> int:
+    """What the third step sends over the data axis: by then the order of buckets is agreed."""
+    rank, size = trainer.data_rank, trainer.data_size
+    for number in range(3):
+        before = trainer.mesh.traffic["data"].sent_bytes
+        trainer.step(batch[0][rank::size], batch[1][rank::size])
+        assert number < 2 or trainer.sync.state()["agreed"]
+    return trainer.mesh.traffic["data"].sent_bytes - before
+
+
+def predicted_gradient_bytes(trainer: Trainer) -> int:
+    trainable = [parameter for parameter in trainer.named_model.parameters() if parameter.requires_grad]
+    return gradient_all_reduce_bytes(
+        [member_of(trainable[index]) for index in trainer.sync.state()["order"]],
+        bucket_bytes=trainer.plan.comm.bucket_bytes,
+        data=trainer.data_size,
+    )
+
+
+def check_gpt_bytes(bucket_bytes: int, microbatches: int) -> None:
+    plan = data_plan(dist.get_world_size(), bucket_bytes=bucket_bytes, microbatches=microbatches)
+    trainer = make_trainer(small_gpt(), plan)
+    counted_bytes, numel = bytes_of_a_step(trainer, token_batch(8)), sum(p.numel() for p in trainer.model.parameters())
+    assert counted_bytes == predicted_gradient_bytes(trainer)
+    tail, size = 3 + len(list(trainer.model.parameters())), trainer.data_size
+    assert 0 <= counted_bytes - 2 * (size - 1) * 4 * (numel + tail) / size < tail, "only rounding, once a bucket"
+
+
+def check_convnet_bytes(dtype: torch.dtype, microbatches: int) -> None:
+    model = small_convnet().to(dtype)
+    images, classes = image_batch(8)
+    trainer = make_trainer(model, data_plan(dist.get_world_size(), microbatches=microbatches))
+    counted_bytes = bytes_of_a_step(trainer, (images.to(dtype), classes))
+    channels = [module.num_features for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    assert len(channels) == 5
+    statistics = batch_norm_bytes(
+        channels, item_bytes=dtype.itemsize, microbatches=microbatches, data=trainer.data_size
+    )
+    assert counted_bytes == predicted_gradient_bytes(trainer) + statistics
+
+
+@ranks(2)
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("bucket_bytes", [1, 1000, 26214400])
+def test_a_gpt_step_on_two_ranks_sends_what_wire_predicts(bucket_bytes: int, microbatches: int) -> None:
+    check_gpt_bytes(bucket_bytes, microbatches)
+
+
+@ranks(3)
+@pytest.mark.parametrize("bucket_bytes", [1, 1000])
+def test_a_gpt_step_on_three_ranks_sends_what_wire_predicts(bucket_bytes: int) -> None:
+    check_gpt_bytes(bucket_bytes, 1)
+
+
+@ranks(4)
+@pytest.mark.parametrize("bucket_bytes", [1, 26214400])
+def test_a_gpt_step_on_four_ranks_sends_what_wire_predicts(bucket_bytes: int) -> None:
+    check_gpt_bytes(bucket_bytes, 2)
+
+
+@ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_convnet_step_on_two_ranks_sends_what_wire_predicts(dtype: torch.dtype, microbatches: int) -> None:
+    check_convnet_bytes(dtype, microbatches)
+
+
+@ranks(4)
+def test_a_convnet_step_on_four_ranks_sends_what_wire_predicts() -> None:
+    check_convnet_bytes(torch.float32, 1)
+
+
+class TwoPrecisions(nn.Module):
+    """Float64 and float32 layers by turns, so that buckets of two dtypes fill up side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Linear(5, 5), nn.Linear(5, 7).double(), nn.Linear(7, 3), nn.Linear(3, 4).double())
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype)).tanh()
+        return x
+
+
+@ranks(3)
+@pytest.mark.parametrize("bucket_bytes", [1, 60, 200, 26214400])
+def test_two_dtypes_never_share_a_bucket_and_are_counted_right(bucket_bytes: int) -> None:
+    trainer = make_trainer(TwoPrecisions(), data_plan(3, bucket_bytes=bucket_bytes))
+    batch = torch.randn(6, 5), torch.randint(4, (6,))
+    assert bytes_of_a_step(trainer, batch) == predicted_gradient_bytes(trainer)
+    kinds = {parameter.grad.dtype for parameter in trainer.model.parameters() if parameter.grad is not None}
+    assert kinds == {torch.float32, torch.float64}

@@ -1,0 +1,173 @@
+"""A training loop without any of weft, and small models, for tests that hold weft's trainer against plain torch.
+
+`train_alone` sees whole batches, never a micro-batch or a rank; `train_parallel` is given each rank's part of the same
+batches. Both say what they saw after every step, and `assert_same` compares the two. A loss here returns (sum, count),
+which is how one process would average over everything; what a trainer is given instead is the test's choice.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.layout import part_of
+from weft.models.convnet import ConvNet, ConvNetConfig
+from weft.models.gpt import GPT, GPTConfig
+from weft.plan.plan import Axes, Comm, Data, Plan, Step
+from weft.training.parallelize import parallelize
+from weft.training.trainer import Trainer
+
+Batch = tuple[Any, Any]
+SumAndCount = Callable[[Any, Any], tuple[Tensor, Any]]
+MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
+
+SGD: MakeOptimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAMW: MakeOptimizer = functools.partial(torch.optim.AdamW, lr=1e-3)
+
+
+def data_plan(
+    data: int,
+    *,
+    microbatches: int = 1,
+    clip_norm: float = 0.0,
+    buffers: str = "synchronise",
+    check_every: int = 100,
+    bucket_bytes: int = 26214400,
+) -> Plan:
+    """A plan of data parallelism, its fields in one line."""
+    return Plan(
+        axes=Axes(data=data),
+        step=Step(microbatches=microbatches, clip_norm=clip_norm),
+        data=Data(buffers=buffers, check_every=check_every),
+        comm=Comm(bucket_bytes=bucket_bytes),
+    )
+
+
+def small_gpt(**changes: Any) -> GPT:
+    sizes = {"vocab_size": 17, "context": 8, "num_layers": 2, "hidden": 16, "heads": 2, "mlp_hidden": 24}
+    return GPT(GPTConfig(**{**sizes, **changes}))
+
+
+def small_convnet(**changes: Any) -> ConvNet:
+    sizes = {"classes": 5, "channels_in": 1, "width": 4, "num_blocks": 2}
+    return ConvNet(ConvNetConfig(**{**sizes, **changes}))
+
+
+def token_batch(num_samples: int, *, seed: int = 0) -> Batch:
+    """Tokens for `small_gpt` and the tokens after them."""
+    text = torch.randint(17, (num_samples, 9), generator=torch.Generator().manual_seed(seed))
+    return text[:, :-1], text[:, 1:]
+
+
+def image_batch(num_samples: int, *, seed: int = 0) -> Batch:
+    """Images for `small_convnet` and their classes."""
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(num_samples, 1, 6, 6, generator=generator, dtype=torch.float64),
+        torch.randint(5, (num_samples,), generator=generator),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What is left after one step."""
+
+    loss: float
+    gradients: dict[str, Tensor | None]
+    weights: dict[str, Tensor]
+
+
+def look_at(model: nn.Module, loss: float) -> Seen:
+    named = dict(model.named_parameters())
+    return Seen(
+        loss=loss,
+        gradients={name: None if p.grad is None else p.grad.detach().clone() for name, p in named.items()},
+        weights={name: p.detach().clone() for name, p in named.items()},
+    )
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum over targets other than -100, and how many there are."""
+    total = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), reduction="sum")
+    return total, (targets != -100).sum()
+
+
+def train_alone(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    *,
+    loss: SumAndCount = cross_entropy,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: SGD(model.parameters()),
+    clip_norm: float = 0.0,
+    schedule: Callable[[int], float] | None = None,
+) -> list[Seen]:
+    """One process, whole batches, torch's own clipping and scheduler."""
+    chosen = optimizer(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(chosen, schedule) if schedule else None
+    seen = []
+    for inputs, targets in batches:
+        chosen.zero_grad(set_to_none=True)
+        total, count = loss(call(model, inputs), targets)
+        (total / count).backward()
+        if clip_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        chosen.step()
+        if scheduler is not None:
+            scheduler.step()
+        seen.append(look_at(model, float(total / count)))
+    return seen
+
+
+def train_parallel(trainer: Trainer, parts: Sequence[Sequence[Batch]]) -> list[Seen]:
+    """`parts[step][rank]` is a rank's part of a step's batch."""
+    return [
+        look_at(trainer.named_model, float(trainer.step(*step_parts[trainer.data_rank]))) for step_parts in parts
+    ]
+
+
+def make_trainer(model: nn.Module, plan: Plan, **changes: Any) -> Trainer:
+    """A trainer with SGD and the built-in loss, unless the test says otherwise."""
+    return parallelize(model, plan, **{"loss": "cross-entropy", "optimizer": SGD, "device": "cpu", **changes})
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def cut(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
+    """A batch of tensors cut into one part a rank, of these numbers of samples."""
+    inputs, targets = batch
+    assert sum(sizes) == len(inputs)
+    return list(zip(inputs.split(list(sizes)), targets.split(list(sizes)), strict=True))
+
+
+def cut_evenly(batch: Batch, num_ranks: int) -> list[Batch]:
+    spans = [part_of(len(batch[0]), rank, num_ranks) for rank in range(num_ranks)]
+    return cut(batch, [stop - start for start, stop in spans])
+
+
+def assert_same(mine: Sequence[Seen], theirs: Sequence[Seen], *, tolerance: float = 1e-10) -> None:
+    """Every loss, gradient and weight after every step; a gradient that is None must be None on both sides."""
+    assert len(mine) == len(theirs)
+    for step, (here, there) in enumerate(zip(mine, theirs, strict=True), start=1):
+        assert abs(here.loss - there.loss) <= tolerance * abs(there.loss), f"loss of step {step}"
+        assert here.gradients.keys() == there.gradients.keys()
+        for what, ours, true in (
+            ("gradient", here.gradients, there.gradients),
+            ("weight", here.weights, there.weights),
+        ):
+            for name, expected in true.items():
+                found = ours[name]
+                where = f"{what} {name} after step {step}"
+                assert (found is None) == (expected is None), f"{where}: {found} where {expected} was expected"
+                if found is not None and expected is not None:
+                    off = float((found - expected).abs().max())
+                    assert off <= tolerance * max(float(expected.abs().max()), 1e-6), f"{where} is off by {off}"
