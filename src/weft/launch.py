@@ -57,7 +57,8 @@ def launch(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says is said better below
+    for chatty in ("torch.distributed.elastic", "torch.multiprocessing"):  # what they report is said better below
+        logging.getLogger(chatty).setLevel(logging.CRITICAL)
     multiprocessing.get_context("forkserver").set_forkserver_preload(["weft.training.loop", "weft.launch"])
     config = LaunchConfig(
         min_nodes=1,
@@ -109,10 +110,8 @@ def _share_cores(num_ranks: int) -> None:
     import torch
 
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks if _HAS_AFFINITY else 1))
-
-
-_HAS_AFFINITY = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // num_ranks))
 
 
 def _make_interrupt(folder: Path) -> Callable[[int, FrameType | None], None]:

@@ -10,6 +10,7 @@ With one process and no launcher there is no process group at all, and every gro
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -49,6 +50,14 @@ class Traffic:
     sent_bytes: int = 0
     wait_s: float = 0.0
     """Seconds this rank was blocked in exchanges; what computation hid is not in it."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(self, *, num_calls: int = 0, sent_bytes: int = 0, wait_s: float = 0.0) -> None:
+        """Count; groups of several threads share the traffic of their axis."""
+        with self._lock:
+            self.num_calls += num_calls
+            self.sent_bytes += sent_bytes
+            self.wait_s += wait_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,12 +14,12 @@ def format_bytes(num_bytes: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """0.025 -> '25.0 ms'; 75 -> '1 min 15 s'."""
-    if seconds < 1e-3:
+    if 0 < seconds < 1e-3:
         return f"{seconds * 1e6:.0f} µs"
-    if seconds < 1:
+    if 0 < seconds < 1:
         return f"{seconds * 1e3:.1f} ms"
     if seconds < 60:
-        return f"{seconds:.1f} s"
+        return f"{seconds:.1f} s" if seconds else "0 s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest} s"

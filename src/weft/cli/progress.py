@@ -21,7 +21,8 @@ _SMOOTHING = 0.9
 class TerminalObserver:
     """Draws a run on rank 0's terminal."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, attempt: int) -> None:
+        self._attempt = attempt
         self._console = Console()
         self._bar: Progress | None = None
         self._last_line_s = 0.0
@@ -29,13 +30,21 @@ class TerminalObserver:
         self._total = 0
 
     def started(self, trainer: Trainer, job: Job, directory: Path) -> None:
+        if self._attempt:
+            where = f"step {trainer.steps_done}" if trainer.steps_done else "the start, for there is no checkpoint yet"
+            self._say(f"a rank died; all were started again (restart {self._attempt}), going on from {where}")
+            self._draw_bar(trainer.steps_done, job.steps.total)
+            return
         numel = sum(parameter.numel() for parameter in trainer.named_model.parameters())
         axes = " × ".join(f"{axis} {size}" for axis, size in trainer.plan.axes.sizes.items() if size > 1) or "one rank"
         self._say(f"{job.model.name}, {format_count(numel)} parameters, {axes}, on {trainer.mesh.world.device.type}")
         self._say(f"run directory: {directory}")
         if trainer.steps_done:
             self._say(f"going on after step {trainer.steps_done}")
-        self._total = job.steps.total
+        self._draw_bar(trainer.steps_done, job.steps.total)
+
+    def _draw_bar(self, steps_done: int, total: int) -> None:
+        self._total = total
         if not self._console.is_terminal:
             return
         self._bar = Progress(
@@ -48,7 +57,7 @@ class TerminalObserver:
             console=self._console,
         )
         self._bar.start()
-        self._task = self._bar.add_task("train", total=self._total, completed=trainer.steps_done, loss=0.0, speed="")
+        self._task = self._bar.add_task("train", total=self._total, completed=steps_done, loss=0.0, speed="")
 
     def stepped(self, record: StepRecord) -> None:
         fresh = self._speed == 0.0

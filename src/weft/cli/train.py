@@ -87,7 +87,7 @@ def _run_rank(*, folder: Path | None, attempt: int, job: Job, directory: Path, r
     from weft.mesh import leave_world
     from weft.training.loop import train
 
-    observer = TerminalObserver() if os.environ.get("RANK", "0") == "0" else None
+    observer = TerminalObserver(attempt=attempt) if os.environ.get("RANK", "0") == "0" else None
     stop_file = None if folder is None else folder / STOP_FILE
     try:
         summary = train(job, directory=directory, resume=resume or attempt > 0, observer=observer, stop_file=stop_file)

@@ -28,7 +28,7 @@ class Buckets:
 
     buckets: tuple[Bucket, ...]
     views: tuple[torch.Tensor, ...]
-    """Per tensor given: its part of a bucket, in the tensor's shape."""
+    """Per tensor given: its part of a bucket, in the tensor's shape and, where it can be, its strides."""
     bucket_of: tuple[int, ...]
     """Per tensor given: the bucket it lies in."""
     tail: torch.Tensor
@@ -57,8 +57,14 @@ def make_buckets(tensors: Sequence[torch.Tensor], order: Sequence[int], *, bucke
     position_of = {index: position for position, index in enumerate(order)}
     return Buckets(
         buckets=tuple(flats),
-        views=tuple(places[position_of[i]][1].view(tensor.shape) for i, tensor in enumerate(tensors)),
+        views=tuple(_view_like(places[position_of[i]][1], tensor) for i, tensor in enumerate(tensors)),
         bucket_of=tuple(places[position_of[i]][0] for i in range(len(tensors))),
         tail=places[tail][1],
         tail_bucket=places[tail][0],
     )
+
+
+def _view_like(part: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    # Fused optimizers read a gradient in the parameter's memory order without looking at its strides.
+    dense = torch.empty_like(tensor, device="meta")  # has the tensor's strides only where these leave no gaps
+    return part.as_strided(tensor.shape, dense.stride(), part.storage_offset())

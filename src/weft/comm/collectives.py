@@ -47,7 +47,7 @@ class Pending:
         self._work.wait()
         if self._after is not None:
             self._after()
-        self._traffic.wait_s += time.perf_counter() - started
+        self._traffic.add(wait_s=time.perf_counter() - started)
         self._work = None
 
 
@@ -111,14 +111,14 @@ def gather(
 def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: Group, *, wait: bool = True) -> Pending:
     """`output` ends as all ranks' tensors, one after another along dim 0."""
     if group.size == 1:
-        output.copy_(tensor.view(output.shape))
+        output.copy_(tensor.reshape(output.shape))
     return _run(group, "all-gather", output.nbytes, wait, lambda: _all_gather_flat(output, tensor, group.handle, True))
 
 
 def reduce_scatter(output: torch.Tensor, tensor: torch.Tensor, group: Group, *, wait: bool = True) -> Pending:
     """`output` ends as this rank's equal part, along dim 0, of the sum of all ranks' tensors."""
     if group.size == 1:
-        output.copy_(tensor.view(output.shape))
+        output.copy_(tensor.reshape(output.shape))
     return _run(
         group,
         "reduce-scatter",
@@ -158,8 +158,7 @@ def _run(
     traffic = group.traffic
     if group.handle is None:
         return Pending(None, traffic)
-    traffic.num_calls += 1
-    traffic.sent_bytes += sent_bytes(collective, buffer_bytes, group.size)
+    traffic.add(num_calls=1, sent_bytes=sent_bytes(collective, buffer_bytes, group.size))
     pending = Pending(start(), traffic)
     if wait:
         pending.wait()

@@ -16,8 +16,7 @@ from weft.plan.wire import sent_bytes
 
 def send(tensor: torch.Tensor, group: Group, *, to: int, tag: int = 0) -> Pending:
     """Start sending to a place in the group. The tensor must not change before `wait` returns."""
-    group.traffic.num_calls += 1
-    group.traffic.sent_bytes += sent_bytes("send", tensor.nbytes, group.size)
+    group.traffic.add(num_calls=1, sent_bytes=sent_bytes("send", tensor.nbytes, group.size))
     message = tensor.cpu() if group.through_host and tensor.is_cuda else tensor.contiguous()
     return Pending(dist.isend(message, group.ranks[to], group.handle, tag), group.traffic)
 
@@ -26,7 +25,7 @@ def receive(tensor: torch.Tensor, group: Group, *, source: int, tag: int = 0) ->
     """Start receiving from a place in the group. The tensor holds the message once `wait` has returned."""
     if not tensor.is_contiguous():
         raise ValueError("receive needs a contiguous tensor: the message is written straight into it")
-    group.traffic.num_calls += 1
+    group.traffic.add(num_calls=1)
     if not (group.through_host and tensor.is_cuda):
         return Pending(dist.irecv(tensor, group.ranks[source], group.handle, tag), group.traffic)
     staged = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")

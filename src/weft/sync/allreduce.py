@@ -11,7 +11,8 @@ the same on every rank even where ranks use different parameters. (3) The last b
 pass, because the tail (loss, count, flags of used parameters) travels in it. (4) `finish` waits for all of them.
 
 Buckets start in the reverse order of registration and are laid out anew after the first step in the order in which
-gradients really became ready on rank 0, parameters nobody used last, so that these never hold up a full bucket.
+gradients really became ready on rank 0, parameters it did not use last, so that these never hold up a full bucket. If
+rank 0 had no data in that step, the next one decides.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import nn
 
 from weft.comm.buckets import Buckets, make_buckets
 from weft.comm.collectives import Pending, all_reduce, broadcast
+from weft.errors import ModelError
 from weft.mesh import Group
 from weft.plan.wire import TAIL_WORDS
 
@@ -43,6 +45,7 @@ class AllReduce:
         self._counting = True
         self._ready_order: list[int] = []
         self._order_agreed = False
+        self._exchanged = False
         self._lay_out(list(reversed(range(len(self._parameters)))))
         for index, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(self._make_hook(index))
@@ -51,9 +54,10 @@ class AllReduce:
     def begin(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
-        if not self._order_agreed and self._ready_order:
+        if not self._order_agreed and self._exchanged:
             self._agree_on_order()
         self._used = [False] * len(self._parameters)
+        self._ready = [False] * len(self._parameters)
         self._missing = [len(bucket.members) for bucket in self._buckets.buckets]
         self._pending: list[Pending] = []
         self._ready_order = []
@@ -80,6 +84,7 @@ class AllReduce:
             self._pending.append(all_reduce(bucket.flat, self._group, wait=False))
         for pending in self._pending:
             pending.wait()
+        self._armed, self._exchanged = False, True  # a backward pass of the user's own must not start an exchange
         if unused:  # a rank that used everything knows that nothing is globally unused, and need not look
             flags = self._buckets.tail[TAIL_WORDS:].tolist()
             for index in unused:
@@ -89,11 +94,13 @@ class AllReduce:
 
     def state(self) -> dict[str, Any]:
         # The layout decides the order of additions inside a ring all-reduce, so it is part of "to the bit".
-        return {"order": list(self._order), "agreed": self._order_agreed}
+        return {"order": list(self._order), "agreed": self._order_agreed, "ready": list(self._ready_order)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._lay_out([int(index) for index in state["order"]])
         self._order_agreed = bool(state["agreed"])
+        self._ready_order = [int(index) for index in state["ready"]]
+        self._exchanged = True
 
     def _lay_out(self, order: list[int]) -> None:
         self._order = order
@@ -101,12 +108,15 @@ class AllReduce:
         self._all_used = torch.ones(len(order), dtype=self._buckets.tail.dtype, device=self._buckets.tail.device)
 
     def _agree_on_order(self) -> None:
+        """Take the order of rank 0. Every rank asks, whatever it saw itself: a rank without data takes part too."""
         seen = set(self._ready_order)
         order = self._ready_order + [index for index in self._order if index not in seen]
-        agreed = torch.tensor(order, dtype=torch.int64, device=self._buckets.tail.device)
-        broadcast(agreed, self._group)
-        self._lay_out(agreed.tolist())
-        self._order_agreed = True
+        message = torch.tensor([len(seen), *order], dtype=torch.int64, device=self._buckets.tail.device)
+        broadcast(message, self._group)
+        num_seen, *agreed = message.tolist()
+        if num_seen:
+            self._lay_out(agreed)
+            self._order_agreed = True
 
     def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def gradient_ready(parameter: torch.Tensor) -> None:
@@ -120,7 +130,10 @@ class AllReduce:
                 view.copy_(parameter.grad)
                 parameter.grad = view
                 self._used[index] = True
-            if self._armed:
+            if self._armed and self._ready[index]:
+                self._refuse_if_sent(index)
+            elif self._armed:
+                self._ready[index] = True
                 self._ready_order.append(index)
                 bucket = self._buckets.bucket_of[index]
                 self._missing[bucket] -= 1
@@ -128,6 +141,14 @@ class AllReduce:
                     self._launch_full()
 
         return gradient_ready
+
+    def _refuse_if_sent(self, index: int) -> None:
+        if self._buckets.bucket_of[index] < len(self._pending):
+            raise ModelError(
+                f"a parameter of shape {tuple(self._parameters[index].shape)} got a second gradient in one backward "
+                "pass after its first was sent; reentrant checkpointing of shared layers does that, so call "
+                "torch.utils.checkpoint with use_reentrant=False"
+            )
 
     def _launch_full(self) -> None:
         """Send every bucket whose turn it is; the one with the tail waits for `finish`."""
