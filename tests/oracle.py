@@ -62,7 +62,7 @@ def small_convnet(**changes: Any) -> ConvNet:
 def token_batch(num_samples: int, *, seed: int = 0) -> Batch:
     """Tokens for `small_gpt` and the tokens after them."""
     text = torch.randint(17, (num_samples, 9), generator=torch.Generator().manual_seed(seed))
-    return text[:, :-1], text[:, 1:]
+    return text[:, :-1].clone(), text[:, 1:].clone()
 
 
 def image_batch(num_samples: int, *, seed: int = 0) -> Batch:
@@ -120,7 +120,7 @@ def train_alone(
         chosen.step()
         if scheduler is not None:
             scheduler.step()
-        seen.append(look_at(model, float(total / count)))
+        seen.append(look_at(model, float((total / count).detach())))
     return seen
 
 

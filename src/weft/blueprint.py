@@ -45,14 +45,20 @@ def find_blueprint(model: nn.Module) -> Blueprint:
     owner = _longest_block_list(model)
     if owner is None:
         return Blueprint(tied=find_tied(model))
-    top = owner.split(".")[0] if owner else ""
-    names = [name for name, _ in model.named_children()]
-    place = names.index(top) if top else 0
-    blocks = tuple(f"{owner}.{name}" if owner else name for name, _ in model.get_submodule(owner).named_children())
-    if not top:
-        return Blueprint(blocks=blocks, tied=find_tied(model))
+    prelude: list[str] = []
+    postlude: list[str] = []
+    parent = ""
+    for step in owner.split(".") if owner else ():  # a list inside a module has neighbours on every level
+        names = _children(model, parent)
+        path = f"{parent}.{step}" if parent else step
+        place = names.index(path)
+        prelude, postlude = [*prelude, *names[:place]], [*names[place + 1 :], *postlude]
+        parent = path
     return Blueprint(
-        prelude=tuple(names[:place]), blocks=blocks, postlude=tuple(names[place + 1 :]), tied=find_tied(model)
+        prelude=tuple(prelude),
+        blocks=tuple(_children(model, owner)),
+        postlude=tuple(postlude),
+        tied=find_tied(model),
     )
 
 
@@ -62,6 +68,10 @@ def find_tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
     return tuple(tuple(names) for names in names_of.values() if len(names) > 1)
+
+
+def _children(model: nn.Module, parent: str) -> list[str]:
+    return [f"{parent}.{name}" if parent else name for name, _ in model.get_submodule(parent).named_children()]
 
 
 def _longest_block_list(model: nn.Module) -> str | None:

@@ -19,7 +19,7 @@ from weft.comm import collectives
 from weft.comm.buckets import member_of
 from weft.comm.objects import gather_values
 from weft.comm.p2p import receive, send
-from weft.mesh import Group, Mesh, World, join_world, make_mesh
+from weft.mesh import Group, Mesh, Traffic, World, join_world, make_mesh
 from weft.plan.wire import Collective, batch_norm_bytes, gradient_all_reduce_bytes, sent_bytes
 from weft.training.trainer import Trainer
 
@@ -269,6 +269,27 @@ def test_two_threads_with_a_group_each() -> None:
     assert not wrong
     assert traffic.num_calls - calls == 2 * rounds
     assert traffic.sent_bytes - before == rounds * (sent_bytes("all-reduce", 32, 2) + sent_bytes("all-reduce", 64, 2))
+
+
+def test_two_threads_lose_no_count() -> None:
+    """`x.sent += f()` reads before it calls, and the other thread's count in between would be overwritten."""
+    traffic, rounds = Traffic(), 20_000
+
+    def count() -> None:
+        for _ in range(rounds):
+            traffic.add(num_calls=1, sent_bytes=sent_bytes("all-reduce", 32, 2), wait_s=0.5)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=count) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert (traffic.num_calls, traffic.sent_bytes, traffic.wait_s) == (2 * rounds, 64 * rounds, rounds)
 
 
 def bytes_of_a_step(trainer: Trainer, batch: tuple[Tensor, Tensor]) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from weft.comm.collectives import all_gather, all_reduce
@@ -22,11 +23,12 @@ from weft.mesh import Group
 
 
 class SynchronisedBatchNorm(_BatchNorm):
-    """A BatchNorm of any number of dims that normalises by the statistics of all data ranks."""
+    """A BatchNorm that normalises by the statistics of all data ranks; mixed into the class that a module had."""
 
     weft_group: Group
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
         if not self.training and self.track_running_stats:
             return super().forward(input)
         mean, variance, count = _merged_statistics(input.detach(), self.weft_group)
@@ -40,10 +42,6 @@ class SynchronisedBatchNorm(_BatchNorm):
             input, self.weight, self.bias, mean, variance, count, self.eps, self.weft_group
         )
         return output
-
-    def _check_input_dim(self, input: torch.Tensor) -> None:
-        if input.dim() < 2:
-            raise ModelError(f"BatchNorm needs at least 2 dims (samples, channels), got {input.dim()}")
 
     @torch.no_grad()
     def _update_running(self, mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
@@ -59,15 +57,27 @@ class SynchronisedBatchNorm(_BatchNorm):
 def synchronise_batch_norms(model: nn.Module, group: Group) -> int:
     """Make every BatchNorm of a model synchronised, in place; returns how many there were.
 
-    The class is swapped instead of the module: parameters, hooks and every reference to the module stay as they are.
+    The class is swapped instead of the module: parameters, hooks and every reference to the module stay as they are,
+    and it is still an instance of the class it had. A class with a forward of its own is refused, for that would be
+    lost.
     """
-    changed = 0
-    for module in model.modules():
-        if isinstance(module, _BatchNorm):
-            module.__class__ = SynchronisedBatchNorm
-            module.weft_group = group  # type: ignore[assignment]
-            changed += 1
-    return changed
+    found = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    others = {name: module for name, module in found.items() if not isinstance(module, SynchronisedBatchNorm)}
+    problems = [
+        f'"{name}" is a {type(module).__name__}, a BatchNorm with a forward of its own, whose statistics weft cannot '
+        'take over all ranks; use one of torch\'s own, or set [data] buffers = "broadcast" or "local"'
+        for name, module in others.items()
+        if type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+    ]
+    if problems:
+        raise ModelError(problems)
+    kinds = {type(module) for module in others.values()}
+    classes = {kind: type(f"Synchronised{kind.__name__}", (SynchronisedBatchNorm, kind), {}) for kind in kinds}
+    for module in others.values():
+        module.__class__ = classes[type(module)]
+    for module in found.values():
+        module.weft_group = group  # type: ignore[assignment]
+    return len(found)
 
 
 def has_batch_norms(model: nn.Module) -> bool:
@@ -120,7 +130,7 @@ class _Normalise(torch.autograd.Function):
         inverse = torch.rsqrt(variance + eps)
         normalised = (input - _per_channel(mean, input)) * _per_channel(inverse, input)
         ctx.save_for_backward(normalised, inverse, weight)
-        ctx.count, ctx.group, ctx.has_bias = count, group, bias is not None
+        ctx.count, ctx.group, ctx.bias_dtype = count, group, None if bias is None else bias.dtype
         output = normalised
         if weight is not None:
             output = output * _per_channel(weight, input)
@@ -129,6 +139,7 @@ class _Normalise(torch.autograd.Function):
         return output.to(input.dtype)
 
     @staticmethod
+    @once_differentiable  # a second derivative would miss the other ranks' part, without a word
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         normalised, inverse, weight = ctx.saved_tensors
         grad = grads[0].to(normalised.dtype)
@@ -143,7 +154,7 @@ class _Normalise(torch.autograd.Function):
         return (
             grad_input,
             grad_weight.to(weight.dtype) if weight is not None else None,
-            grad_bias.to(grads[0].dtype) if ctx.has_bias else None,
+            grad_bias.to(ctx.bias_dtype) if ctx.bias_dtype is not None else None,
             None,
             None,
             None,

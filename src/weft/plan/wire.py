@@ -68,8 +68,8 @@ class Member:
 def assign_buckets(members: Sequence[Member], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
     """Fill buckets with members in the order given; each bucket holds members of one kind only.
 
-    Buckets come in the order in which they fill up, which is the order in which they are exchanged. A member larger
-    than `bucket_bytes` has a bucket to itself.
+    Buckets come in the order in which their last members do, which is the order in which they are exchanged. A member
+    larger than `bucket_bytes` has a bucket to itself.
 
         members (MB)   1  9  9  9 30  2        bucket_bytes 25 MB, all of one kind
         buckets       (0)(1  2)(3)(4)(5)       the first one closes at FIRST_BUCKET_BYTES
@@ -87,7 +87,7 @@ def assign_buckets(members: Sequence[Member], bucket_bytes: int) -> tuple[tuple[
         inside.append(index)
         open_bytes[member.kind] = open_bytes.get(member.kind, 0) + member.num_bytes
     closed.extend(tuple(inside) for inside in open_members.values() if inside)
-    return tuple(closed)
+    return tuple(sorted(closed, key=lambda bucket: bucket[-1]))
 
 
 def tail_of(members: Sequence[Member]) -> Member:

@@ -18,18 +18,19 @@ class BufferPolicy:
     """Keeps buffers of data ranks together, in one message a dtype."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self._model = model
         self._mesh = mesh
-        self._mode = mesh.plan.data.buffers
-        self._active = mesh.size("data") > 1
-        self._floats: dict[torch.dtype, list[torch.Tensor]] = {}
-        for buffer in persistent_buffers(model).values():
-            if buffer.is_floating_point():
-                self._floats.setdefault(buffer.dtype, []).append(buffer)
+        self._active = mesh.size("data") > 1 and mesh.plan.data.buffers == "broadcast"
 
+    @torch.no_grad()
     def after_step(self) -> None:
-        if not self._active or self._mode != "broadcast":
+        if not self._active:
             return
-        for buffers in self._floats.values():
+        # Looked up anew, because a layer may replace its buffer instead of writing into it.
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for buffer in persistent_buffers(self._model).values():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in by_dtype.values():
             flat = torch.cat([buffer.flatten() for buffer in buffers])
             broadcast(flat, self._mesh.group("data", "control"))
             for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):

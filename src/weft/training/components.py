@@ -39,7 +39,7 @@ class Prepared:
     """A job with everything but its weights."""
 
     make_model: Callable[[], nn.Module]
-    loss: LossFunction
+    loss: str | LossFunction
     train_data: Dataset
     held_out: Dataset | None
     optimizer: Callable[..., torch.optim.Optimizer]
@@ -102,8 +102,10 @@ def _model(part: Part) -> Callable[[], nn.Module]:
     return functools.partial(model_class, config_class(**part.settings))
 
 
-def _loss(name: str) -> LossFunction:
-    return resolve_loss(load_function(name, kind=ModelError) if ":" in name else name)
+def _loss(name: str) -> str | LossFunction:
+    loss = load_function(name, kind=ModelError) if ":" in name else name
+    resolve_loss(loss)
+    return loss
 
 
 def _data(job: Job) -> tuple[Dataset, Dataset | None]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from weft.errors import DataError
+from weft.training.modes import evaluating
 
 
 def generate_tokens(
@@ -27,16 +28,11 @@ def generate_tokens(
         raise DataError("generation needs at least one token to continue, got none")
     generator = torch.Generator().manual_seed(seed)
     sequence = list(tokens)
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            for _ in range(num_tokens):
-                window = torch.tensor([sequence[-context:]], dtype=torch.int64, device=device)
-                logits = forward(window)[0, -1].float().cpu()
-                sequence.append(_pick(logits, temperature, generator))
-    finally:
-        model.train(was_training)
+    with evaluating(model):
+        for _ in range(num_tokens):
+            window = torch.tensor([sequence[-context:]], dtype=torch.int64, device=device)
+            logits = forward(window)[0, -1].float().cpu()
+            sequence.append(_pick(logits, temperature, generator))
     return sequence
 
 

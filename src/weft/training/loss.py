@@ -24,6 +24,15 @@ Count = int | float | torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A loss as the trainer calls it."""
+
+    function: LossFunction
+    counts_targets: bool = False
+    """The function returns a plain sum, over as many targets as the batch is known to hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LossTerms:
     """One micro-batch's loss: the sum over its targets is value · multiplier."""
 
@@ -34,34 +43,43 @@ class LossTerms:
     """The loss counted by itself; the number was not known before the forward pass."""
 
 
-def resolve_loss(loss: str | LossFunction) -> LossFunction:
-    """The callable behind a loss given by name, or the callable itself."""
+def resolve_loss(loss: str | LossFunction, *, compiled: bool = False) -> Loss:
+    """A loss given by name or as a callable. The built-in one can be compiled, which halves its passes over logits."""
     if callable(loss):
-        return loss
+        return Loss(function=loss)
     if loss == "cross-entropy":
-        return cross_entropy_sum
+        function = torch.compile(cross_entropy_sum) if compiled else cross_entropy_sum
+        return Loss(function=function, counts_targets=True)
     raise ModelError(f'unknown loss "{loss}"; {nearest(loss, ["cross-entropy"])}; or give a callable')
 
 
-def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The built-in loss: the sum over targets other than −100. Its count is taken from the targets, not from here."""
+def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The built-in loss: the sum over targets other than −100."""
     wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     flat = wide.flatten(0, -2) if wide.dim() > 2 else wide
-    return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"), 0
+    return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
 
 
-def loss_terms(function: LossFunction, output: Any, targets: Any, count: Count) -> LossTerms:
+def loss_terms(loss: Loss, output: Any, targets: Any, count: Count) -> LossTerms:
     """Call a loss and say what it returned, given the count its targets imply."""
-    result = function(output, targets)
-    if function is cross_entropy_sum:
-        assert isinstance(result, tuple)
-        return LossTerms(value=result[0], multiplier=1, count=count, own_count=False)
+    result = loss.function(output, targets)
+    if loss.counts_targets:
+        assert isinstance(result, torch.Tensor)
+        return LossTerms(value=result, multiplier=1, count=count, own_count=False)
     if isinstance(result, tuple):
         value, own = result
         _refuse_unless_scalar(value)
         return LossTerms(value=value, multiplier=1, count=own, own_count=True)
     _refuse_unless_scalar(result)
+    if isinstance(count, int) and count == 0:  # the mean over no targets is NaN, their sum is nothing
+        result = no_loss(output)
     return LossTerms(value=result, multiplier=count, count=count, own_count=False)
+
+
+def no_loss(output: Any) -> torch.Tensor:
+    """A loss of zero that depends on the output: its gradients are zero, and its backward pass takes the usual way."""
+    tensors = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+    return sum(((t if t.dim() else t.reshape(1))[:0].sum() for t in tensors), torch.zeros((), requires_grad=True))
 
 
 def count_targets(targets: Any) -> Count:

@@ -57,7 +57,7 @@ def parallelize(
         local_batch_statistics=has_batch_norms(named_model),
         half_precision=any(p.dtype in (torch.float16, torch.bfloat16) for p in named_model.parameters()),
     )
-    resolved_loss = resolve_loss(loss)
+    resolved_loss = resolve_loss(loss, compiled=plan.compile.blocks)
     mesh = make_mesh(plan, world)
     model.to(world.device)
     blueprint = find_blueprint(named_model)

@@ -14,7 +14,7 @@ from torch import nn
 
 from weft.layout import part_of
 from weft.plan.plan import Plan
-from weft.training.loss import LossFunction, count_targets, loss_terms, output_of
+from weft.training.loss import Loss, count_targets, loss_terms, output_of
 from weft.training.trees import map_tensors, num_samples
 
 
@@ -26,7 +26,7 @@ class OneProcess:
         model: nn.Module,
         plan: Plan,
         *,
-        loss: LossFunction,
+        loss: Loss,
         optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer],
     ) -> None:
         self.model = model
@@ -40,11 +40,10 @@ class OneProcess:
         self._optimizer.zero_grad(set_to_none=True)
         loss_sum, count_sum = 0.0, 0.0
         for rows in self._microbatches(num_samples(inputs)):
-            part, target_part = _rows(inputs, rows), _rows(targets, rows)
-            count = count_targets(target_part)
-            if float(count) == 0:
+            if not rows:
                 continue
-            terms = loss_terms(self._loss, self._forward(part), target_part, count)
+            part, target_part = _rows(inputs, rows), _rows(targets, rows)
+            terms = loss_terms(self._loss, self._forward(part), target_part, count_targets(target_part))
             loss = terms.value * terms.multiplier
             loss.backward()
             loss_sum += float(loss.detach())

@@ -31,8 +31,9 @@ from weft.training.buffers import BufferPolicy
 from weft.training.divergence import DivergenceCheck
 from weft.training.generate import generate_tokens
 from weft.training.gradients import scale_and_clip
-from weft.training.loss import Count, LossFunction, count_targets, loss_terms, output_of
-from weft.training.trees import map_tensors, num_samples, split_microbatches, tensors_of
+from weft.training.loss import Count, Loss, count_targets, loss_terms, no_loss, output_of
+from weft.training.modes import evaluating
+from weft.training.trees import map_tensors, num_samples, split_microbatches
 
 
 class Trainer:
@@ -45,7 +46,7 @@ class Trainer:
         mesh: Mesh,
         blueprint: Blueprint,
         layouts: dict[str, Layout],
-        loss: LossFunction,
+        loss: Loss,
         optimizer: torch.optim.Optimizer,
         sync: Sync,
         schedule: Callable[[int], float] | None,
@@ -106,7 +107,7 @@ class Trainer:
         for number, (inputs_part, targets_part, count) in enumerate(microbatches):
             if number == len(microbatches) - 1:
                 self.sync.arm()
-            if isinstance(count, int) and count == 0:
+            if num_samples(inputs_part) == 0:
                 self._run_empty(inputs_part)
                 continue
             terms = loss_terms(self._loss, self._forward(inputs_part), targets_part, count)
@@ -124,19 +125,14 @@ class Trainer:
         """The mean loss over this rank's and all other ranks' batches, without training."""
         device = self.mesh.world.device
         totals = torch.zeros(2, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                for inputs, targets in batches:
-                    for inputs_part, targets_part, count in self._cut(inputs, targets):
-                        if isinstance(count, int) and count == 0:
-                            continue
-                        terms = loss_terms(self._loss, self._forward(inputs_part), targets_part, count)
-                        totals[0] += terms.value * terms.multiplier
-                        totals[1] += terms.count
-        finally:
-            self.model.train(was_training)
+        with evaluating(self.model):
+            for inputs, targets in batches:
+                for inputs_part, targets_part, count in self._cut(inputs, targets):
+                    if num_samples(inputs_part) == 0:
+                        continue
+                    terms = loss_terms(self._loss, self._forward(inputs_part), targets_part, count)
+                    totals[0] += terms.value * terms.multiplier
+                    totals[1] += terms.count
         all_reduce(totals, self.mesh.group("data", "control"))
         if float(totals[1]) == 0:
             raise DataError("nothing to evaluate: the batches hold no targets; give at least one sample")
@@ -196,12 +192,11 @@ class Trainer:
         return output_of(self.model(inputs))
 
     def _run_empty(self, inputs: Any) -> None:
-        """A micro-batch without targets adds nothing, but where layers exchange in their forward, others wait."""
+        """A micro-batch without samples adds nothing, but where layers exchange in their forward, others wait."""
         if not self._empty_forward:
             return
         with self.sync.ignoring():
-            outputs = [tensor for tensor in tensors_of(self._forward(inputs)) if tensor.requires_grad]
-            torch.autograd.backward(outputs, [torch.zeros_like(tensor) for tensor in outputs])
+            no_loss(self._forward(inputs)).backward()
 
     def _share_count(self, counts: list[Count]) -> float | torch.Tensor:
         """The number every rank divides its loss by: exact with one data rank, else the last step's global count."""
@@ -232,13 +227,13 @@ class Trainer:
 
     def _correction(self, shared: float | torch.Tensor, count: torch.Tensor) -> float | torch.Tensor | None:
         """The ratio of the count that was shared to the true one; None where they are known to be equal."""
+        if not count.is_cuda and float(count) == 0:
+            raise DataError("no rank has a target in this global batch; every target is -100 or the batch is empty")
         if self.data_size == 1 and not self._own_count:
             return None
         if count.is_cuda:
             self.shared_count = count.clone()
             return shared / count
         true = float(count)
-        if true == 0:
-            raise DataError("no rank has a target in this global batch; every target is -100 or the batch is empty")
         self.shared_count = true
         return None if true == shared else shared / true

@@ -1,0 +1,111 @@
+"""One GPU: weft's bf16 compiled step of GPT-2 124M against a bare hand-written loop, tokens a second, in one run.
+
+    python benchmarks/gpu_step.py [--rounds 8] [--steps 10]
+
+Sides alternate in blocks of steps; the table gives the median over rounds of each side's speed and of its ratio to the
+bare loop in the same round, with the middle half of the rounds. Every side has its own model and optimizer, bf16
+parameters and fused AdamW. Compiled sides: the bare loop compiles model and loss as one function; weft either compiles
+blocks and loss (`[compile] blocks = true`) or is given a model that the user compiled whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+import weft
+from weft.models.gpt import GPT, gpt2_124m
+from weft.plan.plan import Compile, Plan
+
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def make_model() -> GPT:
+    torch.manual_seed(0)
+    return GPT(gpt2_124m()).to(device="cuda", dtype=torch.bfloat16)
+
+
+def bare_loop(*, compiled: bool) -> Step:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+
+    def forward(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
+
+    function = torch.compile(forward) if compiled else forward
+
+    def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = function(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def weft_step(plan: Plan, *, whole: bool = False) -> Step:
+    model = make_model()
+    loss: object = "cross-entropy"
+    if whole:
+        model.compile()
+        loss = torch.compile(lambda logits, targets: F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()))
+    trainer = weft.parallelize(
+        model, plan, loss=loss, optimizer=functools.partial(torch.optim.AdamW, lr=3e-4, fused=True)
+    )
+    return trainer.step
+
+
+def seconds_of(step: Step, batch: tuple[torch.Tensor, torch.Tensor], num_steps: int) -> float:
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(num_steps):
+        step(*batch)
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--context", type=int, default=1024)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("this benchmark needs a GPU")
+    sides: dict[str, Step] = {
+        "bare loop, compiled whole": bare_loop(compiled=True),
+        "weft, [compile] blocks": weft_step(Plan(compile=Compile(blocks=True))),
+        "weft, model compiled by the user": weft_step(Plan(), whole=True),
+        "bare loop, not compiled": bare_loop(compiled=False),
+        "weft, not compiled": weft_step(Plan()),
+    }
+    tokens = torch.randint(0, 50257, (args.batch, args.context + 1), device="cuda")
+    batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    losses = {name: [float(step(*batch)) for _ in range(5)] for name, step in sides.items()}
+    speeds: dict[str, list[float]] = {name: [] for name in sides}
+    for round_number in range(args.rounds):
+        names = list(sides) if round_number % 2 == 0 else list(reversed(sides))
+        for name in names:
+            seconds = seconds_of(sides[name], batch, args.steps)
+            speeds[name].append(args.batch * args.context * args.steps / seconds)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, GPT-2 124M bf16, {args.batch}×{args.context}")
+    print(f"{'side':34s} {'tokens/s':>9s}  {'against its bare loop':>24s}  loss of step 5")
+    for name in sides:
+        bare = "bare loop, not compiled" if name.endswith("not compiled") else "bare loop, compiled whole"
+        ratios = sorted(mine / theirs for mine, theirs in zip(speeds[name], speeds[bare], strict=True))
+        low, _, high = statistics.quantiles(ratios, n=4)
+        against = f"{statistics.median(ratios):.4f} ({low:.4f} to {high:.4f})"
+        print(f"{name:34s} {statistics.median(speeds[name]):9.0f}  {against}  {losses[name][-1]:.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Layouts against numpy: the regions of all ranks are exactly the array, cut as numpy cuts it."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy
+import pytest
+
+from weft.layout import Layout, Split, part_of
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+@pytest.mark.parametrize("total", [0, 1, 2, 6, 7, 20])
+def test_parts_are_those_of_numpy(total: int, parts: int) -> None:
+    spans = [part_of(total, index, parts) for index in range(parts)]
+    expected = numpy.array_split(numpy.arange(total), parts)
+    assert [list(range(*span)) for span in spans] == [list(part) for part in expected]
+    assert spans[0][0] == 0 and spans[-1][1] == total
+    assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(spans))
+
+
+def test_the_parts_in_the_docstring() -> None:
+    assert part_of(10, 0, 4) == (0, 3)
+    assert part_of(10, 3, 4) == (8, 10)
+    assert part_of(1, 3, 4) == (1, 1)
+
+
+@pytest.mark.parametrize("index", [-1, 4])
+def test_a_part_that_is_not_there(index: int) -> None:
+    with pytest.raises(AssertionError, match=f"part {index} of 4"):
+        part_of(10, index, 4)
+
+
+def test_a_layout_without_splits_is_whole() -> None:
+    layout = Layout(global_shape=(3, 4))
+    assert layout.is_whole
+    assert layout.region({}, {}) == (slice(0, 3), slice(0, 4))
+    assert layout.local_numel({}, {}) == 12
+
+
+def test_a_scalar_is_one_element() -> None:
+    layout = Layout(global_shape=())
+    assert layout.region({}, {}) == ()
+    assert layout.local_numel({}, {}) == 1
+
+
+@pytest.mark.parametrize(
+    "splits",
+    [
+        (Split(dim=0, axis="tensor"),),
+        (Split(dim=1, axis="data"),),
+        (Split(dim=0, axis="tensor"), Split(dim=1, axis="data")),
+        (Split(dim=0, axis="tensor"), Split(dim=0, axis="data")),
+        (Split(dim=0, axis="data"), Split(dim=0, axis="tensor")),
+    ],
+)
+@pytest.mark.parametrize("shape", [(6, 4), (7, 5), (1, 3), (2, 0)])
+def test_regions_of_all_ranks_are_the_whole(shape: tuple[int, int], splits: tuple[Split, ...]) -> None:
+    sizes = {"tensor": 2, "data": 3}
+    layout = Layout(global_shape=shape, splits=splits)
+    assert not layout.is_whole
+    seen = numpy.zeros(shape, dtype=int)
+    used = {split.axis for split in splits}
+    for tensor, data in itertools.product(range(2), range(3)):
+        place = {"tensor": tensor, "data": data}
+        if any(place[axis] for axis in sizes if axis not in used):
+            continue  # a replica of the rank at 0
+        region = layout.region(sizes, place)
+        assert seen[region].size == layout.local_numel(sizes, place)
+        seen[region] += 1
+    assert (seen == 1).all()
+
+
+def test_splits_of_one_dim_nest_in_their_order() -> None:
+    """7 rows: data takes 3 + 2 + 2, then tensor halves each of these."""
+    layout = Layout(global_shape=(7,), splits=(Split(dim=0, axis="data"), Split(dim=0, axis="tensor")))
+    sizes = {"data": 3, "tensor": 2}
+    found = [
+        (layout.region(sizes, {"data": d, "tensor": t})[0].start, layout.region(sizes, {"data": d, "tensor": t})[0].stop)
+        for d in range(3)
+        for t in range(2)
+    ]
+    assert found == [(0, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7)]
+
+
+def test_a_flat_range_is_what_a_rank_keeps() -> None:
+    layout = Layout(global_shape=(4, 4), splits=(Split(dim=0, axis="tensor"),), flat_range=(3, 8))
+    assert not layout.is_whole and not Layout(global_shape=(4,), flat_range=(0, 4)).is_whole
+    assert layout.local_numel({"tensor": 2}, {"tensor": 1}) == 5
+    assert layout.region({"tensor": 2}, {"tensor": 1}) == (slice(2, 4), slice(0, 4))

@@ -1,0 +1,158 @@
+"""The arithmetic of the wire against tables written out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.plan.wire import (
+    TAIL_WORDS,
+    Collective,
+    Member,
+    assign_buckets,
+    batch_norm_bytes,
+    gradient_all_reduce_bytes,
+    sent_bytes,
+    tail_of,
+)
+
+MB = 1 << 20
+
+COLLECTIVES: tuple[Collective, ...] = (
+    "all-reduce",
+    "reduce-scatter",
+    "all-gather",
+    "all-to-all",
+    "broadcast",
+    "reduce",
+    "scatter",
+    "gather",
+    "send",
+)
+
+
+@pytest.mark.parametrize(
+    ("collective", "two", "three", "four"),
+    [  # a buffer of 120 bytes on 2, 3 and 4 ranks
+        ("all-reduce", 120, 160, 180),
+        ("reduce-scatter", 60, 80, 90),
+        ("all-gather", 60, 80, 90),
+        ("all-to-all", 60, 80, 90),
+        ("scatter", 60, 80, 90),
+        ("gather", 60, 80, 90),
+        ("broadcast", 120, 120, 120),
+        ("reduce", 120, 120, 120),
+        ("send", 120, 120, 120),
+    ],
+)
+def test_what_one_rank_sends(collective: Collective, two: int, three: int, four: int) -> None:
+    assert [sent_bytes(collective, 120, size) for size in (2, 3, 4)] == [two, three, four]
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_nothing_is_sent_to_nobody(collective: Collective) -> None:
+    assert sent_bytes(collective, 1000, 1) == 0
+    assert sent_bytes(collective, 0, 4) == 0
+
+
+def test_a_part_of_a_byte_is_a_byte() -> None:
+    assert [sent_bytes("all-reduce", size, 3) for size in (1, 2, 3, 4)] == [2, 3, 4, 6]
+    assert [sent_bytes("all-gather", size, 3) for size in (1, 2, 3, 4)] == [1, 2, 2, 3]
+
+
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
+    for size in range(2, 9):
+        buffer_bytes = 8 * size
+        halves = sent_bytes("reduce-scatter", buffer_bytes, size) + sent_bytes("all-gather", buffer_bytes, size)
+        assert sent_bytes("all-reduce", buffer_bytes, size) == halves
+
+
+def members(sizes: str) -> list[Member]:
+    """'9 d4 1' -> members of 9 MB, 4 MB and 1 MB, those with a letter of another kind."""
+    made = []
+    for word in sizes.split():
+        kind, number = (word[0], word[1:]) if word[0].isalpha() else ("float", word)
+        made.append(Member(numel=int(float(number) * MB) // 4, item_bytes=4, kind=kind))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("sizes", "drawn"),
+    [
+        # the drawing in wire.py
+        ("1 9 9 9 30 2", "(0)(1 2)(3)(4)(5)"),
+        # the first bucket closes at 1 MB, and only the first
+        ("0.5 0.5 0.5 0.5", "(0 1)(2 3)"),
+        ("0.5 0.75 24.25 0.5", "(0)(1 2)(3)"),
+        # a member above the limit is alone, whatever is around it
+        ("30", "(0)"),
+        ("30 30 1", "(0)(1)(2)"),
+        ("0.25 30 0.25", "(0)(1)(2)"),
+        # exactly full is not too full
+        ("1 25 12 13 1", "(0)(1)(2 3)(4)"),
+        # kinds fill side by side; a bucket's place is that of its last member
+        ("d1 20 d20 10 d10", "(0)(1)(2)(3)(4)"),
+        ("0.5 d0.5 0.5 d0.5", "(0 2)(1 3)"),
+        ("d0.5 0.5 d24 1", "(0)(2)(1 3)"),
+        ("d0.5 0.5 0.25", "(0)(1 2)"),
+        ("0.5 d0.5 0.25", "(1)(0 2)"),
+        ("24 d0.5 d1 2 d24", "(0)(1)(3)(2 4)"),
+        # nothing in, nothing out
+        ("", ""),
+    ],
+)
+def test_buckets_as_drawn(sizes: str, drawn: str) -> None:
+    found = assign_buckets(members(sizes), 25 * MB)
+    assert "".join(f"({' '.join(map(str, bucket))})" for bucket in found) == drawn
+
+
+def test_every_member_is_in_one_bucket_of_its_kind() -> None:
+    given = members("0.1 d3 0.2 e7 12 d30 e1 0.3 d0.1 26 e24 0.4")
+    for bucket_bytes in (1, MB // 2, MB, 5 * MB, 1000 * MB):
+        found = assign_buckets(given, bucket_bytes)
+        assert sorted(index for bucket in found for index in bucket) == list(range(len(given)))
+        assert [bucket[-1] for bucket in found] == sorted(bucket[-1] for bucket in found), "ready first, sent first"
+        for bucket in found:
+            assert len({given[index].kind for index in bucket}) == 1
+            assert list(bucket) == sorted(bucket), "members keep their order"
+            size = sum(given[index].num_bytes for index in bucket)
+            assert size <= bucket_bytes or len(bucket) == 1
+
+
+def test_one_byte_a_bucket_gives_every_member_its_own() -> None:
+    assert {len(bucket) for bucket in assign_buckets(members("1 2 d3 4"), 1)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("item_bytes", "kinds", "tail"),
+    [
+        ([4, 4], ["a", "a"], Member(numel=TAIL_WORDS + 2, item_bytes=4, kind="a")),
+        ([4, 8, 4], ["a", "b", "a"], Member(numel=TAIL_WORDS + 3, item_bytes=8, kind="b")),
+        # 16 bits cannot count: a word of its own
+        ([2], ["h"], Member(numel=TAIL_WORDS + 1, item_bytes=4, kind="tail")),
+        ([2, 4], ["h", "a"], Member(numel=TAIL_WORDS + 2, item_bytes=4, kind="a")),
+    ],
+)
+def test_the_tail_has_a_word_a_parameter_and_never_16_bits(item_bytes, kinds, tail) -> None:
+    given = [Member(numel=10, item_bytes=size, kind=kind) for size, kind in zip(item_bytes, kinds, strict=True)]
+    assert tail_of(given) == tail
+
+
+def test_gradient_bytes_written_out() -> None:
+    # two parameters of 10 and 20 words and a tail of 3 + 2 words: 35 words of 4 bytes
+    given = [Member(numel=10, item_bytes=4), Member(numel=20, item_bytes=4)]
+    assert gradient_all_reduce_bytes(given, bucket_bytes=MB, data=1) == 0
+    assert gradient_all_reduce_bytes(given, bucket_bytes=MB, data=2) == 140
+    assert gradient_all_reduce_bytes(given, bucket_bytes=MB, data=4) == 210
+    # on three ranks 4/3 of 140 is no whole number of bytes, and each bucket rounds up
+    assert gradient_all_reduce_bytes(given, bucket_bytes=MB, data=3) == 187
+    assert gradient_all_reduce_bytes(given, bucket_bytes=1, data=3) == 54 + 107 + 27
+
+
+def test_batch_norm_bytes_written_out() -> None:
+    # 3 channels on 2 ranks: 7 words gathered (each rank sends its own), 6 words all-reduced
+    assert batch_norm_bytes([3], item_bytes=4, microbatches=1, data=2) == 7 * 4 + 6 * 4
+    assert batch_norm_bytes([3], item_bytes=8, microbatches=3, data=2) == 3 * (7 * 8 + 6 * 8)
+    # on 4 ranks each sends its 7 words three times, and 2 · 3/4 of the 6
+    assert batch_norm_bytes([3, 3], item_bytes=4, microbatches=1, data=4) == 2 * (3 * 28 + 36)
+    assert batch_norm_bytes([3], item_bytes=4, microbatches=1, data=1) == 0
+    assert batch_norm_bytes([], item_bytes=4, microbatches=5, data=4) == 0
