@@ -126,9 +126,7 @@ def train_alone(
 
 def train_parallel(trainer: Trainer, parts: Sequence[Sequence[Batch]]) -> list[Seen]:
     """`parts[step][rank]` is a rank's part of a step's batch."""
-    return [
-        look_at(trainer.named_model, float(trainer.step(*step_parts[trainer.data_rank]))) for step_parts in parts
-    ]
+    return [look_at(trainer.named_model, float(trainer.step(*step_parts[trainer.data_rank]))) for step_parts in parts]
 
 
 def make_trainer(model: nn.Module, plan: Plan, **changes: Any) -> Trainer:

@@ -154,7 +154,8 @@ def test_a_loss_that_counts_for_itself_decides_what_a_target_is() -> None:
 
     model = MLP()
     alone = train_alone(copy.deepcopy(model), steps, loss=distance)
-    assert_same(train_parallel(make_trainer(model, data_plan(2), loss=distance), [cut_evenly(s, 2) for s in steps]), alone)
+    trainer = make_trainer(model, data_plan(2), loss=distance)
+    assert_same(train_parallel(trainer, [cut_evenly(step, 2) for step in steps]), alone)
 
 
 @ranks(2)
@@ -163,9 +164,7 @@ def test_a_mean_over_samples_where_targets_are_no_integers(microbatches: int) ->
     steps = [(inputs, torch.sin(inputs[:, :3])) for inputs, _ in batches_of(8, 5, 7)]
     parts = [cut(steps[0], (4, 4)), cut(steps[1], (1, 4)), cut(steps[2], (7, 0))]
     model = MLP()
-    alone = train_alone(
-        copy.deepcopy(model), steps, loss=lambda output, y: (((output - y) ** 2).mean(1).sum(), len(y))
-    )
+    alone = train_alone(copy.deepcopy(model), steps, loss=lambda output, y: (((output - y) ** 2).mean(1).sum(), len(y)))
     trainer = make_trainer(model, data_plan(2, microbatches=microbatches), loss=F.mse_loss)
     assert_same(train_parallel(trainer, parts), alone)
 
@@ -173,7 +172,8 @@ def test_a_mean_over_samples_where_targets_are_no_integers(microbatches: int) ->
 @ranks(2)
 def test_a_loss_with_a_fractional_count() -> None:
     """Weighted samples: the sum of weights is the count, and is below one on a rank."""
-    steps = [(inputs, (targets, torch.linspace(0.1, 0.7, len(targets)).double())) for inputs, targets in batches_of(6, 5)]
+    weights = torch.linspace(0.1, 0.7, 6, dtype=torch.float64)
+    steps = [(inputs, (targets, weights[: len(targets)])) for inputs, targets in batches_of(6, 5)]
 
     def weighted(logits: Tensor, targets: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         classes, weights = targets
@@ -378,9 +378,7 @@ def test_a_gradient_has_the_strides_of_its_parameter(fused: bool) -> None:
         return torch.optim.AdamW(parameters, lr=0.01, fused=fused)
 
     steps = [image_batch(6, seed=seed) for seed in range(3)]
-    mine = train_parallel(
-        make_trainer(model, data_plan(2), optimizer=make), [cut_evenly(step, 2) for step in steps]
-    )
+    mine = train_parallel(make_trainer(model, data_plan(2), optimizer=make), [cut_evenly(step, 2) for step in steps])
     for parameter in model.parameters():
         assert parameter.grad is not None and parameter.grad.stride() == parameter.stride()
     assert_same(mine, train_alone(alone, steps, optimizer=lambda m: make(m.parameters())))

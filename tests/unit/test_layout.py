@@ -76,12 +76,8 @@ def test_splits_of_one_dim_nest_in_their_order() -> None:
     """7 rows: data takes 3 + 2 + 2, then tensor halves each of these."""
     layout = Layout(global_shape=(7,), splits=(Split(dim=0, axis="data"), Split(dim=0, axis="tensor")))
     sizes = {"data": 3, "tensor": 2}
-    found = [
-        (layout.region(sizes, {"data": d, "tensor": t})[0].start, layout.region(sizes, {"data": d, "tensor": t})[0].stop)
-        for d in range(3)
-        for t in range(2)
-    ]
-    assert found == [(0, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7)]
+    found = [layout.region(sizes, {"data": data, "tensor": tensor})[0] for data in range(3) for tensor in range(2)]
+    assert found == [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 5), slice(5, 6), slice(6, 7)]
 
 
 def test_a_flat_range_is_what_a_rank_keeps() -> None:

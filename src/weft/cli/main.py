@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
+import traceback
 
 import typer
 
 from weft import __version__
 from weft.cli import train, verify
 from weft.errors import WeftError
+from weft.launch import is_launched, peer_reported, reports_first
 
 app = typer.Typer(
     name="weft",
@@ -39,13 +40,22 @@ def main() -> None:
     try:
         app()
     except WeftError as error:
-        if "--traceback" in sys.argv:
-            raise
-        if os.environ.get("RANK", "0") == "0":
-            print(f"weft: {error}" if len(error.problems) == 1 else f"weft:\n{error}", file=sys.stderr)
+        if reports_first():
+            _show(error)
         sys.exit(2)
+    except RuntimeError:
+        if is_launched() and peer_reported():
+            sys.exit(2)
+        raise
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _show(error: WeftError) -> None:
+    if "--traceback" in sys.argv:
+        traceback.print_exception(error)
+    else:
+        print(f"weft: {error}" if len(error.problems) == 1 else f"weft:\n{error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@
       rank-00000.safetensors                plan-bound: random state, exchange state, buffers a rank keeps for itself
 
 Every rank writes its share under a temporary name; when all of them report success the folder is renamed, so a folder
-with its final name is whole. Loading checks every file's checksum (once, shared out over the ranks) before it changes
+with its final name is whole. One that it replaces is moved aside first; should the run be killed just then, it is
+found there and moved back. Loading checks every file's checksum (once, shared out over the ranks) before it changes
 anything. The same plan goes on to the bit; another plan uses the portable part and says so.
 
 Hyperparameters (learning rate, decay) are the run's, not the checkpoint's.
@@ -19,6 +20,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable
@@ -40,44 +42,63 @@ if TYPE_CHECKING:
 FORMAT = 1
 INDEX = "checkpoint.json"
 _KINDS = _MODEL, _OPTIMIZER = "model", "optimizer"
+_OWN_FILE = re.compile(r"checkpoint\.json|model\.safetensors\.index\.json|(model|optimizer|rank)-[\dof-]+\.safetensors")
 
 log = logging.getLogger("weft")
 
 
 def save(trainer: Trainer, directory: Path) -> None:
     """Write a checkpoint of a trainer; collective. An older one of that name is replaced when the new one is whole."""
-    world = trainer.mesh.world
+    is_first = trainer.mesh.world.rank == 0
     partial = directory.with_name(f".{directory.name}.partial")
+    model = _model_tensors(trainer) | consensus_buffers(trainer.named_model, trainer.mesh)
 
     def prepare() -> None:
-        if world.rank == 0:
+        if is_first:
+            _restore(directory)
+            _refuse_foreign(directory)
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
 
-    _together(trainer, "create", partial, prepare)
-    written = _together(trainer, "write", partial, lambda: _write_share(trainer, partial))
-    files = [record for share in written for record in share["files"]]
-    maps = {kind: {name: file for share in written for name, file in share[kind].items()} for kind in _KINDS}
-
     def commit() -> None:
-        if world.rank == 0:
+        if is_first:
             _write_index(trainer, partial, files, maps)
             _replace(partial, directory)
 
-    _together(trainer, "finish", directory, commit)
+    try:
+        _together(trainer, "create", partial, prepare)
+        written = _together(trainer, "write", partial, lambda: _write_share(trainer, model, partial))
+        files = [record for share in written for record in share["files"]]
+        maps = {kind: {name: file for share in written for name, file in share[kind].items()} for kind in _KINDS}
+        _together(trainer, "finish", directory, commit)
+    except CheckpointError as error:
+        if is_first:
+            shutil.rmtree(partial, ignore_errors=True)  # where the disk is full, half a checkpoint is in the way
+        raise CheckpointError([*error.problems, "nothing was saved; older checkpoints are untouched"]) from error
 
 
 def load(trainer: Trainer, directory: Path) -> None:
     """Bring a trainer to where a checkpoint was taken; collective. Nothing changes unless the checkpoint is whole."""
     world = trainer.mesh.world
-    index = read_index(directory)
-    _refuse_other_model(trainer, index, directory)
-    records = [FileRecord(**record) for record in index["files"]]
-    mine = records[world.rank :: world.size]
+    index: dict[str, Any] = {}
+
+    def restore() -> None:
+        if world.rank == 0:
+            _restore(directory)
+
+    def look() -> None:
+        index.update(read_index(directory))
+        _refuse_other_model(trainer, index, directory)
+
+    _together(trainer, "restore", directory, restore)
+    _together(trainer, "read", directory, look)
+    mine = [FileRecord(**record) for record in index["files"]][world.rank :: world.size]
     damage = [problem for record in mine if (problem := find_damage(directory, record)) is not None]
     problems = [p for part in gather_values(damage, trainer.mesh.everyone("control"), world.device) for p in part]
     if problems:
-        raise CheckpointError([*problems, f"{directory} cannot be used; resume from an older checkpoint beside it"])
+        raise CheckpointError(
+            [*problems, f"{directory} cannot be used; delete it to go on from an older one beside it"]
+        )
     _read_model(trainer, directory, index)
     _read_optimizer(trainer, directory, index)
     trainer.steps_done = index["step"]
@@ -99,7 +120,7 @@ def read_index(directory: Path) -> dict[str, Any]:
         raise CheckpointError(f"{directory} is not a checkpoint: {INDEX} cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise CheckpointError(f"{directory / INDEX} is damaged: {error}") from error
-    if _index_checksum(index) != index.get("crc32"):
+    if not isinstance(index, dict) or _index_checksum(index) != index.get("crc32"):
         raise CheckpointError(f"{directory / INDEX} is damaged: its checksum does not match its content")
     if index.get("format") != FORMAT:
         raise CheckpointError(f"{directory} has checkpoint format {index.get('format')}, this weft reads {FORMAT}")
@@ -108,44 +129,49 @@ def read_index(directory: Path) -> dict[str, Any]:
 
 def all_checkpoints(directory: Path) -> list[Path]:
     """The whole checkpoints `step-N` in a directory, oldest first."""
-    found = {int(path.name[5:]): path for path in directory.glob("step-*") if path.name[5:].isdigit()}
-    return [found[step] for step in sorted(found) if (found[step] / INDEX).is_file()]
+    steps = {int(path.name[5:]) for path in directory.glob("step-*") if path.name[5:].isdigit()}
+    steps |= {int(path.name[6:-4]) for path in directory.glob(".step-*.old") if path.name[6:-4].isdigit()}
+    found = [directory / f"step-{step}" for step in sorted(steps)]
+    return [path for path in found if (path / INDEX).is_file() or _needs_restoring(path)]
 
 
 def prune(directory: Path, *, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints of a directory. For one rank only."""
+    """Delete all but the newest `keep` checkpoints of a directory, and what killed saves left. For one rank only."""
+    for path in all_checkpoints(directory):
+        _restore(path)
     for path in all_checkpoints(directory)[:-keep]:
-        (path / INDEX).unlink()  # without its index it no longer counts, should the rest take long or fail
-        shutil.rmtree(path)
+        _delete(path)
+    unfinished = [path for path in directory.glob("step-*") if path.name[5:].isdigit() and not (path / INDEX).exists()]
+    for path in [*directory.glob(".step-*.partial"), *directory.glob(".step-*.old"), *filter(_is_ours, unfinished)]:
+        _delete(path)
 
 
 def _together(trainer: Trainer, verb: str, path: Path, action: Callable[[], Any]) -> list[Any]:
     """Do something on every rank; all ranks raise if it failed on any. Returns what it gave on each."""
     world = trainer.mesh.world
-    outcome: dict[str, Any] = {"value": None, "error": None}
+    outcome: dict[str, Any] = {"value": None, "problems": []}
     try:
         outcome["value"] = action()
+    except CheckpointError as error:
+        outcome["problems"] = error.problems
     except OSError as error:
-        outcome["error"] = f"rank {world.rank} cannot {verb} {error.filename or path}: {error.strerror or error}"
+        outcome["problems"] = [f"rank {world.rank} cannot {verb} {error.filename or path}: {error.strerror or error}"]
     outcomes = gather_values(outcome, trainer.mesh.everyone("control"), world.device)
-    errors = [outcome["error"] for outcome in outcomes if outcome["error"] is not None]
-    if errors:
-        raise CheckpointError([*errors, "the last whole checkpoint is untouched"])
+    problems = [problem for outcome in outcomes for problem in outcome["problems"]]
+    if problems:
+        raise CheckpointError(list(dict.fromkeys(problems)))
     return [outcome["value"] for outcome in outcomes]
 
 
-def _write_share(trainer: Trainer, partial: Path) -> dict[str, Any]:
+def _write_share(trainer: Trainer, model: dict[str, torch.Tensor], partial: Path) -> dict[str, Any]:
     """Write this rank's share of the portable tensors, and its plan-bound part."""
     if not partial.is_dir():
         raise FileNotFoundError(
             2, "rank 0 made it, but it is not here: checkpoints need a folder all hosts share", partial
         )
     world = trainer.mesh.world
-    model = _model_tensors(trainer)
-    model |= consensus_buffers(trainer.named_model, trainer.mesh)
-    optimizer = _optimizer_tensors(trainer)
     records, maps = [], {}
-    for kind, tensors in ((_MODEL, model), (_OPTIMIZER, optimizer)):
+    for kind, tensors in ((_MODEL, model), (_OPTIMIZER, _optimizer_tensors(trainer))):
         shares = share_out({name: tensor.nbytes for name, tensor in tensors.items()}, world.size)
         num_files = max(1, sum(1 for share in shares if share))
         mine = shares[world.rank]
@@ -171,6 +197,12 @@ def _optimizer_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
     tensors = {}
     for name, parameter in trainer.named_model.named_parameters():
         for key, value in trainer.optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, torch.Tensor | int | float):
+                kind = type(trainer.optimizer).__name__
+                raise CheckpointError(
+                    f'{kind} keeps a {type(value).__name__} "{key}" for "{name}", which weft cannot save; '
+                    "use an optimizer whose state is tensors and numbers"
+                )
             tensors[f"{name}/{key}"] = torch.as_tensor(value)
     return tensors
 
@@ -195,7 +227,7 @@ def _read_rank_part(trainer: Trainer, path: Path) -> None:
     with safe_open(path, framework="pt") as file:
         values = json.loads(file.metadata()["values"])
         torch.set_rng_state(file.get_tensor("rng/cpu"))
-        if trainer.mesh.world.device.type == "cuda":
+        if trainer.mesh.world.device.type == "cuda" and "rng/cuda" in file.keys():  # not if it was written on a CPU
             torch.cuda.set_rng_state(file.get_tensor("rng/cuda"))
         for name, buffer in persistent_buffers(trainer.named_model).items():
             buffer.copy_(file.get_tensor(f"buffer/{name}"))
@@ -232,23 +264,60 @@ def _index_checksum(index: dict[str, Any]) -> int:
 
 def _replace(partial: Path, directory: Path) -> None:
     """Give a whole folder its name. An older one of that name is moved aside first and deleted last."""
-    old = directory.with_name(f".{directory.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    old = _aside(directory)
+    _delete(old)
+    _sync_folder(partial)
     if directory.exists():
         directory.rename(old)
     partial.rename(directory)
-    parent = os.open(directory.parent, os.O_RDONLY)
+    _sync_folder(directory.parent)
+    _delete(old)
+
+
+def _aside(directory: Path) -> Path:
+    return directory.with_name(f".{directory.name}.old")
+
+
+def _needs_restoring(directory: Path) -> bool:
+    return not directory.exists() and (_aside(directory) / INDEX).is_file()
+
+
+def _restore(directory: Path) -> None:
+    """Undo a replacement that was cut off when the older checkpoint had no name and the newer one none yet."""
+    if _needs_restoring(directory):
+        _aside(directory).rename(directory)
+
+
+def _delete(path: Path) -> None:
+    """Delete a checkpoint: its index first, for without it the rest no longer counts, should that take long or fail."""
+    (path / INDEX).unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync_folder(path: Path) -> None:
+    """Force a folder's list of names to the disk."""
+    opened = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(parent)
+        os.fsync(opened)
     finally:
-        os.close(parent)
-    shutil.rmtree(old, ignore_errors=True)
+        os.close(opened)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a folder is a checkpoint, or what is left of one, and may be deleted."""
+    if not path.is_dir():
+        return False
+    return (path / INDEX).is_file() or all(_OWN_FILE.fullmatch(entry.name) for entry in path.iterdir())
+
+
+def _refuse_foreign(directory: Path) -> None:
+    if directory.exists() and not _is_ours(directory):
+        raise CheckpointError(f"{directory} exists and is not a checkpoint; give a name that is free")
 
 
 def _refuse_other_model(trainer: Trainer, index: dict[str, Any], directory: Path) -> None:
-    """Every difference between the checkpoint's model and this one, in one error."""
-    mine = _global_shapes(trainer)
-    theirs: dict[str, list[int]] = index["shapes"]
+    """Every difference between the checkpoint's model and optimizer and these, in one error."""
+    mine, theirs = _global_shapes(trainer), index["shapes"]
     problems = [f'"{name}" is missing from the checkpoint' for name in mine if name not in theirs]
     problems += [f'"{name}" of the checkpoint is not in this model' for name in theirs if name not in mine]
     problems += [
@@ -256,15 +325,18 @@ def _refuse_other_model(trainer: Trainer, index: dict[str, Any], directory: Path
         for name in mine
         if name in theirs and mine[name] != theirs[name]
     ]
-    if index["optimizer"] != type(trainer.optimizer).__name__:
-        problems.append(
-            f"the checkpoint's optimizer is {index['optimizer']}, this run's {type(trainer.optimizer).__name__}"
-        )
     if problems:
         shown, rest = problems[:8], len(problems) - 8
         more = [f"and {rest} more differences"] if rest > 0 else []
         head = f"{directory} is a checkpoint of another model; use the model it was written with"
-        raise CheckpointError([head, *shown, *more])
+        problems = [head, *shown, *more]
+    optimizer = type(trainer.optimizer).__name__
+    if index["optimizer"] != optimizer:
+        problems.append(
+            f"{directory} was written with optimizer {index['optimizer']}, this run's is {optimizer}; use it"
+        )
+    if problems:
+        raise CheckpointError(problems)
 
 
 @torch.no_grad()
@@ -291,6 +363,7 @@ def _read_optimizer(trainer: Trainer, directory: Path, index: dict[str, Any]) ->
         for parameter in group["params"]:
             name = name_of[id(parameter)]
             if name in keys:
-                state[number] = {key: reader.read(f"{name}/{key}") for key in keys[name]}
+                # Copied: what is read is a window on the file, which may soon be deleted.
+                state[number] = {key: reader.read(f"{name}/{key}").clone() for key in keys[name]}
             number += 1
     trainer.optimizer.load_state_dict({"state": state, "param_groups": current["param_groups"]})

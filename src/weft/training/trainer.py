@@ -28,6 +28,7 @@ from weft.plan.plan import Plan
 from weft.sync.base import Sync
 from weft.training import checkpoint
 from weft.training.buffers import BufferPolicy
+from weft.training.data import Batches
 from weft.training.divergence import DivergenceCheck
 from weft.training.generate import generate_tokens
 from weft.training.gradients import scale_and_clip
@@ -122,7 +123,12 @@ class Trainer:
         return total_loss / total_count
 
     def evaluate(self, batches: Iterable[tuple[Any, Any]]) -> float:
-        """The mean loss over this rank's and all other ranks' batches, without training."""
+        """The mean loss over this rank's and all other ranks' batches, without training.
+
+        What `weft.batches` gives is taken from its start and leaves the position of the training data alone.
+        """
+        if isinstance(batches, Batches):
+            batches = batches.from_start()
         device = self.mesh.world.device
         totals = torch.zeros(2, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
         with evaluating(self.model):

@@ -114,7 +114,8 @@ def verify(
         found.append(
             _difference("loss", "", number, world.rank, abs(mine - float(theirs)) / max(abs(float(theirs)), 1e-30))
         )
-        found += _compare_tensors(trainer, reference, number, group)
+        if dtype == torch.float64:
+            found += _compare_tensors(trainer, reference, number, group)
     return _merge(found, group, world.device, num_steps=len(batches), dtype=dtype)
 
 
@@ -128,12 +129,14 @@ def _compare_tensors(trainer: Trainer, reference: OneProcess | None, step: int, 
     if trainer.plan.data.buffers == "synchronise":
         entries += [("buffer", n, b.double()) for n, b in model.named_buffers()]
     wanted = _reference_tensors(reference) if reference else {}
+    there = torch.tensor([(what, name) in wanted for what, name, _ in entries], device=trainer.mesh.world.device)
+    broadcast(there, group)
     largest: dict[str, float] = {}
     measured = []
-    for what, name, mine in entries:
+    for (what, name, mine), is_there in zip(entries, there.tolist(), strict=True):
         layout = trainer.layouts.get(name)
-        shape = layout.global_shape if layout is not None else tuple(_buffer(model, name).shape)
-        true = _receive(wanted.get((what, name)), shape, trainer, group, what)
+        shape = layout.global_shape if layout is not None else tuple(model.get_buffer(name).shape)
+        true = _receive(wanted.get((what, name)), shape, trainer, group, what) if is_there else None
         if (true is None) != (mine is None):
             measured.append((what, name, float("inf"), 0.0))
         elif true is not None and mine is not None and true.numel():
@@ -151,10 +154,12 @@ def _compare_tensors(trainer: Trainer, reference: OneProcess | None, step: int, 
     ]
 
 
-def _reference_tensors(reference: OneProcess) -> dict[tuple[str, str], torch.Tensor | None]:
-    tensors: dict[tuple[str, str], torch.Tensor | None] = {}
+def _reference_tensors(reference: OneProcess) -> dict[tuple[str, str], torch.Tensor]:
+    """What rank 0 sends. A gradient that is None is left out."""
+    tensors: dict[tuple[str, str], torch.Tensor] = {}
     for name, parameter in reference.model.named_parameters():
-        tensors["gradient", name] = parameter.grad
+        if parameter.grad is not None:
+            tensors["gradient", name] = parameter.grad
         tensors["weight", name] = parameter.detach()
     for name, buffer in reference.model.named_buffers():
         tensors["buffer", name] = buffer.double()
@@ -163,13 +168,9 @@ def _reference_tensors(reference: OneProcess) -> dict[tuple[str, str], torch.Ten
 
 def _receive(
     sent: torch.Tensor | None, shape: tuple[int, ...], trainer: Trainer, group: Group, what: str
-) -> torch.Tensor | None:
-    """A tensor of rank 0's, or None where it has none; collective."""
+) -> torch.Tensor:
+    """A tensor of rank 0's; collective."""
     device = trainer.mesh.world.device
-    there = torch.tensor([0 if sent is None else 1], device=device)
-    broadcast(there, group)
-    if not int(there):
-        return None
     dtype = torch.float64 if what == "buffer" else next(trainer.named_model.parameters()).dtype
     tensor = torch.empty(shape, dtype=dtype, device=device) if sent is None else sent.detach().clone().contiguous()
     broadcast(tensor, group)
@@ -180,8 +181,7 @@ def _merge(
     found: list[Difference], group: Group, device: torch.device, *, num_steps: int, dtype: torch.dtype
 ) -> Verification:
     worst: dict[tuple[str, str], Difference] = {}
-    kept = found if dtype == torch.float64 else [difference for difference in found if difference.what == "loss"]
-    for part in gather_values([asdict(difference) for difference in kept], group, device):
+    for part in gather_values([asdict(difference) for difference in found], group, device):
         for entry in part:
             difference = Difference(**entry)
             key = (difference.what, difference.name)
@@ -194,10 +194,6 @@ def _merge(
 def _difference(what: str, name: str, step: int, rank: int, error: float) -> Difference:
     # NaN compares false with everything, and would pass for small.
     return Difference(what=what, name=name, step=step, rank=rank, error=float("inf") if error != error else error)
-
-
-def _buffer(model: nn.Module, name: str) -> torch.Tensor:
-    return dict(model.named_buffers())[name]
 
 
 def _switch_dropout_off(model: nn.Module) -> None:

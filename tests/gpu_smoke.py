@@ -1,0 +1,111 @@
+"""A short run of the multi-rank promises on CUDA tensors, for a machine with a GPU; `make test` needs none.
+
+    torchrun --nproc-per-node 2 tests/gpu_smoke.py        # on one GPU: gloo; on two or more: NCCL
+
+Exits with an error at the first promise that does not hold.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import torch
+
+import weft
+from weft.comm import collectives, p2p
+from weft.comm.objects import gather_values
+from weft.errors import DivergenceError
+from weft.mesh import join_world, leave_world, make_mesh
+from weft.models.convnet import ConvNet, ConvNetConfig
+from weft.models.gpt import GPT, GPTConfig
+from weft.plan.plan import Axes, Plan, Step
+
+
+def check_messages(plan: Plan) -> None:
+    """Collectives and messages move the right values between CUDA tensors."""
+    world = join_world()
+    group = make_mesh(plan, world).group("data", "smoke")
+    mine = torch.full((5,), float(group.index + 1), device=world.device)
+    collectives.all_reduce(mine, group)
+    assert mine.tolist() == [sum(range(1, group.size + 1))] * 5
+    if group.size == 1:
+        return
+    after, before = (group.index + 1) % group.size, (group.index - 1) % group.size
+    received = torch.empty(3, device=world.device)
+    pending = [
+        p2p.receive(received, group, source=before),
+        p2p.send(torch.full((3,), float(group.index), device=world.device), group, to=after),
+    ]
+    for each in pending:
+        each.wait()
+    assert received.tolist() == [float(before)] * 3
+
+
+def check_same_answer(plan: Plan) -> None:
+    """GPT and convnet equal one process in float64, unequal parts included."""
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 64, (13, 17))
+    gpt = GPT(GPTConfig(vocab_size=64, context=16, num_layers=2, hidden=32, heads=4, kv_heads=2))
+    images, labels = torch.rand(13, 1, 8, 8), torch.randint(0, 10, (13,))
+    convnet = ConvNet(ConvNetConfig(width=8, num_blocks=2))
+    sizes = (13, 13, 5)
+    for model, batches in (
+        (gpt, [(tokens[:n, :-1], tokens[:n, 1:]) for n in sizes]),
+        (convnet, [(images[:n], labels[:n]) for n in sizes]),
+    ):
+        outcome = weft.verify(
+            model, plan, loss="cross-entropy", optimizer=functools.partial(torch.optim.SGD, lr=0.1), batches=batches
+        )
+        outcome.require()
+        if join_world().rank == 0:
+            print(f"{type(model).__name__}: worst gradient error {outcome.worst('gradient').error:.1e}")
+
+
+def check_state(plan: Plan) -> None:
+    """A checkpoint goes on to the bit; a corrupted weight is named."""
+    world = join_world()
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=64, context=16, num_layers=2, hidden=32, heads=4, dropout=0.1))
+    trainer = weft.parallelize(
+        model, plan, loss="cross-entropy", optimizer=functools.partial(torch.optim.AdamW, lr=1e-3, fused=True)
+    )
+    tokens = torch.randint(0, 64, (4, 17))
+    control = trainer.mesh.everyone("smoke")
+    folder = Path(gather_values(tempfile.mkdtemp(), control, world.device)[0])
+    for _ in range(3):
+        trainer.step(tokens[:, :-1], tokens[:, 1:])
+    trainer.save(folder / "step-3")
+    first = [float(trainer.step(tokens[:, :-1], tokens[:, 1:])) for _ in range(3)]
+    trainer.load(folder / "step-3")
+    again = [float(trainer.step(tokens[:, :-1], tokens[:, 1:])) for _ in range(3)]
+    assert first == again, (first, again)
+    trainer.check_divergence()
+    if world.size == 1:
+        return
+    if world.rank == 1:
+        with torch.no_grad():
+            next(model.parameters()).view(-1)[0] += 1
+    try:
+        trainer.check_divergence()
+    except DivergenceError as error:
+        assert "embedding.weight" in str(error), error
+    else:
+        raise AssertionError("a corrupted weight was not noticed")
+
+
+def main() -> None:
+    world = join_world()
+    assert world.device.type == "cuda", "this needs a GPU"
+    plan = Plan(axes=Axes(data=world.size), step=Step(microbatches=2, clip_norm=1.0))
+    check_messages(plan)
+    check_same_answer(plan)
+    check_state(plan)
+    if world.rank == 0:
+        print(f"all promises hold on {world.size} ranks, {torch.cuda.get_device_name()}")
+    leave_world()
+
+
+if __name__ == "__main__":
+    main()

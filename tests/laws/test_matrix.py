@@ -1,0 +1,191 @@
+"""The matrix: every lossless plan gives one process's answer, for every kind of model. A new capability enters here.
+
+A row of `CASES` is a plan, a model and the sizes of its global batches. Each row is verified twice against one process:
+in float64, where every gradient, weight, buffer and loss is within 1e-10, and in float32, where losses are within 1e-5
+over 10 steps. The number of ranks follows from the plan. Every file in examples/plans is a row by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import (
+    ADAMW,
+    SGD,
+    Batch,
+    MakeOptimizer,
+    data_plan,
+    image_batch,
+    small_convnet,
+    small_gpt,
+    token_batch,
+)
+from ranks import ranks
+from torch import Tensor, nn
+
+from weft.models.gpt import GPT
+from weft.plan.plan import Plan
+from weft.plan.text import read_plan
+from weft.training.verify import verify
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "plans"
+NUM_STEPS_IN_SINGLE = 10
+
+
+class Untrained(nn.Module):
+    """A GPT with parameters that nobody uses and one that only some samples use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first_unused = nn.Parameter(torch.ones(3))
+        self.gpt = small_gpt()
+        self.unused = nn.Linear(4, 4)
+        self.sometimes = nn.Parameter(torch.zeros(17))
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        logits_BTV: Tensor = self.gpt(tokens_BT)
+        starts_with_0 = tokens_BT[:, 0] < 6
+        if starts_with_0.any():
+            logits_BTV = logits_BTV + starts_with_0[:, None, None] * self.sometimes
+        return logits_BTV
+
+
+def frozen_gpt() -> GPT:
+    model = small_gpt(tied=False)
+    model.embedding.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    return model
+
+
+def frozen_convnet() -> nn.Module:
+    """A frozen stem whose statistics still move."""
+    model = small_convnet()
+    model.stem.requires_grad_(False)
+    model.stem_norm.requires_grad_(False)
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch]]] = {
+    "rotary tied gpt": (small_gpt, token_batch),
+    "learned untied gpt": (lambda: small_gpt(positions="learned", tied=False, norm="layer", bias=True), token_batch),
+    "grouped gpt": (lambda: small_gpt(hidden=16, heads=4, kv_heads=2, dropout=0.2), token_batch),
+    "frozen gpt": (frozen_gpt, token_batch),
+    "gpt with unused": (Untrained, token_batch),
+    "convnet": (small_convnet, image_batch),
+    "frozen convnet": (frozen_convnet, image_batch),
+    "group-normed convnet": (lambda: small_convnet(batch_norm=False), image_batch),
+}
+
+EVEN, UNEVEN, SHORT = (8, 8, 8), (13, 5, 1, 13), (5, 1, 8, 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    plan: Plan
+    model: str
+    sizes: tuple[int, ...]
+    """Samples of each global batch; taken round and round where more steps are needed."""
+    optimizer: MakeOptimizer = SGD
+
+    def batches(self, num_steps: int) -> list[Batch]:
+        sizes = itertools.islice(itertools.cycle(self.sizes), num_steps)
+        return [MODELS[self.model][1](size, seed=seed) for seed, size in enumerate(sizes)]
+
+
+def row(plan: Plan, model: str, sizes: tuple[int, ...], optimizer: MakeOptimizer = SGD) -> Case:
+    return Case(plan=plan, model=model, sizes=sizes, optimizer=optimizer)
+
+
+CASES = {
+    # one rank: the trainer itself, accumulation and clipping
+    "alone": row(data_plan(1), "rotary tied gpt", UNEVEN),
+    "alone, 3 micro-batches, clipped": row(data_plan(1, microbatches=3, clip_norm=0.1), "learned untied gpt", UNEVEN),
+    "alone, convnet, 2 micro-batches": row(data_plan(1, microbatches=2), "convnet", SHORT),
+    # data 2
+    "data 2": row(data_plan(2), "rotary tied gpt", EVEN),
+    "data 2, AdamW": row(data_plan(2), "rotary tied gpt", UNEVEN, ADAMW),
+    "data 2, uneven, clipped": row(data_plan(2, clip_norm=0.1), "learned untied gpt", UNEVEN),
+    "data 2, 2 micro-batches": row(data_plan(2, microbatches=2), "grouped gpt", UNEVEN),
+    "data 2, 3 micro-batches": row(data_plan(2, microbatches=3, clip_norm=0.2), "rotary tied gpt", SHORT),
+    "data 2, frozen": row(data_plan(2, microbatches=2, clip_norm=0.1), "frozen gpt", UNEVEN),
+    "data 2, unused": row(data_plan(2, microbatches=2), "gpt with unused", UNEVEN, ADAMW),
+    "data 2, a bucket a parameter": row(data_plan(2, bucket_bytes=1), "gpt with unused", SHORT),
+    "data 2, convnet": row(data_plan(2), "convnet", UNEVEN),
+    "data 2, convnet, 2 micro-batches": row(data_plan(2, microbatches=2, clip_norm=0.1), "convnet", SHORT),
+    "data 2, convnet, 3 micro-batches": row(data_plan(2, microbatches=3), "convnet", (13, 5, 2)),
+    "data 2, frozen convnet": row(data_plan(2, bucket_bytes=500), "frozen convnet", UNEVEN, ADAMW),
+    "data 2, group norm": row(data_plan(2, microbatches=2), "group-normed convnet", UNEVEN),
+    # data 3: nothing divides by it
+    "data 3": row(data_plan(3, microbatches=2), "rotary tied gpt", (8, 2, 7)),
+    # data 4
+    "data 4": row(data_plan(4), "grouped gpt", EVEN),
+    "data 4, uneven, clipped": row(data_plan(4, clip_norm=0.1), "learned untied gpt", UNEVEN),
+    "data 4, 3 micro-batches, small buckets": row(data_plan(4, microbatches=3, bucket_bytes=999), "frozen gpt", SHORT),
+    "data 4, unused": row(data_plan(4), "gpt with unused", SHORT),
+    "data 4, convnet": row(data_plan(4, clip_norm=0.1), "convnet", UNEVEN),
+    "data 4, convnet, 2 micro-batches": row(data_plan(4, microbatches=2), "convnet", SHORT),
+    # the examples
+    **{f"examples/{path.name}": row(read_plan(path), "rotary tied gpt", UNEVEN) for path in EXAMPLES.glob("*.toml")},
+}
+
+
+def check(name: str, dtype: torch.dtype) -> None:
+    case = CASES[name]
+    num_steps = len(case.sizes) if dtype == torch.float64 else NUM_STEPS_IN_SINGLE
+    outcome = verify(
+        MODELS[case.model][0](),
+        case.plan,
+        loss="cross-entropy",
+        optimizer=case.optimizer,
+        batches=case.batches(num_steps),
+        dtype=dtype,
+        device="cpu",
+    ).require()
+    assert outcome.num_steps == num_steps
+    kinds = {difference.what for difference in outcome.differences}
+    if dtype == torch.float32:
+        assert kinds == {"loss"} and outcome.tolerance == 1e-5
+        return
+    assert outcome.tolerance == 1e-10
+    model = MODELS[case.model][0]()
+    assert kinds == {"loss", "gradient", "weight"} | ({"buffer"} if list(model.buffers()) else set())
+    weights = {difference.name for difference in outcome.differences if difference.what == "weight"}
+    assert weights == {parameter_name for parameter_name, _ in model.named_parameters()}, "nothing was left out"
+
+
+@ranks(2)
+def on_2(name: str, dtype: torch.dtype) -> None:
+    check(name, dtype)
+
+
+@ranks(3)
+def on_3(name: str, dtype: torch.dtype) -> None:
+    check(name, dtype)
+
+
+@ranks(4)
+def on_4(name: str, dtype: torch.dtype) -> None:
+    check(name, dtype)
+
+
+@ranks(8)
+def on_8(name: str, dtype: torch.dtype) -> None:
+    check(name, dtype)
+
+
+ON_RANKS = {1: check, 2: on_2, 3: on_3, 4: on_4, 8: on_8}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["double", "single"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_gives_the_answer_of_one_process(name: str, dtype: torch.dtype) -> None:
+    ON_RANKS[CASES[name].plan.axes.num_ranks](name=name, dtype=dtype)
+
+
+def test_there_are_examples() -> None:
+    assert "examples/data-parallel.toml" in CASES
