@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import re
 import shutil
 import zlib
 from collections.abc import Callable
@@ -34,15 +32,14 @@ from weft.comm.objects import gather_values
 from weft.errors import CheckpointError
 from weft.plan.text import format_plan
 from weft.training.buffers import consensus_buffers, persistent_buffers
+from weft.training.checkpoint_folders import INDEX, publish, refuse_foreign, restore
 from weft.training.tensor_files import FileRecord, TensorReader, find_damage, seal, share_out, write_tensors
 
 if TYPE_CHECKING:
     from weft.training.trainer import Trainer
 
 FORMAT = 1
-INDEX = "checkpoint.json"
 _KINDS = _MODEL, _OPTIMIZER = "model", "optimizer"
-_OWN_FILE = re.compile(r"checkpoint\.json|model\.safetensors\.index\.json|(model|optimizer|rank)-[\dof-]+\.safetensors")
 
 log = logging.getLogger("weft")
 
@@ -55,15 +52,15 @@ def save(trainer: Trainer, directory: Path) -> None:
 
     def prepare() -> None:
         if is_first:
-            _restore(directory)
-            _refuse_foreign(directory)
+            restore(directory)
+            refuse_foreign(directory)
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
 
     def commit() -> None:
         if is_first:
             _write_index(trainer, partial, files, maps)
-            _replace(partial, directory)
+            publish(partial, directory)
 
     try:
         _together(trainer, "create", partial, prepare)
@@ -73,6 +70,7 @@ def save(trainer: Trainer, directory: Path) -> None:
         _together(trainer, "finish", directory, commit)
     except CheckpointError as error:
         if is_first:
+            restore(directory)
             shutil.rmtree(partial, ignore_errors=True)  # where the disk is full, half a checkpoint is in the way
         raise CheckpointError([*error.problems, "nothing was saved; older checkpoints are untouched"]) from error
 
@@ -82,15 +80,15 @@ def load(trainer: Trainer, directory: Path) -> None:
     world = trainer.mesh.world
     index: dict[str, Any] = {}
 
-    def restore() -> None:
+    def find() -> None:
         if world.rank == 0:
-            _restore(directory)
+            restore(directory)
 
     def look() -> None:
         index.update(read_index(directory))
         _refuse_other_model(trainer, index, directory)
 
-    _together(trainer, "restore", directory, restore)
+    _together(trainer, "restore", directory, find)
     _together(trainer, "read", directory, look)
     mine = [FileRecord(**record) for record in index["files"]][world.rank :: world.size]
     damage = [problem for record in mine if (problem := find_damage(directory, record)) is not None]
@@ -125,25 +123,6 @@ def read_index(directory: Path) -> dict[str, Any]:
     if index.get("format") != FORMAT:
         raise CheckpointError(f"{directory} has checkpoint format {index.get('format')}, this weft reads {FORMAT}")
     return index
-
-
-def all_checkpoints(directory: Path) -> list[Path]:
-    """The whole checkpoints `step-N` in a directory, oldest first."""
-    steps = {int(path.name[5:]) for path in directory.glob("step-*") if path.name[5:].isdigit()}
-    steps |= {int(path.name[6:-4]) for path in directory.glob(".step-*.old") if path.name[6:-4].isdigit()}
-    found = [directory / f"step-{step}" for step in sorted(steps)]
-    return [path for path in found if (path / INDEX).is_file() or _needs_restoring(path)]
-
-
-def prune(directory: Path, *, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints of a directory, and what killed saves left. For one rank only."""
-    for path in all_checkpoints(directory):
-        _restore(path)
-    for path in all_checkpoints(directory)[:-keep]:
-        _delete(path)
-    unfinished = [path for path in directory.glob("step-*") if path.name[5:].isdigit() and not (path / INDEX).exists()]
-    for path in [*directory.glob(".step-*.partial"), *directory.glob(".step-*.old"), *filter(_is_ours, unfinished)]:
-        _delete(path)
 
 
 def _together(trainer: Trainer, verb: str, path: Path, action: Callable[[], Any]) -> list[Any]:
@@ -260,59 +239,6 @@ def _write_index(trainer: Trainer, partial: Path, files: list[dict[str, Any]], m
 def _index_checksum(index: dict[str, Any]) -> int:
     content = {key: value for key, value in index.items() if key != "crc32"}
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
-
-
-def _replace(partial: Path, directory: Path) -> None:
-    """Give a whole folder its name. An older one of that name is moved aside first and deleted last."""
-    old = _aside(directory)
-    _delete(old)
-    _sync_folder(partial)
-    if directory.exists():
-        directory.rename(old)
-    partial.rename(directory)
-    _sync_folder(directory.parent)
-    _delete(old)
-
-
-def _aside(directory: Path) -> Path:
-    return directory.with_name(f".{directory.name}.old")
-
-
-def _needs_restoring(directory: Path) -> bool:
-    return not directory.exists() and (_aside(directory) / INDEX).is_file()
-
-
-def _restore(directory: Path) -> None:
-    """Undo a replacement that was cut off when the older checkpoint had no name and the newer one none yet."""
-    if _needs_restoring(directory):
-        _aside(directory).rename(directory)
-
-
-def _delete(path: Path) -> None:
-    """Delete a checkpoint: its index first, for without it the rest no longer counts, should that take long or fail."""
-    (path / INDEX).unlink(missing_ok=True)
-    shutil.rmtree(path, ignore_errors=True)
-
-
-def _sync_folder(path: Path) -> None:
-    """Force a folder's list of names to the disk."""
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether a folder is a checkpoint, or what is left of one, and may be deleted."""
-    if not path.is_dir():
-        return False
-    return (path / INDEX).is_file() or all(_OWN_FILE.fullmatch(entry.name) for entry in path.iterdir())
-
-
-def _refuse_foreign(directory: Path) -> None:
-    if directory.exists() and not _is_ours(directory):
-        raise CheckpointError(f"{directory} exists and is not a checkpoint; give a name that is free")
 
 
 def _refuse_other_model(trainer: Trainer, index: dict[str, Any], directory: Path) -> None:

@@ -24,7 +24,7 @@ from weft.errors import DataError, JobError
 from weft.mesh import join_world
 from weft.plan.plan import Axes, Plan
 from weft.plan.text import read_plan, write_plan
-from weft.training.checkpoint import all_checkpoints, prune
+from weft.training.checkpoint_folders import all_checkpoints, prune
 from weft.training.components import Prepared, context_of, prepare
 from weft.training.data import batches
 from weft.training.datasets import fingerprint

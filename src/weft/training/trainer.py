@@ -102,7 +102,7 @@ class Trainer:
         microbatches = self._cut(inputs, targets)
         shared = self._share_count([count for _, _, count in microbatches])
         device = self.mesh.world.device
-        loss_sum = torch.zeros((), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         count_sum: Count = 0
         self.sync.begin()
         for number, (inputs_part, targets_part, count) in enumerate(microbatches):
@@ -130,7 +130,7 @@ class Trainer:
         if isinstance(batches, Batches):
             batches = batches.from_start()
         device = self.mesh.world.device
-        totals = torch.zeros(2, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+        totals = torch.zeros(2, dtype=torch.float64, device=device)
         with evaluating(self.model):
             for inputs, targets in batches:
                 for inputs_part, targets_part, count in self._cut(inputs, targets):
