@@ -227,7 +227,8 @@ def _describe(error: Any, max_restarts: int) -> LaunchError:
     """Which rank failed and how, after all restarts were used up."""
     rank, failure = error.get_first_failure()
     how = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with code {failure.exitcode}"
-    again = f" and was started again {max_restarts} times in vain" if max_restarts else ""
+    times = "once" if max_restarts == 1 else f"{max_restarts} times"
+    again = f" and was started again {times} in vain" if max_restarts else ""
     if not isinstance(failure.message, dict):
         return LaunchError(f"rank {rank} {how}{again}")
     described = LaunchError(f"rank {rank} {how}{again}: {failure.message['message']} (--traceback shows where)")

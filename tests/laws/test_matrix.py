@@ -70,6 +70,14 @@ def frozen_convnet() -> nn.Module:
     return model
 
 
+def biased_convnet() -> nn.Module:
+    """Biases in front of BatchNorm: their true gradient is zero, and Adam would blow its rounding up."""
+    model = small_convnet()
+    channels = model.stem.out_channels
+    model.stem.bias = nn.Parameter(torch.linspace(-1, 1, channels))
+    return model
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch]]] = {
     "rotary tied gpt": (small_gpt, token_batch),
     "learned untied gpt": (lambda: small_gpt(positions="learned", tied=False, norm="layer", bias=True), token_batch),
@@ -78,6 +86,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch]]] = {
     "gpt with unused": (Untrained, token_batch),
     "convnet": (small_convnet, image_batch),
     "frozen convnet": (frozen_convnet, image_batch),
+    "biased convnet": (biased_convnet, image_batch),
     "group-normed convnet": (lambda: small_convnet(batch_norm=False), image_batch),
 }
 
@@ -119,6 +128,7 @@ CASES = {
     "data 2, convnet, 2 micro-batches": row(data_plan(2, microbatches=2, clip_norm=0.1), "convnet", SHORT),
     "data 2, convnet, 3 micro-batches": row(data_plan(2, microbatches=3), "convnet", (13, 5, 2)),
     "data 2, frozen convnet": row(data_plan(2, bucket_bytes=500), "frozen convnet", UNEVEN, ADAMW),
+    "data 2, biased convnet": row(data_plan(2), "biased convnet", UNEVEN * 2, ADAMW),
     "data 2, group norm": row(data_plan(2, microbatches=2), "group-normed convnet", UNEVEN),
     # data 3: nothing divides by it
     "data 3": row(data_plan(3, microbatches=2), "rotary tied gpt", (8, 2, 7)),

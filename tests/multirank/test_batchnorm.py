@@ -248,6 +248,31 @@ def test_a_rank_with_fewer_samples_than_microbatches_keeps_in_step() -> None:
     assert int(model.stem_norm.num_batches_tracked) == 9
 
 
+class Guarded(nn.Module):
+    """Uses a parameter only where no sample is below a bound: true of a batch without samples, and of no other here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.spare = small_convnet(), nn.Parameter(torch.ones(5))
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.net(images)
+        return logits + self.spare if bool((images > 99).all()) else logits
+
+
+@ranks(2)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_rank_without_samples_uses_no_parameter(microbatches: int) -> None:
+    """It runs the model to keep in step with the others' statistics; what it touches there is not used by anybody."""
+    model = Guarded().double()
+    spare = model.spare.detach().clone()
+    trainer = make_trainer(model, data_plan(2, microbatches=microbatches), optimizer=ADAMW)
+    for number, sizes in enumerate([(4, 0), (0, 4), (3, 1)]):
+        trainer.step(*cut(image_batch(4, seed=number), sizes)[trainer.data_rank])
+        assert model.spare.grad is None and model.net.stem.weight.grad is not None
+    assert torch.equal(model.spare, spare)
+
+
 @ranks(2)
 def test_frozen_statistics_are_used_and_kept() -> None:
     """A BatchNorm that the user put in eval mode normalises by its running statistics, without an exchange."""

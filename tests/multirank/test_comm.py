@@ -120,6 +120,16 @@ def check_all_to_all(group: Group, wait: bool) -> None:
     assert torch.equal(output, rows[:, 2 * group.index : 2 * group.index + 2].flatten())
 
 
+def check_nothing(group: Group, wait: bool) -> None:
+    """Tensors without elements go through every exchange like others."""
+    for exchange in (collectives.all_reduce, collectives.broadcast, collectives.reduce):
+        exchange(torch.empty(0), group, wait=wait).wait()
+    for exchange in (collectives.all_gather, collectives.reduce_scatter, collectives.all_to_all):
+        output = torch.empty(0)
+        exchange(output, torch.empty(0), group, wait=wait).wait()
+        assert output.numel() == 0
+
+
 def check_uneven_all_to_all(group: Group, wait: bool) -> None:
     """Rank r sends k elements to rank k, none to rank 0: so it receives r from each."""
     splits = list(range(group.size))
@@ -146,6 +156,7 @@ CHECKS = {
         check_reduce_scatter,
         check_all_to_all,
         check_uneven_all_to_all,
+        check_nothing,
     )
 }
 

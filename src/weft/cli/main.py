@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import traceback
+from importlib import metadata
 
 import typer
 
-from weft import __version__
 from weft.cli import train, verify
 from weft.errors import WeftError
 from weft.launch import is_launched, peer_reported, reports_first
@@ -31,7 +31,7 @@ def options(version: bool = typer.Option(False, "--version", help="Print the ver
     Example:  weft train
     """
     if version:
-        typer.echo(f"weft {__version__}")
+        typer.echo(f"weft {metadata.version('weft')}")
         raise typer.Exit
 
 

@@ -11,7 +11,7 @@ import typer
 
 from weft.errors import JobError
 from weft.launch import STOP_FILE, default_num_ranks, is_launched, launch
-from weft.plan.check import require
+from weft.plan.check import check
 from weft.plan.plan import Axes, Plan
 
 if TYPE_CHECKING:
@@ -35,20 +35,21 @@ def command(
 
     Inside torchrun the same command joins its ranks instead of starting any:
 
-    torchrun --nproc-per-node 2 -m weft.cli.main train run.toml --output runs/first
+    torchrun --nproc-per-node 2 -m weft train run.toml
     """
     del traceback  # read by main()
-    job, directory = _job_and_directory(job_file, output, resume, steps)
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if is_launched() else 0
+    job, directory = _job_and_directory(job_file, output, resume, steps, restarted=attempt > 0)
     if is_launched():
-        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        _refuse_ranks(ranks, int(os.environ["WORLD_SIZE"]))
         _run_rank(folder=None, attempt=attempt, job=job, directory=directory, resume=resume is not None)
         return
     from weft.training.components import prepare
 
     plan = job.plan or Plan(axes=Axes(data=ranks or default_num_ranks()))
     num_ranks = ranks or plan.axes.num_ranks
-    require(plan, num_ranks=num_ranks, global_batch=job.steps.global_batch)
-    prepare(job)  # every mistake in the job is found here, before any rank is started
+    # Every mistake in the plan and the job is found here, before any rank is started.
+    prepare(job, besides=check(plan, num_ranks=num_ranks, global_batch=job.steps.global_batch))
     arguments = {"job": replace(job, plan=plan), "directory": directory, "resume": resume is not None}
     results = launch(_run_rank, arguments, num_ranks=num_ranks, max_restarts=restarts)
     if any(result.stopped_early for result in results):
@@ -56,8 +57,9 @@ def command(
 
 
 def _job_and_directory(
-    job_file: Path | None, output: Path | None, resume: Path | None, steps: int | None
+    job_file: Path | None, output: Path | None, resume: Path | None, steps: int | None, *, restarted: bool
 ) -> tuple[Job, Path]:
+    """What to train and where; a launcher that starts its ranks again finds the run it began there."""
     from weft.training.job import default_job, read_job
     from weft.training.loop import JOB_FILE, read_run
 
@@ -67,16 +69,25 @@ def _job_and_directory(
         job, directory = read_run(resume), resume
     else:
         job = default_job() if job_file is None else read_job(job_file)
+        if restarted and output is None:
+            raise JobError(
+                "ranks were started again, and nothing says in which directory; give --output from the start"
+            )
         directory = output or _next_free(Path("runs"))
-        if (directory / JOB_FILE).exists():
+        if (directory / JOB_FILE).exists() and not restarted:
             raise JobError(
                 f"{directory} holds a run already; go on with --resume {directory}, or give another --output"
             )
     return (job if steps is None else replace(job, steps=replace(job.steps, total=steps))), directory
 
 
+def _refuse_ranks(ranks: int | None, num_running: int) -> None:
+    if ranks not in (None, num_running):
+        raise JobError(f"--ranks {ranks} has no effect here: a launcher started {num_running} already; leave it out")
+
+
 def _next_free(parent: Path) -> Path:
-    """runs/0001, runs/0002, ...; the same on every rank of a launch, because none has written there yet."""
+    """runs/0001, runs/0002, ..."""
     taken = [int(path.name) for path in parent.glob("[0-9]*") if path.name.isdigit()]
     return parent / f"{max(taken, default=0) + 1:04d}"
 

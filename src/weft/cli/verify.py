@@ -11,7 +11,7 @@ import typer
 
 from weft.errors import JobError
 from weft.launch import default_num_ranks, is_launched, launch
-from weft.plan.check import require
+from weft.plan.check import check
 from weft.plan.plan import Axes, Plan
 
 if TYPE_CHECKING:
@@ -43,8 +43,7 @@ def command(
         _run_rank(folder=None, attempt=0, job=replace(job, plan=given), num_steps=steps, global_batch=size)
         return
     plan = given or Plan(axes=Axes(data=default_num_ranks()))
-    require(plan, num_ranks=plan.axes.num_ranks, global_batch=size)
-    prepare(job)
+    prepare(job, besides=check(plan, num_ranks=plan.axes.num_ranks, global_batch=size))
     arguments = {"job": replace(job, plan=plan), "num_steps": steps, "global_batch": size}
     launch(_run_rank, arguments, num_ranks=plan.axes.num_ranks, max_restarts=0)
 

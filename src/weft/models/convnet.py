@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.errors import ModelError
-from weft.models.sizes import size_problems
+from weft.models.sizes import flag_problems, size_problems
 
 MAX_NORM_GROUPS = 8
 
@@ -38,7 +38,7 @@ class ConvNetConfig:
 
     def __post_init__(self) -> None:
         names = ("classes", "channels_in", "width", "num_blocks")
-        if problems := size_problems(self, dict.fromkeys(names, 1)):
+        if problems := size_problems(self, dict.fromkeys(names, 1)) + flag_problems(self, ("batch_norm",)):
             raise ModelError(problems)
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.errors import ModelError, nearest
-from weft.models.sizes import divisors, size_problems
+from weft.models.sizes import divisors, flag_problems, size_problems
 
 INIT_STD = 0.02
 NORM_EPS = 1e-5
@@ -76,6 +76,7 @@ class GPTConfig:
         for name, known in (("positions", ("rotary", "learned")), ("norm", ("rms", "layer"))):
             if getattr(self, name) not in known:
                 problems.append(f"{name} is {getattr(self, name)!r}; {nearest(str(getattr(self, name)), known)}")
+        problems += flag_problems(self, ("bias", "tied"))
         if not isinstance(self.dropout, float | int) or not 0 <= self.dropout < 1:
             problems.append(f"dropout is {self.dropout!r}; it must be at least 0 and less than 1")
         if problems:

@@ -1,8 +1,8 @@
-"""Whole numbers that describe a model: are they there, are they large enough, what divides them."""
+"""Numbers and flags that describe a model: are they there, are they large enough, what divides them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -13,6 +13,16 @@ def size_problems(record: Any, minimum_of: Mapping[str, int]) -> list[str]:
         f"{name} is {value!r}; it must be a whole number, {minimum_of[name]} or more"
         for name, value in values.items()
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum_of[name]
+    ]
+
+
+def flag_problems(record: Any, names: Iterable[str]) -> list[str]:
+    """A sentence for each named field of the record that is not true or false; "no" would count as true."""
+    values = {name: getattr(record, name) for name in names}
+    return [
+        f"{name} is {value!r}; it must be true or false"
+        for name, value in values.items()
+        if not isinstance(value, bool)
     ]
 
 

@@ -8,8 +8,10 @@ birth. Which sections and fields exist is in `plan.py`; this file knows none of 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeVar, cast
@@ -232,10 +234,19 @@ def toml(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # which JSON leaves as it is
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{toml_key(name)} = {toml(entry)}' for name, entry in value.items())}}}"
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
     return repr(value)
+
+
+def toml_key(name: str) -> str:
+    """A name as TOML writes it on the left of an equals sign."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml(name)
 
 
 def one_of(values: tuple[object, ...]) -> str:

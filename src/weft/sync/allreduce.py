@@ -90,7 +90,7 @@ class AllReduce:
             for index in unused:
                 self._parameters[index].grad = views[index] if flags[index] else None
         totals = self._buckets.tail[:TAIL_WORDS].clone()  # the tail's memory is the next step's too
-        return totals[0], totals[1] * _COUNT_RADIX + totals[2]
+        return totals[0], totals[1].double() * _COUNT_RADIX + totals[2]
 
     def state(self) -> dict[str, Any]:
         # The layout decides the order of additions inside a ring all-reduce, so it is part of "to the bit".

@@ -253,7 +253,7 @@ def _refuse_other_model(trainer: Trainer, index: dict[str, Any], directory: Path
     ]
     if problems:
         shown, rest = problems[:8], len(problems) - 8
-        more = [f"and {rest} more differences"] if rest > 0 else []
+        more = [f"and {rest} more difference{'s' * (rest > 1)}"] if rest > 0 else []
         head = f"{directory} is a checkpoint of another model; use the model it was written with"
         problems = [head, *shown, *more]
     optimizer = type(trainer.optimizer).__name__

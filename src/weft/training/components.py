@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from weft.errors import DataError, JobError, ModelError, WeftError, nearest
 from weft.models.convnet import ConvNet, ConvNetConfig
 from weft.models.gpt import GPT, GPTConfig
 from weft.optim.schedule import by_name
+from weft.plan.fields import statement, toml
 from weft.training import datasets
 from weft.training.datasets import Dataset
 from weft.training.imports import call_function, load_function, setting_problems
@@ -32,6 +33,12 @@ _MODELS: dict[str, tuple[type[nn.Module], Callable[..., Any]]] = {
     "convnet": (ConvNet, ConvNetConfig),
 }
 _DATASETS = ("standard-library", "text", "tokens", "digits")
+_DATASET_SETTINGS: dict[str, tuple[Any, str]] = {
+    "held_out": (int | float, "a number between 0 and 1"),
+    "files": (list | str, "a list of file names, in quotes"),
+    "file": (str, "the name of a file, in quotes"),
+    "dtype": (str, "the name of a dtype, in quotes"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +52,12 @@ class Prepared:
     optimizer: Callable[..., torch.optim.Optimizer]
     schedule: Callable[[int], float]
     writes_text: bool
-    """The model continues byte text, so a sample of it can be shown."""
+    """The model continues byte text and knows all of ASCII, so a sample of it can be shown."""
 
 
-def prepare(job: Job) -> Prepared:
-    """Everything a job names; raises one error with all of its problems."""
-    problems: list[str] = []
+def prepare(job: Job, *, besides: Sequence[str] = ()) -> Prepared:
+    """Everything a job names; raises one error with all of its problems, and those found `besides`."""
+    problems = list(besides)
 
     def attempt(build: Callable[[], Any]) -> Any:
         try:
@@ -78,14 +85,23 @@ def prepare(job: Job) -> Prepared:
         held_out=data[1],
         optimizer=optimizer,
         schedule=schedule,
-        writes_text=job.model.name == "gpt" and job.dataset.name in ("standard-library", "text"),
+        writes_text=job.model.name == "gpt"
+        and job.dataset.name in ("standard-library", "text")
+        and _size_of(job.model, "vocab_size") >= 128,
     )
 
 
 def context_of(job: Job) -> int:
     """Tokens a sample of a text or token dataset holds."""
-    default = inspect.signature(GPTConfig).parameters["context"].default
-    return int(job.dataset.settings.get("context", job.model.settings.get("context", default)))
+    context = job.dataset.settings.get("context", _size_of(job.model, "context"))
+    if isinstance(context, bool) or not isinstance(context, int):
+        raise DataError(f"a sample holds {toml(context)} tokens of context; give a whole number")
+    return context
+
+
+def _size_of(model: Part, name: str) -> Any:
+    """A size of the model as the job gives it, else as a GPT has it by default."""
+    return model.settings.get(name, inspect.signature(GPTConfig).parameters[name].default)
 
 
 def _model(part: Part) -> Callable[[], nn.Module]:
@@ -123,8 +139,15 @@ def _data(job: Job) -> tuple[Dataset, Dataset | None]:
         "tokens": functools.partial(_tokens, job),
         "digits": datasets.digits,
     }
-    settings = {key: value for key, value in part.settings.items() if key != "context"}
-    if problems := setting_problems(builders[part.name], settings, "[dataset]"):
+    settings = dict(part.settings)
+    if part.name != "digits":
+        settings.pop("context", None)  # read by context_of
+    problems = setting_problems(builders[part.name], settings, "[dataset]")
+    for name, value in settings.items():
+        kind, words = _DATASET_SETTINGS.get(name, (object, ""))
+        if not isinstance(value, kind) or isinstance(value, bool):
+            problems.append(f"{statement('dataset', name, value)} must be {words}")
+    if problems:
         raise DataError(problems)
     return builders[part.name](**settings)
 
@@ -134,6 +157,8 @@ def _standard_library(job: Job, *, held_out: float = 0.02) -> tuple[Dataset, Dat
 
 
 def _text(job: Job, *, files: list[str], held_out: float = 0.02) -> tuple[Dataset, Dataset]:
+    if odd := [name for name in files if not isinstance(name, str)]:
+        raise DataError(f"{statement('dataset', 'files', odd)} must be a list of file names, in quotes")
     return _windows(job, datasets.text_files(files), held_out)
 
 
@@ -142,15 +167,17 @@ def _tokens(job: Job, *, file: str, dtype: str = "uint16", held_out: float = 0.0
 
 
 def _windows(job: Job, tokens: np.ndarray[Any, Any], held_out: float) -> tuple[Dataset, Dataset]:
-    context = context_of(job)
-    if job.model.name == "gpt":
-        known = int(job.model.settings.get("vocab_size", inspect.signature(GPTConfig).parameters["vocab_size"].default))
-        largest = datasets.max_token(tokens)
-        if largest >= known:
-            raise DataError(
-                f"the data holds token {largest}, [model] vocab_size = {known} knows 0 to {known - 1}; "
-                f"use vocab_size = {largest + 1} or more"
-            )
+    context, problems = context_of(job), []
+    longest, known = _size_of(job.model, "context"), _size_of(job.model, "vocab_size")
+    if job.model.name == "gpt" and isinstance(longest, int) and context > longest:
+        problems.append(f"[dataset] context = {context} is longer than [model] context = {longest}; make them equal")
+    if job.model.name == "gpt" and isinstance(known, int) and (largest := datasets.max_token(tokens)) >= known:
+        problems.append(
+            f"the data holds token {largest}, [model] vocab_size = {known} knows 0 to {known - 1}; "
+            f"use vocab_size = {largest + 1} or more"
+        )
+    if problems:
+        raise DataError(problems)
     train, rest = datasets.split_held_out(tokens, held_out, context)
     return datasets.TokenWindows(train, context), datasets.TokenWindows(rest, context)
 
@@ -179,7 +206,7 @@ def _try_settings(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -
     """torch says what is wrong with a value when an optimizer is built, so one is, for nothing."""
     try:
         kind([nn.Parameter(torch.zeros(1))], **settings)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # whatever it is, it came of the settings
         raise JobError(f"[optimizer] {kind.__name__}: {error}") from error
 
 

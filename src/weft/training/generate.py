@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.errors import DataError
+from weft.errors import DataError, ModelError
 from weft.training.modes import evaluating
 
 
@@ -32,6 +32,8 @@ def generate_tokens(
         for _ in range(num_tokens):
             window = torch.tensor([sequence[-context:]], dtype=torch.int64, device=device)
             logits = forward(window)[0, -1].float().cpu()
+            if logits.isnan().any():
+                raise ModelError("the model's output is not a number, so it has no next token; its training diverged")
             sequence.append(_pick(logits, temperature, generator))
     return sequence
 

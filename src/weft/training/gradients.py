@@ -36,4 +36,7 @@ def scale_and_clip(
 
 
 def _multiply(gradients: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+    if isinstance(factor, torch.Tensor):
+        # torch multiplies one by one, a kernel each, unless the factor has the gradients' dtype
+        factor = factor.to(max((gradient.dtype for gradient in gradients), key=lambda dtype: dtype.itemsize))
     torch._foreach_mul_(gradients, factor)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from weft.errors import JobError, WeftError, nearest
-from weft.plan.fields import Section, Whole, accept_values, declare, facts_of, statement, toml
+from weft.plan.fields import Section, Whole, accept_values, declare, facts_of, statement, toml, toml_key
 from weft.plan.plan import Plan
 from weft.plan.text import read_plan
 
@@ -63,6 +63,7 @@ class Job:
 
 _SECTIONS = ("model", "dataset", "optimizer", "steps")
 _SCHEDULE_SETTINGS = ("warmup_steps", "final")
+_TEXTS = (("model", "name"), ("model", "loss"), ("dataset", "name"), ("optimizer", "name"), ("optimizer", "schedule"))
 
 
 def default_job() -> Job:
@@ -95,9 +96,10 @@ def parse_job(text: str, *, source: str = "job", directory: Path | None = None) 
             problems.append(f"{name} must be a section: write [{name}], and its settings on the lines below")
     sections = {name: table for name in _SECTIONS if isinstance(table := tables.get(name, {}), dict)}
     problems += _steps_problems(sections.get("steps", {}))
-    for name in ("model", "dataset", "optimizer"):
-        if not isinstance(sections.get(name, {}).get("name", ""), str):
-            problems.append(f"[{name}] name must be text")
+    for section, name in _TEXTS:
+        value = sections.get(section, {}).get(name, "")
+        if not isinstance(value, str):
+            problems.append(f"{statement(section, name, value)} must be text, in quotes")
     plan = _plan_of(tables.get("plan"), directory or Path(), problems)
     if problems:
         raise JobError([f"{source}: {problem}" for problem in problems])
@@ -120,7 +122,8 @@ def format_job(job: Job, *, plan: str) -> str:
     }
     blocks = [f"plan = {toml(plan)}\n"]
     for name, table in tables.items():
-        blocks.append("\n".join([f"[{name}]", *(f"{key} = {toml(value)}" for key, value in table.items())]) + "\n")
+        lines = (f"{toml_key(key)} = {toml(value)}" for key, value in table.items())
+        blocks.append("\n".join([f"[{name}]", *lines]) + "\n")
     return "\n".join(blocks)
 
 

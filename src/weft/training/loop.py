@@ -11,6 +11,7 @@ where to go on. Every rank runs this file; only rank 0 writes metrics and tells 
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,8 +21,9 @@ from typing import Any, Protocol
 import torch
 
 from weft.comm.objects import gather_values
-from weft.errors import DataError, JobError
+from weft.errors import DataError, JobError, ModelError
 from weft.mesh import join_world
+from weft.plan.check import check
 from weft.plan.plan import Axes, Plan
 from weft.plan.text import read_plan, write_plan
 from weft.training.checkpoint_folders import all_checkpoints, prune
@@ -35,6 +37,7 @@ from weft.training.stop import StopRequest
 from weft.training.trainer import Trainer
 
 JOB_FILE, PLAN_FILE, METRICS_FILE, CHECKPOINTS = "job.toml", "plan.toml", "metrics.jsonl", "checkpoints"
+log = logging.getLogger("weft")
 _PROMPT, _SAMPLE_TOKENS, _TEMPERATURE = b"def ", 256, 0.7
 
 
@@ -100,21 +103,21 @@ def train(
     on from its newest checkpoint (or from the start, if it has none yet); otherwise `directory` must hold no run.
     """
     world = join_world()
-    directory = Path(directory)
     wanted = _job_of(job)
-    wanted = replace(wanted, plan=wanted.plan or Plan(axes=Axes(data=world.size)))
-    prepared = prepare(wanted)
+    plan = wanted.plan or Plan(axes=Axes(data=world.size))
+    wanted = replace(wanted, plan=plan)
+    prepared = prepare(wanted, besides=check(plan, num_ranks=world.size, global_batch=wanted.steps.global_batch))
     torch.manual_seed(wanted.steps.seed)
-    assert wanted.plan is not None
     trainer = parallelize(
         prepared.make_model(),
-        wanted.plan,
+        plan,
         loss=prepared.loss,
         optimizer=prepared.optimizer,
         schedule=prepared.schedule,
         global_batch=wanted.steps.global_batch,
     )
     torch.manual_seed(wanted.steps.seed + 1 + world.rank)  # dropout must differ between ranks, weights must not
+    directory = Path(gather_values(str(directory), trainer.mesh.everyone("control"), world.device)[0])
     _refuse_different_data(trainer, prepared)
     run = _Run(wanted, prepared, trainer, directory, observer if observer and world.rank == 0 else Silent())
     run.open(resume)
@@ -159,7 +162,7 @@ class _Run:
             try:
                 (self.directory / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
                 write_plan(self.trainer.plan, self.directory / PLAN_FILE)
-                (self.directory / JOB_FILE).write_text(format_job(self.job, plan=PLAN_FILE), encoding="utf-8")
+                _write_whole(self.directory / JOB_FILE, format_job(self.job, plan=PLAN_FILE))
                 self.metrics = MetricsFile(self.directory / METRICS_FILE, steps_done=self.trainer.steps_done)
             except OSError as error:
                 raise JobError(
@@ -260,16 +263,29 @@ class _Run:
     def _sample(self) -> str | None:
         if not self.prepared.writes_text:
             return None
-        tokens = self.trainer.generate(
-            list(_PROMPT), num_tokens=_SAMPLE_TOKENS, context=context_of(self.job), temperature=_TEMPERATURE
-        )
-        return bytes(tokens).decode("utf-8", errors="replace")
+        context = context_of(self.job)
+        try:
+            tokens = self.trainer.generate(
+                list(_PROMPT), num_tokens=_SAMPLE_TOKENS, context=context, temperature=_TEMPERATURE
+            )
+        except ModelError as error:  # the run is over and saved; a poor end is no reason to fail
+            log.warning("no sample of text: %s", error)
+            return None
+        # A vocabulary may be larger than a byte, and an untrained model picks from all of it.
+        return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
 
 def _job_of(job: Job | str | Path | None) -> Job:
     if job is None:
         return default_job()
     return job if isinstance(job, Job) else read_job(job)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """A run that is killed while it goes on must not lose the file that says what it is."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 def _refuse_different_data(trainer: Trainer, prepared: Prepared) -> None:

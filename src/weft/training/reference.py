@@ -28,12 +28,20 @@ class OneProcess:
         *,
         loss: Loss,
         optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer],
+        schedule: Callable[[int], float] | None = None,
+        groups: Callable[[str, tuple[int, ...]], dict[str, Any]] | None = None,
     ) -> None:
         self.model = model
         self._plan = plan
         self._loss = loss
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._optimizer = optimizer(self._parameters)
+        self._schedule = schedule
+        self._steps_done = 0
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._parameters = list(trained.values())
+        self._optimizer = optimizer(
+            [{"params": [p], **(groups(name, tuple(p.shape)) if groups else {})} for name, p in trained.items()]
+        )
+        self._rates = [group["lr"] for group in self._optimizer.param_groups]
 
     def step(self, inputs: Any, targets: Any) -> float:
         """One step on a whole global batch; returns its mean loss. Gradients stay to be looked at."""
@@ -53,7 +61,10 @@ class OneProcess:
                 parameter.grad /= count_sum
         if self._plan.step.clip_norm:
             nn.utils.clip_grad_norm_(self._parameters, self._plan.step.clip_norm)
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * self._schedule(self._steps_done) if self._schedule else rate
         self._optimizer.step()
+        self._steps_done += 1
         return loss_sum / count_sum
 
     def _microbatches(self, total: int) -> list[list[int]]:

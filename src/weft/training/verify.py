@@ -4,7 +4,9 @@ Rank 0 trains a second copy of the model by itself on the whole global batch (`r
 under the plan, and after every step each rank compares what it holds with the reference. In float64 a logic error
 stands out by ten orders of magnitude from a different order of additions.
 
-Dropout is switched off for it. Lossy plans are not compared here: they obey an algebra of their own.
+Dropout is switched off for it, and gradients that are nothing but rounding (a bias in front of BatchNorm has none, by
+the maths) are set to zero on both sides before the update: Adam divides by their size, and would make two different
+noises into two different weights. Lossy plans are not compared here: they obey an algebra of their own.
 """
 
 from __future__ import annotations
@@ -25,13 +27,16 @@ from weft.layout import part_of
 from weft.mesh import Group
 from weft.plan.plan import Plan
 from weft.training.loss import LossFunction, resolve_loss
-from weft.training.parallelize import parallelize
+from weft.training.parallelize import OptimizerFactory, ParameterGroups, parallelize
 from weft.training.reference import OneProcess
 from weft.training.trainer import Trainer
 from weft.training.trees import map_tensors, num_samples, split_tree
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 """The largest error by dtype. In float32 only losses are held to it; rounding may amplify in single weights."""
+
+_NOISE = 1e-12
+"""A gradient all of whose entries are below this part of the model's largest is rounding."""
 
 _ZERO_GRADIENT = 1e-6
 """A tensor whose true values are all (nearly) zero is measured against this part of the model's largest value."""
@@ -84,26 +89,30 @@ def verify(
     plan: Plan,
     *,
     loss: str | LossFunction,
-    optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer],
+    optimizer: OptimizerFactory,
     batches: Sequence[tuple[Any, Any]],
+    schedule: Callable[[int], float] | None = None,
+    groups: ParameterGroups | None = None,
     dtype: torch.dtype = torch.float64,
     device: torch.device | str | None = None,
 ) -> Verification:
     """Train copies of a model under a plan and in one process, and compare them after every step; collective.
 
-    `batches` are whole global batches, the same on every rank. The model given is not changed.
+    `batches` are whole global batches, the same on every rank; the rest is as for `parallelize`. The model given is not
+    changed.
     """
     batches = [map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch) for batch in batches]
     parallel = copy.deepcopy(model).to(dtype)
     _switch_dropout_off(parallel)
-    trainer = parallelize(parallel, plan, loss=loss, optimizer=optimizer, device=device)
+    settings: dict[str, Any] = {"optimizer": _without_noise(optimizer), "schedule": schedule, "groups": groups}
+    trainer = parallelize(parallel, plan, loss=loss, device=device, **settings)
     world, group = trainer.mesh.world, trainer.mesh.everyone("control")
     reference = None
     if world.rank == 0:
         # Taken from rank 0's model, which is what parallelize gave every rank.
         alone = copy.deepcopy(model).to(device=world.device, dtype=dtype)
         _switch_dropout_off(alone)
-        reference = OneProcess(alone, plan, loss=resolve_loss(loss), optimizer=optimizer)
+        reference = OneProcess(alone, plan, loss=resolve_loss(loss), **settings)
     found: list[Difference] = []
     for number, (inputs, targets) in enumerate(batches, start=1):
         start, stop = part_of(num_samples(inputs), trainer.data_rank, trainer.data_size)
@@ -194,6 +203,26 @@ def _merge(
 def _difference(what: str, name: str, step: int, rank: int, error: float) -> Difference:
     # NaN compares false with everything, and would pass for small.
     return Difference(what=what, name=name, step=step, rank=rank, error=float("inf") if error != error else error)
+
+
+def _without_noise(optimizer: OptimizerFactory) -> OptimizerFactory:
+    """The same optimizer, seeing zero where a gradient is rounding."""
+
+    @torch.no_grad()
+    def silence(made: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        gradients = [p.grad for group in made.param_groups for p in group["params"] if p.grad is not None]
+        sizes = [float(gradient.abs().max()) if gradient.numel() else 0.0 for gradient in gradients]
+        for gradient, size in zip(gradients, sizes, strict=True):
+            if size < _NOISE * max(sizes):
+                gradient.zero_()
+
+    def make(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+        made = optimizer(parameters)
+        made.register_step_pre_hook(silence)
+        return made
+
+    return make
 
 
 def _switch_dropout_off(model: nn.Module) -> None:

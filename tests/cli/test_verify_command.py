@@ -1,0 +1,86 @@
+"""`weft verify` as a user meets it: a table, a verdict, and an exit code that a script can rely on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command import Outcome, Workspace, finish, start
+
+RunHere = Callable[..., Outcome]
+
+
+def test_it_prints_a_table_and_a_verdict(workspace: Workspace, tmp_path: Path) -> None:
+    before = sorted(workspace.folder.rglob("*"))
+    outcome = finish(start("verify", workspace.job, "--steps", "2", folder=workspace.folder))
+    assert (outcome.code, outcome.stderr) == (0, "")
+    rows = {line.split("│")[1].strip(): line.split("│")[2:] for line in outcome.stdout.splitlines() if "│" in line}
+    assert {"loss", "gradient", "weight"} <= rows.keys()
+    for what in ("loss", "gradient", "weight"):
+        error, _, rank, step, _ = rows[what]
+        assert 0 <= float(error) <= 1e-10 and int(rank) in (0, 1) and int(step) in (1, 2)
+    assert "equal to one process over 2 steps (tolerance 1e-10)" in outcome.stdout
+    assert "NOT" not in outcome.stdout
+    assert [path for path in sorted(workspace.folder.rglob("*")) if "__pycache__" not in str(path)] == [
+        path for path in before if "__pycache__" not in str(path)
+    ]
+
+
+MODELS = '''
+import os
+
+from weft.models.gpt import GPT, GPTConfig
+
+
+class Crooked(GPT):
+    """One rank computes something else."""
+
+    def forward(self, tokens):
+        scale = 1.001 if os.environ.get("RANK") == "1" else 1.0
+        return super().forward(tokens) * scale
+
+
+def crooked():
+    return Crooked(GPTConfig(context=16, num_layers=1, hidden=16, heads=2))
+'''
+
+
+def test_a_plan_that_is_not_equal_exits_with_2(run_here: RunHere, workspace: Workspace, tmp_path: Path) -> None:
+    (workspace.folder / "weft_cli_crooked.py").write_text(MODELS)
+    text = workspace.job.read_text().split("[dataset]")[1]
+    job = tmp_path / "job.toml"
+    job.write_text(f'[model]\nname = "weft_cli_crooked:crooked"\n[dataset]\ncontext = 16\n{text}')
+    outcome = run_here("verify", job, "--steps", "1")
+    assert outcome.code == 2
+    assert outcome.stderr.startswith("weft:\n- ") and outcome.stderr.count("weft:") == 1
+    assert "gradient" in outcome.stderr and "does not give one process's answer" in outcome.stderr
+    assert "Traceback" not in outcome.stderr
+
+
+def test_a_plan_of_its_own_and_another_batch(run_here: RunHere, workspace: Workspace, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text("[axes]\ndata = 4\n[step]\nmicrobatches = 2\nclip_norm = 0.1\n")
+    assert run_here("verify", workspace.job, "--plan", plan, "--batch", 11, "--steps", 1).code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--batch", "1"], "a global batch of 1 is smaller than the 2 data ranks"),
+        (["--steps", "1000"], "1000 steps of 8 samples need 8000, the data holds"),
+    ],
+)
+def test_what_it_cannot_verify(run_here: RunHere, workspace: Workspace, arguments: list[str], told: str) -> None:
+    outcome = run_here("verify", workspace.job, *arguments)
+    assert outcome.code == 2 and outcome.stderr.count(told) == 1 and outcome.stderr.count("weft:") == 1
+
+
+@pytest.mark.long
+def test_it_verifies_the_default_job_and_joins_torchrun(workspace: Workspace, tmp_path: Path) -> None:
+    outcome = finish(start("verify", "--steps", "1", "--batch", "4", folder=tmp_path))
+    assert outcome.code == 0 and "equal to one process" in outcome.stdout
+    launcher = ("--nproc-per-node", "2", "-m", "weft.cli.main")
+    process = start(*launcher, "verify", workspace.job, folder=workspace.folder, module="torch.distributed.run")
+    outcome = finish(process)
+    assert outcome.code == 0 and outcome.stdout.count("equal to one process") == 1
