@@ -24,6 +24,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
@@ -92,7 +93,7 @@ def launch(
 
     for chatty in ("torch.distributed.elastic", "torch.multiprocessing"):  # what they report is said better below
         logging.getLogger(chatty).setLevel(logging.CRITICAL)
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["weft.training.loop", "weft.launch"])
+    _start_server()
     with tempfile.TemporaryDirectory(prefix="weft-") as name, (Path(name) / _PARENT_FILE).open("w") as parent:
         folder = Path(name)
         fcntl.flock(parent, fcntl.LOCK_EX)
@@ -119,6 +120,16 @@ def launch(
         if mistake := _left_behind(folder):
             raise mistake
     return [results[rank] for rank in sorted(results)]
+
+
+def _start_server() -> None:
+    """Start the process that ranks are forked from. Ctrl-C must not reach it in the middle of its imports."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["weft.training.loop", "weft.launch"])
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which it inherits
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def _enter(function: Callable[..., Any], folder_name: str, arguments: dict[str, Any]) -> Any:

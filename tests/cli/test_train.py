@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -215,6 +220,31 @@ def test_a_real_run_survives_three_kills_and_says_so(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("seed", range(6))
+def test_kills_at_any_moment_of_a_run_that_always_saves(
+    run_here: RunHere, workspace: Workspace, reference: Reference, tmp_path: Path, seed: int
+) -> None:
+    """A checkpoint after every step, so that most kills fall into one."""
+    directory, job, chance = tmp_path / "run", workspace.slow_job(tmp_path, delay_s=0.0), random.Random(seed)
+    job.write_text(job.read_text().replace(f"save_every = {SAVE_EVERY}", "save_every = 1"))
+
+    def kill() -> None:
+        for step in (3, 20, 40):
+            wait_for_step(directory, step)
+            time.sleep(chance.uniform(0.0, 0.05))
+            with suppress(ProcessLookupError):
+                kill_rank(tmp_path, chance.randrange(2))
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    assert run_here("train", job, "--output", directory).code == 0
+    thread.join()
+    assert_same_run(directory, reference[0])
+    kept = [f"step-{step}" for step in (TOTAL_STEPS - 2, TOTAL_STEPS - 1, TOTAL_STEPS)]
+    assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == kept
+
+
+@pytest.mark.long
 def test_more_deaths_than_restarts_end_the_run(workspace: Workspace, tmp_path: Path) -> None:
     directory, job = tmp_path / "run", workspace.slow_job(tmp_path)
     process = start("train", job, "--output", directory, "--restarts", "0", folder=workspace.folder)
@@ -247,6 +277,23 @@ def is_alive(folder: Path, rank: int) -> bool:
     except FileNotFoundError:
         return False
     return status.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def test_ctrl_c_does_not_reach_the_server_that_ranks_are_forked_from() -> None:
+    """It would die in the middle of its imports, with a traceback."""
+    script = (
+        "import signal, pathlib\n"
+        "from multiprocessing import forkserver\n"
+        "from weft.launch import _start_server\n"
+        "_start_server()\n"
+        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
+        "pid = forkserver._forkserver._forkserver_pid\n"
+        "status = pathlib.Path(f'/proc/{pid}/status').read_text()\n"
+        "ignored = int(status.split('SigIgn:')[1].split()[0], 16)\n"
+        "assert ignored & 1 << signal.SIGINT - 1\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.long

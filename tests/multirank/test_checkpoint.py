@@ -1,7 +1,8 @@
 """Checkpoints: the same plan goes on to the bit, any other to rounding, and other tools can read the files.
 
-Damage, full disks and kills are in `test_checkpoint_damage.py`. Helpers that are decorated with `@ranks` but not called
-test_... are parts of a test that needs several world sizes: one writes a folder, another reads it.
+Damage and full disks are in `test_checkpoint_damage.py`, kills in `test_checkpoint_kills.py`. Functions that are
+decorated with `@ranks` but not called test_... are parts of a test that needs several world sizes: one writes a folder,
+another reads it.
 """
 
 from __future__ import annotations
@@ -34,13 +35,16 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
 
 
 def train(trainer: Trainer, num_steps: int) -> list[float]:
-    """Steps on batches that depend on the step alone, so that two trainers at the same step see the same."""
+    """Steps on batches that depend on the step alone, so that two trainers at the same step see the same.
+
+    Their sizes differ, because gradients are first divided by the last step's count of targets, which is state too.
+    """
     images = any(isinstance(module, nn.Conv2d) for module in trainer.named_model.modules())
     losses = []
     for _ in range(num_steps):
-        batch = (image_batch if images else token_batch)(8, seed=trainer.steps_done)
+        batch = (image_batch if images else token_batch)(8 - trainer.steps_done % 3, seed=trainer.steps_done)
         losses.append(float(trainer.step(*cut_evenly(batch, trainer.data_size)[trainer.data_rank])))
-        trainer.data_position += 8
+        trainer.data_position += len(batch[0])
     return losses
 
 
@@ -203,7 +207,7 @@ def read_portable(folder: Path, num_ranks: int) -> None:
         trainer = double_trainer(num_ranks)
         with Warnings() as warned:
             trainer.load(folder / f"by-{writers}")
-        assert (trainer.steps_done, trainer.data_position) == (3, 24)
+        assert (trainer.steps_done, trainer.data_position) == (3, 8 + 7 + 6)
         everyone = trainer.mesh.everyone("control")
         said = [text for part in gather_values(warned, everyone, torch.device("cpu")) for text in part]
         assert len(said) == (writers != num_ranks) and all("another plan" in text for text in said)
@@ -365,7 +369,7 @@ def test_the_index_says_where_the_run_was(tmp_path: Path) -> None:
     train(trainer, 2)
     trainer.save(tmp_path / "saved")
     index = read_index(tmp_path / "saved")
-    assert (index["step"], index["data_position"], index["optimizer"]) == (2, 16, "AdamW")
+    assert (index["step"], index["data_position"], index["optimizer"]) == (2, 8 + 7, "AdamW")
     assert index["plan"] == "[axes]\ndata = 1\n"
     names = {record["name"] for record in index["files"]}
     assert names == {path.name for path in (tmp_path / "saved").iterdir()} - {"checkpoint.json"}

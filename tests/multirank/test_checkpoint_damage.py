@@ -1,64 +1,27 @@
-"""Checkpoints when something goes wrong: damage, other models, full disks, kills. The last whole one always loads."""
+"""Checkpoints when something is wrong: damage, other models, full disks. Nothing is half-read and nothing is lost."""
 
 from __future__ import annotations
 
 import errno
 import functools
-import json
 import os
 import random
 import shutil
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from oracle import ADAMW, SGD, cut_evenly, data_plan, make_trainer, small_gpt, token_batch
+from faults import MOMENTS, failing, refused, train, trainer_of
+from oracle import SGD, data_plan, make_trainer, small_gpt
 from ranks import ranks
-from torch import Tensor
 
 from weft.errors import CheckpointError
-from weft.training import checkpoint, checkpoint_folders
+from weft.training import checkpoint
 from weft.training.checkpoint_folders import all_checkpoints, prune
 from weft.training.trainer import Trainer
-
-
-def trainer_of(num_ranks: int, *, seed: int = 0, **changes: Any) -> Trainer:
-    torch.manual_seed(seed)
-    return make_trainer(small_gpt(**changes), data_plan(num_ranks), optimizer=ADAMW)
-
-
-def train(trainer: Trainer, num_steps: int = 1) -> float:
-    for _ in range(num_steps):
-        batch = token_batch(8, seed=trainer.steps_done)
-        loss = trainer.step(*cut_evenly(batch, trainer.data_size)[trainer.data_rank])
-    return float(loss)
-
-
-def state(trainer: Trainer) -> dict[str, Tensor]:
-    tensors = {name: p.detach() for name, p in trainer.named_model.named_parameters()}
-    for number, values in enumerate(trainer.optimizer.state.values()):
-        tensors |= {f"{number} {key}": value for key, value in values.items()}
-    tensors |= {"rng": torch.get_rng_state(), "step": torch.tensor([trainer.steps_done, trainer.data_position])}
-    return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-@contextmanager
-def refused(trainer: Trainer, *words: str) -> Iterator[None]:
-    """The body raises a CheckpointError with these words and leaves the trainer exactly as it was."""
-    before = state(trainer)
-    with pytest.raises(CheckpointError) as caught:
-        yield
-    assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
-    after = state(trainer)
-    assert before.keys() == after.keys()
-    assert [name for name, value in before.items() if not torch.equal(value, after[name])] == []
 
 
 def on_first(trainer: Trainer, action: Callable[[], Any]) -> None:
@@ -231,31 +194,6 @@ def test_nothing_but_a_checkpoint_is_replaced(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "notes", "thesis"]
 
 
-def failing(function: Callable[..., Any], *, at_call: int, then: Callable[[], None]) -> Callable[..., Any]:
-    """A function that does something else when it is called for the n-th time, before or instead of its work."""
-    calls = 0
-
-    def wrapped(*arguments: Any, **settings: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == at_call:
-            then()
-        return function(*arguments, **settings)
-
-    return wrapped
-
-
-MOMENTS = {
-    "model file": (checkpoint, "write_tensors", 1),
-    "optimizer file": (checkpoint, "write_tensors", 2),
-    "rank file": (checkpoint, "write_tensors", 3),
-    "index": (checkpoint, "_write_index", 1),
-    "before the renames": (checkpoint_folders, "_sync_folder", 1),
-    "after the renames": (checkpoint_folders, "_sync_folder", 2),
-}
-"""Where a save can be cut: what is patched, and at which of its calls."""
-
-
 def no_space() -> None:
     raise OSError(errno.ENOSPC, "No space left on device", "the-file")
 
@@ -330,138 +268,3 @@ def test_prune_keeps_the_newest_and_sweeps_up(tmp_path: Path) -> None:
     prune(tmp_path, keep=5)
     assert [path.name for path in all_checkpoints(tmp_path)] == ["step-10", "step-100"]
     trainer.load(tmp_path / "step-10")
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def marked(trainer: Trainer, number: int) -> Trainer:
-    """All weights and the step are this number, so that parts of two checkpoints cannot pass for one."""
-    with torch.no_grad():
-        for parameter in trainer.named_model.parameters():
-            parameter.fill_(number)
-    trainer.steps_done = number
-    return trainer
-
-
-def mark_of(trainer: Trainer) -> int:
-    values = {float(value) for p in trainer.named_model.parameters() for value in p.detach().flatten()}
-    assert values == {float(trainer.steps_done)}
-    return trainer.steps_done
-
-
-def save_and_die(folder: Path, where: str, victim: int) -> None:
-    trainer = trainer_of(2)
-    train(trainer)
-    for name in ("step-1", "latest"):
-        marked(trainer, 1).save(folder / name)
-    module, name, at_call = MOMENTS[where]
-    deadly = failing(getattr(module, name), at_call=at_call, then=die)
-    with mock.patch.object(module, name, deadly if trainer.data_rank == victim else getattr(module, name)):
-        with pytest.raises(RuntimeError, match="(?i)connection|peer|closed"):
-            marked(trainer, 2).save(folder / "latest")
-
-
-@ranks(2, dies=[0])
-def save_and_kill_the_first(folder: Path, where: str) -> None:
-    save_and_die(folder, where, 0)
-
-
-@ranks(2, dies=[1])
-def save_and_kill_the_second(folder: Path, where: str) -> None:
-    save_and_die(folder, where, 1)
-
-
-@ranks(2)
-def load_what_is_left(folder: Path, expected: int) -> None:
-    trainer = trainer_of(2)
-    for name, step in (("latest", expected), ("step-1", 1)):
-        trainer.load(folder / name)
-        assert mark_of(trainer) == step
-    marked(trainer, 7).save(folder / "latest")
-    trainer.load(folder / "latest")
-    assert mark_of(trainer) == 7
-    torch.distributed.barrier()
-    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-1"]
-
-
-@pytest.mark.parametrize("where", MOMENTS)
-def test_kill_during_a_save_leaves_the_last_one_whole(tmp_path: Path, where: str) -> None:
-    save_and_kill_the_first(folder=tmp_path, where=where)
-    load_what_is_left(folder=tmp_path, expected=2 if where == "after the renames" else 1)
-
-
-@pytest.mark.parametrize("where", ["model file", "rank file"])
-def test_kill_of_another_rank_during_a_save(tmp_path: Path, where: str) -> None:
-    save_and_kill_the_second(folder=tmp_path, where=where)
-    load_what_is_left(folder=tmp_path, expected=1)
-
-
-@pytest.mark.parametrize("name", ["latest", "step-5"])
-def test_kill_between_the_two_renames(tmp_path: Path, name: str) -> None:
-    """The one moment in which neither the old nor the new checkpoint has its name."""
-    trainer = marked(trainer_of(1), 1)
-    trainer.save(tmp_path / name)
-
-    class Killed(BaseException):
-        pass
-
-    rename = Path.rename
-
-    def rename_or_die(self: Path, target: Path) -> Path:
-        if self.name.endswith(".partial"):
-            raise Killed
-        return rename(self, target)
-
-    with mock.patch.object(Path, "rename", rename_or_die), pytest.raises(Killed):
-        marked(trainer, 2).save(tmp_path / name)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f".{name}.old", f".{name}.partial"]
-    copies = [tmp_path.with_name(f"{tmp_path.name}-{use}") for use in ("load", "save", "prune")]
-    for copy in copies:
-        shutil.copytree(tmp_path, copy)
-        assert all_checkpoints(copy) == ([copy / name] if name == "step-5" else [])
-    trainer.load(copies[0] / name)
-    assert mark_of(trainer) == 1
-    with mock.patch.object(checkpoint, "write_tensors", side_effect=OSError(errno.EIO, "I/O error")):
-        with refused(trainer, "I/O error"):
-            trainer.save(copies[1] / name)
-    trainer.load(copies[1] / name)
-    if name == "step-5":
-        prune(copies[2], keep=1)
-        assert [path.name for path in copies[2].iterdir()] == ["step-5"]
-        trainer.load(copies[2] / name)
-
-
-def save_until_killed(folder: Path, after_s: float) -> None:
-    trainer = trainer_of(2)
-    marked(trainer, 1).save(folder / "latest")
-    torch.distributed.barrier()
-    if trainer.data_rank == 0:
-        threading.Thread(target=lambda: (time.sleep(after_s), die()), daemon=True).start()
-    with pytest.raises(RuntimeError, match="(?i)connection|peer|closed"):
-        for number in range(2, 10_000):
-            marked(trainer, number).save(folder / "latest")
-            if trainer.data_rank == 1:
-                (folder.parent / "done").write_text(json.dumps(number))
-
-
-@ranks(2, dies=[0])
-def save_until_the_first_is_killed(folder: Path, after_s: float) -> None:
-    save_until_killed(folder, after_s)
-
-
-@ranks(2)
-def load_latest(folder: Path, at_least: int) -> None:
-    trainer = trainer_of(2)
-    trainer.load(folder / "latest")
-    assert mark_of(trainer) >= at_least
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("number", range(40))
-def test_kill_at_any_time_leaves_a_whole_checkpoint(tmp_path: Path, number: int) -> None:
-    folder, done = tmp_path / "run", tmp_path / "done"
-    done.write_text("1")
-    save_until_the_first_is_killed(folder=folder, after_s=random.Random(number).uniform(0.0, 0.3))
-    load_latest(folder=folder, at_least=json.loads(done.read_text()))

@@ -68,6 +68,13 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         reader.read("other")
 
 
+def test_who_may_read_the_folder_may_read_the_file(tmp_path: Path) -> None:
+    for mode, expected in ((0o755, 0o644), (0o700, 0o600), (0o775, 0o664)):
+        tmp_path.chmod(mode)
+        write_tensors(tmp_path / "file", TENSORS, {})
+        assert (tmp_path / "file").stat().st_mode & 0o777 == expected
+
+
 def test_a_checksum_is_that_of_the_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "large"
     content = os.urandom((1 << 21) + 5)  # more than two chunks

@@ -269,7 +269,8 @@ class _Run:
                 list(_PROMPT), num_tokens=_SAMPLE_TOKENS, context=context, temperature=_TEMPERATURE
             )
         except ModelError as error:  # the run is over and saved; a poor end is no reason to fail
-            log.warning("no sample of text: %s", error)
+            if self.is_first:
+                log.warning("no sample of text: %s", error)
             return None
         # A vocabulary may be larger than a byte, and an untrained model picks from all of it.
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")

@@ -2,7 +2,7 @@
 
 Ctrl-C or SIGTERM on any rank, or a file that the launcher makes, asks for it; ranks agree on it with a tiny all-reduce
 about twice a second, and rank 0 says in the same message how many steps the next one is away. A second Ctrl-C is not
-held back.
+held back; one that follows at once is the same one, sent by the terminal and by torchrun.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from weft.comm.collectives import all_reduce
 from weft.mesh import Mesh
 
 _SECONDS_BETWEEN_LOOKS = 0.5
+_SECONDS_OF_ONE_CTRL_C = 1.0
 _MOST_STEPS = 1000
 
 
@@ -28,7 +29,7 @@ class StopRequest:
     def __init__(self, mesh: Mesh, *, file: Path | None = None) -> None:
         self._mesh = mesh
         self._file = file
-        self._asked = False
+        self._asked_at_s: float | None = None
         self._steps_left = 1
         self._steps_between = 1
         self._last_look_s = time.perf_counter()
@@ -51,7 +52,7 @@ class StopRequest:
             return False
         now = time.perf_counter()
         step_s = max((now - self._last_look_s) / self._steps_between, 1e-6)
-        wanted = self._asked or (self._file is not None and self._file.exists())
+        wanted = self._asked_at_s is not None or (self._file is not None and self._file.exists())
         between = min(max(round(_SECONDS_BETWEEN_LOOKS / step_s), 1), _MOST_STEPS) if self._mesh.world.rank == 0 else 0
         message = torch.tensor([int(wanted), between], dtype=torch.int64, device=self._mesh.world.device)
         all_reduce(message, self._mesh.everyone("control"), op="max")
@@ -62,6 +63,8 @@ class StopRequest:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if self._asked and number == signal.SIGINT:
+        now = time.perf_counter()
+        if self._asked_at_s is None:
+            self._asked_at_s = now
+        elif number == signal.SIGINT and now - self._asked_at_s > _SECONDS_OF_ONE_CTRL_C:
             raise KeyboardInterrupt
-        self._asked = True

@@ -47,6 +47,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dic
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata)
     except SafetensorError as error:  # it wraps what the system said, such as a full disk
         raise OSError(0, str(error), str(path)) from error
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes files for its user alone, whatever the umask
     return seal(path)
 
 
