@@ -32,11 +32,13 @@ from command import (
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from weft.cli import train as train_command
 from weft.cli.main import app
 from weft.plan.plan import Axes, Plan
 from weft.plan.text import read_plan
 from weft.training.checkpoint_folders import all_checkpoints
-from weft.training.job import read_job
+from weft.training.components import prepare
+from weft.training.job import default_job, read_job
 from weft.training.loop import read_run
 
 RunHere = Callable[..., Outcome]
@@ -115,6 +117,14 @@ def test_a_finished_run_resumes_to_nothing_new(run_here: RunHere, reference: Ref
     os.system(f"cp -r {reference[0]} {tmp_path / 'run'}")
     assert run_here("train", "--resume", tmp_path / "run").code == 0
     assert_same_run(tmp_path / "run", reference[0])
+
+
+def test_few_steps_shorten_a_warm_up_that_would_take_them_all() -> None:
+    job, _ = train_command._job_and_directory(None, None, None, 30)
+    assert job.steps.total == 30 and job.schedule.settings["warmup_steps"] == 3
+    prepare(job)
+    job, _ = train_command._job_and_directory(None, None, None, 41)
+    assert job.schedule == default_job().schedule
 
 
 def test_more_steps_go_on_from_the_end(run_here: RunHere, reference: Reference, tmp_path: Path) -> None:

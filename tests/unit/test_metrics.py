@@ -146,3 +146,18 @@ def test_a_run_that_starts_anew_drops_everything(tmp_path: Path) -> None:
 )
 def test_what_is_counted(targets: object, expected: tuple[str, int]) -> None:
     assert units_of(targets) == expected
+
+
+def test_what_is_not_finite_is_null_and_strict_json(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", steps_done=0)
+    metrics.write(record(1, loss=float("nan")))
+    metrics.write_evaluation(1, float("inf"))
+    metrics.close()
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    text = (tmp_path / "metrics.jsonl").read_text()
+    first, second = (json.loads(line, parse_constant=refuse) for line in text.splitlines())
+    assert first["loss"] is None and first["lr"] == 0.1
+    assert second == {"step": 1, "held_out_loss": None}

@@ -78,7 +78,15 @@ def _job_and_directory(
             raise JobError(
                 f"{directory} holds a run already; go on with --resume {directory}, or give another --output"
             )
-    return (job if steps is None else replace(job, steps=replace(job.steps, total=steps))), directory
+    return (job if steps is None else _of_length(job, steps)), directory
+
+
+def _of_length(job: Job, num_steps: int) -> Job:
+    """The job with another number of steps; a warm-up that would take all of them is cut to a tenth."""
+    schedule = job.schedule
+    if schedule.settings.get("warmup_steps", 0) >= num_steps:
+        schedule = replace(schedule, settings={**schedule.settings, "warmup_steps": num_steps // 10})
+    return replace(job, schedule=schedule, steps=replace(job.steps, total=num_steps))
 
 
 def _refuse_ranks(ranks: int | None, num_running: int) -> None:

@@ -7,6 +7,7 @@ device wait for the host.
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import sys
@@ -109,13 +110,18 @@ class MetricsFile:
         self._file = path.open("a", buffering=1)
 
     def write(self, record: StepRecord) -> None:
-        self._file.write(json.dumps(asdict(record)) + "\n")
+        self._write(asdict(record))
 
     def write_evaluation(self, step: int, held_out_loss: float) -> None:
-        self._file.write(json.dumps({"step": step, "held_out_loss": held_out_loss}) + "\n")
+        self._write({"step": step, "held_out_loss": held_out_loss})
 
     def close(self) -> None:
         self._file.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        # JSON has no word for what is not finite; a diverged loss is null.
+        finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in line.items()}
+        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
 
 
 def units_of(targets: Any) -> tuple[str, int]:
