@@ -123,7 +123,7 @@ def test_few_steps_shorten_a_warm_up_that_would_take_them_all() -> None:
     job, _ = train_command._job_and_directory(None, None, None, 30)
     assert job.steps.total == 30 and job.schedule.settings["warmup_steps"] == 3
     prepare(job)
-    job, _ = train_command._job_and_directory(None, None, None, 41)
+    job, _ = train_command._job_and_directory(None, None, None, 31)
     assert job.schedule == default_job().schedule
 
 

@@ -63,7 +63,7 @@ def small_with(setting: str) -> str:
 def test_the_default_job_is_whole() -> None:
     job = default_job()
     assert (job.model.name, job.dataset.name, job.optimizer.name) == ("gpt", "standard-library", "adamw")
-    assert job.schedule == Part(name="warmup-cosine", settings={"warmup_steps": 40})
+    assert job.schedule == Part(name="warmup-cosine", settings={"warmup_steps": 30})
     assert job.plan is None and job.loss == "cross-entropy"
     assert prepare(job).writes_text
 

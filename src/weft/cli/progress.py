@@ -51,20 +51,20 @@ class TerminalObserver:
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(),
-            TextColumn("loss {task.fields[loss]:.3f}"),
+            TextColumn("loss {task.fields[loss]}"),
             TextColumn("{task.fields[speed]}"),
             TimeRemainingColumn(compact=True),
             console=self._console,
         )
         self._bar.start()
-        self._task = self._bar.add_task("train", total=self._total, completed=steps_done, loss=0.0, speed="")
+        self._task = self._bar.add_task("train", total=self._total, completed=steps_done, loss="–", speed="")
 
     def stepped(self, record: StepRecord) -> None:
         fresh = self._speed == 0.0
         self._speed = record.units_per_s if fresh else _SMOOTHING * self._speed + (1 - _SMOOTHING) * record.units_per_s
         speed = f"{format_count(self._speed)} {record.unit}/s"
         if self._bar is not None:
-            self._bar.update(self._task, completed=record.step, loss=record.loss, speed=speed)
+            self._bar.update(self._task, completed=record.step, loss=f"{record.loss:.3f}", speed=speed)
             return
         now = time.monotonic()
         if now - self._last_line_s >= _SECONDS_BETWEEN_LINES or record.step == self._total:
