@@ -120,11 +120,12 @@ def test_a_finished_run_resumes_to_nothing_new(run_here: RunHere, reference: Ref
 
 
 def test_few_steps_shorten_a_warm_up_that_would_take_them_all() -> None:
-    job, _ = train_command._job_and_directory(None, None, None, 30)
-    assert job.steps.total == 30 and job.schedule.settings["warmup_steps"] == 3
-    prepare(job)
-    job, _ = train_command._job_and_directory(None, None, None, 31)
-    assert job.schedule == default_job().schedule
+    job = default_job()
+    warmup_steps = job.schedule.settings["warmup_steps"]
+    short = train_command._of_length(job, warmup_steps)
+    assert short.steps.total == warmup_steps and short.schedule.settings["warmup_steps"] == warmup_steps // 10
+    prepare(short)
+    assert train_command._of_length(job, warmup_steps + 1).schedule == job.schedule
 
 
 def test_more_steps_go_on_from_the_end(run_here: RunHere, reference: Reference, tmp_path: Path) -> None:
