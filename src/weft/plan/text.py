@@ -12,28 +12,37 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from weft.errors import PlanError, nearest
+from weft.errors import PlanError, WeftError, nearest
 from weft.plan.fields import facts_of, statement, toml
 from weft.plan.plan import SECTIONS, Plan, problems_in
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
     """The plan in a file."""
+    return parse_plan(read_text(path, kind=PlanError), source=os.fspath(path))
+
+
+def read_text(path: str | os.PathLike[str], *, kind: type[WeftError]) -> str:
+    """What a text file holds; one that cannot be read is an error of the kind given."""
     try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
+        return Path(path).read_bytes().decode("utf-8-sig")
     except OSError as error:
-        raise PlanError(f"{os.fspath(path)}: cannot be read: {error.strerror or error}") from error
+        raise kind(f"{os.fspath(path)}: cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise PlanError(f"{os.fspath(path)}: byte {error.start} is not UTF-8; save the file as UTF-8 text") from error
-    return parse_plan(text, source=os.fspath(path))
+        raise kind(f"{os.fspath(path)}: byte {error.start} is not UTF-8; save the file as UTF-8 text") from error
+
+
+def parse_toml(text: str, *, source: str, kind: type[WeftError]) -> dict[str, Any]:
+    """The tables of a TOML text, likewise."""
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # an endless number or nesting is no TOMLDecodeError
+        raise kind(f"{source}: is not valid TOML: {error}") from error
 
 
 def parse_plan(text: str, *, source: str = "plan") -> Plan:
     """The plan in a text; `source` names it in messages."""
-    try:
-        tables = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # an endless number or nesting is no TOMLDecodeError
-        raise PlanError(f"{source}: is not valid TOML: {error}") from error
+    tables = parse_toml(text, source=source, kind=PlanError)
     problems: list[str] = []
     for name, table in tables.items():
         if name not in SECTIONS:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from weft.errors import DataError, ModelError
+from weft.training.loss import forward
 from weft.training.modes import evaluating
 
 
 def generate_tokens(
-    forward: Callable[[Any], torch.Tensor],
     model: nn.Module,
     tokens: Sequence[int],
     *,
@@ -31,7 +30,7 @@ def generate_tokens(
     with evaluating(model):
         for _ in range(num_tokens):
             window = torch.tensor([sequence[-context:]], dtype=torch.int64, device=device)
-            logits = forward(window)[0, -1].float().cpu()
+            logits = forward(model, window)[0, -1].float().cpu()
             if logits.isnan().any():
                 raise ModelError("the model's output is not a number, so it has no next token; its training diverged")
             sequence.append(_pick(logits, temperature, generator))

@@ -12,7 +12,6 @@ This file knows the form only; `components.py` builds what the names stand for. 
 from __future__ import annotations
 
 import os
-import tomllib
 from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any, ClassVar
 from weft.errors import JobError, WeftError, nearest
 from weft.plan.fields import Section, Whole, accept_values, declare, facts_of, statement, toml, toml_key
 from weft.plan.plan import Plan
-from weft.plan.text import read_plan
+from weft.plan.text import parse_toml, read_plan, read_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,21 +72,13 @@ def default_job() -> Job:
 
 def read_job(path: str | os.PathLike[str]) -> Job:
     """The job in a file. A plan it names is found relative to that file."""
-    try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise JobError(f"{os.fspath(path)}: cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise JobError(f"{os.fspath(path)}: byte {error.start} is not UTF-8; save the file as UTF-8 text") from error
+    text = read_text(path, kind=JobError)
     return parse_job(text, source=os.fspath(path), directory=Path(path).parent)
 
 
 def parse_job(text: str, *, source: str = "job", directory: Path | None = None) -> Job:
     """The job in a text; `source` names it in messages, a plan is looked for in `directory`."""
-    try:
-        tables = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise JobError(f"{source}: is not valid TOML: {error}") from error
+    tables = parse_toml(text, source=source, kind=JobError)
     problems: list[str] = []
     for name, table in tables.items():
         if name not in (*_SECTIONS, "plan"):

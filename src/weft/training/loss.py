@@ -96,8 +96,14 @@ def count_targets(targets: Any) -> Count:
     return counted if first.is_cuda else int(counted)
 
 
-def output_of(result: Any) -> Any:
-    """What a model computed: Hugging Face models wrap their logits."""
+def forward(model: Callable[..., Any], inputs: Any) -> Any:
+    """Call a model with a tensor, a tuple (`*args`) or a dict (`**kwargs`). Hugging Face's logits are unwrapped."""
+    if isinstance(inputs, dict):
+        result = model(**inputs)
+    elif isinstance(inputs, tuple | list):
+        result = model(*inputs)
+    else:
+        result = model(inputs)
     return result if isinstance(result, torch.Tensor) else getattr(result, "logits", result)
 
 

@@ -1,7 +1,7 @@
 """One process training the same model on the same micro-batches: what every lossless plan must equal.
 
-It is written as plainly as a training loop can be, and shares no code with the trainer but the meaning of a loss and
-the cutting of a batch, so that a mistake in the one does not hide in the other.
+It is written as plainly as a training loop can be, and shares no code with the trainer but how a model is called, the
+meaning of a loss and the cutting of a batch, so that a mistake in the one does not hide in the other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 from weft.layout import part_of
 from weft.plan.plan import Plan
-from weft.training.loss import Loss, count_targets, loss_terms, output_of
+from weft.training.loss import Loss, count_targets, forward, loss_terms
 from weft.training.trees import map_tensors, num_samples
 
 
@@ -51,7 +51,7 @@ class OneProcess:
             if not rows:
                 continue
             part, target_part = _rows(inputs, rows), _rows(targets, rows)
-            terms = loss_terms(self._loss, self._forward(part), target_part, count_targets(target_part))
+            terms = loss_terms(self._loss, forward(self.model, part), target_part, count_targets(target_part))
             loss = terms.value * terms.multiplier
             loss.backward()
             loss_sum += float(loss.detach())
@@ -77,13 +77,6 @@ class OneProcess:
                 first, last = part_of(stop - start, number, num_microbatches)
                 rows[number].extend(range(start + first, start + last))
         return rows
-
-    def _forward(self, inputs: Any) -> Any:
-        if isinstance(inputs, dict):
-            return output_of(self.model(**inputs))
-        if isinstance(inputs, tuple | list):
-            return output_of(self.model(*inputs))
-        return output_of(self.model(inputs))
 
 
 def _rows(tree: Any, rows: list[int]) -> Any:

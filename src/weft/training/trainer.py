@@ -32,7 +32,7 @@ from weft.training.data import Batches
 from weft.training.divergence import DivergenceCheck
 from weft.training.generate import generate_tokens
 from weft.training.gradients import scale_and_clip
-from weft.training.loss import Count, Loss, count_targets, loss_terms, no_loss, output_of
+from weft.training.loss import Count, Loss, count_targets, forward, loss_terms, no_loss
 from weft.training.modes import evaluating
 from weft.training.trees import map_tensors, num_samples, split_microbatches
 
@@ -111,7 +111,7 @@ class Trainer:
             if num_samples(inputs_part) == 0:
                 self._run_empty(inputs_part)
                 continue
-            terms = loss_terms(self._loss, self._forward(inputs_part), targets_part, count)
+            terms = loss_terms(self._loss, forward(self.model, inputs_part), targets_part, count)
             self._own_count = self._own_count or terms.own_count
             factor = terms.multiplier / shared
             scaled = terms.value if isinstance(factor, float) and factor == 1.0 else terms.value * factor
@@ -136,7 +136,7 @@ class Trainer:
                 for inputs_part, targets_part, count in self._cut(inputs, targets):
                     if num_samples(inputs_part) == 0:
                         continue
-                    terms = loss_terms(self._loss, self._forward(inputs_part), targets_part, count)
+                    terms = loss_terms(self._loss, forward(self.model, inputs_part), targets_part, count)
                     totals[0] += terms.value * terms.multiplier
                     totals[1] += terms.count
         all_reduce(totals, self.mesh.group("data", "control"))
@@ -149,7 +149,6 @@ class Trainer:
     ) -> list[int]:
         """Continue a sequence of tokens with a language model. Every rank calls it and gets the same answer."""
         return generate_tokens(
-            self._forward,
             self.model,
             tokens,
             num_tokens=num_tokens,
@@ -190,19 +189,12 @@ class Trainer:
             for inputs_part, targets_part in parts
         ]
 
-    def _forward(self, inputs: Any) -> Any:
-        if isinstance(inputs, dict):
-            return output_of(self.model(**inputs))
-        if isinstance(inputs, tuple | list):
-            return output_of(self.model(*inputs))
-        return output_of(self.model(inputs))
-
     def _run_empty(self, inputs: Any) -> None:
         """A micro-batch without samples adds nothing, but where layers exchange in their forward, others wait."""
         if not self._empty_forward:
             return
         with self.sync.ignoring():
-            no_loss(self._forward(inputs)).backward()
+            no_loss(forward(self.model, inputs)).backward()
 
     def _share_count(self, counts: list[Count]) -> float | torch.Tensor:
         """The number every rank divides its loss by: exact with one data rank, else the last step's global count."""
