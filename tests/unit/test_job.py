@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 
 from weft.errors import JobError, WeftError
+from weft.plan.check import check
 from weft.plan.fields import toml
 from weft.plan.plan import Axes, Plan
 from weft.plan.text import write_plan
 from weft.training.components import context_of, prepare
 from weft.training.job import Job, Part, Steps, default_job, format_job, parse_job, read_job
 from weft.training.loop import read_run
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "jobs"
 
 SMALL = """
 [model]
@@ -265,3 +268,10 @@ def test_the_context_is_the_datasets_before_the_models(folder: Path) -> None:
     assert context_of(job) == 8
     assert context_of(replace(job, dataset=Part(name="text", settings={"context": 4}))) == 4
     assert context_of(parse_job("")) == 256
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.name)
+def test_every_example_can_be_prepared(path: Path) -> None:
+    job = read_job(path)
+    prepared = prepare(job, besides=check(job.plan or Plan(), global_batch=job.steps.global_batch))
+    assert len(prepared.train_data) >= job.steps.global_batch
