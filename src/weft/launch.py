@@ -4,8 +4,8 @@ The agent watches its ranks; when one is killed or fails, it stops the others an
 on from the last checkpoint. Mistakes of the user (`WeftError`) are not worth that: such a rank leaves its problems in a
 folder and ends, ranks that are started again see them there and do nothing, and the parent prints them once.
 
-Ranks are forked from a server that has imported torch once, which starts them in a tenth of the time that spawning
-takes. Several hosts are torchrun's business: inside torchrun nothing here is used.
+Ranks are forked from a server that has imported torch once, so that a restart does not wait for imports.
+Several hosts are torchrun's business: there `launch` is not called.
 """
 
 from __future__ import annotations
@@ -36,39 +36,13 @@ from weft.errors import LaunchError, WeftError
 STOP_FILE = "stop"
 _ERROR_FILE = "error.json"
 _PARENT_FILE = "parent"
-_REPORTED = "weft/reported"
-_PEER_ERROR_WAIT_S = 2.0
+PEER_ERROR_WAIT_S = 2.0
 """How long a rank that lost its connection waits to see whether a peer left because of a user's mistake."""
 
 
 def is_launched() -> bool:
     """Whether a launcher (torchrun, or this file) started this process as one of several ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def reports_first() -> bool:
-    """Whether this rank is the one to print an error: the first that has one, where ranks can ask each other."""
-    store = _store()
-    if store is None:
-        return os.environ.get("RANK", "0") == "0"
-    return bool(store.add(_REPORTED, 1) == 1)
-
-
-def peer_reported() -> bool:
-    """For a rank that lost its connection: whether a peer left because of a user's mistake, which it has printed."""
-    store, deadline = _store(), time.monotonic() + _PEER_ERROR_WAIT_S
-    while store is not None and time.monotonic() < deadline:
-        if store.add(_REPORTED, 0) > 0:
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def _store() -> Any:
-    import torch.distributed as dist
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    return _get_default_store() if dist.is_initialized() else None
 
 
 def default_num_ranks() -> int:
@@ -146,7 +120,7 @@ def _enter(function: Callable[..., Any], folder_name: str, arguments: dict[str, 
         _leave_behind(folder, error)
         _end()
     except RuntimeError:
-        deadline = time.monotonic() + _PEER_ERROR_WAIT_S
+        deadline = time.monotonic() + PEER_ERROR_WAIT_S
         while not (folder / _ERROR_FILE).exists():
             if time.monotonic() > deadline:
                 raise

@@ -9,8 +9,9 @@ from importlib import metadata
 import typer
 
 from weft.cli import train, verify
+from weft.cli.reporting import peer_reported, reports_first
 from weft.errors import WeftError
-from weft.launch import is_launched, peer_reported, reports_first
+from weft.launch import is_launched
 
 app = typer.Typer(
     name="weft",

@@ -1,8 +1,8 @@
 """BatchNorm whose statistics are those of the whole micro-batch over the data axis, so that it equals one process.
 
-torch's SyncBatchNorm does the same on GPUs only, and refuses a rank without samples. Here every rank contributes its
-count, mean and sum of squared deviations, which are merged without cancellation (Chan et al.), so that unequal and
-empty parts are exact. One all-gather of 2C + 1 numbers forward, one all-reduce of 2C backward.
+torch's SyncBatchNorm does the same, on GPUs only. Every rank contributes its count, mean and sum of squared deviations,
+which are merged without cancellation (Chan et al.), so that unequal and empty parts are exact. One all-gather of 2C + 1
+numbers forward, one all-reduce of 2C backward.
 
 This does not cover layers that keep other running statistics (InstanceNorm's, a user's own moving averages): the
 divergence check names those if ranks drift apart.
