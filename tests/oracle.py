@@ -62,12 +62,15 @@ def data_plan(
     buffers: str = "synchronise",
     check_every: int = 100,
     bucket_bytes: int = 26214400,
+    shard: str = "nothing",
+    reshard: str = "step",
+    replicate: int = 1,
 ) -> Plan:
     """A plan of data parallelism, its fields in one line."""
     return Plan(
-        axes=Axes(data=data),
+        axes=Axes(data=data, replicate=replicate),
         step=Step(microbatches=microbatches, clip_norm=clip_norm),
-        data=Data(buffers=buffers, check_every=check_every),
+        data=Data(buffers=buffers, check_every=check_every, shard=shard, reshard=reshard),
         comm=Comm(bucket_bytes=bucket_bytes),
     )
 

@@ -19,7 +19,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 
 ROOMS = (
     "errors units profiles plan planning "
-    "mesh comm measure models blueprint layout parallel codecs sync server optim training lab report launch cli "
+    "mesh comm models blueprint layout parallel codecs sync server optim training measure lab report launch cli "
     "__main__"
 ).split()
 FIRST_WITH_TORCH = ROOMS.index("mesh")

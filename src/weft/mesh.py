@@ -112,10 +112,16 @@ class Mesh:
         return self.index("replicate") * self.size("data") + self.index("data")
 
     def group(self, axis: str, purpose: str) -> Group:
-        """The group of this rank along an axis. Collective the first time an axis and purpose are asked for."""
+        """The group of this rank along an axis, or several joined by "+". Collective when first asked for."""
         if (axis, purpose) not in self._groups:
             self._groups[axis, purpose] = self._make_group(axis, purpose)
         return self._groups[axis, purpose]
+
+    def batch_group(self, purpose: str) -> Group:
+        """The ranks that share one global batch, along replicate and data together; ordered by rank."""
+        if self.size("replicate") == 1:
+            return self.group("data", purpose)
+        return self.group("replicate+data" if self.size("data") > 1 else "replicate", purpose)
 
     def everyone(self, purpose: str) -> Group:
         """All ranks of the run as one group; its traffic is counted under "world"."""
@@ -123,11 +129,12 @@ class Mesh:
 
     def _make_group(self, axis: str, purpose: str) -> Group:
         everyone = tuple(range(self.world.size))
-        mine = everyone if axis == WORLD else self.grid.ranks_along(axis, self.world.rank)
+        axes = tuple(axis.split("+"))
+        mine = everyone if axis == WORLD else self.grid.ranks_along(axes, self.world.rank)
         handle = None
         if len(mine) > 1:
             # every rank takes part in making every group
-            for ranks in (everyone,) if axis == WORLD else self.grid.groups(axis):
+            for ranks in (everyone,) if axis == WORLD else self.grid.groups(axes):
                 made = dist.new_group(list(ranks), group_desc=f"{axis}/{purpose}")
                 handle = made if ranks == mine else handle
         return Group(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -29,7 +29,7 @@ from ranks import ranks
 from torch import Tensor, nn
 
 from weft.models.gpt import GPT
-from weft.plan.plan import Plan
+from weft.plan.plan import Plan, Recompute
 from weft.plan.text import read_plan
 from weft.training.verify import verify
 
@@ -90,6 +90,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch]]] = {
     "group-normed convnet": (lambda: small_convnet(batch_norm=False), image_batch),
 }
 
+ONE, TWO, THREE = "optimizer", "gradients", "parameters"
 EVEN, UNEVEN, SHORT = (8, 8, 8), (13, 5, 1, 13), (5, 1, 8, 2)
 
 
@@ -108,6 +109,10 @@ class Case:
 
 def row(plan: Plan, model: str, sizes: tuple[int, ...], optimizer: MakeOptimizer = SGD) -> Case:
     return Case(plan=plan, model=model, sizes=sizes, optimizer=optimizer)
+
+
+def recomputing(policy: str, plan: Plan) -> Plan:
+    return replace(plan, recompute=Recompute(policy=policy))
 
 
 CASES = {
@@ -139,6 +144,65 @@ CASES = {
     "data 4, unused": row(data_plan(4), "gpt with unused", SHORT),
     "data 4, convnet": row(data_plan(4, clip_norm=0.1), "convnet", UNEVEN),
     "data 4, convnet, 2 micro-batches": row(data_plan(4, microbatches=2), "convnet", SHORT),
+    # ZeRO 1: the optimizer's work is shared out
+    "zero 1, forced on one rank": row(data_plan(1, shard=ONE, microbatches=2), "rotary tied gpt", UNEVEN, ADAMW),
+    "zero 1, data 2": row(data_plan(2, shard=ONE), "rotary tied gpt", UNEVEN, ADAMW),
+    "zero 1, data 2, clipped, unused": row(data_plan(2, shard=ONE, clip_norm=0.1), "gpt with unused", SHORT, ADAMW),
+    "zero 1, data 2, 3 micro-batches, frozen": row(
+        data_plan(2, shard=ONE, microbatches=3, bucket_bytes=999, clip_norm=0.1), "frozen gpt", SHORT
+    ),
+    "zero 1, data 2, convnet": row(data_plan(2, shard=ONE, microbatches=2), "convnet", UNEVEN),
+    "zero 1, data 3": row(data_plan(3, shard=ONE, microbatches=2), "learned untied gpt", (8, 2, 7), ADAMW),
+    "zero 1, data 4, a bucket a parameter": row(data_plan(4, shard=ONE, bucket_bytes=1), "gpt with unused", SHORT),
+    # ZeRO 2: gradients too
+    "zero 2, forced on one rank": row(data_plan(1, shard=TWO, microbatches=2), "rotary tied gpt", UNEVEN, ADAMW),
+    "zero 2, data 2": row(data_plan(2, shard=TWO), "rotary tied gpt", EVEN, ADAMW),
+    "zero 2, data 2, 3 micro-batches, clipped": row(
+        data_plan(2, shard=TWO, microbatches=3, clip_norm=0.1, bucket_bytes=5000), "learned untied gpt", UNEVEN
+    ),
+    "zero 2, data 2, unused": row(data_plan(2, shard=TWO, microbatches=2), "gpt with unused", UNEVEN, ADAMW),
+    "zero 2, data 2, frozen convnet": row(data_plan(2, shard=TWO, bucket_bytes=500), "frozen convnet", UNEVEN, ADAMW),
+    "zero 2, data 3": row(data_plan(3, shard=TWO, microbatches=2, clip_norm=0.2), "frozen gpt", (8, 2, 7)),
+    "zero 2, data 4": row(data_plan(4, shard=TWO, microbatches=2), "grouped gpt", SHORT, ADAMW),
+    # ZeRO 3: and the parameters themselves
+    "zero 3, forced on one rank": row(data_plan(1, shard=THREE), "rotary tied gpt", UNEVEN, ADAMW),
+    "zero 3, data 2": row(data_plan(2, shard=THREE), "rotary tied gpt", UNEVEN, ADAMW),
+    "zero 3, data 2, 3 micro-batches a step": row(
+        data_plan(2, shard=THREE, microbatches=3, clip_norm=0.1), "learned untied gpt", UNEVEN
+    ),
+    "zero 3, data 2, 3 micro-batches": row(
+        data_plan(2, shard=THREE, microbatches=3, reshard="microbatch", clip_norm=0.1), "rotary tied gpt", SHORT, ADAMW
+    ),
+    "zero 3, data 2, unused": row(data_plan(2, shard=THREE, microbatches=2), "gpt with unused", UNEVEN, ADAMW),
+    "zero 3, data 2, frozen": row(data_plan(2, shard=THREE, microbatches=2, reshard="microbatch"), "frozen gpt", SHORT),
+    "zero 3, data 2, convnet": row(data_plan(2, shard=THREE), "convnet", UNEVEN),
+    "zero 3, data 2, convnet, 2 micro-batches": row(
+        data_plan(2, shard=THREE, microbatches=2, reshard="microbatch"), "frozen convnet", SHORT, ADAMW
+    ),
+    "zero 3, data 3": row(data_plan(3, shard=THREE, microbatches=2, clip_norm=0.2), "grouped gpt", (8, 2, 7)),
+    "zero 3, data 4": row(data_plan(4, shard=THREE, clip_norm=0.1), "rotary tied gpt", SHORT, ADAMW),
+    "zero 3, data 4, group norm": row(
+        data_plan(4, shard=THREE, microbatches=2, reshard="microbatch"), "group-normed convnet", UNEVEN
+    ),
+    # hybrid: shards over data, replicas over replicate
+    "hybrid zero 1": row(data_plan(2, shard=ONE, replicate=2, clip_norm=0.1), "rotary tied gpt", UNEVEN, ADAMW),
+    "hybrid zero 2": row(data_plan(2, shard=TWO, replicate=2, microbatches=2), "gpt with unused", UNEVEN),
+    "hybrid zero 3": row(data_plan(2, shard=THREE, replicate=2, clip_norm=0.1), "learned untied gpt", SHORT, ADAMW),
+    "hybrid zero 3, convnet": row(
+        data_plan(2, shard=THREE, replicate=2, microbatches=2, reshard="microbatch"), "convnet", UNEVEN
+    ),
+    "replicas of one part": row(data_plan(1, shard=TWO, replicate=2, microbatches=2), "frozen gpt", UNEVEN),
+    # recomputation
+    "recompute, full": row(recomputing("full", data_plan(2, microbatches=2)), "grouped gpt", UNEVEN),
+    "recompute, selective": row(recomputing("selective", data_plan(2, clip_norm=0.1)), "learned untied gpt", SHORT),
+    "recompute, full, convnet": row(recomputing("full", data_plan(2, microbatches=2)), "frozen convnet", SHORT),
+    "recompute, selective, convnet": row(recomputing("selective", data_plan(2)), "convnet", UNEVEN, ADAMW),
+    "recompute, full, zero 3": row(
+        recomputing("full", data_plan(2, shard=THREE, microbatches=2, reshard="microbatch")), "grouped gpt", UNEVEN
+    ),
+    "recompute, selective, zero 3": row(
+        recomputing("selective", data_plan(2, shard=THREE)), "rotary tied gpt", SHORT, ADAMW
+    ),
     # the examples
     **{f"examples/{path.name}": row(read_plan(path), "rotary tied gpt", UNEVEN) for path in EXAMPLES.glob("*.toml")},
 }

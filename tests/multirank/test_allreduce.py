@@ -238,7 +238,7 @@ def test_buckets_leave_while_the_backward_pass_runs(monkeypatch: pytest.MonkeyPa
     events: list[str] = []
     sync = trainer.sync
     finish, reduce = sync.finish, collectives.all_reduce
-    monkeypatch.setattr(sync, "finish", lambda *args: (events.append("finish"), finish(*args))[1])
+    monkeypatch.setattr(sync, "finish", lambda *args, **kwargs: (events.append("finish"), finish(*args, **kwargs))[1])
     monkeypatch.setattr(
         "weft.sync.allreduce.all_reduce", lambda *args, **kwargs: (events.append("sent"), reduce(*args, **kwargs))[1]
     )

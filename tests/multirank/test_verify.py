@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from weft.comm.collectives import Pending
 from weft.errors import PlanError, VerifyError
 from weft.mesh import Traffic
 from weft.sync.allreduce import AllReduce
+from weft.sync.base import Totals
 from weft.training import verify as verify_module
 from weft.training.parallelize import parallelize
 from weft.training.trainer import Trainer
@@ -139,7 +141,7 @@ def test_groups_and_schedule_are_the_runs_own() -> None:
     assert outcome.worst("weight").error < 1e-12
 
     def forget_schedule(trainer: Trainer) -> None:
-        trainer._schedule = None
+        trainer.update._schedule = None
 
     assert wrong_with(forget_schedule, schedule=lambda step: 1 / (step + 1)).worst("weight").step > 1
 
@@ -207,9 +209,9 @@ def test_an_exchange_that_is_missing() -> None:
         assert isinstance(sync, AllReduce)
         finish = sync.finish
 
-        def only_the_last(loss_sum: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        def only_the_last(loss_sum: Tensor, count: Tensor, *, with_norm: bool) -> Totals:
             sync._pending = [Pending(None, Traffic())] * sync._buckets.tail_bucket
-            return finish(loss_sum, count)
+            return finish(loss_sum, count, with_norm=with_norm)
 
         sync.finish = only_the_last  # type: ignore[method-assign]
         sync._launch_full = lambda: None  # type: ignore[method-assign]
@@ -253,7 +255,9 @@ def test_not_a_number_is_never_near(where: str) -> None:
             model.get_parameter("head.bias").register_hook(lambda gradient: gradient * nan)
         elif where == "loss":
             finish = trainer.sync.finish
-            trainer.sync.finish = lambda *args: (finish(*args)[0] * nan, torch.tensor(6.0))  # type: ignore[method-assign]
+            trainer.sync.finish = lambda *args, **kwargs: dataclasses.replace(  # type: ignore[method-assign]
+                finish(*args, **kwargs), loss_sum=torch.tensor(nan)
+            )
         else:
             update = trainer.optimizer.step
 
@@ -286,8 +290,8 @@ def test_a_gradient_that_should_not_be_there_and_one_that_should() -> None:
             finish = trainer.sync.finish
             parameter = trainer.model.get_parameter(name)
 
-            def finish_and_change(*args: Any) -> Any:
-                totals = finish(*args)
+            def finish_and_change(*args: Any, **kwargs: Any) -> Any:
+                totals = finish(*args, **kwargs)
                 parameter.grad = value(parameter.detach())
                 return totals
 

@@ -20,7 +20,6 @@ from weft.plan.plan import (
     Pipeline,
     Plan,
     Precision,
-    Recompute,
     Sequence,
     Server,
     Step,
@@ -52,6 +51,12 @@ def test_the_default_plan_can_run():
         Plan(step=Step(microbatches=3, clip_norm=1.0)),
         Plan(data=Data(buffers="broadcast", check_every=0)),
         Plan(data=Data(buffers="local", check_every=1)),
+        Plan(axes=Axes(data=2), data=Data(shard="optimizer")),
+        Plan(axes=Axes(data=2, replicate=2), data=Data(shard="gradients", offload=True)),
+        Plan(step=Step(microbatches=2), data=Data(shard="parameters", reshard="microbatch")),
+        Plan(data=Data(offload=True)),
+        Plan(precision=Precision(compute="bf16", reduce="bf16", accumulate="bf16")),
+        Plan(precision=Precision(compute="fp16", reduce="fp16", accumulate="fp16", loss_scale=1024)),
         Plan(compile=Compile(blocks=True)),
         Plan(comm=Comm(transport="c10d", bucket_bytes=1)),
     ],
@@ -64,18 +69,11 @@ def test_what_is_built_can_run(plan):
     ("plan", "problem"),
     [
         (Plan(axes=Axes(pipeline=2)), "[axes] pipeline = 2 is not built yet; use 1"),
-        (Plan(axes=Axes(replicate=2)), "[axes] replicate = 2 is not built yet; use 1"),
         (Plan(axes=Axes(tensor=4)), "[axes] tensor = 4 is not built yet; use 1"),
         (Plan(axes=Axes(ulysses=2)), "[axes] ulysses = 2 is not built yet; use 1"),
         (Plan(axes=Axes(ring=2)), "[axes] ring = 2 is not built yet; use 1"),
         (Plan(data=Data(sync="server")), '[data] sync = "server" is not built yet; use "all-reduce"'),
-        (Plan(data=Data(shard="optimizer")), '[data] shard = "optimizer" is not built yet; use "nothing"'),
-        (Plan(data=Data(offload=True)), "[data] offload = true is not built yet; use false"),
         (Plan(codec=Codec(name="half")), '[codec] name = "half" is not built yet; use "none"'),
-        (Plan(precision=Precision(compute="bf16")), '[precision] compute = "bf16" is not built yet; use "model"'),
-        (Plan(precision=Precision(reduce="bf16")), '[precision] reduce = "bf16" is not built yet; use "fp32"'),
-        (Plan(precision=Precision(accumulate="bf16")), '[precision] accumulate = "bf16" is not built yet; use "fp32"'),
-        (Plan(recompute=Recompute(policy="full")), '[recompute] policy = "full" is not built yet; use "none"'),
         (Plan(comm=Comm(transport="shared")), '[comm] transport = "shared" is not built yet; use "auto" or "c10d"'),
         (
             Plan(step=Step(microbatches=2), data=Data(balance=True)),
@@ -97,7 +95,6 @@ def test_what_is_not_built_is_refused(plan, problem):
         Plan(data=Data(sync="delayed", delay="auto", every=4)),
         Plan(data=Data(sync="server"), server=Server(mode="bounded", staleness=3)),
         Plan(codec=Codec(name="topk", density=0.1, warmup_steps=100)),
-        Plan(data=Data(shard="parameters", reshard="microbatch")),
     ],
 )
 def test_a_field_is_not_blamed_where_its_switch_is_not_built(plan):
@@ -174,8 +171,26 @@ def test_advice_names_only_what_is_built(monkeypatch):
 
 def test_reshard_without_zero_3_has_no_effect():
     assert check(Plan(data=Data(reshard="microbatch"))) == [
-        '[data] reshard = "microbatch" has no effect with [data] shard = "nothing"; leave it out'
+        '[data] reshard = "microbatch" has no effect with [data] shard = "nothing"; leave it out, or set [data] shard '
+        'to "parameters"'
     ]
+
+
+def test_replicas_of_nothing_sharded_belong_on_the_data_axis():
+    assert check(Plan(axes=Axes(data=2, replicate=2)), num_ranks=4) == [
+        '[axes] replicate = 2 has no effect with [data] shard = "nothing"; leave it out and put its ranks on [axes] '
+        'data, or set [data] shard to "optimizer", "gradients" or "parameters"'
+    ]
+    assert check(Plan(axes=Axes(data=4)), num_ranks=4) == []
+
+
+@pytest.mark.parametrize("compute", ["model", "bf16"])
+def test_only_an_fp16_loss_is_scaled(compute):
+    assert check(Plan(precision=Precision(compute=compute, loss_scale=1024))) == [
+        f'[precision] loss_scale = 1024 has no effect with [precision] compute = "{compute}"; leave it out, or set '
+        '[precision] compute to "fp16"'
+    ]
+    assert check(Plan(precision=Precision(compute=compute, loss_scale="dynamic"))) == []
 
 
 def test_every_codec_but_none_warms_up(all_built):
@@ -207,6 +222,60 @@ def test_the_number_of_ranks(axes, num_ranks, problem, all_built):
     assert check(Plan(axes=axes), num_ranks=axes.num_ranks) == []
 
 
+@pytest.mark.parametrize(
+    ("axes", "num_ranks", "problem"),
+    [
+        (
+            Axes(data=2, replicate=3),
+            4,
+            "the axes need replicate 3 × data 2 = 6 ranks, 4 are running; 4 is not a multiple of replicate 3; set "
+            "[axes] replicate = 2 and data = 2, or start 6",
+        ),
+        (
+            Axes(data=2, replicate=2),
+            8,
+            "the axes need replicate 2 × data 2 = 4 ranks, 8 are running; set [axes] data = 4, or start 4",
+        ),
+        (
+            Axes(data=2, replicate=2),
+            5,
+            "the axes need replicate 2 × data 2 = 4 ranks, 5 are running; 5 is not a multiple of replicate 2; set "
+            "[axes] replicate = 1 and data = 5, or start 4",
+        ),
+        (
+            Axes(data=2, replicate=4, tensor=2),
+            12,
+            "the axes need replicate 4 × data 2 × tensor 2 = 16 ranks, 12 are running; 12 is not a multiple of "
+            "replicate 4 × tensor 2 = 8; set [axes] replicate = 3 and data = 2, or start 16",
+        ),
+        (
+            Axes(data=2, replicate=2, tensor=2),
+            5,
+            "the axes need replicate 2 × data 2 × tensor 2 = 8 ranks, 5 are running; start 8 or another multiple of 4, "
+            "which is what the axes besides data take",
+        ),
+    ],
+)
+def test_replicas_that_do_not_divide_the_ranks(axes, num_ranks, problem, all_built):
+    plan = Plan(axes=axes, data=Data(shard="optimizer"))
+    assert check(plan, num_ranks=num_ranks) == [problem]
+    assert check(plan, num_ranks=axes.num_ranks) == []
+
+
+def test_the_advice_on_replicas_works():
+    for wished in range(2, 7):
+        for num_ranks in range(1, 25):
+            wanted = Plan(axes=Axes(data=50, replicate=wished), data=Data(shard="parameters"))
+            (problem,) = check(wanted, num_ranks=num_ranks)
+            numbers = [
+                int(word.split(",")[0].split(" ")[0]) for word in problem.split("set [axes] ")[1].split(" = ")[1:]
+            ]
+            replicate, data = numbers if len(numbers) == 2 else (wished, *numbers)
+            axes = Axes(data=data, replicate=replicate)
+            assert replicate <= wished
+            assert check(Plan(axes=axes, data=Data(shard="parameters")), num_ranks=num_ranks) == []
+
+
 def test_the_advice_on_ranks_works(all_built):
     for others in range(1, 6):
         for num_ranks in range(1, 20):
@@ -219,7 +288,7 @@ def test_the_advice_on_ranks_works(all_built):
 
 
 def test_a_batch_smaller_than_the_data_ranks(all_built):
-    plan = Plan(axes=Axes(data=2, replicate=2, tensor=2))
+    plan = Plan(axes=Axes(data=2, replicate=2, tensor=2), data=Data(shard="optimizer"))
     assert check(plan, global_batch=4) == check(plan, global_batch=5) == []
     assert check(plan, global_batch=3) == [
         "a global batch of 3 is smaller than the 4 data ranks (replicate 2 × data 2), so some rank would never have a "

@@ -28,6 +28,8 @@ def record(step: int, loss: float = 1.0) -> StepRecord:
         sent_bytes={"data": 8},
         memory_bytes=1,
         grad_norm=None,
+        num_skipped=0,
+        loss_scale=None,
     )
 
 
@@ -56,6 +58,8 @@ def test_the_fields_are_those_promised() -> None:
         "sent_bytes",
         "memory_bytes",
         "grad_norm",
+        "num_skipped",
+        "loss_scale",
     ]
 
 

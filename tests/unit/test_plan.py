@@ -40,7 +40,7 @@ DEFAULTS = {
     ),
     "server": dict(mode="sync", shards=1, staleness=0, backups=0, compensation=0.0, lr_scaling="none"),
     "codec": dict(name="none", density=0.01, rank=4, levels=256, clip=0.0, warmup_steps=0),
-    "precision": dict(compute="model", reduce="fp32", accumulate="fp32"),
+    "precision": dict(compute="model", reduce="fp32", accumulate="fp32", loss_scale="dynamic"),
     "recompute": dict(policy="none"),
     "compile": dict(blocks=False),
     "comm": dict(transport="auto", bucket_bytes=26214400),
@@ -105,9 +105,10 @@ def test_bounds_that_belong_to_the_range_are_accepted():
     assert Codec(density=1).density == 1.0
     assert Data(outer_momentum=0, delay="auto", check_every=0) == Data(outer_momentum=0.0, delay="auto", check_every=0)
     assert Codec(levels=2).levels == 2
-    assert Precision(reduce="fp16").reduce == "fp16"
-    with pytest.raises(PlanError):
-        Precision(accumulate="fp16")
+    assert Precision(reduce="fp16", accumulate="fp16").accumulate == "fp16"
+    assert [Precision(loss_scale=scale).loss_scale for scale in ("dynamic", 0, 1024)] == ["dynamic", 0, 1024]
+    with pytest.raises(PlanError, match=r"^\[precision\] loss_scale = 0.5 must be a whole number, at least 0, or "):
+        Precision(loss_scale=0.5)
 
 
 def test_a_whole_number_is_a_number():
@@ -211,6 +212,6 @@ def test_every_section_is_positional_free():
 
 
 def test_planning_needs_no_torch():
-    rooms = "check, fields, grid, plan, reference, rules, text"
+    rooms = "check, fields, grid, plan, reference, rules, shards, text, wire"
     code = f"import sys; from weft.plan import {rooms}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -2,8 +2,9 @@
 
 import pytest
 
+from weft.errors import PlanError
 from weft.plan import check as check_file
-from weft.plan.check import check
+from weft.plan.check import check, require
 from weft.plan.plan import Axes, Codec, Data, Pipeline, Plan, Precision, Server, Step
 from weft.plan.rules import combination_problems
 
@@ -77,6 +78,39 @@ SHARDED = Data(shard="gradients")
             Plan(codec=Codec(name="half"), precision=Precision(reduce="bf16")),
             '[precision] reduce = "bf16" has no effect with [codec] name = "half"',
         ),
+        (
+            Plan(precision=Precision(compute="fp16", loss_scale=0)),
+            '[precision] compute = "fp16" keeps nothing below 6e-8, and [precision] loss_scale = 0 lifts no gradient '
+            'above that; leave loss_scale at "dynamic", set a factor such as 1024, or set [precision] compute = "bf16"',
+        ),
+        (
+            Plan(precision=Precision(compute="fp16", loss_scale=1)),
+            "[precision] loss_scale = 1 lifts no gradient above that",
+        ),
+        (
+            Plan(precision=Precision(accumulate="bf16")),
+            '[precision] accumulate = "bf16" is for gradients of that very format, and those of [precision] compute = '
+            '"model" may be wider; leave it at "fp32", or set [precision] compute = "bf16"',
+        ),
+        (
+            Plan(precision=Precision(compute="bf16", accumulate="fp16")),
+            '[precision] accumulate = "fp16" overflows at 65504, and gradients of [precision] compute = "bf16" are not '
+            'scaled to stay below; leave it at "fp32", or set [precision] compute = "fp16"',
+        ),
+        (
+            Plan(precision=Precision(compute="fp16", accumulate="bf16")),
+            '[precision] accumulate = "bf16" keeps 8 of the 11 significant bits that gradients of [precision] compute '
+            '= "fp16" have; leave it at "fp32", or set [precision] compute = "bf16"',
+        ),
+        (
+            Plan(precision=Precision(reduce="fp16")),
+            '[precision] reduce = "fp16" overflows at 65504, and only fp16 gradients are scaled to stay below; with '
+            '[precision] compute = "model" set [precision] reduce to "fp32" or "bf16"',
+        ),
+        (
+            Plan(precision=Precision(compute="bf16", reduce="fp16")),
+            'with [precision] compute = "bf16" set [precision] reduce to "fp32" or "bf16"',
+        ),
     ],
 )
 def test_what_does_not_go_together(plan, words):
@@ -101,6 +135,17 @@ def test_what_does_not_go_together(plan, words):
         Plan(axes=Axes(data=4), data=Data(sync="server"), server=Server(backups=3)),
         Plan(axes=Axes(data=2), data=Data(sync="delayed", delay=3, every=2)),
         Plan(codec=Codec(name="dgc", density=0.001, clip=1.0)),
+        Plan(precision=Precision(compute="fp16")),
+        Plan(precision=Precision(compute="fp16", loss_scale=2, reduce="fp16", accumulate="fp16")),
+        Plan(precision=Precision(compute="fp16", reduce="bf16")),
+        Plan(precision=Precision(compute="bf16", reduce="bf16", accumulate="bf16")),
+        Plan(precision=Precision(reduce="bf16")),
+        Plan(
+            axes=Axes(data=2, replicate=2),
+            step=Step(microbatches=2, clip_norm=1.0),
+            data=Data(shard="parameters", reshard="microbatch", offload=True),
+            precision=Precision(compute="fp16"),
+        ),
     ],
 )
 def test_what_does_go_together(plan, monkeypatch):
@@ -116,3 +161,32 @@ def test_dgc_refuses_adam(optimizer):
     assert problem in check(plan, optimizer=optimizer)
     assert not list(combination_problems(plan, optimizer="SGD"))
     assert not list(combination_problems(plan))
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
+def test_sharding_refuses_an_optimizer_that_needs_whole_tensors(shard):
+    plan = Plan(axes=Axes(data=2), data=Data(shard=shard))
+    assert check(plan, optimizer="Whitening", elementwise=False) == [
+        f'Whitening needs whole tensors, but with [data] shard = "{shard}" each rank keeps a flat range of every '
+        "tensor; use an optimizer that treats each element by itself, such as AdamW or SGD, or set [data] shard = "
+        '"nothing"'
+    ]
+    assert check(plan, elementwise=False)[0].startswith("this optimizer needs whole tensors")
+    assert check(Plan(axes=Axes(data=2)), optimizer="Whitening", elementwise=False) == []
+    with pytest.raises(PlanError, match="^Whitening needs whole tensors"):
+        require(plan, optimizer="Whitening", elementwise=False)
+
+
+@pytest.mark.parametrize("optimizer", ["Muon", "Adafactor", "LBFGS", "SparseAdam", "Shampoo", "SOAP", "LARS", "Lamb"])
+def test_optimizers_that_need_whole_tensors_are_known_by_name(optimizer):
+    plan = Plan(axes=Axes(data=2), data=SHARDED)
+    (problem,) = check(plan, optimizer=optimizer)
+    assert problem.startswith(f"{optimizer} needs whole tensors")
+    # what was found by trying goes before the name
+    assert check(plan, optimizer=optimizer, elementwise=True) == []
+    assert check(Plan(axes=Axes(data=2)), optimizer=optimizer) == []
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adam", "NAdam", "Adagrad", "RMSprop", "Rprop", "MyOwn", None])
+def test_sharding_takes_any_other_optimizer(optimizer):
+    assert check(Plan(axes=Axes(data=2), data=SHARDED), optimizer=optimizer) == []

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import pytest
 
+from weft.plan.plan import Axes, Data, Plan, Step
+from weft.plan.shards import Flat
 from weft.plan.wire import (
+    SHARDED_TAIL_ITEM_BYTES,
+    SHARDED_TAIL_WORDS,
     TAIL_WORDS,
     Collective,
     Member,
+    ShardedFlat,
     assign_buckets,
     batch_norm_bytes,
     gradient_all_reduce_bytes,
     sent_bytes,
+    shard_buckets,
+    sharded_bytes,
     tail_of,
 )
 
@@ -156,3 +163,129 @@ def test_batch_norm_bytes_written_out() -> None:
     assert batch_norm_bytes([3, 3], item_bytes=4, microbatches=1, data=4) == 2 * (3 * 28 + 36)
     assert batch_norm_bytes([3], item_bytes=4, microbatches=1, data=1) == 0
     assert batch_norm_bytes([], item_bytes=4, microbatches=5, data=4) == 0
+
+
+def sharded_plan(
+    shard: str, *, data: int = 2, replicate: int = 1, microbatches: int = 1, reshard: str = "step"
+) -> Plan:
+    return Plan(
+        axes=Axes(data=data, replicate=replicate),
+        step=Step(microbatches=microbatches),
+        data=Data(shard=shard, reshard=reshard),
+    )
+
+
+def flat_of(numels: tuple[int, ...], num_parts: int, **facts) -> ShardedFlat:
+    """A float32 flat, unless told otherwise."""
+    return ShardedFlat(
+        flat=Flat(numels=numels, num_parts=num_parts), **({"item_bytes": 4, "reduce_item_bytes": 4} | facts)
+    )
+
+
+def payload(flats: list[ShardedFlat], plan: Plan) -> dict[str, int]:
+    """What a step sends besides its tail."""
+    num_parameters = sum(len(one.flat.numels) for one in flats if one.trainable)
+    tail_bytes = (SHARDED_TAIL_WORDS + num_parameters) * SHARDED_TAIL_ITEM_BYTES
+    sent = sharded_bytes(flats, plan)
+    return {axis: sent[axis] - sent_bytes("all-reduce", tail_bytes, getattr(plan.axes, axis)) for axis in sent}
+
+
+def all_reduce_payload(numels: list[int], *, bucket_bytes: int, data: int) -> int:
+    """What plain data parallelism sends of these float32 gradients besides its tail."""
+    given = [Member(numel=numel, item_bytes=4) for numel in numels]
+    whole = gradient_all_reduce_bytes(given, bucket_bytes=bucket_bytes, data=data)
+    return whole - sent_bytes("all-reduce", tail_of(given).num_bytes, data)
+
+
+NUMELS = [256 * number for number in (1, 3, 40, 2, 7, 1, 12)]  # divide by 16 ranks × 16 elements
+
+
+@pytest.mark.parametrize("data", [2, 4, 8, 16])
+@pytest.mark.parametrize("bucket_bytes", [1, 4096, MB])
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+def test_zero_1_and_2_send_what_an_all_reduce_sends(shard: str, bucket_bytes: int, data: int) -> None:
+    buckets = shard_buckets([Member(numel=numel, item_bytes=4) for numel in NUMELS], bucket_bytes)
+    flats = [flat_of(tuple(NUMELS[index] for index in bucket), data) for bucket in buckets]
+    expected = all_reduce_payload(NUMELS, bucket_bytes=bucket_bytes, data=data)
+    assert payload(flats, sharded_plan(shard, data=data)) == {"data": expected, "replicate": 0}
+
+
+@pytest.mark.parametrize("data", [2, 4, 8, 16])
+def test_zero_3_of_blocks_sends_half_as_much_again(data: int) -> None:
+    flats = [flat_of((numel,), data) for numel in NUMELS]
+    sent = payload(flats, sharded_plan("parameters", data=data))["data"]
+    assert 2 * sent == 3 * all_reduce_payload(NUMELS, bucket_bytes=MB, data=data)
+
+
+def test_what_zero_3_keeps_whole_is_gathered_once() -> None:
+    # 64 words on 2 ranks: half of 256 bytes for each gather and each reduction
+    block, root = flat_of((64,), 2), flat_of((64,), 2, is_root=True)
+    frozen = flat_of((64,), 2, trainable=False)
+    counts = {
+        (microbatches, reshard): [
+            payload([one], sharded_plan("parameters", microbatches=microbatches, reshard=reshard))["data"] // 128
+            for one in (block, root, frozen)
+        ]
+        for microbatches in (1, 3)
+        for reshard in ("step", "microbatch")
+    }
+    assert counts == {
+        (1, "step"): [2 + 1, 1 + 1, 2],
+        (1, "microbatch"): [2 + 1, 1 + 1, 2],
+        (3, "step"): [1 + 1, 1 + 1, 1],
+        (3, "microbatch"): [6 + 3, 3 + 3, 6],
+    }
+
+
+def test_only_zero_2_reduces_every_microbatch_below_zero_3() -> None:
+    one = flat_of((64,), 2)
+    sent = {shard: payload([one], sharded_plan(shard, microbatches=3))["data"] for shard in ("optimizer", "gradients")}
+    assert sent == {"optimizer": 128 + 128, "gradients": 3 * 128 + 128}
+
+
+def test_nothing_sharded_is_one_all_reduce_of_each_flat() -> None:
+    flats = [flat_of((64, 10), 1), flat_of((100,), 1, item_bytes=2, reduce_item_bytes=2)]
+    for microbatches in (1, 3):
+        plan = sharded_plan("nothing", data=4, microbatches=microbatches)
+        # 80 words of 4 bytes and 112 of 2, each 2 · 3/4 times
+        assert payload(flats, plan) == {"data": 480 + 336, "replicate": 0}
+
+
+@pytest.mark.parametrize(("shard", "microbatches"), [("optimizer", 1), ("gradients", 3), ("parameters", 3)])
+def test_replicas_exchange_parts_once_a_step(shard: str, microbatches: int) -> None:
+    flats = [flat_of((640,), 4), flat_of((64,), 4, is_root=True), flat_of((64,), 4, trainable=shard != "parameters")]
+    hybrid = sharded_plan(shard, data=4, replicate=2, microbatches=microbatches)
+    alone = sharded_plan(shard, data=4, microbatches=microbatches)
+    parts = 160 + 16 + (16 if shard != "parameters" else 0)
+    assert payload(flats, hybrid) == {"data": payload(flats, alone)["data"], "replicate": parts * 4}
+
+
+def test_parameters_and_gradients_travel_in_their_own_formats() -> None:
+    one = flat_of((64,), 2, item_bytes=2, reduce_item_bytes=4)
+    assert payload([one], sharded_plan("optimizer")) == {"data": 64 + 128, "replicate": 0}
+    assert payload([one], sharded_plan("parameters")) == {"data": 2 * 64 + 128, "replicate": 0}
+
+
+def test_padding_travels_too() -> None:
+    # 3 + 5 elements take 32 places, and three parts of 16 are 48
+    assert payload([flat_of((3, 5), 3)], sharded_plan("optimizer", data=3))["data"] == 2 * 2 * 16 * 4
+
+
+def test_a_sharded_tail_has_a_word_for_each_trainable_parameter() -> None:
+    flats = [flat_of((16, 16), 2), flat_of((16,), 2, trainable=False)]
+    plan = sharded_plan("parameters", replicate=2)
+    sent, without = sharded_bytes(flats, plan), payload(flats, plan)
+    assert {axis: sent[axis] - without[axis] for axis in sent} == {"data": (3 + 2) * 8, "replicate": (3 + 2) * 8}
+    # two gathers of both flats and one reduction of the first, whose part of 16 words the replicas exchange
+    assert without == {"data": 2 * 64 + 64 + 2 * 64, "replicate": 64}
+
+
+@pytest.mark.parametrize("shard", ["nothing", "optimizer", "gradients", "parameters"])
+def test_one_rank_sends_nothing(shard: str) -> None:
+    assert sharded_bytes([flat_of((64,), 1)], sharded_plan(shard, data=1)) == {"data": 0, "replicate": 0}
+
+
+def test_shard_buckets_fill_from_the_last_parameter() -> None:
+    assert shard_buckets(members("2 30 9 9 9 1"), 25 * MB) == ((5,), (4, 3), (2,), (1,), (0,))
+    assert shard_buckets(members("0.5 d0.5 0.5 d0.25"), 25 * MB) == ((3, 1), (2, 0))
+    assert shard_buckets([], MB) == ()

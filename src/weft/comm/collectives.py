@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 import torch
 import torch.distributed as dist
 
+from weft.comm.peers import add_up, start_all_gather, start_reduce_scatter
 from weft.mesh import Group, Traffic
 from weft.plan.wire import Collective, sent_bytes
 
@@ -51,10 +52,22 @@ class Pending:
         self._work = None
 
 
-def all_reduce(tensor: torch.Tensor, group: Group, *, op: Reduction = "sum", wait: bool = True) -> Pending:
-    """Every rank ends with the reduction of all ranks' tensors, in place."""
+def all_reduce(
+    tensor: torch.Tensor,
+    group: Group,
+    *,
+    op: Reduction = "sum",
+    wait: bool = True,
+    after: Callable[[], None] | None = None,
+) -> Pending:
+    """Every rank ends with the reduction of all ranks' tensors, in place; `after` runs when it is waited for."""
     return _run(
-        group, "all-reduce", tensor.nbytes, wait, lambda: dist.all_reduce(tensor, _REDUCTIONS[op], group.handle, True)
+        group,
+        "all-reduce",
+        tensor.nbytes,
+        wait,
+        lambda: dist.all_reduce(tensor, _REDUCTIONS[op], group.handle, True),
+        after,
     )
 
 
@@ -109,23 +122,65 @@ def gather(
 
 
 def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: Group, *, wait: bool = True) -> Pending:
-    """`output` ends as all ranks' tensors, one after another along dim 0."""
-    if group.size == 1:
+    """`output` ends as all ranks' tensors, one after another along dim 0; `tensor` may be this rank's place in it."""
+    if group.size == 1 and output.data_ptr() != tensor.data_ptr():
         output.copy_(tensor.reshape(output.shape))
+    if _is_direct(group, tensor):
+        return _run(group, "all-gather", output.nbytes, wait, lambda: start_all_gather(output, tensor, group))
     return _run(group, "all-gather", output.nbytes, wait, lambda: _all_gather_flat(output, tensor, group.handle, True))
 
 
-def reduce_scatter(output: torch.Tensor, tensor: torch.Tensor, group: Group, *, wait: bool = True) -> Pending:
-    """`output` ends as this rank's equal part, along dim 0, of the sum of all ranks' tensors."""
+def reduce_scatter(
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    group: Group,
+    *,
+    add: bool = False,
+    received: torch.Tensor | None = None,
+    wait: bool = True,
+) -> Pending:
+    """`output` ends as this rank's equal part, along dim 0, of the sum of all ranks' tensors; `add`: grows by it.
+
+    `output` may be this rank's place in `tensor`, and of a wider dtype. `received` is memory for the other ranks'
+    parts, of the size and dtype of `tensor`, for callers that keep it from call to call.
+    """
     if group.size == 1:
-        output.copy_(tensor.reshape(output.shape))
+        if add or output.data_ptr() != tensor.data_ptr():
+            _take(output, tensor.reshape(output.shape), add)
+        return Pending(None, group.traffic)
+    own, target = tensor.view(group.size, -1)[group.index], output.view(-1)
+    if _is_direct(group, tensor):
+        rows = torch.empty_like(tensor).view(-1) if received is None else received
+        return _run(
+            group,
+            "reduce-scatter",
+            tensor.nbytes,
+            wait,
+            lambda: start_reduce_scatter(tensor, rows, group),
+            lambda: add_up(target, own, rows, group, add=add),
+        )
+    in_place = not add and target.dtype == tensor.dtype
+    result = target if in_place else torch.empty_like(own)
     return _run(
         group,
         "reduce-scatter",
         tensor.nbytes,
         wait,
-        lambda: _reduce_scatter_flat(output, tensor, dist.ReduceOp.SUM, group.handle, True),
+        lambda: _reduce_scatter_flat(result, tensor.view(-1), dist.ReduceOp.SUM, group.handle, True),
+        None if in_place else lambda: _take(target, result, add),
     )
+
+
+def _take(target: torch.Tensor, result: torch.Tensor, add: bool) -> None:
+    if add:
+        target.add_(result)
+    else:
+        target.copy_(result)
+
+
+def _is_direct(group: Group, tensor: torch.Tensor) -> bool:
+    """Host tensors go by direct messages. gloo cannot send from a GPU, and NCCL has better ways."""
+    return group.handle is not None and tensor.device.type == "cpu"
 
 
 def all_to_all(
@@ -153,13 +208,18 @@ def all_to_all(
 
 
 def _run(
-    group: Group, collective: Collective, buffer_bytes: int, wait: bool, start: Callable[[], _Work | None]
+    group: Group,
+    collective: Collective,
+    buffer_bytes: int,
+    wait: bool,
+    start: Callable[[], _Work | None],
+    after: Callable[[], None] | None = None,
 ) -> Pending:
     traffic = group.traffic
     if group.handle is None:
         return Pending(None, traffic)
     traffic.add(num_calls=1, sent_bytes=sent_bytes(collective, buffer_bytes, group.size))
-    pending = Pending(start(), traffic)
+    pending = Pending(start(), traffic, after)
     if wait:
         pending.wait()
     return pending

@@ -1,52 +1,67 @@
 """What is done to a model to make it parallel, in order, on one page.
 
-    1. parameters and buffers of rank 0 become everybody's
-    2. BatchNorm takes its statistics over the data axis, unless the plan says otherwise
+    1. BatchNorm takes its statistics over the whole batch, unless the plan says otherwise
+    2. blocks recompute their activations in the backward pass, as far as the plan says
     3. blocks are compiled, last, so that the compiler sees what will run
 
+Before this, its parameters have been put where they belong (`sync/make.py`): equal on all ranks, or shared out.
 The model stays the user's own module: same class, same names, same parameters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
 from weft.blueprint import Blueprint
-from weft.comm.collectives import broadcast
 from weft.errors import ModelError
 from weft.mesh import Mesh
-from weft.parallel.batchnorm import synchronise_batch_norms
+from weft.parallel.batchnorm import SynchronisedBatchNorm, synchronise_batch_norms
+from weft.parallel.recompute import find_blocks, recompute_blocks
 
 
 def apply_plan(model: nn.Module, mesh: Mesh, blueprint: Blueprint) -> None:
     """Change a model in place as the mesh's plan says."""
     plan = mesh.plan
-    if mesh.size("data") > 1:
-        copy_from_first(model, mesh)
-        if plan.data.buffers == "synchronise":
-            synchronise_batch_norms(model, mesh.group("data", "statistics"))
+    if mesh.data_size > 1 and plan.data.buffers == "synchronise":
+        synchronise_batch_norms(model, mesh.batch_group("statistics"))
+    if plan.recompute.policy != "none":
+        recompute_blocks(model, blueprint, plan.recompute.policy)
     if plan.compile.blocks:
         compile_blocks(model, blueprint)
 
 
-@torch.no_grad()
-def copy_from_first(model: nn.Module, mesh: Mesh) -> None:
-    """Every rank starts from rank 0's parameters and buffers, whatever its own random state was."""
-    group = mesh.group("data", "control")
-    for tensor in [*model.parameters(), *model.buffers()]:
-        flat = tensor.detach().contiguous()
-        broadcast(flat, group)
-        if flat.data_ptr() != tensor.data_ptr():
-            tensor.copy_(flat)
-
-
 def compile_blocks(model: nn.Module, blueprint: Blueprint) -> None:
-    """`torch.compile` each block in place: blocks are alike, so one compilation serves all of them."""
-    if not blueprint.blocks:
-        raise ModelError(
-            "[compile] blocks = true needs a model with a list of blocks, and none was found; "
-            "give the model a weft_blueprint() or set blocks = false"
-        )
-    for name in blueprint.blocks:
-        model.get_submodule(name).compile()
+    """`torch.compile` the forward of each block in place: blocks are alike, so one compilation serves all of them."""
+    blocks = find_blocks(model, blueprint, asked="[compile] blocks = true", instead="blocks = false")
+    problems = [
+        f'[compile] blocks = true cannot compile "{block_name}.{name}", a BatchNorm that exchanges its statistics with '
+        'other ranks; set [compile] blocks = false, or [data] buffers = "broadcast" or "local"'
+        for block_name, block in blocks.items()
+        for name, module in block.named_modules()
+        if isinstance(module, SynchronisedBatchNorm)
+    ]
+    if problems:
+        raise ModelError(problems)
+    for block in blocks.values():
+        block.forward = CompiledForward(block.forward)
+
+
+class CompiledForward:
+    """What stands in a compiled block's `forward`, so that hooks on the block stay outside of what is compiled.
+
+    A copy of the model gets one of its own: a compiled function by itself would be shared, and run the first model.
+    """
+
+    def __init__(self, inner: Callable[..., Any]) -> None:
+        self.inner = inner
+        self.compiled = torch.compile(inner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.compiled(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CompiledForward, (self.inner,)

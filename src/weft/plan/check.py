@@ -19,7 +19,6 @@ from weft.plan.rules import combination_problems
 # The values that work today. A field that is not listed works with every value: whoever builds a method adds its value
 # here, or deletes the line when nothing is missing any more.
 _BUILT: dict[str, tuple[object, ...]] = {
-    "axes.replicate": (1,),
     "axes.pipeline": (1,),
     "axes.tensor": (1,),
     "axes.ulysses": (1,),
@@ -32,8 +31,6 @@ _BUILT: dict[str, tuple[object, ...]] = {
     "sequence.layout": ("zigzag",),
     "sequence.variant": ("ring",),
     "data.sync": ("all-reduce",),
-    "data.shard": ("nothing",),
-    "data.offload": (False,),
     "data.every": (1,),
     "data.switch_step": (0,),
     "data.outer": ("average",),
@@ -53,10 +50,6 @@ _BUILT: dict[str, tuple[object, ...]] = {
     "codec.levels": (256,),
     "codec.clip": (0.0,),
     "codec.warmup_steps": (0,),
-    "precision.compute": ("model",),
-    "precision.reduce": ("fp32",),
-    "precision.accumulate": ("fp32",),
-    "recompute.policy": ("none",),
     "comm.transport": ("auto", "c10d"),
 }
 
@@ -68,6 +61,8 @@ class _Switch:
     path: str
     values: tuple[object, ...] = ()
     at_least: int = 0
+    instead: str = "leave it out"
+    """What to do with the fields while the switch is off."""
 
     def is_on(self, value: object) -> bool:
         return value in self.values if self.values else isinstance(value, int) and value >= self.at_least
@@ -84,8 +79,11 @@ class _Switch:
         return f", or set [{section}] {name} to {one_of(values)}" if values else ""
 
 
+_SHARDED = ("optimizer", "gradients", "parameters")
+
 # Fields that do nothing while a switch is off. A field may depend on several; the first that is off is named.
 _SWITCHES: tuple[tuple[str, _Switch], ...] = (
+    ("axes.replicate", _Switch("data.shard", _SHARDED, instead="leave it out and put its ranks on [axes] data")),
     ("pipeline.schedule", _Switch("axes.pipeline", at_least=2)),
     ("pipeline.chunks", _Switch("axes.pipeline", at_least=2)),
     ("pipeline.chunks", _Switch("pipeline.schedule", ("interleaved",))),
@@ -122,6 +120,7 @@ _SWITCHES: tuple[tuple[str, _Switch], ...] = (
     ("codec.levels", _Switch("codec.name", ("qsgd",))),
     ("codec.clip", _Switch("codec.name", ("dgc",))),
     ("codec.warmup_steps", _Switch("codec.name", CODECS)),
+    ("precision.loss_scale", _Switch("precision.compute", ("fp16",))),
 )
 
 
@@ -130,23 +129,19 @@ def check(
     *,
     num_ranks: int | None = None,
     optimizer: str | None = None,
+    elementwise: bool | None = None,
     global_batch: int | None = None,
     local_batch_statistics: bool = False,
-    half_precision: bool = False,
 ) -> list[str]:
     """Every reason why this plan cannot run; the more is given, the more is checked.
 
-    `num_ranks` are running; `optimizer` is its class name; `local_batch_statistics` says that the model has layers
-    which normalise by the batch they see (BatchNorm), `half_precision` that its parameters have 16 bits.
+    `num_ranks` are running; `optimizer` is its class name, and `elementwise` says whether it treats each element by
+    itself (None: not known, the name decides); `local_batch_statistics` says that the model has layers which normalise
+    by the batch they see (BatchNorm).
     """
     idle = _idle(plan)
     problems = [*idle.values(), *_unbuilt(plan, set(idle)).values()]
-    if half_precision and (plan.axes.data > 1 or plan.step.microbatches > 1):
-        problems.append(
-            f"the model's parameters have 16 bits, and {said(plan, 'precision.accumulate')} for such a model is not "
-            "built yet; use [axes] data = 1 and [step] microbatches = 1, or a model in float32"
-        )
-    problems += combination_problems(plan, optimizer=optimizer)
+    problems += combination_problems(plan, optimizer=optimizer, elementwise=elementwise)
     if num_ranks is not None:
         problems += _rank_problems(plan.axes, num_ranks)
     if global_batch is not None:
@@ -159,18 +154,18 @@ def require(
     *,
     num_ranks: int | None = None,
     optimizer: str | None = None,
+    elementwise: bool | None = None,
     global_batch: int | None = None,
     local_batch_statistics: bool = False,
-    half_precision: bool = False,
 ) -> None:
     """Raise PlanError with everything that `check` finds."""
     problems = check(
         plan,
         num_ranks=num_ranks,
         optimizer=optimizer,
+        elementwise=elementwise,
         global_batch=global_batch,
         local_batch_statistics=local_batch_statistics,
-        half_precision=half_precision,
     )
     if problems:
         raise PlanError(problems)
@@ -184,7 +179,7 @@ def _idle(plan: Plan) -> dict[str, str]:
         is_set = value_at(plan, path) != facts_of(SECTIONS[section])[name].default
         if is_set and path not in problems and not switch.is_on(value_at(plan, switch.path)):
             problems[path] = (
-                f"{said(plan, path)} has no effect with {said(plan, switch.path)}; leave it out{switch.advice}"
+                f"{said(plan, path)} has no effect with {said(plan, switch.path)}; {switch.instead}{switch.advice}"
             )
     return problems
 
@@ -202,16 +197,35 @@ def _rank_problems(axes: Axes, num_ranks: int) -> Iterator[str]:
     needed = axes.num_ranks
     if needed == num_ranks:
         return
-    factors = " × ".join(f"{axis} {size}" for axis, size in axes.sizes.items() if size > 1) or "data 1"
     others = needed // axes.data
+    fixed = others // axes.replicate
+    why = ""
     if num_ranks % others == 0:
         advice = f"set [axes] data = {num_ranks // others}, or start {needed}"
+    elif num_ranks % fixed == 0:
+        product = f" = {others}" if fixed > 1 else ""
+        why = f"; {num_ranks} is not a multiple of {_factors(axes, besides='data')}{product}"
+        replicate, data = _nearest_split(num_ranks // fixed, axes.replicate)
+        advice = f"set [axes] replicate = {replicate} and data = {data}, or start {needed}"
     else:
         advice = f"start {needed} or another multiple of {others}, which is what the axes besides data take"
     yield (
-        f"the axes need {factors} = {needed} rank{'s' * (needed > 1)}, {num_ranks} "
-        f"{'is' if num_ranks == 1 else 'are'} running; {advice}"
+        f"the axes need {_factors(axes)} = {needed} rank{'s' * (needed > 1)}, {num_ranks} "
+        f"{'is' if num_ranks == 1 else 'are'} running{why}; {advice}"
     )
+
+
+def _factors(axes: Axes, *, besides: str = "") -> str:
+    """The axes longer than 1, as a product in words."""
+    sizes = {axis: size for axis, size in axes.sizes.items() if size > 1 and axis != besides}
+    return " × ".join(f"{axis} {size}" for axis, size in sizes.items()) or "data 1"
+
+
+def _nearest_split(num_ranks: int, replicate: int) -> tuple[int, int]:
+    """The most replicas, up to as many as wished, that share these ranks and still have two or more each to shard."""
+    fits = [size for size in range(2, min(replicate, num_ranks // 2) + 1) if num_ranks % size == 0]
+    best = max(fits, default=1)
+    return best, num_ranks // best
 
 
 def _batch_problems(plan: Plan, global_batch: int, local_batch_statistics: bool) -> Iterator[str]:

@@ -195,10 +195,21 @@ class Precision(Section):
     """Number formats."""
 
     compute: str = declare(
-        "model", Choice(("model", "bf16", "fp16")), "Format of forward and backward; model keeps the model's own."
+        "model",
+        Choice(("model", "bf16", "fp16")),
+        "Format of forward and backward; bf16 and fp16 train fp32 master weights, model keeps the model's own.",
     )
     reduce: str = declare("fp32", Choice(("fp32", "bf16", "fp16")), "Format in which gradients are summed over ranks.")
-    accumulate: str = declare("fp32", Choice(("fp32", "bf16")), "Format in which gradients add up over microbatches.")
+    accumulate: str = declare(
+        "fp32",
+        Choice(("fp32", "bf16", "fp16")),
+        "Format in which gradients add up over microbatches: fp32, or the one of compute.",
+    )
+    loss_scale: int | str = declare(
+        "dynamic",
+        Whole(minimum=0, words=("dynamic",)),
+        "Factor on an fp16 loss that keeps small gradients from vanishing; dynamic finds the largest that fits.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +217,9 @@ class Recompute(Section):
     """Activations computed again in the backward pass instead of kept."""
 
     policy: str = declare(
-        "none", Choice(("none", "selective", "full")), "Recompute nothing, attention only, or whole blocks."
+        "none",
+        Choice(("none", "selective", "full")),
+        "Recompute nothing, attention and cheap wide activations, or whole blocks.",
     )
 
 

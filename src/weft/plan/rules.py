@@ -10,12 +10,37 @@ from collections.abc import Iterator
 
 from weft.plan.plan import Plan, said
 
+# By class name, in small letters. Their update of one element depends on others of the same tensor, or on its shape.
+_WHOLE_TENSOR_OPTIMIZERS = frozenset(
+    {
+        "adafactor",
+        "adam_mini",
+        "came",
+        "dion",
+        "distributedshampoo",
+        "lamb",
+        "lars",
+        "lbfgs",
+        "muon",
+        "novograd",
+        "shampoo",
+        "sm3",
+        "soap",
+        "sparseadam",
+    }
+)
 
-def combination_problems(plan: Plan, *, optimizer: str | None = None) -> Iterator[str]:
-    """Every combination in this plan that contradicts itself; `optimizer` is its class name, if known."""
+
+def combination_problems(plan: Plan, *, optimizer: str | None = None, elementwise: bool | None = None) -> Iterator[str]:
+    """Every combination in this plan that contradicts itself.
+
+    `optimizer` is its class name, if known; `elementwise` says whether it treats each element by itself, if known.
+    """
     yield from _pipeline_problems(plan)
     yield from _replica_problems(plan)
+    yield from _optimizer_problems(plan, optimizer, elementwise)
     yield from _codec_problems(plan, optimizer)
+    yield from _precision_problems(plan)
 
 
 def _pipeline_problems(plan: Plan) -> Iterator[str]:
@@ -78,6 +103,17 @@ def _replica_problems(plan: Plan) -> Iterator[str]:
         )
 
 
+def _optimizer_problems(plan: Plan, optimizer: str | None, elementwise: bool | None) -> Iterator[str]:
+    if elementwise is None:
+        elementwise = optimizer is None or optimizer.lower() not in _WHOLE_TENSOR_OPTIMIZERS
+    if plan.data.shard != "nothing" and not elementwise:
+        yield (
+            f"{optimizer or 'this optimizer'} needs whole tensors, but with {said(plan, 'data.shard')} each rank keeps "
+            "a flat range of every tensor; use an optimizer that treats each element by itself, such as AdamW or SGD, "
+            'or set [data] shard = "nothing"'
+        )
+
+
 def _codec_problems(plan: Plan, optimizer: str | None) -> Iterator[str]:
     codec, name = plan.codec.name, said(plan, "codec.name")
     if codec == "dgc" and optimizer is not None and any(word in optimizer.lower() for word in ("adam", "lamb")):
@@ -94,4 +130,29 @@ def _codec_problems(plan: Plan, optimizer: str | None) -> Iterator[str]:
         yield (
             f"{said(plan, 'precision.reduce')} has no effect with {name}, which decides what travels; leave it out, "
             'or set [codec] name = "none"'
+        )
+
+
+def _precision_problems(plan: Plan) -> Iterator[str]:
+    compute, accumulate = plan.precision.compute, plan.precision.accumulate
+    if compute == "fp16" and plan.precision.loss_scale in (0, 1):
+        yield (
+            f"{said(plan, 'precision.compute')} keeps nothing below 6e-8, and {said(plan, 'precision.loss_scale')} "
+            'lifts no gradient above that; leave loss_scale at "dynamic", set a factor such as 1024, or set '
+            '[precision] compute = "bf16"'
+        )
+    if accumulate not in ("fp32", compute):
+        why = {
+            "model": "is for gradients of that very format, and those of {} may be wider",
+            "bf16": "overflows at 65504, and gradients of {} are not scaled to stay below",
+            "fp16": "keeps 8 of the 11 significant bits that gradients of {} have",
+        }[compute].format(said(plan, "precision.compute"))
+        yield (
+            f'{said(plan, "precision.accumulate")} {why}; leave it at "fp32", or set [precision] compute = '
+            f'"{accumulate}"'
+        )
+    if plan.precision.reduce == "fp16" and compute != "fp16":
+        yield (
+            f"{said(plan, 'precision.reduce')} overflows at 65504, and only fp16 gradients are scaled to stay below; "
+            f'with {said(plan, "precision.compute")} set [precision] reduce to "fp32" or "bf16"'
         )

@@ -22,23 +22,24 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from weft.comm.buckets import Buckets, make_buckets
 from weft.comm.collectives import Pending, all_reduce, broadcast
 from weft.errors import ModelError
 from weft.mesh import Group
+from weft.parallel.flats import Piece
 from weft.plan.wire import TAIL_WORDS
+from weft.sync.base import Totals, WholeGradients
 
 _COUNT_RADIX = 4096
 """A count travels as two words below this radix, so that float32 sums of it stay exact up to 2**36 targets."""
 
 
-class AllReduce:
+class AllReduce(WholeGradients):
     """Sums gradients over the ranks of a group, in buckets, overlapped with the backward pass."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: Group, *, bucket_bytes: int) -> None:
-        self._parameters = tuple(parameters)
+    def __init__(self, pieces: Sequence[Piece], group: Group, *, bucket_bytes: int) -> None:
+        super().__init__(pieces)
         self._group = group
         self._bucket_bytes = bucket_bytes
         self._armed = False
@@ -52,8 +53,7 @@ class AllReduce:
         self.begin()
 
     def begin(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
+        super().begin()
         if not self._order_agreed and self._exchanged:
             self._agree_on_order()
         self._used = [False] * len(self._parameters)
@@ -74,7 +74,7 @@ class AllReduce:
         finally:
             self._counting = True
 
-    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool) -> Totals:
         views = self._buckets.views
         unused = [index for index, used in enumerate(self._used) if not used]
         for index in unused:
@@ -90,7 +90,8 @@ class AllReduce:
             for index in unused:
                 self._parameters[index].grad = views[index] if flags[index] else None
         totals = self._buckets.tail[:TAIL_WORDS].clone()  # the tail's memory is the next step's too
-        return totals[0], totals[1].double() * _COUNT_RADIX + totals[2]
+        exact_count = totals[1].double() * _COUNT_RADIX + totals[2]
+        return Totals(loss_sum=totals[0], count=exact_count, norm=self.norm() if with_norm else None)
 
     def state(self) -> dict[str, Any]:
         # The layout decides the order of additions inside a ring all-reduce, so it is part of "to the bit".

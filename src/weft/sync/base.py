@@ -4,25 +4,52 @@
 
     begin()                      before the first micro-batch: the last step's gradients are let go
     arm()                        before the last micro-batch's forward: from now on gradients may leave when ready
+    pass_by()                    instead of a forward and backward, by a rank without samples in this micro-batch
+    end_microbatch()             after every micro-batch
     finish(loss_sum, count)      after the last micro-batch, also by a rank that had no data at all
+    publish()                    after the optimizer's update, unless it was skipped
 
 The loss that is differentiated is a *sum* over this rank's targets over a number all ranks agree on, so syncs add
-gradients and never average. After `finish` every parameter's `.grad` is the sum over the data axis; a parameter that no
-rank used keeps `grad = None`, one that only other ranks used has their sum.
+gradients and never average. `pieces` are what the optimizer updates. After `finish` the `.grad` of every piece is the
+sum over all data ranks; that of a parameter that no rank used is None, one that only other ranks used has their sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from weft.layout import Layout
+from weft.parallel.flats import FlatParameters, Piece
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """What a step added up to over all ranks, as tensors that nobody has to wait for."""
+
+    loss_sum: torch.Tensor
+    count: torch.Tensor
+    norm: torch.Tensor | None = None
+    """The 2-norm of all gradients together, where it was asked for."""
+
 
 class Sync(Protocol):
     """What the trainer asks of every way to exchange gradients."""
+
+    pieces: Sequence[Piece]
+    """What the optimizer updates."""
+
+    flats: Sequence[FlatParameters]
+    """Where pieces are parts of: the buffers that hold parameters. Empty where every rank has whole parameters."""
+
+    @property
+    def keeps_step(self) -> bool:
+        """Forward passes exchange something, so every rank must run as many as the others."""
 
     def begin(self) -> None:
         """Forget the last step's gradients."""
@@ -30,11 +57,20 @@ class Sync(Protocol):
     def arm(self) -> None:
         """The next backward pass is the last one of this step: exchange what it makes ready, beside it."""
 
+    def pass_by(self) -> None:
+        """Take part in what a micro-batch's forward and backward passes exchange, without samples."""
+
+    def end_microbatch(self) -> None:
+        """A micro-batch's backward pass is over."""
+
     def ignoring(self) -> AbstractContextManager[object]:
         """Backward passes in here only keep this rank in step with the others; their gradients count for nothing."""
 
-    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Complete the exchange; returns the loss sum and the count over all ranks, as float tensors."""
+    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool) -> Totals:
+        """Complete the exchange."""
+
+    def publish(self) -> None:
+        """Make the model's parameters follow what the optimizer updated."""
 
     def state(self) -> dict[str, Any]:
         """What must be kept for the same plan to go on to the bit: plain values and tensors."""
@@ -43,15 +79,54 @@ class Sync(Protocol):
         """Go on from what `state` returned."""
 
 
-class Alone:
-    """One data rank: there is nobody to exchange with."""
+def whole_pieces(model: nn.Module) -> tuple[Piece, ...]:
+    """Every trainable parameter as it is."""
+    return tuple(
+        Piece(name=name, tensor=parameter, layout=Layout(global_shape=tuple(parameter.shape)))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    )
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = tuple(parameters)
+
+def norm_of(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The 2-norm of tensors together, in float64, without waiting for a device."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch._foreach_norm(list(gradients))
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device, torch.float64) for norm in norms]))
+    return total
+
+
+class WholeGradients:
+    """What all syncs have in common whose ranks hold whole parameters and whole gradients."""
+
+    keeps_step = False
+    flats: Sequence[FlatParameters] = ()
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.pieces: Sequence[Piece] = tuple(pieces)
+        self._parameters = tuple(piece.tensor for piece in self.pieces)
 
     def begin(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
+
+    def pass_by(self) -> None:
+        pass
+
+    def end_microbatch(self) -> None:
+        pass
+
+    def publish(self) -> None:
+        pass
+
+    def norm(self) -> torch.Tensor:
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        return norm_of(gradients, self._parameters[0].device)
+
+
+class Alone(WholeGradients):
+    """One data rank: there is nobody to exchange with."""
 
     def arm(self) -> None:
         pass
@@ -59,8 +134,8 @@ class Alone:
     def ignoring(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return loss_sum, count
+    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool) -> Totals:
+        return Totals(loss_sum=loss_sum, count=count, norm=self.norm() if with_norm else None)
 
     def state(self) -> dict[str, Any]:
         return {}

@@ -20,7 +20,7 @@ class BufferPolicy:
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self._model = model
         self._mesh = mesh
-        self._active = mesh.size("data") > 1 and mesh.plan.data.buffers == "broadcast"
+        self._active = mesh.data_size > 1 and mesh.plan.data.buffers == "broadcast"
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -32,7 +32,7 @@ class BufferPolicy:
             by_dtype.setdefault(buffer.dtype, []).append(buffer)
         for buffers in by_dtype.values():
             flat = torch.cat([buffer.flatten() for buffer in buffers])
-            broadcast(flat, self._mesh.group("data", "control"))
+            broadcast(flat, self._mesh.batch_group("control"))
             for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
                 buffer.copy_(part.view_as(buffer))
 
@@ -47,13 +47,13 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 def consensus_buffers(model: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
     """The buffers a checkpoint holds: the ranks' common ones, or where each keeps its own, their mean. Collective."""
     buffers = persistent_buffers(model)
-    if mesh.plan.data.buffers != "local" or mesh.size("data") == 1:
+    if mesh.plan.data.buffers != "local" or mesh.data_size == 1:
         return buffers
     agreed = {}
     for name, buffer in buffers.items():
         agreed[name] = buffer
         if buffer.is_floating_point():
             agreed[name] = buffer.clone()
-            all_reduce(agreed[name], mesh.group("data", "control"))
-            agreed[name] /= mesh.size("data")
+            all_reduce(agreed[name], mesh.batch_group("control"))
+            agreed[name] /= mesh.data_size
     return agreed

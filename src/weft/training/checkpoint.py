@@ -31,8 +31,9 @@ import torch
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError
 from weft.plan.text import format_plan
-from weft.training.buffers import consensus_buffers, persistent_buffers
+from weft.training.buffers import persistent_buffers
 from weft.training.checkpoint_folders import INDEX, publish, refuse_foreign, restore
+from weft.training.portable import Portable
 from weft.training.tensor_files import FileRecord, TensorReader, find_damage, seal, share_out, write_tensors
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def save(trainer: Trainer, directory: Path) -> None:
     """Write a checkpoint of a trainer; collective. An older one of that name is replaced when the new one is whole."""
     is_first = trainer.mesh.world.rank == 0
     partial = directory.with_name(f".{directory.name}.partial")
-    model = _model_tensors(trainer) | consensus_buffers(trainer.named_model, trainer.mesh)
+    portable = Portable(trainer)
 
     def prepare() -> None:
         if is_first:
@@ -59,14 +60,21 @@ def save(trainer: Trainer, directory: Path) -> None:
 
     def commit() -> None:
         if is_first:
-            _write_index(trainer, partial, files, maps)
+            _write_index(trainer, portable, partial, files, maps)
             publish(partial, directory)
 
     try:
         _together(trainer, "create", partial, prepare)
-        written = _together(trainer, "write", partial, lambda: _write_share(trainer, model, partial))
-        files = [record for share in written for record in share["files"]]
-        maps = {kind: {name: file for share in written for name, file in share[kind].items()} for kind in _KINDS}
+        _together(trainer, "reach", partial, lambda: _require_shared(partial))
+        written = [
+            *_write_kind(trainer, _MODEL, portable.model_sizes(), portable.model_tensors, partial),
+            *_write_kind(trainer, _OPTIMIZER, portable.optimizer_sizes(), portable.optimizer_tensors, partial),
+            *_together(trainer, "write", partial, lambda: _write_rank_part(trainer, partial)),
+        ]
+        files = [share["file"] for share in written if share["file"]]
+        maps = {
+            kind: {n: s["file"]["name"] for s in written if s["kind"] == kind for n in s["names"]} for kind in _KINDS
+        }
         _together(trainer, "finish", directory, commit)
     except CheckpointError as error:
         if is_first:
@@ -77,7 +85,7 @@ def save(trainer: Trainer, directory: Path) -> None:
 
 def load(trainer: Trainer, directory: Path) -> None:
     """Bring a trainer to where a checkpoint was taken; collective. Nothing changes unless the checkpoint is whole."""
-    world = trainer.mesh.world
+    world, portable = trainer.mesh.world, Portable(trainer)
     index: dict[str, Any] = {}
 
     def find() -> None:
@@ -86,7 +94,7 @@ def load(trainer: Trainer, directory: Path) -> None:
 
     def look() -> None:
         index.update(read_index(directory))
-        _refuse_other_model(trainer, index, directory)
+        _refuse_other_model(trainer, portable, index, directory)
 
     _together(trainer, "restore", directory, find)
     _together(trainer, "read", directory, look)
@@ -97,8 +105,8 @@ def load(trainer: Trainer, directory: Path) -> None:
         raise CheckpointError(
             [*problems, f"{directory} cannot be used; delete it to go on from an older one beside it"]
         )
-    _read_model(trainer, directory, index)
-    _read_optimizer(trainer, directory, index)
+    portable.load_model(TensorReader(directory, index["tensors"][_MODEL]))
+    portable.load_optimizer(TensorReader(directory, index["tensors"][_OPTIMIZER]), list(index["tensors"][_OPTIMIZER]))
     trainer.steps_done = index["step"]
     trainer.data_position = index["data_position"]
     if index["plan"] == format_plan(trainer.plan):
@@ -142,62 +150,48 @@ def _together(trainer: Trainer, verb: str, path: Path, action: Callable[[], Any]
     return [outcome["value"] for outcome in outcomes]
 
 
-def _write_share(trainer: Trainer, model: dict[str, torch.Tensor], partial: Path) -> dict[str, Any]:
-    """Write this rank's share of the portable tensors, and its plan-bound part."""
+def _require_shared(partial: Path) -> None:
     if not partial.is_dir():
         raise FileNotFoundError(
             2, "rank 0 made it, but it is not here: checkpoints need a folder all hosts share", partial
         )
+
+
+def _write_kind(
+    trainer: Trainer,
+    kind: str,
+    sizes: dict[str, int],
+    gather: Callable[[set[str]], dict[str, torch.Tensor]],
+    partial: Path,
+) -> list[Any]:
+    """Share out whole tensors over the ranks and write them; collective. What each rank wrote."""
     world = trainer.mesh.world
-    records, maps = [], {}
-    for kind, tensors in ((_MODEL, model), (_OPTIMIZER, _optimizer_tensors(trainer))):
-        shares = share_out({name: tensor.nbytes for name, tensor in tensors.items()}, world.size)
-        num_files = max(1, sum(1 for share in shares if share))
-        mine = shares[world.rank]
-        name = f"{kind}-{world.rank + 1:05d}-of-{num_files:05d}.safetensors"
-        if mine:
-            records.append(asdict(write_tensors(partial / name, {key: tensors[key] for key in mine}, {"format": "pt"})))
-        maps[kind] = dict.fromkeys(mine, name)
-    records.append(asdict(_write_rank_part(trainer, partial / _rank_file(world.rank))))
-    return {"files": records, **maps}
+    shares = share_out(sizes, world.size)
+    num_files = max(1, sum(1 for share in shares if share))
+    mine = shares[world.rank]
+    tensors = gather(set(mine))
+    path = partial / f"{kind}-{world.rank + 1:05d}-of-{num_files:05d}.safetensors"
 
+    def write() -> dict[str, Any]:
+        record = write_tensors(path, {name: tensors[name] for name in mine}, {"format": "pt"}) if mine else None
+        return {"kind": kind, "file": asdict(record) if record else None, "names": mine}
 
-def _model_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Parameters by name; a tied one once, under the first of its names."""
-    return {name: parameter.detach() for name, parameter in trainer.named_model.named_parameters()}
-
-
-def _global_shapes(trainer: Trainer) -> dict[str, list[int]]:
-    shapes = {name: list(layout.global_shape) for name, layout in trainer.layouts.items()}
-    return shapes | {name: list(buffer.shape) for name, buffer in persistent_buffers(trainer.named_model).items()}
-
-
-def _optimizer_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
-    tensors = {}
-    for name, parameter in trainer.named_model.named_parameters():
-        for key, value in trainer.optimizer.state.get(parameter, {}).items():
-            if not isinstance(value, torch.Tensor | int | float):
-                kind = type(trainer.optimizer).__name__
-                raise CheckpointError(
-                    f'{kind} keeps a {type(value).__name__} "{key}" for "{name}", which weft cannot save; '
-                    "use an optimizer whose state is tensors and numbers"
-                )
-            tensors[f"{name}/{key}"] = torch.as_tensor(value)
-    return tensors
+    return _together(trainer, "write", partial, write)
 
 
 def _rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def _write_rank_part(trainer: Trainer, path: Path) -> FileRecord:
+def _write_rank_part(trainer: Trainer, partial: Path) -> dict[str, Any]:
     tensors = {"rng/cpu": torch.get_rng_state()}
     if trainer.mesh.world.device.type == "cuda":
         tensors["rng/cuda"] = torch.cuda.get_rng_state()
     tensors |= {f"buffer/{name}": buffer for name, buffer in persistent_buffers(trainer.named_model).items()}
     shared = None if trainer.shared_count is None else float(trainer.shared_count)
-    values = {"sync": trainer.sync.state(), "shared_count": shared}
-    return write_tensors(path, tensors, {"values": json.dumps(values)})
+    values = {"sync": trainer.sync.state(), "shared_count": shared, "update": trainer.update.state()}
+    path = partial / _rank_file(trainer.mesh.world.rank)
+    return {"kind": "rank", "file": asdict(write_tensors(path, tensors, {"values": json.dumps(values)})), "names": []}
 
 
 def _read_rank_part(trainer: Trainer, path: Path) -> None:
@@ -212,12 +206,15 @@ def _read_rank_part(trainer: Trainer, path: Path) -> None:
             buffer.copy_(file.get_tensor(f"buffer/{name}"))
     trainer.shared_count = values["shared_count"]
     trainer.sync.load_state(values["sync"])
+    if "update" in values:  # a checkpoint from before there was anything to keep
+        trainer.update.load_state(values["update"])
 
 
-def _write_index(trainer: Trainer, partial: Path, files: list[dict[str, Any]], maps: dict[str, dict[str, str]]) -> None:
-    model = _model_tensors(trainer) | persistent_buffers(trainer.named_model)
+def _write_index(
+    trainer: Trainer, portable: Portable, partial: Path, files: list[dict[str, Any]], maps: dict[str, dict[str, str]]
+) -> None:
     hugging_face = partial / "model.safetensors.index.json"
-    total_bytes = sum(model[name].nbytes for name in maps[_MODEL])
+    total_bytes = sum(portable.model_sizes().values())
     hugging_face.write_text(json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": maps[_MODEL]}, indent=1))
     index: dict[str, Any] = {
         "format": FORMAT,
@@ -226,7 +223,7 @@ def _write_index(trainer: Trainer, partial: Path, files: list[dict[str, Any]], m
         "seed": zlib.crc32(bytes(torch.get_rng_state().tolist())),
         "plan": format_plan(trainer.plan),
         "optimizer": type(trainer.optimizer).__name__,
-        "shapes": _global_shapes(trainer),
+        "shapes": portable.shapes(),
         "tensors": maps,
         "files": [*files, asdict(seal(hugging_face))],
     }
@@ -241,9 +238,9 @@ def _index_checksum(index: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def _refuse_other_model(trainer: Trainer, index: dict[str, Any], directory: Path) -> None:
+def _refuse_other_model(trainer: Trainer, portable: Portable, index: dict[str, Any], directory: Path) -> None:
     """Every difference between the checkpoint's model and optimizer and these, in one error."""
-    mine, theirs = _global_shapes(trainer), index["shapes"]
+    mine, theirs = portable.shapes(), index["shapes"]
     problems = [f'"{name}" is missing from the checkpoint' for name in mine if name not in theirs]
     problems += [f'"{name}" of the checkpoint is not in this model' for name in theirs if name not in mine]
     problems += [
@@ -263,33 +260,3 @@ def _refuse_other_model(trainer: Trainer, index: dict[str, Any], directory: Path
         )
     if problems:
         raise CheckpointError(problems)
-
-
-@torch.no_grad()
-def _read_model(trainer: Trainer, directory: Path, index: dict[str, Any]) -> None:
-    reader = TensorReader(directory, index["tensors"][_MODEL])
-    grid, rank = trainer.mesh.grid, trainer.mesh.world.rank
-    for name, target in (_model_tensors(trainer) | persistent_buffers(trainer.named_model)).items():
-        layout = trainer.layouts.get(name)
-        region = layout.region(grid.axes.sizes, grid.coordinates(rank)) if layout and not layout.is_whole else None
-        target.copy_(reader.read(name, region))
-
-
-def _read_optimizer(trainer: Trainer, directory: Path, index: dict[str, Any]) -> None:
-    """Through the optimizer's own `load_state_dict`, which knows where each of its states must live."""
-    reader = TensorReader(directory, index["tensors"][_OPTIMIZER])
-    name_of = {id(parameter): name for name, parameter in trainer.named_model.named_parameters()}
-    keys: dict[str, list[str]] = {}
-    for entry in index["tensors"][_OPTIMIZER]:
-        name, key = entry.rsplit("/", 1)
-        keys.setdefault(name, []).append(key)
-    current = trainer.optimizer.state_dict()
-    state, number = {}, 0
-    for group in trainer.optimizer.param_groups:
-        for parameter in group["params"]:
-            name = name_of[id(parameter)]
-            if name in keys:
-                # Copied: what is read is a window on the file, which may soon be deleted.
-                state[number] = {key: reader.read(f"{name}/{key}").clone() for key in keys[name]}
-            number += 1
-    trainer.optimizer.load_state_dict({"state": state, "param_groups": current["param_groups"]})

@@ -16,43 +16,51 @@ from torch import nn
 from weft.comm.collectives import all_gather
 from weft.errors import DivergenceError
 from weft.mesh import Group, Mesh
+from weft.sync.base import Sync
 
 _ROW = 64
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DivergenceCheck:
-    """Compares weights, optimizer state and buffers over the data axis."""
+    """Compares weights, optimizer state and buffers between ranks that should hold the same."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, sync: Sync, mesh: Mesh) -> None:
         self._model = model
         self._optimizer = optimizer
+        self._sync = sync
         self._mesh = mesh
 
     @torch.no_grad()
     def run(self, step: int) -> None:
         """Raise on every rank if any two replicas differ; collective."""
-        group = self._mesh.group("data", "control")
+        everyone = self._mesh.batch_group("control")
+        if self._mesh.plan.data.shard == "nothing":
+            self._compare([*self._whole(), *self._parts()], everyone, step)
+        else:  # what the data axis shares out, only the replicas of a part can compare
+            self._compare(list(self._whole()), everyone, step)
+            self._compare(list(self._parts()), self._mesh.group("replicate", "control"), step)
+
+    def _compare(self, named: list[tuple[str, torch.Tensor]], group: Group, step: int) -> None:
         if group.size == 1:
             return
-        named = list(self._replicated())
         # The names travel too: ranks that hold different tensors must not be compared line by line.
         names = torch.tensor([zlib.crc32("\n".join(name for name, _ in named).encode())], dtype=torch.int64)
         device = self._mesh.world.device
         sums = torch.stack([names.to(device)[0], *(checksum(tensor).to(device) for _, tensor in named)])
         lengths = _gather(torch.tensor([sums.numel()], device=device), group)[:, 0].tolist()
         if len(set(lengths)) > 1:
-            self._raise(step, "the number of tensors in the optimizer state", lengths)
+            self._raise(step, "the number of tensors in the optimizer state", lengths, group)
         table = _gather(sums, group)
         differing = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
         if not differing:
             return
         first = differing[0]
         what = "the list of tensors" if first == 0 else named[first - 1][0]
-        self._raise(step, what, table[:, first].tolist(), others=len(differing) - 1)
+        self._raise(step, what, table[:, first].tolist(), group, others=len(differing) - 1)
 
-    def _raise(self, step: int, what: str, values: list[int], *, others: int = 0) -> None:
-        ranks = self._mesh.group("data", "control").ranks
+    def _raise(self, step: int, what: str, values: list[int], group: Group, *, others: int = 0) -> None:
+        ranks = group.ranks
         majority = Counter(values).most_common(1)[0][0]
         odd = [rank for rank, value in zip(ranks, values, strict=True) if value != majority]
         same = [rank for rank in ranks if rank not in odd]
@@ -63,18 +71,23 @@ class DivergenceCheck:
             "go back to the last checkpoint, and look for a faulty device or a layer that keeps state of its own"
         )
 
-    def _replicated(self) -> Iterator[tuple[str, torch.Tensor]]:
-        names = {}
-        for name, parameter in self._model.named_parameters():
-            names[parameter] = name
-            yield f"weight {name}", parameter
-        for parameter, name in names.items():
-            for key, value in sorted(self._optimizer.state.get(parameter, {}).items()):
-                if isinstance(value, torch.Tensor):
-                    yield f"optimizer state {name}.{key}", value
+    def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters as the model uses them, unless they come and go, and buffers."""
+        if self._mesh.plan.data.shard != "parameters":
+            for name, parameter in self._model.named_parameters():
+                yield f"weight {name}", parameter
         if self._mesh.plan.data.buffers != "local":
             for name, buffer in self._model.named_buffers():
                 yield f"buffer {name}", buffer
+
+    def _parts(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the optimizer updates and keeps."""
+        for piece in self._sync.pieces:
+            if self._sync.flats:
+                yield f"weight {piece.name}", piece.tensor
+            for key, value in sorted(self._optimizer.state.get(piece.tensor, {}).items()):
+                if isinstance(value, torch.Tensor):
+                    yield f"optimizer state {piece.name}.{key}", value
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:

@@ -222,6 +222,8 @@ class _Run:
             step=self.trainer.steps_done,
             loss=loss,
             grad_norm=self.trainer.grad_norm,
+            num_skipped=self.trainer.num_skipped,
+            loss_scale=self.trainer.loss_scale,
             lr=self.trainer.optimizer.param_groups[0]["lr"],
             unit=unit,
             num_units=each * self.job.steps.global_batch,

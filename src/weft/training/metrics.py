@@ -46,7 +46,11 @@ class StepRecord:
     memory_bytes: int
     """Peak so far: allocated on the device, or resident in a process on the host."""
     grad_norm: float | None
-    """Before clipping; None where the plan does not clip."""
+    """Before clipping; None where the plan neither clips nor computes in 16 bits."""
+    num_skipped: int
+    """Steps so far that changed nothing, because a gradient was not finite."""
+    loss_scale: float | None
+    """What the loss was multiplied by; None unless the plan computes in fp16."""
 
 
 class Recorder:
@@ -63,7 +67,16 @@ class Recorder:
         self._last_traffic = self._traffic()
 
     def add(
-        self, *, step: int, loss: torch.Tensor, grad_norm: torch.Tensor | None, lr: float, unit: str, num_units: int
+        self,
+        *,
+        step: int,
+        loss: torch.Tensor,
+        grad_norm: torch.Tensor | None,
+        num_skipped: int = 0,
+        loss_scale: float | None = None,
+        lr: float,
+        unit: str,
+        num_units: int,
     ) -> StepRecord | None:
         """Take note of a step that has just been issued; returns the record of the one before."""
         previous = self.flush()
@@ -82,6 +95,8 @@ class Recorder:
                 axis: sent - self._last_traffic.get(axis, (0, 0.0))[0] for axis, (sent, _) in traffic.items()
             },
             "memory_bytes": peak_memory_bytes(self._mesh.world.device),
+            "num_skipped": num_skipped,
+            "loss_scale": loss_scale,
         }
         self._waiting = (measured, loss, grad_norm)
         self._last_s, self._last_traffic = now, traffic

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,14 +10,14 @@ from torch import nn
 
 from weft.blueprint import find_blueprint
 from weft.errors import ModelError
-from weft.layout import Layout
-from weft.mesh import Mesh, join_world, make_mesh
+from weft.mesh import join_world, make_mesh
 from weft.parallel.apply import apply_plan
 from weft.parallel.batchnorm import SynchronisedBatchNorm, has_batch_norms
+from weft.parallel.flats import Piece
 from weft.plan.check import require
 from weft.plan.plan import Plan
-from weft.sync.allreduce import AllReduce
-from weft.sync.base import Alone, Sync
+from weft.sync.make import find_layouts, place
+from weft.training.elementwise import is_elementwise
 from weft.training.loss import LossFunction, resolve_loss
 from weft.training.trainer import Trainer
 
@@ -39,7 +39,8 @@ def parallelize(
     """Train a model as a plan says.
 
     The model stays an ordinary module and is changed in place: moved to this rank's device, made equal on all ranks,
-    given hooks that exchange gradients.
+    given hooks that exchange gradients. It may be on the meta device, without memory: then it gets its values here, and
+    with `[data] shard = "parameters"` no rank ever holds the whole of it.
 
     loss        "cross-entropy", or loss(output, targets) -> scalar mean, or (sum, count)
     optimizer   called with the parameters: functools.partial(torch.optim.AdamW, lr=3e-4)
@@ -50,21 +51,16 @@ def parallelize(
     world = join_world(device)
     named_model: nn.Module = getattr(model, "_orig_mod", model)
     _refuse_model(named_model)
-    require(
-        plan,
-        num_ranks=world.size,
-        global_batch=global_batch,
-        local_batch_statistics=has_batch_norms(named_model),
-        half_precision=any(p.dtype in (torch.float16, torch.bfloat16) for p in named_model.parameters()),
-    )
+    require(plan, num_ranks=world.size, global_batch=global_batch, local_batch_statistics=has_batch_norms(named_model))
     resolved_loss = resolve_loss(loss, compiled=plan.compile.blocks)
     mesh = make_mesh(plan, world)
-    model.to(world.device)
     blueprint = find_blueprint(named_model)
+    sync = place(named_model, mesh, blueprint)
     apply_plan(named_model, mesh, blueprint)
-    layouts = {name: Layout(global_shape=tuple(p.shape)) for name, p in named_model.named_parameters()}
-    made = optimizer(_optimizer_arguments(named_model, layouts, groups))
-    require(plan, optimizer=type(made).__name__)
+    layouts = find_layouts(named_model, sync)
+    made = optimizer(_optimizer_arguments(sync.pieces, groups))
+    elementwise = None if plan.data.shard == "nothing" else is_elementwise(optimizer, world.device)
+    require(plan, optimizer=type(made).__name__, elementwise=elementwise)
     return Trainer(
         model=model,
         mesh=mesh,
@@ -72,33 +68,22 @@ def parallelize(
         layouts=layouts,
         loss=resolved_loss,
         optimizer=made,
-        sync=_make_sync(named_model, mesh),
+        sync=sync,
         schedule=schedule,
         empty_forward=any(isinstance(module, SynchronisedBatchNorm) for module in named_model.modules()),
     )
 
 
-def _make_sync(model: nn.Module, mesh: Mesh) -> Sync:
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if mesh.size("data") == 1:
-        return Alone(trainable)
-    return AllReduce(trainable, mesh.group("data", "gradients"), bucket_bytes=mesh.plan.comm.bucket_bytes)
-
-
-def _optimizer_arguments(
-    model: nn.Module, layouts: dict[str, Layout], groups: ParameterGroups | None
-) -> list[dict[str, Any]]:
+def _optimizer_arguments(pieces: Sequence[Piece], groups: ParameterGroups | None) -> list[dict[str, Any]]:
     """Parameter groups: parameters with equal settings together, in the order of first appearance."""
     made: list[dict[str, Any]] = []
     settings_of: list[dict[str, Any]] = []
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        settings = groups(name, layouts[name].global_shape) if groups else {}
+    for piece in pieces:
+        settings = groups(piece.name, piece.layout.global_shape) if groups else {}
         if settings not in settings_of:
             settings_of.append(settings)
             made.append({"params": [], **settings})
-        made[settings_of.index(settings)]["params"].append(parameter)
+        made[settings_of.index(settings)]["params"].append(piece.tensor)
     return made
 
 

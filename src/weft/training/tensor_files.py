@@ -5,11 +5,13 @@ The names and shapes are the unsplit model's, so any tool that reads safetensors
 
 from __future__ import annotations
 
+import math
 import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -90,6 +92,27 @@ class TensorReader:
         self._open: dict[str, object] = {}
 
     def read(self, name: str, region: tuple[slice, ...] | None = None) -> torch.Tensor:
+        """A tensor, or a region of it."""
+        if region is None:
+            whole: torch.Tensor = self._file(name).get_tensor(name)
+            return whole
+        part: torch.Tensor = self._file(name).get_slice(name)[region]
+        return part
+
+    def read_range(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Some elements of the flattened tensor; only the rows that hold them are read."""
+        shape = self.shape(name)
+        row = math.prod(shape[1:])
+        if not shape or row == 0:
+            return self.read(name).flatten()[start:stop]
+        first, last = start // row, -(-stop // row)
+        rows = self.read(name, (slice(first, max(last, first)),))
+        return rows.flatten()[start - first * row : stop - first * row]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file(name).get_slice(name).get_shape())
+
+    def _file(self, name: str) -> Any:
         from safetensors import safe_open
 
         file_name = self._file_of.get(name)
@@ -97,9 +120,4 @@ class TensorReader:
             raise CheckpointError(f'{self._directory} holds no tensor "{name}"')
         if file_name not in self._open:
             self._open[file_name] = safe_open(self._directory / file_name, framework="pt")
-        file = self._open[file_name]
-        if region is None:
-            whole: torch.Tensor = file.get_tensor(name)  # type: ignore[attr-defined]
-            return whole
-        part: torch.Tensor = file.get_slice(name)[region]  # type: ignore[attr-defined]
-        return part
+        return self._open[file_name]

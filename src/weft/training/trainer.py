@@ -12,7 +12,7 @@ With equal batches, which is nearly always, it never happens, and no step pays f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,17 @@ from weft.errors import DataError
 from weft.layout import Layout
 from weft.mesh import Mesh
 from weft.plan.plan import Plan
-from weft.sync.base import Sync
+from weft.sync.base import Sync, Totals
 from weft.training import checkpoint
 from weft.training.buffers import BufferPolicy
 from weft.training.data import Batches
 from weft.training.divergence import DivergenceCheck
 from weft.training.generate import generate_tokens
-from weft.training.gradients import scale_and_clip
-from weft.training.loss import Count, Loss, count_targets, forward, loss_terms, no_loss
+from weft.training.loss import Count, Loss, count_targets, loss_terms, no_loss
 from weft.training.modes import evaluating
+from weft.training.precision import Caller
 from weft.training.trees import map_tensors, num_samples, split_microbatches
+from weft.training.update import Update
 
 
 class Trainer:
@@ -63,17 +64,15 @@ class Trainer:
         self.steps_done = 0
         self.data_position = 0
         """Samples handed out so far, over all ranks and epochs; kept by `weft.batches`."""
-        self.grad_norm: torch.Tensor | None = None
-        """The last step's gradient norm before clipping, where the plan clips."""
         self.shared_count: float | torch.Tensor | None = None
         """The number of targets that gradients are divided by until the true one is known."""
+        self.update = Update(optimizer, sync, mesh.plan, schedule=schedule, is_first_rank=mesh.world.rank == 0)
         self._loss = loss
-        self._schedule = schedule
+        self._call = Caller(model, mesh.plan, widens=not loss.counts_targets)
         self._empty_forward = empty_forward
         self._own_count = False
-        self._base_lrs = [group["lr"] for group in optimizer.param_groups]
         self._buffers = BufferPolicy(self.named_model, mesh)
-        self._divergence = DivergenceCheck(self.named_model, optimizer, mesh)
+        self._divergence = DivergenceCheck(self.named_model, optimizer, sync, mesh)
 
     @property
     def plan(self) -> Plan:
@@ -86,6 +85,21 @@ class Trainer:
     @property
     def data_size(self) -> int:
         return self.mesh.data_size
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The last step's gradient norm before clipping, where the plan clips or computes in 16 bits."""
+        return self.update.grad_norm
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps so far whose update was skipped, because a gradient was not finite."""
+        return self.update.num_skipped
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What the next step's loss is multiplied by, where the plan computes in fp16."""
+        return self.update.loss_scale.value if self.plan.precision.compute == "fp16" else None
 
     @property
     def named_model(self) -> nn.Module:
@@ -110,17 +124,20 @@ class Trainer:
                 self.sync.arm()
             if num_samples(inputs_part) == 0:
                 self._run_empty(inputs_part)
+                self.sync.end_microbatch()
                 continue
-            terms = loss_terms(self._loss, forward(self.model, inputs_part), targets_part, count)
+            terms = loss_terms(self._loss, self._call(inputs_part), targets_part, count)
             self._own_count = self._own_count or terms.own_count
-            factor = terms.multiplier / shared
+            factor = terms.multiplier * self.update.loss_scale.value / shared
             scaled = terms.value if isinstance(factor, float) and factor == 1.0 else terms.value * factor
             scaled.backward()
+            self.sync.end_microbatch()
             loss_sum += terms.value.detach() * terms.multiplier
             count_sum = count_sum + terms.count
-        total_loss, total_count = self.sync.finish(loss_sum, torch.as_tensor(count_sum, device=device))
-        self._update(shared, total_count)
-        return total_loss / total_count
+        counted = torch.as_tensor(count_sum, device=device)
+        totals = self.sync.finish(loss_sum, counted, with_norm=self.update.needs_norm)
+        self._update(totals, shared)
+        return totals.loss_sum / totals.count
 
     def evaluate(self, batches: Iterable[tuple[Any, Any]]) -> float:
         """The mean loss over this rank's and all other ranks' batches, without training.
@@ -132,14 +149,15 @@ class Trainer:
         device = self.mesh.world.device
         totals = torch.zeros(2, dtype=torch.float64, device=device)
         with evaluating(self.model):
-            for inputs, targets in batches:
-                for inputs_part, targets_part, count in self._cut(inputs, targets):
+            for batch in self._in_step(batches):
+                for inputs_part, targets_part, count in self._cut(*batch):
                     if num_samples(inputs_part) == 0:
+                        self.sync.pass_by()
                         continue
-                    terms = loss_terms(self._loss, forward(self.model, inputs_part), targets_part, count)
+                    terms = loss_terms(self._loss, self._call(inputs_part), targets_part, count)
                     totals[0] += terms.value * terms.multiplier
                     totals[1] += terms.count
-        all_reduce(totals, self.mesh.group("data", "control"))
+        all_reduce(totals, self.mesh.batch_group("control"))
         if float(totals[1]) == 0:
             raise DataError("nothing to evaluate: the batches hold no targets; give at least one sample")
         return float(totals[0] / totals[1])
@@ -192,9 +210,10 @@ class Trainer:
     def _run_empty(self, inputs: Any) -> None:
         """A micro-batch without samples adds nothing, but where layers exchange in their forward, others wait."""
         if not self._empty_forward:
+            self.sync.pass_by()
             return
         with self.sync.ignoring():
-            no_loss(forward(self.model, inputs)).backward()
+            no_loss(self._call(inputs)).backward()
 
     def _share_count(self, counts: list[Count]) -> float | torch.Tensor:
         """The number every rank divides its loss by: exact with one data rank, else the last step's global count."""
@@ -203,21 +222,30 @@ class Trainer:
             return torch.clamp(local, min=1) if isinstance(local, torch.Tensor) else float(max(local, 1))
         if self.shared_count is None:
             first = torch.as_tensor(local, dtype=torch.float32, device=self.mesh.world.device).reshape(1)
-            all_reduce(first, self.mesh.group("data", "control"))
+            all_reduce(first, self.mesh.batch_group("control"))
             self.shared_count = max(float(first), 1.0)
         return self.shared_count
 
-    @torch.no_grad()
-    def _update(self, shared: float | torch.Tensor, count: torch.Tensor) -> None:
-        factor, clip_norm = self._correction(shared, count), self.plan.step.clip_norm
-        if factor is not None or clip_norm:
-            gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-            self.grad_norm = scale_and_clip(gradients, factor=factor, clip_norm=clip_norm)
-        if self._schedule is not None:
-            scale = self._schedule(self.steps_done)
-            for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
-                group["lr"] = base * scale
-        self.optimizer.step()
+    def _in_step(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+        """The batches; where forward passes exchange, a rank that has no more goes on as long as others have."""
+        if not self.sync.keeps_step:
+            yield from batches
+            return
+        group, own = self.mesh.batch_group("control"), iter(batches)
+        while True:
+            batch = next(own, None)
+            some = torch.tensor([batch is not None], dtype=torch.int32, device=self.mesh.world.device)
+            all_reduce(some, group, op="max")
+            if not some.item():
+                return
+            if batch is not None:
+                yield batch
+                continue
+            for _ in range(self.plan.step.microbatches):
+                self.sync.pass_by()
+
+    def _update(self, totals: Totals, shared: float | torch.Tensor) -> None:
+        self.update.run(totals.norm, self._correction(shared, totals.count), step=self.steps_done)
         self.steps_done += 1
         self._buffers.after_step()
         if self.plan.data.check_every and self.steps_done % self.plan.data.check_every == 0:

@@ -6,13 +6,15 @@ stands out by ten orders of magnitude from a different order of additions.
 
 Dropout is switched off for it, and gradients that are nothing but rounding (a bias in front of BatchNorm has none, by
 the maths) are set to zero on both sides before the update: Adam divides by their size, and would make two different
-noises into two different weights. Lossy plans are not compared here: they obey an algebra of their own.
+noises into two different weights. Number formats are the comparison's own, not the plan's: 16 bits would hide what this
+is looking for. Lossy plans are not compared here: they obey an algebra of their own.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,12 +22,13 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from weft.comm.collectives import broadcast
+from weft.comm.collectives import all_reduce, broadcast
 from weft.comm.objects import gather_values
 from weft.errors import VerifyError
-from weft.layout import part_of
+from weft.layout import Layout, part_of
 from weft.mesh import Group
-from weft.plan.plan import Plan
+from weft.plan.plan import Plan, Precision
+from weft.training.held import held_parameters
 from weft.training.loss import LossFunction, resolve_loss
 from weft.training.parallelize import OptimizerFactory, ParameterGroups, parallelize
 from weft.training.reference import OneProcess
@@ -99,20 +102,26 @@ def verify(
     """Train copies of a model under a plan and in one process, and compare them after every step; collective.
 
     `batches` are whole global batches, the same on every rank; the rest is as for `parallelize`. The model given is not
-    changed.
+    changed. The plan's `[precision]` is left out, because both sides compute in `dtype`.
     """
     batches = [map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch) for batch in batches]
     parallel = copy.deepcopy(model).to(dtype)
     _switch_dropout_off(parallel)
-    settings: dict[str, Any] = {"optimizer": _without_noise(optimizer), "schedule": schedule, "groups": groups}
-    trainer = parallelize(parallel, plan, loss=loss, device=device, **settings)
+    plan = dataclasses.replace(plan, precision=Precision())
+    silenced = _Silenced(optimizer)
+    trainer = parallelize(
+        parallel, plan, loss=loss, device=device, optimizer=silenced, schedule=schedule, groups=groups
+    )
+    silenced.group = trainer.mesh.batch_group("control")
     world, group = trainer.mesh.world, trainer.mesh.everyone("control")
     reference = None
     if world.rank == 0:
         # Taken from rank 0's model, which is what parallelize gave every rank.
         alone = copy.deepcopy(model).to(device=world.device, dtype=dtype)
         _switch_dropout_off(alone)
-        reference = OneProcess(alone, plan, loss=resolve_loss(loss), **settings)
+        reference = OneProcess(
+            alone, plan, loss=resolve_loss(loss), optimizer=_Silenced(optimizer), schedule=schedule, groups=groups
+        )
     found: list[Difference] = []
     for number, (inputs, targets) in enumerate(batches, start=1):
         start, stop = part_of(num_samples(inputs), trainer.data_rank, trainer.data_size)
@@ -131,36 +140,62 @@ def verify(
 @torch.no_grad()
 def _compare_tensors(trainer: Trainer, reference: OneProcess | None, step: int, group: Group) -> list[Difference]:
     """Compare this rank's gradients, weights and buffers with the reference's, which rank 0 sends one by one."""
-    model, grid, rank = trainer.named_model, trainer.mesh.grid, trainer.mesh.world.rank
-    parameters = dict(model.named_parameters())
-    entries: list[tuple[str, str, torch.Tensor | None]] = [("gradient", n, p.grad) for n, p in parameters.items()]
-    entries += [("weight", n, p.detach()) for n, p in parameters.items()]
-    if trainer.plan.data.buffers == "synchronise":
-        entries += [("buffer", n, b.double()) for n, b in model.named_buffers()]
+    rank = trainer.mesh.world.rank
+    entries = list(_own_tensors(trainer))
     wanted = _reference_tensors(reference) if reference else {}
-    there = torch.tensor([(what, name) in wanted for what, name, _ in entries], device=trainer.mesh.world.device)
+    there = torch.tensor([(own.what, own.name) in wanted for own in entries], device=trainer.mesh.world.device)
     broadcast(there, group)
     largest: dict[str, float] = {}
     measured = []
-    for (what, name, mine), is_there in zip(entries, there.tolist(), strict=True):
-        layout = trainer.layouts.get(name)
-        shape = layout.global_shape if layout is not None else tuple(model.get_buffer(name).shape)
+    for own, is_there in zip(entries, there.tolist(), strict=True):
+        what, name, mine = own.what, own.name, own.tensor
+        shape = own.layout.global_shape
         true = _receive(wanted.get((what, name)), shape, trainer, group, what) if is_there else None
         if (true is None) != (mine is None):
             measured.append((what, name, float("inf"), 0.0))
         elif true is not None and mine is not None and true.numel():
             scale = float(true.abs().max())
-            part = (
-                true
-                if layout is None or layout.is_whole
-                else true[layout.region(grid.axes.sizes, grid.coordinates(rank))]
-            )
             largest[what] = max(largest.get(what, 0.0), scale)
-            measured.append((what, name, float((mine - part).abs().max()), scale))
+            off = (mine - _part(true, own.layout, trainer)).abs()
+            measured.append((what, name, float(off.max()) if off.numel() else 0.0, scale))
     return [
         _difference(what, name, step, rank, off / max(scale, _ZERO_GRADIENT * largest.get(what, 0.0), 1e-300))
         for what, name, off, scale in measured
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Own:
+    """Something of this rank's that has a counterpart in one process."""
+
+    what: str
+    name: str
+    tensor: torch.Tensor | None
+    layout: Layout
+
+
+def _own_tensors(trainer: Trainer) -> Iterator[_Own]:
+    """Gradients and weights as the optimizer has them, weights as the model uses them, buffers."""
+    held = held_parameters(trainer.named_model, trainer.sync)
+    for name, one in held.items():
+        gradient = one.piece.grad if one.piece is not None else None
+        yield _Own(what="gradient", name=name, tensor=gradient, layout=one.layout)
+        yield _Own(what="weight", name=name, tensor=one.tensor, layout=one.layout)
+    if trainer.plan.data.shard != "parameters":
+        for name, parameter in trainer.named_model.named_parameters():
+            whole = Layout(global_shape=tuple(parameter.shape))
+            yield _Own(what="weight", name=name, tensor=parameter.detach(), layout=whole)
+    if trainer.plan.data.buffers == "synchronise":
+        for name, buffer in trainer.named_model.named_buffers():
+            yield _Own(
+                what="buffer", name=name, tensor=buffer.double(), layout=Layout(global_shape=tuple(buffer.shape))
+            )
+
+
+def _part(true: torch.Tensor, layout: Layout, trainer: Trainer) -> torch.Tensor:
+    grid = trainer.mesh.grid
+    part = true[layout.region(grid.axes.sizes, grid.coordinates(trainer.mesh.world.rank))]
+    return part if layout.flat_range is None else part.flatten()[slice(*layout.flat_range)]
 
 
 def _reference_tensors(reference: OneProcess) -> dict[tuple[str, str], torch.Tensor]:
@@ -205,24 +240,31 @@ def _difference(what: str, name: str, step: int, rank: int, error: float) -> Dif
     return Difference(what=what, name=name, step=step, rank=rank, error=float("inf") if error != error else error)
 
 
-def _without_noise(optimizer: OptimizerFactory) -> OptimizerFactory:
-    """The same optimizer, seeing zero where a gradient is rounding."""
+class _Silenced:
+    """Makes the same optimizer, which sees zero where a gradient is rounding."""
 
-    @torch.no_grad()
-    def silence(made: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        del args, kwargs
-        gradients = [p.grad for group in made.param_groups for p in group["params"] if p.grad is not None]
-        sizes = [float(gradient.abs().max()) if gradient.numel() else 0.0 for gradient in gradients]
-        for gradient, size in zip(gradients, sizes, strict=True):
-            if size < _NOISE * max(sizes):
-                gradient.zero_()
+    def __init__(self, optimizer: OptimizerFactory) -> None:
+        self._optimizer = optimizer
+        self.group: Group | None = None
+        """Ranks that share gradients out: a part may be all rounding where the whole is not."""
 
-    def make(parameters: Iterable[Any]) -> torch.optim.Optimizer:
-        made = optimizer(parameters)
-        made.register_step_pre_hook(silence)
+    def __call__(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
+        made = self._optimizer(parameters)
+        made.register_step_pre_hook(self._silence)
         return made
 
-    return make
+    @torch.no_grad()
+    def _silence(self, made: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        gradients = [p.grad for group in made.param_groups for p in group["params"] if p.grad is not None]
+        if not gradients:
+            return
+        sizes = torch.stack([g.abs().max() if g.numel() else g.new_zeros(()) for g in gradients])
+        if self.group is not None:
+            all_reduce(sizes, self.group, op="max")
+        for gradient, is_noise in zip(gradients, (sizes < _NOISE * sizes.max()).tolist(), strict=True):
+            if is_noise:
+                gradient.zero_()
 
 
 def _switch_dropout_off(model: nn.Module) -> None:

@@ -1,0 +1,159 @@
+"""The memory a rank takes, against the prediction: proportional set size at its peak, per ZeRO stage and rank count.
+
+    python benchmarks/memory.py [--ranks 2 4] [--shard nothing optimizer gradients parameters] [--tokens 256]
+
+A GPT of about 200 M parameters in float32 with AdamW, gloo ranks on one host. A thread of each rank reads its
+proportional set size from /proc/self/smaps_rollup every 20 ms. Measured is the peak over a few steps less what the
+process had before the model was built and after a step of a tiny one, so that libraries and the transport are not
+counted. Every line is a run in new processes. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import multiprocessing
+import statistics
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.measure.model import profile_model
+from weft.models.gpt import GPT, GPTConfig
+from weft.plan.plan import Axes, Data, Plan, Precision, Recompute, Step
+from weft.planning.memory import Memory, predict_memory
+from weft.units import format_bytes
+
+SHARDS = ("nothing", "optimizer", "gradients", "parameters")
+SAMPLE_EVERY_S = 0.02
+LARGE = GPTConfig(vocab_size=32000, context=256, num_layers=13, hidden=1024, heads=16)
+TINY = GPTConfig(vocab_size=64, context=256, num_layers=2, hidden=64, heads=2)
+
+
+def read_pss_bytes() -> int:
+    """This process's share of memory: its own pages, and each shared page divided by those that share it."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return 1024 * int(line.split()[1])
+    raise RuntimeError("no Pss in /proc/self/smaps_rollup")
+
+
+class PeakPss:
+    """Watches this process from a thread while the context is open."""
+
+    def __enter__(self) -> PeakPss:
+        self.peak_bytes = read_pss_bytes()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(SAMPLE_EVERY_S):
+            self.peak_bytes = max(self.peak_bytes, read_pss_bytes())
+
+
+def train(config: GPTConfig, plan: Plan, *, samples: int, tokens: int, num_steps: int, meta: bool) -> weft.Trainer:
+    with torch.device("meta" if meta else "cpu"):
+        model = GPT(config)
+    optimizer = functools.partial(torch.optim.AdamW, lr=1e-4)
+    trainer = weft.parallelize(model, plan, loss="cross-entropy", optimizer=optimizer, device="cpu")
+    for step in range(num_steps):
+        generator = torch.Generator().manual_seed(1000 * step + trainer.data_rank)
+        shape = (plan.step.microbatches * samples, tokens + 1)
+        text = torch.randint(config.vocab_size, shape, generator=generator)
+        float(trainer.step(text[:, :-1].contiguous(), text[:, 1:].contiguous()))
+    return trainer
+
+
+def measure_peak_bytes(plan: Plan, *, samples: int, tokens: int, num_steps: int = 3, meta: bool = False) -> int:
+    """This rank's peak in training the large model. A default process group is there."""
+    train(TINY, plan, samples=1, tokens=tokens, num_steps=1, meta=False)
+    gc.collect()
+    before = read_pss_bytes()
+    dist.barrier()
+    with PeakPss() as watched:
+        train(LARGE, plan, samples=samples, tokens=tokens, num_steps=num_steps, meta=meta)
+        dist.barrier()
+    return watched.peak_bytes - before
+
+
+def predict(plan: Plan, *, samples: int, tokens: int) -> Memory:
+    with torch.device("meta"):
+        model, batch = GPT(LARGE), torch.empty(samples, tokens, dtype=torch.long)
+    return predict_memory(plan, profile_model(model, batch, batch, compute=plan.precision.compute))
+
+
+def run_rank(rank: int, num_ranks: int, folder: str, plan: Plan, settings: dict[str, Any], results: Any) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    results.put(measure_peak_bytes(plan, **settings))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(num_ranks: int, plan: Plan, settings: dict[str, Any]) -> list[int]:
+    """The peaks of all ranks, each in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        results = context.Queue()
+        arguments = [(rank, num_ranks, folder, plan, settings, results) for rank in range(num_ranks)]
+        ranks = [context.Process(target=run_rank, args=each) for each in arguments]
+        for process in ranks:
+            process.start()
+        peaks = [results.get(timeout=1200) for _ in ranks]
+        for process in ranks:
+            process.join()
+    return peaks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--shard", nargs="+", choices=SHARDS, default=SHARDS)
+    parser.add_argument("--samples", type=int, default=1, help="of a micro-batch")
+    parser.add_argument("--tokens", type=int, default=256, help="of a sample")
+    parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--compute", choices=("model", "bf16"), default="model")
+    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
+    parser.add_argument("--meta", action="store_true", help="build the model without memory")
+    parser.add_argument("--table", action="store_true", help="print the predicted categories too")
+    args = parser.parse_args()
+    with torch.device("meta"):
+        numel = sum(parameter.numel() for parameter in GPT(LARGE).parameters())
+    print(f"GPT of {numel / 1e6:.1f} M parameters, AdamW, gloo on the CPU, torch {torch.__version__}; a rank's peak")
+    print(f"{'ranks':>5s} {'shard':>10s} {'predicted':>10s} {'measured':>10s} {'ratio':>6s}   fullest moment")
+    for num_ranks in args.ranks:
+        for shard in args.shard:
+            plan = Plan(
+                axes=Axes(data=num_ranks),
+                step=Step(microbatches=args.microbatches),
+                data=Data(shard=shard),
+                precision=Precision(compute=args.compute),
+                recompute=Recompute(policy=args.recompute),
+            )
+            predicted = predict(plan, samples=args.samples, tokens=args.tokens)
+            settings = {"samples": args.samples, "tokens": args.tokens, "meta": args.meta}
+            measured = statistics.mean(run(num_ranks, plan, settings))
+            print(
+                f"{num_ranks:5d} {shard:>10s} {format_bytes(predicted.total):>10s} {format_bytes(measured):>10s} "
+                f"{predicted.total / measured:6.3f}   {predicted.moment}",
+                flush=True,
+            )
+            if args.table:
+                print(predicted.table(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""ZeRO-3's comings and goings: a block's parameters are whole just before it computes, and gone just after.
+
+    forward    | gather 0 | block 0 | block 1 | block 2 |            backward   | block 2 | block 1 | block 0 |
+               | gather 1 ~~~~~~~~~~|                                | gather 2 | gather 1 ~~~~~~~~~~~~~~~~~~~|
+                          | gather 2 ~~~~~~~~~~|                                | gather 0 ~~~~~~~~~|
+
+While a block computes, the next one is gathered. The root (all that is outside blocks) is gathered when the model is
+called and stays until the backward pass is over, because its backward starts at once. Gathers always go through *all*
+blocks in one order, so that a rank which skips a block, or has no data at all, stays in step with the others.
+
+Hooks run on the module's call, outside of what recomputation repeats and of what is compiled.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from weft.parallel.flats import FlatParameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Parameters that come and go together."""
+
+    module: nn.Module
+    flats: tuple[FlatParameters, ...]
+
+    def start_gather(self) -> None:
+        for flat in self.flats:
+            flat.start_gather()
+
+    def wait(self) -> None:
+        for flat in self.flats:
+            flat.wait()
+
+    def free(self) -> None:
+        for flat in self.flats:
+            flat.free()
+
+
+class Gathering:
+    """Hooks on a model that gather and free its units in time."""
+
+    def __init__(
+        self, root: Unit, blocks: Sequence[Unit], *, stay_whole: bool, block_done: Callable[[int], None]
+    ) -> None:
+        """`stay_whole`: units stay from a step's first forward to its last backward. `block_done` is told when the
+        backward pass of a block is over."""
+        self._root = root
+        self._blocks = tuple(blocks)
+        self._stay_whole = stay_whole
+        self._block_done = block_done
+        self.begin_step()
+        root.module.register_forward_pre_hook(_uncompiled(self._start_forward), prepend=True)
+        root.module.register_forward_hook(_uncompiled(self._end_forward))
+        for index, block in enumerate(self._blocks):
+            before = _uncompiled(self._make_before(index))
+            block.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+            block.module.register_forward_hook(_uncompiled(self._make_after(index)))
+
+    def begin_step(self) -> None:
+        """Nothing is whole, and no micro-batch is the last one yet."""
+        self.is_last = False
+        self._free_all()
+
+    def end_microbatch(self) -> None:
+        """After the backward pass: what was not gathered for it is, and is given back, so that all ranks keep step."""
+        if self._is_gathering_backward:
+            for index in range(self._next_backward, -1, -1):
+                self._advance_backward(index)
+        if not self._stay_whole or self.is_last:
+            self._free_all()
+
+    def pass_by(self) -> None:
+        """Take part in the gathers of a micro-batch without computing anything."""
+        self._start_forward()
+        for index in range(len(self._blocks)):
+            self._advance_forward(index)
+            if not self._stays():
+                self._blocks[index].free()
+        self._end_forward()
+
+    def _free_all(self) -> None:
+        self._next_forward, self._next_backward = 0, -1
+        self._is_gathering_backward = False
+        self._in_backward = [False] * len(self._blocks)
+        self._num_open = [0] * len(self._blocks)  # calls of each block whose backward pass is still to come
+        self._root.free()
+        for block in self._blocks:
+            block.free()
+
+    def _stays(self) -> bool:
+        return self._stay_whole and torch.is_grad_enabled()
+
+    def _start_forward(self, *_: object) -> None:
+        self._next_forward = 0
+        self._root.start_gather()
+        if self._blocks:
+            self._blocks[0].start_gather()
+            self._next_forward = 1
+        self._root.wait()
+
+    def _end_forward(self, *_: object) -> None:
+        self._advance_forward(len(self._blocks) - 1)
+        if self._stays():
+            return
+        for index, block in enumerate(self._blocks):
+            if not self._in_backward[index]:
+                block.free()
+        if torch.is_grad_enabled():
+            self._is_gathering_backward = True
+            self._next_backward = len(self._blocks) - 1
+        else:
+            self._root.free()
+
+    def _advance_forward(self, index: int) -> None:
+        """Blocks up to this one and, for later, the next one begin to be gathered; those passed by are given back."""
+        for passed in range(min(self._next_forward, index)):
+            if not self._stays() and not self._in_backward[passed]:
+                self._blocks[passed].free()
+        while self._next_forward < len(self._blocks) and self._next_forward <= index + 1:
+            self._blocks[self._next_forward].start_gather()
+            self._next_forward += 1
+
+    def _advance_backward(self, index: int) -> None:
+        while self._next_backward >= max(index - 1, 0):
+            self._blocks[self._next_backward].start_gather()
+            self._next_backward -= 1
+        for passed in range(index + 1, len(self._blocks)):
+            if not self._in_backward[passed]:
+                self._blocks[passed].free()
+
+    def _make_before(self, index: int) -> Callable[..., tuple[Any, Any]]:
+        def before_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            del module
+            if not self._in_backward[index]:  # else a checkpoint of the user's own computes the block again
+                self._advance_forward(index)
+            self._blocks[index].start_gather()  # a block that is called a second time has been given back already
+            self._blocks[index].wait()
+            if not torch.is_grad_enabled():
+                return args, kwargs
+            return self._watch_inputs(index, args, kwargs)
+
+        return before_forward
+
+    def _make_after(self, index: int) -> Callable[..., None]:
+        def before_backward(gradient: torch.Tensor) -> None:
+            del gradient
+            if not self._in_backward[index]:
+                self._in_backward[index] = True
+                if self._is_gathering_backward:
+                    self._advance_backward(index)
+                self._blocks[index].start_gather()
+            self._blocks[index].wait()
+
+        def after_forward(module: nn.Module, args: Any, output: Any) -> None:
+            del module, args
+            if self._in_backward[index]:
+                return
+            if torch.is_grad_enabled():
+                for tensor in _differentiable(output):
+                    tensor.register_hook(before_backward)
+            if not self._stays():
+                self._blocks[index].free()
+
+        return after_forward
+
+    def _watch_inputs(self, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Pass a block's inputs through a function whose backward runs when the block's own is over."""
+        tensors = _differentiable((args, kwargs))
+        if not tensors or self._in_backward[index]:
+            return args, kwargs
+        self._num_open[index] += 1
+        passed = iter(_Watch.apply(lambda: self._after_backward(index), *tensors))  # type: ignore[no-untyped-call]
+        watched: tuple[Any, Any] = tree_map_only(
+            torch.Tensor, lambda tensor: next(passed) if tensor.requires_grad else tensor, (args, kwargs)
+        )
+        return watched
+
+    def _after_backward(self, index: int) -> None:
+        self._num_open[index] -= 1
+        if self._num_open[index]:
+            return
+        self._in_backward[index] = False
+        if not self._stay_whole or self.is_last:
+            self._blocks[index].free()
+        self._block_done(index)
+
+
+def _differentiable(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+
+def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that a model compiled as a whole leaves its graph for. Without a compiler there is nothing to leave."""
+    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
+
+
+class _Watch(torch.autograd.Function):
+    """Hands tensors through; tells when their gradients pass on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, tell: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.tell = tell
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.tell()
+        return None, *gradients

@@ -1,0 +1,187 @@
+"""Activation recomputation: a block keeps less in the forward pass and computes it again in the backward pass.
+
+    full        nothing but the block's inputs is kept; the block runs once more in the backward pass
+    selective   results of matrix products and convolutions with weights are kept too; attention, norms, activation
+                functions, dropout and rotations, which are wide or cheap, are computed again
+
+torch's checkpoint does the work. Here is what it needs to be exact: random states come back (also where tensors are
+given by keyword, which torch overlooks on a GPU), running statistics of BatchNorm move once, and a block whose second
+run would not repeat the first is refused. It is the block's `forward` that is wrapped, so that hooks on the block stay
+outside and never run in the recomputation.
+
+Collectives inside a block run again in the backward pass, in the same order on every rank: synchronised BatchNorm
+gathers its statistics twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+
+from weft.blueprint import Blueprint
+from weft.errors import ModelError
+
+Forward = Callable[..., Any]
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+# Products with weights. Batched products are left out: those are attention scores, quadratic in the tokens.
+_KEPT = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.linear.default,
+        torch.ops.aten.convolution.default,
+        torch.ops.aten._scaled_mm.default,
+        torch.ops.aten._grouped_mm.default,
+    }
+)
+
+
+def recompute_blocks(model: nn.Module, blueprint: Blueprint, policy: str) -> None:
+    """Wrap the forward of each block, in place, so that it recomputes as the policy says: "selective" or "full"."""
+    blocks = find_blocks(model, blueprint, asked=f'[recompute] policy = "{policy}"', instead='policy = "none"')
+    for name, block in blocks.items():
+        block.forward = RecomputedBlock(block, name, selective=policy == "selective").forward
+        _BufferGuard(block, name).watch()
+
+
+def find_blocks(model: nn.Module, blueprint: Blueprint, *, asked: str, instead: str) -> dict[str, nn.Module]:
+    """The blocks of a model by name, one that is used twice only once; refused if there are none."""
+    if not blueprint.blocks:
+        raise ModelError(
+            f"{asked} needs a model with a list of blocks, and none was found; "
+            f"give the model a weft_blueprint() or set {instead}"
+        )
+    names = {model.get_submodule(name): name for name in reversed(blueprint.blocks)}
+    return {name: block for block, name in reversed(names.items())}
+
+
+class RecomputedBlock:
+    """Whose forward stands in for a block's. Not a closure, so that a copy of the model runs the copy's blocks."""
+
+    def __init__(self, block: nn.Module, name: str, *, selective: bool) -> None:
+        self.block = block
+        self.name = name
+        self.inner: Forward = block.forward
+        self.selective = selective
+        self.norms = [module for module in block.modules() if isinstance(module, _NormBase) and module._buffers]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self.block.training and torch.is_grad_enabled()):
+            return self.inner(*args, **kwargs)
+        # By position: torch looks there for the devices whose random state it keeps.
+        return checkpoint(
+            self._run,
+            tuple(kwargs),
+            *args,
+            *kwargs.values(),
+            use_reentrant=False,
+            preserve_rng_state=True,
+            **self._contexts(),
+        )
+
+    def _run(self, names: tuple[str, ...], *values: Any) -> Any:
+        num_args = len(values) - len(names)
+        return self.inner(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
+
+    def _contexts(self) -> dict[str, Any]:
+        """torch's argument for what runs around the first and the second forward; the compiler wants none for none."""
+        if torch.compiler.is_compiling():
+            # A graph has no side effects and nothing in place, and the second run is cut out of it.
+            return {"context_fn": selective_contexts} if self.selective else {}
+        return {"context_fn": self._eager_contexts}
+
+    def _eager_contexts(self) -> Contexts:
+        first, second = selective_contexts() if self.selective else noop_context_fn()
+        return first, _SecondRun(self.name, self.norms, second)
+
+
+class _SecondRun:
+    """While a block is recomputed, its norms move copies of their running statistics, which are then forgotten.
+
+    Their outputs do not depend on those in training, so the second run repeats the first.
+    """
+
+    def __init__(self, name: str, norms: list[_NormBase], inside: AbstractContextManager[Any]) -> None:
+        self.name = name
+        self.norms = norms
+        self.inside = inside
+        self.originals: list[dict[str, torch.Tensor | None]] = []
+
+    def __enter__(self) -> None:
+        self.originals = [dict(norm._buffers) for norm in self.norms]
+        for norm in self.norms:
+            for name, buffer in norm._buffers.items():
+                norm._buffers[name] = None if buffer is None else buffer.clone()
+        self.inside.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        for norm, buffers in zip(self.norms, self.originals, strict=True):
+            norm._buffers.update(buffers)
+        handled = self.inside.__exit__(kind, error, trace)
+        if isinstance(error, RuntimeError) and "selective activation checkpoint has been mutated" in str(error):
+            raise ModelError(
+                f'block "{self.name}" overwrites the result of a matrix product or convolution in place, which '
+                '[recompute] policy = "selective" keeps; use an operator that is not in place, or policy = "full"'
+            ) from error
+        return handled
+
+
+class _BufferGuard:
+    """Refuses a block that changes a buffer when it runs: a second run would start from the changed one.
+
+    The answer would be wrong without a word. Norms are left out, for they move copies. It watches from hooks on the
+    block, where it also sees what a compiled forward did.
+    """
+
+    def __init__(self, block: nn.Module, name: str) -> None:
+        self.block = block
+        self.name = name
+        self.modules = [module for module in block.modules() if not isinstance(module, _NormBase) and module._buffers]
+        self.before: list[tuple[nn.Module, str, torch.Tensor, int]] = []
+
+    def watch(self) -> None:
+        if self.modules:
+            self.block.register_forward_pre_hook(self._remember)
+            self.block.register_forward_hook(self._compare)
+
+    def _remember(self, block: nn.Module, args: Any) -> None:
+        del args
+        self.before = [
+            (module, name, buffer, buffer._version)
+            for module in self.modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None and block.training and torch.is_grad_enabled()
+        ]
+
+    def _compare(self, block: nn.Module, args: Any, output: Any) -> None:
+        del block, args, output
+        changed = [
+            f'{type(module).__name__}.{name} in block "{self.name}" changes when the block runs, so that computing the '
+            'block again would give another answer; set [recompute] policy = "none", or keep it out of the blocks'
+            for module, name, buffer, version in self.before
+            if module._buffers[name] is not buffer or buffer._version != version
+        ]
+        self.before = []
+        if changed:
+            raise ModelError(changed)
+
+
+def selective_contexts() -> Contexts:
+    """What a block runs under, the first and the second time, so that its products are kept; anew for each forward."""
+    contexts: Contexts = create_selective_checkpoint_contexts(_keep_products)
+    return contexts
+
+
+def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    del context, args, kwargs
+    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

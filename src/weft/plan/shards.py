@@ -1,0 +1,64 @@
+"""Where parameters lie in flat buffers, and which part of each buffer a rank keeps: ZeRO's index arithmetic.
+
+    flat        | first weight      | bias  |pad| second weight          |padding|
+    parts of 3  |        part 0         |        part 1         |        part 2         |
+
+Members follow each other, each on an aligned place, and the whole is padded so that it divides into equal, aligned
+parts. A part cuts through members wherever it falls; a rank may keep nothing of a small one. Memory and wire
+predictions count these buffers with their padding, because that is what is allocated and sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+ALIGNED_NUMEL = 16
+"""Members and parts start at multiples of this: 32 bytes in 16-bit formats, which GPU matrix kernels ask for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flat:
+    """Members in one flat buffer that is cut into equal parts, one a rank."""
+
+    numels: tuple[int, ...]
+    """Elements of each member."""
+    num_parts: int
+    """Ranks that share the buffer."""
+    offsets: tuple[int, ...] = field(init=False)
+    """Where each member starts."""
+    numel: int = field(init=False)
+    """Elements of the buffer, padding included."""
+
+    def __post_init__(self) -> None:
+        ends = itertools.accumulate((_round_up(numel, ALIGNED_NUMEL) for numel in self.numels), initial=0)
+        *offsets, end = ends
+        object.__setattr__(self, "offsets", tuple(offsets))
+        object.__setattr__(self, "numel", _round_up(end, ALIGNED_NUMEL * self.num_parts))
+
+    @property
+    def part_numel(self) -> int:
+        """Elements each rank keeps, padding included."""
+        return self.numel // self.num_parts
+
+    def part(self, number: int) -> tuple[int, int]:
+        """Where a part starts and stops in the buffer."""
+        assert 0 <= number < self.num_parts, f"part {number} of {self.num_parts}"
+        return number * self.part_numel, (number + 1) * self.part_numel
+
+    def kept(self, member: int, number: int) -> tuple[int, int]:
+        """The elements of a member, counted from its own first, that lie in a part; an empty range if none do."""
+        start, stop = self.part(number)
+        offset, numel = self.offsets[member], self.numels[member]
+        first = min(max(start - offset, 0), numel)
+        return first, max(min(stop - offset, numel), first)
+
+
+def flat_numel(numels: Sequence[int], num_parts: int) -> int:
+    """Elements of a flat buffer of these members, padding included."""
+    return Flat(numels=tuple(numels), num_parts=num_parts).numel
+
+
+def _round_up(numel: int, multiple: int) -> int:
+    return -(-numel // multiple) * multiple

@@ -1,0 +1,1 @@
+"""From profiles to plans: what a plan will cost before it runs."""

@@ -1,0 +1,237 @@
+"""The buffers in which parameters and gradients will lie under a plan: their sizes, as `sync/make.py` makes them.
+
+Number formats are those of `parallel/units.py`, the comings and goings of gradients those of `sync/gradients.py` and
+`sync/sharded.py`; a test holds the two accounts against each other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.plan.plan import Plan
+from weft.plan.shards import Flat
+from weft.plan.wire import Member, shard_buckets
+from weft.profiles.model import ModelProfile, ParameterProfile
+
+MOST_IN_FLIGHT = 2
+"""Reductions under way at once."""
+
+_STAGES = ("nothing", "optimizer", "gradients", "parameters")
+_KINDS = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """What a plan says of parameters and gradients."""
+
+    stage: int
+    """Of ZeRO: 0 to 3."""
+    in_flats: bool
+    """Parameters move into flat buffers; otherwise they stay the model's own tensors."""
+    num_parts: int
+    """Ranks that share one copy of the state."""
+    num_replicas: int
+    """Ranks that keep the same part."""
+    stays_whole: bool
+    """ZeRO-3: parameters and gradients are whole from a step's first micro-batch to its last."""
+    on_host: bool
+    """The ranks compute on CPUs, where a reduction needs memory for what it receives."""
+    offloads: bool
+    """Masters and moments are in host memory, and parameters are not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterFlat:
+    """Parameters that lie together; all of one dtype, all trainable or all frozen."""
+
+    numel: int
+    """Elements, padding included."""
+    part_numel: int
+    """Elements that one rank's optimizer updates."""
+    largest_numel: int
+    """Elements of the largest tensor among those."""
+    item_bytes: int
+    """Bytes an element as the model computes with it; the following, the same for..."""
+    master_bytes: int
+    """what the optimizer updates: another tensor where this differs,"""
+    accumulate_bytes: int
+    """gradients as they add up over micro-batches,"""
+    reduce_bytes: int
+    """gradients as they travel."""
+    trainable: bool
+    block: int | None
+    """The block that they are the unit of, under ZeRO-3; else None."""
+
+
+def find_sharding(plan: Plan, profile: ModelProfile) -> Sharding:
+    stage, data, precision = _STAGES.index(plan.data.shard), plan.axes.data, plan.precision
+    is_half = any(parameter.kind in _KINDS.values() for parameter in profile.parameters if parameter.trainable)
+    on_host = profile.device == "cpu"
+    offloads = plan.data.offload and not on_host
+    return Sharding(
+        stage=stage,
+        in_flats=stage > 0
+        or precision.compute != "model"
+        or (precision.reduce, precision.accumulate) != ("fp32", "fp32")
+        or offloads
+        or (is_half and (data * plan.axes.replicate > 1 or plan.step.microbatches > 1)),
+        num_parts=data if stage else 1,
+        num_replicas=plan.axes.replicate if stage else data * plan.axes.replicate,
+        stays_whole=stage == 3 and plan.data.reshard == "step" and plan.step.microbatches > 1,
+        on_host=on_host,
+        offloads=offloads,
+    )
+
+
+def lay_out(plan: Plan, profile: ModelProfile, sharding: Sharding) -> list[ParameterFlat]:
+    """All buffers in the order of use: the root and then the blocks, or buckets from the first parameters on."""
+    if sharding.stage == 3:
+        units = [profile.unit(block) for block in (None, *range(len(profile.blocks)))]
+        return [_flat(plan, sharding, together) for unit in units for together in _by_kind(plan, unit)]
+    if not sharding.in_flats:
+        return [_own_tensor(plan, parameter) for parameter in profile.parameters]
+    frozen = [_own_tensor(plan, parameter) for parameter in profile.parameters if not parameter.trainable]
+    trainable = [parameter for parameter in profile.parameters if parameter.trainable]
+    members = [
+        Member(numel=parameter.numel, item_bytes=_item_bytes(plan, parameter), kind=_kind(plan, parameter))
+        for parameter in trainable
+    ]
+    buckets = reversed(shard_buckets(members, plan.comm.bucket_bytes))
+    return frozen + [_flat(plan, sharding, [trainable[index] for index in bucket]) for bucket in buckets]
+
+
+def _by_kind(plan: Plan, unit: Sequence[ParameterProfile]) -> list[list[ParameterProfile]]:
+    together: dict[tuple[str, bool], list[ParameterProfile]] = {}
+    for parameter in unit:
+        together.setdefault((_kind(plan, parameter), parameter.trainable), []).append(parameter)
+    return list(together.values())
+
+
+def _flat(plan: Plan, sharding: Sharding, parameters: Sequence[ParameterProfile]) -> ParameterFlat:
+    flat = Flat(numels=tuple(parameter.numel for parameter in parameters), num_parts=sharding.num_parts)
+    first, largest = parameters[0], max(flat.numels)
+    item_bytes = _item_bytes(plan, first)
+    return ParameterFlat(
+        numel=flat.numel,
+        part_numel=flat.part_numel,
+        largest_numel=min(largest, flat.part_numel),
+        item_bytes=item_bytes,
+        master_bytes=max(first.item_bytes, 4) if _is_cast(plan, first) and first.trainable else item_bytes,
+        accumulate_bytes=_at_least(plan.precision.accumulate, item_bytes),
+        reduce_bytes=_at_least(plan.precision.reduce, item_bytes),
+        trainable=first.trainable,
+        block=first.block if sharding.stage == 3 else None,
+    )
+
+
+def _own_tensor(plan: Plan, parameter: ParameterProfile) -> ParameterFlat:
+    item_bytes = _item_bytes(plan, parameter)
+    return ParameterFlat(
+        numel=parameter.numel,
+        part_numel=parameter.numel,
+        largest_numel=parameter.numel,
+        item_bytes=item_bytes,
+        master_bytes=item_bytes,
+        accumulate_bytes=item_bytes,
+        reduce_bytes=item_bytes,
+        trainable=parameter.trainable,
+        block=None,
+    )
+
+
+def _is_cast(plan: Plan, parameter: ParameterProfile) -> bool:
+    return plan.precision.compute != "model" and not parameter.keeps_dtype
+
+
+def _item_bytes(plan: Plan, parameter: ParameterProfile) -> int:
+    return 2 if _is_cast(plan, parameter) else parameter.item_bytes
+
+
+def _kind(plan: Plan, parameter: ParameterProfile) -> str:
+    """What must be equal in one buffer: the dtype in the model, and that of the master where there is one."""
+    if _is_cast(plan, parameter):
+        return f"{_KINDS[plan.precision.compute]} of {max(parameter.item_bytes, 4)}"
+    return parameter.kind
+
+
+def _at_least(planned: str, item_bytes: int) -> int:
+    """ "fp32" never narrows a wider parameter's gradient; a 16-bit format does what it says."""
+    return max(item_bytes, 4) if planned == "fp32" else 2
+
+
+def travelling_bytes(sharding: Sharding, flats: Sequence[ParameterFlat]) -> int:
+    """Bytes of the buffers in which gradients travel. They come from a pool, which keeps them for the next step."""
+    if not sharding.in_flats:
+        return 0
+    trainable = [flat for flat in reversed(flats) if flat.trainable]
+    narrowed = 0
+    if sharding.num_replicas > 1:
+        differing = (flat for flat in trainable if flat.reduce_bytes != flat.accumulate_bytes)
+        narrowed = sum(flat.part_numel * flat.reduce_bytes for flat in differing)
+    return narrowed + _pool_bytes(sharding, trainable)
+
+
+def _pool_bytes(sharding: Sharding, flats: Sequence[ParameterFlat]) -> int:
+    """What the pool holds after a step in which gradients of these flats left in this order."""
+    pool, in_flight = _Pool(), deque[list[_Buffer]]()
+    early: dict[int, _Buffer] = {}
+    for turn, flat in enumerate(flats):
+        # Gradients of the root (stage 3) come from the start of the backward pass to its end.
+        if sharding.stays_whole or (sharding.stage == 3 and flat.block is None):
+            early[turn] = pool.borrow(flat.numel, _whole_bytes(sharding, flat))
+    for turn, flat in enumerate(flats):
+        borrowed = [early[turn]] if turn in early else []
+        if sharding.stage >= 2 and turn not in early:
+            borrowed.append(pool.borrow(flat.numel, _whole_bytes(sharding, flat)))
+        if len(in_flight) == MOST_IN_FLIGHT:
+            pool.take_back(in_flight.popleft())
+        if sharding.num_parts == 1:
+            pool.take_back(borrowed)
+            continue
+        if flat.reduce_bytes != _whole_bytes(sharding, flat):
+            borrowed.append(pool.borrow(flat.numel, flat.reduce_bytes))
+        if sharding.on_host:  # this rank's own part is not received
+            others = flat.numel - flat.part_numel
+            borrowed.append(pool.borrow(flat.numel, flat.reduce_bytes, used_numel=others))
+        in_flight.append(borrowed)
+    return pool.used_bytes
+
+
+def _whole_bytes(sharding: Sharding, flat: ParameterFlat) -> int:
+    leaves_every_microbatch = sharding.stage >= 2 and not sharding.stays_whole
+    return flat.reduce_bytes if leaves_every_microbatch else flat.accumulate_bytes
+
+
+@dataclass(slots=True)
+class _Buffer:
+    numel: int
+    item_bytes: int
+    used_numel: int
+
+
+class _Pool:
+    """Buffers that are borrowed and handed back. Memory that is never written to takes no room on a host."""
+
+    def __init__(self) -> None:
+        self._made: list[_Buffer] = []
+        self._free: list[_Buffer] = []
+
+    def borrow(self, numel: int, item_bytes: int, *, used_numel: int | None = None) -> _Buffer:
+        used = numel if used_numel is None else used_numel
+        for buffer in reversed(self._free):
+            if (buffer.numel, buffer.item_bytes) == (numel, item_bytes):
+                self._free.remove(buffer)
+                buffer.used_numel = max(buffer.used_numel, used)
+                return buffer
+        made = _Buffer(numel, item_bytes, used)
+        self._made.append(made)
+        return made
+
+    def take_back(self, buffers: Sequence[_Buffer]) -> None:
+        self._free.extend(buffers)
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(buffer.used_numel * buffer.item_bytes for buffer in self._made)

@@ -1,0 +1,1 @@
+"""What we have: models, described as plain data."""

@@ -1,0 +1,175 @@
+"""The gradients of one flat buffer of parameters: where they add up, what travels, and what the optimizer is given.
+
+whole    this rank's own gradients of all members, in the dtype they add up in (or, where they leave after every
+         micro-batch, travel in); kept, or borrowed from a pool for as long as they are needed
+part     this rank's part of the sum over ranks; a window on `whole` where that is kept anyway
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weft.comm.collectives import Pending, all_reduce, reduce_scatter
+from weft.mesh import Group
+from weft.parallel.flats import FlatParameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientSettings:
+    """What a plan says of gradients."""
+
+    accumulate: torch.dtype
+    """Of sums over micro-batches; a wider parameter's own dtype wins over float32."""
+    reduce: torch.dtype
+    """Of what travels; a wider parameter's own dtype wins over float32."""
+    every_microbatch: bool
+    """Reduced after every micro-batch, or after the last."""
+    keep_whole: bool
+    """Whether the memory of whole gradients is kept from step to step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduction:
+    """One buffer's reduction under way."""
+
+    gradients: Gradients
+    pending: Pending
+    borrowed: tuple[torch.Tensor, ...]
+    is_last: bool
+    """Nothing will be added to the part in this step any more."""
+
+
+class GradientPool:
+    """Buffers that are borrowed for a while and handed back, so that memory is neither kept twice nor made anew."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+
+    def borrow(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer with anything in it; new ones are zero."""
+        free = self._free.get((numel, dtype))
+        return free.pop() if free else torch.zeros(numel, dtype=dtype, device=device)
+
+    def hand_back(self, buffer: torch.Tensor) -> None:
+        self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
+
+
+class Gradients:
+    """Gradients of the members of one flat buffer."""
+
+    def __init__(self, flat: FlatParameters, group: Group, settings: GradientSettings, pool: GradientPool) -> None:
+        self.flat = flat
+        self._group = group
+        self.pieces = flat.make_pieces()
+        self.first_flag = 0
+        """Where this buffer's flags start in the tail."""
+        self._pool = pool
+        self._device = flat.mine.device
+        self._accumulate = _at_least(settings.accumulate, flat.kind.compute)
+        self._reduce = _at_least(settings.reduce, flat.kind.compute)
+        self._whole_dtype = self._reduce if settings.every_microbatch else self._accumulate
+        self._keep_whole = settings.keep_whole
+        self._whole: torch.Tensor | None = None
+        start, stop = flat.flat.part(group.index)
+        if self._keep_whole:
+            kept = torch.zeros(flat.flat.numel, dtype=self._whole_dtype, device=self._device)
+            self._take(kept)
+            self.part: torch.Tensor = kept[start:stop]
+        else:
+            self.part = torch.zeros(stop - start, dtype=self._accumulate, device=self._device)
+        self._part_views = flat.kept_views(self.part)
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget the last step's gradients."""
+        self._used = [False] * len(self.flat.names)
+        self._is_reduced = False
+        self.begin_microbatch()
+
+    def begin_microbatch(self) -> None:
+        """Whole gradients start anew, after they have left."""
+        self._filled = [False] * len(self.flat.names)
+        self._ready: set[int] = set()
+        self.is_closed = False
+
+    @property
+    def is_full(self) -> bool:
+        """Every gradient that will come has come."""
+        return self.is_closed or len(self._ready) == len(self.flat.names)
+
+    @property
+    def unused(self) -> list[int]:
+        """Members that got no gradient in this step."""
+        return [member for member, used in enumerate(self._used) if not used]
+
+    def add(self, member: int, gradient: torch.Tensor, *, is_last: bool) -> None:
+        """Take a gradient that has become ready; `is_last`: no other will come for this member before it leaves."""
+        if self._whole is None:
+            self._take(self._borrow(self._whole_dtype))
+        view = self._views[member]
+        if self._filled[member]:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+            self._filled[member] = self._used[member] = True
+        if is_last:
+            self._ready.add(member)
+
+    def start_reduction(self, *, is_last: bool) -> Reduction:
+        """Begin to bring the sum over ranks to this rank's part; new gradients go elsewhere meanwhile."""
+        borrowed = []
+        if self._whole is None:
+            self._take(self._borrow(self._whole_dtype))
+        whole = self._whole
+        assert whole is not None
+        for member, filled in enumerate(self._filled):
+            if not filled:
+                self._views[member].zero_()
+        if not self._keep_whole:
+            borrowed.append(whole)
+            self._whole = None
+        if self._group.size > 1 and self._reduce != whole.dtype:
+            whole = self._borrow(self._reduce).copy_(whole)
+            borrowed.append(whole)
+        received = None
+        if self._group.size > 1 and not whole.is_cuda:
+            received = self._borrow(whole.dtype)
+            borrowed.append(received)
+        is_added, self._is_reduced = self._is_reduced, True
+        pending = reduce_scatter(self.part, whole, self._group, add=is_added, received=received, wait=False)
+        return Reduction(gradients=self, pending=pending, borrowed=tuple(borrowed), is_last=is_last)
+
+    def hand_back(self, borrowed: Sequence[torch.Tensor]) -> None:
+        """A reduction is complete: others may use what it borrowed."""
+        for buffer in borrowed:
+            self._pool.hand_back(buffer)
+
+    def start_replication(self, group: Group) -> Pending:
+        """Begin to add up this part over ranks that keep the same one."""
+        if self._reduce == self.part.dtype:
+            return all_reduce(self.part, group, wait=False)
+        narrow = self.part.to(self._reduce)
+        return all_reduce(narrow, group, wait=False, after=lambda: self._widen(narrow))
+
+    def hand_over(self) -> None:
+        """Give the optimizer's tensors their gradients."""
+        for piece, view in zip(self.pieces, self._part_views, strict=True):
+            piece.tensor.grad = view.to(piece.tensor.device, piece.tensor.dtype)
+
+    def _widen(self, narrow: torch.Tensor) -> None:
+        self.part.copy_(narrow)
+
+    def _take(self, whole: torch.Tensor) -> None:
+        self._whole = whole
+        self._views = self.flat.member_views(whole)
+
+    def _borrow(self, dtype: torch.dtype) -> torch.Tensor:
+        return self._pool.borrow(self.flat.flat.numel, dtype, self._device)
+
+
+def _at_least(planned: torch.dtype, own: torch.dtype) -> torch.dtype:
+    """ "fp32" never narrows a float64 model; an explicit 16-bit format does what it says."""
+    return torch.promote_types(planned, own) if planned == torch.float32 else planned

@@ -1,0 +1,179 @@
+"""From a plan to the sync that carries it out: one page of decisions.
+
+one data rank, the model's own precision        `Alone`
+several, the model's own precision               `AllReduce`
+anything sharded, cast, narrowed or offloaded    `Sharded`, with as many parts as ranks share one copy
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from weft.blueprint import Blueprint
+from weft.comm.collectives import broadcast
+from weft.layout import Layout
+from weft.mesh import Group, Mesh
+from weft.parallel.batchnorm import has_batch_norms
+from weft.parallel.flats import FlatParameters
+from weft.parallel.gathering import Gathering, Unit
+from weft.parallel.materialise import Materialiser
+from weft.parallel.units import DTYPES, Members, cast_between_layers, flat_kinds, make_members
+from weft.sync.allreduce import AllReduce
+from weft.sync.base import Alone, Sync, whole_pieces
+from weft.sync.gradients import GradientSettings
+from weft.sync.sharded import Sharded
+
+log = logging.getLogger("weft")
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def needs_flats(model: nn.Module, mesh: Mesh) -> bool:
+    """Whether parameters must move into flat buffers, instead of staying the model's own tensors."""
+    plan = mesh.plan
+    is_half = any(parameter.dtype in _HALF for parameter in model.parameters() if parameter.requires_grad)
+    return (
+        plan.data.shard != "nothing"
+        or plan.precision.compute != "model"
+        or (plan.precision.reduce, plan.precision.accumulate) != ("fp32", "fp32")
+        or (plan.data.offload and mesh.world.device.type != "cpu")
+        or (is_half and (mesh.data_size > 1 or plan.step.microbatches > 1))
+    )
+
+
+def place(model: nn.Module, mesh: Mesh, blueprint: Blueprint) -> Sync:
+    """Put a model on this rank's device, its parameters where its plan wants them, equal on all ranks; collective."""
+    if needs_flats(model, mesh):
+        return _place_sharded(model, mesh, blueprint)
+    Materialiser(model, mesh).fill_all()
+    model.to(mesh.world.device)
+    copy_from_first([*model.parameters(), *model.buffers()], mesh.batch_group("control"))
+    if mesh.data_size == 1:
+        return Alone(whole_pieces(model))
+    group = mesh.group("data", "gradients")
+    return AllReduce(whole_pieces(model), group, bucket_bytes=mesh.plan.comm.bucket_bytes)
+
+
+@torch.no_grad()
+def copy_from_first(tensors: Sequence[torch.Tensor], group: Group) -> None:
+    """Every rank starts from the first one's values, whatever its own random state was."""
+    for tensor in tensors:
+        flat = tensor.detach().contiguous()
+        broadcast(flat, group)
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat)
+
+
+def find_layouts(model: nn.Module, sync: Sync) -> dict[str, Layout]:
+    """Of every parameter by name: this rank's place in it."""
+    held = {name: flat.layout(member) for flat in sync.flats for member, name in enumerate(flat.names)}
+    return {name: held.get(name) or Layout(global_shape=tuple(p.shape)) for name, p in model.named_parameters()}
+
+
+def _place_sharded(model: nn.Module, mesh: Mesh, blueprint: Blueprint) -> Sharded:
+    plan, device = mesh.plan, mesh.world.device
+    stage = ("nothing", "optimizer", "gradients", "parameters").index(plan.data.shard)
+    stays_whole = stage == 3 and plan.data.reshard == "step" and plan.step.microbatches > 1
+    reductions, replicas = _groups(mesh)
+    materialiser = Materialiser(model, mesh)
+    if stage < 3:
+        materialiser.fill_all()
+    members = make_members(model, blueprint, plan)
+    flats = []
+    for inside in members:
+        with materialiser.filling(inside) as filled:
+            flats.append(_make_flat(filled, mesh, reductions, keep_whole=stage < 3))
+    materialiser.finish()
+    _place_rest(model, mesh, flats)
+    settings = GradientSettings(
+        accumulate=DTYPES[plan.precision.accumulate],
+        reduce=DTYPES[plan.precision.reduce],
+        every_microbatch=stage == 2 or (stage == 3 and not stays_whole),
+        keep_whole=stage < 2,
+    )
+    sync = Sharded(
+        flats,
+        group=reductions,
+        replicas=replicas,
+        settings=settings,
+        device=device,
+        waits_in_backward=plan.data.buffers == "synchronise" and has_batch_norms(model),
+    )
+    if stage == 3:
+        _add_gathering(sync, model, blueprint, members, flats, stays_whole=stays_whole)
+    return sync
+
+
+def _place_rest(model: nn.Module, mesh: Mesh, flats: Sequence[FlatParameters]) -> None:
+    """Buffers, and frozen parameters that are in no flat buffer."""
+    device, kinds = mesh.world.device, flat_kinds(model, mesh.plan)
+    taken = {id(parameter) for flat in flats for parameter in flat.parameters}
+    rest: list[torch.Tensor] = []
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in taken:
+            parameter.data = parameter.data.to(device, kinds[name].compute)
+            rest.append(parameter)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+    copy_from_first([*rest, *model.buffers()], mesh.batch_group("control"))
+    if mesh.plan.precision.compute != "model":
+        cast_between_layers(model)
+
+
+def _groups(mesh: Mesh) -> tuple[Group, list[Group]]:
+    """The ranks that share one copy of the state, and those that keep the same part of it."""
+    data = mesh.group("data", "gradients")
+    if mesh.plan.data.shard == "nothing":
+        alone = dataclasses.replace(data, ranks=(mesh.world.rank,), index=0, handle=None)
+        return alone, [data]
+    return data, [mesh.group("replicate", "gradients")]
+
+
+def _make_flat(members: Members, mesh: Mesh, shared_by: Group, *, keep_whole: bool) -> FlatParameters:
+    device = mesh.world.device
+    sources = [mesh.batch_group("control")]
+    # Gathers have a group of their own: beside a backward pass their order and that of reductions may differ.
+    group = shared_by if shared_by.size == 1 else mesh.group("data", "parameters")
+    return FlatParameters(
+        members.named,
+        kind=members.kind,
+        group=group,
+        sources=sources,
+        keep_whole=keep_whole,
+        device=device,
+        master_device=torch.device("cpu") if mesh.plan.data.offload else device,
+    )
+
+
+def _add_gathering(
+    sync: Sharded,
+    model: nn.Module,
+    blueprint: Blueprint,
+    members: Sequence[Members],
+    flats: Sequence[FlatParameters],
+    *,
+    stays_whole: bool,
+) -> None:
+    flats_of: dict[str, list[FlatParameters]] = {}
+    for inside, flat in zip(members, flats, strict=True):
+        flats_of.setdefault(inside.unit, []).append(flat)
+    if not blueprint.blocks:
+        log.warning(
+            'no list of blocks was found in the model, so [data] shard = "parameters" gathers all of it at once; '
+            "give the model a weft_blueprint() that names its blocks"
+        )
+    blocks = [name for name in blueprint.blocks if name in flats_of]
+    gathering = Gathering(
+        Unit(module=model, flats=tuple(flats_of.get("", ()))),
+        [Unit(module=model.get_submodule(name), flats=tuple(flats_of[name])) for name in blocks],
+        stay_whole=stays_whole,
+        block_done=lambda index: sync.close(flats_of[blocks[index]]),
+    )
+    sync.use(gathering)

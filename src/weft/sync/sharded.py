@@ -1,0 +1,235 @@
+"""ZeRO: ranks share out the optimizer's work and state, then the gradients, then the parameters themselves.
+
+    backward      |-- block 3 --|-- block 2 --|-- block 1 --|            update        next forward
+    gradients               1 |~~ reduce-scatter ~~| 2 |~~~...         3 my part     4 |~~ all-gather ~~|
+
+(1) A gradient is copied into a flat buffer laid out like the parameters'. (2) A full buffer leaves when all before it
+have left, and this rank receives the sum of its part only, which the replicas (hybrid sharding) then add up among each
+other. (3) The optimizer updates this rank's part of every parameter; (4) parameters are gathered again, at once at
+stages 1 and 2, when a block needs them at stage 3 (`parallel/gathering.py`).
+
+With one part only and several replicas this is plain data parallelism, in any mix of number formats: gradients add up
+over micro-batches in `accumulate`, travel in `reduce`, and are given to the optimizer in the master's dtype.
+The tail (loss, count, squared norm, flags of used parameters) is a message of its own: all ranks need all of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from weft.comm.collectives import Pending, all_reduce
+from weft.errors import ModelError
+from weft.mesh import Group
+from weft.parallel.flats import FlatParameters, Piece
+from weft.parallel.gathering import Gathering
+from weft.plan.wire import SHARDED_TAIL_WORDS
+from weft.sync.base import Totals, norm_of
+from weft.sync.gradients import GradientPool, Gradients, GradientSettings, Reduction
+
+_MOST_IN_FLIGHT = 2
+"""Reductions under way at once: enough to keep the wire busy, few enough to bound the memory of transient buffers."""
+
+
+class Sharded:
+    """Reduces gradients to the part each rank keeps, and gathers parameters after the update."""
+
+    def __init__(
+        self,
+        flats: Sequence[FlatParameters],
+        *,
+        group: Group,
+        replicas: Sequence[Group],
+        settings: GradientSettings,
+        device: torch.device,
+        waits_in_backward: bool,
+    ) -> None:
+        """`flats` in the order of use; `group` shares them out, `replicas` are groups that keep the same part.
+
+        `waits_in_backward`: layers exchange inside the backward pass (BatchNorm). A rank that waited there for a
+        reduction could keep such a layer on another rank waiting, which has not started that reduction; so none does.
+        """
+        self.flats: Sequence[FlatParameters] = tuple(flats)
+        self._group = group
+        self._replicas = tuple(replica for replica in replicas if replica.size > 1)
+        self._settings = settings
+        self._device = device
+        self._most_in_flight = None if waits_in_backward else _MOST_IN_FLIGHT
+        self._gathering: Gathering | None = None
+        pool = GradientPool()
+        # Gradients become ready from the last parameters to the first.
+        trainable = [flat for flat in reversed(self.flats) if flat.kind.trainable]
+        self._gradients = tuple(Gradients(flat, group, settings, pool) for flat in trainable)
+        self._num_members = sum(len(gradients.flat.names) for gradients in self._gradients)
+        self.pieces: Sequence[Piece] = tuple(
+            piece for gradients in reversed(self._gradients) for piece in gradients.pieces
+        )
+        self._armed, self._counting = False, True
+        first_flag = SHARDED_TAIL_WORDS
+        for turn, gradients in enumerate(self._gradients):
+            gradients.first_flag = first_flag
+            first_flag += len(gradients.flat.names)
+            for member, parameter in enumerate(gradients.flat.parameters):
+                parameter.register_post_accumulate_grad_hook(self._make_hook(turn, member))
+        self.begin()
+
+    @property
+    def keeps_step(self) -> bool:
+        return self._gathering is not None
+
+    def use(self, gathering: Gathering) -> None:
+        """Let parameters come and go (stage 3)."""
+        self._gathering = gathering
+
+    def close(self, flats: Sequence[FlatParameters]) -> None:
+        """No more gradients will come for these in this backward pass."""
+        if self._is_reducing:
+            for gradients in self._gradients:
+                gradients.is_closed = gradients.is_closed or gradients.flat in flats
+            self._launch_full()
+
+    def begin(self) -> None:
+        self._armed = False
+        self._turn = 0
+        self._in_flight: deque[Reduction] = deque()
+        self._replicating: list[Pending] = []
+        for piece in self.pieces:
+            piece.tensor.grad = None
+        for gradients in self._gradients:
+            gradients.begin_step()
+        if self._gathering is not None:
+            self._gathering.begin_step()
+
+    def arm(self) -> None:
+        self._armed = True
+        if self._gathering is not None:
+            self._gathering.is_last = True
+
+    def pass_by(self) -> None:
+        if self._gathering is not None:
+            self._gathering.pass_by()
+
+    @contextmanager
+    def ignoring(self) -> Iterator[None]:
+        self._counting = False
+        try:
+            yield
+        finally:
+            self._counting = True
+
+    def end_microbatch(self) -> None:
+        if self._gathering is not None:
+            self._gathering.end_microbatch()
+        if self._is_reducing:
+            while self._turn < len(self._gradients):
+                self._launch()
+            self._turn = 0
+            for gradients in self._gradients:
+                gradients.begin_microbatch()
+
+    @torch.no_grad()
+    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool) -> Totals:
+        while self._in_flight:
+            self._complete_oldest()
+        for pending in self._replicating:
+            pending.wait()
+        self._armed = False  # a backward pass of the user's own must not start an exchange
+        for gradients in self._gradients:
+            gradients.hand_over()
+        tail = self._exchange_tail(loss_sum, count, with_norm)
+        self._drop_unused(tail)
+        norm = tail[2].sqrt() if with_norm else None
+        return Totals(loss_sum=tail[0], count=tail[1], norm=norm)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        for flat in self.flats:
+            flat.take_master()
+        if self._gathering is None:
+            for pending in [flat.start_refresh() for flat in self.flats if flat.group.size > 1]:
+                pending.wait()
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        del state
+
+    @property
+    def _is_reducing(self) -> bool:
+        return self._armed or self._settings.every_microbatch
+
+    def _make_hook(self, turn: int, member: int) -> Callable[[torch.Tensor], None]:
+        gradients = self._gradients[turn]
+
+        def gradient_ready(parameter: torch.Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            if not self._counting:
+                return
+            assert gradient is not None
+            if self._is_reducing and turn < self._turn:
+                raise ModelError(
+                    f'"{gradients.flat.names[member]}" got a second gradient in one backward pass after its first was '
+                    "sent; reentrant checkpointing of shared layers does that, so call torch.utils.checkpoint with "
+                    "use_reentrant=False"
+                )
+            gradients.add(member, gradient, is_last=self._is_reducing)
+            if self._is_reducing and gradients.is_full:
+                self._launch_full()
+
+        return gradient_ready
+
+    def _launch_full(self) -> None:
+        while self._turn < len(self._gradients) and self._gradients[self._turn].is_full:
+            self._launch()
+
+    @torch.no_grad()
+    def _launch(self) -> None:
+        """Start reducing the buffer whose turn it is."""
+        gradients = self._gradients[self._turn]
+        self._turn += 1
+        if len(self._in_flight) == self._most_in_flight:
+            self._complete_oldest()
+        self._in_flight.append(gradients.start_reduction(is_last=self._armed))
+        if self._group.size == 1:  # nothing to wait for before the replicas add up
+            self._complete_oldest()
+
+    def _complete_oldest(self) -> None:
+        reduction = self._in_flight.popleft()
+        reduction.pending.wait()
+        reduction.gradients.hand_back(reduction.borrowed)
+        if reduction.is_last:
+            for group in self._replicas:
+                self._replicating.append(reduction.gradients.start_replication(group))
+
+    def _exchange_tail(self, loss_sum: torch.Tensor, count: torch.Tensor, with_norm: bool) -> torch.Tensor:
+        """All ranks' losses, counts and squared norms added up, then one flag a parameter: whether any rank used it."""
+        tail = torch.ones(SHARDED_TAIL_WORDS + self._num_members, dtype=torch.float64, device=self._device)
+        tail[0], tail[1], tail[2] = loss_sum, count, 0.0
+        if with_norm:
+            held = [piece.tensor.grad for piece in self.pieces if piece.tensor.grad is not None]
+            tail[2] = norm_of(held, self._device) ** 2
+        for gradients in self._gradients:
+            for member in gradients.unused:
+                tail[gradients.first_flag + member] = 0.0
+        all_reduce(tail, self._group)
+        for group in self._replicas:
+            # Replicas of a part have the same squares already; what they add is their losses and counts.
+            if with_norm:
+                tail[2] /= group.size
+            all_reduce(tail, group)
+        return tail
+
+    def _drop_unused(self, tail: torch.Tensor) -> None:
+        """A parameter that no rank used has no gradient. Who used everything knows there is none, and need not look."""
+        for gradients in self._gradients:
+            if not gradients.unused:
+                continue
+            flags = tail[gradients.first_flag :].tolist()
+            for member in gradients.unused:
+                if not flags[member]:
+                    gradients.pieces[member].tensor.grad = None

@@ -1,0 +1,132 @@
+"""A trainer's weights and optimizer state as whole tensors under the unsplit model's names, whatever the plan.
+
+Writing, every rank is given the tensors it is to write, whole, while it never holds more of the others' than one flat
+buffer. Reading, every rank takes just its own part out of the files.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.errors import CheckpointError
+from weft.training.buffers import consensus_buffers, persistent_buffers
+from weft.training.held import Held, held_parameters, whole_tensors
+from weft.training.tensor_files import TensorReader
+
+if TYPE_CHECKING:
+    from weft.training.trainer import Trainer
+
+
+class Portable:
+    """The portable part of a checkpoint of one trainer."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._held = held_parameters(trainer.named_model, trainer.sync)
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Global shapes of parameters and persistent buffers."""
+        shapes = {name: list(held.layout.global_shape) for name, held in self._held.items()}
+        return shapes | {name: list(b.shape) for name, b in persistent_buffers(self._trainer.named_model).items()}
+
+    def model_sizes(self) -> dict[str, int]:
+        """Bytes of each whole tensor of the model."""
+        sizes = {name: _global_bytes(held, held.tensor) for name, held in self._held.items()}
+        return sizes | {name: buffer.nbytes for name, buffer in persistent_buffers(self._trainer.named_model).items()}
+
+    def model_tensors(self, wanted: set[str]) -> dict[str, torch.Tensor]:
+        """Those tensors of the model that are wanted here; collective."""
+        buffers = consensus_buffers(self._trainer.named_model, self._trainer.mesh)
+        tensors = _keep(whole_tensors(self._held, lambda name, held: held.tensor), wanted)
+        return tensors | {name: buffer for name, buffer in buffers.items() if name in wanted}
+
+    def optimizer_sizes(self) -> dict[str, int]:
+        """Bytes of each whole tensor of the optimizer's state, as "<parameter>/<state>"."""
+        return {
+            f"{name}/{key}": _global_bytes(self._held[name], value) if self._is_split(name, value) else value.nbytes
+            for name, key, value in self._states()
+        }
+
+    def optimizer_tensors(self, wanted: set[str]) -> dict[str, torch.Tensor]:
+        """Those tensors of the optimizer's state that are wanted here; collective."""
+        tensors: dict[str, torch.Tensor] = {}
+        states: dict[str, dict[str, torch.Tensor]] = {}
+        for name, key, value in self._states():
+            if self._is_split(name, value):
+                states.setdefault(key, {})[name] = value
+            elif f"{name}/{key}" in wanted:
+                tensors[f"{name}/{key}"] = value
+        for key, parts in sorted(states.items()):
+            gathered = whole_tensors(self._held, lambda name, held, parts=parts: parts.get(name))  # type: ignore[misc]
+            tensors |= _keep(((f"{name}/{key}", whole) for name, whole in gathered), wanted)
+        return tensors
+
+    @torch.no_grad()
+    def load_model(self, reader: TensorReader) -> None:
+        """Take this rank's part of the model out of a checkpoint's files; collective."""
+        for name, held in self._held.items():
+            held.tensor.copy_(self._read(reader, name, held))
+        for name, buffer in persistent_buffers(self._trainer.named_model).items():
+            buffer.copy_(reader.read(name))
+        self._trainer.sync.publish()
+
+    def load_optimizer(self, reader: TensorReader, entries: list[str]) -> None:
+        """Through the optimizer's own `load_state_dict`, which knows where each of its states must live."""
+        optimizer = self._trainer.optimizer
+        keys: dict[str, list[str]] = {}
+        for entry in entries:
+            name, key = entry.rsplit("/", 1)
+            keys.setdefault(name, []).append(key)
+        name_of = {id(piece.tensor): piece.name for piece in self._trainer.sync.pieces}
+        state, number = {}, 0
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = name_of[id(parameter)]
+                if name in keys:
+                    # Copied: what is read is a window on the file, which may soon be deleted.
+                    state[number] = {
+                        key: self._read(reader, f"{name}/{key}", self._held[name]).clone() for key in keys[name]
+                    }
+                number += 1
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+    def _read(self, reader: TensorReader, entry: str, held: Held) -> torch.Tensor:
+        """This rank's part of a tensor in the files; whole where its shape says that it is no element's business."""
+        layout, grid = held.layout, self._trainer.mesh.grid
+        if layout.is_whole or reader.shape(entry) != layout.global_shape:
+            return reader.read(entry)
+        region = layout.region(grid.axes.sizes, grid.coordinates(self._trainer.mesh.world.rank))
+        if layout.flat_range is None:
+            return reader.read(entry, region)
+        return reader.read_range(entry, *layout.flat_range)
+
+    def _states(self) -> list[tuple[str, str, torch.Tensor]]:
+        """(parameter, state, this rank's tensor) of all the optimizer keeps."""
+        states = []
+        for name, held in self._held.items():
+            kept = self._trainer.optimizer.state.get(held.piece, {}) if held.piece is not None else {}
+            for key, value in kept.items():
+                if not isinstance(value, torch.Tensor | int | float):
+                    kind = type(self._trainer.optimizer).__name__
+                    raise CheckpointError(
+                        f'{kind} keeps a {type(value).__name__} "{key}" for "{name}", which weft cannot save; '
+                        "use an optimizer whose state is tensors and numbers"
+                    )
+                states.append((name, key, torch.as_tensor(value)))
+        return states
+
+    def _is_split(self, name: str, value: torch.Tensor) -> bool:
+        """Whether a state has one value an element, and so is shared out as the parameter is."""
+        return not self._held[name].layout.is_whole and value.shape == self._held[name].tensor.shape
+
+
+def _global_bytes(held: Held, part: torch.Tensor) -> int:
+    return math.prod(held.layout.global_shape) * part.element_size()
+
+
+def _keep(tensors: object, wanted: set[str]) -> dict[str, torch.Tensor]:
+    """All are looked at, since making them is collective; only what is wanted is copied."""
+    return {name: tensor.clone() for name, tensor in tensors if name in wanted}  # type: ignore[attr-defined]

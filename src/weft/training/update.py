@@ -1,0 +1,85 @@
+"""From exchanged gradients to updated weights: scale, check, clip, update, publish.
+
+Where the norm of the gradient is taken anyway (the plan clips), or 16-bit formats make overflow likely, a norm that is
+not finite skips the update on every rank at once: the sum over ranks is not finite as soon as one rank's part is not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from weft.plan.plan import Plan
+from weft.sync.base import Sync
+from weft.training.gradients import clipping, multiply
+from weft.training.precision import LossScale
+
+log = logging.getLogger("weft")
+
+
+class Update:
+    """The optimizer's side of a step."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        sync: Sync,
+        plan: Plan,
+        *,
+        schedule: Callable[[int], float] | None,
+        is_first_rank: bool,
+    ) -> None:
+        self._optimizer = optimizer
+        self._sync = sync
+        self._clip_norm = plan.step.clip_norm
+        self._schedule = schedule
+        self._is_first_rank = is_first_rank
+        self._base_lrs = [group["lr"] for group in optimizer.param_groups]
+        self.needs_norm = plan.step.clip_norm > 0 or plan.precision.compute != "model"
+        self.loss_scale = LossScale.of(plan)
+        self.grad_norm: torch.Tensor | None = None
+        """The last step's gradient norm before clipping, where it was taken."""
+        self.num_skipped = 0
+        """Steps that changed nothing, because a gradient was not finite."""
+
+    @torch.no_grad()
+    def run(self, norm: torch.Tensor | None, correction: float | torch.Tensor | None, *, step: int) -> None:
+        """Update with gradients that still have to be multiplied by a correction; `step` counts from 0."""
+        scale = self.loss_scale.value
+        factor = correction if scale == 1.0 else (1.0 if correction is None else correction) / scale
+        if norm is not None:
+            self.grad_norm = norm if factor is None else norm * factor
+            is_finite = bool(torch.isfinite(norm))
+            self.loss_scale.update(is_finite=is_finite)
+            if not is_finite:
+                self._skip(step, scale)
+                return
+            factor = clipping(self.grad_norm, factor=factor, clip_norm=self._clip_norm)
+        if factor is not None:
+            multiply([p.tensor.grad for p in self._sync.pieces if p.tensor.grad is not None], factor)
+        if self._schedule is not None:
+            rate = self._schedule(step)
+            for group, base in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
+                group["lr"] = base * rate
+        self._optimizer.step()
+        self._sync.publish()
+
+    def state(self) -> dict[str, Any]:
+        """What must be kept to go on to the bit."""
+        return {"loss_scale": self.loss_scale.state(), "num_skipped": self.num_skipped}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.loss_scale.load_state(state["loss_scale"])
+        self.num_skipped = int(state["num_skipped"])
+
+    def _skip(self, step: int, scale: float) -> None:
+        self.num_skipped += 1
+        if self._is_first_rank:
+            lowered = self.loss_scale.value
+            change = f"; the loss scale goes from {scale:g} to {lowered:g}" if lowered != scale else ""
+            log.warning(
+                "step %d is skipped: a gradient is not finite%s (%d skipped so far)", step + 1, change, self.num_skipped
+            )
