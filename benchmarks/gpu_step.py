@@ -5,7 +5,8 @@
 Sides alternate in blocks of steps; the table gives the median over rounds of each side's speed and of its ratio to the
 bare loop in the same round, with the middle half of the rounds. Every side has its own model and optimizer, bf16
 parameters and fused AdamW. Compiled sides: the bare loop compiles model and loss as one function; weft either compiles
-blocks and loss (`[compile] blocks = true`) or is given a model that the user compiled whole.
+blocks and loss (`[compile] blocks = true`) or is given a model that the user compiled whole. "ZeRO-3 on one rank" goes
+the whole way of sharded parameters, gathers and all, although there is nobody to share with.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 
 import weft
 from weft.models.gpt import GPT, gpt2_124m
-from weft.plan.plan import Compile, Plan
+from weft.plan.plan import Compile, Data, Plan
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -32,12 +33,20 @@ def make_model() -> GPT:
     return GPT(gpt2_124m()).to(device="cuda", dtype=torch.bfloat16)
 
 
-def bare_loop(*, compiled: bool) -> Step:
+def bare_loop(*, compiled: bool, by_blocks: bool = False) -> Step:
     model = make_model()
+    if by_blocks:
+        for block in model.blocks:
+            block.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 
+    def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    compiled_loss = torch.compile(loss_of) if by_blocks else loss_of
+
     def forward(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
+        return compiled_loss(model(tokens), targets)
 
     function = torch.compile(forward) if compiled else forward
 
@@ -83,10 +92,13 @@ def main() -> None:
         sys.exit("this benchmark needs a GPU")
     sides: dict[str, Step] = {
         "bare loop, compiled whole": bare_loop(compiled=True),
+        "bare loop, compiled by blocks": bare_loop(compiled=False, by_blocks=True),
         "weft, [compile] blocks": weft_step(Plan(compile=Compile(blocks=True))),
+        "ZeRO-3 on one rank, blocks": weft_step(Plan(data=Data(shard="parameters"), compile=Compile(blocks=True))),
         "weft, model compiled by the user": weft_step(Plan(), whole=True),
         "bare loop, not compiled": bare_loop(compiled=False),
         "weft, not compiled": weft_step(Plan()),
+        "ZeRO-3 on one rank, not compiled": weft_step(Plan(data=Data(shard="parameters"))),
     }
     tokens = torch.randint(0, 50257, (args.batch, args.context + 1), device="cuda")
     batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.multiprocessing import start_processes
+from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
@@ -155,7 +155,7 @@ def warm_up(sides: dict[str, Step], batch: tuple[torch.Tensor, torch.Tensor]) ->
         first, later = losses["none"][:1], losses["allreduce"][1:]
         wanted = first if name == "none" else first + later
         if not all(math.isclose(a, b, rel_tol=TOLERANCE) for a, b in zip(got, wanted, strict=False)):
-            raise SystemExit(f"{SIDES[name].title} has losses {got}, others {wanted}; it does not compute the same")
+            raise RuntimeError(f"{SIDES[name].title} has losses {got}, others {wanted}; it does not compute the same")
 
 
 def run_rank(rank: int, folder: str, names: tuple[str, ...], args: argparse.Namespace, limit_s: float) -> None:
@@ -201,7 +201,8 @@ def group_bytes(names: tuple[str, ...], config: GPTConfig, args: argparse.Namesp
     # A block saves 20 float32 values a token and channel and needs some more on the way; logits are there three times.
     activation_bytes = 4 * args.tokens * (24 * config.num_layers * config.hidden + 3 * config.vocab_size)
     process_bytes = 150 << 20
-    return int(model_bytes * (kept + 2 * args.ranks) + args.ranks * (activation_bytes + process_bytes))
+    # The moment's need is at most a whole set of gradients or of gathered parameters, and a few blocks or buckets.
+    return int(model_bytes * (kept + 1.25 * args.ranks) + args.ranks * (activation_bytes + process_bytes))
 
 
 def make_groups(wanted: list[str], args: argparse.Namespace) -> list[tuple[str, ...]]:

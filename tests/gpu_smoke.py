@@ -7,9 +7,11 @@ Exits with an error at the first promise that does not hold.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +22,48 @@ from weft.errors import DivergenceError
 from weft.mesh import join_world, leave_world, make_mesh
 from weft.models.convnet import ConvNet, ConvNetConfig
 from weft.models.gpt import GPT, GPTConfig
-from weft.plan.plan import Axes, Plan, Step
+from weft.plan.plan import Axes, Compile, Data, Plan, Precision, Recompute, Step
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "zero 1": {"data": Data(shard="optimizer")},
+    "zero 2": {"data": Data(shard="gradients")},
+    "zero 3": {"data": Data(shard="parameters")},
+    "zero 3, gathered for every micro-batch": {"data": Data(shard="parameters", reshard="microbatch")},
+    "zero 3, bf16, recomputed": {
+        "data": Data(shard="parameters"),
+        "precision": Precision(compute="bf16"),
+        "recompute": Recompute(policy="selective"),
+    },
+    "fp16": {"precision": Precision(compute="fp16")},
+    "bf16, offloaded": {"data": Data(offload=True), "precision": Precision(compute="bf16", accumulate="bf16")},
+    "zero 3, offloaded": {"data": Data(shard="parameters", offload=True)},
+    "zero 3, compiled, recomputed": {
+        "data": Data(shard="parameters"),
+        "compile": Compile(blocks=True),
+        "recompute": Recompute(policy="full"),
+    },
+}
+
+
+def check_overflow(plan: Plan) -> None:
+    """An fp16 overflow on the last rank skips the step on all of them, and halves the scale."""
+    world = join_world()
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=64, context=16, num_layers=2, hidden=32, heads=4))
+    plan = dataclasses.replace(plan, data=Data(shard="parameters"), precision=Precision(compute="fp16"))
+    trainer = weft.parallelize(
+        model, plan, loss="cross-entropy", optimizer=functools.partial(torch.optim.AdamW, lr=1e-3, fused=True)
+    )
+    tokens = torch.randint(0, 64, (4, 17))
+    trainer.step(tokens[:, :-1], tokens[:, 1:])
+    before, skipped = trainer.loss_scale, trainer.num_skipped
+    poison = float("inf") if world.rank == world.size - 1 else 1.0
+    handle = model.norm.register_full_backward_hook(lambda module, given, got: (given[0] * poison,))
+    trainer.step(tokens[:, :-1], tokens[:, 1:])
+    handle.remove()
+    assert trainer.num_skipped == skipped + 1 and trainer.loss_scale == before / 2, (trainer.num_skipped, before)
 
 
 def check_messages(plan: Plan) -> None:
@@ -82,7 +125,7 @@ def check_state(plan: Plan) -> None:
     again = [float(trainer.step(tokens[:, :-1], tokens[:, 1:])) for _ in range(3)]
     assert first == again, (first, again)
     trainer.check_divergence()
-    if world.size == 1:
+    if world.size == 1 or plan.data.shard == "parameters":
         return
     if world.rank == 1:
         with torch.no_grad():
@@ -100,8 +143,13 @@ def main() -> None:
     assert world.device.type == "cuda", "this needs a GPU"
     plan = Plan(axes=Axes(data=world.size), step=Step(microbatches=2, clip_norm=1.0))
     check_messages(plan)
-    check_same_answer(plan)
-    check_state(plan)
+    for name, changes in CHANGES.items():
+        if world.rank == 0:
+            print(name)
+        changed = dataclasses.replace(plan, **changes)
+        check_same_answer(changed)
+        check_state(changed)
+    check_overflow(plan)
     if world.rank == 0:
         print(f"all promises hold on {world.size} ranks, {torch.cuda.get_device_name()}")
     leave_world()

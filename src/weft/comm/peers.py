@@ -2,7 +2,7 @@
 
 gloo's own reduce-scatter is an all-reduce in disguise, and its all-gather goes round in a ring with a copy at every
 stop. Sending each rank its part directly moves the same bytes in one round, two to three times as fast on one host, and
-neither needs the sender's own part to be copied out. Sums are made here, in the dtype of the output.
+neither needs the sender's own part to be copied out. Sums are made here.
 """
 
 from __future__ import annotations
@@ -47,8 +47,17 @@ def start_reduce_scatter(tensor: torch.Tensor, received: torch.Tensor, group: Gr
 
 
 def add_up(output: torch.Tensor, own: torch.Tensor, received: torch.Tensor, group: Group, *, add: bool) -> None:
-    """`output` ends as (or grows by) this rank's own part and those received, added in the dtype of the output."""
+    """`output` ends as (or grows by) this rank's own part and those received, added in the finer of the two dtypes."""
     rows = received[: (group.size - 1) * own.numel()].view(group.size - 1, -1)
+    if torch.promote_types(output.dtype, own.dtype) != output.dtype:  # messages are finer: round once, at the end
+        total = rows[0].add_(own)
+        for row in rows[1:]:
+            total.add_(row)
+        if add:
+            output.add_(total)
+        else:
+            output.copy_(total)
+        return
     first = 0
     if add:
         output.add_(own)

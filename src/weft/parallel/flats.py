@@ -72,7 +72,7 @@ class FlatParameters:
         self.whole = staged if kind.compute == kind.master else staged.to(kind.compute)
         self.mine = self.whole[start:stop] if keep_whole else self.whole[start:stop].clone()
         is_same = kind.compute == kind.master and master_device == device
-        self.master = self.mine if is_same or not kind.trainable else staged[start:stop].to(master_device, copy=True)
+        self.master = self.mine if is_same or not kind.trainable else _copy(staged[start:stop], master_device)
         self._views = self.member_views(self.whole)
         self._empty = torch.empty(0, dtype=kind.compute, device=device)
         self._num_bytes = self.whole.nbytes
@@ -159,3 +159,9 @@ class FlatParameters:
     def _lend(self) -> None:
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.data = view
+
+
+def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On another device than its own that is the host: page-locked, which is the only memory that moves fast."""
+    copied = tensor.to(device, copy=True)
+    return copied.pin_memory() if tensor.is_cuda and device.type == "cpu" else copied

@@ -13,6 +13,7 @@ Hooks run on the module's call, outside of what recomputation repeats and of wha
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,8 +21,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from weft.errors import ModelError
 from weft.parallel.flats import FlatParameters
 
 
@@ -31,6 +34,10 @@ class Unit:
 
     module: nn.Module
     flats: tuple[FlatParameters, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        return all(flat.is_whole for flat in self.flats)
 
     def start_gather(self) -> None:
         for flat in self.flats:
@@ -57,6 +64,10 @@ class Gathering:
         self._blocks = tuple(blocks)
         self._stay_whole = stay_whole
         self._block_done = block_done
+        # The order in which blocks are gathered, until a micro-batch shows that it is another.
+        self._forward_order = list(range(len(self._blocks)))
+        self._backward_order = [] if stay_whole else self._forward_order[::-1]
+        self._log: list[int] = []
         self.begin_step()
         root.module.register_forward_pre_hook(_uncompiled(self._start_forward), prepend=True)
         root.module.register_forward_hook(_uncompiled(self._end_forward))
@@ -75,19 +86,31 @@ class Gathering:
         if self._is_gathering_backward:
             for index in range(self._next_backward, -1, -1):
                 self._advance_backward(index)
+            self._backward_order, self._log = self._log, []
         if not self._stay_whole or self.is_last:
             self._free_all()
 
     def pass_by(self) -> None:
-        """Take part in the gathers of a micro-batch without computing anything."""
-        self._start_forward()
-        for index in range(len(self._blocks)):
-            self._advance_forward(index)
-            if not self._stays():
+        """Take part in the gathers of a micro-batch without computing anything: those that the last one made here."""
+        self._root.start_gather()
+        self._root.wait()
+        stays = self._stays()
+        for index in self._forward_order + (self._backward_order if torch.is_grad_enabled() else []):
+            self._start(index)
+            self._blocks[index].wait()
+            if not stays:
                 self._blocks[index].free()
-        self._end_forward()
+        self._log.clear()
+        if not torch.is_grad_enabled():
+            self._root.free()
+
+    def _start(self, index: int) -> None:
+        if not self._blocks[index].is_whole:
+            self._log.append(index)
+            self._blocks[index].start_gather()
 
     def _free_all(self) -> None:
+        self._log = []
         self._next_forward, self._next_backward = 0, -1
         self._is_gathering_backward = False
         self._in_backward = [False] * len(self._blocks)
@@ -102,13 +125,16 @@ class Gathering:
     def _start_forward(self, *_: object) -> None:
         self._next_forward = 0
         self._root.start_gather()
+        self._log = []
         if self._blocks:
-            self._blocks[0].start_gather()
+            self._start(0)
             self._next_forward = 1
         self._root.wait()
 
     def _end_forward(self, *_: object) -> None:
         self._advance_forward(len(self._blocks) - 1)
+        if self._log:  # empty where everything stayed whole
+            self._forward_order, self._log = self._log, []
         if self._stays():
             return
         for index, block in enumerate(self._blocks):
@@ -126,12 +152,12 @@ class Gathering:
             if not self._stays() and not self._in_backward[passed]:
                 self._blocks[passed].free()
         while self._next_forward < len(self._blocks) and self._next_forward <= index + 1:
-            self._blocks[self._next_forward].start_gather()
+            self._start(self._next_forward)
             self._next_forward += 1
 
     def _advance_backward(self, index: int) -> None:
         while self._next_backward >= max(index - 1, 0):
-            self._blocks[self._next_backward].start_gather()
+            self._start(self._next_backward)
             self._next_backward -= 1
         for passed in range(index + 1, len(self._blocks)):
             if not self._in_backward[passed]:
@@ -142,10 +168,8 @@ class Gathering:
             del module
             if not self._in_backward[index]:  # else a checkpoint of the user's own computes the block again
                 self._advance_forward(index)
-            self._blocks[index].start_gather()  # a block that is called a second time has been given back already
+            self._start(index)  # a block that is called a second time has been given back already
             self._blocks[index].wait()
-            if not torch.is_grad_enabled():
-                return args, kwargs
             return self._watch_inputs(index, args, kwargs)
 
         return before_forward
@@ -157,15 +181,15 @@ class Gathering:
                 self._in_backward[index] = True
                 if self._is_gathering_backward:
                     self._advance_backward(index)
-                self._blocks[index].start_gather()
+                self._start(index)
             self._blocks[index].wait()
 
         def after_forward(module: nn.Module, args: Any, output: Any) -> None:
-            del module, args
+            del args
             if self._in_backward[index]:
                 return
             if torch.is_grad_enabled():
-                for tensor in _differentiable(output):
+                for tensor in _outputs_of(output, module):
                     tensor.register_hook(before_backward)
             if not self._stays():
                 self._blocks[index].free()
@@ -173,12 +197,16 @@ class Gathering:
         return after_forward
 
     def _watch_inputs(self, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Pass a block's inputs through a function whose backward runs when the block's own is over."""
-        tensors = _differentiable((args, kwargs))
-        if not tensors or self._in_backward[index]:
+        """Be told when the gradients of a block's inputs are complete: then its backward pass is over."""
+        is_watched = torch.is_grad_enabled() and not self._in_backward[index]
+        tensors = _differentiable((args, kwargs)) if is_watched else []
+        if not tensors:
             return args, kwargs
         self._num_open[index] += 1
-        passed = iter(_Watch.apply(lambda: self._after_backward(index), *tensors))  # type: ignore[no-untyped-call]
+        # Views, because a block may change its input in place, and the hook belongs to this call only.
+        views = [tensor.view_as(tensor) for tensor in tensors]
+        register_multi_grad_hook(views, lambda _: self._after_backward(index), mode="all")
+        passed = iter(views)
         watched: tuple[Any, Any] = tree_map_only(
             torch.Tensor, lambda tensor: next(passed) if tensor.requires_grad else tensor, (args, kwargs)
         )
@@ -198,20 +226,22 @@ def _differentiable(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
+def _outputs_of(output: Any, module: nn.Module) -> list[torch.Tensor]:
+    """The tensors a backward pass may come in by. Missing one would mean using parameters that are gone."""
+    found: list[torch.Tensor] = []
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            found += [leaf] if leaf.requires_grad else []
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found += _outputs_of([getattr(leaf, field.name) for field in dataclasses.fields(leaf)], module)
+        elif not isinstance(leaf, bool | int | float | complex | str | bytes | None):
+            raise ModelError(
+                f"a block ({type(module).__name__}) returns a {type(leaf).__name__}, in which weft cannot see tensors; "
+                'with [data] shard = "parameters" let it return them in tuples, lists, dicts or dataclasses'
+            )
+    return found
+
+
 def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     """A hook that a model compiled as a whole leaves its graph for. Without a compiler there is nothing to leave."""
     return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
-
-
-class _Watch(torch.autograd.Function):
-    """Hands tensors through; tells when their gradients pass on the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, tell: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.tell = tell
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.tell()
-        return None, *gradients

@@ -18,6 +18,7 @@ from weft.profiles.model import ModelProfile, ParameterProfile
 MOST_IN_FLIGHT = 2
 """Reductions under way at once."""
 
+_Buffer = tuple[int, int]
 _STAGES = ("nothing", "optimizer", "gradients", "parameters")
 _KINDS = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
@@ -192,11 +193,10 @@ def _pool_bytes(sharding: Sharding, flats: Sequence[ParameterFlat]) -> int:
             continue
         if flat.reduce_bytes != _whole_bytes(sharding, flat):
             borrowed.append(pool.borrow(flat.numel, flat.reduce_bytes))
-        if sharding.on_host:  # this rank's own part is not received
-            others = flat.numel - flat.part_numel
-            borrowed.append(pool.borrow(flat.numel, flat.reduce_bytes, used_numel=others))
+        if sharding.on_host:
+            borrowed.append(pool.borrow(flat.numel, flat.reduce_bytes))
         in_flight.append(borrowed)
-    return pool.used_bytes
+    return pool.num_bytes
 
 
 def _whole_bytes(sharding: Sharding, flat: ParameterFlat) -> int:
@@ -204,34 +204,20 @@ def _whole_bytes(sharding: Sharding, flat: ParameterFlat) -> int:
     return flat.reduce_bytes if leaves_every_microbatch else flat.accumulate_bytes
 
 
-@dataclass(slots=True)
-class _Buffer:
-    numel: int
-    item_bytes: int
-    used_numel: int
-
-
 class _Pool:
-    """Buffers that are borrowed and handed back. Memory that is never written to takes no room on a host."""
+    """Buffers, each of a number of elements and bytes an element, that are borrowed and handed back."""
 
     def __init__(self) -> None:
-        self._made: list[_Buffer] = []
+        self.num_bytes = 0
         self._free: list[_Buffer] = []
 
-    def borrow(self, numel: int, item_bytes: int, *, used_numel: int | None = None) -> _Buffer:
-        used = numel if used_numel is None else used_numel
-        for buffer in reversed(self._free):
-            if (buffer.numel, buffer.item_bytes) == (numel, item_bytes):
-                self._free.remove(buffer)
-                buffer.used_numel = max(buffer.used_numel, used)
-                return buffer
-        made = _Buffer(numel, item_bytes, used)
-        self._made.append(made)
-        return made
+    def borrow(self, numel: int, item_bytes: int) -> _Buffer:
+        buffer = (numel, item_bytes)
+        if buffer in self._free:
+            self._free.remove(buffer)
+        else:
+            self.num_bytes += numel * item_bytes
+        return buffer
 
     def take_back(self, buffers: Sequence[_Buffer]) -> None:
         self._free.extend(buffers)
-
-    @property
-    def used_bytes(self) -> int:
-        return sum(buffer.used_numel * buffer.item_bytes for buffer in self._made)

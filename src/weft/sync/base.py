@@ -93,8 +93,8 @@ def norm_of(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Te
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch._foreach_norm(list(gradients))
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device, torch.float64) for norm in norms]))
-    return total
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms]))
+    return total.to(device)
 
 
 class WholeGradients:

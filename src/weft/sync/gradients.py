@@ -81,6 +81,10 @@ class Gradients:
         else:
             self.part = torch.zeros(stop - start, dtype=self._accumulate, device=self._device)
         self._part_views = flat.kept_views(self.part)
+        self._host: torch.Tensor | None = None
+        if flat.master.device != self._device:  # offloaded: a page-locked copy is the only one that is fast
+            self._host = torch.zeros(stop - start, dtype=flat.kind.master, pin_memory=True)
+            self._host_views = flat.kept_views(self._host)
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -155,9 +159,11 @@ class Gradients:
         return all_reduce(narrow, group, wait=False, after=lambda: self._widen(narrow))
 
     def hand_over(self) -> None:
-        """Give the optimizer's tensors their gradients."""
-        for piece, view in zip(self.pieces, self._part_views, strict=True):
-            piece.tensor.grad = view.to(piece.tensor.device, piece.tensor.dtype)
+        """Give the optimizer's tensors their gradients; those on the host are there once the device has caught up."""
+        if self._host is not None:
+            self._host.copy_(self.part, non_blocking=True)
+        for piece, view in zip(self.pieces, self._part_views if self._host is None else self._host_views, strict=True):
+            piece.tensor.grad = view.to(piece.tensor.dtype)
 
     def _widen(self, narrow: torch.Tensor) -> None:
         self.part.copy_(narrow)

@@ -90,11 +90,13 @@ def _place_sharded(model: nn.Module, mesh: Mesh, blueprint: Blueprint) -> Sharde
             flats.append(_make_flat(filled, mesh, reductions, keep_whole=stage < 3))
     materialiser.finish()
     _place_rest(model, mesh, flats)
+    # With one part the whole is the part: nothing is gained by giving it back.
+    is_whole = stage < 2 or reductions.size == 1
     settings = GradientSettings(
         accumulate=DTYPES[plan.precision.accumulate],
         reduce=DTYPES[plan.precision.reduce],
-        every_microbatch=stage == 2 or (stage == 3 and not stays_whole),
-        keep_whole=stage < 2,
+        every_microbatch=not is_whole and not stays_whole,
+        keep_whole=is_whole,
     )
     sync = Sharded(
         flats,

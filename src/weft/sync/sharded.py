@@ -58,6 +58,7 @@ class Sharded:
         self._replicas = tuple(replica for replica in replicas if replica.size > 1)
         self._settings = settings
         self._device = device
+        self._is_offloaded = any(flat.master.device != device for flat in self.flats)
         self._most_in_flight = None if waits_in_backward else _MOST_IN_FLIGHT
         self._gathering: Gathering | None = None
         pool = GradientPool()
@@ -75,7 +76,8 @@ class Sharded:
             first_flag += len(gradients.flat.names)
             for member, parameter in enumerate(gradients.flat.parameters):
                 parameter.register_post_accumulate_grad_hook(self._make_hook(turn, member))
-        self.begin()
+        self._reset()
+        self._in_step = False
 
     @property
     def keeps_step(self) -> bool:
@@ -93,16 +95,26 @@ class Sharded:
             self._launch_full()
 
     def begin(self) -> None:
-        self._armed = False
-        self._turn = 0
-        self._in_flight: deque[Reduction] = deque()
-        self._replicating: list[Pending] = []
+        while self._in_flight:  # of a step that ended in an error which the user caught, on all ranks
+            self._complete_oldest()
+        for pending in self._replicating:
+            pending.wait()
+        self._reset()
+        self._in_step = True
         for piece in self.pieces:
             piece.tensor.grad = None
         for gradients in self._gradients:
             gradients.begin_step()
+            for parameter in gradients.flat.parameters:
+                parameter.grad = None
         if self._gathering is not None:
             self._gathering.begin_step()
+
+    def _reset(self) -> None:
+        self._armed = False
+        self._turn = 0
+        self._in_flight: deque[Reduction] = deque()
+        self._replicating: list[Pending] = []
 
     def arm(self) -> None:
         self._armed = True
@@ -137,9 +149,11 @@ class Sharded:
             self._complete_oldest()
         for pending in self._replicating:
             pending.wait()
-        self._armed = False  # a backward pass of the user's own must not start an exchange
+        self._armed = self._in_step = False  # a backward pass of the user's own must not start an exchange
         for gradients in self._gradients:
             gradients.hand_over()
+        if self._is_offloaded:
+            torch.cuda.current_stream(self._device).synchronize()
         tail = self._exchange_tail(loss_sum, count, with_norm)
         self._drop_unused(tail)
         norm = tail[2].sqrt() if with_norm else None
@@ -149,7 +163,9 @@ class Sharded:
     def publish(self) -> None:
         for flat in self.flats:
             flat.take_master()
-        if self._gathering is None:
+        if self._gathering is not None:
+            self._gathering.begin_step()  # what is whole is out of date
+        else:
             for pending in [flat.start_refresh() for flat in self.flats if flat.group.size > 1]:
                 pending.wait()
 
@@ -161,12 +177,14 @@ class Sharded:
 
     @property
     def _is_reducing(self) -> bool:
-        return self._armed or self._settings.every_microbatch
+        return self._in_step and (self._armed or self._settings.every_microbatch)
 
     def _make_hook(self, turn: int, member: int) -> Callable[[torch.Tensor], None]:
         gradients = self._gradients[turn]
 
         def gradient_ready(parameter: torch.Tensor) -> None:
+            if not self._in_step:
+                return
             gradient, parameter.grad = parameter.grad, None
             if not self._counting:
                 return

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
+
 _NUM_STEPS = 3
 
 
 @torch.no_grad()
-def is_elementwise(
-    make_optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer], device: torch.device
-) -> bool | None:
+def is_elementwise(make_optimizer: OptimizerFactory, device: torch.device) -> bool | None:
     """True or False as tried; None where the optimizer cannot be tried at all (say, it needs a closure)."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(6, 4, generator=generator).to(device)
@@ -36,8 +36,16 @@ def is_elementwise(
     return torch.allclose(whole[0].flatten(), torch.cat(pieces), rtol=1e-4, atol=1e-6)
 
 
+def class_name(make_optimizer: OptimizerFactory, device: torch.device) -> str | None:
+    """What kind of optimizer it makes; None where it cannot make one for a small matrix."""
+    try:
+        return type(make_optimizer([{"params": [nn.Parameter(torch.zeros(6, 4, device=device))]}])).__name__
+    except Exception:
+        return None
+
+
 def _train(
-    make_optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer],
+    make_optimizer: OptimizerFactory,
     starts: list[torch.Tensor],
     gradients: list[list[torch.Tensor]],
 ) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,10 @@ from weft.parallel.flats import Piece
 from weft.plan.check import require
 from weft.plan.plan import Plan
 from weft.sync.make import find_layouts, place
-from weft.training.elementwise import is_elementwise
+from weft.training.elementwise import OptimizerFactory, class_name, is_elementwise
 from weft.training.loss import LossFunction, resolve_loss
 from weft.training.trainer import Trainer
 
-OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 ParameterGroups = Callable[[str, tuple[int, ...]], dict[str, Any]]
 
 
@@ -51,7 +50,14 @@ def parallelize(
     world = join_world(device)
     named_model: nn.Module = getattr(model, "_orig_mod", model)
     _refuse_model(named_model)
-    require(plan, num_ranks=world.size, global_batch=global_batch, local_batch_statistics=has_batch_norms(named_model))
+    require(
+        plan,
+        num_ranks=world.size,
+        optimizer=class_name(optimizer, world.device),
+        elementwise=None if plan.data.shard == "nothing" else is_elementwise(optimizer, world.device),
+        global_batch=global_batch,
+        local_batch_statistics=has_batch_norms(named_model),
+    )
     resolved_loss = resolve_loss(loss, compiled=plan.compile.blocks)
     mesh = make_mesh(plan, world)
     blueprint = find_blueprint(named_model)
@@ -59,8 +65,6 @@ def parallelize(
     apply_plan(named_model, mesh, blueprint)
     layouts = find_layouts(named_model, sync)
     made = optimizer(_optimizer_arguments(sync.pieces, groups))
-    elementwise = None if plan.data.shard == "nothing" else is_elementwise(optimizer, world.device)
-    require(plan, optimizer=type(made).__name__, elementwise=elementwise)
     return Trainer(
         model=model,
         mesh=mesh,

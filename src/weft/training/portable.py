@@ -80,6 +80,14 @@ class Portable:
         for entry in entries:
             name, key = entry.rsplit("/", 1)
             keys.setdefault(name, []).append(key)
+        # Of a 0-d parameter every state is 0-d; what other parameters keep says which are one number a tensor.
+        per_tensor = {"step"} | {
+            key
+            for name, inside in keys.items()
+            if self._held[name].layout.global_shape
+            for key in inside
+            if not reader.shape(f"{name}/{key}")
+        }
         name_of = {id(piece.tensor): piece.name for piece in self._trainer.sync.pieces}
         state, number = {}, 0
         for group in optimizer.param_groups:
@@ -88,7 +96,12 @@ class Portable:
                 if name in keys:
                     # Copied: what is read is a window on the file, which may soon be deleted.
                     state[number] = {
-                        key: self._read(reader, f"{name}/{key}", self._held[name]).clone() for key in keys[name]
+                        key: (
+                            reader.read(f"{name}/{key}")
+                            if key in per_tensor
+                            else self._read(reader, f"{name}/{key}", self._held[name])
+                        ).clone()
+                        for key in keys[name]
                     }
                 number += 1
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -28,9 +28,10 @@ from weft.errors import VerifyError
 from weft.layout import Layout, part_of
 from weft.mesh import Group
 from weft.plan.plan import Plan, Precision
+from weft.training.elementwise import OptimizerFactory
 from weft.training.held import held_parameters
 from weft.training.loss import LossFunction, resolve_loss
-from weft.training.parallelize import OptimizerFactory, ParameterGroups, parallelize
+from weft.training.parallelize import ParameterGroups, parallelize
 from weft.training.reference import OneProcess
 from weft.training.trainer import Trainer
 from weft.training.trees import map_tensors, num_samples, split_tree

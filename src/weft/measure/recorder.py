@@ -1,0 +1,129 @@
+"""Follows one training step through a model's segments: what each of them saves, is given and needs at most.
+
+Segments are entered by hooks on the blocks in the forward pass, and by hooks on the gradients of what blocks return in
+the backward pass. Holding a tensor is an event; which events count is decided at the end, once for every policy of
+recomputation, so that one step answers for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from weft.measure.liveness import LiveBytes
+
+SIZES = ("saved", "selective", "inputs", "forward_peak", "backward_peak")
+"""What is found for every segment, by the names of `profiles.model.Segment`."""
+
+_KEPT_PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "linear", "convolution"))
+"""Whose results selective recomputation keeps (`parallel/recompute.py`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """A segment came to hold a storage, as something saved, as a block's input, or as a matrix product."""
+
+    kind: str
+    segment: int
+    storage: int
+    num_bytes: int
+
+
+class Recorder:
+    """Which segment the step is in, and what each one came to hold. Segment 0 is the prelude, the last the postlude.
+
+    What the model does between two blocks counts as the first one's.
+    """
+
+    def __init__(self, num_blocks: int, *, others: Sequence[torch.Tensor]) -> None:
+        self.live = LiveBytes(others=others, made=self._made)
+        self._num_blocks = num_blocks
+        self._segment, self._phase = 0, "forward"
+        self._events: list[_Event] = []
+        self._peaks = {"forward": [0] * (num_blocks + 2), "backward": [0] * (num_blocks + 2)}
+
+    def attach(self, block: nn.Module, number: int, stack: ExitStack) -> None:
+        """Follow the step through a block until the stack is closed."""
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._enter("forward", number + 1)
+            for tensor in _tensors((args, kwargs)):
+                self._note("input", tensor)
+                if number == 0:
+                    self._on_gradient(tensor, 0)
+
+        def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            for tensor in _tensors(output):
+                self._on_gradient(tensor, number + 1)
+            if number == self._num_blocks - 1:
+                self.enter_postlude()
+
+        stack.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
+        stack.callback(block.register_forward_hook(after).remove)
+
+    def enter_postlude(self) -> None:
+        self._enter("forward", self._num_blocks + 1)
+
+    def enter_backward(self) -> None:
+        self.live.accumulating = True
+        self._enter("backward", self._num_blocks + 1)
+
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._note("save", tensor)
+        return tensor
+
+    def sizes(self) -> dict[str, list[int]]:
+        """Bytes of each segment, by the names of `Segment`'s sizes."""
+        self._enter(self._phase, self._segment)
+        ends = (0, self._num_blocks + 1)
+        saved = self._held(lambda event: event.kind == "save")
+        inputs = self._held(lambda event: event.kind == "input" or event.kind == "save" and event.segment in ends)
+        selective = self._held(lambda event: event.kind != "save" or event.segment in ends)
+        before = [sum(saved[:number]) for number in range(len(saved) + 1)]
+        forward_peaks, backward_peaks = self._peaks["forward"], self._peaks["backward"]
+        return {
+            "saved": saved,
+            "selective": selective,
+            "inputs": inputs,
+            "forward_peak": [max(peak - before[at], 0) for at, peak in enumerate(forward_peaks)],
+            "backward_peak": [max(peak - before[at + 1], 0) for at, peak in enumerate(backward_peaks)],
+        }
+
+    def _held(self, counts: Callable[[_Event], bool]) -> list[int]:
+        """Bytes of each segment, every storage counted for the first event that counts."""
+        held, seen = [0] * (self._num_blocks + 2), set()
+        for event in self._events:
+            if counts(event) and event.storage not in seen:
+                seen.add(event.storage)
+                held[event.segment] += event.num_bytes
+        return held
+
+    def _enter(self, phase: str, segment: int) -> None:
+        peaks = self._peaks[self._phase]
+        peaks[self._segment] = max(peaks[self._segment], self.live.peak_bytes)
+        self.live.restart_peak()
+        self._phase, self._segment = phase, segment
+
+    def _on_gradient(self, tensor: torch.Tensor, segment: int) -> None:
+        """When this tensor's gradient is there, the backward pass enters the segment that made it."""
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _: self._enter("backward", segment))
+
+    def _made(self, operator: Any, tensor: torch.Tensor) -> None:
+        if self._phase == "forward" and operator in _KEPT_PRODUCTS and 0 < self._segment <= self._num_blocks:
+            self._note("product", tensor)
+
+    def _note(self, kind: str, tensor: torch.Tensor) -> None:
+        if (storage := self.live.number_of(tensor)) is not None:
+            self._events.append(_Event(kind, self._segment, storage, tensor.untyped_storage().nbytes()))
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    """Tensors of anything a module takes or returns, Hugging Face's outputs included."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

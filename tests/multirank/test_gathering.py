@@ -1,0 +1,276 @@
+"""ZeRO-3's comings and goings: whatever a model does with its blocks, ranks stay in step and the answer is exact.
+
+The matrix (`tests/laws`) has ordinary models. Here are the others: blocks that are skipped, repeated, used in another
+order, recomputed by the user, or that take and give trees of tensors; and what is whole at which moment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from oracle import (
+    ADAMW,
+    Batch,
+    data_plan,
+    make_trainer,
+    token_batch,
+)
+from ranks import ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from weft.errors import ModelError
+from weft.plan.plan import Compile, Plan
+from weft.training.verify import verify
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(self.first(x).tanh())
+
+
+class Net(nn.Module):
+    """Tokens to logits through three blocks, in a given order."""
+
+    block: type[nn.Module] = Block
+    order: tuple[int, ...] = (0, 1, 2)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(17, WIDTH)
+        self.blocks = nn.ModuleList(self.block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 17)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.run(self.embedding(tokens), tokens))
+        return logits
+
+    def run(self, x: Tensor, tokens: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.blocks[index](x)
+        return x
+
+
+def stage3(**changes: Any) -> Plan:
+    return data_plan(2, shard="parameters", **changes)
+
+
+def check(model: nn.Module, plan: Plan, batches: list[Batch]) -> None:
+    """One process's losses, gradients and weights, in float64."""
+    verify(model, plan, loss="cross-entropy", optimizer=ADAMW, batches=batches, device="cpu").require()
+
+
+def batches(*sizes: int) -> list[Batch]:
+    return [token_batch(size, seed=seed) for seed, size in enumerate(sizes)]
+
+
+# ---- which blocks run, how often, and in which order ----
+
+
+class SkippedTwice(Net):
+    order = (0, 2)
+
+
+class Repeated(Net):
+    order = (0, 0, 1, 2, 2)
+
+
+class Reversed(Net):
+    order = (2, 1, 0)
+
+
+class Rounds(Net):
+    order = (0, 1, 2, 0, 1, 2)
+
+
+class SkippedByTheData(Net):
+    """The middle block is for samples that begin with a small token; without any it does not run."""
+
+    def run(self, x: Tensor, tokens: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        wanted = (tokens[:, 0] < 8)[:, None, None]
+        if wanted.any():
+            x = torch.where(wanted, self.blocks[1](x), x)
+        result: Tensor = self.blocks[2](x)
+        return result
+
+
+ORDERS = {made.__name__: made for made in (SkippedTwice, Repeated, Reversed, Rounds)}
+
+
+@ranks(2)
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("name", ORDERS)
+def test_blocks_in_any_order(name: str, microbatches: int) -> None:
+    """In the steps of 1 sample, a rank has nothing to compute and must still make the gathers of the other."""
+    check(ORDERS[name](), stage3(microbatches=microbatches, reshard="microbatch"), batches(8, 1, 8, 1))
+
+
+@ranks(2)
+@pytest.mark.parametrize("reshard", ["step", "microbatch"])
+def test_a_block_that_only_one_rank_runs(reshard: str) -> None:
+    steps = batches(8, 8, 4)
+    for tokens, _ in steps:
+        tokens[:, 0] = torch.tensor([1] * (len(tokens) // 2) + [9] * (len(tokens) // 2))  # the second rank skips
+    check(SkippedByTheData(), stage3(microbatches=2, reshard=reshard), steps)
+
+
+# ---- what blocks take and give ----
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    note: str
+
+
+class TupleBlock(Block):
+    def forward(self, x: Tensor, extra: Tensor | None = None, *, scale: Tensor) -> Any:
+        return Pair(super().forward(x) * scale, "a note"), {"scale": scale.mul(0.9), "none": None}
+
+
+class Trees(Net):
+    """Named tuples and dicts come out; a tensor that needs a gradient goes in by keyword, and is used by all blocks."""
+
+    block = TupleBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def run(self, x: Tensor, tokens: Tensor) -> Tensor:
+        scale: Tensor = self.scale
+        for block in self.blocks:
+            (x, note), extra = block(x, scale=scale)
+            scale = extra["scale"]
+        return x
+
+
+class AuxBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, ignored: Tensor) -> Any:
+        return super().forward(x), self.aux(x)
+
+
+class UnusedTensors(Net):
+    """A block's second output goes into the next block, which ignores it: its layer has no gradient at all."""
+
+    block = AuxBlock
+
+    def run(self, x: Tensor, tokens: Tensor) -> Tensor:
+        aux = x
+        for block in self.blocks:
+            x, aux = block(x, aux)
+        return x
+
+
+class InPlaceBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x += self.second(self.first(x).tanh())
+        return x
+
+
+class InPlace(Net):
+    """Blocks that write into what they are given."""
+
+    block = InPlaceBlock
+
+    def run(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return super().run(x * 2, tokens)
+
+
+class Frozen(Net):
+    """Nothing before the last block needs a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in (self.embedding, self.blocks[0], self.blocks[1]):
+            module.requires_grad_(False)
+
+
+SHAPES = {made.__name__: made for made in (Trees, UnusedTensors, InPlace, Frozen)}
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_blocks_take_and_give(name: str) -> None:
+    check(SHAPES[name](), stage3(microbatches=2, reshard="microbatch"), batches(8, 1, 5))
+    check(SHAPES[name](), stage3(microbatches=2, reshard="step"), batches(5))
+
+
+@dataclasses.dataclass
+class Opaque:
+    """What torch does not look into."""
+
+    x: Tensor
+
+
+class OpaqueBlock(Block):
+    def forward(self, x: Tensor) -> Any:
+        return Opaque(super().forward(x) * self.second.bias[:1])  # a view of a parameter: freed, it would be a crash
+
+
+class OpaqueNet(Net):
+    block = OpaqueBlock
+
+    def run(self, x: Tensor, tokens: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).x
+        return x
+
+
+@ranks(2)
+def test_outputs_that_hide_their_tensors_are_refused() -> None:
+    trainer = make_trainer(OpaqueNet(), stage3())
+    with pytest.raises(ModelError, match=r"blocks\.0.*Opaque"):
+        trainer.step(*token_batch(2))
+
+
+# ---- recomputation of the user's own, and compilation ----
+
+
+class Checkpointed(Net):
+    reentrant = False
+    span = 1
+
+    def run(self, x: Tensor, tokens: Tensor) -> Tensor:
+        for start in range(0, len(self.blocks), self.span):
+            x = checkpoint(self.run_span, start, x, use_reentrant=self.reentrant)
+        return x
+
+    def run_span(self, start: int, x: Tensor) -> Tensor:
+        for block in self.blocks[start : start + self.span]:
+            x = block(x)
+        return x
+
+
+@ranks(2)
+@pytest.mark.parametrize("span", [1, 2])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_of_the_users_own(reentrant: bool, span: int) -> None:
+    model = Checkpointed()
+    model.reentrant, model.span = reentrant, span
+    check(model, stage3(microbatches=2, reshard="microbatch"), batches(8, 1, 5))
+    check(model, stage3(microbatches=2, reshard="step"), batches(5))
+
+
+@ranks(2)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_blocks() -> None:
+    torch._dynamo.reset()
+    plan = dataclasses.replace(stage3(microbatches=2, reshard="microbatch"), compile=Compile(blocks=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+        check(Net(), plan, batches(8, 1, 5))
