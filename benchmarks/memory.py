@@ -1,23 +1,26 @@
 """The memory a rank takes, against the prediction: proportional set size at its peak, per ZeRO stage and rank count.
 
     python benchmarks/memory.py [--ranks 2 4] [--shard nothing optimizer gradients parameters] [--tokens 256]
+                                [--malloc trimmed | default]
 
 A GPT of about 200 M parameters in float32 with AdamW, gloo ranks on one host. A thread of each rank reads its
 proportional set size from /proc/self/smaps_rollup every 20 ms. Measured is the peak over a few steps less what the
 process had before the model was built and after a step of a tiny one, so that libraries and the transport are not
-counted. Every line is a run in new processes. Linux only.
+counted. Every line is a run in new processes. Linux and glibc only.
+
+What is predicted is what is alive. glibc keeps much of what torch frees, in pieces between what lives on; "trimmed"
+makes it give every larger block back at once, "default" shows what a process takes when it is left alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
 import gc
 import multiprocessing
 import statistics
 import tempfile
-import threading
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,42 +28,22 @@ import torch.distributed as dist
 
 import weft
 from weft.measure.model import profile_model
+from weft.measure.process import PeakPss, read_pss_bytes
 from weft.models.gpt import GPT, GPTConfig
 from weft.plan.plan import Axes, Data, Plan, Precision, Recompute, Step
 from weft.planning.memory import Memory, predict_memory
 from weft.units import format_bytes
 
 SHARDS = ("nothing", "optimizer", "gradients", "parameters")
-SAMPLE_EVERY_S = 0.02
 LARGE = GPTConfig(vocab_size=32000, context=256, num_layers=13, hidden=1024, heads=16)
 TINY = GPTConfig(vocab_size=64, context=256, num_layers=2, hidden=64, heads=2)
 
 
-def read_pss_bytes() -> int:
-    """This process's share of memory: its own pages, and each shared page divided by those that share it."""
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return 1024 * int(line.split()[1])
-    raise RuntimeError("no Pss in /proc/self/smaps_rollup")
-
-
-class PeakPss:
-    """Watches this process from a thread while the context is open."""
-
-    def __enter__(self) -> PeakPss:
-        self.peak_bytes = read_pss_bytes()
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._done.wait(SAMPLE_EVERY_S):
-            self.peak_bytes = max(self.peak_bytes, read_pss_bytes())
+def trim_malloc() -> None:
+    """Let glibc map every block above 64 KiB by itself, so that freed memory goes back to the system."""
+    m_mmap_threshold = -3
+    if ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 16) != 1:
+        raise RuntimeError("this C library has no mallopt; use --malloc default")
 
 
 def train(config: GPTConfig, plan: Plan, *, samples: int, tokens: int, num_steps: int, meta: bool) -> weft.Trainer:
@@ -76,14 +59,16 @@ def train(config: GPTConfig, plan: Plan, *, samples: int, tokens: int, num_steps
     return trainer
 
 
-def measure_peak_bytes(plan: Plan, *, samples: int, tokens: int, num_steps: int = 3, meta: bool = False) -> int:
-    """This rank's peak in training the large model. A default process group is there."""
+def measure_peak_bytes(plan: Plan, *, samples: int, tokens: int, meta: bool = False, trims: bool = True) -> int:
+    """This rank's peak in two steps of the large model. A default process group is there."""
+    if trims:
+        trim_malloc()
     train(TINY, plan, samples=1, tokens=tokens, num_steps=1, meta=False)
     gc.collect()
     before = read_pss_bytes()
     dist.barrier()
     with PeakPss() as watched:
-        train(LARGE, plan, samples=samples, tokens=tokens, num_steps=num_steps, meta=meta)
+        train(LARGE, plan, samples=samples, tokens=tokens, num_steps=2, meta=meta)
         dist.barrier()
     return watched.peak_bytes - before
 
@@ -109,7 +94,7 @@ def run(num_ranks: int, plan: Plan, settings: dict[str, Any]) -> list[int]:
     with tempfile.TemporaryDirectory() as folder:
         results = context.Queue()
         arguments = [(rank, num_ranks, folder, plan, settings, results) for rank in range(num_ranks)]
-        ranks = [context.Process(target=run_rank, args=each) for each in arguments]
+        ranks = [context.Process(target=run_rank, args=each, daemon=True) for each in arguments]
         for process in ranks:
             process.start()
         peaks = [results.get(timeout=1200) for _ in ranks]
@@ -128,6 +113,7 @@ def main() -> None:
     parser.add_argument("--compute", choices=("model", "bf16"), default="model")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--meta", action="store_true", help="build the model without memory")
+    parser.add_argument("--malloc", choices=("trimmed", "default"), default="trimmed")
     parser.add_argument("--table", action="store_true", help="print the predicted categories too")
     args = parser.parse_args()
     with torch.device("meta"):
@@ -144,7 +130,12 @@ def main() -> None:
                 recompute=Recompute(policy=args.recompute),
             )
             predicted = predict(plan, samples=args.samples, tokens=args.tokens)
-            settings = {"samples": args.samples, "tokens": args.tokens, "meta": args.meta}
+            settings = {
+                "samples": args.samples,
+                "tokens": args.tokens,
+                "meta": args.meta,
+                "trims": args.malloc == "trimmed",
+            }
             measured = statistics.mean(run(num_ranks, plan, settings))
             print(
                 f"{num_ranks:5d} {shard:>10s} {format_bytes(predicted.total):>10s} {format_bytes(measured):>10s} "

@@ -22,8 +22,7 @@ from weft.errors import DivergenceError
 from weft.mesh import join_world, leave_world, make_mesh
 from weft.models.convnet import ConvNet, ConvNetConfig
 from weft.models.gpt import GPT, GPTConfig
-from weft.plan.plan import Axes, Compile, Data, Plan, Precision, Recompute, Step
-
+from weft.plan.plan import Axes, Data, Plan, Precision, Recompute, Step
 
 CHANGES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -39,11 +38,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "fp16": {"precision": Precision(compute="fp16")},
     "bf16, offloaded": {"data": Data(offload=True), "precision": Precision(compute="bf16", accumulate="bf16")},
     "zero 3, offloaded": {"data": Data(shard="parameters", offload=True)},
-    "zero 3, compiled, recomputed": {
-        "data": Data(shard="parameters"),
-        "compile": Compile(blocks=True),
-        "recompute": Recompute(policy="full"),
-    },
+    "zero 3, recomputed": {"data": Data(shard="parameters"), "recompute": Recompute(policy="full")},
 }
 
 

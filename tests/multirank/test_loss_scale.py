@@ -1,8 +1,7 @@
-"""The scale of an fp16 loss and steps that are skipped: alike on all ranks, kept in checkpoints, gone before clipping."""
+"""The scale of an fp16 loss, and skipped steps: alike on all ranks, kept in checkpoints, gone before clipping."""
 
 from __future__ import annotations
 
-import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from ranks import ranks
 from torch import Tensor, nn
 
 from weft.training import precision
+from weft.training.trainer import Trainer
 
 
 class Messages(logging.Handler):
@@ -55,33 +55,39 @@ TOO_LARGE = {"bf16": float("inf"), "fp16": 1e6}
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(compute: str, shard: str, microbatches: int) -> None:
-    loss = Poisoned()
+    """Of the whole gradient, and of one small tensor: then, sharded, a single rank keeps what is not finite."""
+    loss, model = Poisoned(), small_gpt()
+    poison = {"loss": 1.0, "norm": 1.0}
+    model.norm.weight.register_hook(lambda gradient: gradient * poison["norm"])
     plan = mixed(data_plan(2, shard=shard, microbatches=microbatches), compute=compute)
-    trainer = make_trainer(small_gpt(), plan, optimizer=adamw, loss=loss)
-    scale = 65536.0 if compute == "fp16" else 1.0
-    seen = [masters(trainer)]
+    trainer = make_trainer(model, plan, optimizer=adamw, loss=loss)
+    seen, states = [masters(trainer)], [optimizer_state(trainer)]
     with Messages() as messages:
-        for step, is_bad in enumerate([False, True, False]):
-            loss.factor = TOO_LARGE[compute] if is_bad and trainer.data_rank == 1 else 1.0
-            state = copy.deepcopy(trainer.optimizer.state_dict()["state"])
+        for step, bad in enumerate(["", "loss", "", "norm", ""]):
+            poison = {key: TOO_LARGE[compute] if key == bad and trainer.data_rank == 1 else 1.0 for key in poison}
+            loss.factor = poison["loss"]
             trainer.step(*cut_evenly(token_batch(6, seed=step), 2)[trainer.data_rank])
             seen.append(masters(trainer))
-            assert trainer.grad_norm is not None and trainer.grad_norm.isfinite() == (not is_bad)
-            if is_bad:
-                assert all(
-                    torch.equal(value, trainer.optimizer.state_dict()["state"][number][key])
-                    for number, kept in state.items()
-                    for key, value in kept.items()
-                )
-                scale = scale / 2 if compute == "fp16" else 1.0
-            assert trainer.update.loss_scale.value == scale
-            assert trainer.num_skipped == (step >= 1) and trainer.steps_done == step + 1
-    is_same = [all(torch.equal(b[name], a[name]) for name in a) for a, b in zip(seen, seen[1:], strict=False)]
-    assert is_same == [False, True, False]
-    lowered = "; the loss scale goes from 65536 to 32768" if compute == "fp16" else ""
-    told = [f"step 2 is skipped: a gradient is not finite{lowered} (1 skipped so far)"]
+            states.append(optimizer_state(trainer))
+            assert trainer.grad_norm is not None and trainer.grad_norm.isfinite() == (not bad)
+            assert trainer.num_skipped == (step + 1) // 2 and trainer.steps_done == step + 1
+            assert trainer.update.loss_scale.value == (65536 / 2**trainer.num_skipped if compute == "fp16" else 1.0)
+    for kept in (seen, states):
+        is_same = [all(torch.equal(b[key], a[key]) for key in b) for a, b in zip(kept[1:], kept[2:], strict=False)]
+        assert is_same == [True, False, True, False]
+    falls = ("; the loss scale goes from 65536 to 32768", "; the loss scale goes from 32768 to 16384")
+    told = [
+        f"step {2 * number} is skipped: a gradient is not finite{fall if compute == 'fp16' else ''} "
+        f"({number} skipped so far)"
+        for number, fall in enumerate(falls, start=1)
+    ]
     assert messages == (told if trainer.data_rank == 0 else [])
     trainer.check_divergence()
+
+
+def optimizer_state(trainer: Trainer) -> dict[str, Tensor]:
+    states = trainer.optimizer.state_dict()["state"]
+    return {f"{number} {key}": value.clone() for number, kept in states.items() for key, value in kept.items()}
 
 
 @ranks(2)

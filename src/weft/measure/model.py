@@ -28,6 +28,7 @@ from torch.func import functional_call
 from weft.blueprint import Blueprint, find_blueprint
 from weft.errors import ModelError
 from weft.measure.recorder import SIZES, Recorder
+from weft.parallel.batchnorm import has_batch_norms
 from weft.parallel.units import flat_kinds, make_members
 from weft.plan.plan import Data, Plan, Precision
 from weft.profiles.model import ModelProfile, ParameterProfile, Segment, Size
@@ -70,6 +71,7 @@ def profile_model(
             for at, name in enumerate(("prelude", *blueprint.blocks, "postlude"))
         ),
         buffer_bytes=sum(buffer.nbytes for buffer in named_model.buffers()),
+        batch_norms=has_batch_norms(named_model),
         batch=_line(once.batch_bytes, twice.batch_bytes, samples),
         output=_line(once.output_bytes, twice.output_bytes, samples),
         compute=compute,

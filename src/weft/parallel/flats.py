@@ -7,7 +7,8 @@
 Where the master has the compute dtype and device it *is* `mine`, and where parameters stay whole (stages 0 to 2) `mine`
 is a window on `whole`; so nothing is kept twice. Where they do not (stage 3) the memory of `whole` comes and goes:
 the storage is resized to nothing and back, so that views which autograd saved are right again once it is gathered.
-Meanwhile the parameters are empty: whoever uses one outside its turn gets an error about its shape, not old memory.
+Meanwhile the parameters are a NaN of a shape that fits nothing: whoever uses one outside its turn gets an error about
+its shape, or NaN, but neither old memory nor a wrong number.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from weft.comm.collectives import Pending, all_gather, broadcast
 from weft.layout import Layout
 from weft.mesh import Group
 from weft.plan.shards import Flat
+
+_ABSENT_NUMEL = 7919
+"""A prime that no layer is likely to have as a width."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +78,7 @@ class FlatParameters:
         is_same = kind.compute == kind.master and master_device == device
         self.master = self.mine if is_same or not kind.trainable else _copy(staged[start:stop], master_device)
         self._views = self.member_views(self.whole)
-        self._empty = torch.empty(0, dtype=kind.compute, device=device)
+        self._absent = _absent(kind.compute, device)
         self._num_bytes = self.whole.nbytes
         self._lend()
         self.is_whole = True
@@ -142,7 +146,7 @@ class FlatParameters:
             return
         self.wait()
         for parameter in self.parameters:
-            parameter.data = self._empty
+            parameter.data = self._absent
         self.whole.untyped_storage().resize_(0)
         self.is_whole = False
 
@@ -159,6 +163,12 @@ class FlatParameters:
     def _lend(self) -> None:
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.data = view
+
+
+def _absent(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if not dtype.is_floating_point:
+        return torch.empty(0, dtype=dtype, device=device)
+    return torch.full((1,), float("nan"), dtype=dtype, device=device).expand(_ABSENT_NUMEL)
 
 
 def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

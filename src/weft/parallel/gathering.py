@@ -27,6 +27,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from weft.errors import ModelError
 from weft.parallel.flats import FlatParameters
 
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device, torch.layout)
+"""What a block may return besides tensors."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
@@ -64,9 +67,10 @@ class Gathering:
         self._blocks = tuple(blocks)
         self._stay_whole = stay_whole
         self._block_done = block_done
-        # The order in which blocks are gathered, until a micro-batch shows that it is another.
+        # What happens in the two passes, until a micro-batch shows that it is something else: i, block i begins to be
+        # gathered; ~i, its backward pass is over.
         self._forward_order = list(range(len(self._blocks)))
-        self._backward_order = [] if stay_whole else self._forward_order[::-1]
+        self._backward_order = [] if stay_whole else _usual_backward(len(self._blocks))
         self._log: list[int] = []
         self.begin_step()
         root.module.register_forward_pre_hook(_uncompiled(self._start_forward), prepend=True)
@@ -91,11 +95,17 @@ class Gathering:
             self._free_all()
 
     def pass_by(self) -> None:
-        """Take part in the gathers of a micro-batch without computing anything: those that the last one made here."""
+        """Take part in the exchanges of a micro-batch without computing anything: what the last one here made, again.
+
+        Reductions too start where they did: who waits for a reduction would not take part in the next gather.
+        """
         self._root.start_gather()
         self._root.wait()
         stays = self._stays()
         for index in self._forward_order + (self._backward_order if torch.is_grad_enabled() else []):
+            if index < 0:
+                self._block_done(~index)
+                continue
             self._start(index)
             self._blocks[index].wait()
             if not stays:
@@ -112,6 +122,7 @@ class Gathering:
     def _free_all(self) -> None:
         self._log = []
         self._next_forward, self._next_backward = 0, -1
+        self._called = [False] * len(self._blocks)
         self._is_gathering_backward = False
         self._in_backward = [False] * len(self._blocks)
         self._num_open = [0] * len(self._blocks)  # calls of each block whose backward pass is still to come
@@ -126,6 +137,7 @@ class Gathering:
         self._next_forward = 0
         self._root.start_gather()
         self._log = []
+        self._called = [False] * len(self._blocks)
         if self._blocks:
             self._start(0)
             self._next_forward = 1
@@ -159,13 +171,17 @@ class Gathering:
         while self._next_backward >= max(index - 1, 0):
             self._start(self._next_backward)
             self._next_backward -= 1
-        for passed in range(index + 1, len(self._blocks)):
+        for passed in reversed(range(index + 1, len(self._blocks))):
             if not self._in_backward[passed]:
                 self._blocks[passed].free()
+            if not self._called[passed]:  # no gradient will come; the others' reductions wait for this rank's
+                self._called[passed] = True
+                self._finish_block(passed)
 
     def _make_before(self, index: int) -> Callable[..., tuple[Any, Any]]:
         def before_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
             del module
+            self._called[index] = True
             if not self._in_backward[index]:  # else a checkpoint of the user's own computes the block again
                 self._advance_forward(index)
             self._start(index)  # a block that is called a second time has been given back already
@@ -219,7 +235,19 @@ class Gathering:
         self._in_backward[index] = False
         if not self._stay_whole or self.is_last:
             self._blocks[index].free()
+        self._finish_block(index)
+
+    def _finish_block(self, index: int) -> None:
+        self._log.append(~index)
         self._block_done(index)
+
+
+def _usual_backward(num_blocks: int) -> list[int]:
+    """From the last block to the first, each gathered while the one after it computes: 2, 1, ~2, 0, ~1, ~0."""
+    order = [num_blocks - 1] if num_blocks else []
+    for index in reversed(range(num_blocks)):
+        order += [index - 1, ~index] if index else [~index]
+    return order
 
 
 def _differentiable(tree: Any) -> list[torch.Tensor]:
@@ -234,7 +262,7 @@ def _outputs_of(output: Any, module: nn.Module) -> list[torch.Tensor]:
             found += [leaf] if leaf.requires_grad else []
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             found += _outputs_of([getattr(leaf, field.name) for field in dataclasses.fields(leaf)], module)
-        elif not isinstance(leaf, bool | int | float | complex | str | bytes | None):
+        elif not isinstance(leaf, _PLAIN):
             raise ModelError(
                 f"a block ({type(module).__name__}) returns a {type(leaf).__name__}, in which weft cannot see tensors; "
                 'with [data] shard = "parameters" let it return them in tuples, lists, dicts or dataclasses'

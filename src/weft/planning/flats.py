@@ -15,9 +15,7 @@ from weft.plan.shards import Flat
 from weft.plan.wire import Member, shard_buckets
 from weft.profiles.model import ModelProfile, ParameterProfile
 
-MOST_IN_FLIGHT = 2
-"""Reductions under way at once."""
-
+_MOST_IN_FLIGHT = 2
 _Buffer = tuple[int, int]
 _STAGES = ("nothing", "optimizer", "gradients", "parameters")
 _KINDS = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
@@ -37,6 +35,12 @@ class Sharding:
     """Ranks that keep the same part."""
     stays_whole: bool
     """ZeRO-3: parameters and gradients are whole from a step's first micro-batch to its last."""
+    keeps_gradients: bool
+    """The memory of whole gradients is kept from step to step."""
+    num_rounds: int
+    """Micro-batches of a step that gradients leave after, as far as a second one needs other buffers than the first."""
+    most_in_flight: int
+    """Reductions under way at once."""
     on_host: bool
     """The ranks compute on CPUs, where a reduction needs memory for what it receives."""
     offloads: bool
@@ -71,6 +75,11 @@ def find_sharding(plan: Plan, profile: ModelProfile) -> Sharding:
     is_half = any(parameter.kind in _KINDS.values() for parameter in profile.parameters if parameter.trainable)
     on_host = profile.device == "cpu"
     offloads = plan.data.offload and not on_host
+    num_parts = data if stage else 1
+    # A backward pass that waits for other ranks must not wait for reductions of its own.
+    waits_in_backward = plan.data.buffers == "synchronise" and profile.batch_norms
+    stays_whole = stage == 3 and plan.data.reshard == "step" and plan.step.microbatches > 1
+    keeps_gradients = stage < 2 or num_parts == 1
     return Sharding(
         stage=stage,
         in_flats=stage > 0
@@ -78,9 +87,12 @@ def find_sharding(plan: Plan, profile: ModelProfile) -> Sharding:
         or (precision.reduce, precision.accumulate) != ("fp32", "fp32")
         or offloads
         or (is_half and (data * plan.axes.replicate > 1 or plan.step.microbatches > 1)),
-        num_parts=data if stage else 1,
+        num_parts=num_parts,
         num_replicas=plan.axes.replicate if stage else data * plan.axes.replicate,
-        stays_whole=stage == 3 and plan.data.reshard == "step" and plan.step.microbatches > 1,
+        stays_whole=stays_whole,
+        keeps_gradients=keeps_gradients,
+        num_rounds=1 if keeps_gradients or stays_whole else min(plan.step.microbatches, 2),
+        most_in_flight=len(profile.parameters) if waits_in_backward else _MOST_IN_FLIGHT,
         on_host=on_host,
         offloads=offloads,
     )
@@ -176,32 +188,34 @@ def travelling_bytes(sharding: Sharding, flats: Sequence[ParameterFlat]) -> int:
 
 def _pool_bytes(sharding: Sharding, flats: Sequence[ParameterFlat]) -> int:
     """What the pool holds after a step in which gradients of these flats left in this order."""
+    if sharding.num_parts == 1:
+        return 0
     pool, in_flight = _Pool(), deque[list[_Buffer]]()
-    early: dict[int, _Buffer] = {}
-    for turn, flat in enumerate(flats):
+    for _ in range(sharding.num_rounds):
         # Gradients of the root (stage 3) come from the start of the backward pass to its end.
-        if sharding.stays_whole or (sharding.stage == 3 and flat.block is None):
-            early[turn] = pool.borrow(flat.numel, _whole_bytes(sharding, flat))
-    for turn, flat in enumerate(flats):
-        borrowed = [early[turn]] if turn in early else []
-        if sharding.stage >= 2 and turn not in early:
-            borrowed.append(pool.borrow(flat.numel, _whole_bytes(sharding, flat)))
-        if len(in_flight) == MOST_IN_FLIGHT:
-            pool.take_back(in_flight.popleft())
-        if sharding.num_parts == 1:
-            pool.take_back(borrowed)
-            continue
-        if flat.reduce_bytes != _whole_bytes(sharding, flat):
-            borrowed.append(pool.borrow(flat.numel, flat.reduce_bytes))
-        if sharding.on_host:
-            borrowed.append(pool.borrow(flat.numel, flat.reduce_bytes))
-        in_flight.append(borrowed)
+        early = {
+            turn: pool.borrow(flat.numel, _whole_bytes(sharding, flat))
+            for turn, flat in enumerate(flats)
+            if sharding.stays_whole or (sharding.stage == 3 and flat.block is None)
+        }
+        for turn, flat in enumerate(flats):
+            borrowed = [early[turn]] if turn in early else []
+            if not sharding.keeps_gradients and turn not in early:
+                borrowed.append(pool.borrow(flat.numel, _whole_bytes(sharding, flat)))
+            if len(in_flight) == sharding.most_in_flight:
+                pool.take_back(in_flight.popleft())
+            if flat.reduce_bytes != _whole_bytes(sharding, flat):
+                borrowed.append(pool.borrow(flat.numel, flat.reduce_bytes))
+            if sharding.on_host:
+                borrowed.append(pool.borrow(flat.numel, flat.reduce_bytes))
+            in_flight.append(borrowed)
     return pool.num_bytes
 
 
 def _whole_bytes(sharding: Sharding, flat: ParameterFlat) -> int:
-    leaves_every_microbatch = sharding.stage >= 2 and not sharding.stays_whole
-    return flat.reduce_bytes if leaves_every_microbatch else flat.accumulate_bytes
+    """Bytes an element of whole gradients, which need not add up where they leave after every micro-batch."""
+    adds_up = sharding.keeps_gradients or sharding.stays_whole
+    return flat.accumulate_bytes if adds_up else flat.reduce_bytes
 
 
 class _Pool:

@@ -140,7 +140,7 @@ def _state(
         moment="",
         parameters=sum((flat.part_numel if sharding.stage == 3 else flat.numel) * flat.item_bytes for flat in flats),
         gradients=sum(
-            (flat.part_numel if sharding.stage >= 2 else flat.numel) * flat.accumulate_bytes for flat in trainable
+            (flat.numel if sharding.keeps_gradients else flat.part_numel) * flat.accumulate_bytes for flat in trainable
         ),
         master=0 if sharding.offloads else master,
         optimizer=0 if sharding.offloads else moments,

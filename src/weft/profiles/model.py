@@ -88,6 +88,8 @@ class ModelProfile:
     """Prelude, blocks, postlude."""
     buffer_bytes: int = 0
     """Buffers, whole on every rank."""
+    batch_norms: bool = False
+    """Some layers normalise by the batch they see."""
     batch: Size = Size()
     """Inputs and targets."""
     output: Size = Size()

@@ -44,6 +44,7 @@ class AllReduce(WholeGradients):
         self._bucket_bytes = bucket_bytes
         self._armed = False
         self._counting = True
+        self._pending: list[Pending] = []
         self._ready_order: list[int] = []
         self._order_agreed = False
         self._exchanged = False
@@ -53,13 +54,15 @@ class AllReduce(WholeGradients):
         self.begin()
 
     def begin(self) -> None:
+        for pending in self._pending:  # of a step that ended in an error which the user caught, on all ranks
+            pending.wait()
         super().begin()
         if not self._order_agreed and self._exchanged:
             self._agree_on_order()
         self._used = [False] * len(self._parameters)
         self._ready = [False] * len(self._parameters)
         self._missing = [len(bucket.members) for bucket in self._buckets.buckets]
-        self._pending: list[Pending] = []
+        self._pending = []
         self._ready_order = []
         self._armed = False
 

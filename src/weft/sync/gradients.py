@@ -89,6 +89,7 @@ class Gradients:
 
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
+        self._waiting: dict[int, torch.Tensor] = {}
         self._used = [False] * len(self.flat.names)
         self._is_reduced = False
         self.begin_microbatch()
@@ -113,18 +114,32 @@ class Gradients:
         """Take a gradient that has become ready; `is_last`: no other will come for this member before it leaves."""
         if self._whole is None:
             self._take(self._borrow(self._whole_dtype))
-        view = self._views[member]
-        if self._filled[member]:
-            view.add_(gradient)
-        else:
-            view.copy_(gradient)
-            self._filled[member] = self._used[member] = True
+        if member in self._waiting:
+            self.settle()
+        self._waiting[member] = gradient
+        if not gradient.is_cuda:
+            self.settle()
         if is_last:
             self._ready.add(member)
+
+    def settle(self) -> None:
+        """Move gradients into the buffer: on the host each at once, on a GPU in one launch for all that wait."""
+        if not self._waiting:
+            return
+        new = [member for member in self._waiting if not self._filled[member]]
+        if new:
+            torch._foreach_copy_([self._views[m] for m in new], [self._waiting[m] for m in new])
+        if len(new) < len(self._waiting):
+            old = [member for member in self._waiting if self._filled[member]]
+            torch._foreach_add_([self._views[m] for m in old], [self._waiting[m] for m in old])
+        for member in new:
+            self._filled[member] = self._used[member] = True
+        self._waiting = {}
 
     def start_reduction(self, *, is_last: bool) -> Reduction:
         """Begin to bring the sum over ranks to this rank's part; new gradients go elsewhere meanwhile."""
         borrowed = []
+        self.settle()
         if self._whole is None:
             self._take(self._borrow(self._whole_dtype))
         whole = self._whole
@@ -162,8 +177,13 @@ class Gradients:
         """Give the optimizer's tensors their gradients; those on the host are there once the device has caught up."""
         if self._host is not None:
             self._host.copy_(self.part, non_blocking=True)
-        for piece, view in zip(self.pieces, self._part_views if self._host is None else self._host_views, strict=True):
-            piece.tensor.grad = view.to(piece.tensor.dtype)
+            views = self._host_views
+        elif self.part.dtype != self.flat.kind.master:
+            views = self.flat.kept_views(self.part.to(self.flat.kind.master))
+        else:
+            views = self._part_views
+        for piece, view in zip(self.pieces, views, strict=True):
+            piece.tensor.grad = view
 
     def _widen(self, narrow: torch.Tensor) -> None:
         self.part.copy_(narrow)

@@ -65,7 +65,6 @@ class Sharded:
         # Gradients become ready from the last parameters to the first.
         trainable = [flat for flat in reversed(self.flats) if flat.kind.trainable]
         self._gradients = tuple(Gradients(flat, group, settings, pool) for flat in trainable)
-        self._num_members = sum(len(gradients.flat.names) for gradients in self._gradients)
         self.pieces: Sequence[Piece] = tuple(
             piece for gradients in reversed(self._gradients) for piece in gradients.pieces
         )
@@ -76,6 +75,7 @@ class Sharded:
             first_flag += len(gradients.flat.names)
             for member, parameter in enumerate(gradients.flat.parameters):
                 parameter.register_post_accumulate_grad_hook(self._make_hook(turn, member))
+        self._all_used = torch.ones(first_flag, dtype=torch.float64, device=device)
         self._reset()
         self._in_step = False
 
@@ -136,6 +136,8 @@ class Sharded:
     def end_microbatch(self) -> None:
         if self._gathering is not None:
             self._gathering.end_microbatch()
+        for gradients in self._gradients:
+            gradients.settle()
         if self._is_reducing:
             while self._turn < len(self._gradients):
                 self._launch()
@@ -226,11 +228,11 @@ class Sharded:
 
     def _exchange_tail(self, loss_sum: torch.Tensor, count: torch.Tensor, with_norm: bool) -> torch.Tensor:
         """All ranks' losses, counts and squared norms added up, then one flag a parameter: whether any rank used it."""
-        tail = torch.ones(SHARDED_TAIL_WORDS + self._num_members, dtype=torch.float64, device=self._device)
-        tail[0], tail[1], tail[2] = loss_sum, count, 0.0
-        if with_norm:
-            held = [piece.tensor.grad for piece in self.pieces if piece.tensor.grad is not None]
-            tail[2] = norm_of(held, self._device) ** 2
+        tail = self._all_used.clone()
+        held = [piece.tensor.grad for piece in self.pieces if piece.tensor.grad is not None] if with_norm else []
+        # As tensors: a plain number would make the host wait for the device.
+        words = (loss_sum, count, norm_of(held, self._device) ** 2)
+        tail[:SHARDED_TAIL_WORDS] = torch.stack([word.to(torch.float64) for word in words])
         for gradients in self._gradients:
             for member in gradients.unused:
                 tail[gradients.first_flag + member] = 0.0

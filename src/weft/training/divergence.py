@@ -81,7 +81,11 @@ class DivergenceCheck:
                 yield f"buffer {name}", buffer
 
     def _parts(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the optimizer updates and keeps."""
+        """What the optimizer updates and keeps, and parts of frozen parameters."""
+        for flat in self._sync.flats:
+            if not flat.kind.trainable:
+                for name, part in zip(flat.names, flat.kept_views(flat.mine), strict=True):
+                    yield f"weight {name}", part
         for piece in self._sync.pieces:
             if self._sync.flats:
                 yield f"weight {piece.name}", piece.tensor

@@ -157,7 +157,7 @@ def _compare_tensors(trainer: Trainer, reference: OneProcess | None, step: int, 
         elif true is not None and mine is not None and true.numel():
             scale = float(true.abs().max())
             largest[what] = max(largest.get(what, 0.0), scale)
-            off = (mine - _part(true, own.layout, trainer)).abs()
+            off = (mine.to(true.device) - _part(true, own.layout, trainer)).abs()
             measured.append((what, name, float(off.max()) if off.numel() else 0.0, scale))
     return [
         _difference(what, name, step, rank, off / max(scale, _ZERO_GRADIENT * largest.get(what, 0.0), 1e-300))

@@ -1,0 +1,150 @@
+"""Predicted memory against real ranks: every tensor that a trainer keeps, and what the system says a process took."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import small_convnet
+from ranks import ranks
+from torch import nn
+
+from weft.measure.model import profile_model
+from weft.measure.process import PeakPss, read_pss_bytes
+from weft.models.gpt import GPT, GPTConfig
+from weft.plan.plan import Axes, Comm, Data, Plan, Precision, Step
+from weft.planning.memory import Memory, predict_memory
+from weft.training.parallelize import parallelize
+from weft.training.trainer import Trainer
+
+SHARDS = ("nothing", "optimizer", "gradients", "parameters")
+HALF = Precision(compute="bf16", accumulate="bf16", reduce="bf16")
+
+LARGE = GPTConfig(vocab_size=32000, context=256, num_layers=13, hidden=1024, heads=16)
+"""196 million parameters."""
+
+
+def live_bytes() -> int:
+    """Bytes of all storages that some tensor in this process uses."""
+    gc.collect()
+    storages = [thing.untyped_storage() for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def text_batch(config: GPTConfig, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    text = torch.randint(config.vocab_size, (samples, config.context + 1))
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def train(model: nn.Module, plan: Plan, inputs: torch.Tensor, targets: torch.Tensor) -> Trainer:
+    """Two steps: the second one finds all that the first has made."""
+    optimizer = functools.partial(torch.optim.AdamW, lr=1e-4)
+    trainer = parallelize(model, plan, loss="cross-entropy", optimizer=optimizer, device="cpu")
+    for _ in range(2):
+        float(trainer.step(inputs, targets))
+    return trainer
+
+
+def predict(model: nn.Module, plan: Plan, inputs: torch.Tensor, targets: torch.Tensor) -> Memory:
+    """For the micro-batches into which the plan cuts this batch."""
+    samples = len(inputs) // plan.step.microbatches
+    profile = profile_model(model, inputs[:samples], targets[:samples], compute=plan.precision.compute)
+    return predict_memory(plan, profile)
+
+
+def check_account(make: Callable[[], nn.Module], plan: Plan, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    """What is there after a step and was not before is the state, and buffers kept for the next step's gradients."""
+    before = live_bytes()
+    model = make()
+    predicted = predict(model, plan, inputs, targets)
+    trainer = train(model, plan, inputs, targets)
+    trainer.sync.begin()  # lets go of gradients that were cast for the update
+    found = live_bytes() - before
+    assert found == pytest.approx(predicted.state + predicted.gradient_buffers, rel=0.02), predicted.table()
+
+
+SMALL = GPTConfig(vocab_size=64, context=16, num_layers=4, hidden=64, heads=2, mlp_hidden=200)
+
+
+@ranks(2)
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("precision", [Precision(), Precision(compute="bf16"), HALF], ids=["fp32", "bf16", "bf16-only"])
+def test_every_tensor_a_trainer_keeps(shard: str, precision: Precision) -> None:
+    plan = Plan(axes=Axes(data=2), data=Data(shard=shard), precision=precision, comm=Comm(bucket_bytes=60_000))
+    check_account(lambda: GPT(SMALL), plan, *text_batch(SMALL, 2))
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("shard", "reshard"), [("gradients", "step"), ("parameters", "step"), ("parameters", "microbatch")]
+)
+def test_every_tensor_that_is_kept_over_microbatches(shard: str, reshard: str) -> None:
+    def make() -> nn.Module:
+        model = GPT(dataclasses.replace(SMALL, tied=False))
+        model.blocks[1].requires_grad_(False)
+        return model
+
+    plan = Plan(
+        axes=Axes(data=2),
+        data=Data(shard=shard, reshard=reshard),
+        step=Step(microbatches=3),
+        comm=Comm(bucket_bytes=60_000),
+    )
+    check_account(make, plan, *text_batch(SMALL, 3))
+
+
+@ranks(4)
+@pytest.mark.parametrize("shard", SHARDS[1:])
+def test_every_tensor_of_hybrid_sharding(shard: str) -> None:
+    plan = Plan(axes=Axes(data=2, replicate=2), data=Data(shard=shard), precision=Precision(compute="bf16"))
+    check_account(lambda: GPT(SMALL), plan, *text_batch(SMALL, 2))
+
+
+@ranks(2)
+@pytest.mark.parametrize("shard", SHARDS)
+def test_every_tensor_of_a_model_whose_layers_wait_for_other_ranks(shard: str) -> None:
+    """With synchronised BatchNorm no reduction is waited for before the backward pass is over."""
+    plan = Plan(axes=Axes(data=2), data=Data(shard=shard), comm=Comm(bucket_bytes=30_000))
+    images, classes = torch.randn(4, 1, 6, 6), torch.randint(5, (4,))
+    check_account(lambda: small_convnet(width=16, num_blocks=4), plan, images, classes)
+
+
+def trim_malloc() -> None:
+    """Let glibc give freed memory back at once: what is predicted is what is alive, not what a C library keeps."""
+    m_mmap_threshold = -3
+    assert ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 16) == 1
+
+
+def check_peak(plan: Plan) -> None:
+    trim_malloc()
+    train(GPT(SMALL), plan, *text_batch(SMALL, 1))  # libraries and transport are there from now on
+    batch = text_batch(LARGE, 1)
+    with torch.device("meta"):
+        predicted = predict(GPT(LARGE), plan, *batch)
+    gc.collect()
+    before = read_pss_bytes()
+    dist.barrier()
+    with PeakPss() as watched:
+        train(GPT(LARGE), plan, *batch)
+        dist.barrier()
+    assert predicted.total == pytest.approx(watched.peak_bytes - before, rel=0.1), predicted.table()
+
+
+@pytest.mark.long
+@ranks(2, fresh=True, timeout_s=300)
+@pytest.mark.parametrize("shard", SHARDS)
+def test_the_peak_of_two_processes(shard: str) -> None:
+    check_peak(Plan(axes=Axes(data=2), data=Data(shard=shard)))
+
+
+@pytest.mark.long
+@ranks(4, fresh=True, timeout_s=600)
+@pytest.mark.parametrize("shard", SHARDS)
+def test_the_peak_of_four_processes(shard: str) -> None:
+    check_peak(Plan(axes=Axes(data=4), data=Data(shard=shard)))
