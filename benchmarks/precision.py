@@ -22,19 +22,20 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 import weft
 from weft.models.gpt import GPT, GPTConfig, gpt2_124m
-from weft.plan.plan import Data, Plan, Precision, Recompute
+from weft.plan.plan import Compile, Data, Plan, Precision, Recompute, Step
 from weft.training.datasets import TokenWindows, standard_library_text
 from weft.training.precision import LossScale
 from weft.units import format_bytes
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-BF16 = Precision(compute="bf16")
+BF16, FP16 = Precision(compute="bf16"), Precision(compute="fp16")
 WARM_UP_STEPS = 20
 
 
@@ -48,18 +49,28 @@ class Side:
     is_scaled: bool = True
 
 
+def plan(**sections: Any) -> Plan:
+    """Clipped, as GPT-2 is trained: without it one skipped step decides whether a spike of the loss comes later."""
+    return Plan(step=Step(clip_norm=1.0), **sections)
+
+
 FORMATS = (
-    Side(name="fp32", plan=Plan()),
-    Side(name="fp32, TF32", plan=Plan(), tf32=True),
-    Side(name="bf16", plan=Plan(precision=BF16)),
-    Side(name="fp16", plan=Plan(precision=Precision(compute="fp16"))),
-    Side(name="fp16, not scaled", plan=Plan(precision=Precision(compute="fp16")), is_scaled=False),
+    Side(name="fp32", plan=plan()),
+    Side(name="fp32, TF32", plan=plan(), tf32=True),
+    Side(name="bf16", plan=plan(precision=BF16)),
+    Side(name="fp16", plan=plan(precision=FP16)),
+    Side(name="fp16, not scaled", plan=plan(precision=FP16), is_scaled=False),
 )
+SELECTIVE, FULL = Recompute(policy="selective"), Recompute(policy="full")
+COMPILED = Compile(blocks=True)
 SAVINGS = (
-    Side(name="bf16", plan=Plan(precision=BF16)),
-    Side(name="bf16, recompute selective", plan=Plan(precision=BF16, recompute=Recompute(policy="selective"))),
-    Side(name="bf16, recompute full", plan=Plan(precision=BF16, recompute=Recompute(policy="full"))),
-    Side(name="bf16, offload", plan=Plan(precision=BF16, data=Data(offload=True))),
+    Side(name="bf16", plan=plan(precision=BF16)),
+    Side(name="bf16, recompute selective", plan=plan(precision=BF16, recompute=SELECTIVE)),
+    Side(name="bf16, recompute full", plan=plan(precision=BF16, recompute=FULL)),
+    Side(name="bf16, offload", plan=plan(precision=BF16, data=Data(offload=True))),
+    Side(name="bf16, compiled", plan=plan(precision=BF16, compile=COMPILED)),
+    Side(name="bf16, compiled, recompute selective", plan=plan(precision=BF16, compile=COMPILED, recompute=SELECTIVE)),
+    Side(name="bf16, compiled, recompute full", plan=plan(precision=BF16, compile=COMPILED, recompute=FULL)),
 )
 
 

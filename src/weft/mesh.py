@@ -196,11 +196,10 @@ def _init_process_group(device: torch.device, timeout_s: float) -> None:
 
 
 def _choose_device(device: torch.device | str | None, local_rank: int) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if chosen.type == "cuda" and chosen.index is None:  # "cuda" means this rank's own
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
+    return chosen
 
 
 def _backend(device: torch.device) -> str:

@@ -172,6 +172,21 @@ def test_batch_norm_keeps_its_dtype() -> None:
     assert all(parameter.item_bytes == 4 for parameter in profile.parameters)
 
 
+def test_a_table_that_widens_is_cast_again_between_layers() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+            self.register_buffer("scale", torch.ones(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x) * self.scale)
+
+    inputs, targets = batch_of(B)
+    profile = profile_model(Scaled(), inputs, targets, compute="bf16")
+    assert profile.output.at(B) == 2 * B * 3
+
+
 def test_a_model_without_blocks_and_a_loss_of_the_users_own() -> None:
     def loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return F.cross_entropy(output, targets, reduction="sum"), (targets >= 0).sum()

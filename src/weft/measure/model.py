@@ -11,7 +11,7 @@ workspaces are not seen (`liveness.py`).
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
-from torch.func import functional_call
 
 from weft.blueprint import Blueprint, find_blueprint
 from weft.errors import ModelError
 from weft.measure.recorder import SIZES, Recorder
 from weft.parallel.batchnorm import has_batch_norms
-from weft.parallel.units import flat_kinds, make_members
+from weft.parallel.units import cast_between_layers, flat_kinds, make_members
 from weft.plan.plan import Data, Plan, Precision
 from weft.profiles.model import ModelProfile, ParameterProfile, Segment, Size
 from weft.training.loss import Loss, LossFunction, resolve_loss
@@ -143,20 +142,17 @@ def _watch_step(
     plan: Plan,
     device: torch.device,
 ) -> _Watched:
-    """One training step of the model on fake tensors."""
-    with ExitStack() as stack:
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        state = _fake_state(model, plan, device)
-        inputs, targets = (map_tensors(lambda tensor: _fake(tensor, tensor.dtype, device), tree) for tree in batch)
+    """One training step of a copy of the model on fake tensors."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    copied = _copy_without_memory(model, plan, device, fake)
+    with fake:
+        inputs, targets = (map_tensors(lambda tensor: _like(tensor, tensor.dtype, device), tree) for tree in batch)
         batch_tensors = [*tensors_of(inputs), *tensors_of(targets)]
-        recorder = Recorder(len(blueprint.blocks), others=[*state.values(), *batch_tensors])
-        for number, name in enumerate(blueprint.blocks):
-            recorder.attach(model.get_submodule(name), number, stack)
-
-        def run_model(*args: Any, **kwargs: Any) -> Any:
-            return functional_call(model, state, args, kwargs, tie_weights=False)
-
-        call = Caller(run_model, plan, widens=not loss.counts_targets)
+        recorder = Recorder(
+            [copied.get_submodule(name) for name in blueprint.blocks],
+            others=[*copied.parameters(), *copied.buffers(), *batch_tensors],
+        )
+        call = Caller(copied, plan, widens=not loss.counts_targets)
         try:
             with recorder.live, torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor):
                 output = call(inputs)
@@ -175,22 +171,25 @@ def _watch_step(
     return _Watched(sizes=recorder.sizes(), batch_bytes=batch_bytes, output_bytes=output_bytes)
 
 
-def _fake_state(model: nn.Module, plan: Plan, device: torch.device) -> dict[str, torch.Tensor]:
-    """A fake tensor for every name of a parameter or buffer, in the dtype it computes in; tied names have the same."""
+def _copy_without_memory(model: nn.Module, plan: Plan, device: torch.device, fake: FakeTensorMode) -> nn.Module:
+    """A copy whose parameters, in the dtype they compute in, and buffers are fake tensors."""
     kinds = flat_kinds(model, plan)
-    fakes = {id(buffer): _fake(buffer, buffer.dtype, device) for buffer in model.buffers()}
-    for name, parameter in model.named_parameters():
-        fake = _fake(parameter, kinds[name].compute, device).requires_grad_(parameter.requires_grad)
-        if parameter.requires_grad:
-            fake.register_post_accumulate_grad_hook(_drop_gradient)
-        fakes[id(parameter)] = fake
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: fakes[id(tensor)] for name, tensor in named}
+    with fake:
+        copies: dict[int, Any] = {id(buffer): _like(buffer, buffer.dtype, device) for buffer in model.buffers()}
+        for name, parameter in model.named_parameters():
+            made = nn.Parameter(_like(parameter, kinds[name].compute, device), requires_grad=parameter.requires_grad)
+            if parameter.requires_grad:
+                made.register_post_accumulate_grad_hook(_drop_gradient)
+            copies[id(parameter)] = made
+    copied = copy.deepcopy(model, copies)
+    if plan.precision.compute != "model":
+        cast_between_layers(copied)
+    return copied
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def _fake(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _like(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)

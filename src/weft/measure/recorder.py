@@ -8,7 +8,6 @@ recomputation, so that one step answers for all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,31 +40,15 @@ class Recorder:
     What the model does between two blocks counts as the first one's.
     """
 
-    def __init__(self, num_blocks: int, *, others: Sequence[torch.Tensor]) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], *, others: Sequence[torch.Tensor]) -> None:
+        """Puts hooks on the blocks. `others` are tensors that do not count: parameters, buffers, the batch."""
         self.live = LiveBytes(others=others, made=self._made)
-        self._num_blocks = num_blocks
+        self._num_blocks = len(blocks)
         self._segment, self._phase = 0, "forward"
         self._events: list[_Event] = []
-        self._peaks = {"forward": [0] * (num_blocks + 2), "backward": [0] * (num_blocks + 2)}
-
-    def attach(self, block: nn.Module, number: int, stack: ExitStack) -> None:
-        """Follow the step through a block until the stack is closed."""
-
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._enter("forward", number + 1)
-            for tensor in _tensors((args, kwargs)):
-                self._note("input", tensor)
-                if number == 0:
-                    self._on_gradient(tensor, 0)
-
-        def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            for tensor in _tensors(output):
-                self._on_gradient(tensor, number + 1)
-            if number == self._num_blocks - 1:
-                self.enter_postlude()
-
-        stack.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
-        stack.callback(block.register_forward_hook(after).remove)
+        self._peaks = {phase: [0] * (len(blocks) + 2) for phase in ("forward", "backward")}
+        for number, block in enumerate(blocks):
+            self._attach(block, number)
 
     def enter_postlude(self) -> None:
         self._enter("forward", self._num_blocks + 1)
@@ -94,6 +77,24 @@ class Recorder:
             "forward_peak": [max(peak - before[at], 0) for at, peak in enumerate(forward_peaks)],
             "backward_peak": [max(peak - before[at + 1], 0) for at, peak in enumerate(backward_peaks)],
         }
+
+    def _attach(self, block: nn.Module, number: int) -> None:
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._enter("forward", number + 1)
+            for tensor in _tensors((args, kwargs)):
+                self._note("input", tensor)
+                if number == 0:
+                    self._on_gradient(tensor, 0)
+
+        def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            for tensor in _tensors(output):
+                self._on_gradient(tensor, number + 1)
+            if number == self._num_blocks - 1:
+                self.enter_postlude()
+
+        block.register_forward_pre_hook(before, with_kwargs=True)
+        block.register_forward_hook(after)
 
     def _held(self, counts: Callable[[_Event], bool]) -> list[int]:
         """Bytes of each segment, every storage counted for the first event that counts."""

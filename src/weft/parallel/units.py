@@ -70,7 +70,8 @@ def cast_between_layers(model: nn.Module) -> None:
         return
     for module in model.modules():
         own = [p for p in module.parameters(recurse=False) if p.is_floating_point()]
-        if own and not isinstance(module, _BatchNorm) and not any(True for _ in module.children()):
+        is_layer = not any(True for _ in module.children()) or isinstance(module, nn.MultiheadAttention)
+        if own and is_layer and not isinstance(module, _BatchNorm):
             module.register_forward_pre_hook(_make_cast(own[0].dtype))
 
 

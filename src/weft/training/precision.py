@@ -8,12 +8,13 @@ it after. A scale that makes a gradient overflow halves, and the step is skipped
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import SUPPORTED_NODES, tree_map_only
 
 from weft.parallel.units import DTYPES
 from weft.plan.plan import Plan
@@ -51,6 +52,10 @@ def widen(output: Any) -> Any:
     if dataclasses.is_dataclass(output) and not isinstance(output, type | Mapping):
         fields = {field.name: widen(getattr(output, field.name)) for field in dataclasses.fields(output) if field.init}
         return dataclasses.replace(output, **fields)
+    if isinstance(output, MutableMapping) and type(output) not in SUPPORTED_NODES:
+        widened = copy.copy(output)
+        widened.update({key: widen(value) for key, value in output.items()})
+        return widened
     return tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype in _HALF else t, output)
 
 
