@@ -72,6 +72,7 @@ class Gathering:
         self._forward_order = list(range(len(self._blocks)))
         self._backward_order = [] if stay_whole else _usual_backward(len(self._blocks))
         self._log: list[int] = []
+        self._with_grad = False
         self.begin_step()
         root.module.register_forward_pre_hook(_uncompiled(self._start_forward), prepend=True)
         root.module.register_forward_hook(_uncompiled(self._end_forward))
@@ -99,10 +100,11 @@ class Gathering:
 
         Reductions too start where they did: who waits for a reduction would not take part in the next gather.
         """
+        self._with_grad = torch.is_grad_enabled()
         self._root.start_gather()
         self._root.wait()
         stays = self._stays()
-        for index in self._forward_order + (self._backward_order if torch.is_grad_enabled() else []):
+        for index in self._forward_order + (self._backward_order if self._with_grad else []):
             if index < 0:
                 self._block_done(~index)
                 continue
@@ -111,7 +113,7 @@ class Gathering:
             if not stays:
                 self._blocks[index].free()
         self._log.clear()
-        if not torch.is_grad_enabled():
+        if not self._with_grad:
             self._root.free()
 
     def _start(self, index: int) -> None:
@@ -131,9 +133,11 @@ class Gathering:
             block.free()
 
     def _stays(self) -> bool:
-        return self._stay_whole and torch.is_grad_enabled()
+        return self._stay_whole and self._with_grad
 
     def _start_forward(self, *_: object) -> None:
+        # Asked once: inside, a block may run without gradients, in a checkpoint of the user's own for one.
+        self._with_grad = torch.is_grad_enabled()
         self._next_forward = 0
         self._root.start_gather()
         self._log = []
@@ -152,7 +156,7 @@ class Gathering:
         for index, block in enumerate(self._blocks):
             if not self._in_backward[index]:
                 block.free()
-        if torch.is_grad_enabled():
+        if self._with_grad:
             self._is_gathering_backward = True
             self._next_backward = len(self._blocks) - 1
         else:
@@ -214,11 +218,12 @@ class Gathering:
 
     def _watch_inputs(self, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Be told when the gradients of a block's inputs are complete: then its backward pass is over."""
-        is_watched = torch.is_grad_enabled() and not self._in_backward[index]
-        tensors = _differentiable((args, kwargs)) if is_watched else []
+        if not torch.is_grad_enabled() or self._in_backward[index]:
+            return args, kwargs
+        self._num_open[index] += 1  # also of a call that cannot be watched: then the block stays open to the end
+        tensors = _differentiable((args, kwargs))
         if not tensors:
             return args, kwargs
-        self._num_open[index] += 1
         # Views, because a block may change its input in place, and the hook belongs to this call only.
         views = [tensor.view_as(tensor) for tensor in tensors]
         register_multi_grad_hook(views, lambda _: self._after_backward(index), mode="all")

@@ -16,6 +16,7 @@ from torch import nn
 
 from weft.blueprint import Blueprint
 from weft.comm.collectives import broadcast
+from weft.errors import ModelError
 from weft.layout import Layout
 from weft.mesh import Group, Mesh
 from weft.parallel.batchnorm import has_batch_norms
@@ -179,3 +180,11 @@ def _add_gathering(
         block_done=lambda index: sync.close(flats_of[blocks[index]]),
     )
     sync.use(gathering)
+    model.register_state_dict_pre_hook(_refuse_state_dict)
+
+
+def _refuse_state_dict(*_: object) -> None:
+    raise ModelError(
+        'with [data] shard = "parameters" no rank has whole parameters, so state_dict() would save nothing of use; '
+        "call trainer.save(directory) on every rank, which writes whole tensors under the model's own names"
+    )

@@ -39,8 +39,12 @@ class BufferPolicy:
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Buffers that belong to the model's state; tables that can be computed again are left out."""
-    saved = model.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
 
 
 @torch.no_grad()
