@@ -14,6 +14,7 @@ import torch
 from oracle import Batch, cross_entropy, cut_evenly, data_plan, make_trainer, small_gpt, token_batch, train_alone
 from ranks import ranks
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from weft.parallel.flats import FlatParameters
 from weft.plan.plan import Plan, Recompute
@@ -75,6 +76,32 @@ def test_the_root_and_two_blocks_are_whole_at_most(microbatches: int, policy: st
         with torch.no_grad():
             trainer.model(token_batch(2)[0])
         assert spy.whole() == [] and spy.most_blocks == 2
+
+
+class Segments(nn.Module):
+    """Six blocks, of which the user recomputes two at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(17, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.head = nn.Linear(8, 17)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for start in range(0, 6, 2):
+            x = checkpoint(nn.Sequential(*self.blocks[start : start + 2]), x, use_reentrant=False)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@ranks(2)
+def test_what_the_user_recomputes_together_is_whole_together_and_no_more() -> None:
+    trainer = make_trainer(Segments(), stage3())
+    spy = Spy(trainer)
+    with spy.watching():
+        trainer.step(*token_batch(4))
+    assert spy.most_blocks <= 3 and spy.whole() == []
 
 
 @ranks(2)

@@ -54,7 +54,7 @@ def wire_plans(data: int, replicate: int) -> list[Plan]:
     common = {"data": data, "replicate": replicate}
     plans = [
         planned(**common, shard=shard, microbatches=microbatches, precision=precision)
-        for shard, microbatches, precision in itertools.product(STAGES, (1, 3), (OWN, BF16, BF16_WIRE, BF16_ALL))
+        for shard, microbatches, precision in itertools.product(STAGES, (1, 3), (OWN, BF16, BF16_WIRE))
     ]
     plans += [
         planned(**common, shard=THREE, microbatches=3, reshard="microbatch", precision=precision)
@@ -110,13 +110,13 @@ def test_two_ranks_send_what_the_formulas_say(number: int) -> None:
 
 @ranks(4)
 def test_four_ranks_send_what_the_formulas_say() -> None:
-    for plan in wire_plans(4, 1)[::3]:
+    for plan in wire_plans(4, 1)[1::4]:
         check_wire(plan)
 
 
 @ranks(4)
 def test_two_by_two_ranks_send_what_the_formulas_say() -> None:
-    for plan in wire_plans(2, 2)[::2]:
+    for plan in wire_plans(2, 2)[::4]:
         check_wire(plan)
 
 
@@ -199,7 +199,7 @@ def check_state(num_ranks: int, shard: str, precision: Precision) -> None:
         assert sum(flat.whole.untyped_storage().nbytes() for flat in trainer.sync.flats) == 0
 
 
-STATES = [*itertools.product(STAGES, (OWN, BF16, BF16_ALL)), ("nothing", BF16), ("nothing", BF16_ALL)]
+STATES = [*itertools.product(("nothing", *STAGES), (BF16, BF16_ALL)), *itertools.product(STAGES, (OWN,))]
 
 
 @ranks(2)

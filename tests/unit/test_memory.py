@@ -153,6 +153,13 @@ def test_buffers_of_gradients_on_their_way() -> None:
     assert predict_memory(make_plan("parameters", 2), on_gpu).gradient_buffers == 3 * block + root
 
 
+def test_buffers_of_about_one_size_are_used_for_each_other() -> None:
+    """Else buckets of ever so slightly different sizes would end up as a second copy of all gradients."""
+    profile = make_profile(*range(1600, 1600 + 16 * 20, 16), root=1600, segments=())
+    uneven = predict_memory(make_plan("gradients", 2, comm=Comm(bucket_bytes=1)), profile).gradient_buffers
+    assert 5 * 4 * 1600 < uneven <= 5 * 4 * (1600 + 16 * 20)
+
+
 def make_segments() -> tuple[Segment, ...]:
     block = {
         "saved": Size(sample_bytes=100),

@@ -41,7 +41,11 @@ class PeakPss:
     ) -> None:
         self._done.set()
         self._thread.join()
+        self._look()
 
     def _watch(self) -> None:
         while not self._done.wait(self._every_s):
-            self.peak_bytes = max(self.peak_bytes, read_pss_bytes())
+            self._look()
+
+    def _look(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, read_pss_bytes())

@@ -14,6 +14,7 @@ Hooks run on the module's call, outside of what recomputation repeats and of wha
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from weft.errors import ModelError
 from weft.parallel.flats import FlatParameters
@@ -73,6 +75,7 @@ class Gathering:
         self._backward_order = [] if stay_whole else _usual_backward(len(self._blocks))
         self._log: list[int] = []
         self._with_grad = False
+        self._handles: list[RemovableHandle] = []
         self.begin_step()
         root.module.register_forward_pre_hook(_uncompiled(self._start_forward), prepend=True)
         root.module.register_forward_hook(_uncompiled(self._end_forward))
@@ -125,8 +128,11 @@ class Gathering:
         self._log = []
         self._next_forward, self._next_backward = 0, -1
         self._called = [False] * len(self._blocks)
-        self._is_gathering_backward = False
+        self._is_gathering_backward = self._is_forward_over = False
         self._in_backward = [False] * len(self._blocks)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
         self._num_open = [0] * len(self._blocks)  # calls of each block whose backward pass is still to come
         self._root.free()
         for block in self._blocks:
@@ -137,7 +143,7 @@ class Gathering:
 
     def _start_forward(self, *_: object) -> None:
         # Asked once: inside, a block may run without gradients, in a checkpoint of the user's own for one.
-        self._with_grad = torch.is_grad_enabled()
+        self._with_grad, self._is_forward_over = torch.is_grad_enabled(), False
         self._next_forward = 0
         self._root.start_gather()
         self._log = []
@@ -149,6 +155,7 @@ class Gathering:
 
     def _end_forward(self, *_: object) -> None:
         self._advance_forward(len(self._blocks) - 1)
+        self._is_forward_over = True
         if self._log:  # empty where everything stayed whole
             self._forward_order, self._log = self._log, []
         if self._stays():
@@ -171,10 +178,14 @@ class Gathering:
             self._start(self._next_forward)
             self._next_forward += 1
 
-    def _advance_backward(self, index: int) -> None:
-        while self._next_backward >= max(index - 1, 0):
+    def _reach_backward(self, index: int) -> None:
+        """Blocks from the last one down to this one begin to be gathered, in the one order."""
+        while self._next_backward >= max(index, 0):
             self._start(self._next_backward)
             self._next_backward -= 1
+
+    def _advance_backward(self, index: int) -> None:
+        self._reach_backward(index - 1)
         for passed in reversed(range(index + 1, len(self._blocks))):
             if not self._in_backward[passed]:
                 self._blocks[passed].free()
@@ -186,8 +197,10 @@ class Gathering:
         def before_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
             del module
             self._called[index] = True
-            if not self._in_backward[index]:  # else a checkpoint of the user's own computes the block again
+            if not self._is_forward_over:
                 self._advance_forward(index)
+            elif self._is_gathering_backward:  # a checkpoint of the user's own computes the block again
+                self._reach_backward(index)
             self._start(index)  # a block that is called a second time has been given back already
             self._blocks[index].wait()
             return self._watch_inputs(index, args, kwargs)
@@ -211,14 +224,16 @@ class Gathering:
             if torch.is_grad_enabled():
                 for tensor in _outputs_of(output, module):
                     tensor.register_hook(before_backward)
-            if not self._stays():
+            if not self._stays() and not self._is_forward_over:  # computed again, it stays for its backward pass
                 self._blocks[index].free()
 
         return after_forward
 
     def _watch_inputs(self, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Be told when the gradients of a block's inputs are complete: then its backward pass is over."""
-        if not torch.is_grad_enabled() or self._in_backward[index]:
+        # Computed again, a call counts only if it did not the first time: without gradients, in a reentrant checkpoint.
+        is_counted = self._is_forward_over and self._num_open[index] > 0
+        if not torch.is_grad_enabled() or is_counted or self._in_backward[index]:
             return args, kwargs
         self._num_open[index] += 1  # also of a call that cannot be watched: then the block stays open to the end
         tensors = _differentiable((args, kwargs))
@@ -226,14 +241,18 @@ class Gathering:
             return args, kwargs
         # Views, because a block may change its input in place, and the hook belongs to this call only.
         views = [tensor.view_as(tensor) for tensor in tensors]
-        register_multi_grad_hook(views, lambda _: self._after_backward(index), mode="all")
+        number = len(self._handles)
+        hook = functools.partial(self._after_backward, index, number)
+        self._handles.append(register_multi_grad_hook(views, hook, mode="all"))
         passed = iter(views)
         watched: tuple[Any, Any] = tree_map_only(
             torch.Tensor, lambda tensor: next(passed) if tensor.requires_grad else tensor, (args, kwargs)
         )
         return watched
 
-    def _after_backward(self, index: int) -> None:
+    def _after_backward(self, index: int, number: int, gradients: object) -> None:
+        del gradients
+        self._handles[number].remove()  # the hook holds the graph that holds it: nothing else breaks the circle
         self._num_open[index] -= 1
         if self._num_open[index]:
             return

@@ -60,5 +60,18 @@ def flat_numel(numels: Sequence[int], num_parts: int) -> int:
     return Flat(numels=tuple(numels), num_parts=num_parts).numel
 
 
+def pick(free_numels: Sequence[int], numel: int) -> int | None:
+    """Which of some free buffers to take; None: none, make another.
+
+    The smallest that is large enough, else the largest, to be made anew. Only those of about the size (half to double)
+    count, so that small requests do not use up the few large buffers, nor large ones drive out the many small.
+    """
+    near = [place for place, free in enumerate(free_numels) if numel <= 2 * free and free <= 2 * numel]
+    fitting = [place for place in near if free_numels[place] >= numel]
+    if fitting:
+        return min(fitting, key=lambda place: free_numels[place])
+    return max(near, key=lambda place: free_numels[place], default=None)
+
+
 def _round_up(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple

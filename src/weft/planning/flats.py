@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.plan.plan import Plan
-from weft.plan.shards import Flat
+from weft.plan.shards import Flat, pick
 from weft.plan.wire import Member, shard_buckets
 from weft.profiles.model import ModelProfile, ParameterProfile
 
@@ -191,7 +191,10 @@ def _pool_bytes(sharding: Sharding, flats: Sequence[ParameterFlat]) -> int:
     if sharding.num_parts == 1:
         return 0
     pool, in_flight = _Pool(), deque[list[_Buffer]]()
-    for _ in range(sharding.num_rounds):
+    for number in range(2 * sharding.num_rounds):  # two steps: the second finds what the first has made
+        if number == sharding.num_rounds:
+            while in_flight:
+                pool.take_back(in_flight.popleft())
         # Gradients of the root (stage 3) come from the start of the backward pass to its end.
         early = {
             turn: pool.borrow(flat.numel, _whole_bytes(sharding, flat))
@@ -226,12 +229,16 @@ class _Pool:
         self._free: list[_Buffer] = []
 
     def borrow(self, numel: int, item_bytes: int) -> _Buffer:
-        buffer = (numel, item_bytes)
-        if buffer in self._free:
-            self._free.remove(buffer)
-        else:
-            self.num_bytes += numel * item_bytes
-        return buffer
+        fitting = [buffer for buffer in self._free if buffer[1] == item_bytes]
+        place = pick([free for free, _ in fitting], numel)
+        if place is not None:
+            found = fitting[place]
+            self._free.remove(found)
+            if found[0] >= numel:
+                return found
+            self.num_bytes -= found[0] * item_bytes
+        self.num_bytes += numel * item_bytes
+        return numel, item_bytes
 
     def take_back(self, buffers: Sequence[_Buffer]) -> None:
         self._free.extend(buffers)

@@ -108,6 +108,8 @@ class AllReduce(WholeGradients):
 
     def _lay_out(self, order: list[int]) -> None:
         self._order = order
+        if hasattr(self, "_buckets"):
+            del self._buckets  # before there are new ones: gradients must not be held twice
         self._buckets: Buckets = make_buckets(self._parameters, order, bucket_bytes=self._bucket_bytes)
         self._all_used = torch.ones(len(order), dtype=self._buckets.tail.dtype, device=self._buckets.tail.device)
 

@@ -15,6 +15,7 @@ import torch
 from weft.comm.collectives import Pending, all_reduce, reduce_scatter
 from weft.mesh import Group
 from weft.parallel.flats import FlatParameters
+from weft.plan.shards import pick
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,18 +44,28 @@ class Reduction:
 
 
 class GradientPool:
-    """Buffers that are borrowed for a while and handed back, so that memory is neither kept twice nor made anew."""
+    """Buffers that are borrowed for a while and handed back, so that memory is neither kept twice nor made anew.
+
+    Of about one size there are never more than were out at once, and none larger than the largest asked for: where all
+    that are free are a little too small, one of them makes way.
+    """
 
     def __init__(self) -> None:
-        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._free: dict[torch.dtype, list[torch.Tensor]] = {}
 
     def borrow(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer with anything in it; new ones are zero."""
-        free = self._free.get((numel, dtype))
-        return free.pop() if free else torch.zeros(numel, dtype=dtype, device=device)
+        """A buffer with anything in it."""
+        free = self._free.setdefault(dtype, [])
+        place = pick([buffer.numel() for buffer in free], numel)
+        found = free.pop(place) if place is not None else None
+        if found is None or found.numel() < numel:
+            del found
+            found = torch.empty(numel, dtype=dtype, device=device)
+        return found[:numel]
 
-    def hand_back(self, buffer: torch.Tensor) -> None:
-        self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
+    def hand_back(self, borrowed: torch.Tensor) -> None:
+        whole = borrowed if borrowed._base is None else borrowed._base
+        self._free.setdefault(whole.dtype, []).append(whole)
 
 
 class Gradients:
