@@ -78,30 +78,34 @@ def test_the_root_and_two_blocks_are_whole_at_most(microbatches: int, policy: st
         assert spy.whole() == [] and spy.most_blocks == 2
 
 
-class Segments(nn.Module):
-    """Six blocks, of which the user recomputes two at a time."""
+class Six(nn.Module):
+    """Six blocks, of which the user skips the middle, or recomputes two at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
         self.embedding = nn.Embedding(17, 8)
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
         self.head = nn.Linear(8, 17)
+        self.how = how
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        for start in range(0, 6, 2):
+        if self.how == "skips":
+            x = self.blocks[5](self.blocks[0](x))
+        for start in range(0, 6, 2) if self.how == "recomputes" else ():
             x = checkpoint(nn.Sequential(*self.blocks[start : start + 2]), x, use_reentrant=False)
         logits: Tensor = self.head(x)
         return logits
 
 
 @ranks(2)
-def test_what_the_user_recomputes_together_is_whole_together_and_no_more() -> None:
-    trainer = make_trainer(Segments(), stage3())
+@pytest.mark.parametrize(("how", "most_blocks"), [("skips", 2), ("recomputes", 3)])
+def test_no_more_are_whole_where_blocks_are_skipped_or_recomputed_together(how: str, most_blocks: int) -> None:
+    trainer = make_trainer(Six(how), stage3())
     spy = Spy(trainer)
     with spy.watching():
         trainer.step(*token_batch(4))
-    assert spy.most_blocks <= 3 and spy.whole() == []
+    assert spy.most_blocks <= most_blocks and spy.whole() == []
 
 
 @ranks(2)
