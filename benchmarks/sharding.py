@@ -213,12 +213,12 @@ def make_groups(wanted: list[str], args: argparse.Namespace) -> list[tuple[str, 
     groups: list[tuple[str, ...]] = [BASELINES]
     for name in (name for name in order if name in wanted):
         needed = group_bytes((*BASELINES, name), MODELS[args.model], args)
-        if needed > 0.95 * available:
+        if needed > 0.75 * available:
             print(
                 f"left out: {SIDES[name].title}, which beside the baselines needs {format_bytes(needed)}; "
                 f"{format_bytes(available)} are available. Take fewer ranks or tokens, or a smaller model."
             )
-        elif group_bytes((*groups[-1], name), MODELS[args.model], args) > 0.95 * available:
+        elif group_bytes((*groups[-1], name), MODELS[args.model], args) > 0.75 * available:
             groups.append((*BASELINES, name))
         else:
             groups[-1] = (*groups[-1], name)

@@ -10,6 +10,7 @@ import pytest
 import weft
 
 PUBLIC = [
+    "ModelProfile",
     "Plan",
     "Trainer",
     "WeftError",

@@ -16,12 +16,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from weft.measure.liveness import LiveBytes
+from weft.parallel.recompute import KEPT_PRODUCTS
 
 SIZES = ("saved", "selective", "inputs", "forward_peak", "backward_peak")
 """What is found for every segment, by the names of `profiles.model.Segment`."""
-
-_KEPT_PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "linear", "convolution"))
-"""Whose results selective recomputation keeps (`parallel/recompute.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +115,7 @@ class Recorder:
             tensor.register_hook(lambda _: self._enter("backward", segment))
 
     def _made(self, operator: Any, tensor: torch.Tensor) -> None:
-        if self._phase == "forward" and operator in _KEPT_PRODUCTS and 0 < self._segment <= self._num_blocks:
+        if self._phase == "forward" and operator in KEPT_PRODUCTS and 0 < self._segment <= self._num_blocks:
             self._note("product", tensor)
 
     def _note(self, kind: str, tensor: torch.Tensor) -> None:

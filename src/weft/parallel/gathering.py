@@ -176,6 +176,8 @@ class Gathering:
                 self._blocks[passed].free()
         while self._next_forward < len(self._blocks) and self._next_forward <= index + 1:
             self._start(self._next_forward)
+            if self._next_forward < index and not self._stays():  # skipped here: only the others need it
+                self._blocks[self._next_forward].free()
             self._next_forward += 1
 
     def _reach_backward(self, index: int) -> None:
@@ -185,13 +187,16 @@ class Gathering:
             self._next_backward -= 1
 
     def _advance_backward(self, index: int) -> None:
-        self._reach_backward(index - 1)
+        """Blocks down to this one and, for later, the one before it begin to be gathered; those passed by are given
+        back one by one, and done with if they were skipped: the others' reductions wait for this rank's."""
         for passed in reversed(range(index + 1, len(self._blocks))):
+            self._reach_backward(passed)
             if not self._in_backward[passed]:
                 self._blocks[passed].free()
-            if not self._called[passed]:  # no gradient will come; the others' reductions wait for this rank's
+            if not self._called[passed]:  # no gradient will come
                 self._called[passed] = True
                 self._finish_block(passed)
+        self._reach_backward(index - 1)
 
     def _make_before(self, index: int) -> Callable[..., tuple[Any, Any]]:
         def before_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

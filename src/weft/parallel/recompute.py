@@ -32,7 +32,7 @@ Forward = Callable[..., Any]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 # Products with weights. Batched products are left out: those are attention scores, quadratic in the tokens.
-_KEPT = frozenset(
+KEPT_PRODUCTS = frozenset(
     {
         torch.ops.aten.mm.default,
         torch.ops.aten.addmm.default,
@@ -184,4 +184,4 @@ def selective_contexts() -> Contexts:
 
 def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     del context, args, kwargs
-    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator in KEPT_PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
