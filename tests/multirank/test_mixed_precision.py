@@ -91,7 +91,14 @@ FEW = {1: ("fp32 fp32", "16 fp32"), 3: ("fp32 fp32", "16 16")}
 """By micro-batches: the formats in which three or more ranks could differ from two."""
 
 CASES = [
-    (num_ranks, compute, shard, microbatches, formats)
+    pytest.param(
+        num_ranks,
+        compute,
+        shard,
+        microbatches,
+        formats,
+        marks=[pytest.mark.long] if num_ranks == 4 and compute == "fp16" else [],
+    )
     for num_ranks in ON_RANKS
     for compute in ("bf16", "fp16")
     for shard in (*SHARDS, "parameters anew")
