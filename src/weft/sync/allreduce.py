@@ -17,8 +17,7 @@ rank 0 had no data in that step, the next one decides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,13 +28,13 @@ from weft.errors import ModelError
 from weft.mesh import Group
 from weft.parallel.flats import Piece
 from weft.plan.wire import TAIL_WORDS
-from weft.sync.base import Totals, WholeGradients
+from weft.sync.base import Counting, Totals, WholeGradients
 
 _COUNT_RADIX = 4096
 """A count travels as two words below this radix, so that float32 sums of it stay exact up to 2**36 targets."""
 
 
-class AllReduce(WholeGradients):
+class AllReduce(Counting, WholeGradients):
     """Sums gradients over the ranks of a group, in buckets, overlapped with the backward pass."""
 
     def __init__(self, pieces: Sequence[Piece], group: Group, *, bucket_bytes: int) -> None:
@@ -43,7 +42,6 @@ class AllReduce(WholeGradients):
         self._group = group
         self._bucket_bytes = bucket_bytes
         self._armed = False
-        self._counting = True
         self._pending: list[Pending] = []
         self._ready_order: list[int] = []
         self._order_agreed = False
@@ -68,14 +66,6 @@ class AllReduce(WholeGradients):
 
     def arm(self) -> None:
         self._armed = True
-
-    @contextmanager
-    def ignoring(self) -> Iterator[None]:
-        self._counting = False
-        try:
-            yield
-        finally:
-            self._counting = True
 
     def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool) -> Totals:
         views = self._buckets.views

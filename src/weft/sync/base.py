@@ -16,8 +16,8 @@ sum over all data ranks; that of a parameter that no rank used is None, one that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -95,6 +95,20 @@ def norm_of(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Te
     norms = torch._foreach_norm(list(gradients))
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms]))
     return total.to(device)
+
+
+class Counting:
+    """Whether gradients count, for syncs whose hooks ask."""
+
+    _counting = True
+
+    @contextmanager
+    def ignoring(self) -> Iterator[None]:
+        self._counting = False
+        try:
+            yield
+        finally:
+            self._counting = True
 
 
 class WholeGradients:

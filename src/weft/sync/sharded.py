@@ -16,8 +16,7 @@ The tail (loss, count, squared norm, flags of used parameters) is a message of i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,14 +27,14 @@ from weft.mesh import Group
 from weft.parallel.flats import FlatParameters, Piece
 from weft.parallel.gathering import Gathering
 from weft.plan.wire import SHARDED_TAIL_WORDS
-from weft.sync.base import Totals, norm_of
+from weft.sync.base import Counting, Totals, norm_of
 from weft.sync.gradients import GradientPool, Gradients, GradientSettings, Reduction
 
 _MOST_IN_FLIGHT = 2
 """Reductions under way at once: enough to keep the wire busy, few enough to bound the memory of transient buffers."""
 
 
-class Sharded:
+class Sharded(Counting):
     """Reduces gradients to the part each rank keeps, and gathers parameters after the update."""
 
     def __init__(
@@ -65,10 +64,10 @@ class Sharded:
         # Gradients become ready from the last parameters to the first.
         trainable = [flat for flat in reversed(self.flats) if flat.kind.trainable]
         self._gradients = tuple(Gradients(flat, group, settings, pool) for flat in trainable)
+        self._gradients_of = {gradients.flat: gradients for gradients in self._gradients}
         self.pieces: Sequence[Piece] = tuple(
             piece for gradients in reversed(self._gradients) for piece in gradients.pieces
         )
-        self._armed, self._counting = False, True
         first_flag = SHARDED_TAIL_WORDS
         for turn, gradients in enumerate(self._gradients):
             gradients.first_flag = first_flag
@@ -90,8 +89,9 @@ class Sharded:
     def close(self, flats: Sequence[FlatParameters]) -> None:
         """No more gradients will come for these in this backward pass."""
         if self._is_reducing:
-            for gradients in self._gradients:
-                gradients.is_closed = gradients.is_closed or gradients.flat in flats
+            for flat in flats:
+                if flat.kind.trainable:
+                    self._gradients_of[flat].is_closed = True
             self._launch_full()
 
     def begin(self) -> None:
@@ -124,14 +124,6 @@ class Sharded:
     def pass_by(self) -> None:
         if self._gathering is not None:
             self._gathering.pass_by()
-
-    @contextmanager
-    def ignoring(self) -> Iterator[None]:
-        self._counting = False
-        try:
-            yield
-        finally:
-            self._counting = True
 
     def end_microbatch(self) -> None:
         if self._gathering is not None:
