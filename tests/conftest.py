@@ -22,10 +22,19 @@ if HERE not in sys.path:
 
 from rank_process import seed_everything  # noqa: E402
 from ranks import close_pools  # noqa: E402
+from transport import VARIABLE, apply_transport  # noqa: E402
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--transport", choices=("auto", "c10d", "shared"), help="how ranks exchange unless a plan says it")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    chosen = config.getoption("--transport")
+    if chosen is not None:
+        os.environ[VARIABLE] = str(chosen)
+    apply_transport()
 
 
 @pytest.fixture(autouse=True)

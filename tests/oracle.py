@@ -20,15 +20,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.comm.group import Group, Traffic
 from weft.layout import part_of
-from weft.mesh import Group, Mesh, Traffic
+from weft.mesh import Mesh
 from weft.models.convnet import ConvNet, ConvNetConfig
 from weft.models.gpt import GPT, GPTConfig
 from weft.plan.plan import Axes, Comm, Data, Plan, Step
 from weft.training.parallelize import parallelize
 from weft.training.trainer import Trainer
 
-groups_made: dict[tuple[Axes, str, str], Group] = {}
+groups_made: dict[tuple[Axes, str, str, str], Group] = {}
 make_group = Mesh._make_group
 
 
@@ -36,9 +37,9 @@ def kept_group(mesh: Mesh, axis: str, purpose: str) -> Group:
     """A group of an earlier mesh with the same axes, counted anew.
 
     Making a group takes tens of milliseconds and three threads that live as long as the rank. A process has one rank,
-    so the axes say everything.
+    so the axes and the transport say everything.
     """
-    key = (mesh.grid.axes, axis, purpose)
+    key = (mesh.grid.axes, mesh.plan.comm.transport, axis, purpose)
     if key not in groups_made:
         groups_made[key] = make_group(mesh, axis, purpose)
     return dataclasses.replace(groups_made[key], traffic=mesh.traffic.setdefault(axis, Traffic()))

@@ -33,6 +33,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _pytest.assertion.rewrite import rewrite_asserts
+from transport import apply_transport
 
 Filter = tuple[str, str, type[Warning], str, int]
 
@@ -173,6 +174,7 @@ def prepare(rank: int, world: int, folder: Path, environment: dict[str, str]) ->
     """Make this process a rank: parent's environment, stacks on demand, one thread, a default group."""
     os.environ.clear()
     os.environ.update(environment)
+    apply_transport()
     stacks = (folder / f"stack-{rank}").open("w")
     faulthandler.enable(file=stacks)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)

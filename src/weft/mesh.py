@@ -9,8 +9,9 @@ With one process and no launcher there is no process group at all, and every gro
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
-import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -19,10 +20,16 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from weft.errors import LaunchError
+from weft.comm.connect import Connection, SharedMemoryError
+from weft.comm.group import Group, Traffic
+from weft.comm.shared import SharedWire
+from weft.errors import LaunchError, PlanError
+from weft.hosts import host_id, number_hosts
 from weft.plan.check import require
 from weft.plan.grid import Grid
 from weft.plan.plan import Plan
+
+log = logging.getLogger("weft")
 
 WORLD = "world"
 """The name under which exchanges between all ranks are counted; not an axis of the plan."""
@@ -40,49 +47,8 @@ class World:
     """This process, counted on its host."""
     device: torch.device
     """Where this rank computes."""
-
-
-@dataclass(slots=True)
-class Traffic:
-    """What went over one axis so far: counted by `comm/`, read by metrics and by the byte tests."""
-
-    num_calls: int = 0
-    sent_bytes: int = 0
-    wait_s: float = 0.0
-    """Seconds this rank was blocked in exchanges; what computation hid is not in it."""
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
-
-    def add(self, *, num_calls: int = 0, sent_bytes: int = 0, wait_s: float = 0.0) -> None:
-        """Count; groups of several threads share the traffic of their axis."""
-        with self._lock:
-            self.num_calls += num_calls
-            self.sent_bytes += sent_bytes
-            self.wait_s += wait_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """Ranks that exchange with each other along an axis, for one purpose."""
-
-    axis: str
-    purpose: str
-    ranks: tuple[int, ...]
-    """Global ranks, in the order of the axis."""
-    index: int
-    """This rank's place in `ranks`."""
-    handle: dist.ProcessGroup | None
-    """None when there is nobody to exchange with."""
-    traffic: Traffic
-    through_host: bool = False
-    """Messages of CUDA tensors pass through host memory, because gloo can send only from there."""
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    def __deepcopy__(self, memo: object) -> Group:
-        """A copy of a model exchanges with the same ranks through the same group."""
-        return self
+    hosts: tuple[int, ...] = (0,)
+    """Of every rank, the number of its host."""
 
 
 @dataclass(slots=True)
@@ -94,6 +60,8 @@ class Mesh:
     grid: Grid
     traffic: dict[str, Traffic] = field(default_factory=dict)
     _groups: dict[tuple[str, str], Group] = field(default_factory=dict)
+    _is_sharing: bool = True
+    """Until a group finds that it cannot."""
 
     def size(self, axis: str) -> int:
         return self.grid.axes.sizes[axis]
@@ -137,20 +105,50 @@ class Mesh:
             for ranks in (everyone,) if axis == WORLD else self.grid.groups(axes):
                 made = dist.new_group(list(ranks), group_desc=f"{axis}/{purpose}")
                 handle = made if ranks == mine else handle
+        index = mine.index(self.world.rank)
+        connection = None
+        if handle is not None and self._shares(mine):
+            connection = Connection(handle, mine, index)
+        shared = self._connect(connection, f"{axis}/{purpose}") if connection is not None else None
         return Group(
             axis=axis,
             purpose=purpose,
             ranks=mine,
-            index=mine.index(self.world.rank),
+            index=index,
             handle=handle,
+            shared=shared,
+            connection=connection if shared is not None else None,
             traffic=self.traffic.setdefault(axis, Traffic()),
             through_host=self.world.device.type == "cuda" and handle is not None and dist.get_backend(handle) == "gloo",
         )
+
+    def _shares(self, ranks: tuple[int, ...]) -> bool:
+        """Whether ranks exchange through memory; alike on all of them."""
+        is_possible = self.world.device.type == "cpu" and len({self.world.hosts[rank] for rank in ranks}) == 1
+        return self._is_sharing and self.plan.comm.transport != "c10d" and is_possible
+
+    def _connect(self, connection: Connection, name: str) -> SharedWire | None:
+        here = self.world.hosts.count(self.world.hosts[self.world.rank])
+        try:
+            return connection.connect(spin=here <= _num_cores(), name=name)
+        except SharedMemoryError as error:
+            problem = f"ranks of one host cannot share memory ({error})"
+        if self.plan.comm.transport == "shared":
+            raise LaunchError(f'{problem}; give it room, or use [comm] transport = "c10d"')
+        self._is_sharing = False
+        if self.world.rank == 0:
+            log.warning("%s, so they exchange through sockets, which is several times slower", problem)
+        return None
 
 
 def make_mesh(plan: Plan, world: World) -> Mesh:
     """Lay the plan's axes over the ranks that are running; a plan that does not fit them is refused."""
     require(plan, num_ranks=world.size)
+    if plan.comm.transport == "shared" and world.device.type != "cpu":
+        raise PlanError(
+            f'[comm] transport = "shared" is for tensors in host memory, and this rank computes on {world.device}; '
+            'use "auto" or "c10d"'
+        )
     return Mesh(plan=plan, world=world, grid=Grid(plan.axes))
 
 
@@ -170,13 +168,31 @@ def join_world(device: torch.device | str | None = None, *, timeout_s: float = 1
         _init_process_group(chosen, timeout_s)
     if not dist.is_initialized():
         return World(rank=0, size=1, local_rank=0, device=chosen)
-    return World(rank=dist.get_rank(), size=dist.get_world_size(), local_rank=local_rank, device=chosen)
+    return World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        local_rank=local_rank,
+        device=chosen,
+        hosts=_find_hosts(chosen),
+    )
 
 
 def leave_world() -> None:
     """End the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _find_hosts(device: torch.device) -> tuple[int, ...]:
+    """Of every rank, the number of its host; collective."""
+    ids = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device)
+    ids[dist.get_rank()] = int.from_bytes(hashlib.sha256(host_id().encode()).digest()[:7], "little")
+    dist.all_reduce(ids)
+    return number_hosts([str(one) for one in ids.tolist()])
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _init_process_group(device: torch.device, timeout_s: float) -> None:

@@ -24,8 +24,9 @@ from oracle import (
 from ranks import ranks
 from torch import Tensor, nn
 
+from weft.comm.group import Group
 from weft.errors import ModelError
-from weft.mesh import Group, join_world, make_mesh
+from weft.mesh import join_world, make_mesh
 from weft.parallel.batchnorm import SynchronisedBatchNorm, synchronise_batch_norms
 from weft.training.buffers import consensus_buffers
 

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from weft.comm import collectives
 from weft.comm.buckets import member_of
+from weft.comm.group import Group, Traffic
 from weft.comm.objects import gather_values
 from weft.comm.p2p import receive, send
-from weft.mesh import Group, Mesh, Traffic, World, join_world, make_mesh
+from weft.mesh import Mesh, World, join_world, make_mesh
 from weft.plan.wire import Collective, batch_norm_bytes, gradient_all_reduce_bytes, sent_bytes
 from weft.training.trainer import Trainer
 

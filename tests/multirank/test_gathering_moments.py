@@ -40,8 +40,10 @@ class Spy:
         self.most_blocks = 0
 
     def whole(self) -> list[str]:
-        """The first name in each flat buffer that has memory beyond this rank's part."""
-        return [flat.names[0] for flat in self.flats if flat.whole.untyped_storage().nbytes() > 0]
+        """The first name in each flat buffer that can be used: it has memory beyond this rank's part, or common one."""
+        for flat in self.flats:
+            assert flat.is_common or flat.is_whole == (flat.whole.untyped_storage().nbytes() > 0)
+        return [flat.names[0] for flat in self.flats if flat.is_whole]
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -15,6 +15,8 @@ from oracle import small_convnet
 from ranks import ranks
 from torch import nn
 
+from weft.comm.arena import Arena
+from weft.comm.shared import SharedWire
 from weft.measure.model import profile_model
 from weft.measure.process import PeakPss, read_pss_bytes
 from weft.models.gpt import GPT, GPTConfig
@@ -30,12 +32,21 @@ LARGE = GPTConfig(vocab_size=32000, context=256, num_layers=13, hidden=1024, hea
 """196 million parameters."""
 
 
-def live_bytes() -> int:
-    """Bytes of all storages that some tensor in this process uses."""
+def live_bytes() -> float:
+    """Bytes of all storages that some tensor in this process uses; of memory that ranks have in common, its share."""
     gc.collect()
+    things = gc.get_objects()
+    arenas = [thing for thing in things if type(thing) is Arena]
+    windows = [arena._rows[0] for arena in arenas]  # on all of a segment, whose tensors are counted by themselves
+    windows += [thing._slot_memory for thing in things if type(thing) is SharedWire]
+    skipped = {window.untyped_storage()._cdata for window in windows}
     # Of plain tensors: what a compiler keeps of an earlier test is fake, and has no memory.
-    storages = [thing.untyped_storage() for thing in gc.get_objects() if type(thing) in (torch.Tensor, nn.Parameter)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    found = {thing.untyped_storage()._cdata: thing for thing in things if type(thing) in (torch.Tensor, nn.Parameter)}
+    total = 0.0
+    for key, tensor in found.items():
+        sharing = [len(arena._rows) for arena in arenas if arena.is_common and arena.offset_of(tensor) is not None]
+        total += 0 if key in skipped else tensor.untyped_storage().nbytes() / (sharing or [1])[0]
+    return total
 
 
 def text_batch(config: GPTConfig, samples: int) -> tuple[torch.Tensor, torch.Tensor]:

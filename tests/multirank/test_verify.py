@@ -15,8 +15,8 @@ from ranks import ranks
 from torch import Tensor, nn
 
 from weft.comm.collectives import Pending
+from weft.comm.group import Traffic
 from weft.errors import PlanError, VerifyError
-from weft.mesh import Traffic
 from weft.sync.allreduce import AllReduce
 from weft.sync.base import Totals
 from weft.training import verify as verify_module

@@ -13,7 +13,7 @@ from oracle import data_plan, small_convnet, small_gpt
 from torch import Tensor, nn
 
 from weft.blueprint import find_blueprint
-from weft.mesh import Group, Traffic
+from weft.comm.group import Group, Traffic
 from weft.parallel.flats import FlatKind, FlatParameters
 from weft.parallel.units import make_members
 from weft.plan.plan import Plan, Precision

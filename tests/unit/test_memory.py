@@ -120,13 +120,28 @@ PASSING = (Segment(name="prelude"), *[Segment(name=f"blocks.{n}") for n in range
 
 def test_stage_3_gathers_the_root_and_two_blocks() -> None:
     profile = make_profile(1600, 3200, 4800, 1600, root=6400, segments=PASSING)
-    memory = predict_memory(make_plan("parameters", 2), profile)
+    memory = predict_memory(make_plan("parameters", 2), profile, one_host=False)
     assert memory.gathered == 4 * (6400 + 3200 + 4800)
     assert memory.moment == "forward of blocks.1"
     for reshard, gathered in (("step", sum((1600, 3200, 4800, 1600, 6400))), ("microbatch", 6400 + 3200 + 4800)):
         plan = Plan(axes=Axes(data=2), data=Data(shard="parameters", reshard=reshard), step=Step(microbatches=2))
-        assert predict_memory(plan, profile).gathered == 4 * gathered
-    assert predict_memory(make_plan("gradients", 2), profile).gathered == 0
+        assert predict_memory(plan, profile, one_host=False).gathered == 4 * gathered
+    assert predict_memory(make_plan("gradients", 2), profile, one_host=False).gathered == 0
+
+
+def test_ranks_that_share_memory_have_one_copy_and_receive_nothing() -> None:
+    profile = make_profile(*[1600] * 4, root=6400, segments=PASSING)
+    sockets = Comm(transport="c10d")
+    for shard in ("optimizer", "gradients", "parameters"):
+        shared, apart = (
+            predict_memory(make_plan(shard, 2), profile),
+            predict_memory(make_plan(shard, 2, comm=sockets), profile),
+        )
+        assert shared.state == apart.state and shared.gathered == 0
+        assert shared.gradient_buffers < apart.gradient_buffers
+        assert predict_memory(make_plan(shard, 2), profile, one_host=False) == apart
+    assert apart.gathered == 4 * (6400 + 1600 + 1600)
+    assert shared.gradient_buffers == 4 * (3 * 1600 + 6400)
 
 
 def test_buffers_of_gradients_on_their_way() -> None:
@@ -135,7 +150,7 @@ def test_buffers_of_gradients_on_their_way() -> None:
     block, root = 4 * 1600, 4 * 6400
 
     def buffers(shard: str, data: int = 2, **sections: Any) -> int:
-        return predict_memory(make_plan(shard, data, **sections), profile).gradient_buffers
+        return predict_memory(make_plan(shard, data, **sections), profile, one_host=False).gradient_buffers
 
     assert buffers("parameters") == 5 * block + 2 * root
     one_each = Comm(bucket_bytes=1)
@@ -156,7 +171,8 @@ def test_buffers_of_gradients_on_their_way() -> None:
 def test_buffers_of_about_one_size_are_used_for_each_other() -> None:
     """Else buckets of ever so slightly different sizes would end up as a second copy of all gradients."""
     profile = make_profile(*range(1600, 1600 + 16 * 20, 16), root=1600, segments=())
-    uneven = predict_memory(make_plan("gradients", 2, comm=Comm(bucket_bytes=1)), profile).gradient_buffers
+    plan = make_plan("gradients", 2, comm=Comm(bucket_bytes=1))
+    uneven = predict_memory(plan, profile, one_host=False).gradient_buffers
     assert 5 * 4 * 1600 < uneven <= 5 * 4 * (1600 + 16 * 20)
 
 

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from weft.blueprint import Blueprint, find_blueprint
+from weft.comm.group import Group
 from weft.errors import ModelError
-from weft.mesh import Group
 from weft.models.gpt import GPT, gpt2_124m
 from weft.parallel import recompute
 from weft.parallel.apply import compile_blocks

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.comm.room import Room, bytes_for
 from weft.plan.wire import Member, assign_buckets, tail_of
 
 
@@ -39,7 +40,13 @@ def member_of(tensor: torch.Tensor) -> Member:
     return Member(numel=tensor.numel(), item_bytes=tensor.element_size(), kind=str(tensor.dtype))
 
 
-def make_buckets(tensors: Sequence[torch.Tensor], order: Sequence[int], *, bucket_bytes: int) -> Buckets:
+def bucket_room(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes that buckets of tensors like these take, in whatever order they are filled."""
+    tail_bytes = 8 * tail_of([member_of(tensor) for tensor in tensors]).numel  # at the widest
+    return tail_bytes + bytes_for([tensor.numel() for tensor in tensors], [tensor.dtype for tensor in tensors])
+
+
+def make_buckets(tensors: Sequence[torch.Tensor], order: Sequence[int], *, bucket_bytes: int, room: Room) -> Buckets:
     """Allocate buckets for tensors like these, filled in the given order (the order in which gradients get ready)."""
     members = [member_of(tensors[index]) for index in order]
     members.append(tail_of(members))
@@ -50,7 +57,7 @@ def make_buckets(tensors: Sequence[torch.Tensor], order: Sequence[int], *, bucke
     for number, inside in enumerate(assign_buckets(members, bucket_bytes)):
         numel = sum(members[position].numel for position in inside)
         dtype = dtypes.get(members[inside[0]].kind, torch.float32)  # a tail wider than every gradient is float32
-        flat = torch.zeros(numel, dtype=dtype, device=tensors[0].device)
+        flat = room.zeros(numel, dtype)
         for position, part in zip(inside, flat.split([members[p].numel for p in inside]), strict=True):
             places[position] = (number, part)
         flats.append(Bucket(flat=flat, members=tuple(order[p] for p in inside if p != tail)))

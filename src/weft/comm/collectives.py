@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from weft.comm.group import Group, Traffic
 from weft.comm.peers import add_up, start_all_gather, start_reduce_scatter
-from weft.mesh import Group, Traffic
+from weft.comm.reduction import Reduction
+from weft.comm.shared import SharedWire
 from weft.plan.wire import Collective, sent_bytes
-
-Reduction = Literal["sum", "max", "min"]
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -41,10 +41,11 @@ class Pending:
         self._traffic = traffic
         self._after = after
 
-    def wait(self) -> None:
+    def wait(self, *, since: float | None = None) -> None:
+        """`since`: when the caller began to wait, if that was before."""
         if self._work is None:
             return
-        started = time.perf_counter()
+        started = time.perf_counter() if since is None else since
         self._work.wait()
         if self._after is not None:
             self._after()
@@ -61,6 +62,9 @@ def all_reduce(
     after: Callable[[], None] | None = None,
 ) -> Pending:
     """Every rank ends with the reduction of all ranks' tensors, in place; `after` runs when it is waited for."""
+    wire = group.wire(tensor)
+    if wire is not None:
+        return _share(group, "all-reduce", tensor.nbytes, wait, wire, lambda: wire.all_reduce(tensor, op), after)
     return _run(
         group,
         "all-reduce",
@@ -73,13 +77,17 @@ def all_reduce(
 
 def broadcast(tensor: torch.Tensor, group: Group, *, root: int = 0, wait: bool = True) -> Pending:
     """Every rank ends with the root's tensor, in place."""
-    source = group.ranks[root]
+    wire, source = group.wire(tensor), group.ranks[root]
+    if wire is not None:
+        return _share(group, "broadcast", tensor.nbytes, wait, wire, lambda: wire.broadcast(tensor, root))
     return _run(group, "broadcast", tensor.nbytes, wait, lambda: dist.broadcast(tensor, source, group.handle, True))
 
 
 def reduce(tensor: torch.Tensor, group: Group, *, root: int = 0, op: Reduction = "sum", wait: bool = True) -> Pending:
     """The root ends with the reduction of all ranks' tensors, in place; other ranks' tensors are undefined after."""
-    target = group.ranks[root]
+    wire, target = group.wire(tensor), group.ranks[root]
+    if wire is not None:
+        return _share(group, "reduce", tensor.nbytes, wait, wire, lambda: wire.all_reduce(tensor, op, root))
     return _run(
         group, "reduce", tensor.nbytes, wait, lambda: dist.reduce(tensor, target, _REDUCTIONS[op], group.handle, True)
     )
@@ -92,15 +100,12 @@ def scatter(
     if group.size == 1:
         assert parts is not None
         output.copy_(parts[0])
-    source = group.ranks[root]
+    wire, source = group.wire(output), group.ranks[root]
     listed = list(parts) if parts is not None and group.index == root else None
-    return _run(
-        group,
-        "scatter",
-        output.nbytes * group.size,
-        wait,
-        lambda: dist.scatter(output, listed, source, group.handle, True),
-    )
+    num_bytes = output.nbytes * group.size
+    if wire is not None:
+        return _share(group, "scatter", num_bytes, wait, wire, lambda: wire.scatter(output, listed, root))
+    return _run(group, "scatter", num_bytes, wait, lambda: dist.scatter(output, listed, source, group.handle, True))
 
 
 def gather(
@@ -110,22 +115,32 @@ def gather(
     if group.size == 1:
         assert outputs is not None
         outputs[0].copy_(tensor)
-    target = group.ranks[root]
+    wire, target = group.wire(tensor), group.ranks[root]
     listed = list(outputs) if outputs is not None and group.index == root else None
-    return _run(
-        group,
-        "gather",
-        tensor.nbytes * group.size,
-        wait,
-        lambda: dist.gather(tensor, listed, target, group.handle, True),
-    )
+    num_bytes = tensor.nbytes * group.size
+    if wire is not None:
+        return _share(group, "gather", num_bytes, wait, wire, lambda: wire.all_gather(listed, tensor, name="gather"))
+    return _run(group, "gather", num_bytes, wait, lambda: dist.gather(tensor, listed, target, group.handle, True))
 
 
 def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: Group, *, wait: bool = True) -> Pending:
     """`output` ends as all ranks' tensors, one after another along dim 0; `tensor` may be this rank's place in it."""
     if group.size == 1 and output.data_ptr() != tensor.data_ptr():
         output.copy_(tensor.reshape(output.shape))
-    if _is_direct(group, tensor):
+    wire = group.wire(tensor)
+    if wire is not None and wire.is_common(output):
+        return _run(group, "all-gather", output.nbytes, wait, wire.arrive)
+    if wire is not None:
+        outputs = list(output.view(group.size, -1))
+        return _share(
+            group,
+            "all-gather",
+            output.nbytes,
+            wait,
+            wire,
+            lambda: wire.all_gather(outputs, tensor, name="all-gather"),
+        )
+    if uses_messages(group, tensor):
         return _run(group, "all-gather", output.nbytes, wait, lambda: start_all_gather(output, tensor, group))
     return _run(group, "all-gather", output.nbytes, wait, lambda: _all_gather_flat(output, tensor, group.handle, True))
 
@@ -142,14 +157,24 @@ def reduce_scatter(
     """`output` ends as this rank's equal part, along dim 0, of the sum of all ranks' tensors; `add`: grows by it.
 
     `output` may be this rank's place in `tensor`, and of a wider dtype. `received` is memory for the other ranks'
-    parts, of the size and dtype of `tensor`, for callers that keep it from call to call.
+    parts, of the size and dtype of `tensor`, for callers that keep it from call to call; of use where `uses_messages`.
     """
     if group.size == 1:
         if add or output.data_ptr() != tensor.data_ptr():
             _take(output, tensor.reshape(output.shape), add)
         return Pending(None, group.traffic)
+    wire = group.wire(tensor)
+    if wire is not None:
+        return _share(
+            group,
+            "reduce-scatter",
+            tensor.nbytes,
+            wait,
+            wire,
+            lambda: wire.reduce_scatter(output, tensor, add=add),
+        )
     own, target = tensor.view(group.size, -1)[group.index], output.view(-1)
-    if _is_direct(group, tensor):
+    if uses_messages(group, tensor):
         rows = torch.empty_like(tensor).view(-1) if received is None else received
         return _run(
             group,
@@ -178,9 +203,9 @@ def _take(target: torch.Tensor, result: torch.Tensor, add: bool) -> None:
         target.copy_(result)
 
 
-def _is_direct(group: Group, tensor: torch.Tensor) -> bool:
-    """Host tensors go by direct messages. gloo cannot send from a GPU, and NCCL has better ways."""
-    return group.handle is not None and tensor.device.type == "cpu"
+def uses_messages(group: Group, tensor: torch.Tensor) -> bool:
+    """Whether parts go as messages from rank to rank. gloo cannot send from a GPU, and NCCL has better ways."""
+    return group.handle is not None and group.shared is None and tensor.device.type == "cpu"
 
 
 def all_to_all(
@@ -198,6 +223,12 @@ def all_to_all(
     """
     if group.size == 1:
         output.copy_(tensor)
+    wire = group.wire(tensor)
+    if wire is not None:
+        lengths = [
+            _lengths(one, splits, group.size) for one, splits in ((output, output_splits), (tensor, input_splits))
+        ]
+        return _share(group, "all-to-all", tensor.nbytes, wait, wire, lambda: wire.all_to_all(output, tensor, *lengths))
     return _run(
         group,
         "all-to-all",
@@ -205,6 +236,42 @@ def all_to_all(
         wait,
         lambda: dist.all_to_all_single(output, tensor, output_splits, input_splits, group.handle, True),
     )
+
+
+def _lengths(tensor: torch.Tensor, splits: list[int] | None, size: int) -> list[int]:
+    """Elements of each part of a tensor."""
+    if splits is None:
+        return [tensor.numel() // size] * size
+    row = tensor[0].numel() if len(tensor) else 0
+    return [length * row for length in splits]
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+_DONE = _Done()
+
+
+def _share(
+    group: Group,
+    collective: Collective,
+    buffer_bytes: int,
+    wait: bool,
+    wire: SharedWire,
+    task: Callable[[], None],
+    after: Callable[[], None] | None = None,
+) -> Pending:
+    """Exchange through shared memory: here if it is waited for at once, else beside the caller."""
+
+    def start() -> _Work:
+        if not wait:
+            return wire.start(task)
+        wire.run(task)
+        return _DONE
+
+    return _run(group, collective, buffer_bytes, wait, start, after)
 
 
 def _run(
@@ -219,7 +286,8 @@ def _run(
     if group.handle is None:
         return Pending(None, traffic)
     traffic.add(num_calls=1, sent_bytes=sent_bytes(collective, buffer_bytes, group.size))
+    started = time.perf_counter()
     pending = Pending(start(), traffic, after)
     if wait:
-        pending.wait()
+        pending.wait(since=started)
     return pending

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from weft.comm.collectives import all_gather
-from weft.mesh import Group
+from weft.comm.group import Group
 
 
 def gather_values(value: Any, group: Group, device: torch.device) -> list[Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from weft.mesh import Group
+from weft.comm.group import Group
 
 
 class Messages:

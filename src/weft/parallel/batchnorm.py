@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from weft.comm.collectives import all_gather, all_reduce
+from weft.comm.group import Group
 from weft.errors import ModelError
-from weft.mesh import Group
 
 
 class SynchronisedBatchNorm(_BatchNorm):

@@ -7,6 +7,8 @@
 Where the master has the compute dtype and device it *is* `mine`, and where parameters stay whole (stages 0 to 2) `mine`
 is a window on `whole`; so nothing is kept twice. Where they do not (stage 3) the memory of `whole` comes and goes:
 the storage is resized to nothing and back, so that views which autograd saved are right again once it is gathered.
+Ranks that share memory have one whole among them, of which each writes its part: nothing comes, nothing goes, and a
+gather only waits until all parts are up to date.
 Meanwhile the parameters are a NaN of a shape that fits nothing: whoever uses one outside its turn gets an error about
 its shape, or NaN, but neither old memory nor a wrong number.
 """
@@ -20,8 +22,9 @@ import torch
 from torch import nn
 
 from weft.comm.collectives import Pending, all_gather, broadcast
+from weft.comm.group import Group
+from weft.comm.room import Room, bytes_for, common_empty
 from weft.layout import Layout
-from weft.mesh import Group
 from weft.plan.shards import Flat
 
 _ABSENT_NUMEL = 7919
@@ -73,8 +76,10 @@ class FlatParameters:
         self._pending: Pending | None = None
         start, stop = self.flat.part(group.index)
         staged = self._stage(sources, device)
-        self.whole = staged if kind.compute == kind.master else staged.to(kind.compute)
-        self.mine = self.whole[start:stop] if keep_whole else self.whole[start:stop].clone()
+        self.is_common = False
+        """`whole` is one piece of memory for all ranks of the group together."""
+        self.whole = self._place(staged)
+        self.mine = self.whole[start:stop] if keep_whole or self.is_common else self.whole[start:stop].clone()
         is_same = kind.compute == kind.master and master_device == device
         self.master = self.mine if is_same or not kind.trainable else _copy(staged[start:stop], master_device)
         self._views = self.member_views(self.whole)
@@ -94,6 +99,26 @@ class FlatParameters:
         for group in sources:
             broadcast(staged, group)
         return staged
+
+    def _place(self, staged: torch.Tensor) -> torch.Tensor:
+        """The whole buffer in the compute dtype, where it will live.
+
+        Ranks that share memory need no more than one among them where parameters come and go; where each keeps its own,
+        the others read their parts of it.
+        """
+        device, dtype = staged.device, self.kind.compute
+        if self.group.shared is None or device.type != "cpu":
+            return staged.to(dtype)
+        start, stop = self.flat.part(self.group.index)
+        if self._keep_whole:
+            room = Room(self.group, device, num_bytes=bytes_for([staged.numel()], [dtype]))
+            return room.empty(staged.numel(), dtype).copy_(staged)
+        common = common_empty(self.group, device, staged.numel(), dtype)
+        if common is None:
+            return staged.to(dtype)
+        self.is_common = True
+        common[start:stop].copy_(staged[start:stop])
+        return common
 
     def member_views(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Views of a buffer laid out like this one, in the parameters' shapes."""
@@ -130,7 +155,8 @@ class FlatParameters:
         """Begin to bring all parts together; the parameters are whole when `wait` has returned."""
         if self.is_whole:
             return
-        self.whole.untyped_storage().resize_(self._num_bytes)
+        if not self.is_common:
+            self.whole.untyped_storage().resize_(self._num_bytes)
         self._pending = all_gather(self.whole, self.mine, self.group, wait=False)
         self._lend()
         self.is_whole = True
@@ -147,7 +173,8 @@ class FlatParameters:
         self.wait()
         for parameter in self.parameters:
             parameter.data = self._absent
-        self.whole.untyped_storage().resize_(0)
+        if not self.is_common:
+            self.whole.untyped_storage().resize_(0)
         self.is_whole = False
 
     @torch.no_grad()

@@ -50,7 +50,6 @@ _BUILT: dict[str, tuple[object, ...]] = {
     "codec.levels": (256,),
     "codec.clip": (0.0,),
     "codec.warmup_steps": (0,),
-    "comm.transport": ("auto", "c10d"),
 }
 
 

@@ -42,7 +42,10 @@ class Sharding:
     most_in_flight: int
     """Reductions under way at once."""
     on_host: bool
-    """The ranks compute on CPUs, where a reduction needs memory for what it receives."""
+    """The ranks compute on CPUs."""
+    shares_memory: bool
+    """Ranks that share one copy of the state see each other's memory: what a reduction receives needs none, and there
+    is one copy of whole parameters among them."""
     offloads: bool
     """Masters and moments are in host memory, and parameters are not."""
 
@@ -70,7 +73,7 @@ class ParameterFlat:
     """The block that they are the unit of, under ZeRO-3; else None."""
 
 
-def find_sharding(plan: Plan, profile: ModelProfile) -> Sharding:
+def find_sharding(plan: Plan, profile: ModelProfile, *, one_host: bool) -> Sharding:
     stage, data, precision = _STAGES.index(plan.data.shard), plan.axes.data, plan.precision
     is_half = any(parameter.kind in _KINDS.values() for parameter in profile.parameters if parameter.trainable)
     on_host = profile.device == "cpu"
@@ -94,6 +97,7 @@ def find_sharding(plan: Plan, profile: ModelProfile) -> Sharding:
         num_rounds=1 if keeps_gradients or stays_whole else min(plan.step.microbatches, 2),
         most_in_flight=len(profile.parameters) if waits_in_backward else _MOST_IN_FLIGHT,
         on_host=on_host,
+        shares_memory=on_host and one_host and plan.comm.transport != "c10d",
         offloads=offloads,
     )
 
@@ -209,7 +213,7 @@ def _pool_bytes(sharding: Sharding, flats: Sequence[ParameterFlat]) -> int:
                 pool.take_back(in_flight.popleft())
             if flat.reduce_bytes != _whole_bytes(sharding, flat):
                 borrowed.append(pool.borrow(flat.numel, flat.reduce_bytes))
-            if sharding.on_host:
+            if sharding.on_host and not sharding.shares_memory:
                 borrowed.append(pool.borrow(flat.numel, flat.reduce_bytes))
             in_flight.append(borrowed)
     return pool.num_bytes

@@ -82,18 +82,20 @@ def predict_memory(
     profile: ModelProfile,
     *,
     microbatch_samples: int | None = None,
+    one_host: bool = True,
     optimizer_bytes_per_parameter: float = 8.0,
     update_bytes_per_parameter: float | None = None,
 ) -> Memory:
     """The peak bytes of a rank under a plan.
 
+    one_host                       all ranks along data are on one host; if they compute on CPUs, they share its memory
     microbatch_samples             of one rank; None: as many as the profile was made with
     optimizer_bytes_per_parameter  moments of a float32 parameter: 8 for Adam, 4 for SGD with momentum, 0 for SGD
     update_bytes_per_parameter     temporaries of the update, for all parameters at once: 0 for a fused optimizer; None:
                                    torch's own Adam, which takes 4 on a GPU and two of the largest tensor on a CPU
     """
     _refuse(plan, profile)
-    sharding = find_sharding(plan, profile)
+    sharding = find_sharding(plan, profile, one_host=one_host)
     flats = lay_out(plan, profile, sharding)
     samples = profile.samples if microbatch_samples is None else microbatch_samples
     batch_bytes = plan.step.microbatches * profile.batch.at(samples)
@@ -174,7 +176,7 @@ def _passes(
 
 def _gathered_bytes(sharding: Sharding, flats: Sequence[ParameterFlat], blocks: Collection[int]) -> int:
     """Bytes of whole parameters beside the kept parts, while the root and these blocks are gathered."""
-    if sharding.stage < 3:
+    if sharding.stage < 3 or sharding.shares_memory:
         return 0
     gathered = (flat for flat in flats if sharding.stays_whole or flat.block is None or flat.block in blocks)
     return sum(flat.numel * flat.item_bytes for flat in gathered)

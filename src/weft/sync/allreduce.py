@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 
-from weft.comm.buckets import Buckets, make_buckets
+from weft.comm.buckets import Buckets, bucket_room, make_buckets
 from weft.comm.collectives import Pending, all_reduce, broadcast
+from weft.comm.group import Group
+from weft.comm.room import Room
 from weft.errors import ModelError
-from weft.mesh import Group
 from weft.parallel.flats import Piece
 from weft.plan.wire import TAIL_WORDS
 from weft.sync.base import Counting, Totals, WholeGradients
@@ -41,6 +42,8 @@ class AllReduce(Counting, WholeGradients):
         super().__init__(pieces)
         self._group = group
         self._bucket_bytes = bucket_bytes
+        device = self._parameters[0].device
+        self._room = Room(group, device, num_bytes=bucket_room(self._parameters))
         self._armed = False
         self._pending: list[Pending] = []
         self._ready_order: list[int] = []
@@ -100,7 +103,7 @@ class AllReduce(Counting, WholeGradients):
         self._order = order
         if hasattr(self, "_buckets"):
             del self._buckets  # before there are new ones: gradients must not be held twice
-        self._buckets: Buckets = make_buckets(self._parameters, order, bucket_bytes=self._bucket_bytes)
+        self._buckets: Buckets = make_buckets(self._parameters, order, bucket_bytes=self._bucket_bytes, room=self._room)
         self._all_used = torch.ones(len(order), dtype=self._buckets.tail.dtype, device=self._buckets.tail.device)
 
     def _agree_on_order(self) -> None:

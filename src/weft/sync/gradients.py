@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.comm.collectives import Pending, all_reduce, reduce_scatter
-from weft.mesh import Group
+from weft.comm.collectives import Pending, all_reduce, reduce_scatter, uses_messages
+from weft.comm.group import Group
+from weft.comm.room import Room, bytes_for
 from weft.parallel.flats import FlatParameters
 from weft.plan.shards import pick
 
@@ -50,22 +51,29 @@ class GradientPool:
     that are free are a little too small, one of them makes way.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, room: Room) -> None:
+        self._room = room
         self._free: dict[torch.dtype, list[torch.Tensor]] = {}
 
-    def borrow(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer with anything in it."""
+    def borrow(self, numel: int, dtype: torch.dtype, *, travels: bool) -> torch.Tensor:
+        """A buffer with anything in it; one that travels had better lie where the group can see it."""
         free = self._free.setdefault(dtype, [])
         place = pick([buffer.numel() for buffer in free], numel)
         found = free.pop(place) if place is not None else None
         if found is None or found.numel() < numel:
             del found
-            found = torch.empty(numel, dtype=dtype, device=device)
+            found = self._room.empty(numel, dtype, shared=travels)
         return found[:numel]
 
     def hand_back(self, borrowed: torch.Tensor) -> None:
         whole = borrowed if borrowed._base is None else borrowed._base
         self._free.setdefault(whole.dtype, []).append(whole)
+
+
+def gradient_room(flats: Sequence[FlatParameters], settings: GradientSettings) -> int:
+    """Bytes of all that may travel at once."""
+    dtypes = [_at_least(settings.reduce, flat.kind.compute) for flat in flats]
+    return bytes_for([flat.flat.numel for flat in flats], dtypes)
 
 
 class Gradients:
@@ -86,7 +94,7 @@ class Gradients:
         self._whole: torch.Tensor | None = None
         start, stop = flat.flat.part(group.index)
         if self._keep_whole:
-            kept = torch.zeros(flat.flat.numel, dtype=self._whole_dtype, device=self._device)
+            kept = self._borrow(self._whole_dtype).zero_()
             self._take(kept)
             self.part: torch.Tensor = kept[start:stop]
         else:
@@ -165,8 +173,8 @@ class Gradients:
             whole = self._borrow(self._reduce).copy_(whole)
             borrowed.append(whole)
         received = None
-        if self._group.size > 1 and not whole.is_cuda:
-            received = self._borrow(whole.dtype)
+        if uses_messages(self._group, whole):
+            received = self._pool.borrow(whole.numel(), whole.dtype, travels=False)
             borrowed.append(received)
         is_added, self._is_reduced = self._is_reduced, True
         pending = reduce_scatter(self.part, whole, self._group, add=is_added, received=received, wait=False)
@@ -204,7 +212,7 @@ class Gradients:
         self._views = self.flat.member_views(whole)
 
     def _borrow(self, dtype: torch.dtype) -> torch.Tensor:
-        return self._pool.borrow(self.flat.flat.numel, dtype, self._device)
+        return self._pool.borrow(self.flat.flat.numel, dtype, travels=dtype == self._reduce)
 
 
 def _at_least(planned: torch.dtype, own: torch.dtype) -> torch.dtype:

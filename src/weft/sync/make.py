@@ -16,9 +16,10 @@ from torch import nn
 
 from weft.blueprint import Blueprint
 from weft.comm.collectives import broadcast
+from weft.comm.group import Group
 from weft.errors import ModelError
 from weft.layout import Layout
-from weft.mesh import Group, Mesh
+from weft.mesh import Mesh
 from weft.parallel.batchnorm import has_batch_norms
 from weft.parallel.flats import FlatParameters
 from weft.parallel.gathering import Gathering, Unit
@@ -134,7 +135,7 @@ def _groups(mesh: Mesh) -> tuple[Group, list[Group]]:
     """The ranks that share one copy of the state, and those that keep the same part of it."""
     data = mesh.group("data", "gradients")
     if mesh.plan.data.shard == "nothing":
-        alone = dataclasses.replace(data, ranks=(mesh.world.rank,), index=0, handle=None)
+        alone = dataclasses.replace(data, ranks=(mesh.world.rank,), index=0, handle=None, shared=None)
         return alone, [data]
     return data, [mesh.group("replicate", "gradients")]
 

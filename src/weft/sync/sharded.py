@@ -22,13 +22,14 @@ from typing import Any
 import torch
 
 from weft.comm.collectives import Pending, all_reduce
+from weft.comm.group import Group
+from weft.comm.room import Room
 from weft.errors import ModelError
-from weft.mesh import Group
 from weft.parallel.flats import FlatParameters, Piece
 from weft.parallel.gathering import Gathering
 from weft.plan.wire import SHARDED_TAIL_WORDS
 from weft.sync.base import Counting, Totals, norm_of
-from weft.sync.gradients import GradientPool, Gradients, GradientSettings, Reduction
+from weft.sync.gradients import GradientPool, Gradients, GradientSettings, Reduction, gradient_room
 
 _MOST_IN_FLIGHT = 2
 """Reductions under way at once: enough to keep the wire busy, few enough to bound the memory of transient buffers."""
@@ -60,9 +61,10 @@ class Sharded(Counting):
         self._is_offloaded = any(flat.master.device != device for flat in self.flats)
         self._most_in_flight = None if waits_in_backward else _MOST_IN_FLIGHT
         self._gathering: Gathering | None = None
-        pool = GradientPool()
         # Gradients become ready from the last parameters to the first.
         trainable = [flat for flat in reversed(self.flats) if flat.kind.trainable]
+        exchanging = next((one for one in (group, *self._replicas) if one.size > 1), group)
+        pool = GradientPool(Room(exchanging, device, num_bytes=gradient_room(trainable, settings)))
         self._gradients = tuple(Gradients(flat, group, settings, pool) for flat in trainable)
         self._gradients_of = {gradients.flat: gradients for gradients in self._gradients}
         self.pieces: Sequence[Piece] = tuple(

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from weft.comm.collectives import all_gather
+from weft.comm.group import Group
 from weft.errors import DivergenceError
-from weft.mesh import Group, Mesh
+from weft.mesh import Mesh
 from weft.sync.base import Sync
 
 _ROW = 64

@@ -23,10 +23,10 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from weft.comm.collectives import all_reduce, broadcast
+from weft.comm.group import Group
 from weft.comm.objects import gather_values
 from weft.errors import VerifyError
 from weft.layout import Layout, part_of
-from weft.mesh import Group
 from weft.plan.plan import Plan, Precision
 from weft.training.elementwise import OptimizerFactory
 from weft.training.held import held_parameters

@@ -1,0 +1,82 @@
+"""A piece of shared memory cut into tensors: what is allocated here can be exchanged without being copied first.
+
+Every rank has a row of its own, in which it allocates by itself, and sees the rows of all others. A *common* arena has
+one row only, which is everybody's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+
+import torch
+
+from weft.comm.segments import Segment
+
+ALIGNMENT_BYTES = 128
+_MOST_VIEWS = 4096
+
+
+def round_up(num_bytes: int, multiple: int = ALIGNMENT_BYTES) -> int:
+    return -(-num_bytes // multiple) * multiple
+
+
+class Arena:
+    """The rows of one segment, and this rank's free space in its own."""
+
+    def __init__(self, segment: Segment, *, number: int, index: int, num_ranks: int, is_common: bool) -> None:
+        """`number` names the arena alike on all ranks; `index` is this rank's row."""
+        num_rows = 1 if is_common else num_ranks
+        whole = segment.part(0, segment.num_bytes)
+        self.number = number
+        self.is_common = is_common
+        self.row_bytes = segment.num_bytes // num_rows
+        row = 0 if is_common else index
+        self._memory = whole[row * self.row_bytes : (row + 1) * self.row_bytes]
+        flat = torch.frombuffer(whole, dtype=torch.uint8)
+        rows = flat.view(num_rows, self.row_bytes)
+        self._rows = tuple(rows[0 if is_common else rank] for rank in range(num_ranks))
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._free = {0: self.row_bytes}
+        self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Memory in this rank's row with anything in it; None if there is no room. Given back when nobody uses it."""
+        num_bytes = round_up(max(numel, 1) * dtype.itemsize)
+        start = next((start for start, free_bytes in self._free.items() if free_bytes >= num_bytes), None)
+        if start is None:
+            return None
+        free_bytes = self._free.pop(start)
+        if free_bytes > num_bytes:
+            self._free[start + num_bytes] = free_bytes - num_bytes
+        held = self._memory[start : start + num_bytes]
+        # As long as anything lies in it, the arena is there, and the group finds it.
+        weakref.finalize(held, self._give_back, start, num_bytes).atexit = False
+        return torch.frombuffer(held, dtype=dtype, count=max(numel, 1))[:numel]
+
+    def _give_back(self, start: int, num_bytes: int) -> None:
+        free = {**self._free, start: num_bytes}
+        merged: dict[int, int] = {}
+        last = -1
+        for first in sorted(free):
+            if last >= 0 and last + merged[last] == first:
+                merged[last] += free[first]
+            else:
+                merged[first] = free[first]
+                last = first
+        self._free = merged
+
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """Where in this rank's row a tensor lies, if it does."""
+        offset = tensor.data_ptr() - self._address
+        return offset if 0 <= offset < self.row_bytes else None
+
+    def view(self, rank: int, offset: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """Part of a rank's row, flat."""
+        key = (rank, offset, num_bytes, dtype)
+        found = self._views.get(key)
+        if found is None:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            found = self._views[key] = self._rows[rank][offset : offset + num_bytes].view(dtype)
+        return found

@@ -1,0 +1,85 @@
+"""Work that goes on beside the main thread, in the order in which it was given.
+
+One thread for each group that ever exchanges without waiting; it starts with the first such exchange. What is given
+while nothing is under way and must be waited for anyway runs in the caller's thread, which saves two changes of thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+
+
+class Work:
+    """Something under way. `wait` raises what it raised."""
+
+    __slots__ = ("_done", "_error")
+
+    def __init__(self) -> None:
+        self._done = threading.Lock()
+        self._done.acquire()
+        self._error: BaseException | None = None
+
+    def finish(self, error: BaseException | None) -> None:
+        self._error = error
+        self._done.release()
+
+    def join(self) -> None:
+        """Until it is over, well or not."""
+        with self._done:
+            pass
+
+    def wait(self) -> None:
+        self.join()
+        if self._error is not None:
+            raise self._error
+
+
+Task = tuple[Callable[[], None], Work]
+
+
+class Background:
+    """One queue and the thread that empties it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: queue.SimpleQueue[Task | None] | None = None
+        self._last: Work | None = None
+        self._lock = threading.Lock()
+
+    def run(self, task: Callable[[], None]) -> None:
+        """Do it now, after all that was given before."""
+        with self._lock:
+            if self._last is not None:
+                last, self._last = self._last, None
+                last.join()  # its error is raised where it is waited for
+            with torch.no_grad():
+                task()
+
+    def start(self, task: Callable[[], None]) -> Work:
+        """Do it soon, after all that was given before."""
+        with self._lock:
+            if self._tasks is None:
+                self._tasks = queue.SimpleQueue()
+                threading.Thread(target=_work_off, args=(self._tasks,), name=self._name, daemon=True).start()
+                weakref.finalize(self, self._tasks.put, None).atexit = False
+            self._last = work = Work()
+            self._tasks.put((task, work))
+        return work
+
+
+def _work_off(tasks: queue.SimpleQueue[Task | None]) -> None:
+    torch.set_grad_enabled(False)  # it is a thread's own setting
+    while (given := tasks.get()) is not None:
+        task, work = given
+        try:
+            task()
+        except BaseException as error:
+            work.finish(error)
+        else:
+            work.finish(None)
+        del given, task, work  # what it holds must not stay until the next one

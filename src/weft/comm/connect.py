@@ -1,0 +1,112 @@
+"""How the ranks of a group come by memory they share; collective, and every rank finds out alike if it fails.
+
+The first rank makes a segment and tells the others where it is over their ordinary connection. When all have opened it
+nobody else can any more, so nothing is left behind, whoever is killed when.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.mailbox import Mailbox, mailbox_bytes
+from weft.comm.segments import Maker, Segment, Ticket, Way, open_segment
+from weft.comm.shared import SharedWire, control_bytes
+from weft.comm.signals import Peer
+
+WAYS: tuple[Way, ...] = ("anonymous", "named")
+_MESSAGE_BYTES = 1024
+_REASON_LETTERS = 100
+_DEFAULT_TIMEOUT_S = 1800.0
+
+
+class SharedMemoryError(Exception):
+    """The ranks of a group cannot share memory; raised on all of them."""
+
+
+class Connection:
+    """What a group needs to share memory: its ordinary connection, and this rank's place in it."""
+
+    def __init__(
+        self, handle: dist.ProcessGroup, ranks: tuple[int, ...], index: int, ways: tuple[Way, ...] = WAYS
+    ) -> None:
+        self._handle = handle
+        self._ranks = ranks
+        self._index = index
+        self._ways = ways
+
+    def share(self, num_bytes: int) -> tuple[Segment, Way]:
+        """Zeroed memory that all ranks of the group see. SharedMemoryError on all of them if one cannot."""
+        reasons = []
+        for way in self._ways:
+            maker, problem = None, ""
+            if self._index == 0:
+                try:
+                    maker = Maker(num_bytes, way)
+                except OSError as error:
+                    problem = str(error)[:_REASON_LETTERS]
+            said = self._tell({"problem": problem, "ticket": asdict(maker.ticket) if maker else None})
+            segment = maker.segment if maker else None
+            if segment is None and not said["problem"]:
+                try:
+                    segment = open_segment(Ticket(**said["ticket"]))
+                except OSError as error:
+                    problem = str(error)
+            is_opened = torch.tensor([int(segment is not None)])
+            dist.all_reduce(is_opened, dist.ReduceOp.MIN, self._handle)
+            if maker is not None:
+                maker.close()
+            if segment is not None and is_opened:
+                return segment, way
+            reasons.append(said["problem"] or problem or "a rank cannot open what another one made")
+        raise SharedMemoryError("; ".join(reasons))
+
+    def connect(self, *, spin: bool, name: str) -> SharedWire:
+        """Let the group exchange through shared memory."""
+        size = len(self._ranks)
+        first, rest = control_bytes(size), mailbox_bytes(size)
+        segment, way = self.share(first + rest)
+        pids = torch.zeros(size, dtype=torch.int64)
+        pids[self._index] = os.getpid()
+        dist.all_reduce(pids, dist.ReduceOp.SUM, self._handle)
+        peers = [Peer(rank, pid) for rank, pid in zip(self._ranks, pids.tolist(), strict=True)]
+        timeout_s = _timeout_s(self._handle)
+        mailbox = Mailbox(
+            segment.part(first, rest), index=self._index, peers=peers, timeout_s=timeout_s, spin=spin, way=way
+        )
+        wire = SharedWire(
+            segment.part(0, first),
+            index=self._index,
+            peers=peers,
+            mailbox=mailbox,
+            timeout_s=timeout_s,
+            spin=spin,
+            name=name,
+        )
+        dist.barrier(self._handle)  # a rank that had ended before its peers looked its process up would not be missed
+        return wire
+
+    def _tell(self, message: dict[str, Any]) -> dict[str, Any]:
+        """What the first rank says."""
+        memory = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+        if self._index == 0:
+            text = json.dumps(message).encode()
+            memory[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        dist.broadcast(memory, self._ranks[0], self._handle)
+        told: dict[str, Any] = json.loads(bytes(memory.tolist()).rstrip(b"\0"))
+        return told
+
+
+def _timeout_s(handle: dist.ProcessGroup) -> float:
+    """After how long the group's own exchanges give up."""
+    try:
+        timeout: timedelta = handle._get_backend(torch.device("cpu")).options._timeout
+    except (AttributeError, RuntimeError):
+        return _DEFAULT_TIMEOUT_S
+    return timeout.total_seconds()

@@ -1,0 +1,67 @@
+"""Ranks that exchange with each other, how they do it, and what went over their wire so far.
+
+Groups are made by `mesh.py` only. Each picks how it talks: host tensors of ranks on one host go through its memory, the
+rest through torch.distributed, which always works.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.connect import Connection
+from weft.comm.shared import SharedWire
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What went over one axis so far: counted by `comm/`, read by metrics and by the byte tests."""
+
+    num_calls: int = 0
+    sent_bytes: int = 0
+    wait_s: float = 0.0
+    """Seconds this rank was blocked in exchanges; what computation hid is not in it."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(self, *, num_calls: int = 0, sent_bytes: int = 0, wait_s: float = 0.0) -> None:
+        """Count; groups of several threads share the traffic of their axis."""
+        with self._lock:
+            self.num_calls += num_calls
+            self.sent_bytes += sent_bytes
+            self.wait_s += wait_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Ranks that exchange with each other along an axis, for one purpose."""
+
+    axis: str
+    purpose: str
+    ranks: tuple[int, ...]
+    """Global ranks, in the order of the axis."""
+    index: int
+    """This rank's place in `ranks`."""
+    handle: dist.ProcessGroup | None
+    """None when there is nobody to exchange with."""
+    traffic: Traffic
+    shared: SharedWire | None = None
+    """The memory of the one host all ranks are on; None where they are not, or do not use it."""
+    connection: Connection | None = None
+    """By which more of that memory is had."""
+    through_host: bool = False
+    """Messages of CUDA tensors pass through host memory, because gloo can send only from there."""
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def wire(self, tensor: torch.Tensor) -> SharedWire | None:
+        """Shared memory, if this tensor can go through it."""
+        return self.shared if tensor.device.type == "cpu" else None
+
+    def __deepcopy__(self, memo: object) -> Group:
+        """A copy of a model exchanges with the same ranks through the same group."""
+        return self

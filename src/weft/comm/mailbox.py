@@ -1,0 +1,209 @@
+"""Messages between two ranks of one host, through its memory.
+
+For each ordered pair of ranks there is a ring of envelopes. A sender copies its message into memory of its own that the
+receiver can open, puts an envelope into the ring and is done: it waits for nobody, whatever the order of calls. The
+receiver copies the message out when it waits for it, and marks the envelope: then the memory is the sender's again.
+Messages of one tag arrive in the order in which they were sent.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weft.comm.segments import Maker, Segment, Ticket, Way, open_segment
+from weft.comm.signals import LINE_BYTES, Counter, Peer
+
+NUM_ENVELOPES = 512
+"""Messages from one rank to another that nobody has received yet; one more waits for the first to be."""
+_WORDS = 16
+_RING_BYTES = LINE_BYTES + NUM_ENVELOPES * _WORDS * 8
+_SMALLEST_BLOCK_BYTES = 2**16
+_NAP_S = 1e-4
+
+# Words of an envelope.
+_TAG, _NUM_BYTES, _BLOCK, _BLOCK_BYTES, _FD, _NAME, _TOKEN, _OPENED = range(8)
+"""The last is the receiver's: one more than the number of the message it has copied out."""
+
+
+def mailbox_bytes(num_ranks: int) -> int:
+    return num_ranks * num_ranks * _RING_BYTES
+
+
+@dataclass(slots=True, kw_only=True)
+class _Block:
+    """Memory of a sender for one message at a time to one receiver."""
+
+    number: int
+    maker: Maker
+    memory: torch.Tensor
+    message: int = -1
+    """The last message it held."""
+
+
+class _Outgoing:
+    """From this rank to one other."""
+
+    def __init__(self, ring: memoryview, counter: Counter, receiver: Peer, way: Way) -> None:
+        self._words = ring[LINE_BYTES:].cast("q")
+        self._counter = counter
+        self._receiver = receiver
+        self._way: Way = way
+        self._blocks: list[_Block] = []
+        self._num_sent = 0
+
+    def send(self, message: torch.Tensor, tag: int) -> None:
+        number = self._num_sent
+        while number >= NUM_ENVELOPES and not self._is_opened(number - NUM_ENVELOPES):
+            if self._receiver.is_gone:
+                raise RuntimeError(f"Connection closed by peer: rank {self._receiver.rank} is gone")
+            time.sleep(_NAP_S)
+        block = self._find_block(message.numel())
+        block.memory[: message.numel()].copy_(message)
+        block.message = number
+        ticket = block.maker.ticket
+        first = number % NUM_ENVELOPES * _WORDS
+        words = self._words
+        words[first + _TAG], words[first + _NUM_BYTES] = tag, message.numel()
+        words[first + _BLOCK], words[first + _BLOCK_BYTES] = block.number, block.memory.numel()
+        words[first + _FD], words[first + _NAME], words[first + _TOKEN] = ticket.fd, ticket.name_number, ticket.token
+        self._num_sent += 1
+        self._counter.post()
+
+    def _is_opened(self, number: int) -> bool:
+        return self._words[number % NUM_ENVELOPES * _WORDS + _OPENED] > number
+
+    def _find_block(self, num_bytes: int) -> _Block:
+        """The smallest free block that fits and is not far too large; else a new one."""
+        best: _Block | None = None
+        for block in self._blocks:
+            if block.message >= 0 and self._is_opened(block.message):
+                block.message = -1
+                block.maker.close()  # whoever copied a message out of it has opened it
+            if block.message < 0 and num_bytes <= block.memory.numel() <= max(4 * num_bytes, _SMALLEST_BLOCK_BYTES):
+                if best is None or block.memory.numel() < best.memory.numel():
+                    best = block
+        if best is None:
+            size = max(_SMALLEST_BLOCK_BYTES, 1 << (num_bytes - 1).bit_length() if num_bytes else 0)
+            try:
+                maker = Maker(size, self._way)
+            except OSError as error:
+                raise RuntimeError(f"no shared memory for a message of {num_bytes} bytes: {error}") from error
+            memory = torch.frombuffer(maker.segment.part(0, size), dtype=torch.uint8)
+            best = _Block(number=len(self._blocks), maker=maker, memory=memory)
+            self._blocks.append(best)
+        return best
+
+
+class _Incoming:
+    """From one other rank to this one."""
+
+    def __init__(self, ring: memoryview, counter: Counter, sender: Peer, way: Way) -> None:
+        self._words = ring[LINE_BYTES:].cast("q")
+        self._counter = counter
+        self._sender = sender
+        self._way: Way = way
+        self._fence = threading.Lock()
+        self._segments: dict[int, tuple[Segment, torch.Tensor]] = {}
+        self._num_seen = 0
+        self._num_awaited: dict[int, int] = {}
+        self._num_arrived: dict[int, int] = {}
+        self._arrived: dict[tuple[int, int], int] = {}
+        """(tag, how many of this tag were before) -> number of the message"""
+
+    def expect(self, tag: int) -> int:
+        """The place of the next message of this tag among all of this tag."""
+        place = self._num_awaited.get(tag, 0)
+        self._num_awaited[tag] = place + 1
+        return place
+
+    def take(self, target: torch.Tensor, tag: int, place: int) -> None:
+        """Copy a message out, once it is there."""
+        while (tag, place) not in self._arrived:
+            self._counter.wait((self._num_seen + 1) % 2**32)
+            seen = self._words[self._num_seen % NUM_ENVELOPES * _WORDS + _TAG]
+            order = self._num_arrived.get(seen, 0)
+            self._num_arrived[seen] = order + 1
+            self._arrived[seen, order] = self._num_seen
+            self._num_seen += 1
+        number = self._arrived.pop((tag, place))
+        first = number % NUM_ENVELOPES * _WORDS
+        num_bytes = self._words[first + _NUM_BYTES]
+        if num_bytes != target.numel():
+            raise RuntimeError(
+                f"rank {self._sender.rank} sent {num_bytes} bytes with tag {tag}, {target.numel()} were awaited"
+            )
+        target.copy_(self._memory(first)[:num_bytes])
+        with self._fence:  # the copy is over before the sender hears of it
+            pass
+        self._words[first + _OPENED] = number + 1
+
+    def _memory(self, first: int) -> torch.Tensor:
+        words = self._words
+        block = words[first + _BLOCK]
+        if block not in self._segments:
+            size, token = words[first + _BLOCK_BYTES], words[first + _TOKEN]
+            ticket = Ticket(
+                way=self._way,
+                num_bytes=size,
+                token=token,
+                pid=self._sender.pid,
+                fd=words[first + _FD],
+                name_number=words[first + _NAME],
+            )
+            try:
+                segment = open_segment(ticket)
+            except OSError as error:
+                raise RuntimeError(
+                    f"Connection closed by peer: a message of rank {self._sender.rank} cannot be opened ({error})"
+                ) from error
+            self._segments[block] = (segment, torch.frombuffer(segment.part(0, size), dtype=torch.uint8))
+        return self._segments[block][1]
+
+
+class Receipt:
+    """A message that is awaited: `wait` copies it out."""
+
+    __slots__ = ("_incoming", "_place", "_tag", "_target")
+
+    def __init__(self, incoming: _Incoming, target: torch.Tensor, tag: int) -> None:
+        self._incoming = incoming
+        self._target = target
+        self._tag = tag
+        self._place = incoming.expect(tag)
+
+    def wait(self) -> None:
+        with torch.no_grad():
+            self._incoming.take(self._target, self._tag, self._place)
+
+
+class Mailbox:
+    """All rings that begin or end at this rank."""
+
+    def __init__(
+        self, memory: memoryview, *, index: int, peers: Sequence[Peer], timeout_s: float, spin: bool, way: Way
+    ) -> None:
+        """`memory`: mailbox_bytes, zeroed, the same for all ranks."""
+        size = len(peers)
+
+        def ring(source: int, target: int) -> tuple[memoryview, Counter]:
+            first = (source * size + target) * _RING_BYTES
+            part = memory[first : first + _RING_BYTES]
+            return part, Counter(part[:LINE_BYTES], owner=peers[source], timeout_s=timeout_s, spin=spin)
+
+        others = [rank for rank in range(size) if rank != index]
+        self._outgoing = {rank: _Outgoing(*ring(index, rank), peers[rank], way) for rank in others}
+        self._incoming = {rank: _Incoming(*ring(rank, index), peers[rank], way) for rank in others}
+
+    def send(self, tensor: torch.Tensor, *, to: int, tag: int) -> None:
+        """The tensor may change as soon as this returns."""
+        with torch.no_grad():
+            self._outgoing[to].send(tensor.contiguous().view(-1).view(torch.uint8), tag)
+
+    def receive(self, tensor: torch.Tensor, *, source: int, tag: int) -> Receipt:
+        """The next message of this tag that nobody awaits yet."""
+        return Receipt(self._incoming[source], tensor.view(-1).view(torch.uint8), tag)

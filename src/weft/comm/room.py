@@ -1,0 +1,56 @@
+"""Where tensors that a group exchanges lie: in shared memory if it has some, so that they need not be copied there.
+
+Whoever keeps buffers from step to step asks for room once, collectively, and then allocates in it by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from weft.comm.arena import ALIGNMENT_BYTES, Arena, round_up
+from weft.comm.connect import SharedMemoryError
+from weft.comm.group import Group
+
+
+class Room:
+    """Room for buffers of a group, each rank's own; ordinary memory where none is shared, or when it is full."""
+
+    def __init__(self, group: Group, device: torch.device, *, num_bytes: int) -> None:
+        """Collective. Of `num_bytes`, what is never used takes no memory."""
+        self._device = device
+        self._arena = _make_arena(group, device, num_bytes, is_common=False)
+
+    def empty(self, numel: int, dtype: torch.dtype, *, shared: bool = True) -> torch.Tensor:
+        """A flat buffer with anything in it."""
+        found = self._arena.empty(numel, dtype) if shared and self._arena is not None else None
+        return torch.empty(numel, dtype=dtype, device=self._device) if found is None else found
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.empty(numel, dtype).zero_()
+
+
+def bytes_for(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> int:
+    """Bytes that buffers of these sizes take together."""
+    return sum(round_up(numel * dtype.itemsize) + ALIGNMENT_BYTES for numel, dtype in zip(numels, dtypes, strict=True))
+
+
+def common_empty(group: Group, device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """One buffer for all ranks of a group together, if they share memory; collective."""
+    arena = _make_arena(group, device, max(numel, 1) * dtype.itemsize, is_common=True)
+    if arena is None:
+        return None
+    # Every rank allocates the same place: it is the first in everybody's account of the one row.
+    return arena.empty(numel, dtype)
+
+
+def _make_arena(group: Group, device: torch.device, num_bytes: int, *, is_common: bool) -> Arena | None:
+    if group.shared is None or group.connection is None or device.type != "cpu":
+        return None
+    row_bytes = round_up(num_bytes, 4096)
+    try:
+        segment, _ = group.connection.share(row_bytes if is_common else row_bytes * group.size)
+    except SharedMemoryError:  # on all ranks alike: buffers then pass through slots
+        return None
+    return group.shared.add_arena(segment, is_common=is_common)

@@ -1,0 +1,140 @@
+"""Memory that several processes of one host see: made by one of them, opened by the others, private to the user.
+
+Linux has memory with no name (memfd), which peers open through the maker's /proc entry: it cannot outlive the processes
+that use it, and no size limit of /dev/shm applies. Elsewhere, and where /proc is closed, it has a POSIX name, of mode
+600, which the maker removes as soon as its peers have opened it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from dataclasses import dataclass
+from typing import Literal
+
+Way = Literal["anonymous", "named"]
+
+_HEADER_BYTES = 4096
+"""Before the memory itself: a token that proves to a peer that it opened the right thing."""
+_WORD_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """What a peer needs to open a segment: plain numbers."""
+
+    way: Way
+    num_bytes: int
+    token: int
+    """Written at its beginning."""
+    pid: int = 0
+    """anonymous: whose it is."""
+    fd: int = -1
+    """anonymous: its number there."""
+    name_number: int = 0
+    """named: after which its name is made."""
+
+
+class Segment:
+    """Zeroed memory in this process. It goes when nothing refers to it any more."""
+
+    __slots__ = ("memory", "num_bytes")
+
+    def __init__(self, fd: int, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.memory = mmap.mmap(fd, _HEADER_BYTES + num_bytes)
+
+    def part(self, start: int, num_bytes: int) -> memoryview:
+        first = _HEADER_BYTES + start
+        return memoryview(self.memory)[first : first + num_bytes]
+
+    @property
+    def token(self) -> int:
+        return int.from_bytes(self.memory[:_WORD_BYTES], "little")
+
+
+class Maker:
+    """A segment being handed out: peers can open it by its ticket until `close`."""
+
+    def __init__(self, num_bytes: int, way: Way) -> None:
+        """OSError where there is too little memory of this kind, or none of it."""
+        self._name_number = _random() if way == "named" else 0
+        self._fd = _create(self._name_number)
+        try:
+            _reserve(self._fd, _HEADER_BYTES + num_bytes, is_limited=way == "named")
+            self.segment = Segment(self._fd, num_bytes)
+        except BaseException:
+            self.close()
+            raise
+        token = _random()
+        self.segment.memory[:_WORD_BYTES] = token.to_bytes(_WORD_BYTES, "little")
+        self.ticket = Ticket(
+            way=way, num_bytes=num_bytes, token=token, pid=os.getpid(), fd=self._fd, name_number=self._name_number
+        )
+
+    def close(self) -> None:
+        """Nobody else can open it from now on; those who have it keep it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        if self._name_number:
+            _unlink(self._name_number)
+            self._name_number = 0
+
+    __del__ = close
+
+
+def open_segment(ticket: Ticket) -> Segment:
+    """A segment that a process of this host made; OSError where it cannot be reached, or is not what it should be."""
+    if ticket.way == "anonymous":
+        fd = os.open(f"/proc/{ticket.pid}/fd/{ticket.fd}", os.O_RDWR | os.O_CLOEXEC)
+    else:
+        fd = _open_named(ticket.name_number, os.O_RDWR)
+    try:
+        if os.fstat(fd).st_size < _HEADER_BYTES + ticket.num_bytes:  # a process of another namespace has this number
+            raise OSError(f"{ticket} is something else")
+        segment = Segment(fd, ticket.num_bytes)
+    finally:
+        os.close(fd)
+    if segment.token != ticket.token:
+        raise OSError(f"{ticket} is something else")
+    return segment
+
+
+def _random() -> int:
+    return secrets.randbits(62) + 1  # fits a signed word, and is never zero
+
+
+def _name(number: int) -> str:
+    return f"/weft-{number:016x}"
+
+
+def _create(name_number: int) -> int:
+    if name_number:
+        return _open_named(name_number, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    if not hasattr(os, "memfd_create"):
+        raise OSError("this system has no memory without a name")
+    fd = os.memfd_create("weft")
+    os.fchmod(fd, 0o600)  # left alone, every user could open it through /proc
+    return fd
+
+
+def _open_named(name_number: int, flags: int) -> int:
+    import _posixshmem  # type: ignore[import-not-found]  # what multiprocessing.shared_memory stands on
+
+    fd: int = _posixshmem.shm_open(_name(name_number), flags, mode=0o600)
+    return fd
+
+
+def _unlink(name_number: int) -> None:
+    import _posixshmem
+
+    _posixshmem.shm_unlink(_name(name_number))
+
+
+def _reserve(fd: int, num_bytes: int, *, is_limited: bool) -> None:
+    """Give it its size. Where its file system is small, find out now and not by a bus error in the middle of a step."""
+    os.ftruncate(fd, num_bytes)
+    if is_limited and hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, num_bytes)
