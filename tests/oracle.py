@@ -29,7 +29,7 @@ from weft.plan.plan import Axes, Comm, Data, Plan, Step
 from weft.training.parallelize import parallelize
 from weft.training.trainer import Trainer
 
-groups_made: dict[tuple[Axes, str, str, str], Group] = {}
+groups_made: dict[tuple[Axes, str, tuple[int, ...], str, str], Group] = {}
 make_group = Mesh._make_group
 
 
@@ -37,9 +37,9 @@ def kept_group(mesh: Mesh, axis: str, purpose: str) -> Group:
     """A group of an earlier mesh with the same axes, counted anew.
 
     Making a group takes tens of milliseconds and three threads that live as long as the rank. A process has one rank,
-    so the axes and the transport say everything.
+    so the axes, the transport and the hosts say everything.
     """
-    key = (mesh.grid.axes, mesh.plan.comm.transport, axis, purpose)
+    key = (mesh.grid.axes, mesh.plan.comm.transport, mesh.world.hosts, axis, purpose)
     if key not in groups_made:
         groups_made[key] = make_group(mesh, axis, purpose)
     return dataclasses.replace(groups_made[key], traffic=mesh.traffic.setdefault(axis, Traffic()))

@@ -10,6 +10,7 @@ import pytest
 import weft
 
 PUBLIC = [
+    "Cluster",
     "ModelProfile",
     "Plan",
     "Trainer",

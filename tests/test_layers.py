@@ -18,7 +18,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src"
 
 ROOMS = (
-    "errors units hosts profiles plan planning "
+    "errors units hosts plan profiles planning "
     "comm mesh models blueprint layout parallel codecs sync server optim training measure lab report launch cli "
     "__main__"
 ).split()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weft.errors import WeftError
 from weft.plan.plan import Plan
 from weft.plan.text import read_plan, write_plan
+from weft.profiles.cluster import Cluster
 from weft.profiles.model import ModelProfile
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "Cluster",
     "ModelProfile",
     "Plan",
     "Trainer",

@@ -3,6 +3,7 @@
     WeftError
     ├── PlanError         a plan that is malformed, or cannot run here
     ├── JobError          a job file that cannot be read or does not make sense
+    ├── ClusterError      a cluster's description that is malformed, or says nothing of what is asked
     ├── ModelError        a model weft cannot train as asked
     ├── DataError         data that is missing, unreadable or too small
     ├── CheckpointError   a checkpoint that is missing, damaged or of another model
@@ -38,6 +39,10 @@ class PlanError(WeftError):
 
 class JobError(WeftError):
     """A job file that cannot be read or does not make sense."""
+
+
+class ClusterError(WeftError):
+    """A cluster's description that is malformed, or says nothing of what is asked."""
 
 
 class ModelError(WeftError):

@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from weft.comm.connect import Connection, SharedMemoryError
 from weft.comm.group import Group, Traffic
+from weft.comm.levels import Levels
 from weft.comm.shared import SharedWire
 from weft.errors import LaunchError, PlanError
 from weft.hosts import host_id, number_hosts
@@ -60,8 +62,8 @@ class Mesh:
     grid: Grid
     traffic: dict[str, Traffic] = field(default_factory=dict)
     _groups: dict[tuple[str, str], Group] = field(default_factory=dict)
-    _is_sharing: bool = True
-    """Until a group finds that it cannot."""
+    _has_noticed: bool = False
+    """That a group cannot share memory."""
 
     def size(self, axis: str) -> int:
         return self.grid.axes.sizes[axis]
@@ -97,35 +99,69 @@ class Mesh:
 
     def _make_group(self, axis: str, purpose: str) -> Group:
         everyone = tuple(range(self.world.size))
-        axes = tuple(axis.split("+"))
+        axes, name = tuple(axis.split("+")), f"{axis}/{purpose}"
+        groups = (everyone,) if axis == WORLD else self.grid.groups(axes)
         mine = everyone if axis == WORLD else self.grid.ranks_along(axes, self.world.rank)
-        handle = None
-        if len(mine) > 1:
-            # every rank takes part in making every group
-            for ranks in (everyone,) if axis == WORLD else self.grid.groups(axes):
-                made = dist.new_group(list(ranks), group_desc=f"{axis}/{purpose}")
-                handle = made if ranks == mine else handle
         index = mine.index(self.world.rank)
-        connection = None
-        if handle is not None and self._shares(mine):
-            connection = Connection(handle, mine, index)
-        shared = self._connect(connection, f"{axis}/{purpose}") if connection is not None else None
-        return Group(
+        handle = _make_handle(groups, mine, name) if len(mine) > 1 else None
+        group = Group(
             axis=axis,
             purpose=purpose,
             ranks=mine,
             index=index,
             handle=handle,
-            shared=shared,
-            connection=connection if shared is not None else None,
             traffic=self.traffic.setdefault(axis, Traffic()),
             through_host=self.world.device.type == "cuda" and handle is not None and dist.get_backend(handle) == "gloo",
         )
+        if handle is None or self.plan.comm.transport == "c10d" or self.world.device.type != "cpu":
+            return group
+        hosts = [self._by_host(ranks) for ranks in groups]
+        if all(len(places) == 1 for places in hosts):
+            connection = Connection(handle, mine, index)
+            shared = self._connect(connection, name)
+            return replace(group, shared=shared, connection=connection if shared is not None else None)
+        if all(len(inside) == 1 for places in hosts for inside in places):
+            return group
+        return self._add_levels(group, groups, hosts, name)
 
-    def _shares(self, ranks: tuple[int, ...]) -> bool:
-        """Whether ranks exchange through memory; alike on all of them."""
-        is_possible = self.world.device.type == "cpu" and len({self.world.hosts[rank] for rank in ranks}) == 1
-        return self._is_sharing and self.plan.comm.transport != "c10d" and is_possible
+    def _by_host(self, ranks: tuple[int, ...]) -> list[list[int]]:
+        """Of every host, in the order of its first rank, which places of a group are on it."""
+        places: dict[int, list[int]] = {}
+        for place, rank in enumerate(ranks):
+            places.setdefault(self.world.hosts[rank], []).append(place)
+        return list(places.values())
+
+    def _add_levels(
+        self, group: Group, groups: Sequence[tuple[int, ...]], hosts: Sequence[list[list[int]]], name: str
+    ) -> Group:
+        """The same group, talking in two levels; every rank takes part in making those of every group."""
+        inside, across = [], []
+        for ranks, places in zip(groups, hosts, strict=True):
+            inside += [tuple(ranks[place] for place in here) for here in places]
+            is_even = len({len(here) for here in places}) == 1
+            for number in range(len(places[0]) if is_even else 1):
+                across.append(tuple(ranks[here[number]] for here in places))
+        me = self.world.rank
+        local = next(ranks for ranks in inside if me in ranks)
+        counterparts = next((ranks for ranks in across if me in ranks), ())
+        local_handle = _make_handle([ranks for ranks in inside if len(ranks) > 1], local, f"{name}/host")
+        across_handle = _make_handle([ranks for ranks in across if len(ranks) > 1], counterparts, f"{name}/across")
+        connection = Connection(local_handle, local, local.index(me)) if local_handle is not None else None
+        wire = self._connect(connection, name) if connection is not None else None
+        # Ranks of another host may not share memory where these do; then all exchange in one level.
+        is_complete = torch.tensor([int(wire is not None or len(local) == 1)])
+        dist.all_reduce(is_complete, dist.ReduceOp.MIN, group.handle)
+        if not is_complete:
+            return group
+        levels = Levels(
+            self._by_host(group.ranks),
+            group.index,
+            wire=wire,
+            across=across_handle,
+            across_ranks=counterparts,
+            name=name,
+        )
+        return replace(group, levels=levels, connection=connection)
 
     def _connect(self, connection: Connection, name: str) -> SharedWire | None:
         here = self.world.hosts.count(self.world.hosts[self.world.rank])
@@ -135,10 +171,19 @@ class Mesh:
             problem = f"ranks of one host cannot share memory ({error})"
         if self.plan.comm.transport == "shared":
             raise LaunchError(f'{problem}; give it room, or use [comm] transport = "c10d"')
-        self._is_sharing = False
-        if self.world.rank == 0:
+        if connection.is_first and not self._has_noticed:
             log.warning("%s, so they exchange through sockets, which is several times slower", problem)
+        self._has_noticed = True
         return None
+
+
+def _make_handle(groups: Sequence[tuple[int, ...]], mine: tuple[int, ...], name: str) -> dist.ProcessGroup | None:
+    """This rank's process group among all of these, which every rank takes part in making."""
+    handle = None
+    for ranks in groups:
+        made = dist.new_group(list(ranks), group_desc=name)
+        handle = made if ranks == mine else handle
+    return handle
 
 
 def make_mesh(plan: Plan, world: World) -> Mesh:

@@ -370,6 +370,6 @@ def test_the_index_says_where_the_run_was(tmp_path: Path) -> None:
     trainer.save(tmp_path / "saved")
     index = read_index(tmp_path / "saved")
     assert (index["step"], index["data_position"], index["optimizer"]) == (2, 8 + 7, "AdamW")
-    assert index["plan"] == "[axes]\ndata = 1\n"
+    assert index["plan"].startswith("[axes]\ndata = 1\n")
     names = {record["name"] for record in index["files"]}
     assert names == {path.name for path in (tmp_path / "saved").iterdir()} - {"checkpoint.json"}

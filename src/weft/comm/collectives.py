@@ -7,6 +7,7 @@ A group of one returns without touching torch.distributed. Roots are places in t
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -15,12 +16,11 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.group import Group, Traffic
+from weft.comm.levels import Levels
 from weft.comm.peers import add_up, start_all_gather, start_reduce_scatter
-from weft.comm.reduction import Reduction
+from weft.comm.reduction import REDUCE_OPS, Reduction
 from weft.comm.shared import SharedWire
 from weft.plan.wire import Collective, sent_bytes
-
-_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 # torch 2.13 renamed the flat forms and warns about the old names, which are the only ones 2.11 has.
 _all_gather_flat: Callable[..., _Work | None] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -62,7 +62,7 @@ def all_reduce(
     after: Callable[[], None] | None = None,
 ) -> Pending:
     """Every rank ends with the reduction of all ranks' tensors, in place; `after` runs when it is waited for."""
-    wire = group.wire(tensor)
+    wire = group.wire(tensor) or group.level_wire(tensor)
     if wire is not None:
         return _share(group, "all-reduce", tensor.nbytes, wait, wire, lambda: wire.all_reduce(tensor, op), after)
     return _run(
@@ -70,14 +70,14 @@ def all_reduce(
         "all-reduce",
         tensor.nbytes,
         wait,
-        lambda: dist.all_reduce(tensor, _REDUCTIONS[op], group.handle, True),
+        lambda: dist.all_reduce(tensor, REDUCE_OPS[op], group.handle, True),
         after,
     )
 
 
 def broadcast(tensor: torch.Tensor, group: Group, *, root: int = 0, wait: bool = True) -> Pending:
     """Every rank ends with the root's tensor, in place."""
-    wire, source = group.wire(tensor), group.ranks[root]
+    wire, source = group.wire(tensor) or group.level_wire(tensor), group.ranks[root]
     if wire is not None:
         return _share(group, "broadcast", tensor.nbytes, wait, wire, lambda: wire.broadcast(tensor, root))
     return _run(group, "broadcast", tensor.nbytes, wait, lambda: dist.broadcast(tensor, source, group.handle, True))
@@ -89,7 +89,7 @@ def reduce(tensor: torch.Tensor, group: Group, *, root: int = 0, op: Reduction =
     if wire is not None:
         return _share(group, "reduce", tensor.nbytes, wait, wire, lambda: wire.all_reduce(tensor, op, root))
     return _run(
-        group, "reduce", tensor.nbytes, wait, lambda: dist.reduce(tensor, target, _REDUCTIONS[op], group.handle, True)
+        group, "reduce", tensor.nbytes, wait, lambda: dist.reduce(tensor, target, REDUCE_OPS[op], group.handle, True)
     )
 
 
@@ -130,16 +130,13 @@ def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: Group, *, wait
     wire = group.wire(tensor)
     if wire is not None and wire.is_common(output):
         return _run(group, "all-gather", output.nbytes, wait, wire.arrive)
+    outputs = list(output.view(group.size, -1))
     if wire is not None:
-        outputs = list(output.view(group.size, -1))
-        return _share(
-            group,
-            "all-gather",
-            output.nbytes,
-            wait,
-            wire,
-            lambda: wire.all_gather(outputs, tensor, name="all-gather"),
-        )
+        gather = functools.partial(wire.all_gather, outputs, tensor, name="all-gather")
+        return _share(group, "all-gather", output.nbytes, wait, wire, gather)
+    levels = group.level_wire(tensor, is_even=True)
+    if levels is not None:
+        return _share(group, "all-gather", output.nbytes, wait, levels, lambda: levels.all_gather(outputs, tensor))
     if uses_messages(group, tensor):
         return _run(group, "all-gather", output.nbytes, wait, lambda: start_all_gather(output, tensor, group))
     return _run(group, "all-gather", output.nbytes, wait, lambda: _all_gather_flat(output, tensor, group.handle, True))
@@ -163,7 +160,7 @@ def reduce_scatter(
         if add or output.data_ptr() != tensor.data_ptr():
             _take(output, tensor.reshape(output.shape), add)
         return Pending(None, group.traffic)
-    wire = group.wire(tensor)
+    wire = group.wire(tensor) or group.level_wire(tensor, is_even=True)
     if wire is not None:
         return _share(
             group,
@@ -205,7 +202,8 @@ def _take(target: torch.Tensor, result: torch.Tensor, add: bool) -> None:
 
 def uses_messages(group: Group, tensor: torch.Tensor) -> bool:
     """Whether parts go as messages from rank to rank. gloo cannot send from a GPU, and NCCL has better ways."""
-    return group.handle is not None and group.shared is None and tensor.device.type == "cpu"
+    is_direct = group.wire(tensor) is None and group.level_wire(tensor, is_even=True) is None
+    return group.handle is not None and is_direct and tensor.device.type == "cpu"
 
 
 def all_to_all(
@@ -259,7 +257,7 @@ def _share(
     collective: Collective,
     buffer_bytes: int,
     wait: bool,
-    wire: SharedWire,
+    wire: SharedWire | Levels,
     task: Callable[[], None],
     after: Callable[[], None] | None = None,
 ) -> Pending:

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.mailbox import Mailbox, mailbox_bytes
+from weft.comm.meeting import Meeting, control_bytes
 from weft.comm.segments import Maker, Segment, Ticket, Way, open_segment
-from weft.comm.shared import SharedWire, control_bytes
+from weft.comm.shared import SharedWire
 from weft.comm.signals import Peer
 
 WAYS: tuple[Way, ...] = ("anonymous", "named")
@@ -40,6 +41,10 @@ class Connection:
         self._ranks = ranks
         self._index = index
         self._ways = ways
+
+    @property
+    def is_first(self) -> bool:
+        return self._index == 0
 
     def share(self, num_bytes: int) -> tuple[Segment, Way]:
         """Zeroed memory that all ranks of the group see. SharedMemoryError on all of them if one cannot."""
@@ -80,17 +85,9 @@ class Connection:
         mailbox = Mailbox(
             segment.part(first, rest), index=self._index, peers=peers, timeout_s=timeout_s, spin=spin, way=way
         )
-        wire = SharedWire(
-            segment.part(0, first),
-            index=self._index,
-            peers=peers,
-            mailbox=mailbox,
-            timeout_s=timeout_s,
-            spin=spin,
-            name=name,
-        )
+        meeting = Meeting(segment.part(0, first), index=self._index, peers=peers, timeout_s=timeout_s, spin=spin)
         dist.barrier(self._handle)  # a rank that had ended before its peers looked its process up would not be missed
-        return wire
+        return SharedWire(meeting, mailbox, name=name)
 
     def _tell(self, message: dict[str, Any]) -> dict[str, Any]:
         """What the first rank says."""

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.connect import Connection
+from weft.comm.levels import Levels
 from weft.comm.shared import SharedWire
 
 
@@ -49,8 +50,10 @@ class Group:
     traffic: Traffic
     shared: SharedWire | None = None
     """The memory of the one host all ranks are on; None where they are not, or do not use it."""
+    levels: Levels | None = None
+    """Where ranks are on several hosts, some of them together: how they exchange in two levels."""
     connection: Connection | None = None
-    """By which more of that memory is had."""
+    """By which ranks of this host get more memory that they share."""
     through_host: bool = False
     """Messages of CUDA tensors pass through host memory, because gloo can send only from there."""
 
@@ -61,6 +64,16 @@ class Group:
     def wire(self, tensor: torch.Tensor) -> SharedWire | None:
         """Shared memory, if this tensor can go through it."""
         return self.shared if tensor.device.type == "cpu" else None
+
+    def level_wire(self, tensor: torch.Tensor, *, is_even: bool = False) -> Levels | None:
+        """Two levels, if this tensor can go by them; `is_even`: and all hosts have as many ranks."""
+        levels = self.levels if tensor.device.type == "cpu" else None
+        return None if levels is None or (is_even and not levels.is_even) else levels
+
+    @property
+    def host_wire(self) -> SharedWire | None:
+        """The memory that this rank shares with those of the group that are on its host."""
+        return self.shared if self.levels is None else self.levels.wire
 
     def __deepcopy__(self, memo: object) -> Group:
         """A copy of a model exchanges with the same ranks through the same group."""

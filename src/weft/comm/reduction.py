@@ -10,8 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
+import torch.distributed as dist
+
+from weft.comm.native import LEAST_BYTES, find_kernels
 
 Reduction = Literal["sum", "max", "min"]
+
+REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+"""As torch.distributed calls them."""
 
 BLOCK_BYTES = 128 * 1024
 """Small enough for a core's own cache with all its terms, large enough that calls cost nothing."""
@@ -26,6 +32,10 @@ _HALF = (torch.bfloat16, torch.float16)
 
 def reduce_into(targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor], op: Reduction) -> None:
     """Every target ends as the reduction of all terms, which may be targets too."""
+    kernels = find_kernels() if op == "sum" and terms[0].nbytes >= LEAST_BYTES else None
+    if kernels is not None and kernels.sums(terms[0].dtype):
+        kernels.sum(targets, terms)
+        return
     if any(term.data_ptr() == targets[0].data_ptr() for term in terms[2:]):  # it would be overwritten before its turn
         targets = [torch.empty_like(terms[0]), *targets]
     numel, itemsize = terms[0].numel(), terms[0].element_size()
@@ -64,6 +74,10 @@ def add_into(output: torch.Tensor, terms: Sequence[torch.Tensor], *, add: bool) 
     It may be one of the terms.
     """
     own = terms[0].dtype
+    kernels = find_kernels() if output.dtype == own and output.nbytes >= LEAST_BYTES else None
+    if kernels is not None and kernels.sums(own):
+        kernels.sum([output], terms, add=add)
+        return
     finest = torch.promote_types(output.dtype, own)
     if finest in _HALF:
         finest = torch.float32

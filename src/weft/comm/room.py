@@ -38,6 +38,8 @@ def bytes_for(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> int:
 
 def common_empty(group: Group, device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
     """One buffer for all ranks of a group together, if they share memory; collective."""
+    if group.shared is None:
+        return None
     arena = _make_arena(group, device, max(numel, 1) * dtype.itemsize, is_common=True)
     if arena is None:
         return None
@@ -46,11 +48,12 @@ def common_empty(group: Group, device: torch.device, numel: int, dtype: torch.dt
 
 
 def _make_arena(group: Group, device: torch.device, num_bytes: int, *, is_common: bool) -> Arena | None:
-    if group.shared is None or group.connection is None or device.type != "cpu":
+    wire = group.host_wire
+    if wire is None or group.connection is None or device.type != "cpu":
         return None
     row_bytes = round_up(num_bytes, 4096)
     try:
-        segment, _ = group.connection.share(row_bytes if is_common else row_bytes * group.size)
-    except SharedMemoryError:  # on all ranks alike: buffers then pass through slots
+        segment, _ = group.connection.share(row_bytes if is_common else row_bytes * wire.size)
+    except SharedMemoryError:  # on all ranks of the host alike: buffers then pass through slots
         return None
-    return group.shared.add_arena(segment, is_common=is_common)
+    return wire.add_arena(segment, is_common=is_common)

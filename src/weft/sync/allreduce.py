@@ -25,6 +25,7 @@ import torch
 from weft.comm.buckets import Buckets, bucket_room, make_buckets
 from weft.comm.collectives import Pending, all_reduce, broadcast
 from weft.comm.group import Group
+from weft.comm.native import copy
 from weft.comm.room import Room
 from weft.errors import ModelError
 from weft.parallel.flats import Piece
@@ -126,7 +127,7 @@ class AllReduce(Counting, WholeGradients):
                 return
             if not self._used[index]:
                 assert parameter.grad is not None
-                view.copy_(parameter.grad)
+                copy(view, parameter.grad)
                 parameter.grad = view
                 self._used[index] = True
             if self._armed and self._ready[index]:

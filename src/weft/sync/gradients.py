@@ -14,6 +14,7 @@ import torch
 
 from weft.comm.collectives import Pending, all_reduce, reduce_scatter, uses_messages
 from weft.comm.group import Group
+from weft.comm.native import copy
 from weft.comm.room import Room, bytes_for
 from weft.parallel.flats import FlatParameters
 from weft.plan.shards import pick
@@ -146,7 +147,10 @@ class Gradients:
         if not self._waiting:
             return
         new = [member for member in self._waiting if not self._filled[member]]
-        if new:
+        if new and self._device.type == "cpu":
+            for member in new:
+                copy(self._views[member], self._waiting[member])
+        elif new:
             torch._foreach_copy_([self._views[m] for m in new], [self._waiting[m] for m in new])
         if len(new) < len(self._waiting):
             old = [member for member in self._waiting if self._filled[member]]

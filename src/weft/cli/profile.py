@@ -1,0 +1,220 @@
+"""`weft profile`: measure the ranks, links and collectives here, and write them to cluster.toml for the planner."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weft.errors import LaunchError
+from weft.launch import default_num_ranks, is_launched, launch
+from weft.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from weft.measure.preflight import Preflight
+    from weft.profiles.cluster import Cluster, Link, Timing
+
+_DEFAULT_OUTPUT = Path("cluster.toml")
+_JOIN_TIMEOUT_S = 300.0
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+def command(
+    output: Annotated[Path | None, typer.Option(help="File to write; default: cluster.toml.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks to start here; default: one a GPU, or 2.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and repetitions: seconds, not a minute.")] = False,
+    preflight: Annotated[bool, typer.Option("--preflight", help="Only compare ranks; measure nothing.")] = False,
+    job: Annotated[
+        Path | None, typer.Option(metavar="JOB.toml", help="Compare this job's files and data on all ranks too.")
+    ] = None,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where in the code an error arose.")] = False,
+) -> None:
+    """Measure devices, links and collectives, and write them to cluster.toml.
+
+    Example:  weft profile --quick
+
+    Alone it measures this host. Under torchrun every host takes part: ranks are first compared (versions, code, data,
+    clocks), links between hosts are measured pair by pair, and a slow one is named. Differences that would break a run
+    end it with exit code 1.
+
+    torchrun --nnodes 2 --nproc-per-node 4 ... -m weft profile
+    """
+    del traceback  # read by main()
+    if preflight and (quick or output is not None):
+        raise LaunchError("--preflight measures nothing and writes nothing; leave out --quick and --output")
+    target = None if preflight else output or _DEFAULT_OUTPUT
+    is_writer = os.environ.get("RANK", "0") == "0"  # other hosts need not have the directory
+    if target is not None and is_writer and not target.parent.is_dir():
+        raise LaunchError(f"{target} cannot be written: there is no directory {target.parent}; make it first")
+    arguments: dict[str, Any] = {"target": target, "quick": quick, "job": job, "compares": preflight or job is not None}
+    if is_launched():
+        running = int(os.environ["WORLD_SIZE"])
+        if ranks not in (None, running):
+            raise LaunchError(f"--ranks {ranks} has no effect here: a launcher started {running} already; leave it out")
+        is_ok = _run_rank(folder=None, attempt=0, **{**arguments, "compares": True})
+    else:
+        is_ok = all(launch(_run_rank, arguments, num_ranks=ranks or default_num_ranks(), max_restarts=0))
+    if not is_ok:
+        raise typer.Exit(1)
+
+
+def _run_rank(
+    *, folder: Path | None, attempt: int, target: Path | None, quick: bool, job: Path | None, compares: bool
+) -> bool:
+    """What every rank does; whether nothing was found that would break a run."""
+    del folder, attempt
+    from weft.measure.cluster import FULL, QUICK, measure_cluster
+    from weft.measure.preflight import run_preflight
+    from weft.mesh import leave_world, make_mesh
+    from weft.plan.plan import Axes, Comm, Plan
+    from weft.profiles.cluster_text import write_cluster
+
+    world = _join()
+    view = _View() if world.rank == 0 else None
+    if compares:
+        mesh = make_mesh(Plan(axes=Axes(data=world.size), comm=Comm(transport="c10d")), world)
+        found = run_preflight(world, mesh.everyone("preflight"), job=job)
+        if view is not None:
+            view.compared(found)
+        if not found.ok:
+            leave_world()
+            return False
+    if target is not None:
+        effort = QUICK if quick else FULL
+        try:
+            cluster, notes = measure_cluster(
+                world, effort=effort, progress=view.progress if view is not None else lambda *_: None, name=target.stem
+            )
+        finally:
+            if view is not None:
+                view.close()
+        if view is not None:
+            write_cluster(cluster, target)
+            view.measured(cluster, notes, target)
+    leave_world()
+    return True
+
+
+def _join() -> Any:
+    from weft.measure.interfaces import advice
+    from weft.mesh import join_world
+
+    try:
+        return join_world(timeout_s=_JOIN_TIMEOUT_S)
+    except RuntimeError as error:
+        first = str(error).splitlines()[0]
+        raise LaunchError(
+            f"rank {os.environ.get('RANK', '0')} cannot reach the others ({first}); {advice()}"
+        ) from error
+
+
+class _View:
+    """What rank 0 shows: a bar while it measures (lines where there is no terminal), tables at the end."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        self._console: Console = Console()
+        self._bar: Any = None
+        self._last_line_s = 0.0
+
+    def progress(self, done: int, total: int, label: str) -> None:
+        if not self._console.is_terminal:
+            if time.monotonic() - self._last_line_s >= _SECONDS_BETWEEN_LINES:
+                self._last_line_s = time.monotonic()
+                self.say(f"measuring {label} ({done}/{total})")
+            return
+        if self._bar is None:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+            columns = (TextColumn("measuring"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task(label, total=total)
+        self._bar.update(self._task, completed=done, total=total, description=label)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def compared(self, found: Preflight) -> None:
+        """The preflight: what all ranks have, then what differs."""
+        first = found.facts[0]
+        told = {**first["same"], **first["alike"], "address": first["address"]}
+        told |= {name: format_bytes(amount) for name, amount in first["amounts"].items()}
+        self._table(("compared", "rank 0 has"), [(name, str(value)) for name, value in told.items()])
+        for finding in found.findings:
+            self.say(f"{'problem' if finding.breaks else 'note'}: {finding.text}")
+        if found.ok:
+            self.say(f"{len(found.facts)} ranks compared: nothing differs that would break a run")
+        else:
+            self.say(f"{len(found.facts)} ranks compared: a run would break; mend the problems above first")
+
+    def measured(self, cluster: Cluster, notes: list[str], target: Path) -> None:
+        """What was measured, the slow links, and where it was written."""
+        from weft.measure.preflight import say_ranks
+        from weft.profiles.slow import slow_links
+
+        for name in dict.fromkeys(device.name for device in cluster.devices):
+            ranks = [device.rank for device in cluster.devices if device.name == name]
+            self.say(f"{say_ranks(ranks)}: {name} (products of matrices in FLOP/s)")
+        self._table(
+            ("rank", "host", "memory", "copy", "fp32", "bf16", "fp16"),
+            [
+                (
+                    str(device.rank),
+                    str(device.host),
+                    format_bytes(device.memory_bytes),
+                    _rate(device.copy_bytes_per_s),
+                    _speed(device.fp32_flops_per_s),
+                    _speed(device.bf16_flops_per_s),
+                    _speed(device.fp16_flops_per_s),
+                )
+                for device in cluster.devices
+            ],
+        )
+        rows: list[tuple[str, int, str, Link | Timing]] = [(_place(link), 2, link.kind, link) for link in cluster.links]
+        rows += [(timing.collective, timing.num_ranks, timing.link, timing) for timing in cluster.timings]
+        self._table(
+            ("exchange", "ranks", "link", "latency", "rate", "miss"),
+            [
+                (what, str(size), kind, format_seconds(line.alpha_s), _rate(line.bytes_per_s), f"{line.miss:.0%}")
+                for what, size, kind, line in rows
+            ],
+        )
+        for slow in slow_links(cluster.links):
+            self.say(str(slow))
+        for note in notes:
+            self.say(f"note: {note}")
+        self.say(f"wrote {target}")
+
+    def _table(self, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+        from rich.table import Table
+
+        if rows:
+            table = Table(*columns)
+            for row in rows:
+                table.add_row(*row)
+            self._console.print(table)
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{format_bytes(bytes_per_s)}/s"
+
+
+def _speed(flops_per_s: float) -> str:
+    return format_count(flops_per_s) if flops_per_s else "-"
+
+
+def _place(link: Link) -> str:
+    first, second = link.hosts
+    return f"message, host {first}" if first == second else f"message, hosts {first}, {second}"

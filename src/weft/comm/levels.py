@@ -1,0 +1,150 @@
+"""Exchanges of ranks on several hosts in two levels: inside each host through its memory, then between hosts.
+
+What crosses the network is what one rank of each host would exchange: every rank takes a slice of that upon itself, so
+that all connections are used at once. With R ranks a host an R-th of the bytes cross that would without.
+
+    all-reduce       sum my slice in the host | all-reduce it with ranks of my place on other hosts | copy the others
+    reduce-scatter   sum in the host what goes to ranks of my place anywhere | reduce-scatter that between hosts
+    all-gather       gather between ranks of my place | share all that in the host
+
+Small tensors, other reductions than sums, and hosts with unequal numbers of ranks: the first rank of each host speaks
+for all of them. Where not stated here, ranks exchange in one level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.background import Background, Work
+from weft.comm.reduction import REDUCE_OPS, Reduction
+from weft.comm.shared import SMALL_BYTES, SharedWire
+
+
+class Levels:
+    """The ranks of a group by host, seen from one of them."""
+
+    def __init__(
+        self,
+        places: Sequence[Sequence[int]],
+        index: int,
+        *,
+        wire: SharedWire | None,
+        across: dist.ProcessGroup | None,
+        across_ranks: Sequence[int],
+        name: str,
+    ) -> None:
+        """`places`: of every host, where in the group its ranks are; `index`: this rank's own place in the group.
+
+        `wire` is that of this host's ranks, None where there is one only. `across` joins the ranks with this one's
+        place in their hosts, of global numbers `across_ranks`; None on ranks that have others exchange for them.
+        """
+        self.places = [list(inside) for inside in places]
+        self.wire = wire
+        self._host = next(host for host, inside in enumerate(self.places) if index in inside)
+        self._here = self.places[self._host].index(index)
+        self._across = across
+        self._across_ranks = tuple(across_ranks)
+        self._background = Background(name)
+
+    @property
+    def is_even(self) -> bool:
+        """All hosts have as many ranks: then each of them has its counterparts."""
+        return len({len(inside) for inside in self.places}) == 1
+
+    def run(self, task: Callable[[], None]) -> None:
+        """Exchange now."""
+        self._background.run(task)
+
+    def start(self, task: Callable[[], None]) -> Work:
+        """Exchange beside the caller."""
+        return self._background.start(task)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction) -> None:
+        flat = tensor.view(-1)
+        if not self.is_even or self.wire is None or op != "sum" or flat.nbytes <= SMALL_BYTES:
+            self._all_reduce_by_leaders(flat, op)
+            return
+        mine = self.wire.reduce_slice(flat)
+        if mine is not None:
+            dist.all_reduce(mine, dist.ReduceOp.SUM, self._across)
+            self.wire.gather_slices(flat)
+            return
+        size = self.wire.size
+        padded = torch.zeros(-(-flat.numel() // size) * size, dtype=flat.dtype)
+        padded[: flat.numel()].copy_(flat)
+        parts = padded.view(size, -1)
+        self.wire.reduce_scatter(parts[self._here], padded, add=False)
+        dist.all_reduce(parts[self._here], dist.ReduceOp.SUM, self._across)
+        self.wire.all_gather(list(parts), parts[self._here], name="all-gather")
+        flat.copy_(padded[: flat.numel()])
+
+    def _all_reduce_by_leaders(self, flat: torch.Tensor, op: Reduction) -> None:
+        if self.wire is not None:
+            self.wire.all_reduce(flat, op)
+        if self._here == 0:
+            dist.all_reduce(flat, REDUCE_OPS[op], self._across)
+        if self.wire is not None:
+            self.wire.broadcast(flat, 0)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """To one rank of each host, and on from there."""
+        host = next(number for number, inside in enumerate(self.places) if root in inside)
+        place = self.places[host].index(root)
+        sender = place if self.is_even else 0
+        if self.wire is not None and self._host == host and sender != place:
+            self.wire.broadcast(tensor, place)
+        if self._here == sender:
+            dist.broadcast(tensor, self._across_ranks[host], self._across)
+        if self.wire is not None:
+            self.wire.broadcast(tensor, sender)
+
+    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+        """Only where all hosts have as many ranks."""
+        mine = [outputs[inside[self._here]].view(-1) for inside in self.places]
+        works = self._exchange(mine, [tensor] * len(mine))
+        if mine[self._host].data_ptr() != tensor.data_ptr():
+            mine[self._host].copy_(tensor.view(-1))
+        for work in works:
+            work.wait()
+        if self.wire is None:
+            return
+        for part, inside in zip(mine, self.places, strict=True):
+            self.wire.all_gather([outputs[place] for place in inside], part, name="all-gather")
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, *, add: bool) -> None:
+        """Only where all hosts have as many ranks."""
+        target, num_ranks = output.view(-1), sum(len(inside) for inside in self.places)
+        parts = tensor.view(num_ranks, -1)
+        sums = torch.empty(len(self.places), parts.shape[1], dtype=tensor.dtype)
+        for total, inside in zip(sums, self.places, strict=True):
+            together = inside == list(range(inside[0], inside[0] + len(inside)))
+            block = parts[inside[0] : inside[0] + len(inside)] if together else parts[inside]
+            if self.wire is None:
+                total.copy_(block[0])
+            else:
+                self.wire.reduce_scatter(total, block.view(-1), add=False)
+        received = torch.empty_like(sums)
+        works = self._exchange(list(received), list(sums))
+        received[self._host].copy_(sums[self._host])
+        for work in works:
+            work.wait()
+        finest = torch.promote_types(target.dtype, tensor.dtype)
+        total = received[0].to(finest)
+        for row in received[1:]:
+            total.add_(row)
+        if add:
+            target.add_(total)
+        else:
+            target.copy_(total)
+
+    def _exchange(self, places: Sequence[torch.Tensor], messages: Sequence[torch.Tensor]) -> list[dist.Work]:
+        """Message k to host k and into place k from it, for every other host, nearest first."""
+        works, size = [], len(self.places)
+        for distance in range(1, size):
+            source, target = (self._host - distance) % size, (self._host + distance) % size
+            works.append(dist.irecv(places[source], self._across_ranks[source], self._across))
+            works.append(dist.isend(messages[target], self._across_ranks[target], self._across))
+        return [work for work in works if work is not None]

@@ -1,0 +1,176 @@
+"""Where ranks of one host meet: counters to wait for each other, tables to say what about, slots to put things.
+
+Ranks *meet* by counters (`signals.py`). In a table each says what it is about to exchange, and the others must think
+the same. A slot, or a table, is written again only after a meeting later than the one that followed its last use; hence
+there are two of each.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from weft.comm.arena import Arena, round_up
+from weft.comm.segments import Segment
+from weft.comm.signals import LINE_BYTES, Counter, Peer
+
+SLOT_BYTES = 2**20
+
+_OPERATIONS = ("all-reduce", "broadcast", "all-gather", "reduce-scatter", "all-to-all", "gather", "scatter")
+_DTYPES = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+DESCRIPTION_WORDS = 8
+_NOWHERE = -1
+
+
+def control_bytes(num_ranks: int) -> int:
+    """Of counters, descriptions, tables of splits and slots."""
+    words = 2 * num_ranks * (DESCRIPTION_WORDS + num_ranks)
+    return num_ranks * LINE_BYTES + round_up(8 * words) + 2 * num_ranks * SLOT_BYTES
+
+
+class Meeting:
+    """One group's ranks, all on one host, seen from one of them."""
+
+    def __init__(self, memory: memoryview, *, index: int, peers: Sequence[Peer], timeout_s: float, spin: bool) -> None:
+        """`memory`: control_bytes, zeroed, the same for all ranks; `peers` are all of them, this one included."""
+        self.index = index
+        self.size = len(peers)
+        lines = [memory[rank * LINE_BYTES : (rank + 1) * LINE_BYTES] for rank in range(self.size)]
+        counters = [
+            Counter(line, owner=peer, timeout_s=timeout_s, spin=spin) for line, peer in zip(lines, peers, strict=True)
+        ]
+        self._mine = counters[index]
+        self._others = tuple(counter for rank, counter in enumerate(counters) if rank != index)
+        words = memory[self.size * LINE_BYTES : -2 * self.size * SLOT_BYTES].cast("q")
+        step = DESCRIPTION_WORDS + self.size
+        tables = [words[place * step : (place + 1) * step] for place in range(2 * self.size)]
+        self._tables = (tables[: self.size], tables[self.size :])
+        self._talk = 0
+        self._slot_memory = torch.frombuffer(memory[-2 * self.size * SLOT_BYTES :], dtype=torch.uint8)
+        self._typed_slots: dict[torch.dtype, list[list[torch.Tensor]]] = {}
+        self.turn = 0
+        self._num_arenas = 0
+        self._arenas: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
+
+    def add_arena(self, segment: Segment, *, is_common: bool) -> Arena:
+        """Memory for tensors to be exchanged in place. Ranks add theirs together, so that its number is the same."""
+        self._num_arenas += 1
+        arena = Arena(segment, number=self._num_arenas, index=self.index, num_ranks=self.size, is_common=is_common)
+        self._arenas[arena.number] = arena
+        return arena
+
+    def meet(self) -> None:
+        """Until all ranks are here."""
+        count = self._mine.post()
+        for other in self._others:
+            other.wait(count)
+
+    def meet_directly(self, operation: str, flat: torch.Tensor) -> list[torch.Tensor] | None:
+        """Meet; the rows of all ranks if all tensors lie in arenas. If not, the first chunks are in slots."""
+        found = self._find(flat)
+        room = SLOT_BYTES // flat.element_size()
+        by_chunks = operation != "reduce-scatter"  # its slots are filled otherwise
+        if found is None and by_chunks:
+            self.copy_in(flat[:room])
+        places = [(table[2], table[3]) for table in self.meet_about(operation, flat, found)]
+        if all(number != _NOWHERE for number, _ in places):
+            return [
+                self._arenas[number].view(rank, offset, flat.nbytes, flat.dtype)
+                for rank, (number, offset) in enumerate(places)
+            ]
+        if any(number != _NOWHERE for number, _ in places):  # some of us thought otherwise
+            if found is not None and by_chunks:
+                self.copy_in(flat[:room])
+            self.meet()
+        return None
+
+    def meet_about(
+        self,
+        operation: str,
+        flat: torch.Tensor,
+        found: tuple[int, int] | None,
+        *,
+        lengths: Sequence[int] | None = None,
+    ) -> list[memoryview]:
+        """Meet, having told the others what this is about; they must think the same. What all told is returned."""
+        self._talk ^= 1  # like a slot, a table is written again only after the meeting after next
+        tables = self._tables[self._talk]
+        mine = tables[self.index]
+        subject = _OPERATIONS.index(operation) * 256 + (_DTYPES.index(flat.dtype) if flat.dtype in _DTYPES else 255)
+        num_bytes = 0 if lengths else flat.nbytes
+        mine[0], mine[1] = subject, num_bytes
+        mine[2], mine[3] = found or (_NOWHERE, 0)
+        for rank, length in enumerate(lengths or ()):
+            mine[DESCRIPTION_WORDS + rank] = length
+        self.meet()
+        for rank, table in enumerate(tables):
+            if table[0] != subject or table[1] != num_bytes:
+                raise RuntimeError(
+                    f"ranks disagree about an exchange: {_describe(subject, num_bytes)} on rank {self.index} of the "
+                    f"group, {_describe(table[0], table[1])} on rank {rank}"
+                )
+        return tables
+
+    def _find(self, flat: torch.Tensor) -> tuple[int, int] | None:
+        """The arena a tensor lies in, and where in this rank's row."""
+        for number, arena in self._arenas.items():
+            offset = None if arena.is_common else arena.offset_of(flat)
+            if offset is not None:
+                return number, offset
+        return None
+
+    def is_common(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is the same memory on all ranks."""
+        return any(arena.is_common and arena.offset_of(tensor) is not None for arena in self._arenas.values())
+
+    def slice_of(self, numel: int, rank: int | None = None) -> tuple[int, int]:
+        """The part of a tensor that a rank reduces, in whole cache lines where that is possible."""
+        rank = self.index if rank is None else rank
+        width = -(-numel // (self.size * 64)) * 64
+        return min(rank * width, numel), min((rank + 1) * width, numel)
+
+    def slots(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Every rank's slot of this turn."""
+        slots = self._typed_slots.get(dtype)
+        if slots is None:
+            table = self._slot_memory.view(dtype).view(2, self.size, -1)
+            slots = self._typed_slots[dtype] = [list(half.unbind()) for half in table.unbind()]
+        return slots[self.turn % 2]
+
+    def slot_rows(self, chunk: torch.Tensor) -> list[torch.Tensor]:
+        numel = chunk.numel()
+        return [slot[:numel] for slot in self.slots(chunk.dtype)]
+
+    def copy_in(self, chunk: torch.Tensor) -> None:
+        self.slots(chunk.dtype)[self.index][: chunk.numel()].view(chunk.shape).copy_(chunk)
+
+    def arrive(self) -> Arrival:
+        """Come to a meeting without waiting for it."""
+        return Arrival(self._others, self._mine.post())
+
+
+class Arrival:
+    """A meeting this rank has come to and need not wait for at once."""
+
+    __slots__ = ("_count", "_others")
+
+    def __init__(self, others: Sequence[Counter], count: int) -> None:
+        self._others = others
+        self._count = count
+
+    def wait(self) -> None:
+        for other in self._others:
+            other.wait(self._count)
+
+
+def _describe(subject: int, num_bytes: int) -> str:
+    operation, dtype = divmod(subject, 256)
+    if not 0 <= operation < len(_OPERATIONS):
+        return "something else"
+    size = f" of {num_bytes} bytes" if num_bytes else ""
+    return f"{_OPERATIONS[operation]}{size} of {_DTYPES[dtype] if dtype < len(_DTYPES) else 'another dtype'}"

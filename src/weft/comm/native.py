@@ -1,0 +1,108 @@
+"""The inner loops of `kernels.c`, compiled when first needed if there is a C compiler; everything works without.
+
+The library is kept in the user's cache folder, under a name made of its source and the compiler's version: it is built
+once a machine, in less than a second.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger("weft")
+
+LEAST_BYTES = 2**16
+"""Below this a call of torch's costs less than looking at the tensors."""
+_SOURCE = Path(__file__).with_name("kernels.c")
+_FLAGS = ("-O3", "-fPIC", "-shared", "-std=c11")
+_BUILD_TIMEOUT_S = 60.0
+_SUMS = {torch.float32: "weft_sum_float", torch.float64: "weft_sum_double"}
+
+
+class Kernels:
+    """The compiled loops. Their callers see to it that tensors are dense, on the host, and of one dtype and size."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        self._copy = library.weft_copy
+        self._copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+        self._copy.restype = None
+        self._sums = {}
+        for dtype, name in _SUMS.items():
+            self._sums[dtype] = function = getattr(library, name)
+            function.argtypes = (
+                ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int,
+            )  # fmt: skip
+            function.restype = None
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._copy(target.data_ptr(), source.data_ptr(), source.nbytes)
+
+    def sums(self, dtype: torch.dtype) -> bool:
+        """Whether `sum` knows this dtype."""
+        return dtype in self._sums
+
+    def sum(self, targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor], *, add: bool = False) -> None:
+        """Every target ends as the sum of two or more terms, or grows by it."""
+        to, of = _addresses(targets), _addresses(terms)
+        self._sums[terms[0].dtype](to, len(targets), of, len(terms), terms[0].numel(), add)
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """target.copy_(source), past the caches if both are dense and large: for what another process reads next."""
+    is_large = target.nbytes >= LEAST_BYTES and target.dtype == source.dtype and target.device.type == "cpu"
+    if is_large and source.device.type == "cpu" and target.is_contiguous() and source.is_contiguous():
+        kernels = find_kernels()
+        if kernels is not None and target.shape == source.shape:
+            kernels.copy(target, source)
+            return
+    target.copy_(source)
+
+
+@functools.cache
+def find_kernels() -> Kernels | None:
+    """The compiled loops, built now if they never were; None without a compiler."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        return None
+    try:
+        return Kernels(_build(compiler))
+    except (OSError, subprocess.SubprocessError) as error:
+        log.debug("no compiled loops for shared memory: %s", error)
+        return None
+
+
+def _build(compiler: str) -> Path:
+    source = _SOURCE.read_bytes()
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_BUILD_TIMEOUT_S).stdout
+    marks = (source, version, " ".join(_FLAGS).encode(), platform.platform().encode())
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
+    path = folder / f"kernels-{hashlib.sha256(b'|'.join(marks)).hexdigest()[:20]}.so"
+    if path.exists():
+        return path
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as work:  # ranks may build at once: each renames a whole file
+        made = Path(work) / "kernels.so"
+        subprocess.run(
+            [compiler, *_FLAGS, "-o", str(made), str(_SOURCE)],
+            capture_output=True,
+            check=True,
+            timeout=_BUILD_TIMEOUT_S,
+        )
+        made.rename(path)
+    return path

@@ -1,0 +1,218 @@
+"""Time devices, links and collectives on the ranks that are running, and describe them as a `Cluster`.
+
+    1 every rank measures its device, all at once
+    2 one pair of ranks at a time: the first ranks of each two hosts, then two ranks of each host
+    3 one shape of group (`shapes.py`) and transport at a time, each collective at growing sizes: inside hosts first
+
+Everything is bounded: each part has a share of the time that is left, a slow link is measured at fewer sizes, and what
+time does not suffice for is left out and named. Collectives between hosts come last because they take longest, and can
+be reckoned from links.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.group import Group
+from weft.comm.objects import gather_values
+from weft.measure.device import describe, measure_speeds
+from weft.measure.exchanges import TIMED, UNCHAINED, buffer_bytes, make_collective, make_ping_pong
+from weft.measure.fit import fit_line
+from weft.measure.shapes import Shape, group_shapes, host_pairs
+from weft.measure.timing import Agreement, agree_as_pair, agree_in_group, time_sizes
+from weft.mesh import World, make_mesh
+from weft.plan.plan import Axes, Comm, Plan
+from weft.profiles.cluster import Cluster, Device, Link, Timing
+
+POOR_MISS = 1.0
+"""A fit is called poor if a size took more than twice, or less than half, of what its line says."""
+
+_COMPARED_BYTES = 1 << 20
+_CPU = torch.device("cpu")
+
+Groups = dict[tuple[Shape, str], tuple[Group, Group]]
+"""By shape and transport: the group to time, and one of the same ranks by which they agree."""
+
+Progress = Callable[[int, int, str], None]
+"""Called on every rank with parts done, parts in all, and what comes next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much time to spend."""
+
+    sizes: tuple[int, ...]
+    total_s: float
+    """When no link or collective is begun any more, if there are `usual_parts` of them; more have longer."""
+    part_s: float
+    """The most that one link or collective takes, where it is not slow."""
+    device_s: float
+    usual_parts: int = 12
+    between_hosts: int = 3
+    """As how many parts one between hosts counts."""
+    most_times: int = 10
+    """However many parts there are, no more than so many times `total_s`."""
+
+    def limit_s(self, kinds: Sequence[str]) -> float:
+        """Seconds for parts over these kinds of links."""
+        num_parts = sum(self.between_hosts if kind == "network" else 1 for kind in kinds)
+        return self.total_s * min(max(1.0, num_parts / self.usual_parts), self.most_times)
+
+
+QUICK = Effort(sizes=(4 << 10, 64 << 10, 1 << 20, 8 << 20), total_s=6.0, part_s=0.3, device_s=0.8)
+FULL = Effort(
+    sizes=(4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20),
+    total_s=60.0,
+    part_s=2.5,
+    device_s=4.0,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """One link or one collective to time."""
+
+    label: str
+    kind: str
+    """Of the link it goes over."""
+    make: Callable[[int], Callable[[], None]]
+    sizes: tuple[int, ...]
+    agreement: Agreement | None
+    """None: this rank has no part in it."""
+    chained: bool
+    num_messages: int
+    """Exchanges that follow each other in one call."""
+    record: Callable[..., Link | Timing]
+    """Makes the record, given alpha_s, bytes_per_s and miss."""
+
+    def measure(self, budget_s: float) -> list[float] | None:
+        """alpha_s, bytes_per_s and miss, as this rank sees them."""
+        if self.agreement is None:
+            return None
+        points = time_sizes(self.make, self.sizes, self.agreement, budget_s=budget_s, chained=self.chained)
+        line = fit_line([(size, seconds / self.num_messages) for size, seconds in points])
+        return [line.alpha_s, line.bytes_per_s, line.miss]
+
+
+def measure_cluster(
+    world: World, *, effort: Effort, progress: Progress, name: str = "cluster"
+) -> tuple[Cluster, list[str]]:
+    """The cluster these ranks run on, and notes on what was measured badly or not at all. Collective; alike on all."""
+    mesh = make_mesh(Plan(axes=Axes(data=world.size), comm=Comm(transport="c10d")), world)
+    control = mesh.everyone("profile-control")
+    progress(0, 1, "devices")
+    devices = _devices(world, control, effort)
+    groups = {
+        (shape, transport): _groups(shape, transport, world)
+        for shape in group_shapes(world.hosts)
+        for transport in transports_of(shape, world)
+    }
+    parts = [*_links(world, mesh.everyone("profile"), groups, effort), *_timings(world, groups, effort)]
+    measured: list[Link | Timing] = []
+    skipped, poor = [], []
+    limit_s = effort.limit_s([part.kind for part in parts])
+    left_s, began = limit_s, time.monotonic()
+    for place, part in enumerate(parts):
+        if left_s <= 0:
+            skipped.append(part.label)
+            continue
+        progress(place, len(parts), part.label)
+        found = part.measure(min(effort.part_s, left_s / (len(parts) - place)))
+        # This is where all ranks meet, those without a part in it too: one part at a time, and one clock for all.
+        told = gather_values([time.monotonic() - began, found], control, _CPU)
+        left_s = limit_s - max(spent_s for spent_s, _ in told)
+        alpha_s, bytes_per_s, miss = max(
+            (figures for _, figures in told if figures is not None),
+            key=lambda figures: figures[0] + _COMPARED_BYTES / figures[1],
+        )
+        measured.append(part.record(alpha_s=alpha_s, bytes_per_s=bytes_per_s, miss=miss))
+        if miss > POOR_MISS:
+            poor.append(f"{part.label} ({miss:.0%})")
+    progress(len(parts), len(parts), "done")
+    links = tuple(each for each in measured if isinstance(each, Link))
+    timings = tuple(each for each in measured if isinstance(each, Timing))
+    cluster = Cluster(name=name, measured=True, devices=devices, links=links, timings=timings)
+    return cluster, _notes(skipped, poor, limit_s)
+
+
+def _notes(skipped: list[str], poor: list[str], limit_s: float) -> list[str]:
+    notes = []
+    if poor:
+        notes.append(f"no line fits these times well; was a host busy? Worst misses: {'; '.join(poor)}")
+    if skipped:
+        notes.append(f"the {limit_s:g} s of a profile were used up before these were measured: {'; '.join(skipped)}")
+    return notes
+
+
+def transports_of(shape: Shape, world: World) -> tuple[str, ...]:
+    """How groups of a shape can talk: shared memory is for CPU tensors inside a host."""
+    is_shared = world.device.type == "cpu" and not shape.between_hosts
+    return ("c10d", "shared") if is_shared else ("c10d",)
+
+
+def link_kind(world: World, transport: str, *, between_hosts: bool) -> str:
+    """What bytes go through."""
+    if between_hosts:
+        return "network"
+    if transport == "shared":
+        return "shared-memory"
+    return "device" if world.device.type == "cuda" and dist.get_backend() != "gloo" else "loopback"
+
+
+def _devices(world: World, control: Group, effort: Effort) -> tuple[Device, ...]:
+    facts = describe(world.device, ranks_here=world.hosts.count(world.hosts[world.rank]))
+    facts |= measure_speeds(world.device, budget_s=effort.device_s, meet=agree_in_group(control).meet)
+    rows = gather_values(facts, control, _CPU)
+    return tuple(Device(rank=rank, host=world.hosts[rank], **row) for rank, row in enumerate(rows))
+
+
+def _groups(shape: Shape, transport: str, world: World) -> tuple[Group, Group]:
+    mesh = make_mesh(shape.plan(transport), world)
+    return mesh.group(shape.axis, "profile"), mesh.group(shape.axis, "profile-control")
+
+
+def _links(world: World, everyone: Group, groups: Groups, effort: Effort) -> Iterator[_Part]:
+    """Pairs of ranks. Sockets join any two; for memory, a group inside the host is needed."""
+    inside = {way: group for (shape, way), (group, _) in groups.items() if not shape.between_hosts}
+    inside["c10d"] = everyone
+    for first, second in host_pairs(world.hosts):
+        hosts = (world.hosts[first], world.hosts[second])
+        is_between = hosts[0] != hosts[1]
+        for transport, group in {"c10d": everyone}.items() if is_between else inside.items():
+            kind = link_kind(world, transport, between_hosts=is_between)
+            other = {first: second, second: first}.get(world.rank)
+            where = f"hosts {hosts[0]} and {hosts[1]}" if is_between else f"ranks of host {hosts[0]}"
+            yield _Part(
+                label=f"{kind} between {where}",
+                kind=kind,
+                make=make_ping_pong(first, second, group, world.device),
+                sizes=effort.sizes,
+                agreement=None if other is None else agree_as_pair(everyone, other),
+                chained=True,
+                num_messages=2,
+                record=functools.partial(Link, kind=kind, transport=transport, hosts=hosts),
+            )
+
+
+def _timings(world: World, groups: Groups, effort: Effort) -> Iterator[_Part]:
+    for (shape, transport), (group, control) in groups.items():
+        kind = link_kind(world, transport, between_hosts=shape.between_hosts)
+        for collective in TIMED:
+            yield _Part(
+                label=f"{collective} of {shape.num_ranks} ranks, {kind}",
+                kind=kind,
+                make=make_collective(collective, group, world.device),
+                sizes=tuple(buffer_bytes(size, shape.num_ranks) for size in effort.sizes),
+                agreement=agree_in_group(control),
+                chained=collective not in UNCHAINED,
+                num_messages=1,
+                record=functools.partial(
+                    Timing, collective=collective, link=kind, transport=transport, num_ranks=shape.num_ranks
+                ),
+            )

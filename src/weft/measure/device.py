@@ -1,0 +1,116 @@
+"""What a rank computes on: its name and memory, and how fast it multiplies matrices and copies memory.
+
+All ranks measure at the same time, so ranks that share cores or memory get what they will get in training.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+_MATRIX_SIZE = {"cpu": 1024, "cuda": 8192}
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+def describe(device: torch.device, *, ranks_here: int) -> dict[str, Any]:
+    """Kind, name and memory, which ranks on one CPU or GPU share equally."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        sharers = -(-ranks_here // torch.cuda.device_count())
+        return {"kind": "cuda", "name": properties.name, "memory_bytes": properties.total_memory // sharers}
+    return {"kind": "cpu", "name": _cpu_name(), "memory_bytes": host_memory_bytes() // ranks_here}
+
+
+def measure_speeds(device: torch.device, *, budget_s: float, meet: Callable[[], None]) -> dict[str, float]:
+    """Copy and matmul speeds by the names of `Device`; a dtype this device cannot multiply is left out."""
+    share_s = budget_s / (len(_DTYPES) + 1)
+    speeds = {}
+    source = torch.empty(_COPY_BYTES[device.type], dtype=torch.uint8, device=device).fill_(1)
+    target = torch.empty_like(source)
+    meet()
+    speeds["copy_bytes_per_s"] = source.nbytes / _median_s(lambda: target.copy_(source), device, share_s)
+    for name, dtype in _DTYPES.items():
+        meet()
+        if can_multiply(dtype, device):
+            speeds[f"{name}_flops_per_s"] = _flops_per_s(dtype, device, share_s)
+    return speeds
+
+
+def _flops_per_s(dtype: torch.dtype, device: torch.device, budget_s: float) -> float:
+    """A product small enough that a slow dtype, too, is done in time, and large enough to be at full speed."""
+    size = _MATRIX_SIZE[device.type]
+    small = _product(size // 4, dtype, device)
+    if 64 * _median_s(small, device, budget_s / 8) > budget_s / 2:
+        size //= 4
+    return 2 * size**3 / _median_s(_product(size, dtype, device), device, budget_s)
+
+
+def _product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    left = torch.rand(size, size, device=device).to(dtype)
+    right, output = left.clone(), torch.empty_like(left)
+    return lambda: torch.mm(left, right, out=output)
+
+
+def _median_s(call: Callable[[], object], device: torch.device, budget_s: float) -> float:
+    def once() -> float:
+        started = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - started
+
+    once()
+    deadline = time.perf_counter() + budget_s
+    samples = [once()]
+    while time.perf_counter() < deadline:
+        samples.append(once())
+    return statistics.median(samples)
+
+
+def can_multiply(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a product in this dtype works here.
+
+    On a CPU a child tries it: some virtual machines advertise instructions that they then refuse, which ends a process.
+    """
+    if device.type == "cuda" or dtype == torch.float32:
+        return True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads; the child touches none
+        child = os.fork()
+    if child == 0:
+        try:
+            faulthandler.disable()  # its end is an answer, not a fault to report
+            torch.set_num_threads(1)
+            matrix = torch.ones(256, 256, dtype=dtype)
+            torch.mm(matrix, matrix)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def host_memory_bytes() -> int:
+    """Memory of this host, or of the container this process is in."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [path.read_text().strip() for path in _CGROUP_LIMITS if path.exists()]
+    return min([whole, *(int(limit) for limit in limits if limit.isdigit())])
+
+
+def _cpu_name() -> str:
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        for line in information.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine() or "CPU"

@@ -1,0 +1,55 @@
+"""A latency and a rate from times at several sizes: the line that misses them least, whatever a few of them say.
+
+A time disturbed by something else on the machine is far too long, and least squares would follow it. Here every line
+through two of the points is tried (and through one and the origin), and the one with the least sum of misses is taken.
+A miss is the logarithm of predicted over measured: half and double count alike, small messages as much as large ones,
+and a few wild points hardly more than other points.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+Point = tuple[float, float]
+"""Bytes, and the seconds they took."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """alpha_s + bytes / bytes_per_s."""
+
+    alpha_s: float
+    bytes_per_s: float
+    miss: float = 0.0
+    """The worst miss of a point, as a factor less one: a poor fit is not hidden."""
+
+    def time_s(self, num_bytes: float) -> float:
+        return self.alpha_s + num_bytes / self.bytes_per_s
+
+
+def fit_line(points: Sequence[Point]) -> Line:
+    """The line of the least sum of misses that has no negative part. Sizes and times are positive."""
+    lines = list(_candidates(points))
+    if not lines:
+        raise ValueError("no line can be laid through no point")
+    best = min(lines, key=lambda line: sum(_misses(line, points)))
+    return Line(alpha_s=best.alpha_s, bytes_per_s=best.bytes_per_s, miss=math.expm1(max(_misses(best, points))))
+
+
+def _candidates(points: Sequence[Point]) -> Iterator[Line]:
+    for size, seconds in points:
+        yield Line(alpha_s=0.0, bytes_per_s=size / seconds)
+    for (size, seconds), (other_size, other_seconds) in itertools.combinations(points, 2):
+        if size == other_size or (other_seconds - seconds) / (other_size - size) <= 0:
+            continue
+        rate = (other_size - size) / (other_seconds - seconds)
+        alpha_s = seconds - size / rate
+        if alpha_s >= 0:
+            yield Line(alpha_s=alpha_s, bytes_per_s=rate)
+
+
+def _misses(line: Line, points: Sequence[Point]) -> list[float]:
+    return [abs(math.log(line.time_s(size) / seconds)) for size, seconds in points]

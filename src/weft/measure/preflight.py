@@ -1,0 +1,195 @@
+"""Do all ranks have the same software, code and data? What differs is named, with ranks and values, before a run is.
+
+Three kinds of facts:
+
+    must be equal      weft, its code, torch, a job's files and data       a difference is a problem
+    better equal       Python, numpy, threads, processor                   a difference is a note
+    quantities         free memory and disk                                less than half of another's is a note
+
+Clocks of hosts are compared by messages back and forth, as NTP does; the shortest of several counts.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.comm.group import Group
+from weft.comm.objects import gather_values
+from weft.comm.p2p import receive, send
+from weft.errors import WeftError
+from weft.measure.device import describe
+from weft.measure.fingerprints import hash_code, hash_job
+from weft.measure.interfaces import offered
+from weft.mesh import World
+from weft.units import format_bytes, format_seconds
+
+CLOCK_SKEW_S = 0.5
+"""From here on clocks are called different: timestamps of logs and files would be in the wrong order."""
+_CLOCK_TRIALS = 4
+
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something that is not the same everywhere."""
+
+    breaks: bool
+    """A run would fail, or quietly train on something else."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preflight:
+    """What every rank said of itself, and what to think of it."""
+
+    facts: tuple[Facts, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not any(finding.breaks for finding in self.findings)
+
+
+def run_preflight(world: World, control: Group, *, job: Path | None = None) -> Preflight:
+    """Collective; all ranks get the same."""
+    facts = gather_values(collect(world, job), control, torch.device("cpu"))
+    skews = clock_skews(world, control)
+    return Preflight(facts=tuple(facts), findings=tuple([*compare(facts), *_clock_findings(skews)]))
+
+
+def collect(world: World, job: Path | None) -> Facts:
+    """What this rank says of itself: `same`, `alike` and `amounts` by name, and problems it has by itself."""
+    interface, address = offered()
+    same = {
+        "weft": metadata.version("weft"),
+        "weft's code": hash_code(),
+        "torch": torch.__version__,
+    }
+    problems: tuple[str, ...] = ()
+    if job is not None:
+        try:
+            same |= hash_job(job)
+        except WeftError as error:
+            problems = error.problems
+    return {
+        "same": same,
+        "alike": {
+            "python": platform.python_version(),
+            "numpy": metadata.version("numpy"),
+            "threads": str(torch.get_num_threads()),
+            "processor": describe(world.device, ranks_here=1)["name"],
+            "interface": interface,
+        },
+        "amounts": {"free memory": _free_memory_bytes(), "free disk": shutil.disk_usage(".").free},
+        "address": address,
+        "problems": problems,
+    }
+
+
+def compare(facts: Sequence[Facts]) -> list[Finding]:
+    """Every difference between ranks, problems first."""
+    holders: dict[str, list[int]] = {}
+    for rank, each in enumerate(facts):
+        for problem in each["problems"]:
+            holders.setdefault(problem, []).append(rank)
+    findings = [Finding(breaks=True, text=f"{problem} ({say_ranks(its)})") for problem, its in holders.items()]
+    for kind, breaks in (("same", True), ("alike", False)):
+        for name in dict.fromkeys(name for each in facts for name in each[kind]):
+            values = [str(each[kind].get(name, "missing")) for each in facts]
+            if len(set(values)) > 1 or (breaks and "missing" in values):
+                findings.append(Finding(breaks=breaks, text=_difference(name, values, breaks=breaks)))
+    for name in facts[0]["amounts"]:
+        amounts = [each["amounts"][name] for each in facts]
+        low, high = min(amounts), max(amounts)
+        if 2 * low < high:
+            findings.append(
+                Finding(
+                    breaks=False,
+                    text=f"{name} is uneven: {format_bytes(low)} on {say_ranks([amounts.index(low)])}, "
+                    f"{format_bytes(high)} on {say_ranks([amounts.index(high)])}",
+                )
+            )
+    return findings
+
+
+def clock_skews(world: World, group: Group) -> dict[int, tuple[float, float]]:
+    """By host: how far its clock is ahead of the first one's, and how far that may be wrong, in seconds. Collective."""
+    leaders = [world.hosts.index(host) for host in range(1, max(world.hosts) + 1)]
+    found: dict[int, tuple[float, float]] = {}
+    for leader in leaders:
+        for _ in range(_CLOCK_TRIALS):
+            if world.rank == 0:
+                offset_s, doubt_s = _ask_time(group, leader)
+                host = world.hosts[leader]
+                found[host] = min(found.get(host, (0.0, float("inf"))), (offset_s, doubt_s), key=lambda pair: pair[1])
+            elif world.rank == leader:
+                _tell_time(group)
+    told = gather_values([[host, *pair] for host, pair in found.items()], group, torch.device("cpu"))[0]
+    return {host: (offset_s, doubt_s) for host, offset_s, doubt_s in told}
+
+
+def _ask_time(group: Group, leader: int) -> tuple[float, float]:
+    answer = torch.zeros(1, dtype=torch.float64)
+    began = time.time()
+    send(torch.zeros(1, dtype=torch.float64), group, to=leader).wait()
+    receive(answer, group, source=leader).wait()
+    ended = time.time()
+    return float(answer) - (began + ended) / 2, (ended - began) / 2
+
+
+def _tell_time(group: Group) -> None:
+    question = torch.zeros(1, dtype=torch.float64)
+    receive(question, group, source=0).wait()
+    send(torch.tensor([time.time()], dtype=torch.float64), group, to=0).wait()
+
+
+def _clock_findings(skews: Mapping[int, tuple[float, float]]) -> list[Finding]:
+    return [
+        Finding(
+            breaks=False,
+            text=f"the clock of host {host} {'leads' if offset_s > 0 else 'lags'} host 0's by "
+            f"{format_seconds(abs(offset_s))} (± {format_seconds(doubt_s)}); run a time service on both",
+        )
+        for host, (offset_s, doubt_s) in skews.items()
+        if abs(offset_s) - doubt_s > CLOCK_SKEW_S
+    ]
+
+
+def _difference(name: str, values: Sequence[str], *, breaks: bool) -> str:
+    holders: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        holders.setdefault(value, []).append(rank)
+    if list(holders) == ["missing"]:
+        return f"{name} is missing on all ranks; put it there"
+    told = ", ".join(f"{value} on {say_ranks(ranks)}" for value, ranks in holders.items())
+    return f"{name} differs: {told}" + ("; make them equal" if breaks else "")
+
+
+def say_ranks(ranks: Sequence[int]) -> str:
+    """Rank 2; ranks 0 and 1; ranks 0 to 3; ranks 0, 2 and 5."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _free_memory_bytes() -> int:
+    """What the host could still give."""
+    information = Path("/proc/meminfo")
+    if information.exists():
+        for line in information.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024 * int(line.split()[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,222 @@
+"""What a planner must know of a cluster, as plain data: each rank's device, the links, collectives timed on them.
+
+An exchange of n bytes takes alpha + n / beta seconds: a latency and a rate, fitted to measured times. A collective that
+was measured on as many ranks is read off its own line. One that was not is reckoned from the nearest that was, or from
+the bare link, by the rounds and bytes of the usual algorithm:
+
+    all-reduce       2 (p - 1) rounds, 2 n (p - 1) / p bytes     reduce-scatter, then all-gather, in a ring
+    reduce-scatter   p - 1 rounds, n (p - 1) / p bytes           likewise all-gather, all-to-all, scatter, gather
+    broadcast        log2 p rounds, n bytes                      likewise reduce
+    send             1 round, n bytes
+
+Figures come from `measure/cluster.py`, from a file (`cluster_text.py`) or from `presets.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar, get_args
+
+from weft.errors import ClusterError, WeftError
+from weft.plan.fields import Choice, Real, Section, Whole, declare, one_of
+from weft.plan.wire import Collective, sent_bytes
+
+LINKS = ("shared-memory", "loopback", "device", "network")
+TRANSPORTS = ("c10d", "shared")
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+
+# Large enough that rounding up to whole bytes does not show in a share of it.
+_UNIT_BYTES = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Text of at least one character."""
+
+    @property
+    def allowed(self) -> str:
+        return "text, in quotes"
+
+    def accept(self, value: object) -> object:
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"must be {self.allowed}")
+        return str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two hosts, the lower number first; the same twice for a link inside one."""
+
+    @property
+    def allowed(self) -> str:
+        return "a list of two host numbers, the lower first"
+
+    def accept(self, value: object) -> object:
+        whole = isinstance(value, list | tuple) and all(type(host) is int and host >= 0 for host in value)
+        if not whole or len(value) != 2 or value[0] > value[1]:  # type: ignore[arg-type, index]
+            raise ValueError(f"must be {self.allowed}")
+        return tuple(value)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device(Section):
+    """One rank and what it computes on. Speeds are those it has while all other ranks of its host compute too."""
+
+    error: ClassVar[type[WeftError]] = ClusterError
+
+    rank: int = declare(0, Whole(minimum=0), "The rank, counted over all hosts.")
+    host: int = declare(0, Whole(minimum=0), "The host it runs on, counted from 0.")
+    kind: str = declare("", Choice(("cpu", "cuda")), "What it computes on.")
+    name: str = declare("", Text(), "The processor, as it calls itself.")
+    memory_bytes: int = declare(0, Whole(minimum=1), "Memory it may use: its share of the GPU's or the host's.")
+    copy_bytes_per_s: float = declare(0.0, Real(above=0), "Bytes copied a second, from memory to memory.")
+    fp32_flops_per_s: float = declare(0.0, Real(above=0), "Operations a second in a product of fp32 matrices.")
+    bf16_flops_per_s: float = declare(0.0, Real(minimum=0), "The same in bf16; 0: it cannot, or nobody measured.")
+    fp16_flops_per_s: float = declare(0.0, Real(minimum=0), "The same in fp16; 0: it cannot, or nobody measured.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link(Section):
+    """One message between two ranks: on one host, or on two."""
+
+    error: ClassVar[type[WeftError]] = ClusterError
+
+    kind: str = declare("", Choice(LINKS), "What the bytes go through; device: from GPU to GPU in a host.")
+    transport: str = declare("c10d", Choice(TRANSPORTS), "The `[comm] transport` that moves them.")
+    hosts: tuple[int, int] = declare((0, 0), Pair(), "The hosts of the two ranks.")
+    alpha_s: float = declare(-1.0, Real(minimum=0), "Seconds an empty message takes, one way.")
+    bytes_per_s: float = declare(0.0, Real(above=0), "Further bytes a second.")
+    miss: float = declare(
+        0.0, Real(minimum=0), "The worst miss of this line at a size measured, as a factor less 1: 1 is double or half."
+    )
+
+    def time_s(self, num_bytes: float) -> float:
+        """Seconds of one message."""
+        return self.alpha_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing(Section):
+    """One collective on a group of some size, while all groups of that size on these ranks do the same."""
+
+    error: ClassVar[type[WeftError]] = ClusterError
+
+    collective: str = declare("", Choice(COLLECTIVES), "Which one.")
+    link: str = declare("", Choice(LINKS), "The slowest kind of link inside the group.")
+    transport: str = declare("c10d", Choice(TRANSPORTS), "The `[comm] transport` of the group.")
+    num_ranks: int = declare(0, Whole(minimum=2), "Ranks in the group.")
+    alpha_s: float = declare(-1.0, Real(minimum=0), "Seconds the collective takes on an empty buffer.")
+    bytes_per_s: float = declare(0.0, Real(above=0), "Further bytes of the whole buffer a second.")
+    miss: float = declare(
+        0.0, Real(minimum=0), "The worst miss of this line at a size measured, as a factor less 1: 1 is double or half."
+    )
+
+    def time_s(self, num_bytes: float, num_ranks: int | None = None) -> float:
+        """Seconds on a buffer of this size; on another number of ranks, by the algorithm's rounds and bytes."""
+        count = num_ranks or self.num_ranks
+        rounds = num_rounds(self.collective, count) / num_rounds(self.collective, self.num_ranks)
+        share = wire_share(self.collective, count) / wire_share(self.collective, self.num_ranks)
+        return rounds * self.alpha_s + share * num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Devices in the order of rank, the links between them, and collectives on these links."""
+
+    name: str = "cluster"
+    measured: bool = False
+    """Whether the figures were measured on it; a preset's are typical ones."""
+    devices: tuple[Device, ...] = field(default_factory=tuple)
+    links: tuple[Link, ...] = field(default_factory=tuple)
+    timings: tuple[Timing, ...] = field(default_factory=tuple)
+
+    def __post_init__(self) -> None:
+        if problems := list(self._problems()):
+            raise ClusterError(problems)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.devices)
+
+    @property
+    def num_hosts(self) -> int:
+        return len({device.host for device in self.devices})
+
+    def ranks_of(self, host: int) -> tuple[int, ...]:
+        """The ranks on a host."""
+        return tuple(device.rank for device in self.devices if device.host == host)
+
+    def link_between(self, first: int, second: int) -> str:
+        """The fastest kind of link between two ranks."""
+        hosts = tuple(sorted((self.devices[first].host, self.devices[second].host)))
+        found = [link for link in self.links if link.hosts == hosts]
+        if not found:
+            raise ClusterError(
+                f"{self.name} describes no link between hosts {hosts[0]} and {hosts[1]}; profile it again"
+            )
+        return min(found, key=lambda link: link.time_s(1 << 20)).kind
+
+    def time_s(self, collective: Collective, num_bytes: float, *, num_ranks: int, link: str) -> float:
+        """Seconds a collective takes on a buffer, counted as `plan/wire.py` counts it, over links of a kind.
+
+        Of several transports the faster one counts. Between hosts the slowest pair does: a group waits for its last.
+        """
+        if num_ranks < 2:
+            return 0.0
+        timings = [each for each in self.timings if (each.collective, each.link) == (collective, link)]
+        if timings:
+            nearest_size = min((abs(each.num_ranks - num_ranks), each.num_ranks) for each in timings)[1]
+            return min(each.time_s(num_bytes, num_ranks) for each in timings if each.num_ranks == nearest_size)
+        transports = {each.transport for each in self.links if each.kind == link}
+        if not transports:
+            known = tuple(dict.fromkeys(each.kind for each in self.links)) or ("none",)
+            raise ClusterError(f'{self.name} has no link of kind "{link}"; it has {one_of(known)}')
+        return min(
+            max(
+                ring_time_s(collective, num_bytes, num_ranks, alpha_s=each.alpha_s, bytes_per_s=each.bytes_per_s)
+                for each in self.links
+                if (each.kind, each.transport) == (link, transport)
+            )
+            for transport in transports
+        )
+
+    def _problems(self) -> Iterator[str]:
+        ranks = [device.rank for device in self.devices]
+        if not ranks or ranks != list(range(len(ranks))):
+            yield f"devices have the ranks {ranks}; list each rank from 0 up, once, in order"
+        hosts = sorted({device.host for device in self.devices})
+        if hosts != list(range(len(hosts))):
+            yield f"devices are on the hosts {hosts}; count hosts from 0, without gaps"
+        for link in self.links:
+            if link.hosts[1] >= len(hosts):
+                yield f"a link joins hosts {list(link.hosts)}, and there are {len(hosts)} hosts; count them from 0"
+            if (link.kind == "network") != (link.hosts[0] != link.hosts[1]):
+                yield f'a link of kind "{link.kind}" joins hosts {list(link.hosts)}; only network links join two'
+        for timing in self.timings:
+            if timing.num_ranks > len(ranks):
+                yield f"{timing.collective} was timed on {timing.num_ranks} ranks, there are {len(ranks)}; add devices"
+
+
+def num_rounds(collective: str, num_ranks: int) -> int:
+    """Messages that follow each other, one waiting for the one before."""
+    match collective:
+        case "all-reduce":
+            return 2 * (num_ranks - 1)
+        case "broadcast" | "reduce":
+            return (num_ranks - 1).bit_length()
+        case "send":
+            return 1
+        case _:
+            return num_ranks - 1
+
+
+def wire_share(collective: str, num_ranks: int) -> float:
+    """What the busiest rank sends, as a share of the buffer."""
+    name = COLLECTIVES[COLLECTIVES.index(collective)]
+    return sent_bytes(name, _UNIT_BYTES, num_ranks) / _UNIT_BYTES
+
+
+def ring_time_s(collective: str, num_bytes: float, num_ranks: int, *, alpha_s: float, bytes_per_s: float) -> float:
+    """Seconds of a collective over equal links that nothing else uses."""
+    return num_rounds(collective, num_ranks) * alpha_s + wire_share(collective, num_ranks) * num_bytes / bytes_per_s

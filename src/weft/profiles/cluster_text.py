@@ -1,0 +1,130 @@
+"""cluster.toml <-> Cluster, with an exact round trip, and the description of its fields for the documentation.
+
+The file is a [cluster] table and lists of tables: [[device]], [[link]], [[timing]]. It is written by `weft profile` and
+may be written by hand, so a text is refused with all its problems at once. A field without a sensible default must be
+there; which ones these are follows from the declarations, for their defaults are values that no field accepts.
+
+    python -m weft.profiles.cluster_text       prints the tables of docs/profile.md
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from weft.errors import ClusterError, nearest
+from weft.plan.fields import Choice, Facts, Section, accept_values, facts_of, section_name, statement, toml
+from weft.plan.text import parse_toml, read_text
+from weft.profiles.cluster import Cluster, Device, Link, Timing
+
+LISTS: dict[str, type[Section]] = {section_name(section): section for section in (Device, Link, Timing)}
+_HEAD = {"name": str, "measured": bool}
+
+
+def read_cluster(path: str | os.PathLike[str]) -> Cluster:
+    """The cluster in a file."""
+    return parse_cluster(read_text(path, kind=ClusterError), source=os.fspath(path))
+
+
+def parse_cluster(text: str, *, source: str = "cluster") -> Cluster:
+    """The cluster in a text; `source` names it in messages."""
+    tables = parse_toml(text, source=source, kind=ClusterError)
+    head = tables.pop("cluster", {})
+    problems = _head_problems(head)
+    for name, rows in tables.items():
+        if name not in LISTS:
+            problems.append(f"[[{name}]] is not a part of a cluster; {nearest(name, ('cluster', *LISTS))}")
+        elif not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            problems.append(f"{name} must be a list of tables: write [[{name}]] above the fields of each")
+        else:
+            for place, row in enumerate(rows):
+                problems += [f"{name} {place}: {problem}" for problem in _row_problems(LISTS[name], row)]
+    if not problems:
+        made: dict[str, Any] = {
+            f"{name}s": tuple(section(**row) for row in tables.get(name, [])) for name, section in LISTS.items()
+        }
+        try:
+            return Cluster(**head, **made)
+        except ClusterError as error:
+            problems = list(error.problems)
+    raise ClusterError([f"{source}: {problem}" for problem in problems])
+
+
+def format_cluster(cluster: Cluster) -> str:
+    """The cluster as text, every field of every part."""
+    blocks = [f"[cluster]\nname = {toml(cluster.name)}\nmeasured = {toml(cluster.measured)}\n"]
+    for name, section in LISTS.items():
+        for row in getattr(cluster, f"{name}s"):
+            lines = (f"{field} = {toml(getattr(row, field))}" for field in facts_of(section))
+            blocks.append("\n".join([f"[[{name}]]", *lines]) + "\n")
+    return "\n".join(blocks)
+
+
+def write_cluster(cluster: Cluster, path: str | os.PathLike[str]) -> None:
+    """Write the cluster to a file, whole or not at all: under a temporary name first, then renamed."""
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(format_cluster(cluster), encoding="utf-8")
+        os.replace(temporary, target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ClusterError(f"{target}: cannot be written: {error.strerror or error}") from error
+
+
+def reference() -> str:
+    """The fields of every list, in Markdown."""
+    return "\n".join(_described(name, section) for name, section in LISTS.items())
+
+
+def _described(name: str, section: type[Section]) -> str:
+    head = [f"### [[{name}]]", "", section.__doc__ or "", "", "| field | values | meaning |", "|---|---|---|"]
+    rows = []
+    for facts in facts_of(section).values():
+        kind = facts.kind
+        values = ", ".join(f"`{toml(value)}`" for value in kind.values) if isinstance(kind, Choice) else kind.allowed
+        rows.append(f"| `{facts.name}` | {values} | {facts.doc} |")
+    return "\n".join([*head, *rows]) + "\n"
+
+
+def _head_problems(head: object) -> list[str]:
+    if not isinstance(head, dict):
+        return ["cluster must be a section: write [cluster], and its fields on the lines below"]
+    problems = []
+    for name, value in head.items():
+        if name not in _HEAD:
+            problems.append(f"{statement('cluster', name, value)} is not a field of [cluster]; {nearest(name, _HEAD)}")
+        elif not isinstance(value, _HEAD[name]) or value == "":
+            words = "true or false" if _HEAD[name] is bool else "text, in quotes"
+            problems.append(f"{statement('cluster', name, value)} must be {words}")
+    return problems
+
+
+def _row_problems(section: type[Section], row: dict[str, Any]) -> list[str]:
+    facts = facts_of(section)
+    problems = [
+        f"{statement(section_name(section), name, value)} is not a field of [[{section_name(section)}]]; "
+        f"{nearest(name, facts)}"
+        for name, value in row.items()
+        if name not in facts
+    ]
+    problems += accept_values(section, {name: value for name, value in row.items() if name in facts})[1]
+    return problems + [
+        f"{name} is missing; give {each.kind.allowed}"
+        for name, each in facts.items()
+        if name not in row and _is_required(each)
+    ]
+
+
+def _is_required(facts: Facts) -> bool:
+    try:
+        facts.kind.accept(facts.default)
+    except ValueError:
+        return True
+    return False
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())
