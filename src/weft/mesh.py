@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from weft.comm.connect import Connection, SharedMemoryError
+from weft.comm.connect import Connection, SharedMemoryError, timeout_s
 from weft.comm.group import Group, Traffic
 from weft.comm.levels import Levels
 from weft.comm.shared import SharedWire
@@ -179,9 +179,11 @@ class Mesh:
 
 def _make_handle(groups: Sequence[tuple[int, ...]], mine: tuple[int, ...], name: str) -> dist.ProcessGroup | None:
     """This rank's process group among all of these, which every rank takes part in making."""
-    handle = None
+    handle, everyone = None, dist.group.WORLD
+    assert everyone is not None
+    timeout = timedelta(seconds=timeout_s(everyone))
     for ranks in groups:
-        made = dist.new_group(list(ranks), group_desc=name)
+        made = dist.new_group(list(ranks), timeout=timeout, group_desc=name)
         handle = made if ranks == mine else handle
     return handle
 

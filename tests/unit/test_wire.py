@@ -15,6 +15,7 @@ from weft.plan.wire import (
     ShardedFlat,
     assign_buckets,
     batch_norm_bytes,
+    between_hosts_bytes,
     gradient_all_reduce_bytes,
     sent_bytes,
     shard_buckets,
@@ -289,3 +290,28 @@ def test_shard_buckets_fill_from_the_last_parameter() -> None:
     assert shard_buckets(members("2 30 9 9 9 1"), 25 * MB) == ((5,), (4, 3), (2,), (1,), (0,))
     assert shard_buckets(members("0.5 d0.5 0.5 d0.25"), 25 * MB) == ((3, 1), (2, 0))
     assert shard_buckets([], MB) == ()
+
+
+@pytest.mark.parametrize(("ranks_per_host", "ratio"), [(1, 1.0), (2, 1.5), (4, 1.75), (8, 1.875)])
+def test_two_levels_send_less_between_two_hosts(ranks_per_host: int, ratio: float) -> None:
+    """All-reduces up to half as much, because a ring is nearly as good; the others by the number of ranks a host."""
+
+    def ratio_of(collective: str) -> float:
+        one, two = (
+            between_hosts_bytes(
+                collective,  # type: ignore[arg-type]
+                1000,
+                num_hosts=2,
+                ranks_per_host=ranks_per_host,
+                num_levels=levels,
+            )
+            for levels in (1, 2)
+        )
+        return one / two
+
+    assert ratio_of("all-reduce") == ratio
+    assert ratio_of("reduce-scatter") == ratio_of("all-gather") == ranks_per_host
+
+
+def test_one_host_sends_nothing_to_others() -> None:
+    assert between_hosts_bytes("all-reduce", 1000, num_hosts=1, ranks_per_host=4, num_levels=2) == 0

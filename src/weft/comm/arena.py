@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections import deque
 
 import torch
 
@@ -38,10 +39,13 @@ class Arena:
         self._rows = tuple(rows[0 if is_common else rank] for rank in range(num_ranks))
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._free = {0: self.row_bytes}
+        self._returned: deque[tuple[int, int]] = deque()
         self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Memory in this rank's row with anything in it; None if there is no room. Given back when nobody uses it."""
+        while self._returned:
+            self._merge(*self._returned.popleft())
         num_bytes = round_up(max(numel, 1) * dtype.itemsize)
         start = next((start for start, free_bytes in self._free.items() if free_bytes >= num_bytes), None)
         if start is None:
@@ -51,10 +55,15 @@ class Arena:
             self._free[start + num_bytes] = free_bytes - num_bytes
         held = self._memory[start : start + num_bytes]
         # As long as anything lies in it, the arena is there, and the group finds it.
-        weakref.finalize(held, self._give_back, start, num_bytes).atexit = False
+        # The last reference may go in any thread, or in the middle of another allocation: then it is only noted.
+        weakref.finalize(held, self._note_return, start, num_bytes).atexit = False
         return torch.frombuffer(held, dtype=dtype, count=max(numel, 1))[:numel]
 
-    def _give_back(self, start: int, num_bytes: int) -> None:
+    def _note_return(self, start: int, num_bytes: int) -> None:
+        self._returned.append((start, num_bytes))
+
+    def _merge(self, start: int, num_bytes: int) -> None:
+        """Join what was given back with the free space around it."""
         free = {**self._free, start: num_bytes}
         merged: dict[int, int] = {}
         last = -1

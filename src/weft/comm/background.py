@@ -50,36 +50,53 @@ class Background:
         self._tasks: queue.SimpleQueue[Task | None] | None = None
         self._last: Work | None = None
         self._lock = threading.Lock()
+        self._broken: list[BaseException] = []
 
     def run(self, task: Callable[[], None]) -> None:
         """Do it now, after all that was given before."""
         with self._lock:
             if self._last is not None:
-                last, self._last = self._last, None
-                last.join()  # its error is raised where it is waited for
-            with torch.no_grad():
-                task()
+                self._last.join()  # its error is raised where it is waited for
+                self._last = None
+            _refuse(self._broken)
+            try:
+                with torch.no_grad():
+                    task()
+            except BaseException as error:
+                self._broken.append(error)
+                raise
 
     def start(self, task: Callable[[], None]) -> Work:
         """Do it soon, after all that was given before."""
         with self._lock:
             if self._tasks is None:
                 self._tasks = queue.SimpleQueue()
-                threading.Thread(target=_work_off, args=(self._tasks,), name=self._name, daemon=True).start()
+                threading.Thread(
+                    target=_work_off, args=(self._tasks, self._broken), name=self._name, daemon=True
+                ).start()
                 weakref.finalize(self, self._tasks.put, None).atexit = False
             self._last = work = Work()
             self._tasks.put((task, work))
         return work
 
 
-def _work_off(tasks: queue.SimpleQueue[Task | None]) -> None:
+def _work_off(tasks: queue.SimpleQueue[Task | None], broken: list[BaseException]) -> None:
     torch.set_grad_enabled(False)  # it is a thread's own setting
     while (given := tasks.get()) is not None:
         task, work = given
+        failure: BaseException | None = None
         try:
+            _refuse(broken)
             task()
         except BaseException as error:
-            work.finish(error)
-        else:
-            work.finish(None)
-        del given, task, work  # what it holds must not stay until the next one
+            broken.append(error)
+            failure = error
+        del given, task  # whoever waits must find what it held free
+        work.finish(failure)
+        del work, failure
+
+
+def _refuse(broken: list[BaseException]) -> None:
+    """After an exchange that failed on this rank the others are at another point: one more would mix them up."""
+    if broken:
+        raise RuntimeError(f"this group is out of step, because an exchange failed before: {broken[0]}") from broken[0]

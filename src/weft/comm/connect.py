@@ -81,11 +81,11 @@ class Connection:
         pids[self._index] = os.getpid()
         dist.all_reduce(pids, dist.ReduceOp.SUM, self._handle)
         peers = [Peer(rank, pid) for rank, pid in zip(self._ranks, pids.tolist(), strict=True)]
-        timeout_s = _timeout_s(self._handle)
+        patience_s = timeout_s(self._handle)
         mailbox = Mailbox(
-            segment.part(first, rest), index=self._index, peers=peers, timeout_s=timeout_s, spin=spin, way=way
+            segment.part(first, rest), index=self._index, peers=peers, timeout_s=patience_s, spin=spin, way=way
         )
-        meeting = Meeting(segment.part(0, first), index=self._index, peers=peers, timeout_s=timeout_s, spin=spin)
+        meeting = Meeting(segment.part(0, first), index=self._index, peers=peers, timeout_s=patience_s, spin=spin)
         dist.barrier(self._handle)  # a rank that had ended before its peers looked its process up would not be missed
         return SharedWire(meeting, mailbox, name=name)
 
@@ -100,7 +100,7 @@ class Connection:
         return told
 
 
-def _timeout_s(handle: dist.ProcessGroup) -> float:
+def timeout_s(handle: dist.ProcessGroup) -> float:
     """After how long the group's own exchanges give up."""
     try:
         timeout: timedelta = handle._get_backend(torch.device("cpu")).options._timeout

@@ -8,7 +8,6 @@ Messages of one tag arrive in the order in which they were sent.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +17,13 @@ import torch
 from weft.comm.segments import Maker, Segment, Ticket, Way, open_segment
 from weft.comm.signals import LINE_BYTES, Counter, Peer
 
-NUM_ENVELOPES = 512
+NUM_ENVELOPES = 256
 """Messages from one rank to another that nobody has received yet; one more waits for the first to be."""
 _WORDS = 16
 _RING_BYTES = LINE_BYTES + NUM_ENVELOPES * _WORDS * 8
 _SMALLEST_BLOCK_BYTES = 2**16
 _NAP_S = 1e-4
+_LOOK_EVERY_S = 0.2
 
 # Words of an envelope.
 _TAG, _NUM_BYTES, _BLOCK, _BLOCK_BYTES, _FD, _NAME, _TOKEN, _OPENED = range(8)
@@ -48,20 +48,19 @@ class _Block:
 class _Outgoing:
     """From this rank to one other."""
 
-    def __init__(self, ring: memoryview, counter: Counter, receiver: Peer, way: Way) -> None:
+    def __init__(self, ring: memoryview, counter: Counter, receiver: Peer, way: Way, timeout_s: float) -> None:
         self._words = ring[LINE_BYTES:].cast("q")
         self._counter = counter
         self._receiver = receiver
+        self._timeout_s = timeout_s
         self._way: Way = way
         self._blocks: list[_Block] = []
         self._num_sent = 0
 
     def send(self, message: torch.Tensor, tag: int) -> None:
         number = self._num_sent
-        while number >= NUM_ENVELOPES and not self._is_opened(number - NUM_ENVELOPES):
-            if self._receiver.is_gone:
-                raise RuntimeError(f"Connection closed by peer: rank {self._receiver.rank} is gone")
-            time.sleep(_NAP_S)
+        if number >= NUM_ENVELOPES:
+            self._wait_until_opened(number - NUM_ENVELOPES)
         block = self._find_block(message.numel())
         block.memory[: message.numel()].copy_(message)
         block.message = number
@@ -73,6 +72,18 @@ class _Outgoing:
         words[first + _FD], words[first + _NAME], words[first + _TOKEN] = ticket.fd, ticket.name_number, ticket.token
         self._num_sent += 1
         self._counter.post()
+
+    def _wait_until_opened(self, number: int) -> None:
+        started = looked = time.monotonic()
+        while not self._is_opened(number):
+            time.sleep(_NAP_S)
+            now = time.monotonic()
+            if now - looked > _LOOK_EVERY_S:
+                looked, rank = now, self._receiver.rank
+                if self._receiver.is_gone:
+                    raise RuntimeError(f"Connection closed by peer: rank {rank} is gone")
+                if now - started > self._timeout_s:
+                    raise RuntimeError(f"Timed out: rank {rank} has not received {NUM_ENVELOPES} messages sent to it")
 
     def _is_opened(self, number: int) -> bool:
         return self._words[number % NUM_ENVELOPES * _WORDS + _OPENED] > number
@@ -107,7 +118,6 @@ class _Incoming:
         self._counter = counter
         self._sender = sender
         self._way: Way = way
-        self._fence = threading.Lock()
         self._segments: dict[int, tuple[Segment, torch.Tensor]] = {}
         self._num_seen = 0
         self._num_awaited: dict[int, int] = {}
@@ -134,12 +144,12 @@ class _Incoming:
         first = number % NUM_ENVELOPES * _WORDS
         num_bytes = self._words[first + _NUM_BYTES]
         if num_bytes != target.numel():
+            self._words[first + _OPENED] = number + 1
             raise RuntimeError(
                 f"rank {self._sender.rank} sent {num_bytes} bytes with tag {tag}, {target.numel()} were awaited"
             )
         target.copy_(self._memory(first)[:num_bytes])
-        with self._fence:  # the copy is over before the sender hears of it
-            pass
+        self._counter.order_writes()  # the copy is over before the sender hears of it
         self._words[first + _OPENED] = number + 1
 
     def _memory(self, first: int) -> torch.Tensor:
@@ -196,7 +206,7 @@ class Mailbox:
             return part, Counter(part[:LINE_BYTES], owner=peers[source], timeout_s=timeout_s, spin=spin)
 
         others = [rank for rank in range(size) if rank != index]
-        self._outgoing = {rank: _Outgoing(*ring(index, rank), peers[rank], way) for rank in others}
+        self._outgoing = {rank: _Outgoing(*ring(index, rank), peers[rank], way, timeout_s) for rank in others}
         self._incoming = {rank: _Incoming(*ring(rank, index), peers[rank], way) for rank in others}
 
     def send(self, tensor: torch.Tensor, *, to: int, tag: int) -> None:

@@ -55,14 +55,18 @@ class Meeting:
         self._typed_slots: dict[torch.dtype, list[list[torch.Tensor]]] = {}
         self.turn = 0
         self._num_arenas = 0
-        self._arenas: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
+        self._arenas: dict[int, weakref.ref[Arena]] = {}
 
     def add_arena(self, segment: Segment, *, is_common: bool) -> Arena:
         """Memory for tensors to be exchanged in place. Ranks add theirs together, so that its number is the same."""
         self._num_arenas += 1
         arena = Arena(segment, number=self._num_arenas, index=self.index, num_ranks=self.size, is_common=is_common)
-        self._arenas[arena.number] = arena
+        alive = {number: known for number, known in self._arenas.items() if known() is not None}
+        self._arenas = {**alive, arena.number: weakref.ref(arena)}  # a new one: another thread may be looking
         return arena
+
+    def _living_arenas(self) -> list[Arena]:
+        return [arena for known in self._arenas.values() if (arena := known()) is not None]
 
     def meet(self) -> None:
         """Until all ranks are here."""
@@ -79,8 +83,9 @@ class Meeting:
             self.copy_in(flat[:room])
         places = [(table[2], table[3]) for table in self.meet_about(operation, flat, found)]
         if all(number != _NOWHERE for number, _ in places):
+            arenas = {arena.number: arena for arena in self._living_arenas()}
             return [
-                self._arenas[number].view(rank, offset, flat.nbytes, flat.dtype)
+                arenas[number].view(rank, offset, flat.nbytes, flat.dtype)
                 for rank, (number, offset) in enumerate(places)
             ]
         if any(number != _NOWHERE for number, _ in places):  # some of us thought otherwise
@@ -118,15 +123,15 @@ class Meeting:
 
     def _find(self, flat: torch.Tensor) -> tuple[int, int] | None:
         """The arena a tensor lies in, and where in this rank's row."""
-        for number, arena in self._arenas.items():
+        for arena in self._living_arenas() if flat.is_contiguous() else ():
             offset = None if arena.is_common else arena.offset_of(flat)
             if offset is not None:
-                return number, offset
+                return arena.number, offset
         return None
 
     def is_common(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is the same memory on all ranks."""
-        return any(arena.is_common and arena.offset_of(tensor) is not None for arena in self._arenas.values())
+        return any(arena.is_common and arena.offset_of(tensor) is not None for arena in self._living_arenas())
 
     def slice_of(self, numel: int, rank: int | None = None) -> tuple[int, int]:
         """The part of a tensor that a rank reduces, in whole cache lines where that is possible."""

@@ -65,13 +65,18 @@ def _addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """target.copy_(source), past the caches if both are dense and large: for what another process reads next."""
-    is_large = target.nbytes >= LEAST_BYTES and target.dtype == source.dtype and target.device.type == "cpu"
-    if is_large and source.device.type == "cpu" and target.is_contiguous() and source.is_contiguous():
+    is_large = target.nbytes >= LEAST_BYTES and target.dtype == source.dtype and target.shape == source.shape
+    if is_large and _is_plain(target) and _is_plain(source):
         kernels = find_kernels()
-        if kernels is not None and target.shape == source.shape:
+        if kernels is not None:
             kernels.copy(target, source)
             return
     target.copy_(source)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Its numbers lie in host memory one after another, as they are: neither to be conjugated nor negated."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 @functools.cache
@@ -82,7 +87,7 @@ def find_kernels() -> Kernels | None:
         return None
     try:
         return Kernels(_build(compiler))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: this user has no home
         log.debug("no compiled loops for shared memory: %s", error)
         return None
 

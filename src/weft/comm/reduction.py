@@ -33,7 +33,7 @@ _HALF = (torch.bfloat16, torch.float16)
 def reduce_into(targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor], op: Reduction) -> None:
     """Every target ends as the reduction of all terms, which may be targets too."""
     kernels = find_kernels() if op == "sum" and terms[0].nbytes >= LEAST_BYTES else None
-    if kernels is not None and kernels.sums(terms[0].dtype):
+    if kernels is not None and kernels.sums(terms[0].dtype) and _are_dense(*targets, *terms):
         kernels.sum(targets, terms)
         return
     if any(term.data_ptr() == targets[0].data_ptr() for term in terms[2:]):  # it would be overwritten before its turn
@@ -48,6 +48,10 @@ def reduce_into(targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor], 
     split_terms = [term.split(block) for term in terms]
     for number in range(len(split_terms[0])):
         _reduce_block([one[number] for one in split_targets], [one[number] for one in split_terms], op, is_widened)
+
+
+def _are_dense(*tensors: torch.Tensor) -> bool:
+    return all(tensor.is_contiguous() for tensor in tensors)
 
 
 def _reduce_block(
@@ -75,7 +79,7 @@ def add_into(output: torch.Tensor, terms: Sequence[torch.Tensor], *, add: bool) 
     """
     own = terms[0].dtype
     kernels = find_kernels() if output.dtype == own and output.nbytes >= LEAST_BYTES else None
-    if kernels is not None and kernels.sums(own):
+    if kernels is not None and kernels.sums(own) and _are_dense(output, *terms):
         kernels.sum([output], terms, add=add)
         return
     finest = torch.promote_types(output.dtype, own)

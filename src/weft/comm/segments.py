@@ -7,11 +7,14 @@ that use it, and no size limit of /dev/shm applies. Elsewhere, and where /proc i
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import mmap
 import os
 import secrets
+import weakref
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Way = Literal["anonymous", "named"]
 
@@ -43,11 +46,11 @@ class Segment:
 
     def __init__(self, fd: int, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self.memory = mmap.mmap(fd, _HEADER_BYTES + num_bytes)
+        self.memory = _map(fd, _HEADER_BYTES + num_bytes)
 
     def part(self, start: int, num_bytes: int) -> memoryview:
         first = _HEADER_BYTES + start
-        return memoryview(self.memory)[first : first + num_bytes]
+        return self.memory[first : first + num_bytes]
 
     @property
     def token(self) -> int:
@@ -59,8 +62,10 @@ class Maker:
 
     def __init__(self, num_bytes: int, way: Way) -> None:
         """OSError where there is too little memory of this kind, or none of it."""
-        self._name_number = _random() if way == "named" else 0
-        self._fd = _create(self._name_number)
+        self._fd, self._name_number = -1, 0
+        name_number = _random() if way == "named" else 0
+        self._fd = _create(name_number)
+        self._name_number, self._pid = name_number, os.getpid()
         try:
             _reserve(self._fd, _HEADER_BYTES + num_bytes, is_limited=way == "named")
             self.segment = Segment(self._fd, num_bytes)
@@ -70,7 +75,7 @@ class Maker:
         token = _random()
         self.segment.memory[:_WORD_BYTES] = token.to_bytes(_WORD_BYTES, "little")
         self.ticket = Ticket(
-            way=way, num_bytes=num_bytes, token=token, pid=os.getpid(), fd=self._fd, name_number=self._name_number
+            way=way, num_bytes=num_bytes, token=token, pid=self._pid, fd=self._fd, name_number=self._name_number
         )
 
     def close(self) -> None:
@@ -79,7 +84,8 @@ class Maker:
             os.close(self._fd)
             self._fd = -1
         if self._name_number:
-            _unlink(self._name_number)
+            if os.getpid() == self._pid:  # not in a child that was forked meanwhile
+                _unlink(self._name_number)
             self._name_number = 0
 
     __del__ = close
@@ -100,6 +106,30 @@ def open_segment(ticket: Ticket) -> Segment:
     if segment.token != ticket.token:
         raise OSError(f"{ticket} is something else")
     return segment
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = (
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong,
+    )  # fmt: skip
+    library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    return library
+
+
+def _map(fd: int, num_bytes: int) -> memoryview:
+    """The file's memory, until nothing refers to it. Python's own mmap keeps a descriptor for each of them."""
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _library().mmap(None, num_bytes, access, mmap.MAP_SHARED, fd, 0)
+    if address is None or address == ctypes.c_void_p(-1).value:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    kind: Any = type("Mapping", (ctypes.c_char * num_bytes,), {})  # a class of Python's own can be referred to weakly
+    mapping = kind.from_address(address)
+    weakref.finalize(mapping, _library().munmap, address, num_bytes).atexit = False
+    return memoryview(mapping).cast("B")
 
 
 def _random() -> int:

@@ -137,6 +137,8 @@ class SharedWire:
         if not flat.numel():
             return
         targets = [output.view(-1) for output in outputs] if outputs is not None else None
+        if any(target.numel() != flat.numel() for target in targets or ()):
+            raise ValueError(f"{name}: an output has not the {flat.numel()} elements of the tensor given")
         rows = None
         if flat.nbytes > SMALL_BYTES:
             rows = self._meeting.meet_directly(name, flat)
@@ -175,6 +177,8 @@ class SharedWire:
         """`output` ends as, or grows by, this rank's part of the sum of all tensors."""
         flat, target = tensor.view(-1), output.view(-1)
         length = target.numel()
+        if flat.numel() != length * self.size:
+            raise ValueError(f"reduce-scatter: {flat.numel()} elements are not {self.size} times the output's {length}")
         if not length:
             return
         mine = slice(self._index * length, (self._index + 1) * length)

@@ -58,6 +58,30 @@ def sent_bytes(collective: Collective, buffer_bytes: int, group_size: int) -> in
             return buffer_bytes
 
 
+def between_hosts_bytes(
+    collective: Literal["all-reduce", "reduce-scatter", "all-gather"],
+    buffer_bytes: int,
+    *,
+    num_hosts: int,
+    ranks_per_host: int,
+    num_levels: int,
+) -> float:
+    """Bytes a host sends to others in one call of a group that has as many ranks on each, numbered host by host.
+
+    In two levels a host exchanges like one rank. In one, an all-reduce goes round all ranks in a ring, whose steps
+    between two hosts are one a host; reduce-scatter and all-gather send every rank its part directly.
+    """
+    if num_hosts == 1:
+        return 0.0
+    if num_levels == 2:
+        rounds = 2 if collective == "all-reduce" else 1
+        return rounds * buffer_bytes * (num_hosts - 1) / num_hosts
+    num_ranks = num_hosts * ranks_per_host
+    if collective == "all-reduce":
+        return 2 * buffer_bytes * (num_ranks - 1) / num_ranks
+    return ranks_per_host * buffer_bytes * (num_hosts - 1) / num_hosts
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
     """One tensor that travels in a bucket."""
