@@ -12,6 +12,7 @@ test: .venv
 
 test-long: .venv
 	$(BIN)/pytest -m long
+	$(BIN)/pytest --transport c10d tests/multirank tests/laws
 
 check: .venv
 	$(BIN)/ruff check .

@@ -66,13 +66,15 @@ def data_plan(
     shard: str = "nothing",
     reshard: str = "step",
     replicate: int = 1,
+    transport: str | None = None,
 ) -> Plan:
-    """A plan of data parallelism, its fields in one line."""
+    """A plan of data parallelism, its fields in one line; the transport is the tests' own unless it is said."""
+    wire = {} if transport is None else {"transport": transport}
     return Plan(
         axes=Axes(data=data, replicate=replicate),
         step=Step(microbatches=microbatches, clip_norm=clip_norm),
         data=Data(buffers=buffers, check_every=check_every, shard=shard, reshard=reshard),
-        comm=Comm(bucket_bytes=bucket_bytes),
+        comm=Comm(bucket_bytes=bucket_bytes, **wire),
     )
 
 

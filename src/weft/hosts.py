@@ -25,6 +25,11 @@ def host_id() -> str:
         return f"{platform.node()}/{uuid.getnode():012x}"
 
 
+def num_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def number_hosts(ids: Sequence[str]) -> tuple[int, ...]:
     """Of every rank, which host it is on: hosts are numbered in the order of their first rank."""
     numbers: dict[str, int] = {}

@@ -32,6 +32,7 @@ from typing import Any, NoReturn
 
 from weft import errors
 from weft.errors import LaunchError, WeftError
+from weft.hosts import num_cores
 
 STOP_FILE = "stop"
 _ERROR_FILE = "error.json"
@@ -151,8 +152,7 @@ def _share_cores(num_ranks: int) -> None:
     import torch
 
     if "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // num_ranks))
+        torch.set_num_threads(max(1, num_cores() // num_ranks))
 
 
 @contextmanager

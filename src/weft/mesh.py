@@ -26,7 +26,7 @@ from weft.comm.group import Group, Traffic
 from weft.comm.levels import Levels
 from weft.comm.shared import SharedWire
 from weft.errors import LaunchError, PlanError
-from weft.hosts import host_id, number_hosts
+from weft.hosts import host_id, num_cores, number_hosts
 from weft.plan.check import require
 from weft.plan.grid import Grid
 from weft.plan.plan import Plan
@@ -166,7 +166,7 @@ class Mesh:
     def _connect(self, connection: Connection, name: str) -> SharedWire | None:
         here = self.world.hosts.count(self.world.hosts[self.world.rank])
         try:
-            return connection.connect(spin=here <= _num_cores(), name=name)
+            return connection.connect(spin=here <= num_cores(), name=name)
         except SharedMemoryError as error:
             problem = f"ranks of one host cannot share memory ({error})"
         if self.plan.comm.transport == "shared":
@@ -236,10 +236,6 @@ def _find_hosts(device: torch.device) -> tuple[int, ...]:
     ids[dist.get_rank()] = int.from_bytes(hashlib.sha256(host_id().encode()).digest()[:7], "little")
     dist.all_reduce(ids)
     return number_hosts([str(one) for one in ids.tolist()])
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _init_process_group(device: torch.device, timeout_s: float) -> None:

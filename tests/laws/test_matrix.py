@@ -193,6 +193,14 @@ CASES = {
         data_plan(2, shard=THREE, replicate=2, microbatches=2, reshard="microbatch"), "convnet", UNEVEN
     ),
     "replicas of one part": row(data_plan(1, shard=TWO, replicate=2, microbatches=2), "frozen gpt", UNEVEN),
+    # through sockets; all other rows of several ranks go through shared memory
+    "sockets": row(data_plan(2, transport="c10d", microbatches=2), "gpt with unused", UNEVEN, ADAMW),
+    "sockets, data 4, convnet": row(data_plan(4, transport="c10d", bucket_bytes=999), "convnet", SHORT),
+    "sockets, zero 2": row(data_plan(2, shard=TWO, transport="c10d", microbatches=2), "rotary tied gpt", SHORT, ADAMW),
+    "sockets, zero 3": row(data_plan(3, shard=THREE, transport="c10d", clip_norm=0.1), "frozen gpt", (8, 2, 7)),
+    "sockets, hybrid zero 3": row(
+        data_plan(2, shard=THREE, replicate=2, transport="c10d", microbatches=2), "grouped gpt", UNEVEN
+    ),
     # recomputation
     "recompute, full": row(recomputing("full", data_plan(2, microbatches=2)), "grouped gpt", UNEVEN),
     "recompute, selective": row(recomputing("selective", data_plan(2, clip_norm=0.1)), "learned untied gpt", SHORT),

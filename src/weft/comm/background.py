@@ -50,7 +50,7 @@ class Background:
         self._tasks: queue.SimpleQueue[Task | None] | None = None
         self._last: Work | None = None
         self._lock = threading.Lock()
-        self._broken: list[BaseException] = []
+        self._broken: list[str] = []
 
     def run(self, task: Callable[[], None]) -> None:
         """Do it now, after all that was given before."""
@@ -63,7 +63,7 @@ class Background:
                 with torch.no_grad():
                     task()
             except BaseException as error:
-                self._broken.append(error)
+                _note(self._broken, error)
                 raise
 
     def start(self, task: Callable[[], None]) -> Work:
@@ -80,7 +80,7 @@ class Background:
         return work
 
 
-def _work_off(tasks: queue.SimpleQueue[Task | None], broken: list[BaseException]) -> None:
+def _work_off(tasks: queue.SimpleQueue[Task | None], broken: list[str]) -> None:
     torch.set_grad_enabled(False)  # it is a thread's own setting
     while (given := tasks.get()) is not None:
         task, work = given
@@ -89,14 +89,20 @@ def _work_off(tasks: queue.SimpleQueue[Task | None], broken: list[BaseException]
             _refuse(broken)
             task()
         except BaseException as error:
-            broken.append(error)
+            _note(broken, error)
             failure = error
         del given, task  # whoever waits must find what it held free
         work.finish(failure)
         del work, failure
 
 
-def _refuse(broken: list[BaseException]) -> None:
+def _note(broken: list[str], error: BaseException) -> None:
+    """The first error only, and as text: the error itself would keep what its frames hold."""
+    if not broken:
+        broken.append(f"{type(error).__name__}: {error}")
+
+
+def _refuse(broken: list[str]) -> None:
     """After an exchange that failed on this rank the others are at another point: one more would mix them up."""
     if broken:
-        raise RuntimeError(f"this group is out of step, because an exchange failed before: {broken[0]}") from broken[0]
+        raise RuntimeError(f"this group is out of step, because an exchange failed before: {broken[0]}")

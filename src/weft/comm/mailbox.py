@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.comm.segments import Maker, Segment, Ticket, Way, open_segment
+from weft.comm.segments import Maker, Segment, Ticket, Way, forget_name, open_segment
 from weft.comm.signals import LINE_BYTES, Counter, Peer
 
 NUM_ENVELOPES = 256
@@ -167,6 +167,7 @@ class _Incoming:
             )
             try:
                 segment = open_segment(ticket)
+                forget_name(ticket)
             except OSError as error:
                 raise RuntimeError(
                     f"Connection closed by peer: a message of rank {self._sender.rank} cannot be opened ({error})"

@@ -13,8 +13,9 @@ import mmap
 import os
 import secrets
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 Way = Literal["anonymous", "named"]
 
@@ -108,6 +109,12 @@ def open_segment(ticket: Ticket) -> Segment:
     return segment
 
 
+def forget_name(ticket: Ticket) -> None:
+    """By the only peer, once it has opened a segment: nothing is left behind whatever becomes of its maker."""
+    if ticket.name_number:
+        _unlink(ticket.name_number)
+
+
 @functools.cache
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(None, use_errno=True)
@@ -126,8 +133,7 @@ def _map(fd: int, num_bytes: int) -> memoryview:
     if address is None or address == ctypes.c_void_p(-1).value:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    kind: Any = type("Mapping", (ctypes.c_char * num_bytes,), {})  # a class of Python's own can be referred to weakly
-    mapping = kind.from_address(address)
+    mapping = (ctypes.c_char * num_bytes).from_address(address)
     weakref.finalize(mapping, _library().munmap, address, num_bytes).atexit = False
     return memoryview(mapping).cast("B")
 
@@ -160,7 +166,8 @@ def _open_named(name_number: int, flags: int) -> int:
 def _unlink(name_number: int) -> None:
     import _posixshmem
 
-    _posixshmem.shm_unlink(_name(name_number))
+    with suppress(FileNotFoundError):  # the one peer that was to open it has removed it
+        _posixshmem.shm_unlink(_name(name_number))
 
 
 def _reserve(fd: int, num_bytes: int, *, is_limited: bool) -> None:
