@@ -3,9 +3,10 @@
     python benchmarks/data_parallel.py [--ranks 2 4] [--tokens 128 1024] [--rounds 30] [--steps 4]
 
 The same GPT (about 12 M parameters), optimizer and batches on every side. Sides alternate in blocks of steps, in an
-order that turns every round. The table gives each side's median step, and the median over rounds of weft's step divided
-by DDP's in the same round, with the 95 % interval of that median (order statistics). A barrier stands before every
-block.
+order that turns every round. A barrier stands before every step, and a step lasts until the slowest rank is done, so
+that ranks wait for each other on every side alike. The table gives each side's median step; the median over rounds of
+weft's step divided by that of the better DDP in the same round, with the 95 % interval of that median (order
+statistics); and weft's median time above no exchange divided by that DDP's, with a bootstrap interval over rounds.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import argparse
 import functools
 import math
 import multiprocessing
+import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ from weft.plan.plan import Axes, Plan
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 SIDES = ("no exchange", "DDP", "DDP, bucket views", "weft")
 CONTEXT = 128
+NUM_RESAMPLES = 4000
 
 
 def make_model() -> GPT:
@@ -85,14 +88,16 @@ def run_rank(rank: int, num_ranks: int, folder: str, settings: dict[str, Any], r
         for number in range(settings["rounds"]):
             turn = number % len(SIDES)
             for name in (*SIDES[turn:], *SIDES[:turn]):
-                dist.barrier()
-                started = time.perf_counter()
                 for _ in range(settings["steps"]):
+                    dist.barrier()
+                    started = time.perf_counter()
                     sides[name](*batch)
-                dist.barrier()
-                times[name].append((time.perf_counter() - started) / settings["steps"])
+                    times[name].append(time.perf_counter() - started)
+        slowest = torch.tensor([times[name] for name in SIDES], dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        by_round = slowest.view(len(SIDES), -1, settings["steps"]).mean(2).tolist()
         if rank == 0:
-            results.put((tokens_a_rank, times))
+            results.put((tokens_a_rank, dict(zip(SIDES, by_round, strict=True))))
     dist.destroy_process_group()
 
 
@@ -101,6 +106,20 @@ def interval(values: list[float]) -> tuple[float, float]:
     ordered, count = sorted(values), len(values)
     half = math.ceil(0.98 * math.sqrt(count))
     return ordered[max(count // 2 - half, 0)], ordered[min(count // 2 + half, count - 1)]
+
+
+def share_above(times: dict[str, list[float]], rival: str) -> tuple[float, float, float]:
+    """weft's time above no exchange divided by a rival's, and its 95 % bootstrap interval over rounds."""
+    chance, rounds = random.Random(0), range(len(times["weft"]))
+
+    def share(drawn: Sequence[int]) -> float:
+        mine, theirs = (
+            statistics.median(times[name][k] - times["no exchange"][k] for k in drawn) for name in ("weft", rival)
+        )
+        return mine / theirs if theirs > 0 else math.inf
+
+    found = sorted(share(chance.choices(rounds, k=len(rounds))) for _ in range(NUM_RESAMPLES))
+    return share(rounds), found[int(0.025 * NUM_RESAMPLES)], found[int(0.975 * NUM_RESAMPLES)]
 
 
 def main() -> None:
@@ -113,7 +132,8 @@ def main() -> None:
     args = parser.parse_args()
     numel = sum(parameter.numel() for parameter in make_model().parameters())
     print(f"GPT of {numel / 1e6:.1f} M parameters, gloo on the CPU, torch {torch.__version__}; ms a step, medians")
-    print(f"{'ranks':>5s} {'tokens':>6s} " + " ".join(f"{name:>17s}" for name in SIDES) + "   weft / best DDP (95 %)")
+    titles = " ".join(f"{name:>17s}" for name in SIDES)
+    print(f"{'ranks':>5s} {'tokens':>6s} {titles}   weft / best DDP (95 %)   above no exchange")
     context = multiprocessing.get_context("spawn")
     for num_ranks in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
@@ -136,9 +156,12 @@ def report(num_ranks: int, tokens: int, times: dict[str, list[float]]) -> None:
     best = min(("DDP", "DDP, bucket views"), key=lambda name: statistics.median(times[name]))
     ratios = [mine / theirs for mine, theirs in zip(times["weft"], times[best], strict=True)]
     low, high = interval(ratios)
+    share, share_low, share_high = share_above(times, best)
     medians = " ".join(f"{1e3 * statistics.median(times[name]):17.1f}" for name in SIDES)
     print(
-        f"{num_ranks:5d} {tokens:6d} {medians}   {statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})", flush=True
+        f"{num_ranks:5d} {tokens:6d} {medians}   {statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})   "
+        f"{share:.3f} ({share_low:.3f} to {share_high:.3f})",
+        flush=True,
     )
 
 

@@ -8,7 +8,7 @@ from importlib import metadata
 
 import typer
 
-from weft.cli import train, verify
+from weft.cli import lab, profile, train, verify
 from weft.cli.reporting import peer_reported, reports_first
 from weft.errors import WeftError
 from weft.launch import is_launched
@@ -21,6 +21,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.command("profile")(profile.command)
+app.command("lab", context_settings=lab.CONTEXT)(lab.command)
 app.command("train")(train.command)
 app.command("verify")(verify.command)
 

@@ -51,7 +51,7 @@ def _make_arena(group: Group, device: torch.device, num_bytes: int, *, is_common
     wire = group.host_wire
     if wire is None or group.connection is None or device.type != "cpu":
         return None
-    row_bytes = round_up(num_bytes, 4096)
+    row_bytes = round_up(max(num_bytes, 1), 4096)
     try:
         segment, _ = group.connection.share(row_bytes if is_common else row_bytes * wire.size)
     except SharedMemoryError:  # on all ranks of the host alike: buffers then pass through slots

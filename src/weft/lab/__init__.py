@@ -1,0 +1,1 @@
+"""An emulated network: hosts in namespaces, links of chosen speed and delay."""

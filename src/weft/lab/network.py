@@ -1,0 +1,164 @@
+"""What an emulated network is: hosts with a line each, ways between them, and lines that several ways share.
+
+        host 0 ══ up ══╗                      ╔══ down ══ host 1
+               ══ down ╣  the way from 0 to 1 ╣
+        host 2 ══ up ══╝  (delay, loss, and   ╚══ down ══ host 3
+                           perhaps a trunk)
+
+A *line* sends one packet after the other, at its rate, and has a queue. A packet leaves through its host's upload line,
+travels its way, crosses the trunk that way belongs to, if any, and arrives through the other host's download line.
+Plain data: `fabric.py` moves packets by it, `topology.py` reads it from text.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from weft.lab.quantities import format_rate
+
+QUEUE_BYTES = 1_500_000
+"""The least a line's queue holds: a thousand packets of Ethernet's size, which is what Linux long gave a device."""
+_PAUSE_S = 0.005
+"""How long a busy machine may keep a sender from running while its line goes on sending."""
+_LEAST_TCP_BUFFER_BYTES = 16 << 20
+_USABLE_CORES = 0.9
+_FIRST_ADDRESS = 10 << 24 | 83 << 16
+NETMASK = "255.255.0.0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """An emulated machine."""
+
+    ranks: int
+    """Ranks that run on it."""
+    upload_bits_per_s: float
+    """Rate of its line to the others; infinity: no limit."""
+    download_bits_per_s: float
+    """Rate of its line from the others."""
+    compute: float
+    """Cores of this machine that its processes may use together; 0: no limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How packets get from one host to another."""
+
+    delay_s: float
+    """Time from end to end, one way, without queues."""
+    jitter_s: float
+    """A packet's delay is drawn evenly from delay - jitter to delay + jitter; order is kept."""
+    loss: float
+    """Share of packets that vanish."""
+    trunk: int | None = None
+    """Number of the trunk it crosses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """Hosts and what lies between them."""
+
+    hosts: tuple[Host, ...]
+    ways: dict[tuple[int, int], Way]
+    """By (from, to); every pair of different hosts."""
+    trunks: tuple[float, ...]
+    """Bits a second of lines that several ways share."""
+    mtu_bytes: int
+    """Largest packet. Large ones keep the switch fast; 1500 is Ethernet's."""
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(host.ranks for host in self.hosts)
+
+    def rate(self, source: int, destination: int) -> float:
+        """Bits a second that one host can send another while all else is quiet."""
+        trunk = self.ways[source, destination].trunk
+        return min(
+            self.hosts[source].upload_bits_per_s,
+            self.hosts[destination].download_bits_per_s,
+            math.inf if trunk is None else self.trunks[trunk],
+        )
+
+    def load(self) -> float:
+        """Bits a second when all hosts send all they can: what the switch must hold. Unlimited lines do not count."""
+        if len(self.hosts) == 1:
+            return 0.0
+        uploads = sum(host.upload_bits_per_s for host in self.hosts if host.upload_bits_per_s < math.inf)
+        downloads = sum(host.download_bits_per_s for host in self.hosts if host.download_bits_per_s < math.inf)
+        load = min(uploads or downloads, downloads or uploads)
+        if all(way.trunk is not None for way in self.ways.values()):
+            load = min(load or math.inf, sum(self.trunks))
+        return 0.0 if math.isinf(load) else load
+
+    def round_trip_s(self) -> float:
+        """The longest way there and back."""
+        return 2 * max((way.delay_s + way.jitter_s for way in self.ways.values()), default=0.0)
+
+    def queue_bytes(self, bits_per_s: float) -> int:
+        """What a line's queue holds: a round trip at its full rate, so that one TCP stream can keep it busy."""
+        if math.isinf(bits_per_s):
+            return QUEUE_BYTES
+        return max(QUEUE_BYTES, int(bits_per_s / 8 * (self.round_trip_s() + _PAUSE_S)))
+
+    def tcp_buffer_bytes(self) -> int:
+        """Buffers that are never what limits a TCP stream: four times what the fastest line and its queue hold."""
+        rates = [rate for pair in self.ways if (rate := self.rate(*pair)) < math.inf]
+        held = max((rate / 8 * self.round_trip_s() + self.queue_bytes(rate) for rate in rates), default=0.0)
+        return min(max(_LEAST_TCP_BUFFER_BYTES, int(4 * held)), 1 << 30)
+
+    def kinds(self) -> dict[tuple[float, Way], list[tuple[int, int]]]:
+        """The pairs of hosts, put together where rate and way are the same."""
+        found: dict[tuple[float, Way], list[tuple[int, int]]] = {}
+        for pair, way in self.ways.items():
+            found.setdefault((self.rate(*pair), way), []).append(pair)
+        return found
+
+
+def unlimited(num_hosts: int, *, delay_s: float, mtu_bytes: int) -> Network:
+    """Hosts with nothing between them but a delay."""
+    host = Host(ranks=1, upload_bits_per_s=math.inf, download_bits_per_s=math.inf, compute=0.0)
+    way = Way(delay_s=delay_s, jitter_s=0.0, loss=0.0)
+    pairs = itertools.permutations(range(num_hosts), 2)
+    return Network(hosts=(host,) * num_hosts, ways=dict.fromkeys(pairs, way), trunks=(), mtu_bytes=mtu_bytes)
+
+
+def host_name(number: int) -> str:
+    """What a host calls itself."""
+    return f"host{number}"
+
+
+def host_address(number: int) -> str:
+    """A host's address on the emulated network."""
+    return ".".join(str(byte) for byte in (_FIRST_ADDRESS + number + 1).to_bytes(4, "big"))
+
+
+def host_number(address: bytes) -> int:
+    """The host with these four bytes of address; what is not one of the lab's gives a number no host has."""
+    return int.from_bytes(address, "big") - _FIRST_ADDRESS - 1
+
+
+def problems_of_machine(network: Network, *, num_cores: int, bits_per_s: float, latency_s: float) -> list[str]:
+    """Why this machine cannot emulate the network as asked: its cores, and the rate and latency of its switch."""
+    problems = []
+    compute = sum(host.compute for host in network.hosts)
+    if compute > num_cores * _USABLE_CORES:
+        problems.append(
+            f"{len(network.hosts)} hosts with {compute:g} cores in all need more than {_USABLE_CORES:.0%} of this "
+            f"machine's {num_cores}; lower compute to {math.floor(90 * num_cores / len(network.hosts)) / 100:g}, or "
+            f"take fewer hosts"
+        )
+    if network.load() > bits_per_s:
+        problems.append(
+            f"{len(network.hosts)} hosts sending at once make {format_rate(network.load())}; the switch moves "
+            f"{format_rate(bits_per_s)} on this machine: take at most "
+            f"{format_rate(bits_per_s / len(network.hosts))} a host, or fewer hosts"
+        )
+    least_s = min((way.delay_s for way in network.ways.values() if way.delay_s > 0), default=math.inf)
+    if least_s < latency_s:
+        problems.append(
+            f"a delay of {least_s * 1e6:.0f} µs is less than the {latency_s * 1e6:.0f} µs a packet takes through the "
+            f"switch on this machine; take a longer one, or 0 for as little as possible"
+        )
+    return problems

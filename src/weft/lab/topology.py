@@ -1,0 +1,227 @@
+"""A network from words: the defaults, a preset, a topology file and flags, each over the one before.
+
+    preset = "1GbE"                 # what is not said below
+    hosts = 4
+    ranks = 2                       # on each host
+    bandwidth = "1Gbit"             # of each host's own line, each way
+    delay = "5ms"                   # one way, between any two hosts
+    jitter = "1ms"
+    loss = "0.1%"
+    compute = 0.5                   # cores a host may use; 0: no limit
+    mtu = 65000
+
+    [[host]]                        # one host that differs
+    number = 3
+    upload = "10Mbit"               # also ranks, bandwidth, download, compute
+
+    [[link]]                        # a line between groups of hosts, which all traffic between them shares
+    from = [0, 1]                   # or "all"
+    to = [2, 3]
+    bandwidth = "100Mbit"           # left out: no line of its own, only another delay, jitter or loss
+    delay = "50ms"
+    one_way = true                  # left out: two lines, one for each direction
+
+All problems of all of them come at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from importlib import resources
+from typing import Any
+
+from weft.errors import LaunchError, nearest
+from weft.lab.network import Host, Network, Way
+from weft.lab.quantities import parse_rate, parse_share, parse_time
+from weft.plan.text import parse_toml, read_text
+
+MAX_HOSTS = 64
+DEFAULT_PRESET = "1GbE"
+_DEFAULTS: dict[str, object] = {"hosts": 2, "ranks": 1, "jitter": "0ms", "loss": "0%", "compute": 0.0, "mtu": 65000}
+
+
+def _whole(minimum: int, maximum: int) -> Callable[[object], int]:
+    def parse(value: object) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+            raise ValueError(f"must be a whole number from {minimum} to {maximum}")
+        return value
+
+    return parse
+
+
+def _cores(value: object) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 1024:
+        raise ValueError("must be a number of cores from 0 (no limit) up, like 0.1")
+    return float(value)
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")
+    return value
+
+
+def _members(value: object) -> object:
+    whole = isinstance(value, list) and value and all(isinstance(n, int) and not isinstance(n, bool) for n in value)
+    if value != "all" and not whole:
+        raise ValueError('must be "all" or a list of host numbers, like [0, 1]')
+    return value
+
+
+_Parsers = Mapping[str, Callable[[object], Any]]
+_WAY: _Parsers = {"delay": parse_time, "jitter": parse_time, "loss": parse_share}
+_GENERAL: _Parsers = {
+    "hosts": _whole(1, MAX_HOSTS),
+    "ranks": _whole(1, 64),
+    "bandwidth": parse_rate,
+    **_WAY,
+    "compute": _cores,
+    "mtu": _whole(576, 65000),
+}
+_HOST: _Parsers = {
+    "number": _whole(0, MAX_HOSTS - 1),
+    "ranks": _whole(1, 64),
+    "bandwidth": parse_rate,
+    "upload": parse_rate,
+    "download": parse_rate,
+    "compute": _cores,
+}
+_LINK: _Parsers = {"from": _members, "to": _members, "bandwidth": parse_rate, **_WAY, "one_way": _flag}
+
+
+@functools.cache
+def presets() -> dict[str, dict[str, Any]]:
+    """The networks that have a name, as tables of a topology file; `about` says what each is."""
+    return tomllib.loads((resources.files("weft.lab") / "presets.toml").read_text("utf-8"))
+
+
+def make_network(
+    *,
+    preset: str | None = None,
+    topology: str | os.PathLike[str] | None = None,
+    flags: Mapping[str, object] | None = None,
+) -> Network:
+    """The network of a preset, a topology file and flags, in a file's words; flags win, then the file."""
+    problems: list[str] = []
+    file: dict[str, Any] = {}
+    if topology is not None:
+        source = os.fspath(topology)
+        file = parse_toml(read_text(topology, kind=LaunchError), source=source, kind=LaunchError)
+        if preset is not None:
+            problems.append(f'--preset and --topology both describe the network; write preset = "{preset}" in {source}')
+        preset = file.pop("preset", preset)
+    if preset is not None and preset not in presets():
+        problems.append(f'preset "{preset}" is not known; {nearest(str(preset), presets())}')
+        preset = None
+    base = {name: value for name, value in presets()[preset or DEFAULT_PRESET].items() if name != "about"}
+    general = {**_DEFAULTS, **base, **file, **(flags or {})}
+    hosts, links = general.pop("host", []), general.pop("link", [])
+    values = _parse(general, _GENERAL, "", problems)
+    network = _assemble(
+        values, _tables(hosts, "host", _HOST, problems), _tables(links, "link", _LINK, problems), problems
+    )
+    if network is None or problems:
+        raise LaunchError([f"{os.fspath(topology)}: {each}" for each in problems] if topology is not None else problems)
+    return network
+
+
+def _parse(table: Mapping[str, object], parsers: _Parsers, where: str, problems: list[str]) -> dict[str, Any]:
+    values = {}
+    for name, value in table.items():
+        if name not in parsers:
+            problems.append(f"{where}{name} is not known; {nearest(name, parsers)}")
+            continue
+        try:
+            values[name] = parsers[name](value)
+        except ValueError as error:
+            shown = f'"{value}"' if isinstance(value, str) else str(value)
+            problems.append(f"{where}{name} = {shown} {error}")
+    return values
+
+
+def _tables(tables: object, name: str, parsers: _Parsers, problems: list[str]) -> list[dict[str, Any]]:
+    if not isinstance(tables, list) or not all(isinstance(each, dict) for each in tables):
+        problems.append(f"{name} must be a table: write [[{name}]], and its fields on the lines below")
+        return []
+    return [_parse(table, parsers, f"[[{name}]] {index}: ", problems) for index, table in enumerate(tables)]
+
+
+def _assemble(
+    values: dict[str, Any], hosts: list[dict[str, Any]], links: list[dict[str, Any]], problems: list[str]
+) -> Network | None:
+    """The network of parsed values; None where they are not even complete."""
+    if problems:
+        return None
+    count = values["hosts"]
+    by_number: dict[int, dict[str, Any]] = {}
+    for index, table in enumerate(hosts):
+        if "number" not in table or table["number"] >= count:
+            said = f"number = {table['number']}" if "number" in table else "no number"
+            problems.append(f"[[host]] {index}: {said}; the {count} hosts are numbered 0 to {count - 1}")
+        else:
+            by_number.setdefault(table["number"], {}).update(table)
+    ways, trunks = _ways(count, values, links, problems)
+    if problems:
+        return None
+    for pair, way in ways.items():
+        if way.jitter_s > way.delay_s:
+            problems.append(
+                f"jitter {way.jitter_s * 1e3:g} ms is more than the delay of {way.delay_s * 1e3:g} ms from host "
+                f"{pair[0]} to {pair[1]}; packets cannot arrive before they are sent"
+            )
+            break
+    return Network(
+        hosts=tuple(_host(values, by_number.get(number, {})) for number in range(count)),
+        ways=ways,
+        trunks=tuple(trunks),
+        mtu_bytes=values["mtu"],
+    )
+
+
+def _host(values: dict[str, Any], own: dict[str, Any]) -> Host:
+    both = own.get("bandwidth", values["bandwidth"])
+    return Host(
+        ranks=own.get("ranks", values["ranks"]),
+        upload_bits_per_s=own.get("upload", both),
+        download_bits_per_s=own.get("download", both),
+        compute=own.get("compute", values["compute"]),
+    )
+
+
+def _ways(
+    count: int, values: dict[str, Any], links: list[dict[str, Any]], problems: list[str]
+) -> tuple[dict[tuple[int, int], Way], list[float]]:
+    """The way between every two hosts, and the trunks that links make. A later link is over an earlier one."""
+    trunks: list[float] = []
+    ways = {
+        pair: Way(delay_s=values["delay"], jitter_s=values["jitter"], loss=values["loss"])
+        for pair in itertools.permutations(range(count), 2)
+    }
+    for index, link in enumerate(links):
+        sides = [list(range(count)) if link.get(side) == "all" else link.get(side) for side in ("from", "to")]
+        for side, members in zip(("from", "to"), sides, strict=True):
+            strangers = [number for number in members or () if not 0 <= number < count]
+            if members is None or strangers:
+                said = "missing" if members is None else f"{strangers}"
+                problems.append(f"[[link]] {index}: {side} = {said}; the {count} hosts are numbered 0 to {count - 1}")
+        if problems:
+            continue
+        for sources, destinations in (sides,) if link.get("one_way") else (sides, sides[::-1]):
+            trunk = None
+            if "bandwidth" in link:
+                trunk = len(trunks)
+                trunks.append(link["bandwidth"])
+            for pair in itertools.product(sources or (), destinations or ()):
+                if pair in ways:
+                    old = ways[pair]
+                    ways[pair] = Way(
+                        delay_s=link.get("delay", old.delay_s),
+                        jitter_s=link.get("jitter", old.jitter_s),
+                        loss=link.get("loss", old.loss),
+                        trunk=old.trunk if trunk is None else trunk,
+                    )
+    return ways, trunks
