@@ -60,7 +60,7 @@ def namespaces_of(pid: int) -> set[str]:
 
 
 def still_used(namespaces: set[str]) -> set[str]:
-    """Those that a process which is ending is still in. Numbers are given out again, so a live one may be another lab's."""
+    """Those that an ending process is still in. Numbers are given out again: a live one may be in another lab."""
     ending = [pid for pid in all_processes() if environment_of(pid) == b""]
     return namespaces & set().union(*map(namespaces_of, ending))
 

@@ -1,4 +1,4 @@
-"""Every exchange against its meaning computed directly, and the bytes it counts against `plan/wire.py`, to the byte."""
+"""Every exchange on every transport against its meaning computed directly, and the bytes it counts, to the byte."""
 
 from __future__ import annotations
 
@@ -11,26 +11,31 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import data_plan, image_batch, make_trainer, small_convnet, small_gpt, token_batch
+from oracle import data_plan
 from ranks import ranks
-from torch import Tensor, nn
+from torch import Tensor
 
 from weft.comm import collectives
-from weft.comm.buckets import member_of
-from weft.comm.group import Group, Traffic
+from weft.comm.group import Group
 from weft.comm.objects import gather_values
 from weft.comm.p2p import receive, send
 from weft.mesh import Mesh, World, join_world, make_mesh
-from weft.plan.wire import Collective, batch_norm_bytes, gradient_all_reduce_bytes, sent_bytes
-from weft.training.trainer import Trainer
+from weft.plan.wire import Collective, sent_bytes
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8)
+both_transports = pytest.mark.parametrize("transport", ["shared", "c10d"])
 
 
 @functools.cache
-def mesh() -> Mesh:
+def mesh(transport: str) -> Mesh:
     """Made once a rank: the pool keeps groups, and their threads, for the whole run."""
-    return make_mesh(data_plan(dist.get_world_size()), join_world("cpu"))
+    return make_mesh(data_plan(dist.get_world_size(), transport=transport), join_world("cpu"))
+
+
+def group_on(transport: str) -> Group:
+    group = mesh(transport).group("data", "test")
+    assert (group.shared is not None) == (transport == "shared")
+    return group
 
 
 def tensor_of(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -163,25 +168,26 @@ CHECKS = {
 
 
 @ranks(2)
-def on_2(name: str, wait: bool) -> None:
-    CHECKS[name](mesh().group("data", "test"), wait)
+def on_2(name: str, wait: bool, transport: str) -> None:
+    CHECKS[name](group_on(transport), wait)
 
 
 @ranks(3)
-def on_3(name: str, wait: bool) -> None:
-    CHECKS[name](mesh().group("data", "test"), wait)
+def on_3(name: str, wait: bool, transport: str) -> None:
+    CHECKS[name](group_on(transport), wait)
 
 
 @ranks(4)
-def on_4(name: str, wait: bool) -> None:
-    CHECKS[name](mesh().group("data", "test"), wait)
+def on_4(name: str, wait: bool, transport: str) -> None:
+    CHECKS[name](group_on(transport), wait)
 
 
+@both_transports
 @pytest.mark.parametrize("wait", [True, False], ids=["waiting", "pending"])
 @pytest.mark.parametrize("name", CHECKS)
 @pytest.mark.parametrize("on_ranks", [on_2, on_3, on_4], ids=lambda body: body.__name__)
-def test_collective(on_ranks, name: str, wait: bool) -> None:
-    on_ranks(name=name, wait=wait)
+def test_collective(on_ranks, name: str, wait: bool, transport: str) -> None:
+    on_ranks(name=name, wait=wait, transport=transport)
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -205,20 +211,23 @@ def test_a_group_of_one_takes_transposed_tensors() -> None:
 
 
 @ranks(4)
-def test_groups_of_a_mesh_are_separate() -> None:
+@both_transports
+def test_groups_of_a_mesh_are_separate(transport: str) -> None:
     """Every rank of the run in one group, counted apart from the data axis."""
-    everyone, along_data = mesh().everyone("control"), mesh().group("data", "test")
+    everyone, along_data = mesh(transport).everyone("control"), group_on(transport)
     assert everyone.ranks == (0, 1, 2, 3) and everyone.handle is not along_data.handle
-    assert mesh().everyone("control") is everyone
+    assert everyone.shared is None or everyone.shared is not along_data.shared
+    assert mesh(transport).everyone("control") is everyone
     before = along_data.traffic.sent_bytes
     check_all_reduce(everyone, True)
-    assert along_data.traffic.sent_bytes == before and mesh().traffic["world"].sent_bytes > 0
+    assert along_data.traffic.sent_bytes == before and mesh(transport).traffic["world"].sent_bytes > 0
 
 
 @ranks(3)
-def test_send_and_receive_round_a_ring() -> None:
+@both_transports
+def test_send_and_receive_round_a_ring(transport: str) -> None:
     """Everybody sends first, in both directions; a blocking send would deadlock."""
-    ring = mesh().group("data", "ring")
+    ring = mesh(transport).group("data", "ring")
     after, before = (ring.index + 1) % 3, (ring.index - 1) % 3
     sent = ring.traffic.sent_bytes
     message, fromleft, fromright = tensor_of(ring.index, 9, torch.float32), torch.empty(9), torch.empty(9)
@@ -233,8 +242,9 @@ def test_send_and_receive_round_a_ring() -> None:
 
 
 @ranks(2)
-def test_send_takes_any_tensor_and_receive_only_a_contiguous_one() -> None:
-    pair = mesh().group("data", "ring")
+@both_transports
+def test_send_takes_any_tensor_and_receive_only_a_contiguous_one(transport: str) -> None:
+    pair = mesh(transport).group("data", "ring")
     turned, got = torch.arange(6.0).view(2, 3).t(), torch.empty(3, 2)
     if pair.index == 0:
         send(turned, pair, to=1).wait()
@@ -246,8 +256,9 @@ def test_send_takes_any_tensor_and_receive_only_a_contiguous_one() -> None:
 
 
 @ranks(3)
-def test_values_of_any_length_are_gathered() -> None:
-    control = mesh().group("data", "control")
+@both_transports
+def test_values_of_any_length_are_gathered(transport: str) -> None:
+    control = mesh(transport).group("data", "control")
     mine = {"rank": control.index, "text": "ä" * control.index, "list": [None, 1.5, float("inf")] * control.index}
     found = gather_values(mine, control, torch.device("cpu"))
     assert [value["rank"] for value in found] == [0, 1, 2]
@@ -255,10 +266,11 @@ def test_values_of_any_length_are_gathered() -> None:
 
 
 @ranks(2)
-def test_two_threads_with_a_group_each() -> None:
+@both_transports
+def test_two_threads_with_a_group_each(transport: str) -> None:
     """Both exchange along one axis at once: the answers are right and no byte is lost in counting."""
-    rounds, groups = 150, (mesh().group("data", "test"), mesh().group("data", "background"))
-    traffic, wrong = mesh().traffic["data"], []
+    rounds, groups = 150, (group_on(transport), mesh(transport).group("data", "background"))
+    traffic, wrong = mesh(transport).traffic["data"], []
     before, calls = traffic.sent_bytes, traffic.num_calls
 
     def exchange(group: Group, numel: int) -> None:
@@ -281,120 +293,3 @@ def test_two_threads_with_a_group_each() -> None:
     assert not wrong
     assert traffic.num_calls - calls == 2 * rounds
     assert traffic.sent_bytes - before == rounds * (sent_bytes("all-reduce", 32, 2) + sent_bytes("all-reduce", 64, 2))
-
-
-def test_two_threads_lose_no_count() -> None:
-    """`x.sent += f()` reads before it calls, and the other thread's count in between would be overwritten."""
-    traffic, rounds = Traffic(), 20_000
-
-    def count() -> None:
-        for _ in range(rounds):
-            traffic.add(num_calls=1, sent_bytes=sent_bytes("all-reduce", 32, 2), wait_s=0.5)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=count) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert (traffic.num_calls, traffic.sent_bytes, traffic.wait_s) == (2 * rounds, 64 * rounds, rounds)
-
-
-def bytes_of_a_step(trainer: Trainer, batch: tuple[Tensor, Tensor]) -> int:
-    """What the third step sends over the data axis: by then the order of buckets is agreed."""
-    rank, size = trainer.data_rank, trainer.data_size
-    for number in range(3):
-        before = trainer.mesh.traffic["data"].sent_bytes
-        trainer.step(batch[0][rank::size], batch[1][rank::size])
-        assert number < 2 or trainer.sync.state()["agreed"]
-    return trainer.mesh.traffic["data"].sent_bytes - before
-
-
-def predicted_gradient_bytes(trainer: Trainer) -> int:
-    trainable = [parameter for parameter in trainer.named_model.parameters() if parameter.requires_grad]
-    return gradient_all_reduce_bytes(
-        [member_of(trainable[index]) for index in trainer.sync.state()["order"]],
-        bucket_bytes=trainer.plan.comm.bucket_bytes,
-        data=trainer.data_size,
-    )
-
-
-def check_gpt_bytes(bucket_bytes: int, microbatches: int) -> None:
-    plan = data_plan(dist.get_world_size(), bucket_bytes=bucket_bytes, microbatches=microbatches)
-    trainer = make_trainer(small_gpt(), plan)
-    counted_bytes, numel = bytes_of_a_step(trainer, token_batch(8)), sum(p.numel() for p in trainer.model.parameters())
-    assert counted_bytes == predicted_gradient_bytes(trainer)
-    tail, size = 3 + len(list(trainer.model.parameters())), trainer.data_size
-    assert 0 <= counted_bytes - 2 * (size - 1) * 4 * (numel + tail) / size < tail, "only rounding, once a bucket"
-
-
-def check_convnet_bytes(dtype: torch.dtype, microbatches: int) -> None:
-    model = small_convnet().to(dtype)
-    images, classes = image_batch(8)
-    trainer = make_trainer(model, data_plan(dist.get_world_size(), microbatches=microbatches))
-    counted_bytes = bytes_of_a_step(trainer, (images.to(dtype), classes))
-    channels = [module.num_features for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
-    assert len(channels) == 5
-    statistics = batch_norm_bytes(
-        channels, item_bytes=dtype.itemsize, microbatches=microbatches, data=trainer.data_size
-    )
-    assert counted_bytes == predicted_gradient_bytes(trainer) + statistics
-
-
-@ranks(2)
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("bucket_bytes", [1, 1000, 26214400])
-def test_a_gpt_step_on_two_ranks_sends_what_wire_predicts(bucket_bytes: int, microbatches: int) -> None:
-    check_gpt_bytes(bucket_bytes, microbatches)
-
-
-@ranks(3)
-@pytest.mark.parametrize("bucket_bytes", [1, 1000])
-def test_a_gpt_step_on_three_ranks_sends_what_wire_predicts(bucket_bytes: int) -> None:
-    check_gpt_bytes(bucket_bytes, 1)
-
-
-@ranks(4)
-@pytest.mark.parametrize("bucket_bytes", [1, 26214400])
-def test_a_gpt_step_on_four_ranks_sends_what_wire_predicts(bucket_bytes: int) -> None:
-    check_gpt_bytes(bucket_bytes, 2)
-
-
-@ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_a_convnet_step_on_two_ranks_sends_what_wire_predicts(dtype: torch.dtype, microbatches: int) -> None:
-    check_convnet_bytes(dtype, microbatches)
-
-
-@ranks(4)
-def test_a_convnet_step_on_four_ranks_sends_what_wire_predicts() -> None:
-    check_convnet_bytes(torch.float32, 1)
-
-
-class TwoPrecisions(nn.Module):
-    """Float64 and float32 layers by turns, so that buckets of two dtypes fill up side by side."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers = (nn.Linear(5, 5), nn.Linear(5, 7).double(), nn.Linear(7, 3), nn.Linear(3, 4).double())
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x.to(layer.weight.dtype)).tanh()
-        return x
-
-
-@ranks(3)
-@pytest.mark.parametrize("bucket_bytes", [1, 60, 200, 26214400])
-def test_two_dtypes_never_share_a_bucket_and_are_counted_right(bucket_bytes: int) -> None:
-    trainer = make_trainer(TwoPrecisions(), data_plan(3, bucket_bytes=bucket_bytes))
-    batch = torch.randn(6, 5), torch.randint(4, (6,))
-    assert bytes_of_a_step(trainer, batch) == predicted_gradient_bytes(trainer)
-    kinds = {parameter.grad.dtype for parameter in trainer.model.parameters() if parameter.grad is not None}
-    assert kinds == {torch.float32, torch.float64}

@@ -7,6 +7,7 @@ the store they share. The first with an error prints it; one that lost its conne
 from __future__ import annotations
 
 import os
+import sys
 import time
 from typing import Any
 
@@ -34,6 +35,8 @@ def peer_reported() -> bool:
 
 
 def _store() -> Any:
+    if "torch" not in sys.modules:  # then there is no group either, and importing it takes seconds
+        return None
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 

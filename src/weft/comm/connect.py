@@ -77,10 +77,12 @@ class Connection:
         size = len(self._ranks)
         first, rest = control_bytes(size), mailbox_bytes(size)
         segment, way = self.share(first + rest)
-        pids = torch.zeros(size, dtype=torch.int64)
-        pids[self._index] = os.getpid()
-        dist.all_reduce(pids, dist.ReduceOp.SUM, self._handle)
-        peers = [Peer(rank, pid) for rank, pid in zip(self._ranks, pids.tolist(), strict=True)]
+        said = torch.zeros(size + 1, dtype=torch.int64)
+        said[self._index], said[size] = os.getpid(), spin
+        dist.all_reduce(said, dist.ReduceOp.SUM, self._handle)
+        *pids, num_spinning = said.tolist()
+        spin = num_spinning == size  # alike on all ranks: it decides how much goes into a slot
+        peers = [Peer(rank, pid) for rank, pid in zip(self._ranks, pids, strict=True)]
         patience_s = timeout_s(self._handle)
         mailbox = Mailbox(
             segment.part(first, rest), index=self._index, peers=peers, timeout_s=patience_s, spin=spin, way=way

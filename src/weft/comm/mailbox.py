@@ -143,12 +143,13 @@ class _Incoming:
         number = self._arrived.pop((tag, place))
         first = number % NUM_ENVELOPES * _WORDS
         num_bytes = self._words[first + _NUM_BYTES]
+        memory = self._memory(first)
         if num_bytes != target.numel():
             self._words[first + _OPENED] = number + 1
             raise RuntimeError(
                 f"rank {self._sender.rank} sent {num_bytes} bytes with tag {tag}, {target.numel()} were awaited"
             )
-        target.copy_(self._memory(first)[:num_bytes])
+        target.copy_(memory[:num_bytes])
         self._counter.order_writes()  # the copy is over before the sender hears of it
         self._words[first + _OPENED] = number + 1
 

@@ -16,7 +16,9 @@ from weft.comm.arena import Arena, round_up
 from weft.comm.segments import Segment
 from weft.comm.signals import LINE_BYTES, Counter, Peer
 
-SLOT_BYTES = 2**20
+SLOT_BYTES = 2**22
+_CACHED_BYTES = 2**20
+"""As much of a slot is used at a time where meetings are cheap: it stays in a core's own cache."""
 
 _OPERATIONS = ("all-reduce", "broadcast", "all-gather", "reduce-scatter", "all-to-all", "gather", "scatter")
 _DTYPES = (
@@ -54,6 +56,7 @@ class Meeting:
         self._slot_memory = torch.frombuffer(memory[-2 * self.size * SLOT_BYTES :], dtype=torch.uint8)
         self._typed_slots: dict[torch.dtype, list[list[torch.Tensor]]] = {}
         self.turn = 0
+        self.chunk_bytes = min(_CACHED_BYTES, SLOT_BYTES) if spin else SLOT_BYTES
         self._num_arenas = 0
         self._arenas: dict[int, weakref.ref[Arena]] = {}
 
@@ -77,7 +80,7 @@ class Meeting:
     def meet_directly(self, operation: str, flat: torch.Tensor) -> list[torch.Tensor] | None:
         """Meet; the rows of all ranks if all tensors lie in arenas. If not, the first chunks are in slots."""
         found = self._find(flat)
-        room = SLOT_BYTES // flat.element_size()
+        room = self.chunk_bytes // flat.element_size()
         by_chunks = operation != "reduce-scatter"  # its slots are filled otherwise
         if found is None and by_chunks:
             self.copy_in(flat[:room])

@@ -19,7 +19,7 @@ import torch
 from weft.comm.arena import Arena
 from weft.comm.background import Background, Work
 from weft.comm.mailbox import Mailbox
-from weft.comm.meeting import DESCRIPTION_WORDS, SLOT_BYTES, Arrival, Meeting
+from weft.comm.meeting import DESCRIPTION_WORDS, Arrival, Meeting
 from weft.comm.native import copy
 from weft.comm.reduction import Reduction, add_into, reduce_into
 from weft.comm.segments import Segment
@@ -99,7 +99,7 @@ class SharedWire:
         self._meeting.meet()
 
     def _all_reduce_by_slots(self, flat: torch.Tensor, op: Reduction) -> None:
-        room = SLOT_BYTES // flat.element_size()
+        room = self._meeting.chunk_bytes // flat.element_size()
         for number, chunk in enumerate(flat.split(room)):
             if number:
                 self._meeting.copy_in(chunk)
@@ -119,7 +119,7 @@ class SharedWire:
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         flat = tensor.view(-1)
         is_root = self._index == root
-        room = SLOT_BYTES // flat.element_size()
+        room = self._meeting.chunk_bytes // flat.element_size()
         for number, chunk in enumerate(flat.split(room)):
             if is_root:
                 self._meeting.copy_in(chunk)
@@ -149,7 +149,7 @@ class SharedWire:
         else:
             self._meeting.copy_in(flat)
             self._meeting.meet_about(name, flat, None)
-        room = SLOT_BYTES // flat.element_size()
+        room = self._meeting.chunk_bytes // flat.element_size()
         for number, chunk in enumerate(flat.split(room)):
             if number:
                 self._meeting.copy_in(chunk)
@@ -188,7 +188,7 @@ class SharedWire:
             self._meeting.meet()
             return
         parts = flat.view(self.size, length)
-        room = SLOT_BYTES // flat.element_size() // self.size
+        room = self._meeting.chunk_bytes // flat.element_size() // self.size
         for first in range(0, length, room):
             pieces = parts[:, first : first + room]
             self._meeting.copy_in(pieces)
@@ -212,7 +212,7 @@ class SharedWire:
         received = [row[self._index] for row in lengths]
         if received != list(output_lengths):
             raise RuntimeError(f"all-to-all: the others send {received} elements, {list(output_lengths)} are awaited")
-        room = SLOT_BYTES // flat.element_size() // self.size
+        room = self._meeting.chunk_bytes // flat.element_size() // self.size
         pieces, places = flat.split(list(input_lengths)), target.split(list(output_lengths))
         for first in range(0, max(max(row) for row in lengths), room):
             slot = self._meeting.slots(flat.dtype)[self._index]
@@ -229,7 +229,7 @@ class SharedWire:
     def scatter(self, output: torch.Tensor, parts: Sequence[torch.Tensor] | None, root: int) -> None:
         """Part k of the root's list goes to rank k."""
         target = output.view(-1)
-        room = SLOT_BYTES // target.element_size() // self.size
+        room = self._meeting.chunk_bytes // target.element_size() // self.size
         for first in range(0, target.numel(), room):
             place = target[first : first + room]
             if parts is not None:
