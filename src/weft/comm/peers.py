@@ -2,7 +2,8 @@
 
 gloo's own reduce-scatter is an all-reduce in disguise, and its all-gather goes round in a ring with a copy at every
 stop. Sending each rank its part directly moves the same bytes in one round, two to three times as fast on one host, and
-neither needs the sender's own part to be copied out. Sums are made here.
+neither needs the sender's own part to be copied out. Sums are made here. Messages win from 64 bytes on wherever ranks
+have cores of their own (2 to 16 ranks were measured), so there is no size below which gloo's own calls are used.
 """
 
 from __future__ import annotations
