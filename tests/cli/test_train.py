@@ -53,6 +53,21 @@ def test_the_options_are_these() -> None:
         for name, command in commands.items()
     }
     assert options == {
+        "lab": [
+            "--bandwidth",
+            "--check",
+            "--counters",
+            "--delay",
+            "--hosts",
+            "--jitter",
+            "--loss",
+            "--per-host",
+            "--preset",
+            "--ranks-per-host",
+            "--topology",
+            "--traceback",
+        ],
+        "profile": ["--job", "--output", "--preflight", "--quick", "--ranks", "--traceback"],
         "train": ["--output", "--ranks", "--restarts", "--resume", "--steps", "--traceback"],
         "verify": ["--batch", "--plan", "--steps", "--traceback"],
     }

@@ -68,17 +68,18 @@ def predicted(num_levels: int) -> float:
 
 
 @pytest.mark.timeout(240)
-def test_two_levels_train_like_one_process_and_send_less_between_hosts(tmp_path: Path) -> None:
-    sent = {}
-    for transport, num_levels in (("auto", 2), ("c10d", 1)):
-        ended, said = run(tmp_path / transport, transport)
-        assert said["hosts"] == [0, 0, 1, 1] and said["levels"] is (num_levels == 2)
-        if num_levels == 2:
-            assert said["nothing"] is True and said["parameters"] is True
-        for source, target in ((0, 1), (1, 0)):
-            crossed = ended.pair(source, target)["bytes"]
-            # Beyond the exchanges: headers, connections, and for "auto" three small trainings.
-            assert predicted(num_levels) <= crossed <= 1.05 * predicted(num_levels) + 400_000
-            sent[transport, source] = crossed
+@pytest.mark.parametrize(
+    ("transport", "num_levels"), [("auto", 2), pytest.param("c10d", 1, marks=pytest.mark.long)], ids=["two", "one"]
+)
+def test_what_crosses_between_hosts_in_two_levels_and_in_one(tmp_path: Path, transport: str, num_levels: int) -> None:
+    """In two levels training equals one process too, and an all-reduce, a reduce-scatter and an all-gather together
+    send 2 instead of 3.5 times their size."""
     assert predicted(2) == 2 * 4 * NUMEL and predicted(1) == 3.5 * 4 * NUMEL
-    assert all(sent["auto", host] < 0.65 * sent["c10d", host] for host in (0, 1))
+    ended, said = run(tmp_path / transport, transport)
+    assert said["hosts"] == [0, 0, 1, 1] and said["levels"] is (num_levels == 2)
+    if num_levels == 2:
+        assert said["nothing"] is True and said["parameters"] is True
+    for source, target in ((0, 1), (1, 0)):
+        crossed = ended.pair(source, target)["bytes"]
+        # Beyond the exchanges: headers, connections, and in two levels three small trainings.
+        assert predicted(num_levels) <= crossed <= 1.05 * predicted(num_levels) + 400_000

@@ -84,9 +84,20 @@ def check_account(make: Callable[[], nn.Module], plan: Plan, inputs: torch.Tenso
 SMALL = GPTConfig(vocab_size=64, context=16, num_layers=4, hidden=64, heads=2, mlp_hidden=200)
 
 
+LONG = pytest.mark.long
+KEPT = [
+    *[pytest.param(shard, Precision(), id=f"{shard}-fp32") for shard in SHARDS],
+    *[
+        pytest.param(shard, precision, id=f"{shard}-{name}", marks=[] if shard == "parameters" else LONG)
+        for shard in SHARDS
+        for name, precision in (("bf16", Precision(compute="bf16")), ("bf16-only", HALF))
+    ],
+]
+WAITING = [pytest.param(shard, marks=[] if shard in ("nothing", "parameters") else LONG) for shard in SHARDS]
+
+
 @ranks(2)
-@pytest.mark.parametrize("shard", SHARDS)
-@pytest.mark.parametrize("precision", [Precision(), Precision(compute="bf16"), HALF], ids=["fp32", "bf16", "bf16-only"])
+@pytest.mark.parametrize(("shard", "precision"), KEPT)
 def test_every_tensor_a_trainer_keeps(shard: str, precision: Precision) -> None:
     plan = Plan(axes=Axes(data=2), data=Data(shard=shard), precision=precision, comm=Comm(bucket_bytes=60_000))
     check_account(lambda: GPT(SMALL), plan, *text_batch(SMALL, 2))
@@ -119,7 +130,7 @@ def test_every_tensor_of_hybrid_sharding(shard: str) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("shard", WAITING)
 def test_every_tensor_of_a_model_whose_layers_wait_for_other_ranks(shard: str) -> None:
     """With synchronised BatchNorm no reduction is waited for before the backward pass is over."""
     plan = Plan(axes=Axes(data=2), data=Data(shard=shard), comm=Comm(bucket_bytes=30_000))
