@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from weft.comm.mailbox import Mailbox, mailbox_bytes
 from weft.comm.meeting import Meeting, control_bytes
+from weft.comm.reduction import REDUCE_OPS, Reduction
 from weft.comm.segments import Maker, Segment, Ticket, Way, open_segment
 from weft.comm.shared import SharedWire
 from weft.comm.signals import Peer
@@ -41,6 +42,7 @@ class Connection:
         self._ranks = ranks
         self._index = index
         self._ways = ways
+        self._wire: SharedWire | None = None
 
     @property
     def is_first(self) -> bool:
@@ -64,7 +66,7 @@ class Connection:
                 except OSError as error:
                     problem = str(error)
             is_opened = torch.tensor([int(segment is not None)])
-            dist.all_reduce(is_opened, dist.ReduceOp.MIN, self._handle)
+            self._reduce(is_opened, "min")
             if maker is not None:
                 maker.close()
             if segment is not None and is_opened:
@@ -79,7 +81,7 @@ class Connection:
         segment, way = self.share(first + rest)
         said = torch.zeros(size + 1, dtype=torch.int64)
         said[self._index], said[size] = os.getpid(), spin
-        dist.all_reduce(said, dist.ReduceOp.SUM, self._handle)
+        self._reduce(said, "sum")
         *pids, num_spinning = said.tolist()
         spin = num_spinning == size  # alike on all ranks: it decides how much goes into a slot
         peers = [Peer(rank, pid) for rank, pid in zip(self._ranks, pids, strict=True)]
@@ -89,7 +91,16 @@ class Connection:
         )
         meeting = Meeting(segment.part(0, first), index=self._index, peers=peers, timeout_s=patience_s, spin=spin)
         dist.barrier(self._handle)  # a rank that had ended before its peers looked its process up would not be missed
-        return SharedWire(meeting, mailbox, name=name)
+        self._wire = SharedWire(meeting, mailbox, name=name)
+        return self._wire
+
+    def _reduce(self, tensor: torch.Tensor, op: Reduction) -> None:
+        """Over the ordinary connection, until there is a better one."""
+        wire = self._wire
+        if wire is None:
+            dist.all_reduce(tensor, REDUCE_OPS[op], self._handle)
+        else:
+            wire.run(lambda: wire.all_reduce(tensor, op))
 
     def _tell(self, message: dict[str, Any]) -> dict[str, Any]:
         """What the first rank says."""
@@ -97,7 +108,11 @@ class Connection:
         if self._index == 0:
             text = json.dumps(message).encode()
             memory[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        dist.broadcast(memory, self._ranks[0], self._handle)
+        wire = self._wire
+        if wire is None:
+            dist.broadcast(memory, self._ranks[0], self._handle)
+        else:
+            wire.run(lambda: wire.broadcast(memory, 0))
         told: dict[str, Any] = json.loads(bytes(memory.tolist()).rstrip(b"\0"))
         return told
 

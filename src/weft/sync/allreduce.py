@@ -17,6 +17,7 @@ rank 0 had no data in that step, the next one decides.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -119,28 +120,37 @@ class AllReduce(Counting, WholeGradients):
             self._order_agreed = True
 
     def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        # Autograd keeps the hook where the garbage collector does not see it: it must not keep the trainer alive.
+        reference = weakref.ref(self)
+
         def gradient_ready(parameter: torch.Tensor) -> None:
-            view = self._buckets.views[index]
-            if not self._counting:
-                if not self._used[index]:
-                    parameter.grad = None
-                return
-            if not self._used[index]:
-                assert parameter.grad is not None
-                copy(view, parameter.grad)
-                parameter.grad = view
-                self._used[index] = True
-            if self._armed and self._ready[index]:
-                self._refuse_if_sent(index)
-            elif self._armed:
-                self._ready[index] = True
-                self._ready_order.append(index)
-                bucket = self._buckets.bucket_of[index]
-                self._missing[bucket] -= 1
-                if self._missing[bucket] == 0:
-                    self._launch_full()
+            sync = reference()
+            if sync is not None:
+                sync._take(index, parameter)
 
         return gradient_ready
+
+    def _take(self, index: int, parameter: torch.Tensor) -> None:
+        """A parameter's gradient is ready."""
+        view = self._buckets.views[index]
+        if not self._counting:
+            if not self._used[index]:
+                parameter.grad = None
+            return
+        if not self._used[index]:
+            assert parameter.grad is not None
+            copy(view, parameter.grad)
+            parameter.grad = view
+            self._used[index] = True
+        if self._armed and self._ready[index]:
+            self._refuse_if_sent(index)
+        elif self._armed:
+            self._ready[index] = True
+            self._ready_order.append(index)
+            bucket = self._buckets.bucket_of[index]
+            self._missing[bucket] -= 1
+            if self._missing[bucket] == 0:
+                self._launch_full()
 
     def _refuse_if_sent(self, index: int) -> None:
         if self._buckets.bucket_of[index] < len(self._pending):

@@ -15,6 +15,7 @@ The tail (loss, count, squared norm, flags of used parameters) is a message of i
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -176,26 +177,34 @@ class Sharded(Counting):
         return self._in_step and (self._armed or self._settings.every_microbatch)
 
     def _make_hook(self, turn: int, member: int) -> Callable[[torch.Tensor], None]:
-        gradients = self._gradients[turn]
+        # Autograd keeps the hook where the garbage collector does not see it: it must not keep the trainer alive.
+        reference = weakref.ref(self)
 
         def gradient_ready(parameter: torch.Tensor) -> None:
-            if not self._in_step:
-                return
-            gradient, parameter.grad = parameter.grad, None
-            if not self._counting:
-                return
-            assert gradient is not None
-            if self._is_reducing and turn < self._turn:
-                raise ModelError(
-                    f'"{gradients.flat.names[member]}" got a second gradient in one backward pass after its first was '
-                    "sent; reentrant checkpointing of shared layers does that, so call torch.utils.checkpoint with "
-                    "use_reentrant=False"
-                )
-            gradients.add(member, gradient, is_last=self._is_reducing)
-            if self._is_reducing and gradients.is_full:
-                self._launch_full()
+            sync = reference()
+            if sync is not None:
+                sync._take(turn, member, parameter)
 
         return gradient_ready
+
+    def _take(self, turn: int, member: int, parameter: torch.Tensor) -> None:
+        """The gradient of a buffer's member is ready."""
+        gradients = self._gradients[turn]
+        if not self._in_step:
+            return
+        gradient, parameter.grad = parameter.grad, None
+        if not self._counting:
+            return
+        assert gradient is not None
+        if self._is_reducing and turn < self._turn:
+            raise ModelError(
+                f'"{gradients.flat.names[member]}" got a second gradient in one backward pass after its first was '
+                "sent; reentrant checkpointing of shared layers does that, so call torch.utils.checkpoint with "
+                "use_reentrant=False"
+            )
+        gradients.add(member, gradient, is_last=self._is_reducing)
+        if self._is_reducing and gradients.is_full:
+            self._launch_full()
 
     def _launch_full(self) -> None:
         while self._turn < len(self._gradients) and self._gradients[self._turn].is_full:
