@@ -35,7 +35,8 @@ from torch.multiprocessing.spawn import start_processes
 from weft.comm import collectives
 from weft.comm.group import Group
 from weft.comm.native import find_kernels
-from weft.comm.peers import add_up, start_all_gather, start_reduce_scatter
+from weft.comm.peers import parts_to_add, start_all_gather, start_reduce_scatter
+from weft.comm.reduction import add_into
 from weft.comm.room import Room, bytes_for
 from weft.mesh import join_world, make_mesh
 from weft.plan.plan import Axes, Comm, Plan
@@ -146,7 +147,7 @@ def call_messages(case: Case, received: torch.Tensor, tensors: Tensors, group: G
         start_all_gather(result, given, group).wait()
     else:
         start_reduce_scatter(given, received, group).wait()
-        add_up(result, given.view(group.size, -1)[group.index], received, group, add=False)
+        add_into(result, parts_to_add(given, received, group), add=False)
 
 
 def chunks_of(flat: torch.Tensor, ranks: Sequence[int], first: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:

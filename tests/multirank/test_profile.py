@@ -62,8 +62,14 @@ def test_several_hosts_are_measured_pair_by_pair() -> None:
         ("shared-memory", (1, 1)),
         ("network", (0, 1)),
     }
-    groups = {(each.link, each.num_ranks) for each in cluster.timings}
-    assert groups == {("loopback", 2), ("shared-memory", 2), ("network", 2), ("network", 4)}
+    groups = {(each.link, each.transport, each.num_ranks) for each in cluster.timings}
+    assert groups == {
+        ("loopback", "c10d", 2),
+        ("shared-memory", "shared", 2),
+        ("network", "c10d", 2),
+        ("network", "c10d", 4),
+        ("network", "shared", 4),  # in two levels
+    }
     assert labels[0] == "devices" and labels[-1] == "done" and "network between hosts 0 and 1" in labels
 
 

@@ -37,7 +37,7 @@ class Arena:
         flat = torch.frombuffer(whole, dtype=torch.uint8)
         rows = flat.view(num_rows, self.row_bytes)
         self._rows = tuple(rows[0 if is_common else rank] for rank in range(num_ranks))
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._free = {0: self.row_bytes}
         self._returned: deque[tuple[int, int]] = deque()
         self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
@@ -77,7 +77,7 @@ class Arena:
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """Where in this rank's row a tensor lies, if it does."""
-        offset = tensor.data_ptr() - self._address
+        offset = tensor.data_ptr() - self.address
         return offset if 0 <= offset < self.row_bytes else None
 
     def view(self, rank: int, offset: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:

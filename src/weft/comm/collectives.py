@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from weft.comm.group import Group, Traffic
 from weft.comm.levels import Levels
-from weft.comm.peers import add_up, start_all_gather, start_reduce_scatter
-from weft.comm.reduction import REDUCE_OPS, Reduction
+from weft.comm.peers import parts_to_add, start_all_gather, start_reduce_scatter
+from weft.comm.reduction import REDUCE_OPS, Reduction, add_into
 from weft.comm.shared import SharedWire
 from weft.plan.wire import Collective, sent_bytes
 
@@ -170,7 +170,7 @@ def reduce_scatter(
             wire,
             lambda: wire.reduce_scatter(output, tensor, add=add),
         )
-    own, target = tensor.view(group.size, -1)[group.index], output.view(-1)
+    target = output.view(-1)
     if uses_messages(group, tensor):
         rows = torch.empty_like(tensor).view(-1) if received is None else received
         return _run(
@@ -179,10 +179,10 @@ def reduce_scatter(
             tensor.nbytes,
             wait,
             lambda: start_reduce_scatter(tensor, rows, group),
-            lambda: add_up(target, own, rows, group, add=add),
+            lambda: add_into(target, parts_to_add(tensor, rows, group), add=add),
         )
     in_place = not add and target.dtype == tensor.dtype
-    result = target if in_place else torch.empty_like(own)
+    result = target if in_place else tensor.new_empty(target.numel())
     return _run(
         group,
         "reduce-scatter",

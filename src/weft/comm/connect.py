@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from weft.comm.mailbox import Mailbox, mailbox_bytes
 from weft.comm.meeting import Meeting, control_bytes
+from weft.comm.native import find_kernels
 from weft.comm.reduction import REDUCE_OPS, Reduction
 from weft.comm.segments import Maker, Segment, Ticket, Way, open_segment
 from weft.comm.shared import SharedWire
@@ -76,6 +77,7 @@ class Connection:
 
     def connect(self, *, spin: bool, name: str) -> SharedWire:
         """Let the group exchange through shared memory."""
+        find_kernels()  # built now if ever, and not while others wait in an exchange
         size = len(self._ranks)
         first, rest = control_bytes(size), mailbox_bytes(size)
         segment, way = self.share(first + rest)

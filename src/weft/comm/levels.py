@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.background import Background, Work
-from weft.comm.reduction import REDUCE_OPS, Reduction
+from weft.comm.messages import Messages, exchange
+from weft.comm.reduction import REDUCE_OPS, Reduction, add_into
 from weft.comm.shared import SMALL_BYTES, SharedWire
 
 
@@ -48,11 +49,8 @@ class Levels:
         self._across = across
         self._across_ranks = tuple(across_ranks)
         self._background = Background(name)
-
-    @property
-    def is_even(self) -> bool:
+        self.is_even = len({len(inside) for inside in self.places}) == 1
         """All hosts have as many ranks: then each of them has its counterparts."""
-        return len({len(inside) for inside in self.places}) == 1
 
     def run(self, task: Callable[[], None]) -> None:
         """Exchange now."""
@@ -104,11 +102,10 @@ class Levels:
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         """Only where all hosts have as many ranks."""
         mine = [outputs[inside[self._here]].view(-1) for inside in self.places]
-        works = self._exchange(mine, [tensor] * len(mine))
+        messages = self._exchange(mine, [tensor] * len(mine))
         if mine[self._host].data_ptr() != tensor.data_ptr():
             mine[self._host].copy_(tensor.view(-1))
-        for work in works:
-            work.wait()
+        messages.wait()
         if self.wire is None:
             return
         for part, inside in zip(mine, self.places, strict=True):
@@ -127,24 +124,10 @@ class Levels:
             else:
                 self.wire.reduce_scatter(total, block.view(-1), add=False)
         received = torch.empty_like(sums)
-        works = self._exchange(list(received), list(sums))
-        received[self._host].copy_(sums[self._host])
-        for work in works:
-            work.wait()
-        finest = torch.promote_types(target.dtype, tensor.dtype)
-        total = received[0].to(finest)
-        for row in received[1:]:
-            total.add_(row)
-        if add:
-            target.add_(total)
-        else:
-            target.copy_(total)
+        self._exchange(list(received), list(sums)).wait()
+        received[self._host] = sums[self._host]
+        add_into(target, list(received), add=add)
 
-    def _exchange(self, places: Sequence[torch.Tensor], messages: Sequence[torch.Tensor]) -> list[dist.Work]:
-        """Message k to host k and into place k from it, for every other host, nearest first."""
-        works, size = [], len(self.places)
-        for distance in range(1, size):
-            source, target = (self._host - distance) % size, (self._host + distance) % size
-            works.append(dist.irecv(places[source], self._across_ranks[source], self._across))
-            works.append(dist.isend(messages[target], self._across_ranks[target], self._across))
-        return [work for work in works if work is not None]
+    def _exchange(self, places: Sequence[torch.Tensor], messages: Sequence[torch.Tensor]) -> Messages:
+        """Message k to this rank's counterpart on host k, and into place k from it."""
+        return exchange(places, messages, ranks=self._across_ranks, index=self._host, handle=self._across)

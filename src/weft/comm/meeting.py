@@ -7,6 +7,7 @@ there are two of each.
 
 from __future__ import annotations
 
+import bisect
 import weakref
 from collections.abc import Sequence
 
@@ -58,18 +59,24 @@ class Meeting:
         self.turn = 0
         self.chunk_bytes = min(_CACHED_BYTES, SLOT_BYTES) if spin else SLOT_BYTES
         self._num_arenas = 0
-        self._arenas: dict[int, weakref.ref[Arena]] = {}
+        self._arenas: tuple[tuple[int, weakref.ref[Arena]], ...] = ()
+        """By address."""
 
     def add_arena(self, segment: Segment, *, is_common: bool) -> Arena:
         """Memory for tensors to be exchanged in place. Ranks add theirs together, so that its number is the same."""
         self._num_arenas += 1
         arena = Arena(segment, number=self._num_arenas, index=self.index, num_ranks=self.size, is_common=is_common)
-        alive = {number: known for number, known in self._arenas.items() if known() is not None}
-        self._arenas = {**alive, arena.number: weakref.ref(arena)}  # a new one: another thread may be looking
+        alive = [each for each in self._arenas if each[1]() is not None]
+        alive.append((arena.address, weakref.ref(arena)))
+        self._arenas = tuple(sorted(alive, key=_address_of))  # a new one: another thread may be looking
         return arena
 
-    def _living_arenas(self) -> list[Arena]:
-        return [arena for known in self._arenas.values() if (arena := known()) is not None]
+    def _arena_of(self, tensor: torch.Tensor) -> Arena | None:
+        """The arena in which a tensor lies."""
+        arenas = self._arenas
+        place = bisect.bisect_right(arenas, tensor.data_ptr(), key=_address_of) - 1
+        arena = arenas[place][1]() if place >= 0 else None
+        return arena if arena is not None and arena.offset_of(tensor) is not None else None
 
     def meet(self) -> None:
         """Until all ranks are here."""
@@ -77,22 +84,23 @@ class Meeting:
         for other in self._others:
             other.wait(count)
 
-    def meet_directly(self, operation: str, flat: torch.Tensor) -> list[torch.Tensor] | None:
-        """Meet; the rows of all ranks if all tensors lie in arenas. If not, the first chunks are in slots."""
+    def meet_directly(
+        self, operation: str, flat: torch.Tensor, *, with_chunk: bool = True
+    ) -> list[torch.Tensor] | None:
+        """Meet; the rows of all ranks if all tensors lie in arenas. If not, with their first chunks in the slots."""
         found = self._find(flat)
         room = self.chunk_bytes // flat.element_size()
-        by_chunks = operation != "reduce-scatter"  # its slots are filled otherwise
-        if found is None and by_chunks:
+        if found is None and with_chunk:
             self.copy_in(flat[:room])
         places = [(table[2], table[3]) for table in self.meet_about(operation, flat, found)]
         if all(number != _NOWHERE for number, _ in places):
-            arenas = {arena.number: arena for arena in self._living_arenas()}
+            arenas = {arena.number: arena for _, known in self._arenas if (arena := known()) is not None}
             return [
                 arenas[number].view(rank, offset, flat.nbytes, flat.dtype)
                 for rank, (number, offset) in enumerate(places)
             ]
         if any(number != _NOWHERE for number, _ in places):  # some of us thought otherwise
-            if found is not None and by_chunks:
+            if found is not None and with_chunk:
                 self.copy_in(flat[:room])
             self.meet()
         return None
@@ -126,15 +134,14 @@ class Meeting:
 
     def _find(self, flat: torch.Tensor) -> tuple[int, int] | None:
         """The arena a tensor lies in, and where in this rank's row."""
-        for arena in self._living_arenas() if flat.is_contiguous() else ():
-            offset = None if arena.is_common else arena.offset_of(flat)
-            if offset is not None:
-                return arena.number, offset
-        return None
+        arena = self._arena_of(flat) if flat.is_contiguous() else None
+        offset = None if arena is None or arena.is_common else arena.offset_of(flat)
+        return None if arena is None or offset is None else (arena.number, offset)
 
     def is_common(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is the same memory on all ranks."""
-        return any(arena.is_common and arena.offset_of(tensor) is not None for arena in self._living_arenas())
+        arena = self._arena_of(tensor)
+        return arena is not None and arena.is_common
 
     def slice_of(self, numel: int, rank: int | None = None) -> tuple[int, int]:
         """The part of a tensor that a rank reduces, in whole cache lines where that is possible."""
@@ -174,6 +181,10 @@ class Arrival:
     def wait(self) -> None:
         for other in self._others:
             other.wait(self._count)
+
+
+def _address_of(known: tuple[int, weakref.ref[Arena]]) -> int:
+    return known[0]
 
 
 def _describe(subject: int, num_bytes: int) -> str:

@@ -182,7 +182,9 @@ class SharedWire:
         if not length:
             return
         mine = slice(self._index * length, (self._index + 1) * length)
-        rows = self._meeting.meet_directly("reduce-scatter", flat) if flat.nbytes > SMALL_BYTES else None
+        rows = None
+        if flat.nbytes > SMALL_BYTES:
+            rows = self._meeting.meet_directly("reduce-scatter", flat, with_chunk=False)
         if rows is not None:
             add_into(target, [row[mine] for row in rows], add=add)
             self._meeting.meet()

@@ -151,8 +151,9 @@ def _notes(skipped: list[str], poor: list[str], limit_s: float) -> list[str]:
 
 
 def transports_of(shape: Shape, world: World) -> tuple[str, ...]:
-    """How groups of a shape can talk: shared memory is for CPU tensors inside a host."""
-    is_shared = world.device.type == "cpu" and not shape.between_hosts
+    """How groups of a shape can talk: CPU ranks that are together on a host share its memory, also in two levels."""
+    is_together = not shape.between_hosts or shape.num_ranks > len(set(world.hosts))
+    is_shared = world.device.type == "cpu" and is_together
     return ("c10d", "shared") if is_shared else ("c10d",)
 
 

@@ -81,12 +81,17 @@ def format_plan(plan: Plan) -> str:
 
 
 def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write the plan to a file, whole or not at all: under a temporary name first, then renamed."""
+    """Write the plan to a file, whole or not at all."""
+    write_text(path, format_plan(plan), kind=PlanError)
+
+
+def write_text(path: str | os.PathLike[str], text: str, *, kind: type[WeftError]) -> None:
+    """A text file, whole or not at all: under a temporary name first, then renamed."""
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(format_plan(plan), encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, target)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise PlanError(f"{target}: cannot be written: {error.strerror or error}") from error
+        raise kind(f"{target}: cannot be written: {error.strerror or error}") from error

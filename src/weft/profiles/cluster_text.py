@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from weft.errors import ClusterError, nearest
 from weft.plan.fields import Choice, Facts, Section, accept_values, facts_of, section_name, statement, toml
-from weft.plan.text import parse_toml, read_text
+from weft.plan.text import parse_toml, read_text, write_text
 from weft.profiles.cluster import Cluster, Device, Link, Timing
 
 LISTS: dict[str, type[Section]] = {section_name(section): section for section in (Device, Link, Timing)}
@@ -63,15 +62,8 @@ def format_cluster(cluster: Cluster) -> str:
 
 
 def write_cluster(cluster: Cluster, path: str | os.PathLike[str]) -> None:
-    """Write the cluster to a file, whole or not at all: under a temporary name first, then renamed."""
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(format_cluster(cluster), encoding="utf-8")
-        os.replace(temporary, target)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise ClusterError(f"{target}: cannot be written: {error.strerror or error}") from error
+    """Write the cluster to a file, whole or not at all."""
+    write_text(path, format_cluster(cluster), kind=ClusterError)
 
 
 def reference() -> str:
