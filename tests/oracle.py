@@ -42,7 +42,8 @@ def kept_group(mesh: Mesh, axis: str, purpose: str) -> Group:
     key = (mesh.grid.axes, mesh.plan.comm.transport, mesh.world.hosts, axis, purpose)
     if key not in groups_made:
         groups_made[key] = make_group(mesh, axis, purpose)
-    return dataclasses.replace(groups_made[key], traffic=mesh.traffic.setdefault(axis, Traffic()))
+    made = groups_made[key]
+    return dataclasses.replace(made, traffic=mesh.traffic.setdefault(made.axis, Traffic()))
 
 
 Mesh._make_group = kept_group  # type: ignore[method-assign]

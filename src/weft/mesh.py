@@ -82,7 +82,10 @@ class Mesh:
         return self.index("replicate") * self.size("data") + self.index("data")
 
     def group(self, axis: str, purpose: str) -> Group:
-        """The group of this rank along an axis, or several joined by "+". Collective when first asked for."""
+        """The group of this rank along an axis, or several joined by "+". Collective when first asked for.
+
+        "pipeline:0,3" is made of the ranks at these places along an axis; on other ranks it has no members.
+        """
         if (axis, purpose) not in self._groups:
             self._groups[axis, purpose] = self._make_group(axis, purpose)
         return self._groups[axis, purpose]
@@ -98,12 +101,17 @@ class Mesh:
         return self.group(WORLD, purpose)
 
     def _make_group(self, axis: str, purpose: str) -> Group:
-        everyone = tuple(range(self.world.size))
-        axes, name = tuple(axis.split("+")), f"{axis}/{purpose}"
+        everyone, name = tuple(range(self.world.size)), f"{axis}/{purpose}"
+        axis, _, places = axis.partition(":")
+        axes = tuple(axis.split("+"))
         groups = (everyone,) if axis == WORLD else self.grid.groups(axes)
         mine = everyone if axis == WORLD else self.grid.ranks_along(axes, self.world.rank)
-        index = mine.index(self.world.rank)
-        handle = _make_handle(groups, mine, name) if len(mine) > 1 else None
+        if places:
+            chosen = [int(place) for place in places.split(",")]
+            groups = tuple(tuple(ranks[place] for place in chosen) for ranks in groups)
+            mine = next((ranks for ranks in groups if self.world.rank in ranks), ())
+        index = mine.index(self.world.rank) if mine else -1
+        handle = _make_handle(groups, mine, name) if len(groups[0]) > 1 else None
         group = Group(
             axis=axis,
             purpose=purpose,

@@ -146,7 +146,7 @@ def test_a_count_is_exact_beyond_what_a_float32_can_hold(counts: tuple[int, int]
     trainer = make_trainer(model, data_plan(2), loss=lambda output, targets: (output.sum(), counts[rank]))
     for _ in range(2):
         trainer.step(torch.randn(2, 4), torch.zeros(2))
-        assert trainer.shared_count == sum(counts)
+        assert trainer.counts.shared == sum(counts)
 
 
 # ---- what a batch looks like ----

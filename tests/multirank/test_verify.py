@@ -179,7 +179,7 @@ def test_a_count_that_is_not_corrected() -> None:
     """The second batch is shorter: with the first one's count its gradients are too small, in all parameters."""
 
     def forget(trainer: Trainer) -> None:
-        trainer._correction = lambda shared, count: None  # type: ignore[method-assign]
+        trainer.counts.correction = lambda shared, count: None  # type: ignore[method-assign]
 
     outcome = wrong_with(forget)
     gradients = [d for d in outcome.differences if d.what == "gradient"]
@@ -192,8 +192,8 @@ def test_an_average_of_averages() -> None:
     """The classic: each rank divides by its own count. Equal parts hide it, unequal ones do not."""
 
     def own_count(trainer: Trainer) -> None:
-        trainer._share_count = lambda counts: 2.0 * sum(counts)  # type: ignore[method-assign]
-        trainer._correction = lambda shared, total: None  # type: ignore[method-assign]
+        trainer.counts.share = lambda counts: 2.0 * sum(counts)  # type: ignore[method-assign]
+        trainer.counts.correction = lambda shared, total: None  # type: ignore[method-assign]
 
     with trainer_changed(pytest.MonkeyPatch(), own_count):
         assert run(batches=[token_batch(8)]).ok

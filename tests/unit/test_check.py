@@ -69,7 +69,6 @@ def test_what_is_built_can_run(plan):
 @pytest.mark.parametrize(
     ("plan", "problem"),
     [
-        (Plan(axes=Axes(pipeline=2)), "[axes] pipeline = 2 is not built yet; use 1"),
         (Plan(axes=Axes(tensor=4)), "[axes] tensor = 4 is not built yet; use 1"),
         (Plan(axes=Axes(ulysses=2)), "[axes] ulysses = 2 is not built yet; use 1"),
         (Plan(axes=Axes(ring=2)), "[axes] ring = 2 is not built yet; use 1"),
@@ -88,7 +87,6 @@ def test_what_is_not_built_is_refused(plan, problem):
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan(axes=Axes(pipeline=2), pipeline=Pipeline(schedule="gpipe")),
         Plan(axes=Axes(tensor=2), tensor=Tensor(sequence=True)),
         Plan(axes=Axes(ring=2), sequence=Sequence(layout="contiguous")),
         Plan(data=Data(sync="local", every=8, outer="nesterov", outer_lr=0.7, outer_momentum=0.9, switch_step=9)),

@@ -46,7 +46,16 @@ SHARDED = Data(shard="gradients")
         ),
         (
             Plan(axes=Axes(pipeline=2), precision=Precision(compute="fp16"), pipeline=Pipeline(schedule="pipedream")),
-            "before an fp16 overflow in another stage is known",
+            'keeps weight versions in the model\'s own precision, and [precision] compute = "fp16" would need a master copy',
+        ),
+        (
+            Plan(
+                axes=Axes(pipeline=2, data=2),
+                step=Step(microbatches=2),
+                data=Data(shard="optimizer"),
+                pipeline=Pipeline(schedule="2bw"),
+            ),
+            'which [data] shard = "optimizer" would split; set [data] shard = "nothing", or use "1f1b"',
         ),
         (
             Plan(data=Data(sync="server", shard="optimizer")),

@@ -18,7 +18,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -55,6 +55,22 @@ class Unit:
     def free(self) -> None:
         for flat in self.flats:
             flat.free()
+
+
+class Gathers(Protocol):
+    """What a sync asks of whoever lets parameters come and go."""
+
+    is_last: bool
+    """The micro-batch is the step's last one."""
+
+    def begin_step(self) -> None:
+        """Nothing is whole."""
+
+    def end_microbatch(self) -> None:
+        """A backward pass is over."""
+
+    def pass_by(self) -> None:
+        """Take part in the exchanges of a micro-batch without computing anything."""
 
 
 class Gathering:

@@ -10,7 +10,7 @@ values and keeps its part of them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -21,6 +21,9 @@ from weft.comm.collectives import broadcast
 from weft.errors import ModelError
 from weft.mesh import Mesh
 from weft.parallel.units import Members
+
+_SEEDS_A_STAGE = 1_000_003
+"""Two blocks on different stages must not start with the same values."""
 
 Replacements = dict[nn.Parameter, nn.Parameter]
 
@@ -44,6 +47,7 @@ class Materialiser:
             return
         self._seed = torch.randint(2**31, (1,)).to(self._device)
         broadcast(self._seed, mesh.batch_group("control"))
+        self._seed += mesh.index("pipeline") * _SEEDS_A_STAGE
         self._stand_ins = {p: _make_like(p, torch.device("meta")) for p in model.parameters() if not p.is_meta}
         _fill_buffers(model, self._device)
 
@@ -51,6 +55,10 @@ class Materialiser:
         """Give the whole model memory and values."""
         self._fill({p: _make_like(p, self._device) for p in self._model.parameters() if p.is_meta})
         self._refuse_unfilled(dict(self._model.named_buffers()))
+
+    def fill(self, parameters: Collection[nn.Parameter]) -> None:
+        """Give some of the parameters memory and values; they stay in the model."""
+        self._fill({p: _make_like(p, self._device) for p in parameters if p.is_meta})
 
     @contextmanager
     def filling(self, members: Members) -> Iterator[Members]:

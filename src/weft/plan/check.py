@@ -19,14 +19,9 @@ from weft.plan.rules import combination_problems
 # The values that work today. A field that is not listed works with every value: whoever builds a method adds its value
 # here, or deletes the line when nothing is missing any more.
 _BUILT: dict[str, tuple[object, ...]] = {
-    "axes.pipeline": (1,),
     "axes.tensor": (1,),
     "axes.ulysses": (1,),
     "axes.ring": (1,),
-    "pipeline.schedule": ("1f1b",),
-    "pipeline.chunks": (1,),
-    "pipeline.cuts": ((),),
-    "pipeline.vertical_sync": (False,),
     "tensor.sequence": (False,),
     "sequence.layout": ("zigzag",),
     "sequence.variant": ("ring",),

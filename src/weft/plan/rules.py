@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from weft.plan.plan import Plan, said
+from weft.plan.plan import Plan, said, value_at
 
 # By class name, in small letters. Their update of one element depends on others of the same tensor, or on its shape.
 _WHOLE_TENSOR_OPTIMIZERS = frozenset(
@@ -73,11 +73,24 @@ def _pipeline_problems(plan: Plan) -> Iterator[str]:
             f"{name} updates each stage at once, before the whole gradient's norm is known; set [step] clip_norm = 0.0 "
             f'(it is {plan.step.clip_norm:g}), or use "2bw" or "1f1b"'
         )
-    if schedule == "pipedream" and plan.precision.compute == "fp16":
+    if schedule in ("pipedream", "2bw"):
+        yield from _version_problems(plan)
+
+
+def _version_problems(plan: Plan) -> Iterator[str]:
+    """Weight versions are whole tensors of the model's own precision: what the optimizer updates is what computes."""
+    name = said(plan, "pipeline.schedule")
+    if plan.data.shard != "nothing":
         yield (
-            f"{name} updates each stage at once, before an fp16 overflow in another stage is known; set [precision] "
-            'compute = "bf16", or use "2bw" or "1f1b"'
+            f"{name} keeps whole weight versions on every stage, which {said(plan, 'data.shard')} would split; set "
+            '[data] shard = "nothing", or use "1f1b"'
         )
+    for path, default in (("precision.compute", "model"), ("precision.reduce", "fp32")):
+        if value_at(plan, path) != default:
+            yield (
+                f"{name} keeps weight versions in the model's own precision, and {said(plan, path)} would need a master "
+                f'copy of each; leave it at "{default}", or use "1f1b"'
+            )
 
 
 def _replica_problems(plan: Plan) -> Iterator[str]:

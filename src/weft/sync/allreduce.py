@@ -18,7 +18,7 @@ rank 0 had no data in that step, the next one decides.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from weft.comm.room import Room
 from weft.errors import ModelError
 from weft.parallel.flats import Piece
 from weft.plan.wire import TAIL_WORDS
-from weft.sync.base import Counting, Totals, WholeGradients
+from weft.sync.base import Apart, Counting, Totals, WholeGradients
 
 _COUNT_RADIX = 4096
 """A count travels as two words below this radix, so that float32 sums of it stay exact up to 2**36 targets."""
@@ -40,13 +40,14 @@ _COUNT_RADIX = 4096
 class AllReduce(Counting, WholeGradients):
     """Sums gradients over the ranks of a group, in buckets, overlapped with the backward pass."""
 
-    def __init__(self, pieces: Sequence[Piece], group: Group, *, bucket_bytes: int) -> None:
-        super().__init__(pieces)
+    def __init__(self, pieces: Sequence[Piece], group: Group, *, bucket_bytes: int, apart: Apart) -> None:
+        super().__init__(pieces, apart)
+        self._index = {piece.name: index for index, piece in enumerate(self.pieces)}
+        self._held = frozenset(self._index[name] for name in apart.held if name in self._index)
         self._group = group
         self._bucket_bytes = bucket_bytes
         device = self._parameters[0].device
         self._room = Room(group, device, num_bytes=bucket_room(self._parameters))
-        self._armed = False
         self._pending: list[Pending] = []
         self._ready_order: list[int] = []
         self._order_agreed = False
@@ -67,10 +68,29 @@ class AllReduce(Counting, WholeGradients):
         self._missing = [len(bucket.members) for bucket in self._buckets.buckets]
         self._pending = []
         self._ready_order = []
-        self._armed = False
+        self._armed = [False] * len(self._parameters)
+        self._holding = True
 
-    def arm(self) -> None:
-        self._armed = True
+    def arm(self, names: Collection[str] | None = None) -> None:
+        for index in range(len(self._parameters)) if names is None else self._places(names):
+            self._armed[index] = True
+
+    def complete(self, names: Collection[str]) -> None:
+        for index in self._places(names):
+            if not self._ready[index] and index not in self._held:
+                self._set_ready(index)
+
+    def take_held(self) -> None:
+        self._holding = False
+        for index in self._held:
+            self._armed[index] = True
+            if self._parameters[index].grad is None:
+                self._set_ready(index)
+            else:
+                self._take(index, self._parameters[index])
+
+    def _places(self, names: Collection[str]) -> list[int]:
+        return [self._index[name] for name in names if name in self._index]
 
     def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool) -> Totals:
         views = self._buckets.views
@@ -82,14 +102,15 @@ class AllReduce(Counting, WholeGradients):
             self._pending.append(all_reduce(bucket.flat, self._group, wait=False))
         for pending in self._pending:
             pending.wait()
-        self._armed, self._exchanged = False, True  # a backward pass of the user's own must not start an exchange
+        self._exchanged = True
+        self._armed = [False] * len(self._parameters)  # a backward pass of the user's own must not start an exchange
         if unused:  # a rank that used everything knows that nothing is globally unused, and need not look
             flags = self._buckets.tail[TAIL_WORDS:].tolist()
             for index in unused:
                 self._parameters[index].grad = views[index] if flags[index] else None
         totals = self._buckets.tail[:TAIL_WORDS].clone()  # the tail's memory is the next step's too
         exact_count = totals[1].double() * _COUNT_RADIX + totals[2]
-        return Totals(loss_sum=totals[0], count=exact_count, norm=self.norm() if with_norm else None)
+        return Totals(loss_sum=totals[0], count=exact_count, norm=self.norm(totals.device) if with_norm else None)
 
     def state(self) -> dict[str, Any]:
         # The layout decides the order of additions inside a ring all-reduce, so it is part of "to the bit".
@@ -132,6 +153,8 @@ class AllReduce(Counting, WholeGradients):
 
     def _take(self, index: int, parameter: torch.Tensor) -> None:
         """A parameter's gradient is ready."""
+        if index in self._held and self._holding:
+            return
         view = self._buckets.views[index]
         if not self._counting:
             if not self._used[index]:
@@ -142,15 +165,21 @@ class AllReduce(Counting, WholeGradients):
             copy(view, parameter.grad)
             parameter.grad = view
             self._used[index] = True
-        if self._armed and self._ready[index]:
+        if self._armed[index] and self._ready[index]:
             self._refuse_if_sent(index)
-        elif self._armed:
-            self._ready[index] = True
+        elif self._armed[index]:
             self._ready_order.append(index)
-            bucket = self._buckets.bucket_of[index]
-            self._missing[bucket] -= 1
-            if self._missing[bucket] == 0:
-                self._launch_full()
+            self._set_ready(index)
+
+    def _set_ready(self, index: int) -> None:
+        """No more gradients of a parameter will come."""
+        if not self._used[index]:
+            self._buckets.views[index].zero_()
+        self._ready[index] = True
+        bucket = self._buckets.bucket_of[index]
+        self._missing[bucket] -= 1
+        if self._missing[bucket] == 0:
+            self._launch_full()
 
     def _refuse_if_sent(self, index: int) -> None:
         if self._buckets.bucket_of[index] < len(self._pending):

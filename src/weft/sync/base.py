@@ -9,6 +9,11 @@
     finish(loss_sum, count)      after the last micro-batch, also by a rank that had no data at all
     publish()                    after the optimizer's update, unless it was skipped
 
+In a pipeline the schedule says when a stage's gradients are complete: `arm(names)` comes before the last backward pass
+of that stage, `complete(names)` after it, and `end_microbatch()` once, before `finish`. Gradients that are *held* are
+not taken when autograd has made them, because something is still added to them (a tied weight is on two stages) or
+because they are made elsewhere (weight versions): `take_held()` takes them.
+
 The loss that is differentiated is a *sum* over this rank's targets over a number all ranks agree on, so syncs add
 gradients and never average. `pieces` are what the optimizer updates. After `finish` the `.grad` of every piece is the
 sum over all data ranks; that of a parameter that no rank used is None, one that only other ranks used has their sum.
@@ -16,7 +21,7 @@ sum over all data ranks; that of a parameter that no rank used is None, one that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,8 +29,20 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from weft.comm.collectives import all_reduce
+from weft.comm.group import Group
 from weft.layout import Layout
 from weft.parallel.flats import FlatParameters, Piece
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """Parameters that a pipeline makes special, by name."""
+
+    held: frozenset[str] = frozenset()
+    """Their gradients wait for `take_held`."""
+    uncounted: frozenset[str] = frozenset()
+    """Another stage holds them too, and counts them in the gradient's norm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +71,15 @@ class Sync(Protocol):
     def begin(self) -> None:
         """Forget the last step's gradients."""
 
-    def arm(self) -> None:
-        """The next backward pass is the last one of this step: exchange what it makes ready, beside it."""
+    def arm(self, names: Collection[str] | None = None) -> None:
+        """The next backward pass is the last one of this step, for these parameters or all: exchange what it makes
+        ready, beside it."""
+
+    def complete(self, names: Collection[str]) -> None:
+        """No more gradients of these will come in this step: what waits for them may leave."""
+
+    def take_held(self) -> None:
+        """The gradients that were held are complete now."""
 
     def pass_by(self) -> None:
         """Take part in what a micro-batch's forward and backward passes exchange, without samples."""
@@ -117,9 +141,10 @@ class WholeGradients:
     keeps_step = False
     flats: Sequence[FlatParameters] = ()
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[Piece], apart: Apart) -> None:
         self.pieces: Sequence[Piece] = tuple(pieces)
         self._parameters = tuple(piece.tensor for piece in self.pieces)
+        self._counted = tuple(piece.tensor for piece in self.pieces if piece.name not in apart.uncounted)
 
     def begin(self) -> None:
         for parameter in self._parameters:
@@ -134,22 +159,36 @@ class WholeGradients:
     def publish(self) -> None:
         pass
 
-    def norm(self) -> torch.Tensor:
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        return norm_of(gradients, self._parameters[0].device)
+    def norm(self, device: torch.device) -> torch.Tensor:
+        return norm_of([parameter.grad for parameter in self._counted if parameter.grad is not None], device)
 
 
 class Alone(WholeGradients):
-    """One data rank: there is nobody to exchange with."""
+    """Nothing to exchange but the loss: there is one data rank, or this rank's stage has nothing to train."""
 
-    def arm(self) -> None:
+    def __init__(self, pieces: Sequence[Piece], group: Group, apart: Apart) -> None:
+        super().__init__(pieces, apart)
+        self._group = group
+
+    def arm(self, names: Collection[str] | None = None) -> None:
+        pass
+
+    def complete(self, names: Collection[str]) -> None:
+        pass
+
+    def take_held(self) -> None:
         pass
 
     def ignoring(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool) -> Totals:
-        return Totals(loss_sum=loss_sum, count=count, norm=self.norm() if with_norm else None)
+        norm = self.norm(loss_sum.device) if with_norm else None
+        if self._group.size == 1:
+            return Totals(loss_sum=loss_sum, count=count, norm=norm)
+        totals = torch.stack([loss_sum.double(), count.double()])
+        all_reduce(totals, self._group)
+        return Totals(loss_sum=totals[0], count=totals[1], norm=norm)
 
     def state(self) -> dict[str, Any]:
         return {}

@@ -142,6 +142,10 @@ class Gradients:
         if is_last:
             self._ready.add(member)
 
+    def set_ready(self, member: int) -> None:
+        """No other gradient will come for this member before it leaves."""
+        self._ready.add(member)
+
     def settle(self) -> None:
         """Move gradients into the buffer: on the host each at once, on a GPU in one launch for all that wait."""
         if not self._waiting:

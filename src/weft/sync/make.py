@@ -1,6 +1,6 @@
 """From a plan to the sync that carries it out: one page of decisions.
 
-one data rank, the model's own precision        `Alone`
+one data rank, the model's own precision        `Alone`; also a stage of a pipeline with nothing to train
 several, the model's own precision               `AllReduce`
 anything sharded, cast, narrowed or offloaded    `Sharded`, with as many parts as ranks share one copy
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -24,9 +24,10 @@ from weft.parallel.batchnorm import has_batch_norms
 from weft.parallel.flats import FlatParameters
 from weft.parallel.gathering import Gathering, Unit
 from weft.parallel.materialise import Materialiser
+from weft.parallel.stage_gathering import StageGathering
 from weft.parallel.units import DTYPES, Members, cast_between_layers, flat_kinds, make_members
 from weft.sync.allreduce import AllReduce
-from weft.sync.base import Alone, Sync, whole_pieces
+from weft.sync.base import Alone, Apart, Sync, whole_pieces
 from weft.sync.gradients import GradientSettings
 from weft.sync.sharded import Sharded
 
@@ -48,17 +49,28 @@ def needs_flats(model: nn.Module, mesh: Mesh) -> bool:
     )
 
 
-def place(model: nn.Module, mesh: Mesh, blueprint: Blueprint) -> Sync:
-    """Put a model on this rank's device, its parameters where its plan wants them, equal on all ranks; collective."""
+def place(
+    model: nn.Module,
+    mesh: Mesh,
+    blueprint: Blueprint,
+    *,
+    apart: Apart | None = None,
+    stage_of: Mapping[str, int] | None = None,
+) -> Sync:
+    """Put a model on this rank's device, its parameters where its plan wants them, equal on all ranks; collective.
+
+    `apart` and `stage_of`, the stage of every block, are for pipelines.
+    """
+    apart = apart or Apart()
     if needs_flats(model, mesh):
-        return _place_sharded(model, mesh, blueprint)
+        return _place_sharded(model, mesh, blueprint, apart, stage_of)
     Materialiser(model, mesh).fill_all()
     model.to(mesh.world.device)
     copy_from_first([*model.parameters(), *model.buffers()], mesh.batch_group("control"))
-    if mesh.data_size == 1:
-        return Alone(whole_pieces(model))
-    group = mesh.group("data", "gradients")
-    return AllReduce(whole_pieces(model), group, bucket_bytes=mesh.plan.comm.bucket_bytes)
+    pieces, group = whole_pieces(model), mesh.group("data", "gradients")
+    if mesh.data_size == 1 or not pieces:
+        return Alone(pieces, group, apart)
+    return AllReduce(pieces, group, bucket_bytes=mesh.plan.comm.bucket_bytes, apart=apart)
 
 
 @torch.no_grad()
@@ -77,7 +89,9 @@ def find_layouts(model: nn.Module, sync: Sync) -> dict[str, Layout]:
     return {name: held.get(name) or Layout(global_shape=tuple(p.shape)) for name, p in model.named_parameters()}
 
 
-def _place_sharded(model: nn.Module, mesh: Mesh, blueprint: Blueprint) -> Sharded:
+def _place_sharded(
+    model: nn.Module, mesh: Mesh, blueprint: Blueprint, apart: Apart, stage_of: Mapping[str, int] | None
+) -> Sharded:
     plan, device = mesh.plan, mesh.world.device
     stage = ("nothing", "optimizer", "gradients", "parameters").index(plan.data.shard)
     stays_whole = stage == 3 and plan.data.reshard == "step" and plan.step.microbatches > 1
@@ -97,7 +111,8 @@ def _place_sharded(model: nn.Module, mesh: Mesh, blueprint: Blueprint) -> Sharde
     settings = GradientSettings(
         accumulate=DTYPES[plan.precision.accumulate],
         reduce=DTYPES[plan.precision.reduce],
-        every_microbatch=not is_whole and not stays_whole,
+        # Microbatches of a pipeline overlap: their gradients add up here, and leave when the stage's are complete.
+        every_microbatch=not is_whole and not stays_whole and mesh.size("pipeline") == 1,
         keep_whole=is_whole,
     )
     sync = Sharded(
@@ -107,9 +122,10 @@ def _place_sharded(model: nn.Module, mesh: Mesh, blueprint: Blueprint) -> Sharde
         settings=settings,
         device=device,
         waits_in_backward=plan.data.buffers == "synchronise" and has_batch_norms(model),
+        apart=apart,
     )
     if stage == 3:
-        _add_gathering(sync, model, blueprint, members, flats, stays_whole=stays_whole)
+        _add_gathering(sync, model, blueprint, members, flats, stays_whole=stays_whole, stage_of=stage_of)
     return sync
 
 
@@ -164,6 +180,7 @@ def _add_gathering(
     flats: Sequence[FlatParameters],
     *,
     stays_whole: bool,
+    stage_of: Mapping[str, int] | None,
 ) -> None:
     flats_of: dict[str, list[FlatParameters]] = {}
     for inside, flat in zip(members, flats, strict=True):
@@ -174,13 +191,18 @@ def _add_gathering(
             "give the model a weft_blueprint() that names its blocks"
         )
     blocks = [name for name in blueprint.blocks if name in flats_of]
-    gathering = Gathering(
-        Unit(module=model, flats=tuple(flats_of.get("", ()))),
-        [Unit(module=model.get_submodule(name), flats=tuple(flats_of[name])) for name in blocks],
-        stay_whole=stays_whole,
-        block_done=lambda index: sync.close(flats_of[blocks[index]]),
-    )
-    sync.use(gathering)
+    root = Unit(module=model, flats=tuple(flats_of.get("", ())))
+    units = {name: Unit(module=model.get_submodule(name), flats=tuple(flats_of[name])) for name in blocks}
+    if stage_of is not None:
+        sync.use(StageGathering(root, units, stage_of))
+    else:
+        gathering = Gathering(
+            root,
+            list(units.values()),
+            stay_whole=stays_whole,
+            block_done=lambda index: sync.close(flats_of[blocks[index]]),
+        )
+        sync.use(gathering)
     model.register_state_dict_pre_hook(_refuse_state_dict)
 
 

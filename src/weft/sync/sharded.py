@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +27,9 @@ from weft.comm.group import Group
 from weft.comm.room import Room
 from weft.errors import ModelError
 from weft.parallel.flats import FlatParameters, Piece
-from weft.parallel.gathering import Gathering
+from weft.parallel.gathering import Gathers
 from weft.plan.wire import SHARDED_TAIL_WORDS
-from weft.sync.base import Counting, Totals, norm_of
+from weft.sync.base import Apart, Counting, Totals, norm_of
 from weft.sync.gradients import GradientPool, Gradients, GradientSettings, Reduction, gradient_room
 
 _MOST_IN_FLIGHT = 2
@@ -48,6 +48,7 @@ class Sharded(Counting):
         settings: GradientSettings,
         device: torch.device,
         waits_in_backward: bool,
+        apart: Apart,
     ) -> None:
         """`flats` in the order of use; `group` shares them out, `replicas` are groups that keep the same part.
 
@@ -61,7 +62,7 @@ class Sharded(Counting):
         self._device = device
         self._is_offloaded = any(flat.master.device != device for flat in self.flats)
         self._most_in_flight = None if waits_in_backward else _MOST_IN_FLIGHT
-        self._gathering: Gathering | None = None
+        self.gathering: Gathers | None = None
         # Gradients become ready from the last parameters to the first.
         trainable = [flat for flat in reversed(self.flats) if flat.kind.trainable]
         exchanging = next((one for one in (group, *self._replicas) if one.size > 1), group)
@@ -71,6 +72,13 @@ class Sharded(Counting):
         self.pieces: Sequence[Piece] = tuple(
             piece for gradients in reversed(self._gradients) for piece in gradients.pieces
         )
+        self._counted = tuple(piece.tensor for piece in self.pieces if piece.name not in apart.uncounted)
+        self._places = {
+            name: (turn, member)
+            for turn, gradients in enumerate(self._gradients)
+            for member, name in enumerate(gradients.flat.names)
+        }
+        self._held = frozenset(apart.held & self._places.keys())
         first_flag = SHARDED_TAIL_WORDS
         for turn, gradients in enumerate(self._gradients):
             gradients.first_flag = first_flag
@@ -83,11 +91,11 @@ class Sharded(Counting):
 
     @property
     def keeps_step(self) -> bool:
-        return self._gathering is not None
+        return self.gathering is not None
 
-    def use(self, gathering: Gathering) -> None:
+    def use(self, gathering: Gathers) -> None:
         """Let parameters come and go (stage 3)."""
-        self._gathering = gathering
+        self.gathering = gathering
 
     def close(self, flats: Sequence[FlatParameters]) -> None:
         """No more gradients will come for these in this backward pass."""
@@ -110,27 +118,51 @@ class Sharded(Counting):
             gradients.begin_step()
             for parameter in gradients.flat.parameters:
                 parameter.grad = None
-        if self._gathering is not None:
-            self._gathering.begin_step()
+        if self.gathering is not None:
+            self.gathering.begin_step()
 
     def _reset(self) -> None:
-        self._armed = False
+        self._is_armed = False
+        self._armed: set[str] = set()
+        self._holding = True
         self._turn = 0
         self._in_flight: deque[Reduction] = deque()
         self._replicating: list[Pending] = []
 
-    def arm(self) -> None:
-        self._armed = True
-        if self._gathering is not None:
-            self._gathering.is_last = True
+    def arm(self, names: Collection[str] | None = None) -> None:
+        if names is not None:
+            self._armed.update(names)
+            return
+        self._is_armed = True
+        if self.gathering is not None:
+            self.gathering.is_last = True
+
+    def complete(self, names: Collection[str]) -> None:
+        for name in names:
+            if name in self._places and name not in self._held:
+                turn, member = self._places[name]
+                self._gradients[turn].set_ready(member)
+        self._launch_full()
+
+    def take_held(self) -> None:
+        self._holding = False
+        self._armed |= self._held
+        for name in self._held:
+            turn, member = self._places[name]
+            parameter = self._gradients[turn].flat.parameters[member]
+            if parameter.grad is not None:
+                self._take(turn, member, parameter)
+            else:
+                self._gradients[turn].set_ready(member)
+        self._launch_full()
 
     def pass_by(self) -> None:
-        if self._gathering is not None:
-            self._gathering.pass_by()
+        if self.gathering is not None:
+            self.gathering.pass_by()
 
     def end_microbatch(self) -> None:
-        if self._gathering is not None:
-            self._gathering.end_microbatch()
+        if self.gathering is not None:
+            self.gathering.end_microbatch()
         for gradients in self._gradients:
             gradients.settle()
         if self._is_reducing:
@@ -146,7 +178,7 @@ class Sharded(Counting):
             self._complete_oldest()
         for pending in self._replicating:
             pending.wait()
-        self._armed = self._in_step = False  # a backward pass of the user's own must not start an exchange
+        self._is_armed = self._in_step = False  # a backward pass of the user's own must not start an exchange
         for gradients in self._gradients:
             gradients.hand_over()
         if self._is_offloaded:
@@ -160,8 +192,8 @@ class Sharded(Counting):
     def publish(self) -> None:
         for flat in self.flats:
             flat.take_master()
-        if self._gathering is not None:
-            self._gathering.begin_step()  # what is whole is out of date
+        if self.gathering is not None:
+            self.gathering.begin_step()  # what is whole is out of date
         else:
             for pending in [flat.start_refresh() for flat in self.flats if flat.group.size > 1]:
                 pending.wait()
@@ -174,7 +206,7 @@ class Sharded(Counting):
 
     @property
     def _is_reducing(self) -> bool:
-        return self._in_step and (self._armed or self._settings.every_microbatch)
+        return self._in_step and (self._is_armed or self._settings.every_microbatch)
 
     def _make_hook(self, turn: int, member: int) -> Callable[[torch.Tensor], None]:
         # Autograd keeps the hook where the garbage collector does not see it: it must not keep the trainer alive.
@@ -190,20 +222,22 @@ class Sharded(Counting):
     def _take(self, turn: int, member: int, parameter: torch.Tensor) -> None:
         """The gradient of a buffer's member is ready."""
         gradients = self._gradients[turn]
-        if not self._in_step:
+        name = gradients.flat.names[member]
+        if not self._in_step or (name in self._held and self._holding):
             return
         gradient, parameter.grad = parameter.grad, None
         if not self._counting:
             return
         assert gradient is not None
-        if self._is_reducing and turn < self._turn:
+        is_last = self._is_reducing or name in self._armed
+        if is_last and turn < self._turn:
             raise ModelError(
-                f'"{gradients.flat.names[member]}" got a second gradient in one backward pass after its first was '
+                f'"{name}" got a second gradient in one backward pass after its first was '
                 "sent; reentrant checkpointing of shared layers does that, so call torch.utils.checkpoint with "
                 "use_reentrant=False"
             )
-        gradients.add(member, gradient, is_last=self._is_reducing)
-        if self._is_reducing and gradients.is_full:
+        gradients.add(member, gradient, is_last=is_last)
+        if is_last and gradients.is_full:
             self._launch_full()
 
     def _launch_full(self) -> None:
@@ -217,7 +251,7 @@ class Sharded(Counting):
         self._turn += 1
         if len(self._in_flight) == self._most_in_flight:
             self._complete_oldest()
-        self._in_flight.append(gradients.start_reduction(is_last=self._armed))
+        self._in_flight.append(gradients.start_reduction(is_last=self._is_armed or not self._settings.every_microbatch))
         if self._group.size == 1:  # nothing to wait for before the replicas add up
             self._complete_oldest()
 
@@ -232,7 +266,7 @@ class Sharded(Counting):
     def _exchange_tail(self, loss_sum: torch.Tensor, count: torch.Tensor, with_norm: bool) -> torch.Tensor:
         """All ranks' losses, counts and squared norms added up, then one flag a parameter: whether any rank used it."""
         tail = self._all_used.clone()
-        held = [piece.tensor.grad for piece in self.pieces if piece.tensor.grad is not None] if with_norm else []
+        held = [tensor.grad for tensor in self._counted if tensor.grad is not None] if with_norm else []
         # As tensors: a plain number would make the host wait for the device.
         words = (loss_sum, count, norm_of(held, self._device) ** 2)
         tail[:SHARDED_TAIL_WORDS] = torch.stack([word.to(torch.float64) for word in words])

@@ -112,6 +112,8 @@ def load(trainer: Trainer, directory: Path) -> None:
     if index["plan"] == format_plan(trainer.plan):
         _read_rank_part(trainer, directory / _rank_file(world.rank))
         return
+    if trainer.pipelined is not None:
+        trainer.pipelined.load_state({}, {})
     torch.manual_seed(index["seed"] + world.rank)
     if world.rank == 0:
         log.warning("%s was written under another plan: weights, optimizer and data position are used, to rounding; "
@@ -188,8 +190,18 @@ def _write_rank_part(trainer: Trainer, partial: Path) -> dict[str, Any]:
     if trainer.mesh.world.device.type == "cuda":
         tensors["rng/cuda"] = torch.cuda.get_rng_state()
     tensors |= {f"buffer/{name}": buffer for name, buffer in persistent_buffers(trainer.named_model).items()}
-    shared = None if trainer.shared_count is None else float(trainer.shared_count)
-    values = {"sync": trainer.sync.state(), "shared_count": shared, "update": trainer.update.state()}
+    in_flight: dict[str, Any] = {}
+    if trainer.pipelined is not None:
+        kept, in_flight = trainer.pipelined.state()
+        tensors |= {f"pipeline/{name}": tensor for name, tensor in kept.items()}
+    shared = None if trainer.counts.shared is None else float(trainer.counts.shared)
+    values = {
+        "sync": trainer.sync.state(),
+        "shared_count": shared,
+        "update": trainer.update.state(),
+        "seed": trainer.seeds.base,
+        "pipeline": in_flight,
+    }
     path = partial / _rank_file(trainer.mesh.world.rank)
     return {"kind": "rank", "file": asdict(write_tensors(path, tensors, {"values": json.dumps(values)})), "names": []}
 
@@ -204,7 +216,11 @@ def _read_rank_part(trainer: Trainer, path: Path) -> None:
             torch.cuda.set_rng_state(file.get_tensor("rng/cuda"))
         for name, buffer in persistent_buffers(trainer.named_model).items():
             buffer.copy_(file.get_tensor(f"buffer/{name}"))
-    trainer.shared_count = values["shared_count"]
+        kept = {n.removeprefix("pipeline/"): file.get_tensor(n) for n in file.keys() if n.startswith("pipeline/")}
+    if trainer.pipelined is not None:
+        trainer.pipelined.load_state(kept, values["pipeline"])
+    trainer.counts.shared = values["shared_count"]
+    trainer.seeds.base = values.get("seed", trainer.seeds.base)
     trainer.sync.load_state(values["sync"])
     if "update" in values:  # a checkpoint from before there was anything to keep
         trainer.update.load_state(values["update"])

@@ -9,14 +9,20 @@ import torch
 from torch import nn
 
 from weft.blueprint import find_blueprint
+from weft.comm.collectives import broadcast
 from weft.errors import ModelError
-from weft.mesh import join_world, make_mesh
+from weft.mesh import Mesh, join_world, make_mesh
 from weft.parallel.apply import apply_plan
-from weft.parallel.batchnorm import SynchronisedBatchNorm, has_batch_norms
+from weft.parallel.batchnorm import has_batch_norms
+from weft.parallel.cut import CutModel
 from weft.parallel.flats import Piece
+from weft.parallel.randomness import Seeds
 from weft.plan.check import require
+from weft.plan.exchanges import FLUSH_FREE
 from weft.plan.plan import Plan
+from weft.sync.base import Apart
 from weft.sync.make import find_layouts, place
+from weft.training.cutting import cut_model
 from weft.training.elementwise import OptimizerFactory, class_name, is_elementwise
 from weft.training.loss import LossFunction, resolve_loss
 from weft.training.trainer import Trainer
@@ -33,6 +39,7 @@ def parallelize(
     schedule: Callable[[int], float] | None = None,
     groups: ParameterGroups | None = None,
     global_batch: int | None = None,
+    example: Any = None,
     device: torch.device | str | None = None,
 ) -> Trainer:
     """Train a model as a plan says.
@@ -46,23 +53,37 @@ def parallelize(
     schedule    step -> factor of the learning rate
     groups      (name, global shape) -> settings of the optimizer for this parameter, such as {"weight_decay": 0.0}
     global_batch  given, a plan that cannot divide it is refused here
+    example     inputs of one micro-batch, to cut the model by for `[axes] pipeline`; only what depends on their values
+                may not depend on which they are
     """
     world = join_world(device)
     named_model: nn.Module = getattr(model, "_orig_mod", model)
     _refuse_model(named_model)
+    had_batch_norms = has_batch_norms(named_model)
     require(
         plan,
         num_ranks=world.size,
         optimizer=class_name(optimizer, world.device),
         elementwise=None if plan.data.shard == "nothing" else is_elementwise(optimizer, world.device),
         global_batch=global_batch,
-        local_batch_statistics=has_batch_norms(named_model),
+        local_batch_statistics=had_batch_norms,
     )
     resolved_loss = resolve_loss(loss, compiled=plan.compile.blocks)
     mesh = make_mesh(plan, world)
     blueprint = find_blueprint(named_model)
-    sync = place(named_model, mesh, blueprint)
+    seeds = Seeds(_draw_seed(mesh), world.device)
+    cut: CutModel | None = None
+    if plan.axes.pipeline > 1:
+        if model is not named_model:
+            raise ModelError(
+                "a model compiled as a whole cannot be cut; give the model itself and set [compile] blocks = true"
+            )
+        cut, mesh.plan = cut_model(named_model, mesh, blueprint, example)
+        blueprint = cut.blueprint
+    sync = place(named_model, mesh, blueprint, **_in_pipeline(cut, mesh))
     apply_plan(named_model, mesh, blueprint)
+    if cut is not None:
+        cut.open_gates()
     layouts = find_layouts(named_model, sync)
     made = optimizer(_optimizer_arguments(sync.pieces, groups))
     return Trainer(
@@ -74,14 +95,40 @@ def parallelize(
         optimizer=made,
         sync=sync,
         schedule=schedule,
-        empty_forward=any(isinstance(module, SynchronisedBatchNorm) for module in named_model.modules()),
+        empty_forward=mesh.data_size > 1 and plan.data.buffers == "synchronise" and had_batch_norms,
+        seeds=seeds,
+        cut=cut,
     )
+
+
+def _draw_seed(mesh: Mesh) -> int:
+    """Where random numbers of training come from: rank 0's random state, for all ranks."""
+    drawn = torch.randint(2**62, (1,)).to(mesh.world.device)
+    broadcast(drawn, mesh.everyone("control"))
+    return int(drawn)
+
+
+def _in_pipeline(cut: CutModel | None, mesh: Mesh) -> dict[str, Any]:
+    """What the placing of parameters must know of a pipeline."""
+    if cut is None:
+        return {}
+    rank = mesh.index("pipeline")
+    held = frozenset(name for name, ranks in cut.holders.items() if rank in ranks)
+    if mesh.plan.pipeline.schedule in FLUSH_FREE:  # all gradients are made on weight versions
+        held = frozenset(name for name, _ in cut.model.named_parameters())
+    uncounted = frozenset(name for name, ranks in cut.holders.items() if rank in ranks[1:])
+    return {
+        "apart": Apart(held=held, uncounted=uncounted),
+        "stage_of": {block: min(cut.stage_of_unit[block]) for block in cut.blueprint.blocks},
+    }
 
 
 def _optimizer_arguments(pieces: Sequence[Piece], groups: ParameterGroups | None) -> list[dict[str, Any]]:
     """Parameter groups: parameters with equal settings together, in the order of first appearance."""
     made: list[dict[str, Any]] = []
     settings_of: list[dict[str, Any]] = []
+    if not pieces:  # a stage with nothing to train; torch refuses an empty list, but not an empty group
+        return [{"params": []}]
     for piece in pieces:
         settings = groups(piece.name, piece.layout.global_shape) if groups else {}
         if settings not in settings_of:

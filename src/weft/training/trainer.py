@@ -4,15 +4,16 @@
                      ├─ micro-batch 1: ...                      ├─ sync.finish ─ scale, clip ─ optimizer ─ checks
                      └─ last one: exchange overlaps backward ───┘
 
-Gradients are sums over targets divided by one number that all ranks share, so the mean over the global batch is exact
-for unequal, short and empty parts. That number is *the last step's* count of targets, because the true one is known
-only when the exchange is done; where they differ, gradients are corrected by the ratio, in the pass that clips them.
-With equal batches, which is nearly always, it never happens, and no step pays for a collective of its own.
+Gradients are sums over targets divided by one number that all ranks share (`counts.py`), so the mean over the global
+batch is exact for unequal, short and empty parts. With a pipeline the schedule takes the place of the loop over
+micro-batches (`pipelined.py`, `streaming.py`).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,28 @@ from torch import nn
 
 from weft.blueprint import Blueprint
 from weft.comm.collectives import all_reduce
+from weft.comm.objects import gather_values
 from weft.errors import DataError
 from weft.layout import Layout
 from weft.mesh import Mesh
+from weft.parallel.cut import CutModel
+from weft.parallel.randomness import PlaceSeeds, Seeds
+from weft.parallel.recording import Recording
+from weft.plan.exchanges import FLUSH_FREE
 from weft.plan.plan import Plan
-from weft.sync.base import Sync, Totals
+from weft.plan.timeline import Timeline
+from weft.sync.base import Sync
 from weft.training import checkpoint
 from weft.training.buffers import BufferPolicy
+from weft.training.counts import TargetCount, refuse_no_targets
 from weft.training.data import Batches
 from weft.training.divergence import DivergenceCheck
-from weft.training.generate import generate_tokens
-from weft.training.loss import Count, Loss, count_targets, loss_terms, no_loss
+from weft.training.generate import generate_tokens, pick_token
+from weft.training.loss import Count, Loss, count_targets, forward, loss_terms, no_loss
 from weft.training.modes import evaluating
+from weft.training.pipelined import Pipelined
 from weft.training.precision import Caller
+from weft.training.streaming import Streaming
 from weft.training.trees import map_tensors, num_samples, split_microbatches
 from weft.training.update import Update
 
@@ -53,7 +63,10 @@ class Trainer:
         sync: Sync,
         schedule: Callable[[int], float] | None,
         empty_forward: bool,
+        seeds: Seeds,
+        cut: CutModel | None = None,
     ) -> None:
+        """`cut`: the model, where a pipeline cuts it into stages."""
         self.model = model
         self.mesh = mesh
         self.blueprint = blueprint
@@ -64,15 +77,31 @@ class Trainer:
         self.steps_done = 0
         self.data_position = 0
         """Samples handed out so far, over all ranks and epochs; kept by `weft.batches`."""
-        self.shared_count: float | torch.Tensor | None = None
-        """The number of targets that gradients are divided by until the true one is known."""
+        self.counts = TargetCount(mesh.batch_group("control"), mesh.world.device)
+        self.seeds = seeds
+        self._recording = Recording(mesh.index("pipeline"))
         self.update = Update(optimizer, sync, mesh.plan, schedule=schedule, is_first_rank=mesh.world.rank == 0)
         self._loss = loss
         self._call = Caller(model, mesh.plan, widens=not loss.counts_targets)
         self._empty_forward = empty_forward
-        self._own_count = False
         self._buffers = BufferPolicy(self.named_model, mesh)
         self._divergence = DivergenceCheck(self.named_model, optimizer, sync, mesh)
+        self._draws = PlaceSeeds(self.named_model, blueprint, seeds) if cut is None else None
+        self.pipelined: Pipelined | None = None
+        if cut is not None:
+            kind = Streaming if mesh.plan.pipeline.schedule in FLUSH_FREE else Pipelined
+            self.pipelined = kind(
+                cut=cut,
+                mesh=mesh,
+                sync=sync,
+                update=self.update,
+                loss=loss,
+                call=self._call,
+                counts=self.counts,
+                seeds=seeds,
+                recording=self._recording,
+                runs_empty=empty_forward,
+            )
 
     @property
     def plan(self) -> Plan:
@@ -114,10 +143,15 @@ class Trainer:
         and a tensor that does not block until it is read.
         """
         microbatches = self._cut(inputs, targets)
-        shared = self._share_count([count for _, _, count in microbatches])
+        if self.pipelined is not None:
+            loss = self.pipelined.step(microbatches, step=self.steps_done)
+            self._end_step()
+            return loss
+        shared = self.counts.share([count for _, _, count in microbatches])
         device = self.mesh.world.device
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         count_sum: Count = 0
+        self._recording.begin_step()
         self.sync.begin()
         for number, (inputs_part, targets_part, count) in enumerate(microbatches):
             if number == len(microbatches) - 1:
@@ -126,18 +160,41 @@ class Trainer:
                 self._run_empty(inputs_part)
                 self.sync.end_microbatch()
                 continue
-            terms = loss_terms(self._loss, self._call(inputs_part), targets_part, count)
-            self._own_count = self._own_count or terms.own_count
+            with self._recording.during("forward", number), self._random(number):
+                terms = loss_terms(self._loss, self._call(inputs_part), targets_part, count)
+            self.counts.is_own = self.counts.is_own or terms.own_count
             factor = terms.multiplier * self.update.loss_scale.value / shared
             scaled = terms.value if isinstance(factor, float) and factor == 1.0 else terms.value * factor
-            scaled.backward()
+            with self._recording.during("backward", number):
+                scaled.backward()
             self.sync.end_microbatch()
             loss_sum += terms.value.detach() * terms.multiplier
             count_sum = count_sum + terms.count
         counted = torch.as_tensor(count_sum, device=device)
-        totals = self.sync.finish(loss_sum, counted, with_norm=self.update.needs_norm)
-        self._update(totals, shared)
+        with self._recording.during("reduce"):
+            totals = self.sync.finish(loss_sum, counted, with_norm=self.update.needs_norm)
+        refuse_no_targets(totals.count)
+        with self._recording.during("update"):
+            self.update.run(totals.norm, self.counts.correction(shared, totals.count), step=self.steps_done)
+        self._end_step()
         return totals.loss_sum / totals.count
+
+    def flush(self) -> None:
+        """Finish what schedules that never empty their pipeline have in flight; collective. Others have nothing."""
+        if self.pipelined is not None:
+            self.pipelined.flush()
+
+    def trace(self, *, whole_run: bool = False) -> Timeline:
+        """When every rank of this rank's pipeline did what in the latest step; collective.
+
+        `whole_run`: from now on steps are kept, and the trace is of all of them.
+        """
+        if whole_run:
+            self._recording.keep_all()
+        group = self.mesh.group("pipeline", "control")
+        mine = Timeline(spans=tuple(self._recording.spans()), num_ranks=group.size)
+        rows = [row for part in gather_values(mine.as_rows(), group, self.mesh.world.device) for row in part]
+        return Timeline.from_rows(rows, num_ranks=group.size)
 
     def evaluate(self, batches: Iterable[tuple[Any, Any]]) -> float:
         """The mean loss over this rank's and all other ranks' batches, without training.
@@ -146,18 +203,28 @@ class Trainer:
         """
         if isinstance(batches, Batches):
             batches = batches.from_start()
-        device = self.mesh.world.device
-        totals = torch.zeros(2, dtype=torch.float64, device=device)
+        self.flush()
+        totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.world.device)
+
+        def add(output: Any, targets: Any, count: Count) -> None:
+            terms = loss_terms(self._loss, output, targets, count)
+            totals[0] += terms.value * terms.multiplier
+            totals[1] += terms.count
+
         with evaluating(self.model):
             for batch in self._in_step(batches):
-                for inputs_part, targets_part, count in self._cut(*batch):
+                microbatches = self._cut(*batch)
+                if self.pipelined is not None:
+                    self.pipelined.look(microbatches, lambda part, output: add(output, part.targets, part.count))
+                    continue
+                for inputs_part, targets_part, count in microbatches:
                     if num_samples(inputs_part) == 0:
                         self.sync.pass_by()
                         continue
-                    terms = loss_terms(self._loss, self._call(inputs_part), targets_part, count)
-                    totals[0] += terms.value * terms.multiplier
-                    totals[1] += terms.count
+                    add(self._call(inputs_part), targets_part, count)
+        # Of a pipeline only the last stage has seen outputs; data ranks of other axes have seen the same ones.
         all_reduce(totals, self.mesh.batch_group("control"))
+        all_reduce(totals, self.mesh.group("pipeline", "control"))
         if float(totals[1]) == 0:
             raise DataError("nothing to evaluate: the batches hold no targets; give at least one sample")
         return float(totals[0] / totals[1])
@@ -166,22 +233,27 @@ class Trainer:
         self, tokens: Sequence[int], *, num_tokens: int, context: int, temperature: float = 1.0, seed: int = 0
     ) -> list[int]:
         """Continue a sequence of tokens with a language model. Every rank calls it and gets the same answer."""
-        return generate_tokens(
-            self.model,
-            tokens,
-            num_tokens=num_tokens,
-            context=context,
-            temperature=temperature,
-            seed=seed,
-            device=self.mesh.world.device,
-        )
+        self.flush()
+        with evaluating(self.model):
+            return generate_tokens(
+                self._next_token, tokens, num_tokens=num_tokens, context=context, temperature=temperature, seed=seed
+            )
+
+    def _next_token(self, window: Sequence[int], temperature: float, generator: torch.Generator) -> int:
+        inputs = torch.tensor([window], dtype=torch.int64, device=self.mesh.world.device)
+        pick = functools.partial(pick_token, temperature=temperature, generator=generator)
+        if self.pipelined is not None:
+            return self.pipelined.token(inputs, pick)
+        return pick(forward(self.model, inputs))
 
     def save(self, directory: str | Path) -> None:
         """Write a checkpoint; collective. The directory appears only when it is whole."""
+        self.flush()
         checkpoint.save(self, Path(directory))
 
     def load(self, directory: str | Path) -> None:
         """Go on from a checkpoint of this model, written under any plan; collective."""
+        self.flush()
         checkpoint.load(self, Path(directory))
 
     def check_divergence(self) -> None:
@@ -215,16 +287,11 @@ class Trainer:
         with self.sync.ignoring():
             no_loss(self._call(inputs)).backward()
 
-    def _share_count(self, counts: list[Count]) -> float | torch.Tensor:
-        """The number every rank divides its loss by: exact with one data rank, else the last step's global count."""
-        local: Count = sum(counts)
-        if self.data_size == 1 and not self._own_count:
-            return torch.clamp(local, min=1) if isinstance(local, torch.Tensor) else float(max(local, 1))
-        if self.shared_count is None:
-            first = torch.as_tensor(local, dtype=torch.float32, device=self.mesh.world.device).reshape(1)
-            all_reduce(first, self.mesh.batch_group("control"))
-            self.shared_count = max(float(first), 1.0)
-        return self.shared_count
+    def _random(self, microbatch: int) -> AbstractContextManager[None]:
+        """Random states of one micro-batch's forward pass, the same for any number of stages."""
+        if self._draws is None or not self._draws.is_needed:
+            return nullcontext()
+        return self._draws.during(step=self.steps_done, microbatch=microbatch, data_rank=self.data_rank)
 
     def _in_step(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
         """The batches; where forward passes exchange, a rank that has no more goes on as long as others have."""
@@ -241,25 +308,14 @@ class Trainer:
             if batch is not None:
                 yield batch
                 continue
+            if self.pipelined is not None:
+                self.pipelined.pass_by(self.plan.step.microbatches)
+                continue
             for _ in range(self.plan.step.microbatches):
                 self.sync.pass_by()
 
-    def _update(self, totals: Totals, shared: float | torch.Tensor) -> None:
-        self.update.run(totals.norm, self._correction(shared, totals.count), step=self.steps_done)
+    def _end_step(self) -> None:
         self.steps_done += 1
         self._buffers.after_step()
         if self.plan.data.check_every and self.steps_done % self.plan.data.check_every == 0:
             self._divergence.run(self.steps_done)
-
-    def _correction(self, shared: float | torch.Tensor, count: torch.Tensor) -> float | torch.Tensor | None:
-        """The ratio of the count that was shared to the true one; None where they are known to be equal."""
-        if not count.is_cuda and float(count) == 0:
-            raise DataError("no rank has a target in this global batch; every target is -100 or the batch is empty")
-        if self.data_size == 1 and not self._own_count:
-            return None
-        if count.is_cuda:
-            self.shared_count = count.clone()
-            return shared / count
-        true = float(count)
-        self.shared_count = true
-        return None if true == shared else shared / true

@@ -27,6 +27,7 @@ from weft.comm.group import Group
 from weft.comm.objects import gather_values
 from weft.errors import VerifyError
 from weft.layout import Layout, part_of
+from weft.mesh import Mesh
 from weft.plan.plan import Plan, Precision
 from weft.training.elementwise import OptimizerFactory
 from weft.training.held import held_parameters
@@ -111,9 +112,16 @@ def verify(
     plan = dataclasses.replace(plan, precision=Precision())
     silenced = _Silenced(optimizer)
     trainer = parallelize(
-        parallel, plan, loss=loss, device=device, optimizer=silenced, schedule=schedule, groups=groups
+        parallel,
+        plan,
+        loss=loss,
+        device=device,
+        optimizer=silenced,
+        schedule=schedule,
+        groups=groups,
+        example=batches[0][0],
     )
-    silenced.group = trainer.mesh.batch_group("control")
+    silenced.mesh = trainer.mesh
     world, group = trainer.mesh.world, trainer.mesh.everyone("control")
     reference = None
     if world.rank == 0:
@@ -141,26 +149,28 @@ def verify(
 @torch.no_grad()
 def _compare_tensors(trainer: Trainer, reference: OneProcess | None, step: int, group: Group) -> list[Difference]:
     """Compare this rank's gradients, weights and buffers with the reference's, which rank 0 sends one by one."""
-    rank = trainer.mesh.world.rank
-    entries = list(_own_tensors(trainer))
+    world = trainer.mesh.world
+    owned: dict[tuple[str, str], list[_Own]] = {}
+    for own in _own_tensors(trainer):
+        owned.setdefault((own.what, own.name), []).append(own)
     wanted = _reference_tensors(reference) if reference else {}
-    there = torch.tensor([(own.what, own.name) in wanted for own in entries], device=trainer.mesh.world.device)
-    broadcast(there, group)
+    listed = gather_values([[*key, list(t.shape)] for key, t in wanted.items()], group, world.device)[0]
     largest: dict[str, float] = {}
     measured = []
-    for own, is_there in zip(entries, there.tolist(), strict=True):
-        what, name, mine = own.what, own.name, own.tensor
-        shape = own.layout.global_shape
-        true = _receive(wanted.get((what, name)), shape, trainer, group, what) if is_there else None
-        if (true is None) != (mine is None):
-            measured.append((what, name, float("inf"), 0.0))
-        elif true is not None and mine is not None and true.numel():
-            scale = float(true.abs().max())
-            largest[what] = max(largest.get(what, 0.0), scale)
-            off = (mine.to(true.device) - _part(true, own.layout, trainer)).abs()
-            measured.append((what, name, float(off.max()) if off.numel() else 0.0, scale))
+    for what, name, shape in listed:
+        true = _receive(wanted.get((what, name)), tuple(shape), group, world.device)
+        scale = float(true.abs().max()) if true.numel() else 0.0
+        largest[what] = max(largest.get(what, 0.0), scale)
+        for own in owned.pop((what, name), ()):
+            if own.tensor is None:
+                measured.append((what, name, float("inf"), 0.0))
+            elif true.numel():
+                off = (own.tensor.to(true.device) - _part(true, own.layout, trainer)).abs()
+                measured.append((what, name, float(off.max()) if off.numel() else 0.0, scale))
+    for (what, name), unexpected in owned.items():  # a gradient where one process has none
+        measured += [(what, name, float("inf"), 0.0) for own in unexpected if own.tensor is not None]
     return [
-        _difference(what, name, step, rank, off / max(scale, _ZERO_GRADIENT * largest.get(what, 0.0), 1e-300))
+        _difference(what, name, step, world.rank, off / max(scale, _ZERO_GRADIENT * largest.get(what, 0.0), 1e-300))
         for what, name, off, scale in measured
     ]
 
@@ -211,13 +221,12 @@ def _reference_tensors(reference: OneProcess) -> dict[tuple[str, str], torch.Ten
     return tensors
 
 
-def _receive(
-    sent: torch.Tensor | None, shape: tuple[int, ...], trainer: Trainer, group: Group, what: str
-) -> torch.Tensor:
-    """A tensor of rank 0's; collective."""
-    device = trainer.mesh.world.device
-    dtype = torch.float64 if what == "buffer" else next(trainer.named_model.parameters()).dtype
-    tensor = torch.empty(shape, dtype=dtype, device=device) if sent is None else sent.detach().clone().contiguous()
+def _receive(sent: torch.Tensor | None, shape: tuple[int, ...], group: Group, device: torch.device) -> torch.Tensor:
+    """A tensor of rank 0's, in float64, which is what is compared; collective."""
+    if sent is None:
+        tensor = torch.empty(shape, dtype=torch.float64, device=device)
+    else:
+        tensor = sent.detach().to(torch.float64, copy=True).contiguous()
     broadcast(tensor, group)
     return tensor
 
@@ -246,8 +255,8 @@ class _Silenced:
 
     def __init__(self, optimizer: OptimizerFactory) -> None:
         self._optimizer = optimizer
-        self.group: Group | None = None
-        """Ranks that share gradients out: a part may be all rounding where the whole is not."""
+        self.mesh: Mesh | None = None
+        """Of ranks that share gradients out: a part may be all rounding where the whole is not."""
 
     def __call__(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
         made = self._optimizer(parameters)
@@ -258,12 +267,13 @@ class _Silenced:
     def _silence(self, made: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
         gradients = [p.grad for group in made.param_groups for p in group["params"] if p.grad is not None]
-        if not gradients:
-            return
-        sizes = torch.stack([g.abs().max() if g.numel() else g.new_zeros(()) for g in gradients])
-        if self.group is not None:
-            all_reduce(sizes, self.group, op="max")
-        for gradient, is_noise in zip(gradients, (sizes < _NOISE * sizes.max()).tolist(), strict=True):
+        sizes = torch.tensor([float(g.abs().max()) if g.numel() else 0.0 for g in gradients], dtype=torch.float64)
+        largest = sizes.max().reshape(1) if gradients else torch.zeros(1, dtype=torch.float64)
+        if self.mesh is not None:
+            sizes, largest = sizes.to(self.mesh.world.device), largest.to(self.mesh.world.device)
+            all_reduce(sizes, self.mesh.batch_group("control"), op="max")
+            all_reduce(largest, self.mesh.everyone("control"), op="max")
+        for gradient, is_noise in zip(gradients, (sizes < _NOISE * largest).tolist(), strict=True):
             if is_noise:
                 gradient.zero_()
 

@@ -1,0 +1,301 @@
+"""Carries out a pipeline's schedule: any list of actions, one after the other.
+
+A send never waits, and a receive begins long before its message is needed; whatever the order of actions, no two ranks
+wait for each other's sends. Memory for messages is used again. What a microbatch leaves between its forward and its
+backward pass is its received activations and the roots of its graph, not the activations it sent.
+
+What a loss is, how gradients leave for other data ranks and how weights are updated is not known here: `Work` is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from weft.comm.collectives import Pending
+from weft.comm.group import Group
+from weft.comm.p2p import receive, send
+from weft.parallel.cut import CutModel, Route
+from weft.parallel.flow import Form, Value
+from weft.parallel.recording import Recording
+from weft.parallel.split_backward import SplitBackward
+from weft.plan.actions import Action
+
+_TAGS_A_BOUNDARY = 256
+_TAGS_OF_MICROBATCHES = 4096
+"""Microbatches that may be under way at once without their messages being mistaken for each other's."""
+_MOST_SENDS = 64
+"""Sends under way at once; the oldest is waited for beyond."""
+
+
+class Work(Protocol):
+    """What a step does with a pipeline."""
+
+    def route(self, microbatch: int) -> Route:
+        """The way of a microbatch through the stages; the same on every rank of the pipeline."""
+
+    def skips(self, microbatch: int) -> bool:
+        """Whether a microbatch has no samples, so that nobody computes or sends anything for it."""
+
+    def call(self, action: Action) -> AbstractContextManager[Callable[[], Any]]:
+        """How to call the model for a forward action; what is inside the context is its random state and weights."""
+
+    def seed(self) -> Callable[[int], None] | None:
+        """What sets random states by place, if the model draws any."""
+
+    def before_unit(self, unit: str) -> None:
+        """A unit is about to compute: its parameters must be there."""
+
+    def root(self, microbatch: int, output: Any) -> torch.Tensor | None:
+        """The last stage's output: what to differentiate, if anything."""
+
+    def backward(self, action: Action) -> AbstractContextManager[object]:
+        """Around everything that makes gradients of parameters."""
+
+    def exchange(self, action: Action) -> None:
+        """gather, release, reduce and update."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Flight:
+    """What a microbatch leaves between its passes through a stage."""
+
+    received: dict[Value, torch.Tensor]
+    roots: list[GradientEdge]
+    root_values: list[Value]
+    """Of each root, the value whose gradient comes from the next stage; none on the last stage."""
+    buffers: list[torch.Tensor]
+    split: SplitBackward | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Arriving:
+    """Messages under way to this rank."""
+
+    values: list[Value]
+    tensors: list[torch.Tensor]
+    pending: list[Pending]
+
+
+class _Buffers:
+    """Memory for messages, used again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: dict[tuple[tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
+
+    def take(self, form: Form) -> torch.Tensor:
+        free = self._free.get((form.shape, form.dtype))
+        return free.pop() if free else torch.empty(form.shape, dtype=form.dtype, device=self._device)
+
+    def give_back(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self._free.setdefault((tuple(tensor.shape), tensor.dtype), []).append(tensor)
+
+
+@dataclass(slots=True, kw_only=True)
+class Pipeline:
+    """This rank's part of a pipeline."""
+
+    model: CutModel
+    activations: Group
+    """All ranks of the pipeline, for messages to later stages."""
+    gradients: Group
+    """The same ranks, for messages to earlier stages."""
+    recording: Recording
+    parameters: Sequence[torch.nn.Parameter]
+    device: torch.device
+    _buffers: _Buffers = field(init=False)
+    _flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
+    _arriving: dict[tuple[int, int, int], _Arriving] = field(default_factory=dict)
+    _outgoing: dict[tuple[int, int, int], list[torch.Tensor]] = field(default_factory=dict)
+    _sends: deque[tuple[Pending, torch.Tensor]] = field(default_factory=deque)
+    most_in_flight: int = 0
+    """Microbatches between their passes at once, at most, so far."""
+
+    def __post_init__(self) -> None:
+        self._buffers = _Buffers(self.device)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.activations.size
+
+    def run(self, actions: Sequence[Action], work: Work) -> None:
+        """Do everything on the list, in its order."""
+        perform = {
+            "forward": self._forward,
+            "backward": self._backward,
+            "input-grad": self._input_grad,
+            "weight-grad": self._weight_grad,
+            "send": self._send,
+            "receive": self._receive,
+        }
+        for action in actions:
+            if action.microbatch >= 0 and work.skips(action.microbatch) and action.kind in perform:
+                continue
+            if action.kind in perform:
+                perform[action.kind](action, work)
+            else:
+                started = time.perf_counter()
+                work.exchange(action)
+                self.recording.add(action, started)
+
+    def drop(self) -> None:
+        """Forget what is under way, after an error that all ranks saw."""
+        self._flights.clear()
+        self._arriving.clear()
+        self._outgoing.clear()
+        self._sends.clear()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._flights
+
+    def _forward(self, action: Action, work: Work) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        route = work.route(microbatch)
+        received, buffers = self._arrived(action, stage - 1) if stage else ({}, [])
+        learns = torch.is_grad_enabled()
+        if learns:
+            for value, tensor in received.items():
+                tensor.requires_grad_(route.flow.forms[value].requires_grad)
+        started = time.perf_counter()
+        with work.call(action) as call:
+            made, output = self.model.passage.through(
+                stage,
+                call,
+                flow=route.flow,
+                stages=route.stages,
+                received=received,
+                before_unit=work.before_unit,
+                seed=work.seed() if route.flow.is_random else None,
+            )
+            root = work.root(microbatch, output) if stage == self.model.num_stages - 1 else None
+        values: list[Value] = []
+        roots: list[GradientEdge] = []
+        if root is not None and root.requires_grad:
+            roots = [get_gradient_edge(root)]
+        elif stage < self.model.num_stages - 1:
+            leaving = []
+            for value in route.stages.boundaries[stage]:
+                tensor = made[value] if value in made else received[value]
+                leaving.append(tensor.detach())
+                if tensor.requires_grad:
+                    values.append(value)
+                    roots.append(get_gradient_edge(tensor))
+            self._outgoing[stage, stage + 1, microbatch] = leaving
+        self.recording.add(action, started)
+        if not learns:
+            self._buffers.give_back(buffers)
+            return
+        self._flights[stage, microbatch] = _Flight(received=received, roots=roots, root_values=values, buffers=buffers)
+        self.most_in_flight = max(self.most_in_flight, len(self._flights))
+
+    def _backward(self, action: Action, work: Work) -> None:
+        flight = self._flights.pop((action.stage, action.microbatch))
+        gradients, buffers = self._incoming_gradients(action, flight)
+        started = time.perf_counter()
+        with work.backward(action):
+            if flight.roots:
+                torch.autograd.backward(flight.roots, gradients)
+        self._leave_behind(action, flight, work)
+        self._buffers.give_back(buffers)
+        self._buffers.give_back(flight.buffers)
+        self.recording.add(action, started)
+
+    def _input_grad(self, action: Action, work: Work) -> None:
+        flight = self._flights[action.stage, action.microbatch]
+        gradients, buffers = self._incoming_gradients(action, flight)
+        started = time.perf_counter()
+        inputs = [tensor for tensor in flight.received.values() if tensor.requires_grad]
+        with work.backward(action):
+            if flight.roots:
+                flight.split = SplitBackward.input_grads(flight.roots, gradients, inputs, self.parameters)
+        flight.roots = []
+        flight.buffers += buffers  # what was captured may be one of them
+        self._leave_behind(action, flight, work)
+        self.recording.add(action, started)
+
+    def _weight_grad(self, action: Action, work: Work) -> None:
+        flight = self._flights.pop((action.stage, action.microbatch))
+        started = time.perf_counter()
+        with work.backward(action):
+            if flight.split is not None:
+                flight.split.weight_grads()
+        self._buffers.give_back(flight.buffers)
+        self.recording.add(action, started)
+
+    def _incoming_gradients(
+        self, action: Action, flight: _Flight
+    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
+        """The gradient of each root, and the memory to give back."""
+        if action.stage == self.model.num_stages - 1:
+            return [None for _ in flight.roots], []
+        arrived, buffers = self._arrived(action, action.stage + 1)
+        return [arrived[value] for value in flight.root_values], buffers
+
+    def _leave_behind(self, action: Action, flight: _Flight, work: Work) -> None:
+        """Gradients of what was received are ready for the stage it came from."""
+        if action.stage == 0:
+            return
+        route = work.route(action.microbatch)
+        leaving = []
+        for value in _differentiable(route, action.stage - 1):
+            tensor = flight.received[value]
+            gradient, tensor.grad = tensor.grad, None
+            leaving.append(torch.zeros_like(tensor) if gradient is None else gradient)
+        self._outgoing[action.stage, action.stage - 1, action.microbatch] = leaving
+
+    def _send(self, action: Action, work: Work) -> None:
+        del work
+        started = time.perf_counter()
+        group = self.activations if action.peer > action.stage else self.gradients
+        tensors = self._outgoing.pop((action.stage, action.peer, action.microbatch))
+        for number, tensor in enumerate(tensors):
+            tensor = tensor.contiguous()
+            pending = send(tensor, group, to=action.peer % self.num_ranks, tag=self._tag(action, number))
+            self._sends.append((pending, tensor))
+        while len(self._sends) > _MOST_SENDS:
+            self._sends.popleft()[0].wait()
+        self.recording.add(action, started)
+
+    def _receive(self, action: Action, work: Work) -> None:
+        route = work.route(action.microbatch)
+        if action.peer < action.stage:
+            group, values = self.activations, list(route.stages.boundaries[action.peer])
+        else:
+            group, values = self.gradients, _differentiable(route, action.stage)
+        tensors = [self._buffers.take(route.flow.forms[value]) for value in values]
+        source = action.peer % self.num_ranks
+        pending = [
+            receive(tensor, group, source=source, tag=self._tag(action, number))
+            for number, tensor in enumerate(tensors)
+        ]
+        self._arriving[action.stage, action.peer, action.microbatch] = _Arriving(
+            values=values, tensors=tensors, pending=pending
+        )
+
+    def _arrived(self, action: Action, peer: int) -> tuple[dict[Value, torch.Tensor], list[torch.Tensor]]:
+        """Messages that an action needs, each as a tensor of its own, and their memory."""
+        started = time.perf_counter()
+        arriving = self._arriving.pop((action.stage, peer, action.microbatch))
+        for pending in arriving.pending:
+            pending.wait()
+        self.recording.add(Action(kind="receive", stage=action.stage, peer=peer, microbatch=action.microbatch), started)
+        return dict(zip(arriving.values, (t.detach() for t in arriving.tensors), strict=True)), arriving.tensors
+
+    def _tag(self, action: Action, number: int) -> int:
+        boundary = min(action.stage, action.peer)
+        place = action.microbatch % _TAGS_OF_MICROBATCHES * self.model.num_stages + boundary
+        return place * _TAGS_A_BOUNDARY + number
+
+
+def _differentiable(route: Route, boundary: int) -> list[Value]:
+    return [value for value in route.stages.boundaries[boundary] if route.flow.forms[value].requires_grad]

@@ -1,0 +1,100 @@
+"""Random numbers that do not depend on the plan: dropout draws the same for any number of stages, and recomputed.
+
+Random states are set before and after every unit from what is the same under every plan: the run's seed, the step, the
+sample's micro-batch and data rank, and the unit's place in the model. So it does not matter which process runs a unit,
+nor what it ran before. States are given back when the pass is over: a user's own random numbers are not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from weft.blueprint import Blueprint
+from weft.parallel.flow import find_units
+
+_MASK = (1 << 63) - 1
+
+
+class Seeds:
+    """Where the random numbers of every pass come from."""
+
+    def __init__(self, base: int, device: torch.device) -> None:
+        self.base = base
+        self._generator = (
+            torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+        )
+        self._now = 0
+
+    @contextmanager
+    def during(self, *, step: int, microbatch: int, data_rank: int) -> Iterator[None]:
+        """Random states inside are this microbatch's, and outside what they were."""
+        self._now = mix(mix(mix(self.base, step), microbatch), data_rank)
+        before = self._generator.get_state()
+        self.enter(-1)
+        try:
+            yield
+        finally:
+            self._generator.set_state(before)
+
+    def enter(self, place: int) -> None:
+        """The random numbers of one place in the model begin."""
+        self._generator.manual_seed(mix(self._now, place))
+
+
+class PlaceSeeds:
+    """The same random numbers for a model that is in one piece, by hooks on its units."""
+
+    def __init__(self, model: nn.Module, blueprint: Blueprint, seeds: Seeds) -> None:
+        self._seeds = seeds
+        self._is_on = False
+        self._place = 0
+        self.is_needed = _has_dropout(model)
+        if not self.is_needed:
+            return
+        for unit in find_units(model, blueprint):
+            model.get_submodule(unit).register_forward_pre_hook(self._before)
+            model.get_submodule(unit).register_forward_hook(self._after)
+
+    @contextmanager
+    def during(self, *, step: int, microbatch: int, data_rank: int) -> Iterator[None]:
+        self._is_on, self._place = True, 0
+        try:
+            with self._seeds.during(step=step, microbatch=microbatch, data_rank=data_rank):
+                yield
+        finally:
+            self._is_on = False
+
+    def __deepcopy__(self, memo: object) -> PlaceSeeds:
+        return self
+
+    def _before(self, *_: object) -> None:
+        if self._is_on:
+            self._seeds.enter(2 * self._place)
+
+    def _after(self, *_: object) -> None:
+        if self._is_on:
+            self._seeds.enter(2 * self._place + 1)
+            self._place += 1
+
+
+def _has_dropout(model: nn.Module) -> bool:
+    """Whether some layer says that it drops something, in torch's way or in a number of its own."""
+    return any(
+        isinstance(value, float) and value > 0
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if "drop" in name or (name == "p" and isinstance(module, _DropoutNd))
+    )
+
+
+def mix(seed: int, number: int) -> int:
+    """Another seed for every number, without any pattern (splitmix64)."""
+    word = (seed + (number + 2) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (word ^ (word >> 31)) & _MASK

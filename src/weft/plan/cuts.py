@@ -1,0 +1,197 @@
+"""Where to cut the blocks of a model into stages, so that the slowest stage is as quick as it can be.
+
+    block     0  1  2  3  4  5        cuts (2, 4): cut before blocks 2 and 4
+    stage     0     1     2           what comes before the blocks counts to stage 0, what comes after to stage 2
+
+Three wishes, each within 2 % of the best that the ones before it leave, because times are measured and never quite
+equal: the longest stage is short; the largest stage is small; all stages are even. Each is a dynamic program over
+(stages so far, blocks so far), so the answer is the best there is and the same every time. Sums are whole numbers:
+with rounding, equal blocks would not make equal stages.
+
+With several chunks a rank, stages are balanced one by one, not the sums that a rank holds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from weft.errors import PlanError
+
+_TIE_PERCENT = 2
+
+_Answer = tuple[tuple[tuple[int, int], ...], tuple[int, ...]]
+"""(Time, number of blocks) of every stage, largest first; where every stage stops."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCost:
+    """What one block costs on one device."""
+
+    time_s: float = 0.0
+    """Forward and backward of one microbatch."""
+    state_bytes: int = 0
+    """What it holds however many microbatches are in flight."""
+    activation_bytes: int = 0
+    """What it holds from forward to backward, for each microbatch in flight."""
+
+    def __post_init__(self) -> None:
+        costs = (self.time_s, self.state_bytes, self.activation_bytes)
+        assert all(math.isfinite(cost) and cost >= 0 for cost in costs), f"a cost is finite and not negative: {self}"
+
+
+FREE = BlockCost()
+
+
+def balance(
+    costs: Sequence[BlockCost],
+    num_stages: int,
+    *,
+    first: BlockCost = FREE,
+    last: BlockCost = FREE,
+    in_flight: Sequence[int] | None = None,
+) -> tuple[int, ...]:
+    """The numbers of the blocks to cut before. Every stage gets at least one block.
+
+    `first` and `last` are what comes before the blocks (an embedding) and after them (norm, head and loss).
+    `in_flight`: the most microbatches that each stage holds at a time; if not given, 1F1B's with enough of them, which
+    is one on the last stage and one more on each stage before it.
+    """
+    if num_stages > len(costs):
+        raise PlanError(
+            f"{num_stages} stages need {num_stages} blocks, the model has {len(costs)}; use at most {len(costs)} stages"
+        )
+    in_flight = range(num_stages, 0, -1) if in_flight is None else in_flight
+    assert len(in_flight) == num_stages, f"{len(in_flight)} numbers of microbatches in flight for {num_stages} stages"
+    stages = _Stages(costs, first, last, in_flight)
+
+    longest = _with_tie(_lowest_peak(stages, stages.time, longest=None))
+    largest = _with_tie(_lowest_peak(stages, stages.num_bytes, longest=longest))
+    return _most_even(stages, longest=longest, largest=largest)
+
+
+def stage_problem(num_blocks: int, *, pipeline: int, chunks: int = 1) -> str | None:
+    """Why so many blocks do not make so many stages, and the nearest numbers that work; None if they do."""
+    num_stages = pipeline * chunks
+    if num_stages <= num_blocks:
+        return None
+    one_chunk = 'chunks = 1 with [pipeline] schedule = "1f1b"'  # interleaved has at least two
+    advice = []
+    if (fewer_chunks := num_blocks // pipeline) >= 1:
+        advice.append(one_chunk if fewer_chunks == 1 else f"chunks = {fewer_chunks}")
+    if (fewer_ranks := num_blocks // chunks) >= 2:
+        advice.append(f"pipeline = {fewer_ranks}")
+    if not advice:
+        advice.append(f"pipeline = {num_blocks} and {one_chunk}" if num_blocks > 1 else "pipeline = 1")
+    needs = (
+        f"pipeline {pipeline} × chunks {chunks} = {num_stages} stages need"
+        if chunks > 1
+        else f"pipeline {pipeline} needs"
+    )
+    return f"{needs} {num_stages} blocks, the model has {num_blocks}; use {', or '.join(advice)}"
+
+
+def check_cuts(cuts: Sequence[int], num_blocks: int, num_stages: int) -> None:
+    """Refuse cuts that do not make so many stages of so many blocks, with every reason."""
+    problems = []
+    said = f"[pipeline] cuts = {list(cuts)}"
+    if len(cuts) != num_stages - 1:
+        problems.append(
+            f"{said} makes {len(cuts) + 1} stages, there are to be {num_stages}; list {num_stages - 1} block numbers, "
+            "or none for balanced stages"
+        )
+    if outside := [cut for cut in cuts if not 1 <= cut < num_blocks]:
+        allowed = f"use numbers from 1 to {num_blocks - 1}" if num_blocks > 1 else "one block cannot be cut"
+        problems.append(
+            f"{said} cuts before {', '.join(map(str, outside))}, the blocks are 0 to {num_blocks - 1}; {allowed}"
+        )
+    if any(later <= earlier for earlier, later in itertools.pairwise(cuts)):
+        problems.append(f"{said} leaves a stage without a block; list each number once, smallest first")
+    if problems:
+        raise PlanError(problems)
+
+
+class _Stages:
+    """Time and memory of every stage that can be made: stage number `stage`, blocks `start` to `stop - 1`."""
+
+    def __init__(self, costs: Sequence[BlockCost], first: BlockCost, last: BlockCost, in_flight: Sequence[int]) -> None:
+        self.num_blocks, self.num_stages = len(costs), len(in_flight)
+        self._first, self._last, self._in_flight = first, last, in_flight
+        ratios = [Fraction(cost.time_s) for cost in (first, *costs, last)]
+        scale = math.lcm(*(ratio.denominator for ratio in ratios))  # a power of two: exact
+        self._first_time, *times, self._last_time = [int(ratio * scale) for ratio in ratios]
+        self._time_before = list(itertools.accumulate(times, initial=0))
+        self._state_before = list(itertools.accumulate((cost.state_bytes for cost in costs), initial=0))
+        self._activations_before = list(itertools.accumulate((cost.activation_bytes for cost in costs), initial=0))
+
+    def time(self, stage: int, start: int, stop: int) -> int:
+        """In units of which the second is a whole multiple."""
+        time = self._time_before[stop] - self._time_before[start]
+        return time + self._first_time * (stage == 0) + self._last_time * (stage == self.num_stages - 1)
+
+    def num_bytes(self, stage: int, start: int, stop: int) -> int:
+        state = self._state_before[stop] - self._state_before[start]
+        activations = self._activations_before[stop] - self._activations_before[start]
+        for end, is_here in ((self._first, stage == 0), (self._last, stage == self.num_stages - 1)):
+            state += end.state_bytes * is_here
+            activations += end.activation_bytes * is_here
+        return state + activations * self._in_flight[stage]
+
+    def stops(self, stage: int) -> range:
+        """Where a stage may end, so that the others have at least one block each."""
+        end = self.num_blocks - self.num_stages + stage + 1
+        return range(end if stage == self.num_stages - 1 else stage + 1, end + 1)
+
+
+def _lowest_peak(stages: _Stages, cost: Callable[[int, int, int], int], *, longest: int | None) -> int:
+    """The largest cost of a stage, where it is lowest, if no stage may take longer than `longest`."""
+    ends: dict[int, int] = {0: 0}
+    for stage in range(stages.num_stages):
+        reached: dict[int, int] = {}
+        for stop in stages.stops(stage):
+            best: int | None = None
+            for start in range(stop - 1, -1, -1):
+                own = cost(stage, start, stop)
+                # A stage only grows from here on.
+                if (longest is not None and stages.time(stage, start, stop) > longest) or (
+                    best is not None and own >= best
+                ):
+                    break
+                if start in ends:
+                    peak = max(ends[start], own)
+                    best = peak if best is None else min(best, peak)
+            if best is not None:
+                reached[stop] = best
+        ends = reached
+    return ends[stages.num_blocks]
+
+
+def _most_even(stages: _Stages, *, longest: int, largest: int) -> tuple[int, ...]:
+    """Cuts within both limits whose longest stage is shortest, then the second longest, and so on.
+
+    Stages of equal time count by their blocks, and of equal answers the one that cuts earliest is taken. This order
+    survives adding the same stage to two answers, so the best answer for a part is a part of the best.
+    """
+    ends: dict[int, _Answer] = {0: ((), ())}
+    for stage in range(stages.num_stages):
+        reached: dict[int, _Answer] = {}
+        for stop in stages.stops(stage):
+            for start in range(stop - 1, -1, -1):
+                time = stages.time(stage, start, stop)
+                if time > longest or stages.num_bytes(stage, start, stop) > largest:
+                    break
+                if start in ends:
+                    sizes, cuts = ends[start]
+                    made = tuple(sorted((*sizes, (time, stop - start)), reverse=True)), (*cuts, stop)
+                    reached[stop] = min(reached.get(stop, made), made)
+        ends = reached
+    _, cuts = ends[stages.num_blocks]
+    return cuts[:-1]
+
+
+def _with_tie(best: int) -> int:
+    """The largest that counts as equal to the best."""
+    return best * (100 + _TIE_PERCENT) // 100

@@ -1,0 +1,179 @@
+"""The schedule of a plan: the compute order of `schedules.py`, and what has to travel around each compute action.
+
+The rules are the same for every schedule:
+
+    receive    one pass before the message is needed, so that the transfer runs beside that pass; an update is too short
+               to count, and waits for a reduce besides
+    send       right after the action that made the message
+    gather     ZeRO-3: as early as a receive, so that the stage's parameters are whole when it computes
+    release    ZeRO-3: right after the stage has computed
+    reduce     after the last action that adds to the gradients of an update, if there are other data ranks
+
+What a message looks like and how it travels is not known here; nor does anything here wait: a receive and a gather
+begin where they stand, and the action that needs them waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from weft.plan import schedules
+from weft.plan.actions import Action, Schedule
+from weft.plan.plan import Plan
+
+FLUSH_FREE = ("pipedream", "2bw")
+"""The schedules whose pipeline stays full from one step to the next."""
+
+
+def schedule_of(
+    plan: Plan, *, num_microbatches: int | None = None, first: int = 0, start: int = 0, drain: bool = True
+) -> Schedule:
+    """What every rank along the pipeline does in a training step.
+
+    `num_microbatches` are fed, by default those of the plan; with 2bw a multiple of those. `first`, `start` and `drain`
+    concern the flush-free schedules only, and are explained in `schedules.py`.
+    """
+    num_fed = plan.step.microbatches if num_microbatches is None else num_microbatches
+    if plan.pipeline.schedule in FLUSH_FREE:
+        order = _flush_free_order(plan, num_fed, first=first, start=start, drain=drain)
+    else:
+        order = tuple(
+            (*actions, Action(kind="update", stage=rank, version=1))
+            for rank, actions in enumerate(_flush_order(plan, num_fed))
+        )
+    return with_exchanges(
+        order,
+        num_stages=plan.axes.pipeline * plan.pipeline.chunks,
+        gathers=_gathers(plan),
+        reduces_gradients=plan.axes.data * plan.axes.replicate > 1,
+    )
+
+
+def evaluation_of(plan: Plan, num_microbatches: int) -> Schedule:
+    """What every rank along the pipeline does to run microbatches forward and no more."""
+    order = schedules.forward_only(plan.axes.pipeline, num_microbatches, plan.pipeline.chunks)
+    return with_exchanges(order, num_stages=plan.axes.pipeline * plan.pipeline.chunks, gathers=_gathers(plan))
+
+
+def with_exchanges(
+    order: Schedule, *, num_stages: int | None = None, gathers: str = "never", reduces_gradients: bool = False
+) -> Schedule:
+    """The compute order with its exchanges.
+
+    `num_stages` of the model, if the order does not go through all of them. `gathers` says how long
+    parameters stay whole: for the "step", for the consecutive actions of one "microbatch" or more on the same stage, or
+    for ever if it "never" gathers.
+    """
+    if num_stages is None:
+        num_stages = 1 + max((action.stage for actions in order for action in actions), default=0)
+    return tuple(
+        _rank_with_exchanges(actions, num_stages, gathers=gathers, reduces_gradients=reduces_gradients)
+        for actions in order
+    )
+
+
+def source_of(action: Action, num_stages: int) -> int | None:
+    """The stage whose message a compute action needs; none at the ends of the model."""
+    if action.kind == "forward":
+        return action.stage - 1 if action.stage > 0 else None
+    if action.kind in ("backward", "input-grad"):
+        return action.stage + 1 if action.stage < num_stages - 1 else None
+    return None
+
+
+def _target_of(action: Action, num_stages: int) -> int | None:
+    """The stage that needs what a compute action makes; none at the ends of the model."""
+    if action.kind == "forward":
+        return action.stage + 1 if action.stage < num_stages - 1 else None
+    if action.kind in ("backward", "input-grad"):
+        return action.stage - 1 if action.stage > 0 else None
+    return None
+
+
+def _rank_with_exchanges(
+    actions: tuple[Action, ...], num_stages: int, *, gathers: str, reduces_gradients: bool
+) -> tuple[Action, ...]:
+    before: list[list[Action]] = [[] for _ in actions]
+    after: list[list[Action]] = [[] for _ in actions]
+    passes = [place for place, action in enumerate(actions) if action.kind != "update"]
+    early = dict(zip(passes, [*passes[:1], *passes], strict=False))
+    for place, action in enumerate(actions):
+        source, target = source_of(action, num_stages), _target_of(action, num_stages)
+        if source is not None:
+            receive = Action(kind="receive", stage=action.stage, microbatch=action.microbatch, peer=source)
+            before[early[place]].append(receive)
+        if target is not None:
+            after[place].append(Action(kind="send", stage=action.stage, microbatch=action.microbatch, peer=target))
+    for begin, end, stage in _whole_spells(actions, gathers):
+        before[early[begin]].append(Action(kind="gather", stage=stage))
+        after[end].append(Action(kind="release", stage=stage))
+    if reduces_gradients:
+        for place, reduce in _reductions(actions):
+            after[place].append(reduce)
+    return tuple(
+        exchanged for place, action in enumerate(actions) for exchanged in (*before[place], action, *after[place])
+    )
+
+
+def _whole_spells(actions: tuple[Action, ...], gathers: str) -> Iterator[tuple[int, int, int]]:
+    """(first place, last place, stage) of each spell in which a stage's parameters are whole."""
+    # An update is left out: with ZeRO it works on the rank's own part.
+    places = [(place, action.stage) for place, action in enumerate(actions) if action.kind != "update"]
+    if gathers == "microbatch":
+        for stage, spell in groupby(places, key=lambda place: place[1]):
+            run = [place for place, _ in spell]
+            yield run[0], run[-1], stage
+    elif gathers == "step":
+        for stage in dict.fromkeys(stage for _, stage in places):
+            run = [place for place, other in places if other == stage]
+            yield run[0], run[-1], stage
+
+
+def _reductions(actions: tuple[Action, ...]) -> Iterator[tuple[int, Action]]:
+    """(place, reduce) for the last action on each stage that adds to the gradients of an update."""
+    update: Action | None = None
+    reduced: set[int] = set()
+    for place in reversed(range(len(actions))):
+        action = actions[place]
+        if action.kind == "update":
+            update, reduced = action, set()
+        elif action.kind in ("backward", "weight-grad") and update is not None and action.stage not in reduced:
+            reduced.add(action.stage)
+            yield place, Action(kind="reduce", stage=action.stage, microbatch=update.microbatch)
+
+
+def _flush_order(plan: Plan, num_microbatches: int) -> Schedule:
+    num_ranks = plan.axes.pipeline
+    match plan.pipeline.schedule:
+        case "naive":
+            return schedules.naive(num_ranks, num_microbatches)
+        case "gpipe":
+            return schedules.gpipe(num_ranks, num_microbatches)
+        case "1f1b":
+            return schedules.one_f_one_b(num_ranks, num_microbatches)
+        case "interleaved":
+            return schedules.interleaved(num_ranks, num_microbatches, plan.pipeline.chunks)
+        case "zero-bubble":
+            return schedules.zero_bubble(num_ranks, num_microbatches)
+        case unknown:
+            raise AssertionError(f"no flush schedule is called {unknown!r}")
+
+
+def _flush_free_order(plan: Plan, num_microbatches: int, *, first: int, start: int, drain: bool) -> Schedule:
+    assert plan.data.shard != "parameters", "stashed weight versions are whole, so there is nothing to gather"
+    num_stages = plan.axes.pipeline
+    if plan.pipeline.schedule == "pipedream":
+        vertical_sync = plan.pipeline.vertical_sync
+        return schedules.pipedream(
+            num_stages, num_microbatches, first=first, start=start, drain=drain, vertical_sync=vertical_sync
+        )
+    num_batches, left = divmod(num_microbatches, plan.step.microbatches)
+    assert left == 0, f"{num_microbatches} microbatches are no whole batches of {plan.step.microbatches}"
+    return schedules.two_bw(
+        num_stages, plan.step.microbatches, num_batches=num_batches, first=first, start=start, drain=drain
+    )
+
+
+def _gathers(plan: Plan) -> str:
+    return plan.data.reshard if plan.data.shard == "parameters" else "never"

@@ -1,0 +1,138 @@
+"""From a whole model to this rank's stages: where to cut, and that all ranks begin with the same weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.blueprint import Blueprint
+from weft.comm.collectives import broadcast
+from weft.comm.objects import gather_values
+from weft.errors import ModelError, PlanError
+from weft.mesh import Mesh
+from weft.parallel.balance import Unit, time_units
+from weft.parallel.cut import CutModel, Outline, cut, outline
+from weft.parallel.materialise import Materialiser
+from weft.plan.cuts import FREE, BlockCost, balance, check_cuts, stage_problem
+from weft.plan.exchanges import FLUSH_FREE
+from weft.plan.plan import Plan
+from weft.sync.make import copy_from_first
+from weft.training.precision import Caller
+from weft.training.trees import map_tensors
+
+log = logging.getLogger("weft")
+
+
+def cut_model(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: Any) -> tuple[CutModel, Plan]:
+    """Cut a model as a plan says, in place; collective. The plan that is returned says where."""
+    plan, device = mesh.plan, mesh.world.device
+    if example is None:
+        raise ModelError(
+            f"[axes] pipeline = {plan.axes.pipeline} cuts the model by following a batch through it; give "
+            "parallelize(..., example=inputs), the inputs of one micro-batch"
+        )
+
+    def call(called: Callable[..., Any], inputs: Any) -> Any:
+        return Caller(called, plan, widens=False)(inputs)
+
+    example = map_tensors(lambda tensor: tensor.to(device), example)
+    whole = outline(model, blueprint, plan, example, call=call, device=device)
+    num_stages = plan.axes.pipeline * plan.pipeline.chunks
+    problem = stage_problem(len(blueprint.blocks), pipeline=plan.axes.pipeline, chunks=plan.pipeline.chunks)
+    if problem:
+        raise PlanError(problem)
+    if plan.pipeline.cuts:
+        check_cuts(plan.pipeline.cuts, len(blueprint.blocks), num_stages)
+    else:
+        cuts = _balanced(whole, mesh, num_stages)
+        plan = dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, cuts=cuts))
+    _begin_alike(model, mesh)
+    made = cut(whole, plan.pipeline.cuts, rank=mesh.index("pipeline"), num_ranks=plan.axes.pipeline)
+    _materialise_shared(made, mesh)
+    return made, plan
+
+
+def _balanced(whole: Outline, mesh: Mesh, num_stages: int) -> tuple[int, ...]:
+    """Where stages take about the same time, as rank 0 measures it."""
+    plan, cuts = mesh.plan, torch.zeros(num_stages - 1, dtype=torch.int64, device=mesh.world.device)
+    if mesh.world.rank == 0:
+        units = [
+            Unit(
+                name=call.unit,
+                module=whole.twin.get_submodule(call.unit),
+                args=call.arguments[0],
+                kwargs=call.arguments[1],
+            )
+            for call in whole.flow.calls
+        ]
+        costs = dict(zip((call.place for call in whole.flow.calls), time_units(units, mesh.world.device), strict=True))
+        blocks = set(whole.blueprint.blocks)
+        by_block = {block: FREE for block in whole.blueprint.blocks}
+        before = after = FREE
+        seen_block = False
+        for call in whole.flow.calls:
+            cost = costs[call.place]
+            if call.unit in blocks:
+                by_block[call.unit], seen_block = _sum(by_block[call.unit], cost), True
+            elif seen_block:
+                after = _sum(after, cost)
+            else:
+                before = _sum(before, cost)
+        found = balance(
+            list(by_block.values()), num_stages, first=before, last=after, in_flight=_in_flight(plan, num_stages)
+        )
+        cuts.copy_(torch.tensor(found))
+    broadcast(cuts, mesh.everyone("control"))
+    return tuple(cuts.tolist())
+
+
+def _sum(one: BlockCost, other: BlockCost) -> BlockCost:
+    return BlockCost(
+        time_s=one.time_s + other.time_s,
+        state_bytes=one.state_bytes + other.state_bytes,
+        activation_bytes=one.activation_bytes + other.activation_bytes,
+    )
+
+
+def _in_flight(plan: Plan, num_stages: int) -> list[int]:
+    """Microbatches between their passes on each stage, at most."""
+    m = plan.step.microbatches
+    if plan.pipeline.schedule == "naive":
+        return [1] * num_stages
+    if plan.pipeline.schedule == "gpipe":
+        return [m] * num_stages
+    is_endless = plan.pipeline.schedule in FLUSH_FREE
+    return [num_stages - i if is_endless else min(num_stages - i, m) for i in range(num_stages)]
+
+
+def _begin_alike(model: nn.Module, mesh: Mesh) -> None:
+    """Every rank has rank 0's weights before it drops those of other stages."""
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+    counts = gather_values(len(tensors), mesh.everyone("control"), mesh.world.device)
+    if len(set(counts)) > 1:
+        raise ModelError(
+            "some ranks built the model on the meta device and others did not; build it the same way on all"
+        )
+    device = mesh.world.device
+    for tensor in tensors:
+        there = tensor.detach().to(device)
+        copy_from_first([there], mesh.everyone("control"))
+        with torch.no_grad():
+            tensor.copy_(there)
+
+
+def _materialise_shared(made: CutModel, mesh: Mesh) -> None:
+    """Parameters on the meta device that several stages hold get one value for all of them."""
+    groups = {name: mesh.group(f"pipeline:{','.join(map(str, on))}", "tied") for name, on in made.holders.items()}
+    own = dict(made.model.named_parameters())
+    shared = [name for name, group in groups.items() if group.ranks and own[name].is_meta]
+    if shared:
+        Materialiser(made.model, mesh).fill([own[name] for name in shared])
+        filled = dict(made.model.named_parameters())
+        for name in shared:
+            copy_from_first([filled[name]], groups[name])

@@ -1,0 +1,123 @@
+"""How the microbatches of a step, or of an evaluation, pass through the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft.parallel.cut import CutModel, Route
+from weft.parallel.randomness import Seeds
+from weft.parallel.stage_gathering import StageGathering
+from weft.plan.actions import Action
+from weft.training.loss import Count
+from weft.training.precision import Caller
+from weft.training.trees import num_samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One microbatch on this rank."""
+
+    inputs: Any
+    targets: Any
+    count: Count
+    num_samples: int
+    route: Route
+    place: int
+    """Among all microbatches."""
+    step: int
+    number: int
+    """Among the microbatches of its step."""
+
+
+class Passes:
+    """What all passes through a pipeline have in common; `parallel.pipeline.Work` says what each method is for."""
+
+    def __init__(
+        self,
+        cut: CutModel,
+        call: Caller,
+        seeds: Seeds,
+        *,
+        data_rank: int,
+        gathering: StageGathering | None,
+        runs_empty: bool,
+    ) -> None:
+        """`runs_empty`: layers exchange in their forward pass, so a microbatch without samples runs all the same."""
+        self._cut = cut
+        self._call = call
+        self._seeds = seeds
+        self._data_rank = data_rank
+        self._gathering = gathering
+        self._runs_empty = runs_empty
+        self.parts: dict[int, Part] = {}
+
+    def take(self, microbatches: list[tuple[Any, Any, Count]], *, first: int = 0, step: int = 0) -> None:
+        """Microbatches, the same on every rank of the pipeline, that the next actions are about."""
+        for number, (inputs, targets, count) in enumerate(microbatches):
+            self.parts[first + number] = Part(
+                inputs=inputs,
+                targets=targets,
+                count=count,
+                num_samples=num_samples(inputs),
+                route=self._cut.route(inputs),
+                place=first + number,
+                step=step,
+                number=number,
+            )
+
+    def route(self, microbatch: int) -> Route:
+        return self.parts[microbatch].route
+
+    def skips(self, microbatch: int) -> bool:
+        return not self._runs_empty and self.parts[microbatch].num_samples == 0
+
+    @contextmanager
+    def call(self, action: Action) -> Iterator[Callable[[], Any]]:
+        part = self.parts[action.microbatch]
+        if self._gathering is not None:
+            self._gathering.wait(None)
+        with self._random(part):
+            yield lambda: self._call(part.inputs)
+
+    def _random(self, part: Part) -> AbstractContextManager[None]:
+        if not part.route.flow.is_random:
+            return nullcontext()
+        return self._seeds.during(step=part.step, microbatch=part.number, data_rank=self._data_rank)
+
+    def seed(self) -> Callable[[int], None]:
+        return self._seeds.enter
+
+    def before_unit(self, unit: str) -> None:
+        if self._gathering is not None:
+            self._gathering.wait(unit)
+
+    def root(self, microbatch: int, output: Any) -> torch.Tensor | None:
+        raise NotImplementedError
+
+    def backward(self, action: Action) -> AbstractContextManager[object]:
+        raise NotImplementedError
+
+    def exchange(self, action: Action) -> None:
+        assert self._gathering is not None
+        if action.kind == "gather":
+            self._gathering.gather(action.stage)
+        else:
+            assert action.kind == "release"
+            self._gathering.release(action.stage)
+
+
+class Looking(Passes):
+    """Forward passes only: `seen` is told of every output on the last stage."""
+
+    def __init__(self, seen: Callable[[Part, Any], None], *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._seen = seen
+
+    def root(self, microbatch: int, output: Any) -> torch.Tensor | None:
+        self._seen(self.parts[microbatch], output)
+        return None

@@ -1,0 +1,240 @@
+"""A step of a pipeline that is empty between steps: naive, GPipe, 1F1B, interleaved and zero-bubble.
+
+    every rank   take the same microbatches ─ do what the schedule says ─ complete gradients ─ agree ─ update
+
+Loss and count are known on the last stage only; after its exchange with the other data ranks it tells the stages before
+it, which by then have all they need to update, so nobody waits for the slowest. Where the plan clips, or computes in
+16 bits, all stages have to wait for each other's norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from weft.comm.collectives import all_reduce, broadcast
+from weft.comm.p2p import receive, send
+from weft.mesh import Mesh
+from weft.parallel.cut import CutModel
+from weft.parallel.pipeline import Pipeline
+from weft.parallel.randomness import Seeds
+from weft.parallel.recording import Recording
+from weft.parallel.stage_gathering import StageGathering
+from weft.plan.actions import Action
+from weft.plan.exchanges import evaluation_of, schedule_of
+from weft.sync.base import Sync, Totals
+from weft.training.counts import TargetCount, refuse_no_targets
+from weft.training.loss import Count, Loss, loss_terms, no_loss
+from weft.training.passes import Looking, Part, Passes
+from weft.training.precision import Caller
+from weft.training.update import Update
+
+Microbatches = list[tuple[Any, Any, Count]]
+_GRADIENTS = ("backward", "weight-grad")
+"""The kinds of action after which gradients of parameters may be complete."""
+
+
+class Pipelined(Passes):
+    """Trains a model that is cut into stages."""
+
+    def __init__(
+        self,
+        *,
+        cut: CutModel,
+        mesh: Mesh,
+        sync: Sync,
+        update: Update,
+        loss: Loss,
+        call: Caller,
+        counts: TargetCount,
+        seeds: Seeds,
+        recording: Recording,
+        runs_empty: bool,
+    ) -> None:
+        gathering = getattr(sync, "gathering", None)
+        assert gathering is None or isinstance(gathering, StageGathering)
+        self._shared_by_all = dict(data_rank=mesh.data_rank, gathering=gathering, runs_empty=runs_empty)
+        super().__init__(cut, call, seeds, data_rank=mesh.data_rank, gathering=gathering, runs_empty=runs_empty)
+        self._mesh = mesh
+        self._sync = sync
+        self._update = update
+        self._loss = loss
+        self._counts = counts
+        self._control = mesh.group("pipeline", "control")
+        self._is_last = self._control.index == self._control.size - 1
+        trained = {name: parameter for name, parameter in cut.model.named_parameters() if parameter.requires_grad}
+        self.pipeline = Pipeline(
+            model=cut,
+            activations=mesh.group("pipeline", "activations"),
+            gradients=mesh.group("pipeline", "gradients"),
+            recording=recording,
+            parameters=list(trained.values()),
+            device=mesh.world.device,
+        )
+        self._names = _names_of_stages(cut, set(trained))
+        # Asking for a group is collective: every rank asks for all of them, in one order.
+        asked = [(name, mesh.group(f"pipeline:{','.join(map(str, on))}", "tied")) for name, on in cut.holders.items()]
+        self._ties = [(trained[name], group) for name, group in asked if group.ranks and name in trained]
+        self._schedule: tuple[Action, ...] = ()
+        self._evaluations: dict[int, tuple[Action, ...]] = {}
+        self._last: set[tuple[str, int, int]] = set()
+        self._step = 0
+
+    def step(self, microbatches: Microbatches, *, step: int) -> torch.Tensor:
+        """One step; returns the mean loss over the global batch."""
+        if not self._schedule:
+            self._schedule = schedule_of(self._mesh.plan)[self._control.index]
+            last = {a.stage: (a.kind, a.stage, a.microbatch) for a in self._schedule if a.kind in _GRADIENTS}
+            self._last = set(last.values())
+        self.take(microbatches, step=step)
+        self._step = step
+        self._divisor = self._counts.share([count for _, _, count in microbatches])
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._mesh.world.device)
+        self._count: Count = 0
+        self.pipeline.recording.begin_step()
+        self._sync.begin()
+        try:
+            self.pipeline.run(self._schedule, self)
+        except BaseException:
+            self.pipeline.drop()
+            raise
+        return self._mean
+
+    def root(self, microbatch: int, output: Any) -> torch.Tensor | None:
+        part = self.parts[microbatch]
+        if part.num_samples == 0:
+            return no_loss(output)
+        terms = loss_terms(self._loss, output, part.targets, part.count)
+        self._counts.is_own = self._counts.is_own or terms.own_count
+        self._add(part, terms.value.detach() * terms.multiplier, terms.count)
+        factor = terms.multiplier * self._update.loss_scale.value / self._divisor_of(part)
+        return terms.value if isinstance(factor, float) and factor == 1.0 else terms.value * factor
+
+    def _divisor_of(self, part: Part) -> float | torch.Tensor:
+        del part
+        return self._divisor
+
+    def _add(self, part: Part, loss_sum: torch.Tensor, count: Count) -> None:
+        del part
+        self._loss_sum += loss_sum
+        self._count = self._count + count
+
+    @contextmanager
+    def backward(self, action: Action) -> Iterator[None]:
+        if self._gathering is not None:
+            self._gathering.wait_for_stage(action.stage)
+        if (action.kind, action.stage, action.microbatch) in self._last:
+            self._sync.arm(self._names[action.stage])
+        if self.parts[action.microbatch].num_samples:
+            yield
+            return
+        with self._sync.ignoring():
+            yield
+
+    def exchange(self, action: Action) -> None:
+        if action.kind == "reduce":
+            self._sync.complete(self._names[action.stage])
+        elif action.kind == "update":
+            self._finish()
+        else:
+            super().exchange(action)
+
+    def _finish(self) -> None:
+        """Complete the gradients, and update."""
+        totals = self._complete(self._loss_sum, self._count)
+        divisor = self._divisor
+        totals, correction = self._agree(totals, divisor)
+        self._mean = totals.loss_sum / totals.count
+        self._update.run(totals.norm, correction, step=self._step)
+
+    def _complete(self, loss_sum: torch.Tensor, count: Count) -> Totals:
+        """Sum gradients over all that hold them."""
+        self._hand_over()
+        counted = torch.as_tensor(count, device=self._mesh.world.device)
+        return self._sync.finish(loss_sum, counted, with_norm=self._update.needs_norm)
+
+    def _hand_over(self) -> None:
+        """Sum what several stages hold; with that, nothing keeps gradients from the other data ranks."""
+        with torch.no_grad():
+            for parameter, group in self._ties:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                all_reduce(parameter.grad, group)
+        self._sync.take_held()
+        self._sync.arm()
+        self._sync.end_microbatch()
+
+    @torch.no_grad()
+    def _agree(self, totals: Totals, divisor: float | torch.Tensor) -> tuple[Totals, float | torch.Tensor | None]:
+        """What the last stage knows, on every stage: the totals, and the correction of gradients."""
+        words = torch.zeros(4, dtype=torch.float64, device=self._mesh.world.device)
+        correction = self._counts.correction(divisor, totals.count) if self._is_last else None
+        if self._is_last:
+            words[0], words[1] = totals.loss_sum, totals.count
+            words[2] = 1.0 if correction is None else correction
+        if self._update.needs_norm:
+            assert totals.norm is not None
+            words[3] = totals.norm**2
+            all_reduce(words, self._control)
+        elif self._is_last:
+            for rank in range(self._control.size - 1):
+                send(words, self._control, to=rank).wait()
+        else:
+            receive(words, self._control, source=self._control.size - 1).wait()
+        refuse_no_targets(words[1])
+        norm = words[3].sqrt() if self._update.needs_norm else None
+        if not self._is_last:
+            correction = words[2] if words.is_cuda else (None if float(words[2]) == 1.0 else float(words[2]))
+        return Totals(loss_sum=words[0], count=words[1], norm=norm), correction
+
+    def flush(self) -> None:
+        """Nothing is in flight between steps."""
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """What must be kept to go on to the bit, between steps: tensors and plain values."""
+        return {}, {}
+
+    def load_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+        """Go on from what `state` returned; from nothing where weights came from elsewhere."""
+        del tensors, values
+
+    def _evaluation(self, num_microbatches: int) -> tuple[Action, ...]:
+        if num_microbatches not in self._evaluations:
+            schedule = evaluation_of(self._mesh.plan, num_microbatches)
+            self._evaluations[num_microbatches] = schedule[self._control.index]
+        return self._evaluations[num_microbatches]
+
+    def look(self, microbatches: Microbatches, seen: Callable[[Part, Any], None]) -> None:
+        """Run microbatches forward; the last stage's ranks are told of the outputs."""
+        looking = Looking(seen, self._cut, self._call, self._seeds, **self._shared_by_all)
+        looking.take(microbatches)
+        self.pipeline.run(self._evaluation(len(microbatches)), looking)
+
+    def pass_by(self, num_microbatches: int) -> None:
+        """Take part in what the other data ranks' forward passes exchange."""
+        self.pipeline.run([a for a in self._evaluation(num_microbatches) if a.kind in ("gather", "release")], self)
+
+    def token(self, window: torch.Tensor, pick: Callable[[Any], int]) -> int:
+        """The next token, which the last stage picks, on every rank."""
+        picked = torch.zeros(1, dtype=torch.int64, device=self._mesh.world.device)
+
+        def seen(part: Part, output: Any) -> None:
+            del part
+            picked[0] = pick(output)
+
+        self.look([(window, None, 0)], seen)
+        broadcast(picked, self._control, root=self._control.size - 1)
+        return int(picked)
+
+
+def _names_of_stages(cut: CutModel, trained: set[str]) -> dict[int, list[str]]:
+    """The parameters whose gradients are complete when one stage's are; others wait for all stages of this rank."""
+    names: dict[int, list[str]] = {stage: [] for stage in cut.my_stages}
+    for unit, stages in cut.stage_of_unit.items():
+        if len(stages) == 1 and next(iter(stages)) in names:
+            inside = (n for n, _ in cut.model.get_submodule(unit).named_parameters())
+            names[next(iter(stages))] += [f"{unit}.{n}" for n in inside if f"{unit}.{n}" in trained]
+    return {stage: [name for name in inside if name not in cut.holders] for stage, inside in names.items()}

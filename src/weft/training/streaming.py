@@ -1,0 +1,172 @@
+"""A step of a pipeline that is never empty: PipeDream and PipeDream-2BW.
+
+A step feeds its microbatches and returns; their backward passes are done in later steps, on the weights their forward
+passes used (`parallel/versions.py`). PipeDream updates after every microbatch, 2BW after every step's worth of them. A
+loss is returned once its microbatches are through on all stages: `nan` until the first ones are. `flush` runs what is
+still under way to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft.parallel.versions import Versions
+from weft.plan.actions import Action
+from weft.plan.exchanges import schedule_of
+from weft.plan.schedules import version_slots
+from weft.training.loss import Count
+from weft.training.passes import Part
+from weft.training.pipelined import Microbatches, Pipelined
+
+
+@dataclass(slots=True, kw_only=True)
+class _Batch:
+    """What is updated with at once: the microbatches of one update."""
+
+    step: int
+    divisor: float | torch.Tensor
+    loss_sum: torch.Tensor
+    count: Count = 0
+    version: int = 0
+    """The weights its gradients are of."""
+    is_handed_over: bool = False
+
+
+class Streaming(Pipelined):
+    """Trains without ever waiting for the pipeline to empty."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(**parts)
+        plan, stage = self._mesh.plan, self._control.index
+        num_slots, lag = version_slots(
+            plan.pipeline.schedule, self._control.size, stage, vertical_sync=plan.pipeline.vertical_sync
+        )
+        self._versions = Versions(
+            self._cut.model, dict(self._cut.model.named_parameters()), num_slots=num_slots, lag=lag
+        )
+        self._at_once = 1 if plan.pipeline.schedule == "pipedream" else plan.step.microbatches
+        """Microbatches an update."""
+        self._fed = 0
+        """Microbatches so far."""
+        self._start = 0
+        """The first one since the pipeline was last empty."""
+        self._batches: dict[int, _Batch] = {}
+        self._means: dict[int, torch.Tensor] = {}
+        self._latest = torch.full((), float("nan"), dtype=torch.float64, device=self._mesh.world.device)
+
+    @property
+    def versions(self) -> Versions:
+        return self._versions
+
+    def step(self, microbatches: Microbatches, *, step: int) -> torch.Tensor:
+        """Feed microbatches; returns the latest loss whose microbatches are through on every stage."""
+        self.take(microbatches, first=self._fed, step=step)
+        device = self._mesh.world.device
+        for first in range(0, len(microbatches), self._at_once):
+            inside = microbatches[first : first + self._at_once]
+            self._batches[(self._fed + first) // self._at_once] = _Batch(
+                step=step,
+                divisor=self._counts.share([count for _, _, count in inside]),
+                loss_sum=torch.zeros((), dtype=torch.float64, device=device),
+            )
+        self.pipeline.recording.begin_step()
+        self._run(len(microbatches), drain=False)
+        self._fed += len(microbatches)
+        return self._finished(self._fed - (self._control.size - 1))
+
+    def flush(self) -> None:
+        if self._start == self._fed:
+            return
+        self._run(0, drain=True)
+        self._start = self._fed
+        if self._mesh.plan.pipeline.schedule == "pipedream":
+            self._versions.forget_older()
+        self._finished(self._fed)
+
+    def _run(self, num_microbatches: int, *, drain: bool) -> None:
+        schedule = schedule_of(
+            self._mesh.plan, num_microbatches=num_microbatches, first=self._fed, start=self._start, drain=drain
+        )
+        self.pipeline.run(schedule[self._control.index], self)
+
+    def _finished(self, num_microbatches: int) -> torch.Tensor:
+        """The loss of the latest batch among the first microbatches."""
+        done = max(num_microbatches, 0) // self._at_once - 1
+        for batch in [batch for batch in self._means if batch <= done]:
+            self._latest = self._means.pop(batch)
+        return self._latest
+
+    def _batch_of(self, microbatch: int) -> _Batch:
+        return self._batches[microbatch // self._at_once]
+
+    def _divisor_of(self, part: Part) -> float | torch.Tensor:
+        return self._batch_of(part.place).divisor
+
+    def _add(self, part: Part, loss_sum: torch.Tensor, count: Count) -> None:
+        batch = self._batch_of(part.place)
+        batch.loss_sum += loss_sum
+        batch.count = batch.count + count
+
+    @contextmanager
+    def call(self, action: Action) -> Iterator[Callable[[], Any]]:
+        self._versions.hold(action.version)
+        with self._versions.lent(action.version), super().call(action) as call:
+            yield call
+
+    @contextmanager
+    def backward(self, action: Action) -> Iterator[None]:
+        with self._versions.lent(action.version):  # a block that is computed again must find its own weights
+            if self.parts[action.microbatch].num_samples:
+                yield
+            else:
+                with self._sync.ignoring():
+                    yield
+        self._versions.release(action.version)
+        self._batch_of(action.microbatch).version = action.version
+
+    def exchange(self, action: Action) -> None:
+        number = action.version - 1 if action.kind == "update" else action.microbatch
+        if action.kind == "reduce" and self._at_once > 1:
+            number = min(self._batches)  # batches end in order
+        batch = self._batches[number]
+        if not batch.is_handed_over:
+            self._sync.begin()
+            self._versions.take_gradients(batch.version)
+            self._hand_over()
+            batch.is_handed_over = True
+        if action.kind == "update":
+            self._update_with(number, batch)
+
+    def _update_with(self, number: int, batch: _Batch) -> None:
+        counted = torch.as_tensor(batch.count, device=self._mesh.world.device)
+        totals = self._sync.finish(batch.loss_sum, counted, with_norm=self._update.needs_norm)
+        totals, correction = self._agree(totals, batch.divisor)
+        self._means[number] = totals.loss_sum / totals.count
+        with self._versions.advance():
+            self._update.run(totals.norm, correction, step=batch.step)
+        del self._batches[number]
+        for microbatch in range(number * self._at_once, (number + 1) * self._at_once):
+            del self.parts[microbatch]
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        kept = self._versions.state()
+        tensors = {f"{version}/{name}": t for version, named in kept["older"].items() for name, t in named.items()}
+        return tensors, {"newest": kept["newest"], "fed": self._fed, "latest": float(self._latest)}
+
+    def load_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+        self._fed = self._start = int(values.get("fed", 0))
+        self._latest.fill_(values.get("latest", float("nan")))
+        self._means.clear()
+        if not values:
+            self._versions.restart(0)
+            return
+        older: dict[int, dict[str, torch.Tensor]] = {}
+        for entry, tensor in tensors.items():
+            version, _, name = entry.partition("/")
+            older.setdefault(int(version), {})[name] = tensor
+        self._versions.load_state({"newest": values["newest"], "older": older})
