@@ -1,7 +1,8 @@
 """Where a model may be cut: prelude, blocks, postlude, found in an ordinary module without changing it.
 
-A block list is the longest `ModuleList` or `Sequential` whose members are all of one class with parameters; what is
-registered before it is the prelude, what comes after it the postlude. That covers transformers and most residual nets.
+A block list is the longest `ModuleList` or `Sequential` whose members are all of one class with parameters; without
+one, the longest `Sequential` of whatever layers. What is registered before it is the prelude, what comes after it the
+postlude. That covers transformers, most residual nets, and plain stacks of layers.
 A model whose order of registration is not its order of use, or with several equal lists, declares its own:
 
     def weft_blueprint(self) -> Blueprint: ...
@@ -75,15 +76,17 @@ def _children(model: nn.Module, parent: str) -> list[str]:
 
 
 def _longest_block_list(model: nn.Module) -> str | None:
-    best, best_length = None, 1
+    best: tuple[bool, int, str] | None = None
     for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList | nn.Sequential):
-            continue
         members = list(module.children())
-        alike = len({type(member) for member in members}) == 1
-        if alike and len(members) > best_length and all(any(True for _ in m.parameters()) for m in members):
-            best, best_length = name, len(members)
-    return best
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or len(members) < 2:
+            continue
+        have_parameters = [any(True for _ in member.parameters()) for member in members]
+        is_alike = len({type(member) for member in members}) == 1 and all(have_parameters)
+        is_stack = isinstance(module, nn.Sequential) and sum(have_parameters) > 1
+        if (is_alike or is_stack) and (best is None or (is_alike, len(members)) > best[:2]):
+            best = (is_alike, len(members), name)
+    return None if best is None else best[2]
 
 
 def _refuse_unknown_names(blueprint: Blueprint, model: nn.Module) -> None:

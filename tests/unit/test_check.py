@@ -17,7 +17,6 @@ from weft.plan.plan import (
     Comm,
     Compile,
     Data,
-    Pipeline,
     Plan,
     Precision,
     Sequence,

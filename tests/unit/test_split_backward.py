@@ -93,7 +93,7 @@ def first_stage_of_gpt() -> Pass:
 def several_outputs(*used: int) -> Pass:
     x, weight = leaf(5, 3), leaf(3, seed=1)
     outputs = TwoOutputs.apply(2.0, x * 3, weight)
-    return Pass([outputs[k] for k in used], [value(5, 3)] * len(used), [x], [weight])
+    return Pass([outputs[k] for k in used], [value(5, 3) for _ in used], [x], [weight])
 
 
 def split_and_joined() -> Pass:
@@ -102,8 +102,7 @@ def split_and_joined() -> Pass:
     upper, lower = both.split(3)
     one, other = bias.unbind()
     y = torch.cat((left @ upper + one, right.tanh() @ lower + other), dim=1)
-    z = torch.stack(y.unbind(1)[:2])
-    return Pass([z, y], [value(2, 4), value(4, 8)], [x], [both, bias])
+    return Pass([torch.stack(y.unbind(1)[:2]), y], [value(2, 4), value(4, 8)], [x], [both, bias])
 
 
 def roots_beside_the_path() -> Pass:
@@ -120,10 +119,9 @@ def relayed_input() -> Pass:
 
 
 def operands_of_all_kinds() -> Pass:
-    x, p, wide, unused, idle = leaf(4, 3), leaf(3, seed=1), leaf(4, 3, seed=2), leaf(2), leaf(2)
-    frozen = value(3, seed=3)
+    x, p, wide, frozen = leaf(4, 3), leaf(3, seed=1), leaf(4, 3, seed=2), value(3, seed=3)
     y = (x + p) * p * frozen + wide + torch.addcmul(p, x, wide)
-    return Pass([y], [value(4, 3)], [x, idle], [p, wide, unused, frozen])
+    return Pass([y], [value(4, 3)], [x, leaf(2)], [p, wide, leaf(2), frozen])
 
 
 def tied_layers() -> Pass:
@@ -243,8 +241,7 @@ def test_tensor_hooks_and_leaves_of_others() -> None:
     split = SplitBackward.input_grads([y], [torch.ones_like(y)], [x], [p])
     assert not seen
     split.weight_grads()
-    assert len(seen) == 1 and torch.equal(p.grad, 2 * seen[0])
-    assert others.grad is None
+    assert len(seen) == 1 and torch.equal(p.grad, 2 * seen[0]) and others.grad is None
     with pytest.raises(AssertionError, match="once"):
         split.weight_grads()
 

@@ -35,9 +35,9 @@ class TerminalObserver:
             self._say(f"a rank died; all were started again (restart {self._attempt}), going on from {where}")
             self._draw_bar(trainer.steps_done, job.steps.total)
             return
-        numel = sum(parameter.numel() for parameter in trainer.named_model.parameters())
         axes = " × ".join(f"{axis} {size}" for axis, size in trainer.plan.axes.sizes.items() if size > 1) or "one rank"
-        self._say(f"{job.model.name}, {format_count(numel)} parameters, {axes}, on {trainer.mesh.world.device.type}")
+        size, device = format_count(trainer.num_parameters), trainer.mesh.world.device.type
+        self._say(f"{job.model.name}, {size} parameters, {axes}, on {device}")
         self._say(f"run directory: {directory}")
         if trainer.steps_done:
             self._say(f"going on after step {trainer.steps_done}")

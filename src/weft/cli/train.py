@@ -27,6 +27,9 @@ def command(
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with the run in this directory.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Train this many steps in all instead of the job's.")] = None,
     restarts: Annotated[int, typer.Option(min=0, help="Times to start ranks again after one died.")] = 3,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write when each stage did what (Chrome and Perfetto read it).")
+    ] = None,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where in the code an error arose.")] = False,
 ) -> None:
     """Train a model as a job file says; with none, a small GPT on Python's own source text.
@@ -42,7 +45,7 @@ def command(
     job, directory = _job_and_directory(job_file, output, resume, steps, restarted=attempt > 0)
     if is_launched():
         _refuse_ranks(ranks, int(os.environ["WORLD_SIZE"]))
-        _run_rank(folder=None, attempt=attempt, job=job, directory=directory, resume=resume is not None)
+        _run_rank(folder=None, attempt=attempt, job=job, directory=directory, resume=resume is not None, trace=trace)
         return
     from weft.training.components import prepare
 
@@ -50,7 +53,7 @@ def command(
     num_ranks = ranks or plan.axes.num_ranks
     # Every mistake in the plan and the job is found here, before any rank is started.
     prepare(job, besides=check(plan, num_ranks=num_ranks, global_batch=job.steps.global_batch))
-    arguments = {"job": replace(job, plan=plan), "directory": directory, "resume": resume is not None}
+    arguments = {"job": replace(job, plan=plan), "directory": directory, "resume": resume is not None, "trace": trace}
     results = launch(_run_rank, arguments, num_ranks=num_ranks, max_restarts=restarts)
     if any(result.stopped_early for result in results):
         raise typer.Exit(130)
@@ -100,7 +103,7 @@ def _next_free(parent: Path) -> Path:
     return parent / f"{max(taken, default=0) + 1:04d}"
 
 
-def _run_rank(*, folder: Path | None, attempt: int, job: Job, directory: Path, resume: bool) -> Any:
+def _run_rank(*, folder: Path | None, attempt: int, job: Job, directory: Path, resume: bool, trace: Path | None) -> Any:
     """What every rank does. A rank that was started again goes on from the last checkpoint."""
     from weft.cli.progress import TerminalObserver
     from weft.mesh import leave_world
@@ -109,7 +112,14 @@ def _run_rank(*, folder: Path | None, attempt: int, job: Job, directory: Path, r
     observer = TerminalObserver(attempt=attempt) if os.environ.get("RANK", "0") == "0" else None
     stop_file = None if folder is None else folder / STOP_FILE
     try:
-        summary = train(job, directory=directory, resume=resume or attempt > 0, observer=observer, stop_file=stop_file)
+        summary = train(
+            job,
+            directory=directory,
+            resume=resume or attempt > 0,
+            observer=observer,
+            stop_file=stop_file,
+            trace_file=trace,
+        )
     finally:
         if observer is not None:
             observer.close()

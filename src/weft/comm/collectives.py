@@ -41,6 +41,11 @@ class Pending:
         self._traffic = traffic
         self._after = after
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it is known that `wait` would not block."""
+        return self._work is None or (isinstance(self._work, dist.Work) and self._work.is_completed())
+
     def wait(self, *, since: float | None = None) -> None:
         """`since`: when the caller began to wait, if that was before."""
         if self._work is None:

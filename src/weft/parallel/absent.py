@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.errors import ModelError
 
@@ -69,7 +69,9 @@ def absorb(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
         return args[0]
     if name == "to":
         args = tuple(_META if isinstance(arg, str) else arg for arg in args)
-    device = next((t.device for t in (*args, *kwargs.values()) if isinstance(t, Absent)), torch.device("cpu"))
+        kwargs = {key: _META if key == "device" else arg for key, arg in kwargs.items()}
+    operands = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
+    device = next((tensor.device for tensor in operands if not tensor.is_meta), torch.device("cpu"))
     try:
         result = func(*tree_map(to_meta, args), **tree_map(to_meta, dict(kwargs)))
     except Exception as error:

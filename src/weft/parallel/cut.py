@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten
 
 from weft.blueprint import Blueprint
 from weft.errors import ModelError
+from weft.parallel.batchnorm import has_batch_norms
 from weft.parallel.flow import Flow, Value, find_units, follow, make_twin
 from weft.parallel.passage import Passage, install_gates, keep_only
 from weft.parallel.stages import Stages, owners, share_out, stage_of_blocks
@@ -104,6 +105,11 @@ class CutModel:
             )
         return self._routes[key]
 
+    @property
+    def whole(self) -> nn.Module:
+        """The whole model, without memory."""
+        return self._outline.twin
+
     def open_gates(self) -> None:
         """Let units compute when their stage is run; after everything else has been done to the model."""
         install_gates(self.model, self._is_here(), self.passage)
@@ -130,6 +136,7 @@ def cut(whole: Outline, cuts: Sequence[int], *, rank: int, num_ranks: int) -> Cu
     block_stages = stage_of_blocks(blocks, cuts)
     stages = share_out(whole.flow, block_stages, num_stages)
     stage_of_unit = owners(stages, whole.units, block_stages)
+    _refuse_shared_statistics(whole.model, stage_of_unit)
     held_by = _holders(whole, stages, stage_of_unit, num_ranks)
     my_stages = tuple(range(rank, num_stages, num_ranks))
     cut_model = CutModel(
@@ -144,7 +151,7 @@ def cut(whole: Outline, cuts: Sequence[int], *, rank: int, num_ranks: int) -> Cu
         _block_stages=block_stages,
     )
     mine = frozenset(name for name, ranks in held_by.items() if rank in ranks)
-    keep_only(whole.model, whole.twin, cut_model._is_here(), mine, cut_model.passage)
+    keep_only(whole.model, whole.twin, cut_model._is_here(), mine, cut_model.passage, whole.device)
     whole.model = cut_model.model
     return cut_model
 
@@ -162,6 +169,18 @@ def _holders(
         for name in names:
             found[name].add(stage)
     return {name: tuple(sorted({stage % num_ranks for stage in on} or {0})) for name, on in found.items()}
+
+
+def _refuse_shared_statistics(model: nn.Module, stage_of_unit: Mapping[str, frozenset[int]]) -> None:
+    """Each stage would move running statistics of its own, by its own calls only."""
+    problems = [
+        f'"{unit}" holds a BatchNorm and is called on stages {", ".join(map(str, sorted(on)))}, which would each keep '
+        "statistics of their own; use another norm, a BatchNorm for each call, or cut so that one stage calls it"
+        for unit, on in stage_of_unit.items()
+        if len(on) > 1 and has_batch_norms(model.get_submodule(unit))
+    ]
+    if problems:
+        raise ModelError(problems)
 
 
 def signature(inputs: Any) -> Any:

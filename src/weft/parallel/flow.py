@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -30,6 +31,9 @@ from weft.parallel.absent import Absent, absorb, is_absent, is_in_place, to_meta
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
 
 
+WRITTEN = -1
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Value:
     """One tensor among the outputs of a unit."""
@@ -38,7 +42,7 @@ class Value:
     """Of the call in the order of all calls."""
     unit: str
     leaf: int
-    """Of the output's tree."""
+    """Of the output's tree; `WRITTEN` for what the unit wrote into its arguments, which cannot travel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +89,8 @@ class Flow:
     forms: Mapping[Value, Form]
     output_needs: frozenset[Value]
     output_parameters: frozenset[str]
+    written: Mapping[Value, int]
+    """Values that something is written into after they were made, and what tells the memory of one from another's."""
     is_random: bool
     """Some operator draws random numbers."""
     by_name: Mapping[tuple[str, int], Call] = field(repr=False)
@@ -131,15 +137,23 @@ def make_twin(model: nn.Module, units: Sequence[str], dtypes: Mapping[str, torch
 
 def follow(twin: nn.Module, units: Sequence[str], call: Callable[[nn.Module], Any], device: torch.device) -> Flow:
     """Follow one forward pass of a twin. `call` calls the model with a batch, which may have values or none."""
+    for module in twin.modules():
+        if isinstance(module, _BatchNorm):
+            module.eval()  # shapes are the same, and one sample of many on all data ranks is no reason to refuse
     follower = _Follower(twin, units, device)
-    with follower.watching(), torch.no_grad(), _Randomness() as randomness, follower:
+    kept = [(buffer, buffer.clone()) for buffer in twin.buffers() if not buffer.is_meta]
+    ours = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with ours, follower.watching(), torch.no_grad(), _Randomness() as randomness, follower:
         output = call(twin)
+    for buffer, before in kept:  # they and random states are the user's own, and this was no step
+        buffer.copy_(before)
     needs, parameters = follower.roots(output)
     return Flow(
         calls=tuple(follower.calls),
         forms=follower.forms,
         output_needs=needs,
         output_parameters=parameters,
+        written=follower.written(),
         is_random=randomness.is_random,
         by_name={(made.unit, made.number): made for made in follower.calls},
     )
@@ -159,9 +173,12 @@ class _Follower(TorchFunctionMode):
         self._device = device
         self._roots: dict[int, Roots] = {}
         self._alive: list[torch.Tensor] = []  # an id means nothing once its tensor is gone
-        self._sharing: dict[int, list[torch.Tensor]] = {}
+        self._writes: dict[int, list[Roots]] = {}  # by memory, in order
+        self._num_writes: dict[int, int] = {}  # of each tensor: those that its roots know of
+        self._versions: dict[Value, tuple[Absent, int]] = {}
         self._requires_grad: set[Value | str] = set()
         self._counts = dict.fromkeys(units, 0)
+        self._is_in_unit = False
         self.calls: list[Call] = []
         self.forms: dict[Value, Form] = {}
         for name, parameter in twin.named_parameters():
@@ -173,15 +190,20 @@ class _Follower(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if self._is_in_unit:  # whose own functions are nobody's business here
+            return _without_values(func, args, kwargs or {}, operands)
         if any(is_absent(operand) for operand in operands):
             result = absorb(func, args, kwargs or {})
         else:
             result = func(*args, **(kwargs or {}))
         roots = self.roots(operands)
         if roots != _NONE:
-            if is_in_place(getattr(func, "__name__", "")):
-                for tensor in self._sharing.get(_storage_of(operands[0]), [operands[0]]):
-                    self._remember(tensor, roots)
+            into = (
+                operands[:1] if is_in_place(getattr(func, "__name__", "")) else tree_leaves((kwargs or {}).get("out"))
+            )
+            for tensor in into:
+                if isinstance(tensor, torch.Tensor):
+                    self._write(tensor, roots)
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor):
                     self._remember(leaf, roots)
@@ -203,7 +225,11 @@ class _Follower(TorchFunctionMode):
 
     def roots(self, tree: Any) -> Roots:
         """All that the tensors of a tree were made from."""
-        found = [self._roots[id(leaf)] for leaf in tree_leaves(tree) if id(leaf) in self._roots]
+        found: list[Roots] = []
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, torch.Tensor):
+                found += [self._roots[id(leaf)]] if id(leaf) in self._roots else []
+                found += self._writes.get(_storage_of(leaf), [])[self._num_writes.get(id(leaf), 0) :]
         if len(found) < 2:
             return found[0] if found else _NONE
         return frozenset().union(*(values for values, _ in found)), frozenset().union(*(names for _, names in found))
@@ -212,20 +238,32 @@ class _Follower(TorchFunctionMode):
         before = self._roots.get(id(tensor), _NONE)
         if id(tensor) not in self._roots:
             self._alive.append(tensor)
-            self._sharing.setdefault(_storage_of(tensor), []).append(tensor)
+            self._num_writes[id(tensor)] = len(self._writes.get(_storage_of(tensor), ()))
         self._roots[id(tensor)] = (before[0] | roots[0], before[1] | roots[1])
+
+    def _write(self, tensor: torch.Tensor, roots: Roots) -> None:
+        """Whatever shares a tensor's memory, and was made before now, is made from these too."""
+        self._alive.append(tensor)
+        self._writes.setdefault(_storage_of(tensor), []).append(roots)
+
+    def written(self) -> dict[Value, int]:
+        return {v: _storage_of(made) for v, (made, before) in self._versions.items() if made.meta._version > before}
 
     def _make_stand_in(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def stand_in(*args: Any, **kwargs: Any) -> Any:
-            # The unit's own functions are nobody's business here.
-            with torch._C.DisableTorchFunction():
-                return self._note(name, forward, args, kwargs)
+            return self._note(name, forward, args, kwargs)
 
         return stand_in
 
     def _note(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         needs, parameters = self.roots((args, kwargs))
         arguments = tree_map(to_meta, (args, kwargs))
+        given = [
+            (leaf, meta, meta._version)
+            for leaf, meta in zip(tree_leaves((args, kwargs)), tree_leaves(arguments), strict=True)
+            if isinstance(leaf, torch.Tensor)
+        ]
+        self._is_in_unit = True
         try:
             output = forward(*arguments[0], **arguments[1])
         except Exception as error:
@@ -234,14 +272,19 @@ class _Follower(TorchFunctionMode):
                 "know the shapes a block returns before it runs: decide by shapes, not by values, or train without a "
                 "pipeline"
             ) from error
+        finally:
+            self._is_in_unit = False
         leaves, tree = tree_flatten(output)
         place, number = len(self.calls), self._counts[name]
         self._counts[name] += 1
+        for argument, meta, before in given:
+            if meta._version > before:
+                self._write(argument, (frozenset({Value(place, name, WRITTEN)}), frozenset()))
         learns = not self._requires_grad.isdisjoint(needs | parameters) or name in self._trained
         outputs: list[Any] = []
         for leaf, found in enumerate(leaves):
             if isinstance(found, torch.Tensor):
-                value, made = Value(place, name, leaf), Absent(found, self._device)
+                value, made = Value(place, name, leaf), Absent(to_meta(found), self._device)
                 form = Form(
                     shape=tuple(made.shape), dtype=made.dtype, requires_grad=learns and made.dtype.is_floating_point
                 )
@@ -249,6 +292,7 @@ class _Follower(TorchFunctionMode):
                 if form.requires_grad:
                     self._requires_grad.add(value)
                 self._remember(made, (frozenset({value}), frozenset()))
+                self._versions[value] = made, made.meta._version
                 outputs.append(made)
             elif isinstance(found, _PLAIN):
                 outputs.append(found)
@@ -282,6 +326,15 @@ class _Randomness(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args, kwargs or {}):
             self.is_random = True
         return func(*args, **(kwargs or {}))
+
+
+def _without_values(
+    func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], operands: Sequence[torch.Tensor]
+) -> Any:
+    """Call a function of a unit; a mask that the unit makes without asking for a device has values, the rest none."""
+    if any(tensor.is_meta for tensor in operands) and any(not t.is_meta and t.dim() for t in operands):
+        args, kwargs = tree_map(to_meta, args), tree_map(to_meta, dict(kwargs))
+    return func(*args, **kwargs)
 
 
 def _draws_nothing(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:

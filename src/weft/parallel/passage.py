@@ -118,7 +118,7 @@ class _Run:
         if self._stages.stage_of[call.place] != self._stage:
             if self._seed is not None:
                 self._seed(2 * call.place + 1)
-            return call.output(self._received)
+            return call.output(self._for_writing(self._received))
         assert forward is not None
         if self._before_unit is not None:
             self._before_unit(unit)
@@ -127,13 +127,26 @@ class _Run:
         output = forward(*args, **kwargs)
         if self._seed is not None:
             self._seed(2 * call.place + 1)
-        for leaf, value in enumerate(tree_leaves(output)):
-            if isinstance(value, torch.Tensor):
-                self.made[Value(call.place, unit, leaf)] = value
+        made = {
+            Value(call.place, unit, leaf): tensor
+            for leaf, tensor in enumerate(tree_leaves(output))
+            if isinstance(tensor, torch.Tensor)
+        }
+        self.made |= made
+        if not self._is_last and any(
+            value in self._flow.written and value in self._stages.boundaries[self._stage] for value in made
+        ):
+            output = call.output(self._for_writing(made))
         self.num_left -= 1
         if self.num_left == 0 and not self._is_last:
             raise _Done
         return output
+
+    def _for_writing(self, values: Mapping[Value, torch.Tensor]) -> Mapping[Value, torch.Tensor]:
+        """Values as the model's code may have them: what it writes into is a copy, and what travels stays as it is."""
+        if self._flow.written.keys().isdisjoint(values):
+            return values
+        return {value: t.clone() if value in self._flow.written else t for value, t in values.items()}
 
 
 class Gate:
@@ -151,24 +164,31 @@ class Gate:
 class Foreign(nn.Module):
     """Stands in for a unit of another rank: no parameters, no computation, the same attributes."""
 
-    def __init__(self, unit: str, original: nn.Module, passage: Passage) -> None:
-        """`original` has no memory: it belongs to the model's twin."""
+    def __init__(self, unit: str, original: nn.Module, passage: Passage, device: torch.device) -> None:
+        """`original` has no memory: it belongs to the model's twin. `device` is the one it would be on."""
         super().__init__()
-        self.__dict__.update(_unit=unit, _original=original, _passage=passage)
+        self.__dict__.update(_unit=unit, _original=original, _passage=passage, _device=device)
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             found = getattr(self.__dict__["_original"], name)
-            return Absent(to_meta(found.detach()), torch.device("cpu")) if isinstance(found, torch.Tensor) else found
+            if isinstance(found, torch.Tensor):
+                return Absent(to_meta(found.detach()), self.__dict__["_device"])
+            return found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["_passage"].enter(self.__dict__["_unit"], None, args, kwargs)
 
 
 def keep_only(
-    model: nn.Module, twin: nn.Module, units: Mapping[str, bool], parameters: frozenset[str], passage: Passage
+    model: nn.Module,
+    twin: nn.Module,
+    units: Mapping[str, bool],
+    parameters: frozenset[str],
+    passage: Passage,
+    device: torch.device,
 ) -> None:
     """Take out of a model, in place, what other ranks hold.
 
@@ -181,10 +201,10 @@ def keep_only(
         if is_here:
             continue
         holder, _, child = unit.rpartition(".")
-        foreign = Foreign(unit, twin.get_submodule(unit), passage)
+        foreign = Foreign(unit, twin.get_submodule(unit), passage, device)
         for name, parameter in model.get_submodule(unit).named_parameters(remove_duplicate=False):
             if id(parameter) in kept_ids:
-                _put(foreign, name, parameter, passage)
+                _put(foreign, name, parameter)
         model.get_submodule(holder)._modules[child] = foreign
     for name, parameter in own.items():
         holder, _, child = name.rpartition(".")
@@ -192,18 +212,18 @@ def keep_only(
         if outside and id(parameter) not in kept_ids:
             module = model.get_submodule(holder)
             del module._parameters[child]
-            module.__dict__[child] = Absent(to_meta(parameter.detach()), torch.device("cpu"))
+            module.__dict__[child] = Absent(to_meta(parameter.detach()), device)
 
 
-def _put(foreign: nn.Module, name: str, parameter: nn.Parameter, passage: Passage) -> None:
+def _put(foreign: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Register a parameter under its own name below a stand-in."""
     path, _, child = name.rpartition(".")
     for step in path.split(".") if path else ():
         if step not in foreign._modules:
-            below = Foreign(
-                f"{foreign.__dict__['_unit']}.{step}", getattr(foreign.__dict__["_original"], step), passage
+            above = foreign.__dict__
+            foreign._modules[step] = Foreign(
+                f"{above['_unit']}.{step}", getattr(above["_original"], step), above["_passage"], above["_device"]
             )
-            foreign._modules[step] = below
         inside = foreign._modules[step]
         assert inside is not None
         foreign = inside

@@ -31,8 +31,6 @@ from weft.plan.actions import Action
 _TAGS_A_BOUNDARY = 256
 _TAGS_OF_MICROBATCHES = 4096
 """Microbatches that may be under way at once without their messages being mistaken for each other's."""
-_MOST_SENDS = 64
-"""Sends under way at once; the oldest is waited for beyond."""
 
 
 class Work(Protocol):
@@ -162,6 +160,9 @@ class Pipeline:
         stage, microbatch = action.stage, action.microbatch
         route = work.route(microbatch)
         received, buffers = self._arrived(action, stage - 1) if stage else ({}, [])
+        passed_on = set(route.stages.boundaries[stage]) if stage < self.model.num_stages - 1 else set()
+        # What goes on to the next stage may still be under way when its memory would be used again.
+        buffers = [buffer for value, buffer in zip(received, buffers, strict=True) if value not in passed_on]
         learns = torch.is_grad_enabled()
         if learns:
             for value, tensor in received.items():
@@ -259,12 +260,17 @@ class Pipeline:
         group = self.activations if action.peer > action.stage else self.gradients
         tensors = self._outgoing.pop((action.stage, action.peer, action.microbatch))
         for number, tensor in enumerate(tensors):
-            tensor = tensor.contiguous()
-            pending = send(tensor, group, to=action.peer % self.num_ranks, tag=self._tag(action, number))
-            self._sends.append((pending, tensor))
-        while len(self._sends) > _MOST_SENDS:
-            self._sends.popleft()[0].wait()
+            self.post(tensor, group, to=action.peer % self.num_ranks, tag=self._tag(action, number))
         self.recording.add(action, started)
+
+    def post(self, tensor: torch.Tensor, group: Group, *, to: int, tag: int = 0) -> None:
+        """Send without ever waiting: a send may end only when it is received, which may be in a later step."""
+        tensor = tensor.contiguous()
+        self._sends.append((send(tensor, group, to=to, tag=tag), tensor))
+        while self._sends[0][0].is_over:
+            self._sends.popleft()
+            if not self._sends:
+                break
 
     def _receive(self, action: Action, work: Work) -> None:
         route = work.route(action.microbatch)

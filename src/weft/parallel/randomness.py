@@ -23,8 +23,9 @@ _MASK = (1 << 63) - 1
 class Seeds:
     """Where the random numbers of every pass come from."""
 
-    def __init__(self, base: int, device: torch.device) -> None:
-        self.base = base
+    def __init__(self, device: torch.device) -> None:
+        self.base: int | None = None
+        """What all random numbers of a run come from; None until the first step draws it."""
         self._generator = (
             torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
         )
@@ -33,7 +34,7 @@ class Seeds:
     @contextmanager
     def during(self, *, step: int, microbatch: int, data_rank: int) -> Iterator[None]:
         """Random states inside are this microbatch's, and outside what they were."""
-        self._now = mix(mix(mix(self.base, step), microbatch), data_rank)
+        self._now = mix(mix(mix(self.base or 0, step), microbatch), data_rank)
         before = self._generator.get_state()
         self.enter(-1)
         try:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from copy import copy
 from types import TracebackType
 from typing import Any
 
@@ -106,7 +107,8 @@ class RecomputedBlock:
 class _SecondRun:
     """While a block is recomputed, its norms move copies of their running statistics, which are then forgotten.
 
-    Their outputs do not depend on those in training, so the second run repeats the first.
+    Their outputs do not depend on those in training, so the second run repeats the first. What the selective policy
+    kept is used up by a run, unless the backward pass keeps its graph and may thus come again (`split_backward.py`).
     """
 
     def __init__(self, name: str, norms: list[_NormBase], inside: AbstractContextManager[Any]) -> None:
@@ -114,8 +116,11 @@ class _SecondRun:
         self.norms = norms
         self.inside = inside
         self.originals: list[dict[str, torch.Tensor | None]] = []
+        self.kept: dict[Any, Any] = {}
 
     def __enter__(self) -> None:
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            self.kept = {key: copy(entries) for key, entries in self._storage().items()}
         self.originals = [dict(norm._buffers) for norm in self.norms]
         for norm in self.norms:
             for name, buffer in norm._buffers.items():
@@ -128,12 +133,19 @@ class _SecondRun:
         for norm, buffers in zip(self.norms, self.originals, strict=True):
             norm._buffers.update(buffers)
         handled = self.inside.__exit__(kind, error, trace)
+        self._storage().update(self.kept)
+        self.kept = {}
         if isinstance(error, RuntimeError) and "selective activation checkpoint has been mutated" in str(error):
             raise ModelError(
                 f'block "{self.name}" overwrites the result of a matrix product or convolution in place, which '
                 '[recompute] policy = "selective" keeps; use an operator that is not in place, or policy = "full"'
             ) from error
         return handled
+
+    def _storage(self) -> dict[Any, Any]:
+        """What torch keeps for the selective policy, by operator."""
+        storage: dict[Any, Any] = getattr(self.inside, "storage", {})
+        return storage
 
 
 class _BufferGuard:

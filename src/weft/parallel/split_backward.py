@@ -19,7 +19,8 @@ Cut nodes that share a parameter accumulate together, so that a parameter's hook
 accumulates as soon as its last node has run, so that whoever exchanges gradients can begin.
 
 A Python `autograd.Function` computes all its gradients whenever it runs, wanted or not (torch.compile makes such
-functions). Where it is a cut node, the gradients beyond the cut are kept from the first half until the second.
+functions, for which `torch._functorch.config.donated_buffer` must be off). Where it is a cut node, the gradients beyond
+the cut are kept from the first half until the second.
 
 Between the halves the graph stays, with all that it has saved: autograd frees only whole graphs. Blocks under torch's
 checkpoint (not reentrant) are recomputed once in each half. A hook on a cut node (`Node.register_hook`, not a tensor's)

@@ -12,11 +12,11 @@ parameter that several stages need (a tied embedding) is on each of them.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.errors import ModelError
-from weft.parallel.flow import Call, Flow, Value
+from weft.parallel.flow import WRITTEN, Call, Flow, Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +73,8 @@ def share_out(flow: Flow, block_stages: Mapping[str, int], num_stages: int) -> S
         tuple(sorted({v for t in range(s + 1, num_stages) for v in needs[t] if stage_of[v.place] <= s}))
         for s in range(last)
     )
+    if problems := [*_written_by_units(stage_of, needs), *_sharing_memory(flow, boundaries)]:
+        raise ModelError(problems)
     return Stages(
         num_stages=num_stages,
         stage_of=stage_of,
@@ -81,6 +83,30 @@ def share_out(flow: Flow, block_stages: Mapping[str, int], num_stages: int) -> S
         boundaries=boundaries,
         parameters=tuple(frozenset(found) for found in names),
     )
+
+
+def _written_by_units(stage_of: Mapping[int, int], needs: Sequence[frozenset[Value]]) -> Iterator[str]:
+    """What the model's code writes happens on every stage that needs it; what a unit writes, only where it runs."""
+    for stage, inside in enumerate(needs):
+        for value in sorted(inside):
+            if value.leaf == WRITTEN:
+                yield (
+                    f'"{value.unit}" on stage {stage_of[value.place]} writes into its arguments, which stage {stage} '
+                    "uses afterwards; let it return a new tensor, or cut so that both are on one stage"
+                )
+
+
+def _sharing_memory(flow: Flow, boundaries: Sequence[tuple[Value, ...]]) -> Iterator[str]:
+    """Values that share memory do so no more on the next stage: what is written into one would not be in the other."""
+    for stage, values in enumerate(boundaries):
+        by_memory: dict[int, Value] = {}
+        for value in values:
+            other = by_memory.setdefault(flow.written[value], value) if value in flow.written else value
+            if other != value:
+                yield (
+                    f'the outputs of "{other.unit}" and "{value.unit}" share memory, are written into, and are both '
+                    f"needed after stage {stage}; clone one of them, or cut elsewhere"
+                )
 
 
 def owners(stages: Stages, units: Sequence[str], block_stages: Mapping[str, int]) -> dict[str, frozenset[int]]:

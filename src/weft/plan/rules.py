@@ -88,8 +88,8 @@ def _version_problems(plan: Plan) -> Iterator[str]:
     for path, default in (("precision.compute", "model"), ("precision.reduce", "fp32")):
         if value_at(plan, path) != default:
             yield (
-                f"{name} keeps weight versions in the model's own precision, and {said(plan, path)} would need a master "
-                f'copy of each; leave it at "{default}", or use "1f1b"'
+                f"{name} keeps weight versions in the model's own precision, and {said(plan, path)} would need a "
+                f'master copy of each; leave it at "{default}", or use "1f1b"'
             )
 
 

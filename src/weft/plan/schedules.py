@@ -159,6 +159,9 @@ def two_bw(
     All of batch t, which is m microbatches, uses version t−1 on every stage (the first batch 0), forward and backward,
     even if the pipeline was drained and version t is there: what is learnt must not depend on when one looks.
 
+    No stage needs version t+1 before batch t+2, so all of them make it when the first one can: a norm over all stages,
+    or a weight that two of them share, keeps nobody waiting across steps.
+
     stage 0 | F0/0 F1/0 .    B0/0 F2/0 B1/0 F3/0 B2/0 F4/1 B3/0 F5/1 B4/1 .    B5/1
     stage 1 | .    F0/0 B0/0 F1/0 B1/0 F2/0 B2/0 F3/0 B3/0 F4/1 B4/1 F5/1 B5/1 .
     """
@@ -168,13 +171,24 @@ def two_bw(
     ranks = []
     for i in range(num_stages):
         actions: list[Action] = []
+        done = first - (num_stages - 1)
         for kind, k in _stream(num_stages - 1 - i, m * num_batches, first=first, start=start, drain=drain):
-            batch, place = divmod(k, m)
-            actions.append(_action(kind, i, k, version=max(0, batch - 1)))
-            if kind == "backward" and place == m - 1:
-                actions.append(Action(kind="update", stage=i, version=batch + 1))
+            if kind == "forward" and actions:
+                done = _update_when_done(actions, i, done, m, start)
+            actions.append(_action(kind, i, k, version=max(0, k // m - 1)))
+        end = first + m * num_batches
+        while done < (end if drain else end - (num_stages - 1)):
+            done = _update_when_done(actions, i, done, m, start)
         ranks.append(tuple(actions))
     return tuple(ranks)
+
+
+def _update_when_done(actions: list[Action], stage: int, done: int, num_microbatches: int, start: int) -> int:
+    """Microbatch `done` is through on every stage: with the last of a batch, an update. Returns the next one."""
+    batch, place = divmod(done, num_microbatches)
+    if done >= start and place == num_microbatches - 1:
+        actions.append(Action(kind="update", stage=stage, version=batch + 1))
+    return done + 1
 
 
 def version_slots(schedule: str, num_stages: int, stage: int, *, vertical_sync: bool = False) -> tuple[int, int]:

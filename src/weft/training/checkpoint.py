@@ -60,7 +60,8 @@ def save(trainer: Trainer, directory: Path) -> None:
 
     def commit() -> None:
         if is_first:
-            _write_index(trainer, portable, partial, files, maps)
+            model_bytes = sum(share["num_bytes"] for share in written if share["kind"] == _MODEL)
+            _write_index(trainer, portable, partial, files, maps, model_bytes)
             publish(partial, directory)
 
     try:
@@ -109,6 +110,7 @@ def load(trainer: Trainer, directory: Path) -> None:
     portable.load_optimizer(TensorReader(directory, index["tensors"][_OPTIMIZER]), list(index["tensors"][_OPTIMIZER]))
     trainer.steps_done = index["step"]
     trainer.data_position = index["data_position"]
+    trainer.seeds.base = index.get("dropout_seed", trainer.seeds.base)
     if index["plan"] == format_plan(trainer.plan):
         _read_rank_part(trainer, directory / _rank_file(world.rank))
         return
@@ -166,17 +168,17 @@ def _write_kind(
     gather: Callable[[set[str]], dict[str, torch.Tensor]],
     partial: Path,
 ) -> list[Any]:
-    """Share out whole tensors over the ranks and write them; collective. What each rank wrote."""
-    world = trainer.mesh.world
-    shares = share_out(sizes, world.size)
-    num_files = max(1, sum(1 for share in shares if share))
-    mine = shares[world.rank]
+    """Share out a stage's whole tensors over its ranks and write them; collective. What each rank wrote."""
+    mine = share_out(sizes, trainer.data_size)[trainer.data_rank]
+    writers = gather_values(bool(mine), trainer.mesh.everyone("control"), trainer.mesh.world.device)
+    number = sum(writers[: trainer.mesh.world.rank]) + 1
     tensors = gather(set(mine))
-    path = partial / f"{kind}-{world.rank + 1:05d}-of-{num_files:05d}.safetensors"
+    path = partial / f"{kind}-{number:05d}-of-{max(sum(writers), 1):05d}.safetensors"
 
     def write() -> dict[str, Any]:
         record = write_tensors(path, {name: tensors[name] for name in mine}, {"format": "pt"}) if mine else None
-        return {"kind": kind, "file": asdict(record) if record else None, "names": mine}
+        num_bytes = sum(sizes[name] for name in mine)
+        return {"kind": kind, "file": asdict(record) if record else None, "names": mine, "num_bytes": num_bytes}
 
     return _together(trainer, "write", partial, write)
 
@@ -199,7 +201,6 @@ def _write_rank_part(trainer: Trainer, partial: Path) -> dict[str, Any]:
         "sync": trainer.sync.state(),
         "shared_count": shared,
         "update": trainer.update.state(),
-        "seed": trainer.seeds.base,
         "pipeline": in_flight,
     }
     path = partial / _rank_file(trainer.mesh.world.rank)
@@ -220,26 +221,30 @@ def _read_rank_part(trainer: Trainer, path: Path) -> None:
     if trainer.pipelined is not None:
         trainer.pipelined.load_state(kept, values["pipeline"])
     trainer.counts.shared = values["shared_count"]
-    trainer.seeds.base = values.get("seed", trainer.seeds.base)
     trainer.sync.load_state(values["sync"])
     if "update" in values:  # a checkpoint from before there was anything to keep
         trainer.update.load_state(values["update"])
 
 
 def _write_index(
-    trainer: Trainer, portable: Portable, partial: Path, files: list[dict[str, Any]], maps: dict[str, dict[str, str]]
+    trainer: Trainer,
+    portable: Portable,
+    partial: Path,
+    files: list[dict[str, Any]],
+    maps: dict[str, dict[str, str]],
+    model_bytes: int,
 ) -> None:
     hugging_face = partial / "model.safetensors.index.json"
-    total_bytes = sum(portable.model_sizes().values())
-    hugging_face.write_text(json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": maps[_MODEL]}, indent=1))
+    hugging_face.write_text(json.dumps({"metadata": {"total_size": model_bytes}, "weight_map": maps[_MODEL]}, indent=1))
     index: dict[str, Any] = {
         "format": FORMAT,
         "step": trainer.steps_done,
         "data_position": trainer.data_position,
         "seed": zlib.crc32(bytes(torch.get_rng_state().tolist())),
+        "dropout_seed": trainer.seeds.base,
         "plan": format_plan(trainer.plan),
         "optimizer": type(trainer.optimizer).__name__,
-        "shapes": portable.shapes(),
+        "shapes": portable.shapes,
         "tensors": maps,
         "files": [*files, asdict(seal(hugging_face))],
     }
@@ -256,7 +261,7 @@ def _index_checksum(index: dict[str, Any]) -> int:
 
 def _refuse_other_model(trainer: Trainer, portable: Portable, index: dict[str, Any], directory: Path) -> None:
     """Every difference between the checkpoint's model and optimizer and these, in one error."""
-    mine, theirs = portable.shapes(), index["shapes"]
+    mine, theirs = portable.shapes, index["shapes"]
     problems = [f'"{name}" is missing from the checkpoint' for name in mine if name not in theirs]
     problems += [f'"{name}" of the checkpoint is not in this model' for name in theirs if name not in mine]
     problems += [

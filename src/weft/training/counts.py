@@ -50,7 +50,7 @@ class TargetCount:
             return None
         if count.is_cuda:
             self.shared = count.clone()
-            return shared / count
+            return shared / count.clamp(min=1)
         true = float(count)
         self.shared = max(true, 1.0)
         return None if true == shared else shared / self.shared

@@ -53,8 +53,22 @@ def cut_model(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: Any) 
         plan = dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, cuts=cuts))
     _begin_alike(model, mesh)
     made = cut(whole, plan.pipeline.cuts, rank=mesh.index("pipeline"), num_ranks=plan.axes.pipeline)
+    _refuse_shared(made, plan)
     _materialise_shared(made, mesh)
     return made, plan
+
+
+def _refuse_shared(made: CutModel, plan: Plan) -> None:
+    """PipeDream updates a stage as soon as it can; stages that share a weight would have to wait for each other."""
+    if plan.pipeline.schedule == "pipedream" and made.holders:
+        raise ModelError(
+            [
+                f'[pipeline] schedule = "pipedream" updates every stage by itself, and "{name}" is on the stages '
+                f"of ranks {', '.join(map(str, ranks))} of the pipeline; untie it (a GPT: tied = false), or use "
+                '"2bw" or "1f1b"'
+                for name, ranks in made.holders.items()
+            ]
+        )
 
 
 def _balanced(whole: Outline, mesh: Mesh, num_stages: int) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from weft.comm.objects import gather_values
@@ -26,10 +27,11 @@ from weft.mesh import join_world
 from weft.plan.check import check
 from weft.plan.plan import Axes, Plan
 from weft.plan.text import read_plan, write_plan
+from weft.report.trace import write as write_trace
 from weft.training.checkpoint_folders import all_checkpoints, prune
 from weft.training.components import Prepared, context_of, prepare
 from weft.training.data import batches
-from weft.training.datasets import fingerprint
+from weft.training.datasets import fetch, fingerprint
 from weft.training.job import Job, default_job, format_job, read_job
 from weft.training.metrics import MetricsFile, Recorder, StepRecord, units_of
 from weft.training.parallelize import parallelize
@@ -96,11 +98,13 @@ def train(
     resume: bool = False,
     observer: Observer | None = None,
     stop_file: Path | None = None,
+    trace_file: Path | None = None,
 ) -> Summary:
     """Run a job to its end on the ranks that call this; collective.
 
     `job` is a Job, the path of a job file, or None for the embedded default. With `resume` the run in `directory` goes
-    on from its newest checkpoint (or from the start, if it has none yet); otherwise `directory` must hold no run.
+    on from its newest checkpoint (or from the start, if it has none yet); otherwise `directory` must hold no run. With
+    `trace_file`, when each rank of rank 0's pipeline did what is written there in the end, as far back as is kept.
     """
     world = join_world()
     wanted = _job_of(job)
@@ -115,13 +119,29 @@ def train(
         optimizer=prepared.optimizer,
         schedule=prepared.schedule,
         global_batch=wanted.steps.global_batch,
+        example=_example(prepared, plan, wanted.steps.global_batch),
     )
     torch.manual_seed(wanted.steps.seed + 1 + world.rank)  # dropout must differ between ranks, weights must not
     directory = Path(gather_values(str(directory), trainer.mesh.everyone("control"), world.device)[0])
     _refuse_different_data(trainer, prepared)
     run = _Run(wanted, prepared, trainer, directory, observer if observer and world.rank == 0 else Silent())
     run.open(resume)
-    return run.go(stop_file)
+    if trace_file is not None:
+        trainer.keep_trace()
+    summary = run.go(stop_file)
+    if trace_file is not None:
+        trace = trainer.trace()
+        if world.rank == 0:
+            write_trace(trace_file, trace)
+    return summary
+
+
+def _example(prepared: Prepared, plan: Plan, global_batch: int) -> Any:
+    """Inputs of one micro-batch, to cut a model by."""
+    if plan.axes.pipeline == 1:
+        return None
+    parts = plan.axes.data * plan.axes.replicate * plan.step.microbatches
+    return fetch(prepared.train_data, np.arange(max(global_batch // parts, 1)))[0]
 
 
 def read_run(directory: str | Path) -> Job:

@@ -39,6 +39,8 @@ class StepRecord:
     """From the end of the last step to the end of this one."""
     exchange_s: float
     """Of these, blocked in exchanges; what computation hid is not in it."""
+    bubble_s: float
+    """Of these, waiting for other stages of a pipeline."""
     compute_s: float
     """The rest."""
     sent_bytes: dict[str, int]
@@ -82,7 +84,9 @@ class Recorder:
         previous = self.flush()
         now, traffic = time.perf_counter(), self._traffic()
         step_s = now - self._last_s
-        exchange_s = sum(wait_s - self._last_traffic.get(axis, (0, 0.0))[1] for axis, (_, wait_s) in traffic.items())
+        waited_s = {axis: wait_s - self._last_traffic.get(axis, (0, 0.0))[1] for axis, (_, wait_s) in traffic.items()}
+        bubble_s = waited_s.pop("pipeline", 0.0)
+        exchange_s = sum(waited_s.values())
         measured = {
             "step": step,
             "lr": lr,
@@ -90,7 +94,8 @@ class Recorder:
             "units_per_s": num_units / step_s,
             "step_s": step_s,
             "exchange_s": exchange_s,
-            "compute_s": step_s - exchange_s,
+            "bubble_s": bubble_s,
+            "compute_s": step_s - exchange_s - bubble_s,
             "sent_bytes": {
                 axis: sent - self._last_traffic.get(axis, (0, 0.0))[0] for axis, (sent, _) in traffic.items()
             },

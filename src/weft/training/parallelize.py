@@ -9,14 +9,12 @@ import torch
 from torch import nn
 
 from weft.blueprint import find_blueprint
-from weft.comm.collectives import broadcast
 from weft.errors import ModelError
 from weft.mesh import Mesh, join_world, make_mesh
 from weft.parallel.apply import apply_plan
 from weft.parallel.batchnorm import has_batch_norms
 from weft.parallel.cut import CutModel
 from weft.parallel.flats import Piece
-from weft.parallel.randomness import Seeds
 from weft.plan.check import require
 from weft.plan.exchanges import FLUSH_FREE
 from weft.plan.plan import Plan
@@ -71,7 +69,6 @@ def parallelize(
     resolved_loss = resolve_loss(loss, compiled=plan.compile.blocks)
     mesh = make_mesh(plan, world)
     blueprint = find_blueprint(named_model)
-    seeds = Seeds(_draw_seed(mesh), world.device)
     cut: CutModel | None = None
     if plan.axes.pipeline > 1:
         if model is not named_model:
@@ -96,16 +93,8 @@ def parallelize(
         sync=sync,
         schedule=schedule,
         empty_forward=mesh.data_size > 1 and plan.data.buffers == "synchronise" and had_batch_norms,
-        seeds=seeds,
         cut=cut,
     )
-
-
-def _draw_seed(mesh: Mesh) -> int:
-    """Where random numbers of training come from: rank 0's random state, for all ranks."""
-    drawn = torch.randint(2**62, (1,)).to(mesh.world.device)
-    broadcast(drawn, mesh.everyone("control"))
-    return int(drawn)
 
 
 def _in_pipeline(cut: CutModel | None, mesh: Mesh) -> dict[str, Any]:

@@ -26,7 +26,8 @@ class Part:
     targets: Any
     count: Count
     num_samples: int
-    route: Route
+    route: Route | None
+    """None if nobody computes it."""
     place: int
     """Among all microbatches."""
     step: int
@@ -59,22 +60,25 @@ class Passes:
     def take(self, microbatches: list[tuple[Any, Any, Count]], *, first: int = 0, step: int = 0) -> None:
         """Microbatches, the same on every rank of the pipeline, that the next actions are about."""
         for number, (inputs, targets, count) in enumerate(microbatches):
+            samples = num_samples(inputs)
             self.parts[first + number] = Part(
                 inputs=inputs,
                 targets=targets,
                 count=count,
-                num_samples=num_samples(inputs),
-                route=self._cut.route(inputs),
+                num_samples=samples,
+                route=self._cut.route(inputs) if samples or self._runs_empty else None,
                 place=first + number,
                 step=step,
                 number=number,
             )
 
     def route(self, microbatch: int) -> Route:
-        return self.parts[microbatch].route
+        route = self.parts[microbatch].route
+        assert route is not None
+        return route
 
     def skips(self, microbatch: int) -> bool:
-        return not self._runs_empty and self.parts[microbatch].num_samples == 0
+        return self.parts[microbatch].route is None
 
     @contextmanager
     def call(self, action: Action) -> Iterator[Callable[[], Any]]:
@@ -85,6 +89,7 @@ class Passes:
             yield lambda: self._call(part.inputs)
 
     def _random(self, part: Part) -> AbstractContextManager[None]:
+        assert part.route is not None
         if not part.route.flow.is_random:
             return nullcontext()
         return self._seeds.during(step=part.step, microbatch=part.number, data_rank=self._data_rank)

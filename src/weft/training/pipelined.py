@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from weft.comm.collectives import all_reduce, broadcast
-from weft.comm.p2p import receive, send
+from weft.comm.p2p import receive
 from weft.mesh import Mesh
 from weft.parallel.cut import CutModel
 from weft.parallel.pipeline import Pipeline
@@ -147,6 +147,7 @@ class Pipelined(Passes):
         totals = self._complete(self._loss_sum, self._count)
         divisor = self._divisor
         totals, correction = self._agree(totals, divisor)
+        refuse_no_targets(totals.count)
         self._mean = totals.loss_sum / totals.count
         self._update.run(totals.norm, correction, step=self._step)
 
@@ -181,10 +182,9 @@ class Pipelined(Passes):
             all_reduce(words, self._control)
         elif self._is_last:
             for rank in range(self._control.size - 1):
-                send(words, self._control, to=rank).wait()
+                self.pipeline.post(words, self._control, to=rank)
         else:
             receive(words, self._control, source=self._control.size - 1).wait()
-        refuse_no_targets(words[1])
         norm = words[3].sqrt() if self._update.needs_norm else None
         if not self._is_last:
             correction = words[2] if words.is_cuda else (None if float(words[2]) == 1.0 else float(words[2]))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weft.comm.objects import gather_values
 from weft.errors import CheckpointError
 from weft.training.buffers import consensus_buffers, persistent_buffers
 from weft.training.held import Held, held_parameters, whole_tensors
@@ -24,18 +25,25 @@ class Portable:
     """The portable part of a checkpoint of one trainer."""
 
     def __init__(self, trainer: Trainer) -> None:
+        """Collective."""
         self._trainer = trainer
         self._held = held_parameters(trainer.named_model, trainer.sync)
-
-    def shapes(self) -> dict[str, list[int]]:
-        """Global shapes of parameters and persistent buffers."""
-        shapes = {name: list(held.layout.global_shape) for name, held in self._held.items()}
-        return shapes | {name: list(b.shape) for name, b in persistent_buffers(self._trainer.named_model).items()}
+        mine = {name: list(held.layout.global_shape) for name, held in self._held.items()}
+        mine |= {name: list(b.shape) for name, b in persistent_buffers(trainer.named_model).items()}
+        pipeline = trainer.mesh.group("pipeline", "control")
+        stages = gather_values(mine, pipeline, trainer.mesh.world.device)
+        self.shapes: dict[str, list[int]] = {}
+        """Global shapes of the whole model's parameters and persistent buffers."""
+        for shapes in stages:
+            self.shapes = {**shapes, **self.shapes}
+        self._written_elsewhere = {name for shapes in stages[: pipeline.index] for name in shapes}
+        """Held here too, but an earlier stage writes it."""
 
     def model_sizes(self) -> dict[str, int]:
-        """Bytes of each whole tensor of the model."""
+        """Bytes of each whole tensor of the model that the ranks of this stage write."""
         sizes = {name: _global_bytes(held, held.tensor) for name, held in self._held.items()}
-        return sizes | {name: buffer.nbytes for name, buffer in persistent_buffers(self._trainer.named_model).items()}
+        sizes |= {name: buffer.nbytes for name, buffer in persistent_buffers(self._trainer.named_model).items()}
+        return {name: size for name, size in sizes.items() if name not in self._written_elsewhere}
 
     def model_tensors(self, wanted: set[str]) -> dict[str, torch.Tensor]:
         """Those tensors of the model that are wanted here; collective."""
@@ -48,6 +56,7 @@ class Portable:
         return {
             f"{name}/{key}": _global_bytes(self._held[name], value) if self._is_split(name, value) else value.nbytes
             for name, key, value in self._states()
+            if name not in self._written_elsewhere
         }
 
     def optimizer_tensors(self, wanted: set[str]) -> dict[str, torch.Tensor]:
@@ -79,7 +88,8 @@ class Portable:
         keys: dict[str, list[str]] = {}
         for entry in entries:
             name, key = entry.rsplit("/", 1)
-            keys.setdefault(name, []).append(key)
+            if name in self._held:
+                keys.setdefault(name, []).append(key)
         # Of a 0-d parameter every state is 0-d; what other parameters keep says which are one number a tensor.
         per_tensor = {"step"} | {
             key

@@ -4,21 +4,26 @@ A step feeds its microbatches and returns; their backward passes are done in lat
 passes used (`parallel/versions.py`). PipeDream updates after every microbatch, 2BW after every step's worth of them. A
 loss is returned once its microbatches are through on all stages: `nan` until the first ones are. `flush` runs what is
 still under way to its end.
+
+Stages come to the same update in different steps. So a batch without targets is not refused there, where the stages
+before would wait for one that has given up, but when its loss would be returned: in the same call on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from weft.parallel.versions import Versions
-from weft.plan.actions import Action
+from weft.plan.actions import EVERY, Action
 from weft.plan.exchanges import schedule_of
 from weft.plan.schedules import version_slots
+from weft.sync.base import Totals
+from weft.training.counts import refuse_no_targets
 from weft.training.loss import Count
 from weft.training.passes import Part
 from weft.training.pipelined import Microbatches, Pipelined
@@ -32,8 +37,8 @@ class _Batch:
     divisor: float | torch.Tensor
     loss_sum: torch.Tensor
     count: Count = 0
-    version: int = 0
-    """The weights its gradients are of."""
+    version: int | None = None
+    """The weights its gradients are of; none if none of its microbatches has samples here."""
     is_handed_over: bool = False
 
 
@@ -56,8 +61,12 @@ class Streaming(Pipelined):
         self._start = 0
         """The first one since the pipeline was last empty."""
         self._batches: dict[int, _Batch] = {}
-        self._means: dict[int, torch.Tensor] = {}
-        self._latest = torch.full((), float("nan"), dtype=torch.float64, device=self._mesh.world.device)
+        self._ended: dict[int, Totals] = {}
+        """Batches that this stage has updated with, and other stages perhaps not yet."""
+        self._counted: float | torch.Tensor = 0.0
+        """Targets so far of the step whose batches are ending."""
+        self._latest = self._loss_of(float("nan"))
+        self._steady: tuple[int, tuple[Action, ...]] | None = None
 
     @property
     def versions(self) -> Versions:
@@ -75,31 +84,50 @@ class Streaming(Pipelined):
                 loss_sum=torch.zeros((), dtype=torch.float64, device=device),
             )
         self.pipeline.recording.begin_step()
-        self._run(len(microbatches), drain=False)
+        self.pipeline.run(self._steps_schedule(len(microbatches)), self)
         self._fed += len(microbatches)
         return self._finished(self._fed - (self._control.size - 1))
 
     def flush(self) -> None:
         if self._start == self._fed:
             return
-        self._run(0, drain=True)
+        self.pipeline.run(self._schedule_of(0, drain=True), self)
         self._start = self._fed
         if self._mesh.plan.pipeline.schedule == "pipedream":
             self._versions.forget_older()
         self._finished(self._fed)
 
-    def _run(self, num_microbatches: int, *, drain: bool) -> None:
+    def _steps_schedule(self, num_microbatches: int) -> tuple[Action, ...]:
+        """What to do in a step: once the pipeline is full, what was done in an earlier one, for later microbatches."""
+        # By then no microbatch of the list met weights that others before it had met too.
+        is_steady = self._fed - self._start >= 2 * max(self._control.size - 1, self._at_once)
+        if not is_steady:
+            return self._schedule_of(num_microbatches, drain=False)
+        if self._steady is None:
+            self._steady = self._fed, self._schedule_of(num_microbatches, drain=False)
+        first, actions = self._steady
+        return later(actions, num_microbatches=self._fed - first, num_updates=(self._fed - first) // self._at_once)
+
+    def _schedule_of(self, num_microbatches: int, *, drain: bool) -> tuple[Action, ...]:
         schedule = schedule_of(
             self._mesh.plan, num_microbatches=num_microbatches, first=self._fed, start=self._start, drain=drain
         )
-        self.pipeline.run(schedule[self._control.index], self)
+        return schedule[self._control.index]
 
     def _finished(self, num_microbatches: int) -> torch.Tensor:
         """The loss of the latest batch among the first microbatches."""
-        done = max(num_microbatches, 0) // self._at_once - 1
-        for batch in [batch for batch in self._means if batch <= done]:
-            self._latest = self._means.pop(batch)
+        done = max(num_microbatches, 0) // self._at_once
+        for number in [number for number in self._ended if number < done]:
+            totals = self._ended.pop(number)
+            self._latest = torch.where(totals.count > 0, totals.loss_sum / totals.count, self._latest)
+            self._counted = totals.count + self._counted
+            if (number + 1) * self._at_once % self._mesh.plan.step.microbatches == 0:
+                counted, self._counted = self._counted, 0.0
+                refuse_no_targets(counted)
         return self._latest
+
+    def _loss_of(self, value: float) -> torch.Tensor:
+        return torch.full((), value, dtype=torch.float64, device=self._mesh.world.device)
 
     def _batch_of(self, microbatch: int) -> _Batch:
         return self._batches[microbatch // self._at_once]
@@ -120,14 +148,24 @@ class Streaming(Pipelined):
 
     @contextmanager
     def backward(self, action: Action) -> Iterator[None]:
-        with self._versions.lent(action.version):  # a block that is computed again must find its own weights
-            if self.parts[action.microbatch].num_samples:
-                yield
-            else:
-                with self._sync.ignoring():
-                    yield
+        has_samples = self.parts[action.microbatch].num_samples > 0
+        # Lent, because a block that is computed again must find its own weights.
+        with self._versions.lent(action.version), nullcontext() if has_samples else self._ignoring(action.version):
+            yield
         self._versions.release(action.version)
-        self._batch_of(action.microbatch).version = action.version
+        if has_samples:
+            self._batch_of(action.microbatch).version = action.version
+
+    @contextmanager
+    def _ignoring(self, version: int) -> Iterator[None]:
+        """A backward pass that only keeps this rank in step with others leaves no gradients, not even zeros."""
+        leaves = list(self._versions.leaves(version).values())
+        before = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        yield
+        for leaf, gradient in zip(leaves, before, strict=True):
+            leaf.grad = gradient
 
     def exchange(self, action: Action) -> None:
         number = action.version - 1 if action.kind == "update" else action.microbatch
@@ -136,7 +174,8 @@ class Streaming(Pipelined):
         batch = self._batches[number]
         if not batch.is_handed_over:
             self._sync.begin()
-            self._versions.take_gradients(batch.version)
+            if batch.version is not None:
+                self._versions.take_gradients(batch.version)
             self._hand_over()
             batch.is_handed_over = True
         if action.kind == "update":
@@ -146,7 +185,7 @@ class Streaming(Pipelined):
         counted = torch.as_tensor(batch.count, device=self._mesh.world.device)
         totals = self._sync.finish(batch.loss_sum, counted, with_norm=self._update.needs_norm)
         totals, correction = self._agree(totals, batch.divisor)
-        self._means[number] = totals.loss_sum / totals.count
+        self._ended[number] = totals
         with self._versions.advance():
             self._update.run(totals.norm, correction, step=batch.step)
         del self._batches[number]
@@ -160,8 +199,7 @@ class Streaming(Pipelined):
 
     def load_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
         self._fed = self._start = int(values.get("fed", 0))
-        self._latest.fill_(values.get("latest", float("nan")))
-        self._means.clear()
+        self._latest = self._loss_of(values.get("latest", float("nan")))
         if not values:
             self._versions.restart(0)
             return
@@ -170,3 +208,17 @@ class Streaming(Pipelined):
             version, _, name = entry.partition("/")
             older.setdefault(int(version), {})[name] = tensor
         self._versions.load_state({"newest": values["newest"], "older": older})
+
+
+def later(actions: Sequence[Action], *, num_microbatches: int, num_updates: int) -> tuple[Action, ...]:
+    """The same actions so many microbatches later, on weights that are so many updates newer."""
+    return tuple(
+        Action(
+            kind=action.kind,
+            stage=action.stage,
+            microbatch=action.microbatch if action.microbatch == EVERY else action.microbatch + num_microbatches,
+            peer=action.peer,
+            version=action.version + num_updates if action.is_compute else action.version,
+        )
+        for action in actions
+    )

@@ -12,6 +12,7 @@ micro-batches (`pipelined.py`, `streaming.py`).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 
 from weft.blueprint import Blueprint
-from weft.comm.collectives import all_reduce
+from weft.comm.collectives import all_reduce, broadcast
 from weft.comm.objects import gather_values
 from weft.errors import DataError
 from weft.layout import Layout
@@ -63,7 +64,6 @@ class Trainer:
         sync: Sync,
         schedule: Callable[[int], float] | None,
         empty_forward: bool,
-        seeds: Seeds,
         cut: CutModel | None = None,
     ) -> None:
         """`cut`: the model, where a pipeline cuts it into stages."""
@@ -78,7 +78,7 @@ class Trainer:
         self.data_position = 0
         """Samples handed out so far, over all ranks and epochs; kept by `weft.batches`."""
         self.counts = TargetCount(mesh.batch_group("control"), mesh.world.device)
-        self.seeds = seeds
+        self.seeds = Seeds(mesh.world.device)
         self._recording = Recording(mesh.index("pipeline"))
         self.update = Update(optimizer, sync, mesh.plan, schedule=schedule, is_first_rank=mesh.world.rank == 0)
         self._loss = loss
@@ -86,7 +86,14 @@ class Trainer:
         self._empty_forward = empty_forward
         self._buffers = BufferPolicy(self.named_model, mesh)
         self._divergence = DivergenceCheck(self.named_model, optimizer, sync, mesh)
-        self._draws = PlaceSeeds(self.named_model, blueprint, seeds) if cut is None else None
+        whole = (
+            [tuple(p.shape) for p in cut.whole.parameters()]
+            if cut
+            else [place.global_shape for place in layouts.values()]
+        )
+        self.num_parameters = sum(math.prod(shape) for shape in whole)
+        """Of the whole model."""
+        self._draws = PlaceSeeds(self.named_model, blueprint, self.seeds) if cut is None else None
         self.pipelined: Pipelined | None = None
         if cut is not None:
             kind = Streaming if mesh.plan.pipeline.schedule in FLUSH_FREE else Pipelined
@@ -98,7 +105,7 @@ class Trainer:
                 loss=loss,
                 call=self._call,
                 counts=self.counts,
-                seeds=seeds,
+                seeds=self.seeds,
                 recording=self._recording,
                 runs_empty=empty_forward,
             )
@@ -143,6 +150,8 @@ class Trainer:
         and a tensor that does not block until it is read.
         """
         microbatches = self._cut(inputs, targets)
+        if self.seeds.base is None and (self._draws is None or self._draws.is_needed):
+            self.seeds.base = self._draw_seed()
         if self.pipelined is not None:
             loss = self.pipelined.step(microbatches, step=self.steps_done)
             self._end_step()
@@ -184,13 +193,12 @@ class Trainer:
         if self.pipelined is not None:
             self.pipelined.flush()
 
-    def trace(self, *, whole_run: bool = False) -> Timeline:
-        """When every rank of this rank's pipeline did what in the latest step; collective.
+    def keep_trace(self) -> None:
+        """From now on keep when things were done of every step, not of the latest only (up to some 100,000 actions)."""
+        self._recording.keep_all()
 
-        `whole_run`: from now on steps are kept, and the trace is of all of them.
-        """
-        if whole_run:
-            self._recording.keep_all()
+    def trace(self) -> Timeline:
+        """When every rank of this rank's pipeline did what in the latest step, or in all that are kept; collective."""
         group = self.mesh.group("pipeline", "control")
         mine = Timeline(spans=tuple(self._recording.spans()), num_ranks=group.size)
         rows = [row for part in gather_values(mine.as_rows(), group, self.mesh.world.device) for row in part]
@@ -286,6 +294,12 @@ class Trainer:
             return
         with self.sync.ignoring():
             no_loss(self._call(inputs)).backward()
+
+    def _draw_seed(self) -> int:
+        """From rank 0's random state, for all ranks: whoever sets a seed before the first step gets the same run."""
+        drawn = torch.randint(2**62, (1,)).to(self.mesh.world.device)
+        broadcast(drawn, self.mesh.everyone("control"))
+        return int(drawn)
 
     def _random(self, microbatch: int) -> AbstractContextManager[None]:
         """Random states of one micro-batch's forward pass, the same for any number of stages."""

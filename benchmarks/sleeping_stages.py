@@ -1,0 +1,93 @@
+"""Pipeline stages that sleep instead of computing, as if each had a core to itself: what is foretold, and what they do.
+
+    forward 20 ms    backward 40 ms: input gradient 20 ms, weight gradient 20 ms
+
+With several chunks a rank, each sleeps its share of that.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pipeline_sides import sgd
+from torch import nn
+
+import weft
+from weft.plan.exchanges import schedule_of
+from weft.plan.plan import Plan
+from weft.plan.timeline import Timeline
+from weft.planning.simulate import Durations, simulate
+
+FORWARD_S, INPUT_GRAD_S, WEIGHT_GRAD_S = 0.02, 0.02, 0.02
+
+
+class Slept(torch.autograd.Function):
+    """The same values, after a while; and the same gradient, after another."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
+        context.backward_s = backward_s
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        time.sleep(context.backward_s)
+        return gradient, None, None
+
+
+class SleepingBlock(nn.Module):
+    """Sleeps in the forward pass, and in either half of the backward pass."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+        self.scale, self.shift = nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = Slept.apply(self.scale, 0.0, WEIGHT_GRAD_S * self.share)
+        return Slept.apply(x + self.shift, FORWARD_S * self.share, INPUT_GRAD_S * self.share) * scale
+
+
+def foretell(plan: Plan, num_fed: int) -> Timeline:
+    """The timeline of sleeping stages. A first stage has no input, so all its backward is the weights' half."""
+    share, num_stages = 1 / plan.pipeline.chunks, plan.axes.pipeline * plan.pipeline.chunks
+    whole_s = share * (INPUT_GRAD_S + WEIGHT_GRAD_S)
+    durations = Durations(
+        forward_s=share * FORWARD_S,
+        backward_s=whole_s,
+        input_grad_s=(0.0, *(share * INPUT_GRAD_S for _ in range(num_stages - 1))),
+        weight_grad_s=(whole_s, *(share * WEIGHT_GRAD_S for _ in range(num_stages - 1))),
+    )
+    first = plan.step.microbatches  # one step has warmed up, and was drained
+    return simulate(schedule_of(plan, num_microbatches=num_fed, first=first, start=first), durations)
+
+
+def record(plan: Plan, num_steps: int) -> Timeline:
+    """What a few steps of sleeping stages did, computation only."""
+    num_stages = plan.axes.pipeline * plan.pipeline.chunks
+    model = nn.Sequential(*(SleepingBlock(1 / plan.pipeline.chunks) for _ in range(num_stages)))
+    trainer = weft.parallelize(
+        model,
+        plan,
+        loss=lambda output, targets: (output - targets).square().mean(),
+        optimizer=sgd,
+        example=torch.zeros(1, 8),
+        device="cpu",
+    )
+    batch = torch.zeros(plan.step.microbatches, 8)
+    trainer.step(batch, batch)
+    trainer.flush()
+    trainer.keep_trace()
+    dist.barrier()
+    started = torch.tensor([time.time()], dtype=torch.float64)
+    dist.all_reduce(started, op=dist.ReduceOp.MIN)
+    for _ in range(num_steps):
+        trainer.step(batch, batch)
+    trainer.flush()
+    spans = trainer.trace().spans
+    kept = tuple(span for span in spans if span.action.is_compute and span.start_s >= float(started))
+    return Timeline(spans=kept, num_ranks=plan.axes.pipeline)
