@@ -25,7 +25,7 @@ from weft.layout import part_of
 from weft.mesh import Mesh
 from weft.models.convnet import ConvNet, ConvNetConfig
 from weft.models.gpt import GPT, GPTConfig
-from weft.plan.plan import Axes, Comm, Data, Plan, Step
+from weft.plan.plan import Axes, Comm, Data, Pipeline, Plan, Step
 from weft.training.parallelize import parallelize
 from weft.training.trainer import Trainer
 
@@ -76,6 +76,24 @@ def data_plan(
         step=Step(microbatches=microbatches, clip_norm=clip_norm),
         data=Data(buffers=buffers, check_every=check_every, shard=shard, reshard=reshard),
         comm=Comm(bucket_bytes=bucket_bytes, **wire),
+    )
+
+
+def pipeline_plan(
+    pipeline: int,
+    *,
+    schedule: str = "1f1b",
+    chunks: int = 1,
+    cuts: tuple[int, ...] = (),
+    vertical_sync: bool = False,
+    data: int = 1,
+    **settings: Any,
+) -> Plan:
+    """A plan of a pipeline, its fields in one line; the rest as for `data_plan`."""
+    return dataclasses.replace(
+        data_plan(data, **settings),
+        axes=Axes(pipeline=pipeline, data=data),
+        pipeline=Pipeline(schedule=schedule, chunks=chunks, cuts=cuts, vertical_sync=vertical_sync),
     )
 
 

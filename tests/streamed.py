@@ -185,13 +185,8 @@ def expect(
     model: nn.Module | None = None,
     schedule: Callable[[int], float] | None = None,
     draws: PlaceSeeds | None = None,
-    tied: bool = False,
 ) -> Expected:
-    """The plain loop on the same batches, cut into the same microbatches; `draws` are the model's random numbers.
-
-    `tied`: the model is given untied, since embedding and head may use different versions of what is one weight; each
-    is updated with the sum of their gradients.
-    """
+    """The plain loop on the same batches, cut into the same microbatches; `draws` are the model's random numbers."""
     net, at_once, updates = model or Net(), updates_after(plan), microbatches_of(plan, batches)
     weights = {name: weight.detach() for name, weight in net.named_parameters()}
     sums: list[float] = []
@@ -206,7 +201,7 @@ def expect(
         sums.append(float(total.detach()))
         return total * (1.0 / part.count)
 
-    make = functools.partial(_with_hooks, optimizer, plan, schedule, len(updates) // len(batches), tied)
+    make = functools.partial(_with_hooks, optimizer, plan, schedule, len(updates) // len(batches))
     if plan.pipeline.schedule == "2bw":
         found = two_bw(loss_of, weights, updates, optimizer=make)
     else:
@@ -235,7 +230,6 @@ def _with_hooks(
     plan: Plan,
     schedule: Callable[[int], float] | None,
     updates_a_step: int,
-    tied: bool,
     parameters: Any,
 ) -> torch.optim.Optimizer:
     """torch's optimizer, its own clipping before each update, and the rate of the step the gradient is of."""
@@ -245,9 +239,6 @@ def _with_hooks(
     def before(*_: object) -> None:
         nonlocal done
         group = made.param_groups[0]
-        if tied:
-            first, last = group["params"][0], group["params"][-1]
-            first.grad = last.grad = first.grad + last.grad
         if plan.step.clip_norm:
             nn.utils.clip_grad_norm_(group["params"], plan.step.clip_norm)
         if schedule is not None:

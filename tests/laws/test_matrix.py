@@ -22,6 +22,7 @@ from oracle import (
     MakeOptimizer,
     data_plan,
     image_batch,
+    pipeline_plan,
     small_convnet,
     small_gpt,
     token_batch,
@@ -30,6 +31,7 @@ from ranks import ranks
 from torch import Tensor, nn
 
 from weft.models.gpt import GPT
+from weft.plan.exchanges import FLUSH_FREE
 from weft.plan.plan import Plan, Recompute
 from weft.plan.text import read_plan
 from weft.training.verify import verify
@@ -54,6 +56,29 @@ class Untrained(nn.Module):
         if starts_with_0.any():
             logits_BTV = logits_BTV + starts_with_0[:, None, None] * self.sometimes
         return logits_BTV
+
+
+class UNet(nn.Module):
+    """Values that pass several stages by, and weights of the model's own that one or more stages use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(17, 6)
+        self.bias = nn.Parameter(torch.linspace(-1, 1, 6))
+        self.gain = nn.Parameter(torch.ones(6))
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(6))
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        first = x = (self.embedding(tokens_BT) + self.bias).tanh()
+        kept = []
+        for number, block in enumerate(self.blocks):
+            if number >= 3:
+                x = x + torch.relu(kept.pop())
+            x = block(x).tanh() * self.gain
+            if number < 3:
+                kept.append(x)
+        return (x + first) @ self.embedding.weight.T
 
 
 def frozen_gpt() -> GPT:
@@ -88,6 +113,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch]]] = {
     "convnet": (small_convnet, image_batch),
     "frozen convnet": (frozen_convnet, image_batch),
     "biased convnet": (biased_convnet, image_batch),
+    "deep gpt": (lambda: small_gpt(num_layers=4, positions="learned"), token_batch),
+    "deep convnet": (lambda: small_convnet(num_blocks=4), image_batch),
+    "unet": (UNet, token_batch),
     "group-normed convnet": (lambda: small_convnet(batch_norm=False), image_batch),
 }
 
@@ -212,8 +240,38 @@ CASES = {
     "recompute, selective, zero 3": row(
         recomputing("selective", data_plan(2, shard=THREE)), "rotary tied gpt", SHORT, ADAMW
     ),
-    # the examples
-    **{f"examples/{path.name}": row(read_plan(path), "rotary tied gpt", UNEVEN) for path in EXAMPLES.glob("*.toml")},
+    # pipelines
+    "naive 2": row(pipeline_plan(2, schedule="naive", microbatches=3), "deep gpt", SHORT),
+    "gpipe 3": row(pipeline_plan(3, schedule="gpipe", microbatches=4, clip_norm=0.1), "deep convnet", UNEVEN),
+    "1f1b 4": row(pipeline_plan(4, microbatches=6), "deep gpt", UNEVEN, ADAMW),
+    "1f1b 2, unused": row(pipeline_plan(2, microbatches=2), "unet", UNEVEN),
+    "1f1b 4, skip connections": row(pipeline_plan(4, microbatches=3, clip_norm=0.2), "unet", SHORT, ADAMW),
+    "interleaved 2": row(pipeline_plan(2, schedule="interleaved", chunks=2, microbatches=4), "deep gpt", UNEVEN),
+    "zero-bubble 4": row(pipeline_plan(4, schedule="zero-bubble", microbatches=5), "deep convnet", UNEVEN),
+    "sockets, 1f1b 4": row(pipeline_plan(4, microbatches=4, transport="c10d"), "unet", SHORT),
+    "gpipe 2, data 2": row(pipeline_plan(2, schedule="gpipe", data=2, microbatches=2), "deep convnet", UNEVEN),
+    "interleaved 2, data 2, zero 1": row(
+        pipeline_plan(2, schedule="interleaved", chunks=2, data=2, shard=ONE, microbatches=2, clip_norm=0.1),
+        "deep gpt",
+        UNEVEN,
+        ADAMW,
+    ),
+    "zero-bubble 2, data 2, zero 2": row(
+        pipeline_plan(2, schedule="zero-bubble", data=2, shard=TWO, microbatches=3), "deep gpt", SHORT
+    ),
+    "1f1b 2, data 2, zero 3": row(pipeline_plan(2, data=2, shard=THREE, microbatches=3), "deep convnet", UNEVEN),
+    "1f1b 2, data 2, zero 3, recompute": row(
+        recomputing("full", pipeline_plan(2, data=2, shard=THREE, microbatches=2)), "unet", UNEVEN
+    ),
+    "zero-bubble 2, recompute": row(
+        recomputing("selective", pipeline_plan(2, schedule="zero-bubble", microbatches=3)), "deep gpt", SHORT
+    ),
+    # the examples; those that do not give one process's answer have tests of their own
+    **{
+        f"examples/{path.name}": row(plan, "deep gpt" if plan.axes.pipeline > 1 else "rotary tied gpt", UNEVEN)
+        for path in EXAMPLES.glob("*.toml")
+        if (plan := read_plan(path)).pipeline.schedule not in FLUSH_FREE
+    },
 }
 
 
@@ -269,7 +327,9 @@ def runs() -> list[Any]:
     through the ten steps of float32 in the short run."""
     found = []
     for name, case in CASES.items():
-        is_variant = case.plan.data.shard != "nothing" or case.plan.recompute.policy != "none"
+        is_variant = (
+            case.plan.data.shard != "nothing" or case.plan.recompute.policy != "none" or case.plan.axes.pipeline > 1
+        )
         is_long = is_variant and not name.startswith("examples/")
         found.append(pytest.param(name, torch.float64, id=f"{name}-double"))
         marks = [pytest.mark.long] if is_long else []

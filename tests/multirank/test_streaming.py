@@ -30,8 +30,8 @@ from streamed import (
 from torch.func import functional_call
 
 from weft.blueprint import find_blueprint
-from weft.errors import DataError
-from weft.parallel.randomness import PlaceSeeds, Seeds
+from weft.errors import DataError, ModelError
+from weft.parallel.randomness import PlaceSeeds
 from weft.plan.exchanges import schedule_of
 from weft.plan.plan import Plan
 from weft.training.streaming import later
@@ -147,7 +147,7 @@ def test_dropout_and_recomputation(schedule: str) -> None:
         trainer = make_streaming(plan, Net(dropout=0.3))
         run(trainer, batches)
         net = Net(dropout=0.3)
-        draws = PlaceSeeds(net, find_blueprint(net), Seeds(trainer.seeds.base, torch.device("cpu")))
+        draws = PlaceSeeds(net, find_blueprint(net), trainer.seeds)
         assert_same(trainer, expect(plan, batches, model=net, draws=draws).run.history[-1])
 
 
@@ -209,14 +209,20 @@ def test_generation_in_the_middle(schedule: str) -> None:
 
 
 @ranks(3)
-@SCHEDULES
-def test_a_tied_embedding(schedule: str) -> None:
-    """First and last stage hold it, each uses the version that its stage does, and both add up their gradients."""
-    plan, batches = plan_of(schedule, 3, 4), batches_of(8, 9, 8, 7, next_token=True)
+@pytest.mark.parametrize("clip_norm", [0.0, 0.4])
+def test_a_tied_embedding_with_2bw(clip_norm: float) -> None:
+    """First and last stage hold it, use the same version of it, and add up their gradients; a norm counts it once."""
+    plan, batches = stream_plan("2bw", 3, 4, clip_norm=clip_norm), batches_of(8, 9, 8, 7, next_token=True)
     trainer = make_streaming(plan, Net(next_token=True, tied=True))
     run(trainer, batches, flushes=(2,))
-    expected = expect(plan, batches, model=Net(next_token=True), flushes=(2,), tied=True)
+    expected = expect(plan, batches, model=Net(next_token=True, tied=True))
     assert_same(trainer, expected.run.history[-1], tolerance=1e-11)
+
+
+@ranks(2)
+def test_a_tied_embedding_with_pipedream_is_refused() -> None:
+    with pytest.raises(ModelError, match='updates every stage by itself, and "embedding.weight" is on the stages of'):
+        make_streaming(plan_of("pipedream", 2, 3), Net(next_token=True, tied=True))
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "vertical sync", "2bw"])

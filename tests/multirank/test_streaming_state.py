@@ -15,6 +15,7 @@ from sequential import Weights
 from streamed import Net, assert_same, batches_of, expect, make_streaming, run, stream_plan, streaming
 from torch import Tensor
 
+from weft.plan.exchanges import FLUSH_FREE
 from weft.training.trainer import Trainer
 
 SCHEDULES = pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
@@ -66,12 +67,20 @@ PLANS = {
 
 
 @ranks(2)
-@pytest.mark.parametrize("after", ["pipedream", "2bw", "1f1b", "data"])
-@pytest.mark.parametrize("before", ["2bw", "pipedream", "data", "2bw, other cuts"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("2bw", "1f1b"),
+        ("pipedream", "data"),
+        ("1f1b", "2bw"),
+        ("data", "pipedream"),
+        ("pipedream", "2bw"),
+        ("2bw", "pipedream"),
+        ("2bw", "2bw, other cuts"),
+    ],
+)
 def test_another_plan_goes_on(before: str, after: str, tmp_path: Path) -> None:
     """From the newest weights alone: what is learnt next is what the plan learns from such a beginning."""
-    if before == after:
-        pytest.skip("the same plan")
     first = make_streaming(PLANS[before], optimizer=PLAIN)
     for inputs, targets in BATCHES[:2]:
         first.step(inputs, targets)
@@ -83,7 +92,7 @@ def test_another_plan_goes_on(before: str, after: str, tmp_path: Path) -> None:
     second.load(tmp_path / "two")
     assert second.steps_done == 2
     assert_same(second, held)
-    if after in ("pipedream", "2bw"):
+    if PLANS[after].pipeline.schedule in FLUSH_FREE:
         run(second, BATCHES[2:])
         expected = expect(PLANS[after], BATCHES[2:], optimizer=PLAIN, model=with_weights(held))
         assert_same(second, expected.run.history[-1])

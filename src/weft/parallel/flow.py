@@ -251,7 +251,11 @@ class _Follower(TorchFunctionMode):
 
     def _make_stand_in(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def stand_in(*args: Any, **kwargs: Any) -> Any:
-            return self._note(name, forward, args, kwargs)
+            self._is_in_unit = True
+            try:
+                return self._note(name, forward, args, kwargs)
+            finally:
+                self._is_in_unit = False
 
         return stand_in
 
@@ -263,7 +267,6 @@ class _Follower(TorchFunctionMode):
             for leaf, meta in zip(tree_leaves((args, kwargs)), tree_leaves(arguments), strict=True)
             if isinstance(leaf, torch.Tensor)
         ]
-        self._is_in_unit = True
         try:
             output = forward(*arguments[0], **arguments[1])
         except Exception as error:
@@ -272,8 +275,6 @@ class _Follower(TorchFunctionMode):
                 "know the shapes a block returns before it runs: decide by shapes, not by values, or train without a "
                 "pipeline"
             ) from error
-        finally:
-            self._is_in_unit = False
         leaves, tree = tree_flatten(output)
         place, number = len(self.calls), self._counts[name]
         self._counts[name] += 1

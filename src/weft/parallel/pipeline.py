@@ -145,6 +145,11 @@ class Pipeline:
                 work.exchange(action)
                 self.recording.add(action, started)
 
+    def settle(self) -> None:
+        """Wait until all that was sent has been taken: what is still under way would be lost with this object."""
+        while self._sends:
+            self._sends.popleft()[0].wait()
+
     def drop(self) -> None:
         """Forget what is under way, after an error that all ranks saw."""
         self._flights.clear()

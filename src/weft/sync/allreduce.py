@@ -18,7 +18,7 @@ rank 0 had no data in that step, the next one decides.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,14 +80,16 @@ class AllReduce(Counting, WholeGradients):
             if not self._ready[index] and index not in self._held:
                 self._set_ready(index)
 
-    def take_held(self) -> None:
+    def take_held(self, summed: Mapping[str, torch.Tensor]) -> None:
         self._holding = False
         for index in self._held:
+            parameter = self._parameters[index]
+            parameter.grad = summed.get(self.pieces[index].name, parameter.grad)
             self._armed[index] = True
-            if self._parameters[index].grad is None:
+            if parameter.grad is None:
                 self._set_ready(index)
             else:
-                self._take(index, self._parameters[index])
+                self._take(index, parameter)
 
     def _places(self, names: Collection[str]) -> list[int]:
         return [self._index[name] for name in names if name in self._index]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -144,14 +144,15 @@ class Sharded(Counting):
                 self._gradients[turn].set_ready(member)
         self._launch_full()
 
-    def take_held(self) -> None:
+    def take_held(self, summed: Mapping[str, torch.Tensor]) -> None:
         self._holding = False
         self._armed |= self._held
         for name in self._held:
             turn, member = self._places[name]
             parameter = self._gradients[turn].flat.parameters[member]
-            if parameter.grad is not None:
-                self._take(turn, member, parameter)
+            gradient, parameter.grad = summed.get(name, parameter.grad), None
+            if gradient is not None:
+                self._add(turn, member, gradient)
             else:
                 self._gradients[turn].set_ready(member)
         self._launch_full()
@@ -226,9 +227,13 @@ class Sharded(Counting):
         if not self._in_step or (name in self._held and self._holding):
             return
         gradient, parameter.grad = parameter.grad, None
-        if not self._counting:
-            return
-        assert gradient is not None
+        if self._counting:
+            assert gradient is not None
+            self._add(turn, member, gradient)
+
+    def _add(self, turn: int, member: int, gradient: torch.Tensor) -> None:
+        gradients = self._gradients[turn]
+        name = gradients.flat.names[member]
         is_last = self._is_reducing or name in self._armed
         if is_last and turn < self._turn:
             raise ModelError(

@@ -12,6 +12,7 @@ from torch import nn
 
 from weft.blueprint import Blueprint
 from weft.comm.collectives import broadcast
+from weft.comm.group import Group
 from weft.comm.objects import gather_values
 from weft.errors import ModelError, PlanError
 from weft.mesh import Mesh
@@ -56,6 +57,13 @@ def cut_model(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: Any) 
     _refuse_shared(made, plan)
     _materialise_shared(made, mesh)
     return made, plan
+
+
+def tied_groups(made: CutModel, mesh: Mesh) -> dict[str, Group]:
+    """Of every parameter of this rank that other stages hold too: the ranks that do; collective."""
+    # Asking for a group is collective: every rank asks for all of them, in one order.
+    asked = {name: mesh.group(f"pipeline:{','.join(map(str, on))}", "tied") for name, on in made.holders.items()}
+    return {name: group for name, group in asked.items() if group.ranks}
 
 
 def _refuse_shared(made: CutModel, plan: Plan) -> None:
@@ -142,9 +150,9 @@ def _begin_alike(model: nn.Module, mesh: Mesh) -> None:
 
 def _materialise_shared(made: CutModel, mesh: Mesh) -> None:
     """Parameters on the meta device that several stages hold get one value for all of them."""
-    groups = {name: mesh.group(f"pipeline:{','.join(map(str, on))}", "tied") for name, on in made.holders.items()}
+    groups = tied_groups(made, mesh)
     own = dict(made.model.named_parameters())
-    shared = [name for name, group in groups.items() if group.ranks and own[name].is_meta]
+    shared = [name for name in groups if own[name].is_meta]
     if shared:
         Materialiser(made.model, mesh).fill([own[name] for name in shared])
         filled = dict(made.model.named_parameters())

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 
 from weft.comm.collectives import all_gather
 from weft.comm.group import Group
+from weft.comm.objects import gather_values
 from weft.errors import DivergenceError
 from weft.mesh import Mesh
 from weft.sync.base import Sync
@@ -26,7 +27,17 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class DivergenceCheck:
     """Compares weights, optimizer state and buffers between ranks that should hold the same."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, sync: Sync, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        sync: Sync,
+        mesh: Mesh,
+        *,
+        tied: Mapping[str, Group] | None = None,
+    ) -> None:
+        """`tied`: parameters that several stages of a pipeline hold, with the ranks that do."""
+        self._tied = tied or {}
         self._model = model
         self._optimizer = optimizer
         self._sync = sync
@@ -35,42 +46,43 @@ class DivergenceCheck:
     @torch.no_grad()
     def run(self, step: int) -> None:
         """Raise on every rank if any two replicas differ; collective."""
-        everyone = self._mesh.batch_group("control")
-        if self._mesh.plan.data.shard == "nothing":
-            self._compare([*self._whole(), *self._parts()], everyone, step)
-        else:  # what the data axis shares out, only the replicas of a part can compare
-            self._compare(list(self._whole()), everyone, step)
-            self._compare(list(self._parts()), self._mesh.group("replicate", "control"), step)
+        found = self._find(step)
+        if self._mesh.size("pipeline") > 1:  # other stages have not seen it
+            texts = gather_values(found, self._mesh.everyone("control"), self._mesh.world.device)
+            found = next((text for text in texts if text is not None), None)
+        if found is not None:
+            raise DivergenceError(found)
 
-    def _compare(self, named: list[tuple[str, torch.Tensor]], group: Group, step: int) -> None:
+    def _find(self, step: int) -> str | None:
+        """What differs among the ranks that this one can be compared with, if anything."""
+        everyone, weights = self._mesh.batch_group("control"), dict(self._model.named_parameters())
+        if self._mesh.plan.data.shard == "nothing":
+            found = self._compare([*self._whole(), *self._parts()], everyone, step)
+            for name, group in self._tied.items():
+                found = found or self._compare([(f"weight {name}", weights[name])], group, step)
+            return found
+        # What the data axis shares out, only the replicas of a part can compare.
+        whole = self._compare(list(self._whole()), everyone, step)
+        parts = self._compare(list(self._parts()), self._mesh.group("replicate", "control"), step)
+        return whole or parts
+
+    def _compare(self, named: list[tuple[str, torch.Tensor]], group: Group, step: int) -> str | None:
         if group.size == 1:
-            return
+            return None
         # The names travel too: ranks that hold different tensors must not be compared line by line.
         names = torch.tensor([zlib.crc32("\n".join(name for name, _ in named).encode())], dtype=torch.int64)
         device = self._mesh.world.device
         sums = torch.stack([names.to(device)[0], *(checksum(tensor).to(device) for _, tensor in named)])
         lengths = _gather(torch.tensor([sums.numel()], device=device), group)[:, 0].tolist()
         if len(set(lengths)) > 1:
-            self._raise(step, "the number of tensors in the optimizer state", lengths, group)
+            return _text(step, "the number of tensors in the optimizer state", lengths, group)
         table = _gather(sums, group)
         differing = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
         if not differing:
-            return
+            return None
         first = differing[0]
         what = "the list of tensors" if first == 0 else named[first - 1][0]
-        self._raise(step, what, table[:, first].tolist(), group, others=len(differing) - 1)
-
-    def _raise(self, step: int, what: str, values: list[int], group: Group, *, others: int = 0) -> None:
-        ranks = group.ranks
-        majority = Counter(values).most_common(1)[0][0]
-        odd = [rank for rank, value in zip(ranks, values, strict=True) if value != majority]
-        same = [rank for rank in ranks if rank not in odd]
-        more = f" ({others} more tensors differ too)" if others else ""
-        raise DivergenceError(
-            f"after step {step} replicas are not equal: {what} on rank "
-            f"{', '.join(map(str, odd))} differs from rank {', '.join(map(str, same))}{more}; "
-            "go back to the last checkpoint, and look for a faulty device or a layer that keeps state of its own"
-        )
+        return _text(step, what, table[:, first].tolist(), group, others=len(differing) - 1)
 
     def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters as the model uses them, unless they come and go, and buffers."""
@@ -93,6 +105,19 @@ class DivergenceCheck:
             for key, value in sorted(self._optimizer.state.get(piece.tensor, {}).items()):
                 if isinstance(value, torch.Tensor):
                     yield f"optimizer state {piece.name}.{key}", value
+
+
+def _text(step: int, what: str, values: list[int], group: Group, *, others: int = 0) -> str:
+    ranks = group.ranks
+    majority = Counter(values).most_common(1)[0][0]
+    odd = [rank for rank, value in zip(ranks, values, strict=True) if value != majority]
+    same = [rank for rank in ranks if rank not in odd]
+    more = f" ({others} more tensors differ too)" if others else ""
+    return (
+        f"after step {step} replicas are not equal: {what} on rank "
+        f"{', '.join(map(str, odd))} differs from rank {', '.join(map(str, same))}{more}; "
+        "go back to the last checkpoint, and look for a faulty device or a layer that keeps state of its own"
+    )
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:

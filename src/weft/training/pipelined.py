@@ -27,6 +27,7 @@ from weft.plan.actions import Action
 from weft.plan.exchanges import evaluation_of, schedule_of
 from weft.sync.base import Sync, Totals
 from weft.training.counts import TargetCount, refuse_no_targets
+from weft.training.cutting import tied_groups
 from weft.training.loss import Count, Loss, loss_terms, no_loss
 from weft.training.passes import Looking, Part, Passes
 from weft.training.precision import Caller
@@ -75,9 +76,12 @@ class Pipelined(Passes):
             device=mesh.world.device,
         )
         self._names = _names_of_stages(cut, set(trained))
-        # Asking for a group is collective: every rank asks for all of them, in one order.
-        asked = [(name, mesh.group(f"pipeline:{','.join(map(str, on))}", "tied")) for name, on in cut.holders.items()]
-        self._ties = [(trained[name], group) for name, group in asked if group.ranks and name in trained]
+        whole = dict(cut.whole.named_parameters())  # for shapes: parameters that come and go have none in between
+        self._ties = [
+            (name, trained[name], whole[name].shape, group)
+            for name, group in tied_groups(cut, mesh).items()
+            if name in trained
+        ]
         self._schedule: tuple[Action, ...] = ()
         self._evaluations: dict[int, tuple[Action, ...]] = {}
         self._last: set[tuple[str, int, int]] = set()
@@ -98,6 +102,7 @@ class Pipelined(Passes):
         self._sync.begin()
         try:
             self.pipeline.run(self._schedule, self)
+            self.pipeline.settle()  # costs nothing: nobody begins the next step before the first stage, which ends last
         except BaseException:
             self.pipeline.drop()
             raise
@@ -159,12 +164,15 @@ class Pipelined(Passes):
 
     def _hand_over(self) -> None:
         """Sum what several stages hold; with that, nothing keeps gradients from the other data ranks."""
+        summed: dict[str, torch.Tensor] = {}
         with torch.no_grad():
-            for parameter, group in self._ties:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                all_reduce(parameter.grad, group)
-        self._sync.take_held()
+            for name, parameter, shape, group in self._ties:
+                gradient = parameter.grad
+                if gradient is None:
+                    gradient = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+                all_reduce(gradient, group)
+                summed[name] = gradient
+        self._sync.take_held(summed)
         self._sync.arm()
         self._sync.end_microbatch()
 

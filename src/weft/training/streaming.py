@@ -39,6 +39,8 @@ class _Batch:
     count: Count = 0
     version: int | None = None
     """The weights its gradients are of; none if none of its microbatches has samples here."""
+    is_taken: bool = False
+    """Its gradients are where the optimizer looks for them."""
     is_handed_over: bool = False
 
 
@@ -92,6 +94,7 @@ class Streaming(Pipelined):
         if self._start == self._fed:
             return
         self.pipeline.run(self._schedule_of(0, drain=True), self)
+        self.pipeline.settle()
         self._start = self._fed
         if self._mesh.plan.pipeline.schedule == "pipedream":
             self._versions.forget_older()
@@ -148,6 +151,9 @@ class Streaming(Pipelined):
 
     @contextmanager
     def backward(self, action: Action) -> Iterator[None]:
+        before = self._batches.get(action.microbatch // self._at_once - 1)
+        if before is not None:  # updates may lag, and the first two batches use the same weights
+            self._take_gradients(before)
         has_samples = self.parts[action.microbatch].num_samples > 0
         # Lent, because a block that is computed again must find its own weights.
         with self._versions.lent(action.version), nullcontext() if has_samples else self._ignoring(action.version):
@@ -173,13 +179,19 @@ class Streaming(Pipelined):
             number = min(self._batches)  # batches end in order
         batch = self._batches[number]
         if not batch.is_handed_over:
-            self._sync.begin()
-            if batch.version is not None:
-                self._versions.take_gradients(batch.version)
+            self._take_gradients(batch)
             self._hand_over()
             batch.is_handed_over = True
         if action.kind == "update":
             self._update_with(number, batch)
+
+    def _take_gradients(self, batch: _Batch) -> None:
+        if batch.is_taken:
+            return
+        self._sync.begin()
+        if batch.version is not None:
+            self._versions.take_gradients(batch.version)
+        batch.is_taken = True
 
     def _update_with(self, number: int, batch: _Batch) -> None:
         counted = torch.as_tensor(batch.count, device=self._mesh.world.device)

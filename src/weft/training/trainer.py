@@ -37,6 +37,7 @@ from weft.sync.base import Sync
 from weft.training import checkpoint
 from weft.training.buffers import BufferPolicy
 from weft.training.counts import TargetCount, refuse_no_targets
+from weft.training.cutting import tied_groups
 from weft.training.data import Batches
 from weft.training.divergence import DivergenceCheck
 from weft.training.generate import generate_tokens, pick_token
@@ -85,7 +86,8 @@ class Trainer:
         self._call = Caller(model, mesh.plan, widens=not loss.counts_targets)
         self._empty_forward = empty_forward
         self._buffers = BufferPolicy(self.named_model, mesh)
-        self._divergence = DivergenceCheck(self.named_model, optimizer, sync, mesh)
+        tied = tied_groups(cut, mesh) if cut is not None else {}
+        self._divergence = DivergenceCheck(self.named_model, optimizer, sync, mesh, tied=tied)
         whole = (
             [tuple(p.shape) for p in cut.whole.parameters()]
             if cut
