@@ -60,8 +60,8 @@ SIZES = {
     ),
     "large": Size(
         config=GPTConfig(vocab_size=1024, context=128, hidden=512, heads=8, tied=False),
-        num_samples=2,
-        steps=2,
+        num_samples=1,
+        steps=1,
         goal=1.0,
     ),
 }

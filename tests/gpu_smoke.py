@@ -22,7 +22,10 @@ from weft.errors import DivergenceError
 from weft.mesh import join_world, leave_world, make_mesh
 from weft.models.convnet import ConvNet, ConvNetConfig
 from weft.models.gpt import GPT, GPTConfig
-from weft.plan.plan import Axes, Data, Plan, Precision, Recompute, Step
+from weft.plan.exchanges import FLUSH_FREE
+from weft.plan.plan import Axes, Data, Pipeline, Plan, Precision, Recompute, Step
+
+SCHEDULES = ("naive", "gpipe", "1f1b", "zero-bubble", "pipedream", "2bw")
 
 CHANGES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -105,11 +108,15 @@ def check_state(plan: Plan) -> None:
     """A checkpoint goes on to the bit; a corrupted weight is named."""
     world = join_world()
     torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=64, context=16, num_layers=2, hidden=32, heads=4, dropout=0.1))
-    trainer = weft.parallelize(
-        model, plan, loss="cross-entropy", optimizer=functools.partial(torch.optim.AdamW, lr=1e-3, fused=True)
-    )
+    model = GPT(GPTConfig(vocab_size=64, context=16, num_layers=2, hidden=32, heads=4, dropout=0.1, tied=False))
     tokens = torch.randint(0, 64, (4, 17))
+    trainer = weft.parallelize(
+        model,
+        plan,
+        loss="cross-entropy",
+        optimizer=functools.partial(torch.optim.AdamW, lr=1e-3, fused=True),
+        example=tokens[:2, :-1],
+    )
     control = trainer.mesh.everyone("smoke")
     folder = Path(gather_values(tempfile.mkdtemp(), control, world.device)[0])
     for _ in range(3):
@@ -119,8 +126,9 @@ def check_state(plan: Plan) -> None:
     trainer.load(folder / "step-3")
     again = [float(trainer.step(tokens[:, :-1], tokens[:, 1:])) for _ in range(3)]
     assert first == again, (first, again)
+    trainer.flush()
     trainer.check_divergence()
-    if world.size == 1 or plan.data.shard == "parameters":
+    if trainer.data_size == 1 or plan.data.shard == "parameters":
         return
     if world.rank == 1:
         with torch.no_grad():
@@ -144,6 +152,13 @@ def main() -> None:
         changed = dataclasses.replace(plan, **changes)
         check_same_answer(changed)
         check_state(changed)
+    for schedule in SCHEDULES if world.size == 2 else ():
+        if world.rank == 0:
+            print(schedule)
+        changed = dataclasses.replace(plan, axes=Axes(pipeline=2), pipeline=Pipeline(schedule=schedule))
+        if schedule not in FLUSH_FREE:
+            check_same_answer(changed)
+        check_state(changed if schedule != "pipedream" else dataclasses.replace(changed, step=Step(microbatches=2)))
     check_overflow(plan)
     if world.rank == 0:
         print(f"all promises hold on {world.size} ranks, {torch.cuda.get_device_name()}")

@@ -9,15 +9,13 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from oracle import ADAMW, SGD, Batch, cut_evenly, image_batch, make_trainer, small_convnet, small_gpt, token_batch
-from pipelines import FLUSHING, Stack, pipeline_plan, vector_batch
+from pipelines import FLUSHING, pipeline_plan
 from ranks import ranks
 from torch import Tensor, nn
 
@@ -66,58 +64,72 @@ def images(*plan: Any, **changes: Any) -> Case:
 
 ZERO_1, ZERO_2, ZERO_3 = {"shard": "optimizer"}, {"shard": "gradients"}, {"shard": "parameters"}
 
+SHORT = {
+    ("naive", 2, 3),
+    ("gpipe", 3, 5),
+    ("1f1b", 2, 1),
+    ("1f1b", 3, 12),
+    ("zero-bubble", 4, 7),
+    ("zero-bubble", 2, 4),
+}
+
 CASES: dict[str, Case] = {
     # every schedule, 2, 3 and 4 stages, 1 to 12 microbatches; a batch of 5 leaves some of them empty
     **{
-        f"{schedule}, {p} stages, {m} microbatches": on(p, schedule=schedule, microbatches=m, is_long=m not in short)
+        f"{schedule}, {p} stages, {m} microbatches": on(
+            p, schedule=schedule, microbatches=m, is_long=(schedule, p, m) not in SHORT
+        )
         for schedule in FLUSHING
         if schedule != "interleaved"
-        for p, short in ((2, (1, 7)), (3, (5,)), (4, (12,)))
+        for p in (2, 3, 4)
         for m in range(1, 13)
     },
     **{
         f"interleaved, {p} ranks of {c}, {m} microbatches": on(
-            p, schedule="interleaved", chunks=c, microbatches=m, is_long=m not in short,
+            p, schedule="interleaved", chunks=c, microbatches=m, is_long=(p, c, m) not in ((2, 2, 6), (3, 2, 3)),
             model=functools.partial(small_gpt, num_layers=p * c), sizes=(13, 1, 13),
         )  # fmt: skip
-        for p, c, short in ((2, 2, (6,)), (2, 3, (4,)), (3, 2, (6,)), (4, 2, (8,)))
+        for p, c in ((2, 2), (2, 3), (3, 2), (4, 2))
         for m in range(p, 13, p)
     },
     # the sizes of batches and of parts
     "fewer samples than microbatches": on(2, microbatches=6, sizes=(8, 1, 2), clip_norm=0.1),
     "fewer samples, data 2": on(2, schedule="gpipe", data=2, microbatches=6, sizes=(13, 1, 3), clip_norm=0.1),
     "cuts": on(3, cuts=(1, 2)),
-    "sockets": on(2, schedule="zero-bubble", microbatches=4, transport="c10d"),
+    "sockets": on(2, schedule="zero-bubble", microbatches=4, transport="c10d", is_long=True),
     "sockets, interleaved, data 2": on(2, schedule="interleaved", data=2, microbatches=2, transport="c10d", **ZERO_3),
     # data, ZeRO
     "data 2": on(2, data=2, microbatches=4, clip_norm=0.1),
-    "data 2, zero-bubble": on(2, data=2, schedule="zero-bubble", microbatches=4),
-    "data 2, interleaved": on(2, data=2, schedule="interleaved", microbatches=4, clip_norm=0.1),
+    "data 2, interleaved": on(2, data=2, schedule="interleaved", microbatches=4, clip_norm=0.1, is_long=True),
     **{
-        f"{name}, {schedule}": on(2, data=2, schedule=schedule, microbatches=4, clip_norm=0.1, **zero)
-        for name, zero in (("zero 1", ZERO_1), ("zero 2", ZERO_2), ("zero 3", ZERO_3))
+        f"{name}, {schedule}": on(
+            2, data=2, schedule=schedule, microbatches=4, clip_norm=0.1, is_long=schedule not in short, **zero
+        )
+        for name, zero, short in (
+            ("zero 1", ZERO_1, ("interleaved",)), ("zero 2", ZERO_2, ()), ("zero 3", ZERO_3, ("1f1b", "zero-bubble"))
+        )
         for schedule in FLUSHING
     },
-    "zero 3 by microbatch": on(2, data=2, microbatches=3, reshard="microbatch", **ZERO_3),
+    "zero 3 by microbatch": on(2, data=2, microbatches=3, reshard="microbatch", is_long=True, **ZERO_3),
     "zero 3 by microbatch, interleaved": on(
         2, data=2, schedule="interleaved", microbatches=4, reshard="microbatch", **ZERO_3
     ),
     # convnets: statistics move by microbatch, also through parts without samples
-    "convnet": images(3, schedule="gpipe", microbatches=2),
+    "convnet": images(3, schedule="gpipe", microbatches=2, is_long=True),
     "convnet, zero-bubble": images(4, schedule="zero-bubble", microbatches=3, clip_norm=0.1),
-    "convnet, interleaved": images(2, schedule="interleaved", microbatches=2),
+    "convnet, interleaved": images(2, schedule="interleaved", microbatches=2, is_long=True),
     "convnet, data 2, empty parts": images(2, data=2, microbatches=3, sizes=(14, 4, 1, 14), optimizer=SGD),
     "convnet, empty parts": images(2, microbatches=4, sizes=(8, 2, 8)),
     "convnet, zero 3": images(2, data=2, schedule="zero-bubble", microbatches=2, **ZERO_3),
     # recomputation, losses, heads
-    "recompute all": on(2, schedule="1f1b", microbatches=3, recompute="full"),
+    "recompute all": on(2, schedule="1f1b", microbatches=3, recompute="full", is_long=True),
     "recompute all, zero-bubble": on(2, schedule="zero-bubble", microbatches=3, recompute="full"),
     "recompute all, zero 3": on(2, data=2, schedule="interleaved", recompute="full", **ZERO_3),
     "recompute some": on(4, schedule="gpipe", microbatches=3, recompute="selective"),
     "recompute all, convnet": images(2, schedule="zero-bubble", microbatches=2, recompute="full"),
-    "mean": on(2, microbatches=3, loss=mean, sizes=(7, 3, 2)),
+    "mean": on(2, microbatches=3, loss=mean, sizes=(7, 3, 2), is_long=True),
     "sum and count": on(2, microbatches=3, loss=sum_and_count, clip_norm=0.1, sizes=(7, 3, 2)),
-    "sum and count, data 2": on(2, data=2, schedule="zero-bubble", loss=sum_and_count, sizes=(7, 3, 2)),
+    "sum and count, data 2": on(2, data=2, schedule="zero-bubble", loss=sum_and_count, sizes=(7, 3, 2), is_long=True),
     "sum and count, zero 3": on(2, data=2, loss=sum_and_count, sizes=(7, 3, 2), clip_norm=0.1, **ZERO_3),
     "not tied": on(3, model=lambda: gpt(tied=False, positions="learned", norm="layer", bias=True), clip_norm=0.1),
     "compiled blocks": on(2, microbatches=2, compiled=True, sizes=(8, 8), is_long=True),
@@ -156,101 +168,13 @@ ON_RANKS = {2: on_2, 3: on_3, 4: on_4}
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] if case.is_long else []) for name, case in CASES.items()]
 )
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch.compile's own
 def test_a_pipeline_gives_the_answer_of_one_process(name: str) -> None:
     ON_RANKS[CASES[name].plan.axes.num_ranks](name=name)
 
 
-def run_with_dropout(plan: Plan, file: Path, *, writes: bool) -> None:
-    """Three steps with dropout from one seed: write losses and weights to a file, or compare with what is there."""
-    torch.manual_seed(1)
-    model = gpt(dropout=0.1).double()
-    torch.manual_seed(2)
-    batches = [token_batch(size, seed=size) for size in (13, 6, 13)]
-    trainer = make_trainer(model, plan, example=batches[0][0])
-    losses = [float(trainer.step(*cut_evenly(batch, trainer.data_size)[trainer.data_rank])) for batch in batches]
-    weights = {name: parameter.detach() for name, parameter in trainer.named_model.named_parameters()}
-    if writes:
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            torch.save((losses, weights), file)
-        return
-    true_losses, true_weights = torch.load(file)
-    assert losses == pytest.approx(true_losses, rel=1e-10)
-    for name, weight in weights.items():
-        torch.testing.assert_close(weight, true_weights[name], rtol=1e-9, atol=1e-11, msg=lambda text: name + text)  # noqa: B023
-
-
 @ranks(2)
-def drop_on_2(plan: Plan, file: Path, writes: bool = False) -> None:
-    run_with_dropout(plan, file, writes=writes)
-
-
-@ranks(3)
-def drop_on_3(plan: Plan, file: Path) -> None:
-    run_with_dropout(plan, file, writes=False)
-
-
-@ranks(4)
-def drop_on_4(plan: Plan, file: Path) -> None:
-    run_with_dropout(plan, file, writes=False)
-
-
-def test_dropout_is_the_same_for_any_number_of_stages(tmp_path: Path) -> None:
-    file = tmp_path / "one process"
-    run_with_dropout(pipeline_plan(1, microbatches=4), file, writes=True)
-    run_with_dropout(pipeline_plan(1, microbatches=4, recompute="full"), file, writes=False)
-    drop_on_2(plan=pipeline_plan(2, microbatches=4, schedule="zero-bubble"), file=file)
-    drop_on_2(plan=pipeline_plan(2, microbatches=4, schedule="interleaved", recompute="full"), file=file)
-    drop_on_3(plan=pipeline_plan(3, microbatches=4, recompute="full"), file=file)
-    drop_on_4(plan=pipeline_plan(4, microbatches=4, schedule="gpipe", recompute="selective"), file=file)
-
-
-def test_dropout_is_the_same_for_any_number_of_stages_of_two_data_ranks(tmp_path: Path) -> None:
-    file = tmp_path / "two data ranks"
-    drop_on_2(plan=pipeline_plan(1, microbatches=4, data=2), file=file, writes=True)
-    drop_on_4(plan=pipeline_plan(2, microbatches=4, data=2, recompute="full", schedule="zero-bubble"), file=file)
-
-
-class Noise(nn.Module):
-    """Notes the dropout it drew."""
-
-    def __init__(self, seen: list[tuple[bool, ...]]) -> None:
-        super().__init__()
-        self.layer, self.seen = nn.Linear(12, 12), seen
-
-    def forward(self, x: Tensor) -> Tensor:
-        dropped = F.dropout(torch.ones(64), 0.5, self.training)
-        self.seen.append(tuple((dropped > 0).tolist()))
-        out: Tensor = self.layer(x) * dropped[:12]
-        return out
-
-
-@ranks(2)
-@pytest.mark.parametrize("data", [1, 2])
-def test_no_two_places_draw_the_same(data: int) -> None:
-    """Of blocks, microbatches, steps and data ranks; and the user's own random numbers are left alone."""
-    seen: list[tuple[bool, ...]] = []
-    model = Stack(drop=nn.Dropout(0.5))
-    model.blocks = nn.ModuleList(Noise(seen) for _ in range(4))
-    trainer = make_trainer(
-        model, pipeline_plan(2 // data, data=data, microbatches=3), example=vector_batch(4)[0].float()
-    )
-    torch.manual_seed(dist.get_rank())
-    state = torch.get_rng_state()
-    for number in range(3):
-        inputs, targets = vector_batch(6, seed=number)
-        trainer.step(inputs.float(), targets)
-        if number == 0:
-            seen.clear()  # the first batch of a shape is followed, and that draws too
-    assert torch.equal(torch.get_rng_state(), state)
-    everyone: list[Any] = [None, None]
-    dist.all_gather_object(everyone, seen)
-    drawn = [mask for part in everyone for mask in part]
-    assert len(drawn) == 2 * 3 * 4 * data
-    assert len(set(drawn)) == len(drawn)
-
-
-@ranks(2)
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("schedule", ["zero-bubble", pytest.param("1f1b", marks=pytest.mark.long)])
 def test_bf16_is_close_to_one_process_in_bf16(schedule: str) -> None:
     torch.manual_seed(0)
     model = gpt()
@@ -268,7 +192,7 @@ def test_bf16_is_close_to_one_process_in_bf16(schedule: str) -> None:
 
 
 @ranks(4)
-@pytest.mark.parametrize("schedule", FLUSHING)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
 def test_the_trace_tells_what_every_rank_did_in_the_order_of_the_schedule(schedule: str) -> None:
     pipeline, data = (2, 2) if schedule == "interleaved" else (4, 1)
     plan = pipeline_plan(pipeline, schedule=schedule, data=data, microbatches=4)
@@ -288,7 +212,7 @@ def test_the_trace_tells_what_every_rank_did_in_the_order_of_the_schedule(schedu
 
 
 @ranks(4)
-@pytest.mark.parametrize("shard", ["nothing", "optimizer", "parameters"])
+@pytest.mark.parametrize("shard", ["nothing", "parameters"])
 def test_a_refused_step_leaves_nothing_behind(shard: str) -> None:
     """No targets at all, then inputs that do not fit: refused on every rank, and the next step is as if never asked."""
     torch.manual_seed(0)

@@ -113,10 +113,10 @@ class ByName(Stack):
 
     def forward(self, *, x: Tensor, keep: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
         x = self.stem(x) * positions[:, None].cos()
-        longest = int(keep.sum(1).max())
+        assert int(keep.sum(1).max()) <= HIDDEN, "which cannot be asked of a part without samples"
         order = x.argsort(1)
         for block in self.blocks:
-            x = block(x * keep) / longest
+            x = block(x * keep)
         logits: Tensor = self.head(x.gather(1, order))
         return logits
 
@@ -254,8 +254,17 @@ PLANS_OF_4 = {
 }
 
 
+def runs() -> list[Any]:
+    """Every model under zero-bubble and one other plan; the other two in the long run."""
+    found = []
+    for number, name in enumerate(MODELS):
+        for place, plan in enumerate(PLANS_OF_4):
+            is_short = plan == "zero-bubble" or place == number % len(PLANS_OF_4)
+            found.append(pytest.param(name, plan, marks=() if is_short else pytest.mark.long))
+    return found
+
+
 @ranks(4)
-@pytest.mark.parametrize("plan", PLANS_OF_4)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "plan"), runs())
 def test_an_awkward_model_gives_the_answer_of_one_process(name: str, plan: str) -> None:
     check(name, PLANS_OF_4[plan])

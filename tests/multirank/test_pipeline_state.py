@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import ADAMW, cross_entropy, cut_evenly, image_batch, make_trainer, small_convnet, small_gpt, token_batch
-from pipelines import FLUSHING, HIDDEN, Block, Stack, pipeline_plan, vector_batch
+from pipelines import FLUSHING, Block, Stack, pipeline_plan, vector_batch
 from ranks import ranks
 from torch import Tensor, nn
 
-from weft.errors import DivergenceError, WeftError
+from weft.errors import DivergenceError
 from weft.models.gpt import GPT, GPTConfig
 from weft.plan.plan import Plan
 from weft.training.trainer import Trainer
@@ -61,7 +61,16 @@ def mean_alone(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> float:
 @ranks(4)
 @pytest.mark.parametrize(
     ("schedule", "shard"),
-    [*((schedule, "nothing") for schedule in FLUSHING), ("1f1b", "parameters"), ("interleaved", "parameters")],
+    [
+        ("interleaved", "nothing"),
+        ("1f1b", "parameters"),
+        pytest.param("interleaved", "parameters", marks=pytest.mark.long),
+        *(
+            pytest.param(schedule, "nothing", marks=pytest.mark.long)
+            for schedule in FLUSHING
+            if schedule != "interleaved"
+        ),
+    ],
 )
 def test_evaluation_and_generation_between_steps_are_those_of_one_process(schedule: str, shard: str) -> None:
     """Uneven batches, fewer of them on one data rank; training goes on as if nothing had been asked."""
@@ -246,116 +255,3 @@ def test_a_model_on_the_meta_device_gets_its_values_stage_by_stage(shard: str) -
     images, classes = image_batch(8)
     trainer = make_trainer(convnet, plan, example=images.float())
     assert float(trainer.step(*cut_evenly((images.float(), classes), 2)[trainer.data_rank])) < 5
-
-
-class Backwards(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in reversed(self.blocks):
-            x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
-
-
-class ByValue(Stack):
-    """Looks at what a block has computed."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x) if float(x.sum()) > 0 else x
-        logits: Tensor = self.head(x)
-        return logits
-
-
-class Curious(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x.max() > 0 else x
-
-
-class Writer(Block):
-    """Writes into its argument."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.relu_())
-
-
-class WritesAcross(Stack):
-    """What the first block returned is used at the end, after the second has written into it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Writer() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = x = self.blocks[0](self.stem(x))
-        for block in self.blocks[1:]:
-            x = block(x)
-        logits: Tensor = self.head(x + first)
-        return logits
-
-
-class SharedStatistics(Stack):
-    def __init__(self) -> None:
-        super().__init__(shared=nn.BatchNorm1d(HIDDEN))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = self.shared(block(x))
-        logits: Tensor = self.head(x)
-        return logits
-
-
-def with_blocks(blocks: list[nn.Module]) -> Stack:
-    model = Stack()
-    model.blocks = nn.ModuleList(blocks)
-    return model
-
-
-REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Plan], str]] = {
-    "more stages than blocks": (
-        lambda: Stack(3), lambda: pipeline_plan(4), "pipeline 4 needs 4 blocks, the model has 3; use pipeline = 3"
-    ),
-    "more chunks than blocks": (
-        Stack, lambda: pipeline_plan(4, schedule="interleaved"),
-        'pipeline 4 × chunks 2 = 8 stages need 8 blocks, the model has 4; use chunks = 1 with '
-        '[pipeline] schedule = "1f1b", or pipeline = 2',
-    ),
-    "interleaving that does not divide": (
-        Stack, lambda: pipeline_plan(4, schedule="interleaved", microbatches=6), "set [step] microbatches to a mul"
-    ),
-    "cuts out of range": (Stack, lambda: pipeline_plan(4, cuts=(1, 2, 9)), "the blocks are 0 to 3; use numbers"),
-    "too few cuts": (Stack, lambda: pipeline_plan(4, cuts=(1, 2)), "makes 3 stages"),
-    "no blocks": (lambda: nn.Linear(HIDDEN, 5), lambda: pipeline_plan(4), "put its layers into an nn.Sequential"),
-    "blocks called backwards": (Backwards, lambda: pipeline_plan(4), "a pipeline only goes forward"),
-    "what a block made decides": (ByValue, lambda: pipeline_plan(4), "move that code into a block"),
-    "a block that looks at values": (
-        lambda: with_blocks([Curious() for _ in range(4)]), lambda: pipeline_plan(4), "decide by shapes, not by values"
-    ),
-    "a block that writes for others": (WritesAcross, lambda: pipeline_plan(4), "let it return a new tensor"),
-    "statistics on several stages": (SharedStatistics, lambda: pipeline_plan(4), "statistics of their own"),
-    "compiled as a whole": (lambda: torch.compile(Stack()), lambda: pipeline_plan(4), "set [compile] blocks = true"),
-    "blocks that are never called": (
-        lambda: Stack(spare=nn.ModuleList(Block() for _ in range(6))), lambda: pipeline_plan(4), "calls none of them"
-    ),
-}  # fmt: skip
-
-
-@ranks(4)
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_cut_is_refused_on_every_rank_with_what_to_do(what: str) -> None:
-    make, plan, reason = REFUSED[what]
-    with pytest.raises(WeftError) as caught:
-        make_trainer(make(), plan(), example=vector_batch(2)[0].float())
-    assert reason in str(caught.value)
-
-
-@ranks(2)
-def test_a_pipeline_needs_an_example_and_cannot_be_called_by_hand() -> None:
-    with pytest.raises(WeftError, match=r"give parallelize\(..., example=inputs\)"):
-        make_trainer(Stack(), pipeline_plan(2))
-    trainer = make_trainer(Stack(), pipeline_plan(2), example=vector_batch(2)[0].float())
-    with pytest.raises(WeftError, match=r"use trainer.step, trainer.evaluate or trainer.generate on every rank"):
-        trainer.model(vector_batch(2)[0].float())

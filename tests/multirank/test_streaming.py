@@ -99,16 +99,15 @@ def test_four_stages(schedule: str) -> None:
     check_table(check(plan_of(schedule, 4, 4), (8, 9, 11, 8, 8), optimizer=ADAMW, schedule=RATE, flushes=(4,)))
 
 
-@ranks(4)
+@ranks(4, timeout_s=300.0)
 @pytest.mark.long
-@SCHEDULES
-@pytest.mark.parametrize("microbatches", [1, 2, 4, 5, 8, 12])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_many_steps(schedule: str, microbatches: int, optimizer: str) -> None:
-    if schedule == "2bw" and microbatches < 4:
-        pytest.skip("2bw needs as many microbatches as stages")
-    sizes = tuple(2 * microbatches + step % 3 for step in range(20))
-    check(plan_of(schedule, 4, microbatches), sizes, optimizer=OPTIMIZERS[optimizer], flushes=(3, 4, 13))
+@pytest.mark.parametrize(
+    ("schedule", "microbatches"),
+    [*itertools.product(["pipedream", "vertical sync"], [1, 2, 5, 8]), ("2bw", 4), ("2bw", 5), ("2bw", 8), ("2bw", 12)],
+)
+def test_many_steps(schedule: str, microbatches: int) -> None:
+    sizes = tuple(2 * microbatches + step % 3 for step in range(12))
+    check(plan_of(schedule, 4, microbatches), sizes, optimizer=ADAMW, flushes=(3, 4, 9))
 
 
 @ranks(4)
@@ -203,7 +202,11 @@ def test_generation_in_the_middle(schedule: str) -> None:
     trainer = make_streaming(plan, model())
     run(trainer, batches[:2])
     tokens = trainer.generate([1, 2, 3], num_tokens=4, context=LENGTH, temperature=0.0)
-    assert len(tokens) == 7
+    newest, true = expect(plan, batches[:2], model=model()).run.history[-1], [1, 2, 3]
+    for _ in range(4):
+        logits = functional_call(model(), newest, (torch.tensor([true[-LENGTH:]]),))
+        true.append(int(logits[0, -1].argmax()))
+    assert gathered(tokens) == [true] * 2
     run(trainer, batches[2:])
     assert_same(trainer, expect(plan, batches, model=model(), flushes=(2,)).run.history[-1])
 
