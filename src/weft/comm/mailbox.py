@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,12 +22,17 @@ NUM_ENVELOPES = 256
 _WORDS = 16
 _RING_BYTES = LINE_BYTES + NUM_ENVELOPES * _WORDS * 8
 _SMALLEST_BLOCK_BYTES = 2**16
+_MOST_VIEWS = 64
 _NAP_S = 1e-4
 _LOOK_EVERY_S = 0.2
 
 # Words of an envelope.
 _TAG, _NUM_BYTES, _BLOCK, _BLOCK_BYTES, _FD, _NAME, _TOKEN, _OPENED = range(8)
 """The last is the receiver's: one more than the number of the message it has copied out."""
+
+
+_Views = dict[tuple[torch.dtype, torch.Size], torch.Tensor]
+"""Of some memory, as messages of each form that it held."""
 
 
 def mailbox_bytes(num_ranks: int) -> int:
@@ -43,6 +48,16 @@ class _Block:
     memory: torch.Tensor
     message: int = -1
     """The last message it held."""
+    views: _Views = field(default_factory=dict)
+
+
+def _view(memory: torch.Tensor, views: _Views, form: tuple[torch.dtype, torch.Size], num_bytes: int) -> torch.Tensor:
+    """A message of this form in some memory. Messages repeat, and making a view takes as long as a small copy."""
+    if form not in views:
+        if len(views) >= _MOST_VIEWS:
+            views.clear()
+        views[form] = memory[:num_bytes].view(form[0]).view(form[1])
+    return views[form]
 
 
 class _Outgoing:
@@ -58,20 +73,26 @@ class _Outgoing:
         self._num_sent = 0
 
     def send(self, message: torch.Tensor, tag: int) -> None:
-        number = self._num_sent
+        number, num_bytes = self._num_sent, message.nbytes
         if number >= NUM_ENVELOPES:
             self._wait_until_opened(number - NUM_ENVELOPES)
-        block = self._find_block(message.numel())
-        block.memory[: message.numel()].copy_(message)
+        block = self._find_block(num_bytes)
+        _view(block.memory, block.views, (message.dtype, message.shape), num_bytes).copy_(message)
         block.message = number
         ticket = block.maker.ticket
         first = number % NUM_ENVELOPES * _WORDS
         words = self._words
-        words[first + _TAG], words[first + _NUM_BYTES] = tag, message.numel()
+        words[first + _TAG], words[first + _NUM_BYTES] = tag, num_bytes
         words[first + _BLOCK], words[first + _BLOCK_BYTES] = block.number, block.memory.numel()
         words[first + _FD], words[first + _NAME], words[first + _TOKEN] = ticket.fd, ticket.name_number, ticket.token
         self._num_sent += 1
         self._counter.post()
+
+    def settle(self) -> None:
+        """Wait until every message has been taken: the memory it lies in goes with this rank."""
+        for block in self._blocks:
+            if block.message >= 0 and not self._is_opened(block.message):
+                self._wait_until_opened(block.message)
 
     def _wait_until_opened(self, number: int) -> None:
         started = looked = time.monotonic()
@@ -83,7 +104,7 @@ class _Outgoing:
                 if self._receiver.is_gone:
                     raise RuntimeError(f"Connection closed by peer: rank {rank} is gone")
                 if now - started > self._timeout_s:
-                    raise RuntimeError(f"Timed out: rank {rank} has not received {NUM_ENVELOPES} messages sent to it")
+                    raise RuntimeError(f"Timed out: rank {rank} has not received what was sent to it")
 
     def _is_opened(self, number: int) -> bool:
         return self._words[number % NUM_ENVELOPES * _WORDS + _OPENED] > number
@@ -118,7 +139,7 @@ class _Incoming:
         self._counter = counter
         self._sender = sender
         self._way: Way = way
-        self._segments: dict[int, tuple[Segment, torch.Tensor]] = {}
+        self._segments: dict[int, tuple[Segment, torch.Tensor, _Views]] = {}
         self._num_seen = 0
         self._num_awaited: dict[int, int] = {}
         self._num_arrived: dict[int, int] = {}
@@ -143,17 +164,17 @@ class _Incoming:
         number = self._arrived.pop((tag, place))
         first = number % NUM_ENVELOPES * _WORDS
         num_bytes = self._words[first + _NUM_BYTES]
-        memory = self._memory(first)
-        if num_bytes != target.numel():
+        memory, views = self._memory(first)
+        if num_bytes != target.nbytes:
             self._words[first + _OPENED] = number + 1
             raise RuntimeError(
-                f"rank {self._sender.rank} sent {num_bytes} bytes with tag {tag}, {target.numel()} were awaited"
+                f"rank {self._sender.rank} sent {num_bytes} bytes with tag {tag}, {target.nbytes} were awaited"
             )
-        target.copy_(memory[:num_bytes])
+        target.copy_(_view(memory, views, (target.dtype, target.shape), num_bytes))
         self._counter.order_writes()  # the copy is over before the sender hears of it
         self._words[first + _OPENED] = number + 1
 
-    def _memory(self, first: int) -> torch.Tensor:
+    def _memory(self, first: int) -> tuple[torch.Tensor, _Views]:
         words = self._words
         block = words[first + _BLOCK]
         if block not in self._segments:
@@ -173,8 +194,8 @@ class _Incoming:
                 raise RuntimeError(
                     f"Connection closed by peer: a message of rank {self._sender.rank} cannot be opened ({error})"
                 ) from error
-            self._segments[block] = (segment, torch.frombuffer(segment.part(0, size), dtype=torch.uint8))
-        return self._segments[block][1]
+            self._segments[block] = (segment, torch.frombuffer(segment.part(0, size), dtype=torch.uint8), {})
+        return self._segments[block][1:]
 
 
 class Receipt:
@@ -189,8 +210,7 @@ class Receipt:
         self._place = incoming.expect(tag)
 
     def wait(self) -> None:
-        with torch.no_grad():
-            self._incoming.take(self._target, self._tag, self._place)
+        self._incoming.take(self._target, self._tag, self._place)
 
 
 class Mailbox:
@@ -213,9 +233,13 @@ class Mailbox:
 
     def send(self, tensor: torch.Tensor, *, to: int, tag: int) -> None:
         """The tensor may change as soon as this returns."""
-        with torch.no_grad():
-            self._outgoing[to].send(tensor.contiguous().view(-1).view(torch.uint8), tag)
+        self._outgoing[to].send(tensor.detach(), tag)
+
+    def settle(self) -> None:
+        """Wait until every message that was sent has been taken."""
+        for outgoing in self._outgoing.values():
+            outgoing.settle()
 
     def receive(self, tensor: torch.Tensor, *, source: int, tag: int) -> Receipt:
         """The next message of this tag that nobody awaits yet."""
-        return Receipt(self._incoming[source], tensor.view(-1).view(torch.uint8), tag)
+        return Receipt(self._incoming[source], tensor.detach(), tag)

@@ -9,6 +9,7 @@ What a loss is, how gradients leave for other data ranks and how weights are upd
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,10 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from weft.comm.collectives import Pending
 from weft.comm.group import Group
+from weft.comm.mailbox import Mailbox
 from weft.comm.p2p import receive, send
 from weft.parallel.cut import CutModel, Route
 from weft.parallel.flow import Form, Value
@@ -42,8 +44,11 @@ class Work(Protocol):
     def skips(self, microbatch: int) -> bool:
         """Whether a microbatch has no samples, so that nobody computes or sends anything for it."""
 
-    def call(self, action: Action) -> AbstractContextManager[Callable[[], Any]]:
-        """How to call the model for a forward action; what is inside the context is its random state and weights."""
+    def forward(self, action: Action) -> AbstractContextManager[object]:
+        """Around a forward pass: its random states, its weights."""
+
+    def call(self, microbatch: int) -> Any:
+        """Call the model with a microbatch."""
 
     def seed(self) -> Callable[[int], None] | None:
         """What sets random states by place, if the model draws any."""
@@ -70,6 +75,8 @@ class _Flight:
     root_values: list[Value]
     """Of each root, the value whose gradient comes from the next stage; none on the last stage."""
     buffers: list[torch.Tensor]
+    ones: list[torch.Tensor]
+    """The gradient of a loss with respect to itself, on the last stage."""
     split: SplitBackward | None = None
 
 
@@ -77,6 +84,7 @@ class _Flight:
 class _Arriving:
     """Messages under way to this rank."""
 
+    action: Action
     values: list[Value]
     tensors: list[torch.Tensor]
     pending: list[Pending]
@@ -115,6 +123,8 @@ class Pipeline:
     _arriving: dict[tuple[int, int, int], _Arriving] = field(default_factory=dict)
     _outgoing: dict[tuple[int, int, int], list[torch.Tensor]] = field(default_factory=dict)
     _sends: deque[tuple[Pending, torch.Tensor]] = field(default_factory=deque)
+    _mailboxes: set[Mailbox] = field(default_factory=set)
+    """Where messages were left that others may not have taken yet."""
     most_in_flight: int = 0
     """Microbatches between their passes at once, at most, so far."""
 
@@ -149,6 +159,8 @@ class Pipeline:
         """Wait until all that was sent has been taken: what is still under way would be lost with this object."""
         while self._sends:
             self._sends.popleft()[0].wait()
+        while self._mailboxes:
+            self._mailboxes.pop().settle()
 
     def drop(self) -> None:
         """Forget what is under way, after an error that all ranks saw."""
@@ -156,6 +168,7 @@ class Pipeline:
         self._arriving.clear()
         self._outgoing.clear()
         self._sends.clear()
+        self._mailboxes.clear()
 
     @property
     def is_empty(self) -> bool:
@@ -173,10 +186,10 @@ class Pipeline:
             for value, tensor in received.items():
                 tensor.requires_grad_(route.flow.forms[value].requires_grad)
         started = time.perf_counter()
-        with work.call(action) as call:
+        with work.forward(action):
             made, output = self.model.passage.through(
                 stage,
-                call,
+                functools.partial(work.call, microbatch),
                 flow=route.flow,
                 stages=route.stages,
                 received=received,
@@ -186,8 +199,9 @@ class Pipeline:
             root = work.root(microbatch, output) if stage == self.model.num_stages - 1 else None
         values: list[Value] = []
         roots: list[GradientEdge] = []
+        ones: list[torch.Tensor] = []
         if root is not None and root.requires_grad:
-            roots = [get_gradient_edge(root)]
+            roots, ones = [get_gradient_edge(root)], [torch.ones_like(root)]
         elif stage < self.model.num_stages - 1:
             leaving = []
             for value in route.stages.boundaries[stage]:
@@ -201,7 +215,9 @@ class Pipeline:
         if not learns:
             self._buffers.give_back(buffers)
             return
-        self._flights[stage, microbatch] = _Flight(received=received, roots=roots, root_values=values, buffers=buffers)
+        self._flights[stage, microbatch] = _Flight(
+            received=received, roots=roots, root_values=values, buffers=buffers, ones=ones
+        )
         self.most_in_flight = max(self.most_in_flight, len(self._flights))
 
     def _backward(self, action: Action, work: Work) -> None:
@@ -210,7 +226,7 @@ class Pipeline:
         started = time.perf_counter()
         with work.backward(action):
             if flight.roots:
-                torch.autograd.backward(flight.roots, gradients)
+                _run_backward(flight.roots, gradients)
         self._leave_behind(action, flight, work)
         self._buffers.give_back(buffers)
         self._buffers.give_back(flight.buffers)
@@ -238,12 +254,10 @@ class Pipeline:
         self._buffers.give_back(flight.buffers)
         self.recording.add(action, started)
 
-    def _incoming_gradients(
-        self, action: Action, flight: _Flight
-    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
+    def _incoming_gradients(self, action: Action, flight: _Flight) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The gradient of each root, and the memory to give back."""
         if action.stage == self.model.num_stages - 1:
-            return [None for _ in flight.roots], []
+            return flight.ones, []
         arrived, buffers = self._arrived(action, action.stage + 1)
         return [arrived[value] for value in flight.root_values], buffers
 
@@ -271,11 +285,13 @@ class Pipeline:
     def post(self, tensor: torch.Tensor, group: Group, *, to: int, tag: int = 0) -> None:
         """Send without ever waiting: a send may end only when it is received, which may be in a later step."""
         tensor = tensor.contiguous()
-        self._sends.append((send(tensor, group, to=to, tag=tag), tensor))
-        while self._sends[0][0].is_over:
+        pending = send(tensor, group, to=to, tag=tag)
+        if (wire := group.wire(tensor)) is not None:
+            self._mailboxes.add(wire.mailbox)
+            return
+        self._sends.append((pending, tensor))
+        while self._sends and self._sends[0][0].is_over:
             self._sends.popleft()
-            if not self._sends:
-                break
 
     def _receive(self, action: Action, work: Work) -> None:
         route = work.route(action.microbatch)
@@ -290,7 +306,7 @@ class Pipeline:
             for number, tensor in enumerate(tensors)
         ]
         self._arriving[action.stage, action.peer, action.microbatch] = _Arriving(
-            values=values, tensors=tensors, pending=pending
+            action=action, values=values, tensors=tensors, pending=pending
         )
 
     def _arrived(self, action: Action, peer: int) -> tuple[dict[Value, torch.Tensor], list[torch.Tensor]]:
@@ -299,13 +315,18 @@ class Pipeline:
         arriving = self._arriving.pop((action.stage, peer, action.microbatch))
         for pending in arriving.pending:
             pending.wait()
-        self.recording.add(Action(kind="receive", stage=action.stage, peer=peer, microbatch=action.microbatch), started)
+        self.recording.add(arriving.action, started)
         return dict(zip(arriving.values, (t.detach() for t in arriving.tensors), strict=True)), arriving.tensors
 
     def _tag(self, action: Action, number: int) -> int:
         boundary = min(action.stage, action.peer)
         place = action.microbatch % _TAGS_OF_MICROBATCHES * self.model.num_stages + boundary
         return place * _TAGS_A_BOUNDARY + number
+
+
+def _run_backward(roots: list[GradientEdge], gradients: list[torch.Tensor]) -> None:
+    """`torch.autograd.backward` without its checks, which take longer than a small stage's backward pass."""
+    _engine_run_backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _differentiable(route: Route, boundary: int) -> list[Value]:

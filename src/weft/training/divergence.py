@@ -58,9 +58,11 @@ class DivergenceCheck:
         everyone, weights = self._mesh.batch_group("control"), dict(self._model.named_parameters())
         if self._mesh.plan.data.shard == "nothing":
             found = self._compare([*self._whole(), *self._parts()], everyone, step)
-            for name, group in self._tied.items():
-                found = found or self._compare([(f"weight {name}", weights[name])], group, step)
-            return found
+            # All of them, whatever was found: other stages take part.
+            tied = [
+                self._compare([(f"weight {name}", weights[name])], group, step) for name, group in self._tied.items()
+            ]
+            return found or next((text for text in tied if text is not None), None)
         # What the data axis shares out, only the replicas of a part can compare.
         whole = self._compare(list(self._whole()), everyone, step)
         parts = self._compare(list(self._parts()), self._mesh.group("replicate", "control"), step)

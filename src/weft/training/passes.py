@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,19 +80,17 @@ class Passes:
     def skips(self, microbatch: int) -> bool:
         return self.parts[microbatch].route is None
 
-    @contextmanager
-    def call(self, action: Action) -> Iterator[Callable[[], Any]]:
-        part = self.parts[action.microbatch]
+    def forward(self, action: Action) -> AbstractContextManager[object]:
         if self._gathering is not None:
             self._gathering.wait(None)
-        with self._random(part):
-            yield lambda: self._call(part.inputs)
-
-    def _random(self, part: Part) -> AbstractContextManager[None]:
+        part = self.parts[action.microbatch]
         assert part.route is not None
         if not part.route.flow.is_random:
             return nullcontext()
         return self._seeds.during(step=part.step, microbatch=part.number, data_rank=self._data_rank)
+
+    def call(self, microbatch: int) -> Any:
+        return self._call(self.parts[microbatch].inputs)
 
     def seed(self) -> Callable[[int], None]:
         return self._seeds.enter

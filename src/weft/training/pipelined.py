@@ -9,8 +9,8 @@ it, which by then have all they need to update, so nobody waits for the slowest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -127,17 +127,12 @@ class Pipelined(Passes):
         self._loss_sum += loss_sum
         self._count = self._count + count
 
-    @contextmanager
-    def backward(self, action: Action) -> Iterator[None]:
+    def backward(self, action: Action) -> AbstractContextManager[object]:
         if self._gathering is not None:
             self._gathering.wait_for_stage(action.stage)
         if (action.kind, action.stage, action.microbatch) in self._last:
             self._sync.arm(self._names[action.stage])
-        if self.parts[action.microbatch].num_samples:
-            yield
-            return
-        with self._sync.ignoring():
-            yield
+        return nullcontext() if self.parts[action.microbatch].num_samples else self._sync.ignoring()
 
     def exchange(self, action: Action) -> None:
         if action.kind == "reduce":

@@ -11,7 +11,7 @@ before would wait for one that has given up, but when its loss would be returned
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -144,10 +144,10 @@ class Streaming(Pipelined):
         batch.count = batch.count + count
 
     @contextmanager
-    def call(self, action: Action) -> Iterator[Callable[[], Any]]:
+    def forward(self, action: Action) -> Iterator[None]:
         self._versions.hold(action.version)
-        with self._versions.lent(action.version), super().call(action) as call:
-            yield call
+        with self._versions.lent(action.version), super().forward(action):
+            yield
 
     @contextmanager
     def backward(self, action: Action) -> Iterator[None]:

@@ -96,6 +96,7 @@ class Trainer:
         self.num_parameters = sum(math.prod(shape) for shape in whole)
         """Of the whole model."""
         self._draws = PlaceSeeds(self.named_model, blueprint, self.seeds) if cut is None else None
+        self._has_loss = mesh.index("pipeline") == mesh.size("pipeline") - 1
         self.pipelined: Pipelined | None = None
         if cut is not None:
             kind = Streaming if mesh.plan.pipeline.schedule in FLUSH_FREE else Pipelined
@@ -284,7 +285,8 @@ class Trainer:
             (
                 map_tensors(lambda tensor: tensor.to(device, non_blocking=True), inputs_part),
                 map_tensors(lambda tensor: tensor.to(device, non_blocking=True), targets_part),
-                count_targets(targets_part),  # before it moves: counting on the host blocks nothing
+                # Before it moves: counting on the host blocks nothing. A stage without the loss need not count.
+                count_targets(targets_part) if self._has_loss else 0,
             )
             for inputs_part, targets_part in parts
         ]
