@@ -51,7 +51,30 @@ class Size:
         return replace(self.config, num_layers=BLOCKS_A_RANK * num_ranks)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainConfig(GPTConfig):
+    """A GPT without attention: its blocks are two products, a few dozen microseconds each."""
+
+
+class PlainBlock(nn.Module):
+    """What a transformer's block is between attentions."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(config.hidden, 2 * config.hidden), nn.Linear(2 * config.hidden, config.hidden)
+
+    def forward(self, x: torch.Tensor, rotary: object) -> torch.Tensor:
+        del rotary
+        return x + self.down(torch.relu(self.up(x)))
+
+
 SIZES = {
+    "tiny": Size(
+        config=PlainConfig(vocab_size=64, context=8, hidden=64, heads=1, tied=False),
+        num_samples=1,
+        steps=16,
+        goal=1.3,
+    ),
     "small": Size(
         config=GPTConfig(vocab_size=256, context=32, hidden=64, heads=4, tied=False),
         num_samples=1,
@@ -69,7 +92,10 @@ SIZES = {
 
 def make_model(config: GPTConfig, seed: int = 0) -> GPT:
     torch.manual_seed(seed)
-    return GPT(config)
+    model = GPT(config)
+    if isinstance(config, PlainConfig):
+        model.blocks = nn.ModuleList(PlainBlock(config) for _ in range(config.num_layers))
+    return model
 
 
 def make_batch(size: Size, num_microbatches: int) -> Batch:

@@ -56,8 +56,8 @@ class Work(Protocol):
     def before_unit(self, unit: str) -> None:
         """A unit is about to compute: its parameters must be there."""
 
-    def root(self, microbatch: int, output: Any) -> torch.Tensor | None:
-        """The last stage's output: what to differentiate, if anything."""
+    def root(self, microbatch: int, output: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The last stage's output: what to differentiate, if anything, and the gradient it is given."""
 
     def backward(self, action: Action) -> AbstractContextManager[object]:
         """Around everything that makes gradients of parameters."""
@@ -75,8 +75,8 @@ class _Flight:
     root_values: list[Value]
     """Of each root, the value whose gradient comes from the next stage; none on the last stage."""
     buffers: list[torch.Tensor]
-    ones: list[torch.Tensor]
-    """The gradient of a loss with respect to itself, on the last stage."""
+    given: list[torch.Tensor]
+    """On the last stage: the gradient of each root."""
     split: SplitBackward | None = None
 
 
@@ -199,9 +199,9 @@ class Pipeline:
             root = work.root(microbatch, output) if stage == self.model.num_stages - 1 else None
         values: list[Value] = []
         roots: list[GradientEdge] = []
-        ones: list[torch.Tensor] = []
-        if root is not None and root.requires_grad:
-            roots, ones = [get_gradient_edge(root)], [torch.ones_like(root)]
+        given: list[torch.Tensor] = []
+        if root is not None and root[0].requires_grad:
+            roots, given = [get_gradient_edge(root[0])], [root[1]]
         elif stage < self.model.num_stages - 1:
             leaving = []
             for value in route.stages.boundaries[stage]:
@@ -216,7 +216,7 @@ class Pipeline:
             self._buffers.give_back(buffers)
             return
         self._flights[stage, microbatch] = _Flight(
-            received=received, roots=roots, root_values=values, buffers=buffers, ones=ones
+            received=received, roots=roots, root_values=values, buffers=buffers, given=given
         )
         self.most_in_flight = max(self.most_in_flight, len(self._flights))
 
@@ -257,7 +257,7 @@ class Pipeline:
     def _incoming_gradients(self, action: Action, flight: _Flight) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The gradient of each root, and the memory to give back."""
         if action.stage == self.model.num_stages - 1:
-            return flight.ones, []
+            return flight.given, []
         arrived, buffers = self._arrived(action, action.stage + 1)
         return [arrived[value] for value in flight.root_values], buffers
 

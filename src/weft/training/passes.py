@@ -99,7 +99,7 @@ class Passes:
         if self._gathering is not None:
             self._gathering.wait(unit)
 
-    def root(self, microbatch: int, output: Any) -> torch.Tensor | None:
+    def root(self, microbatch: int, output: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         raise NotImplementedError
 
     def backward(self, action: Action) -> AbstractContextManager[object]:
@@ -121,6 +121,6 @@ class Looking(Passes):
         super().__init__(*args, **kwargs)
         self._seen = seen
 
-    def root(self, microbatch: int, output: Any) -> torch.Tensor | None:
+    def root(self, microbatch: int, output: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         self._seen(self.parts[microbatch], output)
         return None

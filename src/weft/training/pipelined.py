@@ -108,15 +108,18 @@ class Pipelined(Passes):
             raise
         return self._mean
 
-    def root(self, microbatch: int, output: Any) -> torch.Tensor | None:
+    def root(self, microbatch: int, output: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         part = self.parts[microbatch]
         if part.num_samples == 0:
-            return no_loss(output)
+            nothing = no_loss(output)
+            return nothing, torch.ones_like(nothing)
         terms = loss_terms(self._loss, output, part.targets, part.count)
         self._counts.is_own = self._counts.is_own or terms.own_count
-        self._add(part, terms.value.detach() * terms.multiplier, terms.count)
-        factor = terms.multiplier * self._update.loss_scale.value / self._divisor_of(part)
-        return terms.value if isinstance(factor, float) and factor == 1.0 else terms.value * factor
+        value, multiplier = terms.value, terms.multiplier
+        self._add(part, value.detach() if multiplier == 1 else value.detach() * multiplier, terms.count)
+        # To scale a loss is to begin with another gradient than one; it takes no operator of its own.
+        factor = multiplier * self._update.loss_scale.value / self._divisor_of(part)
+        return value, torch.as_tensor(factor, dtype=value.dtype, device=value.device)
 
     def _divisor_of(self, part: Part) -> float | torch.Tensor:
         del part
