@@ -1,6 +1,6 @@
 """Pipelines: weft's schedules against torch.distributed.pipelining's, flush-free against flush, bubbles and memory.
 
-    python benchmarks/pipeline.py [--part compare] [--ranks 2 4] [--schedules ...] [--stages tiny small large] [--rounds 20]
+    python benchmarks/pipeline.py [--part compare] [--ranks 2 4] [--schedules ...] [--stages small large] [--rounds N]
     python benchmarks/pipeline.py --part flush-free [--ranks 2]
     python benchmarks/pipeline.py --part bubble [--pictures DIR]
     python benchmarks/pipeline.py --part memory

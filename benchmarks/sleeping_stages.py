@@ -21,7 +21,7 @@ from weft.plan.plan import Plan
 from weft.plan.timeline import Timeline
 from weft.planning.simulate import Durations, simulate
 
-FORWARD_S, INPUT_GRAD_S, WEIGHT_GRAD_S = 0.02, 0.02, 0.02
+FORWARD_S, INPUT_GRAD_S, WEIGHT_GRAD_S = 0.06, 0.06, 0.06
 
 
 class Slept(torch.autograd.Function):

@@ -68,7 +68,7 @@ def test_the_options_are_these() -> None:
             "--traceback",
         ],
         "profile": ["--job", "--output", "--preflight", "--quick", "--ranks", "--traceback"],
-        "train": ["--output", "--ranks", "--restarts", "--resume", "--steps", "--traceback"],
+        "train": ["--output", "--ranks", "--restarts", "--resume", "--steps", "--trace", "--traceback"],
         "verify": ["--batch", "--plan", "--steps", "--traceback"],
     }
 
@@ -106,12 +106,13 @@ def test_a_run_leaves_its_files(reference: Reference, workspace: Workspace) -> N
 def test_a_run_has_one_line_of_metrics_a_step(reference: Reference) -> None:
     steps = [line for line in lines_of(reference[0]) if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, TOTAL_STEPS + 1))
-    names = "step loss lr unit units_per_s step_s exchange_s compute_s sent_bytes memory_bytes grad_norm "
+    names = "step loss lr unit units_per_s step_s exchange_s bubble_s compute_s sent_bytes memory_bytes grad_norm "
     names += "num_skipped loss_scale"
     for line in steps:
         assert list(line) == names.split()
         assert line["unit"] == "tokens" and line["units_per_s"] > 0
         assert line["exchange_s"] >= 0 and line["compute_s"] + line["exchange_s"] == pytest.approx(line["step_s"])
+        assert line["bubble_s"] == 0
         assert line["sent_bytes"]["data"] > 0 and line["memory_bytes"] > 0
     assert steps[0]["lr"] == pytest.approx(0.003 / 4) and steps[-1]["lr"] == pytest.approx(0.0003)
     assert steps[-1]["loss"] < steps[0]["loss"] - 1

@@ -145,6 +145,7 @@ def follow(twin: nn.Module, units: Sequence[str], call: Callable[[nn.Module], An
     ours = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with ours, follower.watching(), torch.no_grad(), _Randomness() as randomness, follower:
         output = call(twin)
+    _refuse_written_buffers(twin, follower)
     for buffer, before in kept:  # they and random states are the user's own, and this was no step
         buffer.copy_(before)
     needs, parameters = follower.roots(output)
@@ -157,6 +158,20 @@ def follow(twin: nn.Module, units: Sequence[str], call: Callable[[nn.Module], An
         is_random=randomness.is_random,
         by_name={(made.unit, made.number): made for made in follower.calls},
     )
+
+
+def _refuse_written_buffers(twin: nn.Module, follower: _Follower) -> None:
+    """State of the model itself that its own code changes would change on every stage, or on some, at its own pace."""
+    now = {name: id(buffer) for name, buffer in twin.named_buffers()}
+    changed = [n for number, n in follower.buffers.items() if number in follower.written_into or now.get(n) != number]
+    if changed:
+        raise ModelError(
+            [
+                f'the model\'s own code, outside its blocks, writes into its buffer "{name}", which every stage of a '
+                "pipeline has; move that code and the buffer into a block, or train without a pipeline"
+                for name in changed
+            ]
+        )
 
 
 Roots = tuple[frozenset[Value], frozenset[str]]
@@ -177,6 +192,15 @@ class _Follower(TorchFunctionMode):
         self._num_writes: dict[int, int] = {}  # of each tensor: those that its roots know of
         self._versions: dict[Value, tuple[Absent, int]] = {}
         self._requires_grad: set[Value | str] = set()
+        inside = {id(buffer) for unit in self._units.values() for buffer in unit.buffers()}
+        self.buffers = {
+            id(buffer): f"{path}.{name}" if path else name
+            for path, module in twin.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and id(buffer) not in inside and name not in module._non_persistent_buffers_set
+        }
+        """State of the model itself, outside its units."""
+        self.written_into: set[int] = set()
         self._counts = dict.fromkeys(units, 0)
         self._is_in_unit = False
         self.calls: list[Call] = []
@@ -197,10 +221,9 @@ class _Follower(TorchFunctionMode):
         else:
             result = func(*args, **(kwargs or {}))
         roots = self.roots(operands)
+        into = operands[:1] if is_in_place(getattr(func, "__name__", "")) else tree_leaves((kwargs or {}).get("out"))
+        self.written_into.update(id(tensor) for tensor in into)
         if roots != _NONE:
-            into = (
-                operands[:1] if is_in_place(getattr(func, "__name__", "")) else tree_leaves((kwargs or {}).get("out"))
-            )
             for tensor in into:
                 if isinstance(tensor, torch.Tensor):
                     self._write(tensor, roots)

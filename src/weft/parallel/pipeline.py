@@ -212,8 +212,7 @@ class Pipeline:
                     roots.append(get_gradient_edge(tensor))
             self._outgoing[stage, stage + 1, microbatch] = leaving
         self.recording.add(action, started)
-        if not learns:
-            self._buffers.give_back(buffers)
+        if not learns:  # without a gradient nobody says when what was sent has been taken: the memory is not used again
             return
         self._flights[stage, microbatch] = _Flight(
             received=received, roots=roots, root_values=values, buffers=buffers, given=given
@@ -222,26 +221,25 @@ class Pipeline:
 
     def _backward(self, action: Action, work: Work) -> None:
         flight = self._flights.pop((action.stage, action.microbatch))
-        gradients, buffers = self._incoming_gradients(action, flight)
+        gradients = self._incoming_gradients(action, flight)
         started = time.perf_counter()
         with work.backward(action):
             if flight.roots:
                 _run_backward(flight.roots, gradients)
         self._leave_behind(action, flight, work)
-        self._buffers.give_back(buffers)
-        self._buffers.give_back(flight.buffers)
+        if flight.roots:
+            self._buffers.give_back(flight.buffers)
         self.recording.add(action, started)
 
     def _input_grad(self, action: Action, work: Work) -> None:
         flight = self._flights[action.stage, action.microbatch]
-        gradients, buffers = self._incoming_gradients(action, flight)
+        gradients = self._incoming_gradients(action, flight)
         started = time.perf_counter()
         inputs = [tensor for tensor in flight.received.values() if tensor.requires_grad]
         with work.backward(action):
             if flight.roots:
                 flight.split = SplitBackward.input_grads(flight.roots, gradients, inputs, self.parameters)
         flight.roots = []
-        flight.buffers += buffers  # what was captured may be one of them
         self._leave_behind(action, flight, work)
         self.recording.add(action, started)
 
@@ -251,15 +249,15 @@ class Pipeline:
         with work.backward(action):
             if flight.split is not None:
                 flight.split.weight_grads()
-        self._buffers.give_back(flight.buffers)
+                self._buffers.give_back(flight.buffers)
         self.recording.add(action, started)
 
-    def _incoming_gradients(self, action: Action, flight: _Flight) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The gradient of each root, and the memory to give back."""
+    def _incoming_gradients(self, action: Action, flight: _Flight) -> list[torch.Tensor]:
+        """The gradient of each root."""
         if action.stage == self.model.num_stages - 1:
-            return flight.given, []
-        arrived, buffers = self._arrived(action, action.stage + 1)
-        return [arrived[value] for value in flight.root_values], buffers
+            return flight.given
+        arrived, _ = self._arrived(action, action.stage + 1)
+        return [arrived[value] for value in flight.root_values]
 
     def _leave_behind(self, action: Action, flight: _Flight, work: Work) -> None:
         """Gradients of what was received are ready for the stage it came from."""
@@ -297,9 +295,11 @@ class Pipeline:
         route = work.route(action.microbatch)
         if action.peer < action.stage:
             group, values = self.activations, list(route.stages.boundaries[action.peer])
-        else:
+            tensors = [self._buffers.take(route.flow.forms[value]) for value in values]
+        else:  # in memory of its own: autograd may make it a parameter's gradient, or part of one, and keep it
             group, values = self.gradients, _differentiable(route, action.stage)
-        tensors = [self._buffers.take(route.flow.forms[value]) for value in values]
+            forms = [route.flow.forms[value] for value in values]
+            tensors = [torch.empty(form.shape, dtype=form.dtype, device=self.device) for form in forms]
         source = action.peer % self.num_ranks
         pending = [
             receive(tensor, group, source=source, tag=self._tag(action, number))

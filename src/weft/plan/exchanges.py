@@ -27,16 +27,22 @@ FLUSH_FREE = ("pipedream", "2bw")
 
 
 def schedule_of(
-    plan: Plan, *, num_microbatches: int | None = None, first: int = 0, start: int = 0, drain: bool = True
+    plan: Plan,
+    *,
+    num_microbatches: int | None = None,
+    first: int = 0,
+    start: int = 0,
+    drain: bool = True,
+    together: bool = False,
 ) -> Schedule:
     """What every rank along the pipeline does in a training step.
 
-    `num_microbatches` are fed, by default those of the plan; with 2bw a multiple of those. `first`, `start` and `drain`
-    concern the flush-free schedules only, and are explained in `schedules.py`.
+    `num_microbatches` are fed, by default those of the plan; with 2bw a multiple of those. `first`, `start`, `drain`
+    and `together` concern the flush-free schedules only, and are explained in `schedules.py`.
     """
     num_fed = plan.step.microbatches if num_microbatches is None else num_microbatches
     if plan.pipeline.schedule in FLUSH_FREE:
-        order = _flush_free_order(plan, num_fed, first=first, start=start, drain=drain)
+        order = _flush_free_order(plan, num_fed, first=first, start=start, drain=drain, together=together)
     else:
         order = tuple(
             (*actions, Action(kind="update", stage=rank, version=1))
@@ -160,7 +166,9 @@ def _flush_order(plan: Plan, num_microbatches: int) -> Schedule:
             raise AssertionError(f"no flush schedule is called {unknown!r}")
 
 
-def _flush_free_order(plan: Plan, num_microbatches: int, *, first: int, start: int, drain: bool) -> Schedule:
+def _flush_free_order(
+    plan: Plan, num_microbatches: int, *, first: int, start: int, drain: bool, together: bool
+) -> Schedule:
     assert plan.data.shard != "parameters", "stashed weight versions are whole, so there is nothing to gather"
     num_stages = plan.axes.pipeline
     if plan.pipeline.schedule == "pipedream":
@@ -171,7 +179,13 @@ def _flush_free_order(plan: Plan, num_microbatches: int, *, first: int, start: i
     num_batches, left = divmod(num_microbatches, plan.step.microbatches)
     assert left == 0, f"{num_microbatches} microbatches are no whole batches of {plan.step.microbatches}"
     return schedules.two_bw(
-        num_stages, plan.step.microbatches, num_batches=num_batches, first=first, start=start, drain=drain
+        num_stages,
+        plan.step.microbatches,
+        num_batches=num_batches,
+        first=first,
+        start=start,
+        drain=drain,
+        together=together,
     )
 
 

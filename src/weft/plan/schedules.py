@@ -153,14 +153,15 @@ def two_bw(
     first: int = 0,
     start: int = 0,
     drain: bool = True,
+    together: bool = False,
 ) -> Schedule:
     """PipeDream-2BW: no flush, an update after each m ≥ p microbatches, and two weight versions on every stage.
 
     All of batch t, which is m microbatches, uses version t−1 on every stage (the first batch 0), forward and backward,
     even if the pipeline was drained and version t is there: what is learnt must not depend on when one looks.
 
-    No stage needs version t+1 before batch t+2, so all of them make it when the first one can: a norm over all stages,
-    or a weight that two of them share, keeps nobody waiting across steps.
+    No stage needs version t+1 before batch t+2. Where stages must make it `together` (for a norm over all of them, or a
+    weight that two share) they all do when the first stage can, so that none waits for another's next step.
 
     stage 0 | F0/0 F1/0 .    B0/0 F2/0 B1/0 F3/0 B2/0 F4/1 B3/0 F5/1 B4/1 .    B5/1
     stage 1 | .    F0/0 B0/0 F1/0 B1/0 F2/0 B2/0 F3/0 B3/0 F4/1 B4/1 F5/1 B5/1 .
@@ -171,13 +172,14 @@ def two_bw(
     ranks = []
     for i in range(num_stages):
         actions: list[Action] = []
-        done = first - (num_stages - 1)
+        lag = num_stages - 1 if together else num_stages - 1 - i
+        done = first - lag
         for kind, k in _stream(num_stages - 1 - i, m * num_batches, first=first, start=start, drain=drain):
             if kind == "forward" and actions:
                 done = _update_when_done(actions, i, done, m, start)
             actions.append(_action(kind, i, k, version=max(0, k // m - 1)))
         end = first + m * num_batches
-        while done < (end if drain else end - (num_stages - 1)):
+        while done < (end if drain else end - lag):
             done = _update_when_done(actions, i, done, m, start)
         ranks.append(tuple(actions))
     return tuple(ranks)

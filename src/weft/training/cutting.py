@@ -22,7 +22,7 @@ from weft.parallel.materialise import Materialiser
 from weft.plan.cuts import FREE, BlockCost, balance, check_cuts, stage_problem
 from weft.plan.exchanges import FLUSH_FREE
 from weft.plan.plan import Plan
-from weft.sync.make import copy_from_first
+from weft.sync.make import copy_from_first, needs_flats
 from weft.training.precision import Caller
 from weft.training.trees import map_tensors
 
@@ -36,6 +36,13 @@ def cut_model(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: Any) 
         raise ModelError(
             f"[axes] pipeline = {plan.axes.pipeline} cuts the model by following a batch through it; give "
             "parallelize(..., example=inputs), the inputs of one micro-batch"
+        )
+
+    if plan.pipeline.schedule in FLUSH_FREE and needs_flats(model, mesh):
+        raise ModelError(
+            f'[pipeline] schedule = "{plan.pipeline.schedule}" keeps weight versions that the optimizer updates in '
+            "place, and a model with 16-bit parameters, or [data] offload, needs a master copy beside them; build the "
+            'model in float32 and leave offload out, or use "1f1b"'
         )
 
     def call(called: Callable[..., Any], inputs: Any) -> Any:

@@ -17,6 +17,7 @@ import torch
 
 from weft.comm.collectives import all_reduce, broadcast
 from weft.comm.p2p import receive
+from weft.errors import DataError
 from weft.mesh import Mesh
 from weft.parallel.cut import CutModel
 from weft.parallel.pipeline import Pipeline
@@ -150,7 +151,11 @@ class Pipelined(Passes):
         totals = self._complete(self._loss_sum, self._count)
         divisor = self._divisor
         totals, correction = self._agree(totals, divisor)
-        refuse_no_targets(totals.count)
+        try:
+            refuse_no_targets(totals.count)
+        except DataError:
+            self.pipeline.settle()  # the stages before raise too, once they are told
+            raise
         self._mean = totals.loss_sum / totals.count
         self._update.run(totals.norm, correction, step=self._step)
 

@@ -113,7 +113,12 @@ class Streaming(Pipelined):
 
     def _schedule_of(self, num_microbatches: int, *, drain: bool) -> tuple[Action, ...]:
         schedule = schedule_of(
-            self._mesh.plan, num_microbatches=num_microbatches, first=self._fed, start=self._start, drain=drain
+            self._mesh.plan,
+            num_microbatches=num_microbatches,
+            first=self._fed,
+            start=self._start,
+            drain=drain,
+            together=self._update.needs_norm or bool(self._cut.holders),
         )
         return schedule[self._control.index]
 
