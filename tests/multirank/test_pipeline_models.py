@@ -255,11 +255,11 @@ PLANS_OF_4 = {
 
 
 def runs() -> list[Any]:
-    """Every model under zero-bubble and one other plan; the other two in the long run."""
+    """Every model under one plan, in turn; under the others in the long run."""
     found = []
     for number, name in enumerate(MODELS):
         for place, plan in enumerate(PLANS_OF_4):
-            is_short = plan == "zero-bubble" or place == number % len(PLANS_OF_4)
+            is_short = place == number % len(PLANS_OF_4)
             found.append(pytest.param(name, plan, marks=() if is_short else pytest.mark.long))
     return found
 

@@ -39,6 +39,9 @@ from weft.training.trainer import Trainer
 from weft.training.trees import split_microbatches
 
 SCHEDULES = pytest.mark.parametrize("schedule", ["pipedream", "vertical sync", "2bw"])
+MOSTLY = pytest.mark.parametrize(
+    "schedule", ["pipedream", "2bw", pytest.param("vertical sync", marks=pytest.mark.long)]
+)
 RATE = [1.0, 0.5, 0.25, 0.8, 0.7, 0.1, 0.3, 0.9].__getitem__
 
 
@@ -111,7 +114,7 @@ def test_many_steps(schedule: str, microbatches: int) -> None:
 
 
 @ranks(4)
-@SCHEDULES
+@MOSTLY
 def test_beside_data_parallelism(schedule: str) -> None:
     """Batch norms are synchronised, so that the plain loop sees the microbatches of both data ranks as one."""
     trainer = check(plan_of(schedule, 2, 3, data=2), (12, 15, 13, 12), optimizer=SGD, flushes=(2,), tolerance=1e-11)
@@ -131,13 +134,14 @@ def test_microbatches_without_samples(schedule: str) -> None:
 
 
 @ranks(4)
-@SCHEDULES
+@pytest.mark.long
+@MOSTLY
 def test_a_data_rank_without_samples(schedule: str) -> None:
     check(plan_of(schedule, 2, 2, data=2), (8, 9, 2, 8, 3, 9), optimizer=SGD, tolerance=1e-11)
 
 
 @ranks(2)
-@SCHEDULES
+@MOSTLY
 def test_dropout_and_recomputation(schedule: str) -> None:
     """Random numbers are those of the model in one piece, and the same when a block is computed again."""
     batches = batches_of(6, 7, 6, 5)

@@ -117,7 +117,7 @@ def test_following_changes_neither_model_nor_random_states_nor_buffers() -> None
     class Counts(Stack):
         def __init__(self) -> None:
             super().__init__()
-            self.register_buffer("calls", torch.zeros(()))
+            self.register_buffer("calls", torch.zeros(()), persistent=False)
 
         def forward(self, x: Tensor) -> Tensor:
             self.calls += 1

@@ -86,6 +86,8 @@ class CutModel:
     num_stages: int
     holders: Mapping[str, tuple[int, ...]]
     """Of parameters that several ranks hold: their places along the pipeline axis."""
+    stages_of: Mapping[str, frozenset[int]]
+    """The stages that use each parameter."""
     stage_of_unit: Mapping[str, frozenset[int]]
     """The stages on which each unit is called."""
     passage: Passage
@@ -137,7 +139,8 @@ def cut(whole: Outline, cuts: Sequence[int], *, rank: int, num_ranks: int) -> Cu
     stages = share_out(whole.flow, block_stages, num_stages)
     stage_of_unit = owners(stages, whole.units, block_stages)
     _refuse_shared_statistics(whole.model, stage_of_unit)
-    held_by = _holders(whole, stages, stage_of_unit, num_ranks)
+    stages_of = _stages_of_parameters(whole, stages, stage_of_unit)
+    held_by = {name: tuple(sorted({stage % num_ranks for stage in on})) for name, on in stages_of.items()}
     my_stages = tuple(range(rank, num_stages, num_ranks))
     cut_model = CutModel(
         model=whole.model,
@@ -145,6 +148,7 @@ def cut(whole: Outline, cuts: Sequence[int], *, rank: int, num_ranks: int) -> Cu
         my_stages=my_stages,
         num_stages=num_stages,
         holders={name: ranks for name, ranks in held_by.items() if len(ranks) > 1},
+        stages_of=stages_of,
         stage_of_unit=stage_of_unit,
         passage=Passage(),
         _outline=whole,
@@ -156,10 +160,10 @@ def cut(whole: Outline, cuts: Sequence[int], *, rank: int, num_ranks: int) -> Cu
     return cut_model
 
 
-def _holders(
-    whole: Outline, stages: Stages, stage_of_unit: Mapping[str, frozenset[int]], num_ranks: int
-) -> dict[str, tuple[int, ...]]:
-    """Of every parameter, under the first of its names: which ranks of the pipeline axis hold it."""
+def _stages_of_parameters(
+    whole: Outline, stages: Stages, stage_of_unit: Mapping[str, frozenset[int]]
+) -> dict[str, frozenset[int]]:
+    """Of every parameter, under the first of its names: the stages that use it; an unused one is on the first."""
     first_name = {id(parameter): name for name, parameter in whole.model.named_parameters()}
     found: dict[str, set[int]] = {name: set() for name in first_name.values()}
     for unit, on in stage_of_unit.items():
@@ -168,7 +172,7 @@ def _holders(
     for stage, names in enumerate(stages.parameters):
         for name in names:
             found[name].add(stage)
-    return {name: tuple(sorted({stage % num_ranks for stage in on} or {0})) for name, on in found.items()}
+    return {name: frozenset(on or {0}) for name, on in found.items()}
 
 
 def _refuse_shared_statistics(model: nn.Module, stage_of_unit: Mapping[str, frozenset[int]]) -> None:

@@ -24,6 +24,7 @@ from weft.comm.collectives import Pending
 from weft.comm.group import Group
 from weft.comm.mailbox import Mailbox
 from weft.comm.p2p import receive, send
+from weft.errors import ModelError
 from weft.parallel.cut import CutModel, Route
 from weft.parallel.flow import Form, Value
 from weft.parallel.recording import Recording
@@ -206,6 +207,7 @@ class Pipeline:
             leaving = []
             for value in route.stages.boundaries[stage]:
                 tensor = made[value] if value in made else received[value]
+                _check_form(tensor, route.flow.forms[value], value)
                 leaving.append(tensor.detach())
                 if tensor.requires_grad:
                     values.append(value)
@@ -322,6 +324,16 @@ class Pipeline:
         boundary = min(action.stage, action.peer)
         place = action.microbatch % _TAGS_OF_MICROBATCHES * self.model.num_stages + boundary
         return place * _TAGS_A_BOUNDARY + number
+
+
+def _check_form(tensor: torch.Tensor, form: Form, value: Value) -> None:
+    """What leaves must be what the next stage has made room for."""
+    if (tensor.shape, tensor.dtype) != (form.shape, form.dtype):
+        raise ModelError(
+            f'"{value.unit}" returned {tuple(tensor.shape)} of {tensor.dtype}, and {form.shape} of {form.dtype} was '
+            "expected from the shapes it was given; decide by shapes, not by values, and leave mixed precision "
+            "(torch.autocast) to [precision] compute"
+        )
 
 
 def _run_backward(roots: list[GradientEdge], gradients: list[torch.Tensor]) -> None:

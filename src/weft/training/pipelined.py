@@ -9,7 +9,7 @@ it, which by then have all they need to update, so nobody waits for the slowest.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -76,7 +76,7 @@ class Pipelined(Passes):
             parameters=list(trained.values()),
             device=mesh.world.device,
         )
-        self._names = _names_of_stages(cut, set(trained))
+        self._names = _names_of_stages(cut, trained)
         whole = dict(cut.whole.named_parameters())  # for shapes: parameters that come and go have none in between
         self._ties = [
             (name, trained[name], whole[name].shape, group)
@@ -241,11 +241,11 @@ class Pipelined(Passes):
         return int(picked)
 
 
-def _names_of_stages(cut: CutModel, trained: set[str]) -> dict[int, list[str]]:
+def _names_of_stages(cut: CutModel, trained: Iterable[str]) -> dict[int, list[str]]:
     """The parameters whose gradients are complete when one stage's are; others wait for all stages of this rank."""
     names: dict[int, list[str]] = {stage: [] for stage in cut.my_stages}
-    for unit, stages in cut.stage_of_unit.items():
-        if len(stages) == 1 and next(iter(stages)) in names:
-            inside = (n for n, _ in cut.model.get_submodule(unit).named_parameters())
-            names[next(iter(stages))] += [f"{unit}.{n}" for n in inside if f"{unit}.{n}" in trained]
-    return {stage: [name for name in inside if name not in cut.holders] for stage, inside in names.items()}
+    for name in trained:
+        here = cut.stages_of[name] & names.keys()
+        if len(here) == 1 and name not in cut.holders:
+            names[min(here)].append(name)
+    return names
