@@ -25,6 +25,7 @@ class Absent(torch.Tensor):
     """A tensor of another stage, of which this one knows what any tensor shows without its values."""
 
     meta: torch.Tensor
+    _shape: tuple[int, ...]
 
     @staticmethod
     def __new__(cls, meta: torch.Tensor, device: torch.device) -> Absent:
@@ -32,6 +33,7 @@ class Absent(torch.Tensor):
             cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device
         )
         made.meta = meta.detach()
+        made._shape = tuple(meta.shape)
         return made
 
     @classmethod
@@ -80,6 +82,11 @@ def absorb(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
             f"values of ({_first_line(error)}); move that code into a block, or train without a pipeline"
         ) from error
     if is_in_place(name) and args:  # what is written into has the shape it had
+        if isinstance(args[0], Absent) and args[0].meta.shape != torch.Size(args[0]._shape):
+            raise ModelError(
+                f'"{name}" changes the shape of a tensor in place between the model\'s blocks, where it is on another '
+                f'stage; use "{name.rstrip("_")}"'
+            )
         return None if name == "__setitem__" else args[0]
     return tree_map(lambda leaf: Absent(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, result)
 

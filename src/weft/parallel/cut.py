@@ -18,11 +18,14 @@ from torch.utils._pytree import tree_flatten
 from weft.blueprint import Blueprint
 from weft.errors import ModelError
 from weft.parallel.batchnorm import has_batch_norms
-from weft.parallel.flow import Flow, Value, find_units, follow, make_twin
+from weft.parallel.flow import Flow, find_units, follow, make_twin
 from weft.parallel.passage import Passage, install_gates, keep_only
 from weft.parallel.stages import Stages, owners, share_out, stage_of_blocks
 from weft.parallel.units import cast_between_layers, flat_kinds
 from weft.plan.plan import Plan
+
+_MOST_ROUTES = 1024
+"""Shapes of batches that are remembered; ranks see the same ones, and forget them in the same step."""
 
 CallModel = Callable[[Callable[..., Any], Any], Any]
 """Calls a model, or something that looks like one, with a batch's inputs."""
@@ -99,6 +102,8 @@ class CutModel:
         """The way of a batch; followed when its shape is new."""
         key = (signature(inputs), self.model.training)
         if key not in self._routes:
+            if len(self._routes) >= _MOST_ROUTES:
+                self._routes.clear()
             twin, call = self._outline.twin, self._outline.call
             twin.train(self.model.training)
             flow = follow(twin, self._outline.units, lambda copied: call(copied, inputs), self._outline.device)
@@ -194,8 +199,3 @@ def signature(inputs: Any) -> Any:
         (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), repr(leaf)) for leaf in leaves
     )
     return described, str(tree)
-
-
-def forms_of(route: Route, boundary: int) -> list[tuple[Value, Any]]:
-    """What travels between a stage and the next: each value with its form."""
-    return [(value, route.flow.forms[value]) for value in route.stages.boundaries[boundary]]

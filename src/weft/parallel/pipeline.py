@@ -171,10 +171,6 @@ class Pipeline:
         self._sends.clear()
         self._mailboxes.clear()
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._flights
-
     def _forward(self, action: Action, work: Work) -> None:
         stage, microbatch = action.stage, action.microbatch
         route = work.route(microbatch)

@@ -18,7 +18,7 @@ rank 0 had no data in that step, the next one decides.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -80,11 +80,10 @@ class AllReduce(Counting, WholeGradients):
             if not self._ready[index] and index not in self._held:
                 self._set_ready(index)
 
-    def take_held(self, summed: Mapping[str, torch.Tensor]) -> None:
+    def take_held(self) -> None:
         self._holding = False
         for index in self._held:
             parameter = self._parameters[index]
-            parameter.grad = summed.get(self.pieces[index].name, parameter.grad)
             self._armed[index] = True
             if parameter.grad is None:
                 self._set_ready(index)

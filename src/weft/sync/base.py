@@ -21,7 +21,7 @@ sum over all data ranks; that of a parameter that no rank used is None, one that
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -78,8 +78,11 @@ class Sync(Protocol):
     def complete(self, names: Collection[str]) -> None:
         """No more gradients of these will come in this step: what waits for them may leave."""
 
-    def take_held(self, summed: Mapping[str, torch.Tensor]) -> None:
-        """The gradients that were held are complete now: those in `summed`, and the parameters' own."""
+    def held_gradient(self, name: str) -> torch.Tensor:
+        """What has added up here of a gradient that is held, to be added to in place."""
+
+    def take_held(self) -> None:
+        """The gradients that were held are complete now."""
 
     def pass_by(self) -> None:
         """Take part in what a micro-batch's forward and backward passes exchange, without samples."""
@@ -156,6 +159,12 @@ class WholeGradients:
     def end_microbatch(self) -> None:
         pass
 
+    def held_gradient(self, name: str) -> torch.Tensor:
+        parameter = next(piece.tensor for piece in self.pieces if piece.name == name)
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
+
     def publish(self) -> None:
         pass
 
@@ -176,10 +185,8 @@ class Alone(WholeGradients):
     def complete(self, names: Collection[str]) -> None:
         pass
 
-    def take_held(self, summed: Mapping[str, torch.Tensor]) -> None:
-        for piece in self.pieces:
-            if piece.name in summed:
-                piece.tensor.grad = summed[piece.name]
+    def take_held(self) -> None:
+        pass
 
     def ignoring(self) -> AbstractContextManager[object]:
         return nullcontext()

@@ -142,6 +142,16 @@ class Gradients:
         if is_last:
             self._ready.add(member)
 
+    def so_far(self, member: int) -> torch.Tensor:
+        """What has added up of a member's gradient, to be added to in place."""
+        self.settle()
+        if self._whole is None:
+            self._take(self._borrow(self._whole_dtype))
+        if not self._filled[member]:
+            self._views[member].zero_()
+            self._filled[member] = self._used[member] = True
+        return self._views[member]
+
     def set_ready(self, member: int) -> None:
         """No other gradient will come for this member before it leaves."""
         self._ready.add(member)

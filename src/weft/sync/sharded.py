@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -124,7 +124,6 @@ class Sharded(Counting):
     def _reset(self) -> None:
         self._is_armed = False
         self._armed: set[str] = set()
-        self._holding = True
         self._turn = 0
         self._in_flight: deque[Reduction] = deque()
         self._replicating: list[Pending] = []
@@ -144,17 +143,14 @@ class Sharded(Counting):
                 self._gradients[turn].set_ready(member)
         self._launch_full()
 
-    def take_held(self, summed: Mapping[str, torch.Tensor]) -> None:
-        self._holding = False
-        self._armed |= self._held
+    def held_gradient(self, name: str) -> torch.Tensor:
+        turn, member = self._places[name]
+        return self._gradients[turn].so_far(member)
+
+    def take_held(self) -> None:
         for name in self._held:
             turn, member = self._places[name]
-            parameter = self._gradients[turn].flat.parameters[member]
-            gradient, parameter.grad = summed.get(name, parameter.grad), None
-            if gradient is not None:
-                self._add(turn, member, gradient)
-            else:
-                self._gradients[turn].set_ready(member)
+            self._gradients[turn].set_ready(member)
         self._launch_full()
 
     def pass_by(self) -> None:
@@ -222,19 +218,15 @@ class Sharded(Counting):
 
     def _take(self, turn: int, member: int, parameter: torch.Tensor) -> None:
         """The gradient of a buffer's member is ready."""
-        gradients = self._gradients[turn]
-        name = gradients.flat.names[member]
-        if not self._in_step or (name in self._held and self._holding):
+        if not self._in_step:
             return
         gradient, parameter.grad = parameter.grad, None
-        if self._counting:
-            assert gradient is not None
-            self._add(turn, member, gradient)
-
-    def _add(self, turn: int, member: int, gradient: torch.Tensor) -> None:
+        if not self._counting:
+            return
+        assert gradient is not None
         gradients = self._gradients[turn]
         name = gradients.flat.names[member]
-        is_last = self._is_reducing or name in self._armed
+        is_last = (self._is_reducing or name in self._armed) and name not in self._held
         if is_last and turn < self._turn:
             raise ModelError(
                 f'"{name}" got a second gradient in one backward pass after its first was '

@@ -77,12 +77,7 @@ class Pipelined(Passes):
             device=mesh.world.device,
         )
         self._names = _names_of_stages(cut, trained)
-        whole = dict(cut.whole.named_parameters())  # for shapes: parameters that come and go have none in between
-        self._ties = [
-            (name, trained[name], whole[name].shape, group)
-            for name, group in tied_groups(cut, mesh).items()
-            if name in trained
-        ]
+        self._ties = [(name, group) for name, group in tied_groups(cut, mesh).items() if name in trained]
         self._schedule: tuple[Action, ...] = ()
         self._evaluations: dict[int, tuple[Action, ...]] = {}
         self._last: set[tuple[str, int, int]] = set()
@@ -167,15 +162,10 @@ class Pipelined(Passes):
 
     def _hand_over(self) -> None:
         """Sum what several stages hold; with that, nothing keeps gradients from the other data ranks."""
-        summed: dict[str, torch.Tensor] = {}
         with torch.no_grad():
-            for name, parameter, shape, group in self._ties:
-                gradient = parameter.grad
-                if gradient is None:
-                    gradient = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
-                all_reduce(gradient, group)
-                summed[name] = gradient
-        self._sync.take_held(summed)
+            for name, group in self._ties:
+                all_reduce(self._sync.held_gradient(name), group)
+        self._sync.take_held()
         self._sync.arm()
         self._sync.end_microbatch()
 
@@ -222,6 +212,7 @@ class Pipelined(Passes):
         """Run microbatches forward; the last stage's ranks are told of the outputs."""
         looking = Looking(seen, self._cut, self._call, self._seeds, **self._shared_by_all)
         looking.take(microbatches)
+        self.pipeline.recording.begin_step()
         self.pipeline.run(self._evaluation(len(microbatches)), looking)
 
     def pass_by(self, num_microbatches: int) -> None:
