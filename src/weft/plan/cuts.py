@@ -3,7 +3,7 @@
     block     0  1  2  3  4  5        cuts (2, 4): cut before blocks 2 and 4
     stage     0     1     2           what comes before the blocks counts to stage 0, what comes after to stage 2
 
-Three wishes, each within 5 % of the best that the ones before it leave, because times are measured and never quite
+Three wishes, each within 2 % of the best that the ones before it leave, because times are measured and never quite
 equal: the longest stage is short; the largest stage is small; all stages are even. Each is a dynamic program over
 (stages so far, blocks so far), so the answer is the best there is and the same every time. Sums are whole numbers:
 with rounding, equal blocks would not make equal stages.
@@ -21,7 +21,7 @@ from fractions import Fraction
 
 from weft.errors import PlanError
 
-_TIE_PERCENT = 5
+_TIE_PERCENT = 2
 
 _Answer = tuple[tuple[tuple[int, int], ...], tuple[int, ...]]
 """(Time, number of blocks) of every stage, largest first; where every stage stops."""
