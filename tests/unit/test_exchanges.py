@@ -121,3 +121,26 @@ def test_plans_run_and_both_ends_of_every_link_agree(p: int, name: str, zero: Da
                         message = (action.peer, action.stage, action.microbatch)
                         received.setdefault((action.peer % p, rank), []).append(message)
             assert sent == received
+
+
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream", "2bw"])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_two_ranks_post_their_messages_in_one_order(schedule: str, num_ranks: int) -> None:
+    """A wire without tags (NCCL) delivers in the order of posting: a pair posts sends of a channel as it posts receives."""
+    chunks = 2 if schedule == "interleaved" else 1
+    plan = Plan(
+        axes=Axes(pipeline=num_ranks),
+        step=Step(microbatches=2 * num_ranks),
+        pipeline=Pipeline(schedule=schedule, chunks=chunks),
+    )
+    posted: dict[tuple[str, int, int, bool, bool], list[tuple[int, int]]] = {}
+    for actions in schedule_of(plan):
+        for action in actions:
+            if action.kind in ("send", "receive"):
+                ends = (action.stage, action.peer) if action.kind == "send" else (action.peer, action.stage)
+                source, target = (stage % num_ranks for stage in ends)
+                channel = (action.kind, source, target, ends[0] < ends[1], source < target)
+                posted.setdefault(channel, []).append((ends[0], action.microbatch))
+    for (kind, *channel), messages in posted.items():
+        other = "receive" if kind == "send" else "send"
+        assert posted[other, *channel] == messages

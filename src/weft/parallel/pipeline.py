@@ -10,9 +10,10 @@ What a loss is, how gradients leave for other data ranks and how weights are upd
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -34,6 +35,32 @@ from weft.plan.actions import Action
 _TAGS_A_BOUNDARY = 256
 _TAGS_OF_MICROBATCHES = 4096
 """Microbatches that may be under way at once without their messages being mistaken for each other's."""
+
+
+Channel = tuple[bool, bool]
+"""Whether messages are activations, and whether they go from a rank to the next (gradients: to the one before); with
+several chunks a rank some go round, from the last rank to the first."""
+
+
+def make_channels(make_group: Callable[[str], Group], *, is_ring: bool) -> dict[Channel, Group]:
+    """The groups of a pipeline, by purpose; `is_ring`: messages go round. Collective."""
+    channels = {(True, True): make_group("activations"), (False, True): make_group("gradients")}
+    if is_ring:
+        channels |= {(True, False): make_group("activations round"), (False, False): make_group("gradients round")}
+    return channels
+
+
+def open_pairs(group: Group, device: torch.device) -> None:
+    """One message between any two ranks, in an order that all ranks keep; collective.
+
+    NCCL connects two ranks at their first message, and both wait there: better now than in the middle of a schedule.
+    """
+    word = torch.zeros(1, device=device)
+    for one, other in itertools.combinations(range(group.size), 2):
+        if group.index == one:
+            send(word, group, to=other).wait()
+        elif group.index == other:
+            receive(word, group, source=one).wait()
 
 
 class Work(Protocol):
@@ -112,10 +139,9 @@ class Pipeline:
     """This rank's part of a pipeline."""
 
     model: CutModel
-    activations: Group
-    """All ranks of the pipeline, for messages to later stages."""
-    gradients: Group
-    """The same ranks, for messages to earlier stages."""
+    channels: Mapping[Channel, Group]
+    """All ranks of the pipeline, once for each kind of message: two ranks that wait for each other's messages in a
+    different order must not share a group."""
     recording: Recording
     parameters: Sequence[torch.nn.Parameter]
     device: torch.device
@@ -134,7 +160,13 @@ class Pipeline:
 
     @property
     def num_ranks(self) -> int:
-        return self.activations.size
+        return next(iter(self.channels.values())).size
+
+    def _channel(self, source: int, target: int) -> Group:
+        """The group in which a message goes from stage to stage."""
+        is_forward = target > source
+        goes_down = target % self.num_ranks > source % self.num_ranks
+        return self.channels[is_forward, goes_down == is_forward]
 
     def run(self, actions: Sequence[Action], work: Work) -> None:
         """Do everything on the list, in its order."""
@@ -272,7 +304,7 @@ class Pipeline:
     def _send(self, action: Action, work: Work) -> None:
         del work
         started = time.perf_counter()
-        group = self.activations if action.peer > action.stage else self.gradients
+        group = self._channel(action.stage, action.peer)
         tensors = self._outgoing.pop((action.stage, action.peer, action.microbatch))
         for number, tensor in enumerate(tensors):
             self.post(tensor, group, to=action.peer % self.num_ranks, tag=self._tag(action, number))
@@ -291,11 +323,12 @@ class Pipeline:
 
     def _receive(self, action: Action, work: Work) -> None:
         route = work.route(action.microbatch)
+        group = self._channel(action.peer, action.stage)
         if action.peer < action.stage:
-            group, values = self.activations, list(route.stages.boundaries[action.peer])
+            values = list(route.stages.boundaries[action.peer])
             tensors = [self._buffers.take(route.flow.forms[value]) for value in values]
         else:  # in memory of its own: autograd may make it a parameter's gradient, or part of one, and keep it
-            group, values = self.gradients, _differentiable(route, action.stage)
+            values = _differentiable(route, action.stage)
             forms = [route.flow.forms[value] for value in values]
             tensors = [torch.empty(form.shape, dtype=form.dtype, device=self.device) for form in forms]
         source = action.peer % self.num_ranks

@@ -20,7 +20,7 @@ from weft.comm.p2p import receive
 from weft.errors import DataError
 from weft.mesh import Mesh
 from weft.parallel.cut import CutModel
-from weft.parallel.pipeline import Pipeline
+from weft.parallel.pipeline import Pipeline, make_channels, open_pairs
 from weft.parallel.randomness import Seeds
 from weft.parallel.recording import Recording
 from weft.parallel.stage_gathering import StageGathering
@@ -70,12 +70,15 @@ class Pipelined(Passes):
         trained = {name: parameter for name, parameter in cut.model.named_parameters() if parameter.requires_grad}
         self.pipeline = Pipeline(
             model=cut,
-            activations=mesh.group("pipeline", "activations"),
-            gradients=mesh.group("pipeline", "gradients"),
+            channels=make_channels(
+                lambda purpose: mesh.group("pipeline", purpose), is_ring=mesh.plan.pipeline.chunks > 1
+            ),
             recording=recording,
             parameters=list(trained.values()),
             device=mesh.world.device,
         )
+        for group in (*self.pipeline.channels.values(), self._control):
+            open_pairs(group, mesh.world.device)
         self._names = _names_of_stages(cut, trained)
         self._ties = [(name, group) for name, group in tied_groups(cut, mesh).items() if name in trained]
         self._schedule: tuple[Action, ...] = ()
