@@ -126,7 +126,7 @@ def test_plans_run_and_both_ends_of_every_link_agree(p: int, name: str, zero: Da
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream", "2bw"])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_two_ranks_post_their_messages_in_one_order(schedule: str, num_ranks: int) -> None:
-    """A wire without tags (NCCL) delivers in the order of posting: a pair posts sends of a channel as it posts receives."""
+    """A wire without tags (NCCL) delivers in the order of posting: sends of a pair come as the other posts receives."""
     chunks = 2 if schedule == "interleaved" else 1
     plan = Plan(
         axes=Axes(pipeline=num_ranks),

@@ -28,6 +28,7 @@ from weft.comm.objects import gather_values
 from weft.errors import VerifyError
 from weft.layout import Layout, part_of
 from weft.mesh import Mesh
+from weft.plan.exchanges import FLUSH_FREE
 from weft.plan.plan import Plan, Precision
 from weft.training.elementwise import OptimizerFactory
 from weft.training.held import held_parameters
@@ -106,6 +107,11 @@ def verify(
     `batches` are whole global batches, the same on every rank; the rest is as for `parallelize`. The model given is not
     changed. The plan's `[precision]` is left out, because both sides compute in `dtype`.
     """
+    if plan.axes.pipeline > 1 and plan.pipeline.schedule in FLUSH_FREE:
+        raise VerifyError(
+            f'[pipeline] schedule = "{plan.pipeline.schedule}" updates with late gradients, so it does not give one '
+            'process\'s answer and there is nothing to compare; verify the same plan with "1f1b"'
+        )
     batches = [map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch) for batch in batches]
     parallel = copy.deepcopy(model).to(dtype)
     _switch_dropout_off(parallel)
