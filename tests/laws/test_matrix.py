@@ -323,16 +323,12 @@ ON_RANKS = {1: check, 2: on_2, 3: on_3, 4: on_4, 8: on_8}
 
 
 def runs() -> list[Any]:
-    """Every row in float64, where mistakes show, and in float32; of sharded and recomputed rows only the examples go
-    through the ten steps of float32 in the short run."""
+    """Every row in float64, where mistakes show, and in float32; in the short run only the examples go through the ten
+    steps of float32."""
     found = []
-    for name, case in CASES.items():
-        is_variant = (
-            case.plan.data.shard != "nothing" or case.plan.recompute.policy != "none" or case.plan.axes.pipeline > 1
-        )
-        is_long = is_variant and not name.startswith("examples/")
+    for name in CASES:
         found.append(pytest.param(name, torch.float64, id=f"{name}-double"))
-        marks = [pytest.mark.long] if is_long else []
+        marks = [] if name.startswith("examples/") else [pytest.mark.long]
         found.append(pytest.param(name, torch.float32, id=f"{name}-single", marks=marks))
     return found
 
