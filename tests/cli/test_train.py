@@ -166,7 +166,7 @@ def stop_with(directory: Path, signal_it: Callable[[], None]) -> threading.Threa
     return thread
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_signal_to_the_parent_stops_and_resume_goes_on(
     run_here: RunHere, workspace: Workspace, reference: Reference, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -206,7 +206,7 @@ def kill_rank(folder: Path, rank: int) -> None:
     os.kill(int((folder / "pids" / str(rank)).read_text()), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_killed_rank_is_started_again(
     run_here: RunHere, workspace: Workspace, reference: Reference, tmp_path: Path, rank: int
 ) -> None:

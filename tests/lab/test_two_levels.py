@@ -71,6 +71,7 @@ def predicted(num_levels: int) -> float:
 @pytest.mark.parametrize(
     ("transport", "num_levels"), [("auto", 2), pytest.param("c10d", 1, marks=pytest.mark.long)], ids=["two", "one"]
 )
+@pytest.mark.long
 def test_what_crosses_between_hosts_in_two_levels_and_in_one(tmp_path: Path, transport: str, num_levels: int) -> None:
     """In two levels training equals one process too, and an all-reduce, a reduce-scatter and an all-gather together
     send 2 instead of 3.5 times their size."""

@@ -97,7 +97,9 @@ CASES = [
         shard,
         microbatches,
         formats,
-        marks=[pytest.mark.long] if formats not in FEW[microbatches] or (num_ranks == 4 and compute == "fp16") else [],
+        marks=[pytest.mark.long]
+        if formats not in FEW[microbatches] or (compute == "fp16" and (num_ranks == 4 or shard != "parameters"))
+        else [],
     )
     for num_ranks in ON_RANKS
     for compute in ("bf16", "fp16")

@@ -182,7 +182,8 @@ def load_on_4(plan: Plan, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "saved", [pytest.param(name, marks=[pytest.mark.long] if name == "interleaved, zero 1" else []) for name in SAVED]
+    "saved",
+    [pytest.param(name, marks=[pytest.mark.long] if name in ("interleaved, zero 1", "1f1b") else []) for name in SAVED],
 )
 def test_a_checkpoint_of_a_pipeline_goes_on_under_any_plan(saved: str, tmp_path: Path) -> None:
     save_and_go_on(plan=SAVED[saved], folder=tmp_path)

@@ -164,6 +164,7 @@ def check_files(folder: Path) -> None:
         assert state.shape == (() if key == "step" else weights[name].shape)
 
 
+@pytest.mark.long
 def test_any_plan_loads_what_any_other_saved(tmp_path: Path) -> None:
     for num_ranks, write_there in WRITE.items():
         write_there(folder=tmp_path, num_ranks=num_ranks)

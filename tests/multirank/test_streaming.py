@@ -84,14 +84,14 @@ def check_table(trainer: Trainer) -> None:
 
 @ranks(2)
 @SCHEDULES
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", [pytest.param(n, marks=[pytest.mark.long] * (n != "adamw")) for n in OPTIMIZERS])
 def test_two_stages(schedule: str, optimizer: str) -> None:
     sizes = (6, 7, 5, 9, 6, 4)
     check_table(check(plan_of(schedule, 2, 3), sizes, optimizer=OPTIMIZERS[optimizer], schedule=RATE, flushes=(4, 5)))
 
 
 @ranks(3)
-@SCHEDULES
+@MOSTLY
 def test_three_stages(schedule: str) -> None:
     check_table(check(plan_of(schedule, 3, 3), (6, 7, 5, 9, 6, 7), optimizer=SGD, schedule=RATE, flushes=(4,)))
 
