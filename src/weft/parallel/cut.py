@@ -161,7 +161,6 @@ def cut(whole: Outline, cuts: Sequence[int], *, rank: int, num_ranks: int) -> Cu
     )
     mine = frozenset(name for name, ranks in held_by.items() if rank in ranks)
     keep_only(whole.model, whole.twin, cut_model._is_here(), mine, cut_model.passage, whole.device)
-    whole.model = cut_model.model
     return cut_model
 
 
@@ -194,6 +193,8 @@ def _refuse_shared_statistics(model: nn.Module, stage_of_unit: Mapping[str, froz
 
 def signature(inputs: Any) -> Any:
     """What batches of one way have in common: shapes and dtypes, and whatever is not a tensor."""
+    if isinstance(inputs, torch.Tensor):  # nearly always, and asked for every microbatch
+        return inputs.shape, inputs.dtype
     leaves, tree = tree_flatten(inputs)
     described = tuple(
         (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), repr(leaf)) for leaf in leaves

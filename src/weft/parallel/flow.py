@@ -5,8 +5,8 @@ model's code does between units (adding positions, pooling, choosing a mask) is 
 it is known from which units' outputs, and from which of the model's own parameters, it was made. Nothing is computed:
 units run on the meta device, and what depends on them is `Absent`.
 
-torch.export would find the same, and takes seconds where this takes milliseconds; it also refuses code that looks at
-its inputs' values, which here are real.
+torch.export would find the same, and takes seconds where this takes some 13 ms a GPT block; it also refuses code that
+looks at its inputs' values, which here are real.
 """
 
 from __future__ import annotations

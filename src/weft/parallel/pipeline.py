@@ -1,8 +1,8 @@
 """Carries out a pipeline's schedule: any list of actions, one after the other.
 
 A send never waits, and a receive begins long before its message is needed; whatever the order of actions, no two ranks
-wait for each other's sends. Memory for messages is used again. What a microbatch leaves between its forward and its
-backward pass is its received activations and the roots of its graph, not the activations it sent.
+wait for each other's sends. Memory for activations is used again. What a microbatch leaves between its forward and its
+backward pass is what it received and the roots of its graph, not the activations it sent.
 
 What a loss is, how gradients leave for other data ranks and how weights are updated is not known here: `Work` is.
 """
@@ -145,6 +145,7 @@ class Pipeline:
     recording: Recording
     parameters: Sequence[torch.nn.Parameter]
     device: torch.device
+    num_ranks: int = field(init=False)
     _buffers: _Buffers = field(init=False)
     _flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
     _arriving: dict[tuple[int, int, int], _Arriving] = field(default_factory=dict)
@@ -157,10 +158,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         self._buffers = _Buffers(self.device)
-
-    @property
-    def num_ranks(self) -> int:
-        return next(iter(self.channels.values())).size
+        self.num_ranks = self.channels[True, True].size
 
     def _channel(self, source: int, target: int) -> Group:
         """The group in which a message goes from stage to stage."""

@@ -48,7 +48,10 @@ class Seeds:
 
 
 class PlaceSeeds:
-    """The same random numbers for a model that is in one piece, by hooks on its units."""
+    """The same random numbers for a model that is in one piece, by hooks on its units.
+
+    Only where a layer says that it drops something: a rate that stands in a model's code is not seen.
+    """
 
     def __init__(self, model: nn.Module, blueprint: Blueprint, seeds: Seeds) -> None:
         self._seeds = seeds

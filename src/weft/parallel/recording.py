@@ -1,4 +1,7 @@
-"""When this rank did what, kept for the last step: two readings of a clock an action, and nothing else until asked."""
+"""When this rank did what, kept for the last step: two readings of a clock an action, and nothing else until asked.
+
+On a GPU that is when work was launched, not when it ran.
+"""
 
 from __future__ import annotations
 

@@ -33,6 +33,7 @@ from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
 from weft.layout import Layout
 from weft.parallel.flats import FlatParameters, Piece
+from weft.parallel.gathering import Gathers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,9 @@ class Sync(Protocol):
 
     flats: Sequence[FlatParameters]
     """Where pieces are parts of: the buffers that hold parameters. Empty where every rank has whole parameters."""
+
+    gathering: Gathers | None
+    """Who lets parameters come and go; None where they stay."""
 
     @property
     def keeps_step(self) -> bool:
@@ -143,6 +147,7 @@ class WholeGradients:
 
     keeps_step = False
     flats: Sequence[FlatParameters] = ()
+    gathering: Gathers | None = None
 
     def __init__(self, pieces: Sequence[Piece], apart: Apart) -> None:
         self.pieces: Sequence[Piece] = tuple(pieces)

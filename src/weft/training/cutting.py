@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -26,8 +25,6 @@ from weft.sync.make import copy_from_first, needs_flats
 from weft.training.precision import Caller
 from weft.training.trees import map_tensors
 
-log = logging.getLogger("weft")
-
 
 def cut_model(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: Any) -> tuple[CutModel, Plan]:
     """Cut a model as a plan says, in place; collective. The plan that is returned says where."""
@@ -37,7 +34,6 @@ def cut_model(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: Any) 
             f"[axes] pipeline = {plan.axes.pipeline} cuts the model by following a batch through it; give "
             "parallelize(..., example=inputs), the inputs of one micro-batch"
         )
-
     if plan.pipeline.schedule in FLUSH_FREE and needs_flats(model, mesh):
         raise ModelError(
             f'[pipeline] schedule = "{plan.pipeline.schedule}" keeps weight versions that the optimizer updates in '

@@ -51,8 +51,8 @@ def parallelize(
     schedule    step -> factor of the learning rate
     groups      (name, global shape) -> settings of the optimizer for this parameter, such as {"weight_decay": 0.0}
     global_batch  given, a plan that cannot divide it is refused here
-    example     inputs of one micro-batch, to cut the model by for `[axes] pipeline`; only what depends on their values
-                may not depend on which they are
+    example     inputs of one micro-batch, by which the model is cut for `[axes] pipeline`. Where the plan has no cuts,
+                blocks are timed, and alike ones may be cut differently next time: to resume to the bit, give cuts
     """
     world = join_world(device)
     named_model: nn.Module = getattr(model, "_orig_mod", model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class Part:
     """Among the microbatches of its step."""
 
 
-class Passes:
+class Passes(ABC):
     """What all passes through a pipeline have in common; `parallel.pipeline.Work` says what each method is for."""
 
     def __init__(
@@ -99,11 +100,11 @@ class Passes:
         if self._gathering is not None:
             self._gathering.wait(unit)
 
-    def root(self, microbatch: int, output: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-        raise NotImplementedError
+    @abstractmethod
+    def root(self, microbatch: int, output: Any) -> tuple[torch.Tensor, torch.Tensor] | None: ...
 
-    def backward(self, action: Action) -> AbstractContextManager[object]:
-        raise NotImplementedError
+    @abstractmethod
+    def backward(self, action: Action) -> AbstractContextManager[object]: ...
 
     def exchange(self, action: Action) -> None:
         assert self._gathering is not None
@@ -124,3 +125,6 @@ class Looking(Passes):
     def root(self, microbatch: int, output: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         self._seen(self.parts[microbatch], output)
         return None
+
+    def backward(self, action: Action) -> AbstractContextManager[object]:
+        raise AssertionError(f"an evaluation has no backward passes, and {action} is one")

@@ -9,7 +9,7 @@ it, which by then have all they need to update, so nobody waits for the slowest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -56,7 +56,7 @@ class Pipelined(Passes):
         recording: Recording,
         runs_empty: bool,
     ) -> None:
-        gathering = getattr(sync, "gathering", None)
+        gathering = sync.gathering
         assert gathering is None or isinstance(gathering, StageGathering)
         self._shared_by_all = dict(data_rank=mesh.data_rank, gathering=gathering, runs_empty=runs_empty)
         super().__init__(cut, call, seeds, data_rank=mesh.data_rank, gathering=gathering, runs_empty=runs_empty)
@@ -94,7 +94,7 @@ class Pipelined(Passes):
             self._last = set(last.values())
         self.take(microbatches, step=step)
         self._step = step
-        self._divisor = self._counts.share([count for _, _, count in microbatches])
+        self._divisor = self._share([count for _, _, count in microbatches])
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._mesh.world.device)
         self._count: Count = 0
         self.pipeline.recording.begin_step()
@@ -106,6 +106,10 @@ class Pipelined(Passes):
             self.pipeline.drop()
             raise
         return self._mean
+
+    def _share(self, counts: Sequence[Count]) -> float | torch.Tensor:
+        """What losses are divided by; only the last stage has any, and counts its targets."""
+        return self._counts.share(counts) if self._is_last else 1.0
 
     def root(self, microbatch: int, output: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         part = self.parts[microbatch]
@@ -146,9 +150,8 @@ class Pipelined(Passes):
 
     def _finish(self) -> None:
         """Complete the gradients, and update."""
-        totals = self._complete(self._loss_sum, self._count)
-        divisor = self._divisor
-        totals, correction = self._agree(totals, divisor)
+        self._hand_over()
+        totals, correction = self._agree(self._sum_over_data(self._loss_sum, self._count), self._divisor)
         try:
             refuse_no_targets(totals.count)
         except DataError:
@@ -157,9 +160,7 @@ class Pipelined(Passes):
         self._mean = totals.loss_sum / totals.count
         self._update.run(totals.norm, correction, step=self._step)
 
-    def _complete(self, loss_sum: torch.Tensor, count: Count) -> Totals:
-        """Sum gradients over all that hold them."""
-        self._hand_over()
+    def _sum_over_data(self, loss_sum: torch.Tensor, count: Count) -> Totals:
         counted = torch.as_tensor(count, device=self._mesh.world.device)
         return self._sync.finish(loss_sum, counted, with_norm=self._update.needs_norm)
 

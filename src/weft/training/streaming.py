@@ -82,7 +82,7 @@ class Streaming(Pipelined):
             inside = microbatches[first : first + self._at_once]
             self._batches[(self._fed + first) // self._at_once] = _Batch(
                 step=step,
-                divisor=self._counts.share([count for _, _, count in inside]),
+                divisor=self._share([count for _, _, count in inside]),
                 loss_sum=torch.zeros((), dtype=torch.float64, device=device),
             )
         self.pipeline.recording.begin_step()
@@ -199,9 +199,7 @@ class Streaming(Pipelined):
         batch.is_taken = True
 
     def _update_with(self, number: int, batch: _Batch) -> None:
-        counted = torch.as_tensor(batch.count, device=self._mesh.world.device)
-        totals = self._sync.finish(batch.loss_sum, counted, with_norm=self._update.needs_norm)
-        totals, correction = self._agree(totals, batch.divisor)
+        totals, correction = self._agree(self._sum_over_data(batch.loss_sum, batch.count), batch.divisor)
         self._ended[number] = totals
         with self._versions.advance():
             self._update.run(totals.norm, correction, step=batch.step)
