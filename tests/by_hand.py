@@ -48,8 +48,8 @@ def mixed(plan: Plan, **fields: Any) -> Plan:
 
 def whole(trainer: Trainer, part_of: Callable[[Held], Tensor | None]) -> dict[str, Tensor]:
     """Something of every parameter, whole, on every rank."""
-    held = held_parameters(trainer.named_model, trainer.sync)
-    return {name: tensor.clone() for name, tensor in whole_tensors(held, lambda name, one: part_of(one))}
+    held = held_parameters(trainer.named_model, trainer.sync, trainer.layouts)
+    return {name: tensor.clone() for name, tensor in whole_tensors(held, trainer.mesh, lambda name, one: part_of(one))}
 
 
 def masters(trainer: Trainer) -> dict[str, Tensor]:

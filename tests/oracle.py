@@ -26,6 +26,7 @@ from weft.mesh import Mesh
 from weft.models.convnet import ConvNet, ConvNetConfig
 from weft.models.gpt import GPT, GPTConfig
 from weft.plan.plan import Axes, Comm, Data, Pipeline, Plan, Step
+from weft.plan.plan import Tensor as TensorSection
 from weft.training.parallelize import parallelize
 from weft.training.trainer import Trainer
 
@@ -94,6 +95,17 @@ def pipeline_plan(
         data_plan(data, **settings),
         axes=Axes(pipeline=pipeline, data=data),
         pipeline=Pipeline(schedule=schedule, chunks=chunks, cuts=cuts, vertical_sync=vertical_sync),
+    )
+
+
+def tensor_plan(tensor: int, *, data: int = 1, pipeline: int = 1, sequence: bool = False, **settings: Any) -> Plan:
+    """A plan that splits layers, its fields in one line; the rest as for `data_plan`, or `pipeline_plan`."""
+    if pipeline == 1:
+        plan = data_plan(data, **settings)
+    else:
+        plan = pipeline_plan(pipeline, data=data, **settings)
+    return dataclasses.replace(
+        plan, axes=dataclasses.replace(plan.axes, tensor=tensor), tensor=TensorSection(sequence=sequence)
     )
 
 

@@ -19,7 +19,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 
 ROOMS = (
     "errors units hosts plan profiles planning report "
-    "comm mesh models blueprint layout parallel codecs sync server optim training measure lab launch cli "
+    "comm mesh blueprint models layout parallel codecs sync server optim training measure lab launch cli "
     "__main__"
 ).split()
 FIRST_WITH_TORCH = ROOMS.index("comm")

@@ -7,17 +7,18 @@ A model whose order of registration is not its order of use, or with several equ
 
     def weft_blueprint(self) -> Blueprint: ...
 
-Names, not modules, are kept: a blueprint is plain data that outlives the model and can be compared. How parameters
-split, where attention is and where positions enter join here when the axes that need them do.
+Names, not modules, are kept: a blueprint is plain data that outlives the model and can be compared. Where attention is
+and where positions enter join here when the axes that need them do.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from weft.errors import ModelError
+from weft.plan.splits import Region
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,17 +33,17 @@ class Blueprint:
     """What turns activations into outputs."""
     tied: tuple[tuple[str, ...], ...] = ()
     """Names of one and the same parameter, each group sorted by first appearance."""
+    regions: tuple[Region, ...] | None = None
+    """What is shared out over the tensor axis; None: not declared, and found from the flow of data."""
 
 
 def find_blueprint(model: nn.Module) -> Blueprint:
     """The blueprint a model declares, or the one its block list implies."""
     declare = getattr(model, "weft_blueprint", None)
     if declare is not None:
-        blueprint = declare()
+        blueprint: Blueprint = declare()
         _refuse_unknown_names(blueprint, model)
-        return Blueprint(
-            prelude=blueprint.prelude, blocks=blueprint.blocks, postlude=blueprint.postlude, tied=find_tied(model)
-        )
+        return replace(blueprint, tied=find_tied(model))
     owner = _longest_block_list(model)
     if owner is None:
         return Blueprint(tied=find_tied(model))
@@ -90,7 +91,7 @@ def _longest_block_list(model: nn.Module) -> str | None:
 
 
 def _refuse_unknown_names(blueprint: Blueprint, model: nn.Module) -> None:
-    known = {name for name, _ in model.named_modules()}
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
     unknown = [name for name in (*blueprint.prelude, *blueprint.blocks, *blueprint.postlude) if name not in known]
     if unknown:
         raise ModelError([f'weft_blueprint names "{name}", which is not a submodule of the model' for name in unknown])

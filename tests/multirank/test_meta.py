@@ -25,8 +25,8 @@ STAGES = ("nothing", "optimizer", "gradients", "parameters")
 
 def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
     """Every parameter as one process would have it; collective."""
-    held = held_parameters(trainer.named_model, trainer.sync)
-    return {name: tensor.clone() for name, tensor in whole_tensors(held, lambda _, one: one.tensor)}
+    held = held_parameters(trainer.named_model, trainer.sync, trainer.layouts)
+    return {name: tensor.clone() for name, tensor in whole_tensors(held, trainer.mesh, lambda _, one: one.tensor)}
 
 
 def on_meta(make: Any, **sizes: Any) -> Any:

@@ -68,7 +68,6 @@ def test_what_is_built_can_run(plan):
 @pytest.mark.parametrize(
     ("plan", "problem"),
     [
-        (Plan(axes=Axes(tensor=4)), "[axes] tensor = 4 is not built yet; use 1"),
         (Plan(axes=Axes(ulysses=2)), "[axes] ulysses = 2 is not built yet; use 1"),
         (Plan(axes=Axes(ring=2)), "[axes] ring = 2 is not built yet; use 1"),
         (Plan(data=Data(sync="server")), '[data] sync = "server" is not built yet; use "all-reduce"'),
@@ -86,7 +85,6 @@ def test_what_is_not_built_is_refused(plan, problem):
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan(axes=Axes(tensor=2), tensor=Tensor(sequence=True)),
         Plan(axes=Axes(ring=2), sequence=Sequence(layout="contiguous")),
         Plan(data=Data(sync="local", every=8, outer="nesterov", outer_lr=0.7, outer_momentum=0.9, switch_step=9)),
         Plan(data=Data(sync="delayed", delay="auto", every=4)),
@@ -155,15 +153,15 @@ def test_a_field_has_an_effect_once_all_its_switches_are_on(path, all_built):
 
 
 def test_advice_names_only_what_is_built(monkeypatch):
-    every, sequence = Plan(data=Data(every=8)), Plan(tensor=Tensor(sequence=True))
+    every, layout = Plan(data=Data(every=8)), Plan(sequence=Sequence(layout="contiguous"))
     assert check(every) == ['[data] every = 8 has no effect with [data] sync = "all-reduce"; leave it out']
-    assert check(sequence) == ["[tensor] sequence = true has no effect with [axes] tensor = 1; leave it out"]
-    monkeypatch.setattr(check_file, "_BUILT", {"data.sync": ("all-reduce", "local"), "axes.tensor": (1, 2)})
+    assert check(layout) == ['[sequence] layout = "contiguous" has no effect with [axes] ring = 1; leave it out']
+    monkeypatch.setattr(check_file, "_BUILT", {"data.sync": ("all-reduce", "local"), "axes.ring": (1, 2)})
     assert check(every)[0].endswith('; leave it out, or set [data] sync to "local"')
-    assert check(sequence)[0].endswith("; leave it out, or set [axes] tensor to 2 or more")
+    assert check(layout)[0].endswith("; leave it out, or set [axes] ring to 2 or more")
     monkeypatch.setattr(check_file, "_BUILT", {})
     assert check(every)[0].endswith('; leave it out, or set [data] sync to "local" or "delayed"')
-    assert check(sequence)[0].endswith("; leave it out, or set [axes] tensor to 2 or more")
+    assert check(layout)[0].endswith("; leave it out, or set [axes] ring to 2 or more")
 
 
 def test_reshard_without_zero_3_has_no_effect():
@@ -322,7 +320,6 @@ def test_all_problems_come_at_once():
     problems = check(plan, **given)
     starts = [
         "[data] every = 4 has no effect",
-        "[axes] tensor = 2 is not built yet",
         '[codec] name = "dgc" is not built yet',
         '[codec] name = "dgc" takes over',
         '[codec] name = "dgc" must clip',

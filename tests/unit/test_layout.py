@@ -35,13 +35,13 @@ def test_a_part_that_is_not_there(index: int) -> None:
 def test_a_layout_without_splits_is_whole() -> None:
     layout = Layout(global_shape=(3, 4))
     assert layout.is_whole
-    assert layout.region({}, {}) == (slice(0, 3), slice(0, 4))
+    assert list(layout.windows({}, {})) == [((slice(0, 3), slice(0, 4)),) * 2]
     assert layout.local_numel({}, {}) == 12
 
 
 def test_a_scalar_is_one_element() -> None:
     layout = Layout(global_shape=())
-    assert layout.region({}, {}) == ()
+    assert list(layout.windows({}, {})) == [((), ())]
     assert layout.local_numel({}, {}) == 1
 
 
@@ -66,9 +66,12 @@ def test_regions_of_all_ranks_are_the_whole(shape: tuple[int, int], splits: tupl
         place = {"tensor": tensor, "data": data}
         if any(place[axis] for axis in sizes if axis not in used):
             continue  # a replica of the rank at 0
-        region = layout.region(sizes, place)
-        assert seen[region].size == layout.local_numel(sizes, place)
-        seen[region] += 1
+        local = numpy.zeros(layout.local_shape(sizes, place), dtype=int)
+        assert local.size == layout.local_numel(sizes, place)
+        for there, here in layout.windows(sizes, place):
+            seen[there] += 1
+            local[here] += 1
+        assert (local == 1).all()
     assert (seen == 1).all()
 
 
@@ -76,12 +79,24 @@ def test_splits_of_one_dim_nest_in_their_order() -> None:
     """7 rows: data takes 3 + 2 + 2, then tensor halves each of these."""
     layout = Layout(global_shape=(7,), splits=(Split(dim=0, axis="data"), Split(dim=0, axis="tensor")))
     sizes = {"data": 3, "tensor": 2}
-    found = [layout.region(sizes, {"data": data, "tensor": tensor})[0] for data in range(3) for tensor in range(2)]
-    assert found == [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 5), slice(5, 6), slice(6, 7)]
+    found = [layout.ranges(sizes, {"data": data, "tensor": tensor})[0] for data in range(3) for tensor in range(2)]
+    assert found == [((0, 2),), ((2, 3),), ((3, 4),), ((4, 5),), ((5, 6),), ((6, 7),)]
+
+
+def test_listed_parts_come_one_after_another_and_may_overlap() -> None:
+    """Three sections of a fused projection: 4 query heads of 2 rows halved, one key and one value head on both ranks."""
+    parts = (((0, 4), (8, 10), (10, 12)), ((4, 8), (8, 10), (10, 12)))
+    layout = Layout(global_shape=(12, 3), splits=(Split(dim=0, axis="tensor", parts=parts),))
+    whole = numpy.arange(36).reshape(12, 3)
+    for place, rows in enumerate(([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 8, 9, 10, 11])):
+        local = numpy.zeros(layout.local_shape({"tensor": 2}, {"tensor": place}), dtype=int)
+        for there, here in layout.windows({"tensor": 2}, {"tensor": place}):
+            local[here] = whole[there]
+        assert (local == whole[rows]).all()
 
 
 def test_a_flat_range_is_what_a_rank_keeps() -> None:
     layout = Layout(global_shape=(4, 4), splits=(Split(dim=0, axis="tensor"),), flat_range=(3, 8))
     assert not layout.is_whole and not Layout(global_shape=(4,), flat_range=(0, 4)).is_whole
     assert layout.local_numel({"tensor": 2}, {"tensor": 1}) == 5
-    assert layout.region({"tensor": 2}, {"tensor": 1}) == (slice(2, 4), slice(0, 4))
+    assert [there for there, _ in layout.windows({"tensor": 2}, {"tensor": 1})] == [(slice(2, 4), slice(0, 4))]

@@ -19,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.blueprint import Blueprint
 from weft.errors import ModelError, nearest
+from weft.models.gpt_regions import gpt_regions
 from weft.models.sizes import divisors, flag_problems, size_problems
 
 INIT_STD = 0.02
@@ -265,6 +267,16 @@ class GPT(nn.Module):
         if tied:
             self.head.weight = self.embedding.weight
         return self
+
+    def weft_blueprint(self) -> Blueprint:
+        children = [name for name, _ in self.named_children()]
+        place = children.index("blocks")
+        return Blueprint(
+            prelude=tuple(children[:place]),
+            blocks=tuple(f"blocks.{number}" for number in range(len(self.blocks))),
+            postlude=tuple(children[place + 1 :]),
+            regions=gpt_regions(self.config),
+        )
 
     def embed(self, tokens_BT: Tensor, positions_T: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Activations of the first block, and the rotary rows every block is given. No positions: 0 to T - 1."""

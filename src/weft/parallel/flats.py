@@ -16,7 +16,7 @@ its shape, or NaN, but neither old memory nor a wrong number.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -58,6 +58,7 @@ class FlatParameters:
         self,
         named: Sequence[tuple[str, nn.Parameter]],
         *,
+        layouts: Sequence[Layout] | None = None,
         kind: FlatKind,
         group: Group,
         sources: Sequence[Group],
@@ -65,10 +66,12 @@ class FlatParameters:
         device: torch.device,
         master_device: torch.device,
     ) -> None:
-        """Take over parameters. The first rank's values along `sources` become everybody's; collective."""
+        """Take over parameters, which are whole unless `layouts` says otherwise. The first rank's values along
+        `sources` become everybody's; collective."""
         self.names = tuple(name for name, _ in named)
         self.parameters = tuple(parameter for _, parameter in named)
         self.shapes = tuple(tuple(parameter.shape) for parameter in self.parameters)
+        self._layouts = layouts or [Layout(global_shape=shape) for shape in self.shapes]
         self.kind = kind
         self.group = group
         self.flat = Flat(numels=tuple(parameter.numel() for parameter in self.parameters), num_parts=group.size)
@@ -139,10 +142,10 @@ class FlatParameters:
 
     def layout(self, member: int) -> Layout:
         """This rank's place in a member."""
+        layout = self._layouts[member]
         if self.flat.num_parts == 1:
-            return Layout(global_shape=self.shapes[member])
-        kept = self.flat.kept(member, self.group.index)
-        return Layout(global_shape=self.shapes[member], flat_range=kept)
+            return layout
+        return replace(layout, flat_range=self.flat.kept(member, self.group.index))
 
     def make_pieces(self) -> tuple[Piece, ...]:
         """What the optimizer is given: one tensor a member on every rank, empty where the rank keeps nothing of it."""

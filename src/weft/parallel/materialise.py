@@ -10,7 +10,7 @@ values and keeps its part of them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -26,6 +26,7 @@ _SEEDS_A_STAGE = 1_000_003
 """Two blocks on different stages must not start with the same values."""
 
 Replacements = dict[nn.Parameter, nn.Parameter]
+Cut = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def is_on_meta(model: nn.Module) -> bool:
@@ -35,8 +36,9 @@ def is_on_meta(model: nn.Module) -> bool:
 class Materialiser:
     """Fills the parameters and buffers of a model that are on the meta device; what is elsewhere is left alone."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        """Collective. Buffers get memory at once."""
+    def __init__(self, model: nn.Module, mesh: Mesh, cut: Cut | None = None) -> None:
+        """Collective. Buffers get memory at once. `cut`: of a tensor by name, what of it this rank keeps."""
+        self._cut = cut
         self._model = model
         self._device = mesh.world.device
         self._num_filled = 0
@@ -46,10 +48,13 @@ class Materialiser:
         if not self._is_needed:
             return
         self._seed = torch.randint(2**31, (1,)).to(self._device)
-        broadcast(self._seed, mesh.batch_group("control"))
+        for group in (mesh.batch_group("control"), mesh.group("tensor", "control")):
+            broadcast(self._seed, group)
         self._seed += mesh.index("pipeline") * _SEEDS_A_STAGE
         self._stand_ins = {p: _make_like(p, torch.device("meta")) for p in model.parameters() if not p.is_meta}
+        empty = {name for name, buffer in model.named_buffers() if buffer.is_meta}
         _fill_buffers(model, self._device)
+        self._keep_shares({name: buffer for name, buffer in model.named_buffers() if name in empty})
 
     def fill_all(self) -> None:
         """Give the whole model memory and values."""
@@ -85,7 +90,15 @@ class Materialiser:
         self._initialise()
         self._install({stand_in: own for own, stand_in in self._stand_ins.items()})
         new = set(made.values())
-        self._refuse_unfilled({name: p for name, p in self._model.named_parameters() if p in new})
+        filled = {name: p for name, p in self._model.named_parameters() if p in new}
+        self._refuse_unfilled(filled)
+        self._keep_shares(filled)
+
+    def _keep_shares(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Whole tensors were filled, so that their values do not depend on who keeps what of them."""
+        if self._cut is not None:
+            for name, tensor in tensors.items():
+                tensor.data = self._cut(name, tensor.data)
 
     def _install(self, new_of: Replacements) -> None:
         """Replace parameters wherever they appear, tied ones in every place."""
@@ -105,7 +118,7 @@ class Materialiser:
                     _reset(module)
         self._num_filled += 1
 
-    def _refuse_unfilled(self, tensors: dict[str, torch.Tensor]) -> None:
+    def _refuse_unfilled(self, tensors: Mapping[str, torch.Tensor]) -> None:
         if not self._is_needed:
             return
         empty = [name for name, t in tensors.items() if t.is_floating_point() and bool(t.detach().isnan().any())]

@@ -30,6 +30,8 @@ class Seeds:
             torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
         )
         self._now = 0
+        self.draws: ShareDraws | None = None
+        """Who draws inside regions that the tensor axis shares out."""
 
     @contextmanager
     def during(self, *, step: int, microbatch: int, data_rank: int) -> Iterator[None]:
@@ -44,7 +46,62 @@ class Seeds:
 
     def enter(self, place: int) -> None:
         """The random numbers of one place in the model begin."""
-        self._generator.manual_seed(mix(self._now, place))
+        seed = mix(self._now, place)
+        if self.draws is not None:
+            seed = self.draws.begin(seed)
+        self._generator.manual_seed(seed)
+
+    @property
+    def generator(self) -> torch.Generator:
+        return self._generator
+
+
+class ShareDraws:
+    """Random numbers under tensor parallelism: the same on all ranks for what all have, others for each rank's share.
+
+    A region begins where a column layer is called and ends where a row layer is. Inside, a rank draws from a stream of
+    its own, whose seed comes from the common one; after it the common one goes on where it was.
+    """
+
+    def __init__(self, generator: torch.Generator, place: int) -> None:
+        self._generator = generator
+        self._place = place
+        self._common: torch.Tensor | None = None
+        self._has_own_tokens = False
+
+    def begin(self, seed: int) -> int:
+        """Another place in the model begins, with this seed for all; the seed of this rank."""
+        self._common = None
+        return mix(seed, self._place) if self._has_own_tokens else seed
+
+    def enter(self) -> None:
+        """A region begins, if none has, in activations that are whole."""
+        if self._common is None and torch.is_grad_enabled():
+            self._common = self._set_apart()
+
+    def leave(self) -> None:
+        if self._common is not None:
+            self._generator.set_state(self._common)
+            self._common = None
+
+    def split_tokens(self) -> None:
+        """From now on nothing is common: what is not inside regions is split along the tokens."""
+        if torch.is_grad_enabled():
+            self._set_apart()
+            self._has_own_tokens = True
+
+    def join_tokens(self) -> None:
+        self._has_own_tokens = False
+
+    def _set_apart(self) -> torch.Tensor:
+        """Begin a stream of this rank's own; returns where the common one is."""
+        drawn = int(torch.randint(2**62, (), device=self._generator.device, generator=self._generator))
+        common = self._generator.get_state()
+        self._generator.manual_seed(mix(drawn, self._place))
+        return common
+
+    def __deepcopy__(self, memo: object) -> ShareDraws:
+        return self
 
 
 class PlaceSeeds:
@@ -57,7 +114,7 @@ class PlaceSeeds:
         self._seeds = seeds
         self._is_on = False
         self._place = 0
-        self.is_needed = _has_dropout(model)
+        self.is_needed = has_dropout(model)
         if not self.is_needed:
             return
         for unit in find_units(model, blueprint):
@@ -86,7 +143,7 @@ class PlaceSeeds:
             self._place += 1
 
 
-def _has_dropout(model: nn.Module) -> bool:
+def has_dropout(model: nn.Module) -> bool:
     """Whether some layer says that it drops something, in torch's way or in a number of its own."""
     return any(
         isinstance(value, float) and value > 0

@@ -28,12 +28,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from weft.blueprint import Blueprint
 from weft.errors import ModelError
+from weft.parallel.tensor_ops import KEPT_OPERATORS
 
 Forward = Callable[..., Any]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
-# Products with weights. Batched products are left out: those are attention scores, quadratic in the tokens.
-KEPT_PRODUCTS = frozenset(
+# Products with weights, and what ranks added up of them. Batched products are left out: those are attention scores,
+# quadratic in the tokens.
+KEPT_PRODUCTS = KEPT_OPERATORS | frozenset(
     {
         torch.ops.aten.mm.default,
         torch.ops.aten.addmm.default,

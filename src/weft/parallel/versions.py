@@ -283,9 +283,13 @@ def _make_slot(heads: tuple[nn.Parameter, ...]) -> _Slot:
         flats[head.dtype, head.device].as_strided(head.shape, torch.empty_like(head, device="meta").stride(), offset)
         for head, offset in zip(heads, offsets, strict=True)
     ]
+    leaves = tuple(nn.Parameter(view) for view in views)
+    for head, leaf in zip(heads, leaves, strict=True):
+        for hook in (head._backward_hooks or {}).values():  # what is done to a gradient is done to every version's
+            leaf.register_hook(hook)
     return _Slot(
         flats=tuple(flats.values()),
-        leaves=tuple(nn.Parameter(view) for view in views),
+        leaves=leaves,
         memories=tuple(view.detach() for view in views),
     )
 

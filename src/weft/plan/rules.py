@@ -119,6 +119,12 @@ def _replica_problems(plan: Plan) -> Iterator[str]:
 def _optimizer_problems(plan: Plan, optimizer: str | None, elementwise: bool | None) -> Iterator[str]:
     if elementwise is None:
         elementwise = optimizer is None or optimizer.lower() not in _WHOLE_TENSOR_OPTIMIZERS
+    if plan.axes.tensor > 1 and not elementwise:
+        yield (
+            f"{optimizer or 'this optimizer'} needs whole tensors, but with {said(plan, 'axes.tensor')} each rank has "
+            "a part of most of them; use an optimizer that treats each element by itself, such as AdamW or SGD, or set "
+            "[axes] tensor = 1"
+        )
     if plan.data.shard != "nothing" and not elementwise:
         yield (
             f"{optimizer or 'this optimizer'} needs whole tensors, but with {said(plan, 'data.shard')} each rank keeps "

@@ -173,6 +173,58 @@ def pipeline_bytes(
     return sent + (PIPELINE_WORDS_BYTES * (num_ranks - 1) if rank == num_ranks - 1 else 0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitLayers:
+    """What ranks that split layers pass to each other for one microbatch, as numbers of exchanges and their bytes."""
+
+    activation_bytes: int
+    """Of what is between two regions, whole: samples × tokens × features."""
+    num_regions: int
+    """In the blocks: two a transformer block."""
+    num_embeddings: int = 0
+    num_outputs: int = 0
+    """1 where the last layer is split."""
+    num_targets: int = 0
+    """Of the built-in loss of split logits; 0 where the output is made whole, or is whole."""
+    loss_item_bytes: int = 4
+    whole_output_bytes: int = 0
+    """Of the output where a loss of the user's own needs all of it, each rank's part as wide as the widest."""
+    partial_bytes: tuple[int, ...] = ()
+    """Whole parameters that are used on a share; under split tokens all of the blocks that are not split."""
+    repeated_bytes: tuple[tuple[int, int], ...] = ()
+    """Of parameters of this rank that others have too: their bytes, and how many have them."""
+
+
+def tensor_bytes(layers: SplitLayers, plan: Plan) -> int:
+    """Bytes a rank sends over the tensor axis in one step of equal microbatches.
+
+    A region costs an all-reduce of its output forward and one of its input's gradient backward. Under split tokens each
+    is a reduce-scatter and a gather, which together send the same, and the input is gathered once more backward instead
+    of being kept. Full recomputation repeats what is sent forward inside blocks.
+    """
+    size, activation = plan.axes.tensor, layers.activation_bytes
+    reduced = sent_bytes("all-reduce", activation, size)
+    gathered = sent_bytes("all-gather", activation, size)
+    forwards = 2 if plan.recompute.policy == "full" else 1
+    sent = (layers.num_embeddings + layers.num_outputs) * reduced
+    if plan.tensor.sequence:
+        # Between the regions tokens are split once, which costs a gather backward, and joined once, which is one.
+        sent += layers.num_regions * (forwards * 2 + 3) * gathered + 2 * gathered
+    else:
+        sent += layers.num_regions * (forwards + 1) * reduced
+    loss_bytes = layers.num_targets * layers.loss_item_bytes
+    sent += sent_bytes("all-reduce", loss_bytes, size) + sent_bytes("all-reduce", 2 * loss_bytes, size)
+    sent += sent_bytes("all-gather", layers.whole_output_bytes, size)
+    sent += sum(sent_bytes("all-reduce", num_bytes, size) for num_bytes in layers.partial_bytes)
+    sent += sum(sent_bytes("all-reduce", num_bytes, holders) for num_bytes, holders in layers.repeated_bytes)
+    takes_norm = plan.step.clip_norm > 0 or plan.precision.compute != "model"
+    return plan.step.microbatches * sent + (sent_bytes("all-reduce", NORM_BYTES, size) if takes_norm else 0)
+
+
+NORM_BYTES = 8
+"""The squared norm of what a rank counts of the gradient, in float64."""
+
+
 def shard_buckets(members: Sequence[Member], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
     """Which trainable parameters, given in the order of registration, share a flat buffer below ZeRO-3.
 

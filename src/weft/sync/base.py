@@ -21,9 +21,9 @@ sum over all data ranks; that of a parameter that no rank used is None, one that
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -31,19 +31,20 @@ from torch import nn
 
 from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
-from weft.layout import Layout
+from weft.layout import Layout, Range
 from weft.parallel.flats import FlatParameters, Piece
 from weft.parallel.gathering import Gathers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Apart:
-    """Parameters that a pipeline makes special, by name."""
+    """Parameters that a pipeline, or the tensor axis, makes special, by name."""
 
     held: frozenset[str] = frozenset()
     """Their gradients wait for `take_held`."""
-    uncounted: frozenset[str] = frozenset()
-    """Another stage holds them too, and counts them in the gradient's norm."""
+    counted: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)
+    """The elements of the flattened parameter that this rank counts in the gradient's norm, where others hold the rest
+    too and count it. A parameter that is not here is counted whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,10 +111,10 @@ class Sync(Protocol):
         """Go on from what `state` returned."""
 
 
-def whole_pieces(model: nn.Module) -> tuple[Piece, ...]:
+def whole_pieces(model: nn.Module, layouts: Mapping[str, Layout]) -> tuple[Piece, ...]:
     """Every trainable parameter as it is."""
     return tuple(
-        Piece(name=name, tensor=parameter, layout=Layout(global_shape=tuple(parameter.shape)))
+        Piece(name=name, tensor=parameter, layout=layouts[name])
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     )
@@ -126,6 +127,29 @@ def norm_of(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Te
     norms = torch._foreach_norm(list(gradients))
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms]))
     return total.to(device)
+
+
+class Counted:
+    """What of the pieces' gradients this rank counts in their norm."""
+
+    def __init__(self, pieces: Sequence[Piece], apart: Apart) -> None:
+        self._parts: list[tuple[nn.Parameter, tuple[Range, ...] | None]] = []
+        for piece in pieces:
+            ranges = apart.counted.get(piece.name)
+            if ranges is not None and piece.layout.flat_range is not None:
+                first, last = piece.layout.flat_range
+                ranges = tuple(
+                    (max(a, first) - first, min(b, last) - first) for a, b in ranges if a < last and b > first
+                )
+            if ranges != ():
+                self._parts.append((piece.tensor, ranges))
+
+    def gradients(self) -> list[torch.Tensor]:
+        found = []
+        for parameter, ranges in self._parts:
+            if parameter.grad is not None:
+                found += [parameter.grad] if ranges is None else [parameter.grad.flatten()[a:b] for a, b in ranges]
+        return found
 
 
 class Counting:
@@ -152,7 +176,7 @@ class WholeGradients:
     def __init__(self, pieces: Sequence[Piece], apart: Apart) -> None:
         self.pieces: Sequence[Piece] = tuple(pieces)
         self._parameters = tuple(piece.tensor for piece in self.pieces)
-        self._counted = tuple(piece.tensor for piece in self.pieces if piece.name not in apart.uncounted)
+        self._counted = Counted(self.pieces, apart)
 
     def begin(self) -> None:
         for parameter in self._parameters:
@@ -174,7 +198,7 @@ class WholeGradients:
         pass
 
     def norm(self, device: torch.device) -> torch.Tensor:
-        return norm_of([parameter.grad for parameter in self._counted if parameter.grad is not None], device)
+        return norm_of(self._counted.gradients(), device)
 
 
 class Alone(WholeGradients):

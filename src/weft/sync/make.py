@@ -23,7 +23,7 @@ from weft.mesh import Mesh
 from weft.parallel.batchnorm import has_batch_norms
 from weft.parallel.flats import FlatParameters
 from weft.parallel.gathering import Gathering, Unit
-from weft.parallel.materialise import Materialiser
+from weft.parallel.materialise import Cut, Materialiser
 from weft.parallel.stage_gathering import StageGathering
 from weft.parallel.units import DTYPES, Members, cast_between_layers, flat_kinds, make_members
 from weft.sync.allreduce import AllReduce
@@ -54,20 +54,26 @@ def place(
     mesh: Mesh,
     blueprint: Blueprint,
     *,
+    layouts: Mapping[str, Layout] | None = None,
+    cut: Cut | None = None,
     apart: Apart | None = None,
     stage_of: Mapping[str, int] | None = None,
 ) -> Sync:
     """Put a model on this rank's device, its parameters where its plan wants them, equal on all ranks; collective.
 
+    `layouts` say which part of the whole each parameter is, and `cut` makes that part of one that still has no memory.
     `apart` and `stage_of`, the stage of every block, are for pipelines.
     """
     apart = apart or Apart()
+    if layouts is None:
+        layouts = {name: Layout(global_shape=tuple(p.shape)) for name, p in model.named_parameters()}
+    materialiser = Materialiser(model, mesh, cut)
     if needs_flats(model, mesh):
-        return _place_sharded(model, mesh, blueprint, apart, stage_of)
-    Materialiser(model, mesh).fill_all()
+        return _place_sharded(model, mesh, blueprint, layouts, materialiser, apart, stage_of)
+    materialiser.fill_all()
     model.to(mesh.world.device)
     copy_from_first([*model.parameters(), *model.buffers()], mesh.batch_group("control"))
-    pieces, group = whole_pieces(model), mesh.group("data", "gradients")
+    pieces, group = whole_pieces(model, layouts), mesh.group("data", "gradients")
     if mesh.data_size == 1 or not pieces:
         return Alone(pieces, group, apart)
     return AllReduce(pieces, group, bucket_bytes=mesh.plan.comm.bucket_bytes, apart=apart)
@@ -83,27 +89,32 @@ def copy_from_first(tensors: Sequence[torch.Tensor], group: Group) -> None:
             tensor.copy_(flat)
 
 
-def find_layouts(model: nn.Module, sync: Sync) -> dict[str, Layout]:
-    """Of every parameter by name: this rank's place in it."""
+def find_layouts(layouts: Mapping[str, Layout], sync: Sync) -> dict[str, Layout]:
+    """Of every tensor by name: this rank's place in it, where `layouts` say what is left by the axes."""
     held = {name: flat.layout(member) for flat in sync.flats for member, name in enumerate(flat.names)}
-    return {name: held.get(name) or Layout(global_shape=tuple(p.shape)) for name, p in model.named_parameters()}
+    return {**layouts, **held}
 
 
 def _place_sharded(
-    model: nn.Module, mesh: Mesh, blueprint: Blueprint, apart: Apart, stage_of: Mapping[str, int] | None
+    model: nn.Module,
+    mesh: Mesh,
+    blueprint: Blueprint,
+    layouts: Mapping[str, Layout],
+    materialiser: Materialiser,
+    apart: Apart,
+    stage_of: Mapping[str, int] | None,
 ) -> Sharded:
     plan, device = mesh.plan, mesh.world.device
     stage = ("nothing", "optimizer", "gradients", "parameters").index(plan.data.shard)
     stays_whole = stage == 3 and plan.data.reshard == "step" and plan.step.microbatches > 1
     reductions, replicas = _groups(mesh)
-    materialiser = Materialiser(model, mesh)
     if stage < 3:
         materialiser.fill_all()
     members = make_members(model, blueprint, plan)
     flats = []
     for inside in members:
         with materialiser.filling(inside) as filled:
-            flats.append(_make_flat(filled, mesh, reductions, keep_whole=stage < 3))
+            flats.append(_make_flat(filled, layouts, mesh, reductions, keep_whole=stage < 3))
     materialiser.finish()
     _place_rest(model, mesh, flats)
     # With one part the whole is the part: nothing is gained by giving it back.
@@ -156,13 +167,16 @@ def _groups(mesh: Mesh) -> tuple[Group, list[Group]]:
     return data, [mesh.group("replicate", "gradients")]
 
 
-def _make_flat(members: Members, mesh: Mesh, shared_by: Group, *, keep_whole: bool) -> FlatParameters:
+def _make_flat(
+    members: Members, layouts: Mapping[str, Layout], mesh: Mesh, shared_by: Group, *, keep_whole: bool
+) -> FlatParameters:
     device = mesh.world.device
     sources = [mesh.batch_group("control")]
     # Gathers have a group of their own: beside a backward pass their order and that of reductions may differ.
     group = shared_by if shared_by.size == 1 else mesh.group("data", "parameters")
     return FlatParameters(
         members.named,
+        layouts=[layouts[name] for name, _ in members.named],
         kind=members.kind,
         group=group,
         sources=sources,

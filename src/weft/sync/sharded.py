@@ -29,7 +29,7 @@ from weft.errors import ModelError
 from weft.parallel.flats import FlatParameters, Piece
 from weft.parallel.gathering import Gathers
 from weft.plan.wire import SHARDED_TAIL_WORDS
-from weft.sync.base import Apart, Counting, Totals, norm_of
+from weft.sync.base import Apart, Counted, Counting, Totals, norm_of
 from weft.sync.gradients import GradientPool, Gradients, GradientSettings, Reduction, gradient_room
 
 _MOST_IN_FLIGHT = 2
@@ -72,7 +72,7 @@ class Sharded(Counting):
         self.pieces: Sequence[Piece] = tuple(
             piece for gradients in reversed(self._gradients) for piece in gradients.pieces
         )
-        self._counted = tuple(piece.tensor for piece in self.pieces if piece.name not in apart.uncounted)
+        self._counted = Counted(self.pieces, apart)
         self._places = {
             name: (turn, member)
             for turn, gradients in enumerate(self._gradients)
@@ -263,7 +263,7 @@ class Sharded(Counting):
     def _exchange_tail(self, loss_sum: torch.Tensor, count: torch.Tensor, with_norm: bool) -> torch.Tensor:
         """All ranks' losses, counts and squared norms added up, then one flag a parameter: whether any rank used it."""
         tail = self._all_used.clone()
-        held = [tensor.grad for tensor in self._counted if tensor.grad is not None] if with_norm else []
+        held = self._counted.gradients() if with_norm else []
         # As tensors: a plain number would make the host wait for the device.
         words = (loss_sum, count, norm_of(held, self._device) ** 2)
         tail[:SHARDED_TAIL_WORDS] = torch.stack([word.to(torch.float64) for word in words])

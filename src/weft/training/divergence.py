@@ -17,6 +17,7 @@ from weft.comm.collectives import all_gather
 from weft.comm.group import Group
 from weft.comm.objects import gather_values
 from weft.errors import DivergenceError
+from weft.layout import Layout
 from weft.mesh import Mesh
 from weft.sync.base import Sync
 
@@ -33,11 +34,13 @@ class DivergenceCheck:
         optimizer: torch.optim.Optimizer,
         sync: Sync,
         mesh: Mesh,
+        layouts: Mapping[str, Layout],
         *,
         tied: Mapping[str, Group] | None = None,
     ) -> None:
         """`tied`: parameters that several stages of a pipeline hold, with the ranks that do."""
         self._tied = tied or {}
+        self._layouts = layouts
         self._model = model
         self._optimizer = optimizer
         self._sync = sync
@@ -47,7 +50,7 @@ class DivergenceCheck:
     def run(self, step: int) -> None:
         """Raise on every rank if any two replicas differ; collective."""
         found = self._find(step)
-        if self._mesh.size("pipeline") > 1:  # other stages have not seen it
+        if self._mesh.size("pipeline") * self._mesh.size("tensor") > 1:  # others have not seen it
             texts = gather_values(found, self._mesh.everyone("control"), self._mesh.world.device)
             found = next((text for text in texts if text is not None), None)
         if found is not None:
@@ -56,8 +59,9 @@ class DivergenceCheck:
     def _find(self, step: int) -> str | None:
         """What differs among the ranks that this one can be compared with, if anything."""
         everyone, weights = self._mesh.batch_group("control"), dict(self._model.named_parameters())
+        alike = self._compare(list(self._not_split()), self._mesh.group("tensor", "control"), step)
         if self._mesh.plan.data.shard == "nothing":
-            found = self._compare([*self._whole(), *self._parts()], everyone, step)
+            found = self._compare([*self._whole(), *self._parts()], everyone, step) or alike
             # All of them, whatever was found: other stages take part.
             tied = [
                 self._compare([(f"weight {name}", weights[name])], group, step) for name, group in self._tied.items()
@@ -66,7 +70,7 @@ class DivergenceCheck:
         # What the data axis shares out, only the replicas of a part can compare.
         whole = self._compare(list(self._whole()), everyone, step)
         parts = self._compare(list(self._parts()), self._mesh.group("replicate", "control"), step)
-        return whole or parts
+        return whole or parts or alike
 
     def _compare(self, named: list[tuple[str, torch.Tensor]], group: Group, step: int) -> str | None:
         if group.size == 1:
@@ -94,6 +98,12 @@ class DivergenceCheck:
         if self._mesh.plan.data.buffers != "local":
             for name, buffer in self._model.named_buffers():
                 yield f"buffer {name}", buffer
+
+    def _not_split(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What all ranks of the tensor axis have whole."""
+        for name, tensor in self._whole():
+            if not self._layouts[name.partition(" ")[2]].splits:
+                yield name, tensor
 
     def _parts(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What the optimizer updates and keeps, and parts of frozen parameters."""

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+
+from weft.comm.collectives import all_reduce
+from weft.comm.group import Group
+from weft.sync.base import Totals
 
 
 def clipping(
@@ -16,6 +22,15 @@ def clipping(
         return factor
     coefficient = torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
     return coefficient if factor is None else coefficient * factor
+
+
+def join_norm(totals: Totals, group: Group) -> Totals:
+    """The norm of all that the ranks of the tensor axis have, where it was taken; each counted its own."""
+    if totals.norm is None or group.size == 1:
+        return totals
+    square = totals.norm.double() ** 2
+    all_reduce(square, group)
+    return replace(totals, norm=square.sqrt())
 
 
 def multiply(gradients: list[torch.Tensor], factor: float | torch.Tensor) -> None:

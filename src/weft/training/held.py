@@ -7,14 +7,15 @@ a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from weft.comm.collectives import all_gather
+from weft.comm.collectives import all_gather, broadcast
 from weft.layout import Layout
+from weft.mesh import Mesh
 from weft.parallel.flats import FlatParameters
 from weft.sync.base import Sync
 
@@ -31,29 +32,54 @@ class Held:
     """As the optimizer sees it; None if it is frozen."""
 
 
-def held_parameters(model: nn.Module, sync: Sync) -> dict[str, Held]:
-    """Of every parameter by name, in the order of the model."""
+def held_parameters(model: nn.Module, sync: Sync, layouts: Mapping[str, Layout]) -> dict[str, Held]:
+    """Of every parameter by name, in the order of the model. `layouts` say where this rank's part of each lies."""
     pieces = {piece.name: piece.tensor for piece in sync.pieces}
     in_flats = {}
     for flat in sync.flats:
-        for member, (name, part) in enumerate(zip(flat.names, flat.kept_views(flat.master), strict=True)):
-            in_flats[name] = Held(tensor=part, layout=flat.layout(member), flat=flat, piece=pieces.get(name))
+        for name, part in zip(flat.names, flat.kept_views(flat.master), strict=True):
+            in_flats[name] = Held(tensor=part, layout=layouts[name], flat=flat, piece=pieces.get(name))
     return {
-        name: in_flats.get(name)
-        or Held(tensor=parameter.detach(), layout=Layout(global_shape=tuple(parameter.shape)), piece=pieces.get(name))
+        name: in_flats.get(name) or Held(tensor=parameter.detach(), layout=layouts[name], piece=pieces.get(name))
         for name, parameter in model.named_parameters()
     }
 
 
 @torch.no_grad()
 def whole_tensors(
-    held: dict[str, Held], part_of: Callable[[str, Held], torch.Tensor | None]
+    held: dict[str, Held], mesh: Mesh, part_of: Callable[[str, Held], torch.Tensor | None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The whole of something kept for each parameter (itself, a moment), one by one; collective.
 
     `part_of` gives this rank's part of it, of the shape of what is held; None, on all ranks alike, leaves the parameter
     out. What is yielded may be a buffer that goes with the next one.
     """
+    for name, part in _along_data(held, part_of):
+        yield name, join(part, held[name].layout, mesh)
+
+
+@torch.no_grad()
+def join(part: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
+    """The whole of a tensor that the tensor axis shares out; collective. Parts may differ in shape."""
+    if not layout.splits:
+        return part
+    group, sizes = mesh.group("tensor", "control"), mesh.grid.axes.sizes
+    whole = part.new_empty(layout.global_shape, device=mesh.world.device)
+    for place, rank in enumerate(group.ranks):
+        coordinates = mesh.grid.coordinates(rank)
+        theirs = whole.new_empty(layout.local_shape(sizes, coordinates))
+        if place == group.index:
+            theirs.copy_(part)
+        broadcast(theirs, group, root=place)
+        for there, here in layout.windows(sizes, coordinates):
+            whole[there] = theirs[here]
+    return whole
+
+
+def _along_data(
+    held: dict[str, Held], part_of: Callable[[str, Held], torch.Tensor | None]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """All that a rank's data ranks have among them."""
     together: dict[FlatParameters, list[str]] = {}
     for name, one in held.items():
         part = part_of(name, one)

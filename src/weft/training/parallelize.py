@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,14 @@ from torch import nn
 
 from weft.blueprint import find_blueprint
 from weft.errors import ModelError
+from weft.layout import Layout
 from weft.mesh import Mesh, join_world, make_mesh
 from weft.parallel.apply import apply_plan
 from weft.parallel.batchnorm import has_batch_norms
 from weft.parallel.cut import CutModel
 from weft.parallel.flats import Piece
+from weft.parallel.shares import counted_elements
+from weft.parallel.tensor import TensorParallel
 from weft.plan.check import require
 from weft.plan.exchanges import FLUSH_FREE
 from weft.plan.plan import Plan
@@ -23,6 +26,8 @@ from weft.sync.make import find_layouts, place
 from weft.training.cutting import cut_model
 from weft.training.elementwise import OptimizerFactory, class_name, is_elementwise
 from weft.training.loss import LossFunction, resolve_loss
+from weft.training.probe import Probe
+from weft.training.splitting import named_tensors, split_regions
 from weft.training.trainer import Trainer
 
 ParameterGroups = Callable[[str, tuple[int, ...]], dict[str, Any]]
@@ -51,8 +56,10 @@ def parallelize(
     schedule    step -> factor of the learning rate
     groups      (name, global shape) -> settings of the optimizer for this parameter, such as {"weight_decay": 0.0}
     global_batch  given, a plan that cannot divide it is refused here
-    example     inputs of one micro-batch, by which the model is cut for `[axes] pipeline`. Where the plan has no cuts,
-                blocks are timed, and alike ones may be cut differently next time: to resume to the bit, give cuts
+    example     inputs of one micro-batch, by which the model is cut for `[axes] pipeline`, its layers for `[axes]
+                tensor` unless it declares how, and the split model is compared with the whole one. Where the plan has
+                no cuts, blocks are timed, and alike ones may be cut differently next time: to resume to the bit, give
+                cuts
     """
     world = join_world(device)
     named_model: nn.Module = getattr(model, "_orig_mod", model)
@@ -62,54 +69,81 @@ def parallelize(
         plan,
         num_ranks=world.size,
         optimizer=class_name(optimizer, world.device),
-        elementwise=None if plan.data.shard == "nothing" else is_elementwise(optimizer, world.device),
+        elementwise=is_elementwise(optimizer, world.device) if _shares_out(plan) else None,
         global_batch=global_batch,
         local_batch_statistics=had_batch_norms,
     )
     resolved_loss = resolve_loss(loss, compiled=plan.compile.blocks)
     mesh = make_mesh(plan, world)
     blueprint = find_blueprint(named_model)
+    if model is not named_model and plan.axes.pipeline * plan.axes.tensor > 1:
+        raise ModelError(
+            "a model compiled as a whole cannot be cut; give the model itself and set [compile] blocks = true"
+        )
+    probe = Probe.of(named_model, mesh, example)
+    regions = split_regions(named_model, mesh, blueprint, example) if plan.axes.tensor > 1 else ()
     cut: CutModel | None = None
     if plan.axes.pipeline > 1:
-        if model is not named_model:
-            raise ModelError(
-                "a model compiled as a whole cannot be cut; give the model itself and set [compile] blocks = true"
-            )
         cut, mesh.plan = cut_model(named_model, mesh, blueprint, example)
         blueprint = cut.blueprint
-    sync = place(named_model, mesh, blueprint, **_in_pipeline(cut, mesh))
+    tensor = None
+    layouts = {name: Layout(global_shape=tuple(t.shape)) for name, t in named_tensors(named_model)}
+    if plan.axes.tensor > 1:
+        tensor = TensorParallel(named_model, mesh, blueprint, regions)
+        layouts = {name: tensor.shares.layout(name, t.shape) for name, t in named_tensors(named_model)}
+        tensor.cut()
+    stage_of = {block: min(cut.stage_of_unit[block]) for block in cut.blueprint.blocks} if cut is not None else None
+    sync = place(
+        named_model,
+        mesh,
+        blueprint,
+        layouts=layouts,
+        cut=None if tensor is None else tensor.cut_one,
+        apart=_apart(cut, tensor, layouts, mesh),
+        stage_of=stage_of,
+    )
+    if tensor is not None:
+        tensor.install(keep_output=resolved_loss.counts_targets)
     apply_plan(named_model, mesh, blueprint)
+    if tensor is not None:
+        tensor.split_tokens(stage_of)
     if cut is not None:
         cut.open_gates()
-    layouts = find_layouts(named_model, sync)
     made = optimizer(_optimizer_arguments(sync.pieces, groups))
-    return Trainer(
+    trainer = Trainer(
         model=model,
         mesh=mesh,
         blueprint=blueprint,
-        layouts=layouts,
+        layouts=find_layouts(layouts, sync),
         loss=resolved_loss,
         optimizer=made,
         sync=sync,
         schedule=schedule,
         empty_forward=mesh.data_size > 1 and plan.data.buffers == "synchronise" and had_batch_norms,
         cut=cut,
+        tensor=tensor,
     )
+    if probe is not None:
+        probe.compare(trainer)
+    return trainer
 
 
-def _in_pipeline(cut: CutModel | None, mesh: Mesh) -> dict[str, Any]:
-    """What the placing of parameters must know of a pipeline."""
-    if cut is None:
-        return {}
-    rank = mesh.index("pipeline")
-    held = frozenset(name for name, ranks in cut.holders.items() if rank in ranks)
-    if mesh.plan.pipeline.schedule in FLUSH_FREE:  # all gradients are made on weight versions
-        held = frozenset(name for name, _ in cut.model.named_parameters())
-    uncounted = frozenset(name for name, ranks in cut.holders.items() if rank in ranks[1:])
-    return {
-        "apart": Apart(held=held, uncounted=uncounted),
-        "stage_of": {block: min(cut.stage_of_unit[block]) for block in cut.blueprint.blocks},
-    }
+def _shares_out(plan: Plan) -> bool:
+    """Whether the optimizer is given parts of tensors."""
+    return plan.data.shard != "nothing" or plan.axes.tensor > 1
+
+
+def _apart(cut: CutModel | None, tensor: TensorParallel | None, layouts: Mapping[str, Layout], mesh: Mesh) -> Apart:
+    """What the placing of parameters must know of a pipeline and of the tensor axis."""
+    held: frozenset[str] = frozenset()
+    counted = {} if tensor is None else counted_elements(tensor.shares, layouts, mesh)
+    if cut is not None:
+        rank = mesh.index("pipeline")
+        held = frozenset(name for name, ranks in cut.holders.items() if rank in ranks)
+        if mesh.plan.pipeline.schedule in FLUSH_FREE:  # all gradients are made on weight versions
+            held = frozenset(name for name, _ in cut.model.named_parameters())
+        counted |= {name: () for name, ranks in cut.holders.items() if rank in ranks[1:]}
+    return Apart(held=held, counted=counted)
 
 
 def _optimizer_arguments(pieces: Sequence[Piece], groups: ParameterGroups | None) -> list[dict[str, Any]]:

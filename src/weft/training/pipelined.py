@@ -29,6 +29,7 @@ from weft.plan.exchanges import evaluation_of, schedule_of
 from weft.sync.base import Sync, Totals
 from weft.training.counts import TargetCount, refuse_no_targets
 from weft.training.cutting import tied_groups
+from weft.training.gradients import join_norm
 from weft.training.loss import Count, Loss, loss_terms, no_loss
 from weft.training.passes import Looking, Part, Passes
 from weft.training.precision import Caller
@@ -55,7 +56,10 @@ class Pipelined(Passes):
         seeds: Seeds,
         recording: Recording,
         runs_empty: bool,
+        whole_output: Callable[[Any], Any],
     ) -> None:
+        """`whole_output`: all features of an output of which a rank has a share; collective."""
+        self._whole_output = whole_output
         gathering = sync.gathering
         assert gathering is None or isinstance(gathering, StageGathering)
         self._shared_by_all = dict(data_rank=mesh.data_rank, gathering=gathering, runs_empty=runs_empty)
@@ -162,7 +166,8 @@ class Pipelined(Passes):
 
     def _sum_over_data(self, loss_sum: torch.Tensor, count: Count) -> Totals:
         counted = torch.as_tensor(count, device=self._mesh.world.device)
-        return self._sync.finish(loss_sum, counted, with_norm=self._update.needs_norm)
+        totals = self._sync.finish(loss_sum, counted, with_norm=self._update.needs_norm)
+        return join_norm(totals, self._mesh.group("tensor", "control"))
 
     def _hand_over(self) -> None:
         """Sum what several stages hold; with that, nothing keeps gradients from the other data ranks."""
@@ -229,7 +234,7 @@ class Pipelined(Passes):
 
         def seen(part: Part, output: Any) -> None:
             del part
-            picked[0] = pick(output)
+            picked[0] = pick(self._whole_output(output))
 
         self.look([(window, None, 0)], seen)
         broadcast(picked, self._control, root=self._control.size - 1)

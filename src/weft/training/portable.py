@@ -13,8 +13,9 @@ import torch
 
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError
+from weft.layout import Layout
 from weft.training.buffers import consensus_buffers, persistent_buffers
-from weft.training.held import Held, held_parameters, whole_tensors
+from weft.training.held import Held, held_parameters, join, whole_tensors
 from weft.training.tensor_files import TensorReader
 
 if TYPE_CHECKING:
@@ -27,9 +28,9 @@ class Portable:
     def __init__(self, trainer: Trainer) -> None:
         """Collective."""
         self._trainer = trainer
-        self._held = held_parameters(trainer.named_model, trainer.sync)
-        mine = {name: list(held.layout.global_shape) for name, held in self._held.items()}
-        mine |= {name: list(b.shape) for name, b in persistent_buffers(trainer.named_model).items()}
+        self._held = held_parameters(trainer.named_model, trainer.sync, trainer.layouts)
+        names = (*self._held, *persistent_buffers(trainer.named_model))
+        mine = {name: list(trainer.layouts[name].global_shape) for name in names}
         pipeline = trainer.mesh.group("pipeline", "control")
         stages = gather_values(mine, pipeline, trainer.mesh.world.device)
         self.shapes: dict[str, list[int]] = {}
@@ -42,14 +43,17 @@ class Portable:
     def model_sizes(self) -> dict[str, int]:
         """Bytes of each whole tensor of the model that the ranks of this stage write."""
         sizes = {name: _global_bytes(held, held.tensor) for name, held in self._held.items()}
-        sizes |= {name: buffer.nbytes for name, buffer in persistent_buffers(self._trainer.named_model).items()}
+        for name, buffer in persistent_buffers(self._trainer.named_model).items():
+            sizes[name] = math.prod(self._trainer.layouts[name].global_shape) * buffer.element_size()
         return {name: size for name, size in sizes.items() if name not in self._written_elsewhere}
 
     def model_tensors(self, wanted: set[str]) -> dict[str, torch.Tensor]:
         """Those tensors of the model that are wanted here; collective."""
         buffers = consensus_buffers(self._trainer.named_model, self._trainer.mesh)
-        tensors = _keep(whole_tensors(self._held, lambda name, held: held.tensor), wanted)
-        return tensors | {name: buffer for name, buffer in buffers.items() if name in wanted}
+        mesh, layouts = self._trainer.mesh, self._trainer.layouts
+        tensors = _keep(whole_tensors(self._held, mesh, lambda name, held: held.tensor), wanted)
+        whole = ((name, join(buffer, layouts[name], mesh)) for name, buffer in buffers.items())
+        return tensors | {name: buffer for name, buffer in whole if name in wanted}
 
     def optimizer_sizes(self) -> dict[str, int]:
         """Bytes of each whole tensor of the optimizer's state, as "<parameter>/<state>"."""
@@ -69,7 +73,7 @@ class Portable:
             elif f"{name}/{key}" in wanted:
                 tensors[f"{name}/{key}"] = value
         for key, parts in sorted(states.items()):
-            gathered = whole_tensors(self._held, lambda name, held, parts=parts: parts.get(name))  # type: ignore[misc]
+            gathered = whole_tensors(self._held, self._trainer.mesh, lambda name, held, parts=parts: parts.get(name))  # type: ignore[misc]
             tensors |= _keep(((f"{name}/{key}", whole) for name, whole in gathered), wanted)
         return tensors
 
@@ -77,9 +81,9 @@ class Portable:
     def load_model(self, reader: TensorReader) -> None:
         """Take this rank's part of the model out of a checkpoint's files; collective."""
         for name, held in self._held.items():
-            held.tensor.copy_(self._read(reader, name, held))
+            held.tensor.copy_(self._read(reader, name, held.layout))
         for name, buffer in persistent_buffers(self._trainer.named_model).items():
-            buffer.copy_(reader.read(name))
+            buffer.copy_(self._read(reader, name, self._trainer.layouts[name]))
         self._trainer.sync.publish()
 
     def load_optimizer(self, reader: TensorReader, entries: list[str]) -> None:
@@ -109,22 +113,27 @@ class Portable:
                         key: (
                             reader.read(f"{name}/{key}")
                             if key in per_tensor
-                            else self._read(reader, f"{name}/{key}", self._held[name])
+                            else self._read(reader, f"{name}/{key}", self._held[name].layout)
                         ).clone()
                         for key in keys[name]
                     }
                 number += 1
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
-    def _read(self, reader: TensorReader, entry: str, held: Held) -> torch.Tensor:
+    def _read(self, reader: TensorReader, entry: str, layout: Layout) -> torch.Tensor:
         """This rank's part of a tensor in the files; whole where its shape says that it is no element's business."""
-        layout, grid = held.layout, self._trainer.mesh.grid
+        mesh = self._trainer.mesh
         if layout.is_whole or reader.shape(entry) != layout.global_shape:
             return reader.read(entry)
-        region = layout.region(grid.axes.sizes, grid.coordinates(self._trainer.mesh.world.rank))
-        if layout.flat_range is None:
-            return reader.read(entry, region)
-        return reader.read_range(entry, *layout.flat_range)
+        if not layout.splits:
+            assert layout.flat_range is not None
+            return reader.read_range(entry, *layout.flat_range)
+        sizes, coordinates = mesh.grid.axes.sizes, mesh.grid.coordinates(mesh.world.rank)
+        boxes = [(reader.read(entry, there), here) for there, here in layout.windows(sizes, coordinates)]
+        part = boxes[0][0].new_empty(layout.local_shape(sizes, coordinates))
+        for box, here in boxes:
+            part[here] = box
+        return part if layout.flat_range is None else part.flatten()[slice(*layout.flat_range)]
 
     def _states(self) -> list[tuple[str, str, torch.Tensor]]:
         """(parameter, state, this rank's tensor) of all the optimizer keeps."""

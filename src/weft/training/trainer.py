@@ -15,6 +15,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from weft.mesh import Mesh
 from weft.parallel.cut import CutModel
 from weft.parallel.randomness import PlaceSeeds, Seeds
 from weft.parallel.recording import Recording
+from weft.parallel.tensor import TensorParallel
+from weft.parallel.vocabulary import gather_logits
 from weft.plan.exchanges import FLUSH_FREE
 from weft.plan.plan import Plan
 from weft.plan.timeline import Timeline
@@ -41,7 +44,8 @@ from weft.training.cutting import tied_groups
 from weft.training.data import Batches
 from weft.training.divergence import DivergenceCheck
 from weft.training.generate import generate_tokens, pick_token
-from weft.training.loss import Count, Loss, count_targets, forward, loss_terms, no_loss
+from weft.training.gradients import join_norm
+from weft.training.loss import Count, Loss, SplitCrossEntropy, count_targets, forward, loss_terms, no_loss
 from weft.training.modes import evaluating
 from weft.training.pipelined import Pipelined
 from weft.training.precision import Caller
@@ -66,8 +70,9 @@ class Trainer:
         schedule: Callable[[int], float] | None,
         empty_forward: bool,
         cut: CutModel | None = None,
+        tensor: TensorParallel | None = None,
     ) -> None:
-        """`cut`: the model, where a pipeline cuts it into stages."""
+        """`cut`: the model, where a pipeline cuts it into stages; `tensor`: where its layers are shared out."""
         self.model = model
         self.mesh = mesh
         self.blueprint = blueprint
@@ -82,20 +87,27 @@ class Trainer:
         self.seeds = Seeds(mesh.world.device)
         self._recording = Recording(mesh.index("pipeline"))
         self.update = Update(optimizer, sync, mesh.plan, schedule=schedule, is_first_rank=mesh.world.rank == 0)
+        self.tensor = tensor
+        if tensor is not None and tensor.output is not None:
+            loss = replace(loss, function=SplitCrossEntropy(tensor.output, tensor.group))
+        self._tensor_group = mesh.group("tensor", "control")
         self._loss = loss
         self._call = Caller(model, mesh.plan, widens=not loss.counts_targets)
         self._empty_forward = empty_forward
         self._buffers = BufferPolicy(self.named_model, mesh)
         tied = tied_groups(cut, mesh) if cut is not None else {}
-        self._divergence = DivergenceCheck(self.named_model, optimizer, sync, mesh, tied=tied)
-        whole = (
-            [tuple(p.shape) for p in cut.whole.parameters()]
-            if cut
-            else [place.global_shape for place in layouts.values()]
-        )
-        self.num_parameters = sum(math.prod(shape) for shape in whole)
+        self._divergence = DivergenceCheck(self.named_model, optimizer, sync, mesh, layouts, tied=tied)
+        if cut is not None:
+            shapes = [tuple(parameter.shape) for parameter in cut.whole.parameters()]
+        else:
+            shapes = [layouts[name].global_shape for name, _ in self.named_model.named_parameters()]
+        self.num_parameters = sum(math.prod(shape) for shape in shapes)
         """Of the whole model."""
         self._draws = PlaceSeeds(self.named_model, blueprint, self.seeds) if cut is None else None
+        # Under tensor parallelism what all ranks have must be dropped alike, also by code that says nothing of it.
+        self._needs_seeds = self._draws is None or self._draws.is_needed or tensor is not None
+        if tensor is not None:
+            tensor.draw_with(self.seeds)
         self._has_loss = mesh.index("pipeline") == mesh.size("pipeline") - 1
         self.pipelined: Pipelined | None = None
         if cut is not None:
@@ -111,6 +123,7 @@ class Trainer:
                 seeds=self.seeds,
                 recording=self._recording,
                 runs_empty=empty_forward,
+                whole_output=self.whole_output,
             )
 
     @property
@@ -153,7 +166,7 @@ class Trainer:
         and a tensor that does not block until it is read.
         """
         microbatches = self._cut(inputs, targets)
-        if self.seeds.base is None and (self._draws is None or self._draws.is_needed):
+        if self.seeds.base is None and self._needs_seeds:
             self.seeds.base = self._draw_seed()
         if self.pipelined is not None:
             loss = self.pipelined.step(microbatches, step=self.steps_done)
@@ -185,6 +198,7 @@ class Trainer:
         counted = torch.as_tensor(count_sum, device=device)
         with self._recording.during("reduce"):
             totals = self.sync.finish(loss_sum, counted, with_norm=self.update.needs_norm)
+            totals = join_norm(totals, self._tensor_group)
         refuse_no_targets(totals.count)
         with self._recording.during("update"):
             self.update.run(totals.norm, self.counts.correction(shared, totals.count), step=self.steps_done)
@@ -255,7 +269,21 @@ class Trainer:
         pick = functools.partial(pick_token, temperature=temperature, generator=generator)
         if self.pipelined is not None:
             return self.pipelined.token(inputs, pick)
-        return pick(forward(self.model, inputs))
+        return pick(self.whole_output(forward(self.model, inputs)))
+
+    def whole_output(self, output: Any) -> Any:
+        """All features of an output of which this rank has a share."""
+        if self.tensor is None or self.tensor.output is None:
+            return output
+        return gather_logits(output, self.tensor.output, self.tensor.group)
+
+    def look(self, inputs: Any, seen: Callable[[Any], None]) -> None:
+        """One forward pass without training; who has the output is told of it, which may be a share. Collective."""
+        with evaluating(self.model):
+            if self.pipelined is not None:
+                self.pipelined.look([(inputs, None, 0)], lambda part, output: seen(output))
+            else:
+                seen(self._call(inputs))
 
     def save(self, directory: str | Path) -> None:
         """Write a checkpoint; collective. The directory appears only when it is whole."""
@@ -307,7 +335,7 @@ class Trainer:
 
     def _random(self, microbatch: int) -> AbstractContextManager[None]:
         """Random states of one micro-batch's forward pass, the same for any number of stages."""
-        if self._draws is None or not self._draws.is_needed:
+        if self._draws is None or not self._needs_seeds:
             return nullcontext()
         return self._draws.during(step=self.steps_done, microbatch=microbatch, data_rank=self.data_rank)
 

@@ -28,6 +28,7 @@ from weft.comm.objects import gather_values
 from weft.errors import VerifyError
 from weft.layout import Layout, part_of
 from weft.mesh import Mesh
+from weft.parallel.shares import local_part
 from weft.plan.exchanges import FLUSH_FREE
 from weft.plan.plan import Plan, Precision
 from weft.training.elementwise import OptimizerFactory
@@ -171,7 +172,8 @@ def _compare_tensors(trainer: Trainer, reference: OneProcess | None, step: int, 
             if own.tensor is None:
                 measured.append((what, name, float("inf"), 0.0))
             elif true.numel():
-                off = (own.tensor.to(true.device) - _part(true, own.layout, trainer)).abs()
+                mine = local_part(true, own.layout, trainer.mesh.grid, world.rank)
+                off = (own.tensor.to(true.device) - mine).abs()
                 measured.append((what, name, float(off.max()) if off.numel() else 0.0, scale))
     for (what, name), unexpected in owned.items():  # a gradient where one process has none
         measured += [(what, name, float("inf"), 0.0) for own in unexpected if own.tensor is not None]
@@ -193,26 +195,18 @@ class _Own:
 
 def _own_tensors(trainer: Trainer) -> Iterator[_Own]:
     """Gradients and weights as the optimizer has them, weights as the model uses them, buffers."""
-    held = held_parameters(trainer.named_model, trainer.sync)
+    held = held_parameters(trainer.named_model, trainer.sync, trainer.layouts)
     for name, one in held.items():
         gradient = one.piece.grad if one.piece is not None else None
         yield _Own(what="gradient", name=name, tensor=gradient, layout=one.layout)
         yield _Own(what="weight", name=name, tensor=one.tensor, layout=one.layout)
     if trainer.plan.data.shard != "parameters":
         for name, parameter in trainer.named_model.named_parameters():
-            whole = Layout(global_shape=tuple(parameter.shape))
-            yield _Own(what="weight", name=name, tensor=parameter.detach(), layout=whole)
+            layout = dataclasses.replace(trainer.layouts[name], flat_range=None)
+            yield _Own(what="weight", name=name, tensor=parameter.detach(), layout=layout)
     if trainer.plan.data.buffers == "synchronise":
         for name, buffer in trainer.named_model.named_buffers():
-            yield _Own(
-                what="buffer", name=name, tensor=buffer.double(), layout=Layout(global_shape=tuple(buffer.shape))
-            )
-
-
-def _part(true: torch.Tensor, layout: Layout, trainer: Trainer) -> torch.Tensor:
-    grid = trainer.mesh.grid
-    part = true[layout.region(grid.axes.sizes, grid.coordinates(trainer.mesh.world.rank))]
-    return part if layout.flat_range is None else part.flatten()[slice(*layout.flat_range)]
+            yield _Own(what="buffer", name=name, tensor=buffer.double(), layout=trainer.layouts[name])
 
 
 def _reference_tensors(reference: OneProcess) -> dict[tuple[str, str], torch.Tensor]:
@@ -277,7 +271,8 @@ class _Silenced:
         largest = sizes.max().reshape(1) if gradients else torch.zeros(1, dtype=torch.float64)
         if self.mesh is not None:
             sizes, largest = sizes.to(self.mesh.world.device), largest.to(self.mesh.world.device)
-            all_reduce(sizes, self.mesh.batch_group("control"), op="max")
+            for group in (self.mesh.batch_group("control"), self.mesh.group("tensor", "control")):
+                all_reduce(sizes, group, op="max")
             all_reduce(largest, self.mesh.everyone("control"), op="max")
         for gradient, is_noise in zip(gradients, (sizes < _NOISE * largest).tolist(), strict=True):
             if is_noise:

@@ -1,0 +1,128 @@
+"""One call of a function of torch, as the rules that follow features see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weft.parallel.discover_lengths import Local, local_value
+from weft.parallel.discover_records import GivenSize, NotedCall
+from weft.parallel.features import Dim, Layout, block, length, unify
+
+if TYPE_CHECKING:
+    from weft.parallel.discover_trace import Tracer
+
+
+@dataclass(slots=True, kw_only=True)
+class Operation:
+    """A function, what it was given and what it made."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    tracer: Tracer
+    layouts: dict[int, Layout]
+    """Of the operands, by id."""
+    call: NotedCall | None = None
+    """Where sizes are noted, if the function takes any."""
+    is_layer: bool = False
+    roots: int = 0
+    """Of what a layer made."""
+    written: Layout | None = None
+    """What was written into, where that is not what is returned."""
+    _known: set[int] = field(default_factory=set)
+
+    def get(self, place: int, name: str, default: Any = None) -> Any:
+        """An argument by position or name."""
+        return self.args[place] if place < len(self.args) else self.kwargs.get(name, default)
+
+    def tensor(self, place: int, name: str) -> torch.Tensor | None:
+        value = self.get(place, name)
+        return value if isinstance(value, torch.Tensor) else None
+
+    def layout(self, tensor: torch.Tensor) -> Layout:
+        return self.layouts[id(tensor)]
+
+    def operand(self, place: int) -> Layout:
+        """Of a tensor among the arguments, the first of which may have been given by name."""
+        return self.layouts[id(self.args[place] if place < len(self.args) else self.tensors()[place])]
+
+    @property
+    def first(self) -> Layout:
+        """Of the first argument, which is a tensor."""
+        return self.layouts[id(self.get(0, "input", self.kwargs.get("self")))]
+
+    def tensors(self) -> list[torch.Tensor]:
+        values = (*self.args, *self.kwargs.values())
+        return [value for value in values if isinstance(value, torch.Tensor)]
+
+    def dim(self, value: Any, num_dims: int | None = None) -> int:
+        """A dim counted from the front."""
+        return int(value) % (len(self.first) if num_dims is None else num_dims)
+
+    def dims(self, value: Any) -> set[int]:
+        """Dims that an argument names; None: all."""
+        if value is None:
+            return set(range(len(self.first)))
+        return {self.dim(one) for one in (value if isinstance(value, tuple | list) else (value,))}
+
+    def why(self, what: str) -> str:
+        """A reason that says who wants what."""
+        where = f' in "{self.tracer.module}"' if self.tracer.module else ""
+        return f"{self.name}{where} {what}"
+
+    def block(self, dim: Dim, what: str = "needs all of them") -> None:
+        block(dim, self.why(what))
+
+    def unify(self, a: Dim, b: Dim) -> None:
+        unify(a, b, self.why("brings them together in another order"))
+
+    def sized(self, place: tuple[int | str, ...], value: Any, dims: Sequence[Dim]) -> None:
+        """The argument at a place is the size of some dims, one after another."""
+        self._known.add(id(value))
+        if self.call is not None:
+            self.call.sizes.append(GivenSize(place=place, value=value, dims=tuple(dims)))
+        else:
+            self.same(lambda local: local_value(value, local) == sum(local(dim) for dim in dims), dims, expected=True)
+
+    def same(self, compute: Any, dims: Sequence[Dim], *, expected: Any) -> None:
+        """Something that must be so on every rank."""
+        self.tracer.note(tuple(dims), compute, expected)
+
+    def equal(self, dims: Sequence[Dim]) -> None:
+        """Dims of one length must be so on every rank."""
+
+        def compute(local: Local) -> bool:
+            return len({local(dim) for dim in dims}) == 1
+
+        self.same(compute, dims, expected=True)
+
+    def all_made(self, layouts: Sequence[Layout]) -> tuple[Layout, ...]:
+        return tuple(layouts) if self.written is None else (*layouts, self.written)
+
+    def knows(self, value: Any) -> bool:
+        return id(value) in self._known
+
+    def sizes(self, place: int, name: str) -> list[tuple[tuple[int | str, ...], Any]]:
+        """Sizes given one by one or as a list, each with its place."""
+        if name in self.kwargs:
+            return [((name, index), value) for index, value in enumerate(self.kwargs[name])]
+        if len(self.args) <= place:
+            return []
+        if isinstance(self.args[place], tuple | list):
+            return [((place, index), value) for index, value in enumerate(self.args[place])]
+        return [((place + index,), value) for index, value in enumerate(self.args[place:])]
+
+    def broadcast(self, layouts: Sequence[Layout], sizes: Sequence[int]) -> Layout:
+        """Entries of tensors meet; a tensor with one entry along a dim meets all of the others'."""
+        made: list[Dim] = []
+        for back in range(1, len(sizes) + 1):
+            full = [layout[-back] for layout in layouts if len(layout) >= back and length(layout[-back]) > 1]
+            for other in full[1:]:
+                self.unify(full[0], other)
+            made.append(full[0] if full else ())
+        return tuple(reversed(made))

@@ -1,0 +1,304 @@
+"""What functions of torch do to features: which they keep apart, which they mix.
+
+`RULES` has a rule for every function that is understood, by its name without underscores (`add_` and `__iadd__` are
+`add`). A rule unifies and blocks digits of the operands and says of what digits the results are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from weft.parallel import discover_layers as layers
+from weft.parallel import discover_shapes as shapes
+from weft.parallel.discover_operation import Operation
+from weft.parallel.discover_shapes import Made
+from weft.parallel.features import Dim, Layout, cut, fresh, length, peel, whole
+
+HARMLESS = frozenset(
+    "dim ndim ndimension dtype device requires_grad requires_grad_ is_floating_point is_complex is_contiguous is_meta "
+    "is_cuda is_cpu is_sparse is_nested is_quantized is_leaf layout grad_fn grad get_device element_size itemsize "
+    "data_ptr register_hook retain_grad _version is_inference names is_signed is_same_size output_nr _backward_hooks "
+    "get_default_dtype is_grad_enabled _set_grad_enabled is_autocast_enabled set_autocast_enabled "
+    "get_autocast_dtype set_autocast_dtype is_autocast_cache_enabled set_autocast_cache_enabled autocast_increment_nesting "
+    "autocast_decrement_nesting clear_autocast_cache is_tensor is_storage finfo iinfo result_type can_cast "
+    "promote_types manual_seed __hash__ __repr__ __format__ __deepcopy__ _is_zerotensor is_neg is_conj".split()
+)
+"""Functions that neither make tensors nor tell anything that differs between ranks."""
+
+EXPANDING = frozenset({"expand", "expand_as", "broadcast_to", "repeat", "tile", "repeat_interleave"})
+"""Functions of one tensor whose result has more features."""
+
+UNARY = (
+    "abs absolute acos acosh asin asinh atan atanh angle bernoulli bfloat16 bool byte ceil celu clone conj contiguous cos "
+    "cosh cpu cuda data deg2rad detach double dropout dropout1d dropout2d dropout3d alpha_dropout elu erf erfc erfinv exp "
+    "exp2 expm1 feature_alpha_dropout feature_dropout float floor frac gelu half hardshrink hardsigmoid hardswish hardtanh "
+    "imag int isfinite isinf isnan isneginf isposinf leaky_relu lgamma log log10 log1p log2 logical_not logit "
+    "logsigmoid long mish nan_to_num neg negative positive pin_memory rad2deg real reciprocal relu relu6 "
+    "resolve_conj round rrelu rsqrt selu sgn short sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign "
+    "sqrt square tan tanh tanhshrink threshold to trunc type type_as zero fill invert native_dropout "
+    "zeros_like ones_like full_like empty_like rand_like randn_like uniform normal exponential "
+    "digamma log_normal"
+).split()
+"""Entry by entry, of the first operand alone."""
+
+BROADCAST = (
+    "add addcdiv addcmul sub subtract mul multiply div divide true_divide floor_divide fmod remainder pow float_power "
+    "rsub truediv floordiv mod atan2 arctan2 bitwise_and bitwise_or bitwise_xor bitwise_not and or xor "
+    "clamp clamp_min clamp_max clip copy copysign eq ne ge gt le lt greater greater_equal less less_equal not_equal "
+    "fmax fmin heaviside hypot isclose lerp logaddexp logaddexp2 logical_and logical_or logical_xor masked_fill maximum "
+    "minimum nextafter where xlogy"
+).split()
+"""Entry by entry, of all operands."""
+
+KEEPING = {"softmax": 1, "log_softmax": 1, "softmin": 1, "cumsum": 1, "cumprod": 1, "logcumsumexp": 1, "flip": 1}
+KEEPING |= {"roll": 2, "normalize": 2, "gumbel_softmax": 4, "sort": 1, "argsort": 1}
+"""Functions that mix entries along some dims, and keep their number; where those dims are named."""
+
+REDUCING = (
+    "sum mean nansum nanmean prod amax amin max min argmax argmin any all std var logsumexp norm median std_mean var_mean "
+    "aminmax count_nonzero"
+).split()
+"""Functions that make one entry of all along some dims."""
+
+_DIM_OF = {"norm": 2, "linalg_vector_norm": 2}
+
+
+def unary(op: Operation) -> Made:
+    return [op.first] if isinstance(op.result, torch.Tensor) else []
+
+
+def broadcast(op: Operation) -> Made:
+    operands = [op.layout(tensor) for tensor in op.tensors()]
+    sizes = [1] * max(map(len, operands))
+    for layout in operands:
+        for back in range(1, len(layout) + 1):
+            sizes[-back] = max(sizes[-back], length(layout[-back]))
+    return [op.broadcast(operands, sizes)]
+
+
+def keeping(op: Operation) -> Made:
+    place = KEEPING[op.name]
+    name = "dims" if op.name in ("flip", "roll") else "dim"
+    default = 1 if op.name == "normalize" else None if op.name == "roll" else -1
+    given = op.get(place, name, default)
+    if op.name == "flip" and isinstance(given, int):
+        given = op.args[1:]
+    for dim in op.dims(given):
+        op.block(op.first[dim])
+    return [op.first] * (2 if op.name == "sort" else 1)
+
+
+def reducing(op: Operation) -> Made:
+    if op.name in ("max", "min") and isinstance(op.get(1, "other"), torch.Tensor):
+        return broadcast(op)
+    given = op.get(_DIM_OF.get(op.name, 1), "dim", op.kwargs.get("axis"))
+    if op.name in ("std", "var", "std_mean", "var_mean") and isinstance(given, bool):
+        given = None
+    gone = op.dims(given)
+    for dim in gone:
+        op.block(op.first[dim])
+    results = op.result if isinstance(op.result, tuple) else (op.result,)
+    is_kept = results[0].dim() == len(op.first)
+    made = tuple(() if place in gone else dim for place, dim in enumerate(op.first) if is_kept or place not in gone)
+    return [made] * len(results)
+
+
+def matmul(op: Operation) -> Made:
+    """Also with something added: baddbmm(input, a, b)."""
+    shift = 1 if op.name == "baddbmm" else 0
+    a, b = (op.operand(shift + place) for place in (0, 1))
+    if op.name == "rmatmul":
+        a, b = b, a
+    rows = a[-2:-1]
+    columns = b[-1:] if len(b) > 1 else ()
+    op.block(a[-1], "adds them up")
+    op.block(b[-2] if len(b) > 1 else b[0], "adds them up")
+    batches = [a[:-2], b[:-2]]
+    sizes = [length(dim) for dim in _longest(batches)]
+    for layout in batches:
+        for back in range(1, len(layout) + 1):
+            sizes[-back] = max(sizes[-back], length(layout[-back]))
+    made: Layout = (*op.broadcast(batches, sizes), *rows, *columns)
+    if shift:
+        made = op.broadcast([made, op.operand(0)], [length(dim) for dim in made])
+    return [made]
+
+
+def _longest(layouts: list[Layout]) -> Layout:
+    return max(layouts, key=len)
+
+
+def einsum(op: Operation) -> Made:
+    equation, *operands = op.args
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = list(operands[0])
+    if not isinstance(equation, str) or "." in equation:
+        return None
+    given, arrow, wanted = equation.replace(" ", "").partition("->")
+    terms = given.split(",")
+    if not arrow:
+        letters = "".join(terms)
+        wanted = "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
+    found: dict[str, Dim] = {}
+    for term, operand in zip(terms, operands, strict=True):
+        for letter, dim in zip(term, op.layout(operand), strict=True):
+            if term.count(letter) > 1 or letter not in wanted:
+                op.block(dim, "adds them up")
+            if letter in found and length(found[letter]) == length(dim):
+                op.unify(found[letter], dim)
+            elif length(dim) > 1 or letter not in found:
+                found[letter] = dim
+    return [tuple(found[letter] for letter in wanted)]
+
+
+def attention(op: Operation) -> Made:
+    """Scaled dot-product attention: heads and samples are kept apart."""
+    q, k, v = (op.operand(place) for place in range(3))
+    if op.kwargs.get("enable_gqa") and length(q[-3]) != length(k[-3]):
+        k, v = ((*x[:-3], (*x[-3], *fresh(length(q[-3]) // length(x[-3]))), *x[-2:]) for x in (k, v))
+    for dim in (q[-1], k[-1], k[-2], v[-2]):
+        op.block(dim, "adds them up")
+    if op.get(5, "is_causal", False):
+        op.block(q[-2])
+    sizes = [max(length(x[place]) for x in (q, k, v)) for place in range(len(q) - 2)]
+    batch = op.broadcast([q[:-2], k[:-2], v[:-2]], sizes)
+    mask = op.tensor(3, "attn_mask")
+    if mask is not None:
+        op.broadcast([(*batch, q[-2], k[-2]), op.layout(mask)], [*sizes, length(q[-2]), length(k[-2])])
+    return [(*batch, q[-2], v[-1])]
+
+
+def last_norm(op: Operation) -> Made:
+    """layer_norm and rms_norm: over the last dims."""
+    count = len(op.get(1, "normalized_shape"))
+    for dim in op.first[-count:]:
+        op.block(dim)
+    for tensor in (op.tensor(2, "weight"), op.tensor(3, "bias") if op.name == "layer_norm" else None):
+        if tensor is not None:
+            op.broadcast([op.first, op.layout(tensor)], op.result.shape)
+    return [op.first]
+
+
+def channel_norm(op: Operation) -> Made:
+    """batch_norm and instance_norm: every channel by itself."""
+    for place, dim in enumerate(op.first):
+        if place != 1 and not (place == 0 and op.name == "instance_norm"):
+            op.block(dim)
+    for tensor in op.tensors()[1:]:
+        op.unify(op.first[1], op.layout(tensor)[0])
+    return [op.first]
+
+
+def group_norm(op: Operation) -> Made:
+    groups = op.get(1, "num_groups")
+    halves = peel(op.first[1], groups) if op.tracer.is_counted() else None
+    for dim in (*op.first[2:], *((op.first[1],) if halves is None else (halves[1],))):
+        op.block(dim)
+    for tensor in op.tensors()[1:]:
+        op.unify(op.first[1], op.layout(tensor)[0])
+    return [op.first]
+
+
+def pooling(op: Operation) -> Made:
+    """What mixes pixels: the last so many dims, as the name says."""
+    count = next((int(letter) for letter in op.name if letter.isdigit()), len(op.first) - 2)
+    results = op.result if isinstance(op.result, tuple) else (op.result,)
+    kept = op.first[: len(op.first) - count]
+    for dim in op.first[len(kept) :]:
+        op.block(dim, "mixes neighbours")
+    return [(*kept, *(whole(size, op.why("made it")) for size in made.shape[len(kept) :])) for made in results]
+
+
+def pad(op: Operation) -> Made:
+    amounts = op.get(1, "pad")
+    made = list(op.first)
+    for place, size in enumerate(op.result.shape):
+        back = len(made) - 1 - place
+        if any(amounts[2 * back : 2 * back + 2]):
+            op.block(made[place], "adds entries to them")
+            made[place] = whole(size, op.why("made it"))
+    return [tuple(made)]
+
+
+def prelu(op: Operation) -> Made:
+    weight = op.operand(1)
+    if length(weight[0]) > 1:
+        op.unify(op.first[1], weight[0])
+    return [op.first]
+
+
+def glu(op: Operation) -> Made:
+    """The first half of the features, each gated by its like in the second."""
+    dim = op.dim(op.get(1, "dim", -1))
+    value, gate = cut(op.first[dim], [length(op.first[dim]) // 2], op.why("cuts them inside a unit"))
+    op.unify(value, gate)
+    return [(*op.first[:dim], value, *op.first[dim + 1 :])]
+
+
+def uniform(op: Operation) -> Made:
+    """Tensors all of whose entries are the same, so that anybody may share them out."""
+    is_method = op.name.startswith("new_")
+    given = op.sizes(1 if is_method else 0, "size")
+    made = tuple(fresh(size) for size in op.result.shape)
+    for (place, value), dim in zip(given, made, strict=False):
+        op.sized(place, value, (dim,))
+    return [made]
+
+
+def nothing(op: Operation) -> Made:
+    """Tensors made of numbers that differ from place to place."""
+    del op
+    return None
+
+
+def triangle(op: Operation) -> Made:
+    for dim in op.first[-2:]:
+        op.block(dim, "tells them apart by their place")
+    return [op.first]
+
+
+def _names(rule: Callable[[Operation], Made], names: str | list[str]) -> dict[str, Callable[[Operation], Made]]:
+    return dict.fromkeys(names.split() if isinstance(names, str) else names, rule)
+
+
+RULES: dict[str, Callable[[Operation], Made]] = {
+    **_names(unary, UNARY),
+    **_names(broadcast, BROADCAST),
+    **_names(keeping, list(KEEPING)),
+    **_names(reducing, [*REDUCING, "linalg_vector_norm"]),
+    **_names(matmul, "matmul mm bmm mv dot rmatmul baddbmm"),
+    **_names(einsum, "einsum"),
+    **_names(attention, "scaled_dot_product_attention"),
+    **_names(last_norm, "layer_norm rms_norm"),
+    **_names(channel_norm, "batch_norm instance_norm"),
+    **_names(group_norm, "group_norm"),
+    **_names(
+        pooling, [f"{kind}pool{n}d" for n in (1, 2, 3) for kind in ("max_", "avg_", "adaptive_max_", "adaptive_avg_")]
+    ),
+    **_names(pooling, "interpolate upsample"),
+    **_names(pad, "pad"),
+    **_names(prelu, "prelu"),
+    **_names(glu, "glu"),
+    **_names(triangle, "tril triu"),
+    **_names(uniform, "zeros ones full empty new_zeros new_ones new_full new_empty"),
+    **_names(layers.linear, "linear"),
+    **_names(layers.addmm, "addmm"),
+    **_names(layers.convolution, "conv1d conv2d conv3d"),
+    **_names(layers.embedding, "embedding"),
+    **_names(shapes.view, "view reshape flatten unflatten ravel squeeze unsqueeze view_as reshape_as"),
+    **_names(shapes.permute, "transpose swapaxes swapdims permute t T H mT mH adjoint movedim moveaxis"),
+    **_names(shapes.expand, "expand expand_as broadcast_to"),
+    **_names(shapes.repeat, "repeat tile"),
+    **_names(shapes.repeat_interleave, "repeat_interleave"),
+    **_names(shapes.split, "split split_with_sizes chunk tensor_split"),
+    **_names(shapes.unbind, "unbind"),
+    **_names(shapes.select, "select"),
+    **_names(shapes.narrow, "narrow"),
+    **_names(shapes.index, "getitem setitem"),
+    **_names(shapes.cat, "cat concat concatenate"),
+    **_names(shapes.stack, "stack"),
+    **_names(shapes.as_complex, "view_as_complex"),
+    **_names(shapes.as_real, "view_as_real"),
+}

@@ -1,0 +1,284 @@
+"""Rules for functions that move entries about: what a view, a slice or a permutation does to digits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from weft.parallel.discover_lengths import Length, plain
+from weft.parallel.discover_operation import Operation
+from weft.parallel.features import Dim, Layout, cut, fresh, is_whole, join, length, peel, reshape, whole
+
+Made = list[Layout] | None
+"""Layouts of the tensors that a function returns; None: the function is not understood."""
+
+
+def view(op: Operation) -> Made:
+    """The same entries in the same order."""
+    if isinstance(op.get(1, "dtype"), torch.dtype):
+        return None
+    made = reshape(op.first, op.result.shape, op.why("mixes them with others"))
+    if op.name in ("view", "reshape"):
+        for (place, value), dim in zip(op.sizes(1, "size" if op.name == "view" else "shape"), made, strict=False):
+            if plain(value) != -1:
+                op.sized(place, value, (dim,))
+    elif op.name == "unflatten":
+        first = op.dim(op.get(1, "dim"))
+        sizes = op.get(2, "sizes")
+        name: int | str = "sizes" if "sizes" in op.kwargs else 2
+        for index, value in enumerate(sizes):
+            if plain(value) != -1:
+                op.sized((name, index), value, (made[first + index],))
+    elif op.name == "squeeze" and len(op.args) == 1 and not op.kwargs:
+        for dim in op.first:
+            if length(dim) > 1:
+                op.same(lambda local, dim=dim: local(dim) == 1, (dim,), expected=False)
+    elif op.name in ("view_as", "reshape_as"):
+        for theirs, mine in zip(op.operand(1), made, strict=True):
+            op.equal((theirs, mine))
+    return [made]
+
+
+def permute(op: Operation) -> Made:
+    """Dims in another order."""
+    layout = op.first
+    order = list(range(len(layout)))
+    if op.name in ("transpose", "swapaxes", "swapdims"):
+        a, b = (op.dim(op.get(place, f"dim{place - 1}")) for place in (1, 2))
+        order[a], order[b] = order[b], order[a]
+    elif op.name in ("mT", "mH", "adjoint"):
+        order[-2], order[-1] = order[-1], order[-2]
+    elif op.name in ("t", "T", "H"):
+        order.reverse()
+    elif op.name in ("movedim", "moveaxis"):
+        source, target = (op.get(1, "source"), op.get(2, "destination"))
+        sources, targets = ([op.dim(d) for d in (v if isinstance(v, tuple | list) else (v,))] for v in (source, target))
+        rest = iter(dim for dim in range(len(layout)) if dim not in sources)
+        order = [sources[targets.index(dim)] if dim in targets else next(rest) for dim in range(len(layout))]
+    else:
+        order = [op.dim(dim) for _, dim in op.sizes(1, "dims")]
+    return [tuple(layout[dim] for dim in order)]
+
+
+def expand(op: Operation) -> Made:
+    """One entry repeated: nothing depends on which of them, so anybody may share them out."""
+    layout, sizes = op.first, op.result.shape
+    before: Layout = (*(() for _ in range(len(sizes) - len(layout))), *layout)
+    made = tuple(dim if length(dim) == size else fresh(size) for dim, size in zip(before, sizes, strict=True))
+    if op.name == "expand_as":
+        for theirs, mine in zip(op.operand(1), made, strict=True):
+            op.equal((theirs, mine))
+        return [made]
+    for (place, value), dim in zip(op.sizes(1, "size"), made, strict=True):
+        if plain(value) != -1:
+            op.sized(place, value, (dim,))
+    return [made]
+
+
+def repeat(op: Operation) -> Made:
+    """Everything again, so many times."""
+    layout, given = op.first, op.sizes(1, "dims" if op.name == "tile" else "repeats")
+    if len(given) < len(layout):
+        return None
+    before: Layout = (*(() for _ in range(len(given) - len(layout))), *layout)
+    made = []
+    for (place, times), dim in zip(given, before, strict=True):
+        again = fresh(plain(times))
+        op.sized(place, times, (again,))
+        made.append((*again, *dim))
+    return [tuple(made)]
+
+
+def repeat_interleave(op: Operation) -> Made:
+    """Each entry again, so many times."""
+    times, dim = op.get(1, "repeats"), op.get(2, "dim")
+    if not isinstance(times, int) or dim is None:
+        return None
+    again = fresh(plain(times))
+    op.sized((1,) if len(op.args) > 1 else ("repeats",), times, (again,))
+    made = list(op.first)
+    made[op.dim(dim)] = (*made[op.dim(dim)], *again)
+    return [tuple(made)]
+
+
+def split(op: Operation) -> Made:
+    """Pieces along a dim."""
+    dim = op.dim(op.get(2, "dim", 0))
+    sizes = [piece.shape[dim] for piece in op.result]
+    pieces = _pieces(op, dim, sizes)
+    names = ("split_size", "split_sizes", "split_size_or_sections", "chunks", "sections", "indices_or_sections")
+    name = next((name for name in names if name in op.kwargs), "")
+    given = op.get(1, name)
+    if isinstance(given, int):  # so long, or so many, are all pieces alike; a shorter last one would not be the last
+        if len(set(sizes)) > 1:
+            op.block(op.first[dim], "makes pieces of unequal length")
+        op.equal(pieces)
+        if op.name == "split":
+            op.sized((1,) if len(op.args) > 1 else (name,), given, (pieces[0],))
+    elif op.name == "tensor_split":
+        return None
+    else:
+        for (place, value), piece in zip(op.sizes(1, name), pieces, strict=True):
+            op.sized(place, value, (piece,))
+    return [_with(op.first, dim, piece) for piece in pieces]
+
+
+def unbind(op: Operation) -> Made:
+    dim = op.dim(op.get(1, "dim", 0))
+    pieces = _pieces(op, dim, [1] * length(op.first[dim]))
+    return [_with(op.first, dim, piece, is_dropped=True) for piece in pieces]
+
+
+def select(op: Operation) -> Made:
+    dim = op.dim(op.get(1, "dim"))
+    return [_with(op.first, dim, _one(op, op.first[dim], op.get(2, "index")), is_dropped=True)]
+
+
+def narrow(op: Operation) -> Made:
+    dim, start, size = op.dim(op.get(1, "dim")), op.get(2, "start"), op.get(3, "length")
+    if not isinstance(start, int) or plain(start) < 0 or "start" in op.kwargs or "length" in op.kwargs:
+        return None
+    before, piece, _ = _around(op, op.first[dim], plain(start), plain(start) + plain(size))
+    op.sized((2,), start, before)
+    op.sized((3,), size, (piece,))
+    return [_with(op.first, dim, piece)]
+
+
+def index(op: Operation) -> Made:
+    """x[...] and x[...] = y."""
+    layout, given = op.first, op.args[1]
+    items = given if isinstance(given, tuple) else (given,)
+    num_dims = sum(1 for item in items if item is not None and item is not Ellipsis)
+    num_left = len(layout) - num_dims
+    picks = [item for item in items if isinstance(item, torch.Tensor)]
+    if num_left < 0 or any(isinstance(item, bool) or not _is_simple(item) for item in items):
+        return None
+    if picks and (len(picks) > 1 or any(isinstance(item, int) for item in items)):
+        return None  # whose dims go first is a science of its own
+    made: list[Dim] = []
+    place = 0
+    for position, item in enumerate(items):
+        where: tuple[int, ...] = (1, position) if isinstance(given, tuple) else (1,)
+        if item is None:
+            made.append(())
+        elif item is Ellipsis:
+            made += layout[place : place + num_left]
+            place += num_left
+        elif isinstance(item, slice):
+            made.append(_slice(op, layout[place], item, where))
+            place += 1
+        elif isinstance(item, torch.Tensor):
+            op.block(layout[place], "picks some of them")
+            made += op.layout(item)
+            place += 1
+        else:
+            _one(op, layout[place], item)
+            place += 1
+    made += layout[place:]
+    if op.name == "getitem":
+        return [tuple(made)]
+    value = op.args[2]
+    if isinstance(value, torch.Tensor):
+        op.broadcast([tuple(made), op.layout(value)], [length(dim) for dim in made])
+    op.written = tuple(made)
+    return []
+
+
+def cat(op: Operation) -> Made:
+    """Tensors one after another."""
+    tensors = op.get(0, "tensors")
+    layouts = [op.layout(tensor) for tensor in tensors]
+    if len({len(layout) for layout in layouts}) > 1:
+        return None
+    dim = op.dim(op.get(1, "dim", 0), len(layouts[0]))
+    made = list(layouts[0])
+    for place in range(len(made)):
+        if place == dim:
+            made[dim] = join([layout[dim] for layout in layouts])
+        else:
+            for other in layouts[1:]:
+                op.unify(made[place], other[place])
+    return [tuple(made)]
+
+
+def stack(op: Operation) -> Made:
+    tensors = op.get(0, "tensors")
+    layouts = [op.layout(tensor) for tensor in tensors]
+    dim = op.dim(op.get(1, "dim", 0), len(layouts[0]) + 1)
+    for other in layouts[1:]:
+        for mine, theirs in zip(layouts[0], other, strict=True):
+            op.unify(mine, theirs)
+    new = whole(len(layouts), op.why("made it"))
+    return [(*layouts[0][:dim], new, *layouts[0][dim:])]
+
+
+def as_complex(op: Operation) -> Made:
+    op.block(op.first[-1])
+    return [op.first[:-1]]
+
+
+def as_real(op: Operation) -> Made:
+    return [(*op.first, whole(2, op.why("made it")))]
+
+
+def _is_simple(item: Any) -> bool:
+    if isinstance(item, torch.Tensor):
+        return item.dtype not in (torch.bool, torch.uint8)
+    return item is None or item is Ellipsis or isinstance(item, int | slice)
+
+
+def _with(layout: Layout, dim: int, piece: Dim, *, is_dropped: bool = False) -> Layout:
+    return (*layout[:dim], *(() if is_dropped else (piece,)), *layout[dim + 1 :])
+
+
+def _pieces(op: Operation, dim: int, sizes: list[int]) -> list[Dim]:
+    bounds, place = [], 0
+    for size in sizes[:-1]:
+        place += size
+        bounds.append(place)
+    return cut(op.first[dim], bounds, op.why("cuts them inside a unit"))
+
+
+def _around(op: Operation, dim: Dim, start: int, stop: int) -> tuple[list[Dim], Dim, list[Dim]]:
+    """What is before, between and after two places."""
+    size = length(dim)
+    pieces = cut(dim, [bound for bound in (start, stop) if 0 < bound < size], op.why("cuts them inside a unit"))
+    first = 1 if 0 < start < size else 0
+    return pieces[:first], pieces[first], pieces[first + 1 :]
+
+
+def _one(op: Operation, dim: Dim, place: Any) -> Dim:
+    """One entry of a dim, whose number must mean the same on all ranks."""
+    size = length(dim)
+    start = plain(place) % size
+    before, piece, after = _around(op, dim, start, start + 1)
+    for others in (after if plain(place) < 0 else before,):
+        op.same(
+            lambda local, others=others: [local(other) for other in others], others, expected=[*map(length, others)]
+        )
+    return piece
+
+
+def _slice(op: Operation, dim: Dim, item: slice, where: tuple[int, ...]) -> Dim:
+    size = length(dim)
+    start, stop, step = item.indices(size)
+    if (start, stop, step) == (0, size, 1) or size == 0:
+        if isinstance(item.stop, Length):
+            op.sized((*where, "stop"), item.stop, (dim,))
+        return dim
+    if step == 1 and start < stop:
+        before, piece, after = _around(op, dim, start, stop)
+        sides = (("start", item.start, before, [piece, *after]), ("stop", item.stop, [*before, piece], after))
+        for name, value, passed, ahead in sides:
+            known = plain(value)
+            if known and known < size:
+                op.sized((*where, name), value if known > 0 else -known, passed if known > 0 else ahead)
+        return piece
+    if step > 1 and start < step and stop > size - step and size % step == 0 and not is_whole(dim):
+        halves = peel(dim, size // step)
+        if halves is not None:
+            outer, inner = halves
+            return (*outer, *_one(op, inner, start))
+    op.block(dim, "picks some of them")
+    return whole(len(range(start, stop, step)), op.why("picks some of them"))

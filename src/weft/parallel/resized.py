@@ -1,0 +1,131 @@
+"""A module whose code gives functions sizes of the whole, run where its tensors are shares.
+
+    q = self.query(x).view(B, T, self.num_heads, self.head_dim)
+
+On a rank with 3 of 12 heads the view needs 3. The code is not changed: while it runs, the functions that take sizes
+are intercepted, and the sizes that count what is shared out are made smaller. Which these are is plain data that was
+found when the model was followed (`discover.py`): the calls of a forward pass, in order. A pass that makes other calls
+than the one that was followed is refused. The code of sub-modules is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from weft.errors import ModelError
+from weft.plan.splits import Resized, Size
+
+Forward = Callable[..., Any]
+
+SIZED = frozenset(
+    {
+        *("view", "reshape", "unflatten", "expand", "broadcast_to", "repeat", "tile", "repeat_interleave"),
+        *("split", "split_with_sizes", "narrow", "__getitem__", "__setitem__"),
+        *("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty"),
+    }
+)
+"""Names of functions that are given sizes."""
+
+
+class Resizing:
+    """Stands in a module's `forward`. Not a closure, so that a copy of the model runs the copy's modules."""
+
+    def __init__(self, module: nn.Module, resized: Resized, length: Callable[[int], int]) -> None:
+        """`length`: how many of so many units this rank has."""
+        self.inner: Forward = module.forward
+        self.resized = resized
+        self.length = length
+        for part in module.modules():
+            if part is not module and _pause not in part._forward_pre_hooks.values():
+                part.register_forward_pre_hook(_pause)
+                part.register_forward_hook(_resume)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mode = _SizeMode(self.resized, self.length)
+        with mode:
+            result = self.inner(*args, **kwargs)
+        mode.finish()
+        return result
+
+
+def _pause(module: nn.Module, args: Any) -> None:
+    """Hook before a sub-module: its calls are not its parent's."""
+    del module, args
+    for mode in _get_current_function_mode_stack():
+        if isinstance(mode, _SizeMode):
+            mode.depth += 1
+
+
+def _resume(module: nn.Module, args: Any, output: Any) -> None:
+    del module, args, output
+    for mode in _get_current_function_mode_stack():
+        if isinstance(mode, _SizeMode):
+            mode.depth -= 1
+
+
+class _SizeMode(TorchFunctionMode):
+    """Changes sizes among the arguments of one forward pass's calls."""
+
+    def __init__(self, resized: Resized, length: Callable[[int], int]) -> None:
+        super().__init__()
+        self.resized = resized
+        self.length = length
+        self.number = 0
+        """Calls so far."""
+        self.depth = 0
+        """Sub-modules that are running, one inside the other."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if self.depth or name not in SIZED:
+            return func(*args, **(kwargs or {}))
+        calls = self.resized.calls
+        if self.number == len(calls) or calls[self.number].function != name:
+            expected = calls[self.number].function if self.number < len(calls) else "nothing more"
+            raise self._refusal(f"calls {name} as call {self.number + 1} with sizes, where {expected} was expected")
+        sizes = calls[self.number].sizes
+        self.number += 1
+        if not sizes:
+            return func(*args, **(kwargs or {}))
+        named = dict(kwargs or {})
+        positional = list(args)
+        for size in sizes:
+            first, *rest = size.place
+            if isinstance(first, int):
+                positional[first] = self._replace(positional[first], rest, size)
+            else:
+                named[first] = self._replace(named[first], rest, size)
+        return func(*positional, **named)
+
+    def finish(self) -> None:
+        if self.number < len(self.resized.calls):
+            raise self._refusal(f"makes {self.number} calls with sizes, where {len(self.resized.calls)} were expected")
+
+    def _refusal(self, what: str) -> ModelError:
+        return ModelError(
+            f'"{self.resized.module}" {what}: it does something else than in the forward pass that was followed to find '
+            "out how it splits over the tensor axis; declare regions in weft_blueprint() that leave it whole"
+        )
+
+    def _replace(self, value: Any, place: list[int | str], size: Size) -> Any:
+        """An argument with the size at a place in it made smaller."""
+        if not place:
+            return self._local(value, size)
+        step, *rest = place
+        if isinstance(step, str):
+            bounds = {name: getattr(value, name) for name in ("start", "stop", "step")}
+            bounds[step] = self._local(bounds[step], size)
+            return slice(*bounds.values())
+        items = list(value)
+        items[step] = self._replace(items[step], rest, size)
+        return items if isinstance(value, list) else tuple(items)
+
+    def _local(self, value: int, size: Size) -> int:
+        units, per = size.num_units, size.per_units
+        return value * self.length(units) * per // (units * self.length(per))

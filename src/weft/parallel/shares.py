@@ -1,0 +1,173 @@
+"""From regions to tensors: what each rank along the tensor axis has of every parameter and buffer, and who shares it.
+
+Whole tensors are made first and cut here, so that a model starts with the same values however many ranks split it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from weft.errors import ModelError, PlanError
+from weft.layout import Layout, Split
+from weft.mesh import Mesh
+from weft.plan.grid import Grid
+from weft.plan.splits import Range, Region, entries, region_problems, share_of, shares
+
+AXIS = "tensor"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeated:
+    """Entries of one rank's part of a tensor that other ranks hold too."""
+
+    place: int
+    """Of the rank that has them."""
+    name: str
+    dim: int
+    entries: Range
+    """Along the dim, in that rank's part."""
+    holders: tuple[int, ...]
+    """Places along the tensor axis, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """What the ranks along the tensor axis have of one model."""
+
+    regions: tuple[Region, ...] = ()
+    splits: Mapping[str, Split] = field(default_factory=dict)
+    """Of every parameter and buffer that is cut, by name."""
+    repeated: tuple[Repeated, ...] = ()
+    """Of all ranks."""
+
+    def share(self, region: Region, place: int, tensor: int) -> tuple[Range, int]:
+        """What the rank at a place has of a region's units, and of how many."""
+        out_of = region.num_units(tensor)
+        return shares(out_of, tensor)[place], out_of
+
+    @property
+    def partial(self) -> frozenset[str]:
+        """Parameters that every rank has whole and uses on its share."""
+        return frozenset(name for region in self.regions for name in region.partial)
+
+    def layout(self, name: str, global_shape: Sequence[int]) -> Layout:
+        split = self.splits.get(name)
+        return Layout(global_shape=tuple(global_shape), splits=() if split is None else (split,))
+
+    def cut(self, name: str, whole: torch.Tensor, place: int) -> torch.Tensor:
+        """This rank's part of a whole tensor, with memory of its own; the tensor itself if it is not cut."""
+        split = self.splits.get(name)
+        if split is None:
+            return whole
+        return torch.cat(
+            [whole.narrow(split.dim, start, stop - start) for start, stop in split.parts[place]], split.dim
+        )
+
+
+def make_shares(regions: Sequence[Region], tensor: int) -> Shares:
+    """Cut every tensor of the regions; all regions that cannot be cut are refused at once."""
+    problems = [problem for region in regions for problem in region_problems(region, tensor)]
+    if problems:
+        raise PlanError(list(dict.fromkeys(problems)))
+    splits: dict[str, Split] = {}
+    repeated: list[Repeated] = []
+    for region in regions:
+        out_of = region.num_units(tensor)
+        each = shares(out_of, tensor)
+        for cut in region.cuts:
+            split = Split(dim=cut.dim, axis=AXIS, parts=tuple(entries(cut, share, out_of) for share in each))
+            if splits.setdefault(cut.name, split) != split:
+                raise ModelError(f'"{cut.name}" is to be cut in two ways at once; declare one in weft_blueprint()')
+        repeated += _find_repeated(region, tensor)
+    return Shares(regions=tuple(regions), splits=splits, repeated=tuple(repeated))
+
+
+def share_tied(made: Shares, tied: Sequence[Sequence[str]]) -> Shares:
+    """The same, with a tensor that has several names cut under each of them."""
+    layers = {name for region in made.regions for name in (*itertools.chain(*region.columns), *region.rows)}
+    splits, problems = dict(made.splits), []
+    for names in tied:
+        cut = {made.splits[name] for name in names if name in made.splits}
+        left = [name for name in names if name not in made.splits and name.rpartition(".")[0] not in layers]
+        if len(cut) > 1 or (cut and left):
+            problems.append(
+                f"{' and '.join(names)} are one parameter, and are not to be cut alike over [axes] tensor; untie them, "
+                "or declare the same cut for each in weft_blueprint()"
+            )
+        splits |= {name: split for split in cut for name in names}
+    if problems:
+        raise ModelError(problems)
+    return replace(made, splits=splits)
+
+
+def _find_repeated(region: Region, tensor: int) -> list[Repeated]:
+    """The entries that several ranks have, once for each rank that has them."""
+    out_of = region.num_units(tensor)
+    each = shares(out_of, tensor)
+    found = []
+    for cut in region.cuts:
+        for place, share in enumerate(each):
+            first = 0
+            for section in cut.sections:
+                mine = share_of(section.num_units, share, out_of)
+                theirs = [share_of(section.num_units, other, out_of) for other in each]
+                holders_of = [
+                    tuple(p for p, (start, stop) in enumerate(theirs) if start <= unit < stop) for unit in range(*mine)
+                ]
+                for holders, units in itertools.groupby(holders_of):
+                    length = len(list(units)) * section.unit
+                    if len(holders) > 1:
+                        found.append(
+                            Repeated(
+                                place=place,
+                                name=cut.name,
+                                dim=cut.dim,
+                                entries=(first, first + length),
+                                holders=holders,
+                            )
+                        )
+                    first += length
+    return found
+
+
+def counted_elements(made: Shares, layouts: Mapping[str, Layout], mesh: Mesh) -> dict[str, tuple[Range, ...]]:
+    """Of every parameter that other ranks of the tensor axis hold too: the elements that this one counts.
+
+    The first rank that has something counts it.
+    """
+    place, sizes = mesh.index(AXIS), mesh.grid.axes.sizes
+    coordinates = mesh.grid.coordinates(mesh.world.rank)
+    counted: dict[str, tuple[Range, ...]] = {}
+    if place:
+        counted |= {name: () for name, layout in layouts.items() if not layout.splits}
+    for one in made.repeated:
+        if one.place != place or one.holders[0] == place or one.name not in layouts:
+            continue
+        shape = layouts[one.name].local_shape(sizes, coordinates)
+        inner, length = math.prod(shape[one.dim + 1 :]), shape[one.dim]
+        for row in range(math.prod(shape[: one.dim])):
+            start, stop = ((row * length + entry) * inner for entry in one.entries)
+            ranges = counted.get(one.name, ((0, math.prod(shape)),))
+            counted[one.name] = tuple(piece for whole in ranges for piece in _without(whole, (start, stop)))
+    return counted
+
+
+def _without(whole: Range, gone: Range) -> list[Range]:
+    pieces = ((whole[0], min(whole[1], gone[0])), (max(whole[0], gone[1]), whole[1]))
+    return [(start, stop) for start, stop in pieces if start < stop]
+
+
+def local_part(whole: torch.Tensor, layout: Layout, grid: Grid, rank: int) -> torch.Tensor:
+    """What a rank holds of a whole tensor."""
+    if layout.splits:
+        sizes, coordinates = grid.axes.sizes, grid.coordinates(rank)
+        part = whole.new_empty(layout.local_shape(sizes, coordinates))
+        for there, here in layout.windows(sizes, coordinates):
+            part[here] = whole[there]
+        whole = part
+    return whole if layout.flat_range is None else whole.flatten()[slice(*layout.flat_range)]

@@ -1,0 +1,335 @@
+"""Tensor parallelism: one layer on many ranks.
+
+Which layers are split, and how, is plain data (`plan/splits.py`): declared by the model's blueprint, read off the plan
+that a Hugging Face config ships, or found from the flow of data between the layers (`discover.py`). Here it is applied
+to a model in place: every rank keeps its share of the weights, and the layers at both ends of a region exchange.
+
+    f, g and the layers fused with them       tensor_functions.py; for compilers tensor_ops.py
+    who stands in a layer's forward           tensor_layers.py
+    what each rank has of which tensor        shares.py
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from weft.blueprint import Blueprint
+from weft.comm.collectives import all_reduce, broadcast
+from weft.comm.group import Group
+from weft.errors import ModelError
+from weft.mesh import Mesh
+from weft.parallel.discover import discover, explain
+from weft.parallel.hugging_face import hugging_face_regions
+from weft.parallel.passage import Foreign
+from weft.parallel.randomness import Seeds, ShareDraws, has_dropout
+from weft.parallel.resized import Resizing
+from weft.parallel.shares import AXIS, Shares, make_shares, share_tied
+from weft.parallel.tensor_layers import (
+    Axis,
+    ColumnGroup,
+    ColumnLayer,
+    ColumnLinear,
+    EmbeddingRows,
+    RowLayer,
+    RowLinear,
+    is_transposed_linear,
+)
+from weft.parallel.tensor_ops import number_of
+from weft.parallel.tokens import Shown, TokenSplit, split_between
+from weft.parallel.vocabulary import Share, gather_logits
+from weft.plan.splits import Range, Region, entries, share_of
+
+
+def find_regions(
+    model: nn.Module,
+    blueprint: Blueprint,
+    call: Callable[[nn.Module], Any] | None,
+    *,
+    tensor: int,
+    whole_between: Sequence[str] = (),
+) -> tuple[Region, ...]:
+    """What of a model is shared out over so many ranks. `call` calls a model with an example.
+
+    `whole_between`: modules that may be given, and give, nothing but whole activations.
+    """
+    regions = blueprint.regions
+    if regions is None:
+        regions = hugging_face_regions(model)
+    if regions is not None:
+        return regions
+    if call is None:
+        raise ModelError(
+            f"[axes] tensor = {tensor} needs to know how the model splits: it declares no regions in "
+            "weft_blueprint(), so give parallelize(..., example=inputs), the inputs of one micro-batch, to follow"
+        )
+    regions = discover(model, call, tensor=tensor, whole_between=whole_between)
+    if not regions:
+        reasons = explain(model, call, tensor=tensor)[:8]
+        raise ModelError(
+            [
+                f"no layer of the model can be split over [axes] tensor = {tensor}: nothing was found where one layer "
+                "feeds work on separate features, and that another layer; declare regions in weft_blueprint(), or set "
+                "[axes] tensor = 1",
+                *reasons,
+            ]
+        )
+    return regions
+
+
+class TensorParallel:
+    """A model, or a stage of one, of which each rank along the tensor axis has a share."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, blueprint: Blueprint, regions: tuple[Region, ...]) -> None:
+        """Nothing is changed yet. `blueprint` has the blocks that are in this model."""
+        self._model = model
+        self._mesh = mesh
+        self._blueprint = blueprint
+        self.group = mesh.group(AXIS, "activations")
+        self.shares: Shares = share_tied(make_shares(regions, self.group.size), blueprint.tied)
+        number, keeps = number_of(self.group), mesh.plan.recompute.policy == "selective"
+        self.tokens = TokenSplit(self.group) if mesh.plan.tensor.sequence else None
+        self.inside = Axis(
+            group=self.group,
+            number=number,
+            keeps_products=keeps,
+            is_repeated=mesh.plan.recompute.policy != "none",
+            tokens=self.tokens,
+        )
+        """As layers of blocks see it."""
+        self.outside = Axis(group=self.group, number=number)
+        self.output: Share | None = None
+        """This rank's part of the model's output features, where that is not whole."""
+
+    @torch.no_grad()
+    def cut(self) -> None:
+        """Keep this rank's share of every tensor that has memory; collective. The first rank's values are everybody's.
+
+        What is on the meta device is cut when it is made.
+        """
+        control = self._mesh.group(AXIS, "control")
+        for name, tensor in {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}.items():
+            if not tensor.is_meta:
+                there = tensor.detach().to(self._mesh.world.device).contiguous()
+                broadcast(there, control)
+                tensor.data = self.cut_one(name, there).to(tensor.device)
+
+    def cut_one(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's share of a whole tensor."""
+        return self.shares.cut(name, whole, self.group.index)
+
+    def install(self, *, keep_output: bool) -> None:
+        """Let layers exchange; after all tensors are cut. `keep_output`: whoever takes the output knows of shares."""
+        seen: set[int] = set()
+        for region in self.shares.regions:
+            layers = {id(self._model.get_submodule(n)) for n in (*chain(*region.columns), *region.rows) if self._has(n)}
+            if not layers or not layers.isdisjoint(seen):  # on another stage, or of a block that is used twice
+                continue
+            seen |= layers
+            self._install(region)
+            holder = self._shown_holder(region)
+            if holder is not None and self.tokens is not None:
+                module = self._model.get_submodule(holder)
+                module.forward = Shown(module, self.tokens)
+            if region.is_output:
+                self._install_output(region, keep_output=keep_output)
+        self._add_up_gradients()
+
+    def draw_with(self, seeds: Seeds) -> None:
+        """Let each rank draw random numbers of its own for its share, where the model draws any."""
+        if has_dropout(self._model):
+            draws = ShareDraws(seeds.generator, self.group.index)
+            seeds.draws = self.inside.draws = draws
+            if self.tokens is not None:
+                self.tokens.draws = draws
+
+    def split_tokens(self, stage_of: Mapping[str, int] | None) -> None:
+        """Between regions let ranks have their tokens only, if the plan says so; after blocks are wrapped otherwise."""
+        if self.tokens is not None:
+            split_between(self._model, self._blueprint.blocks, self.tokens, stage_of)
+
+    def _install(self, region: Region) -> None:
+        model = self._model
+        for names in region.columns:
+            self._install_columns(names, region)
+        for name in region.rows:
+            layer = model.get_submodule(name)
+            layer.forward = self._row(layer, name, region)
+        for count in region.counts:
+            module = model.get_submodule(count.module)
+            owner: Any = module
+            holder, _, attribute = count.attribute.rpartition(".")
+            if holder:  # which other modules may have too
+                owner = copy.copy(getattr(module, holder))
+                setattr(module, holder, owner)
+            setattr(owner, attribute, count.local_value(getattr(owner, attribute), *self._share(region)))
+        for resized in region.resized:
+            module = model.get_submodule(resized.module)
+            module.forward = Resizing(module, resized, Lengths(*self._share(region)))
+
+    def _install_columns(self, names: Sequence[str], region: Region) -> None:
+        layers: list[Any] = [self._model.get_submodule(name) for name in names]
+        if all(type(layer).forward is nn.Linear.forward and "forward" not in vars(layer) for layer in layers):
+            group = ColumnGroup(
+                layers,
+                self._axis(names[0]),
+                is_region=not region.is_output,
+                is_shown=self._shown_holder(region) is not None,
+            )
+            for number, layer in enumerate(layers):
+                layer.forward = ColumnLinear(group, number)
+                layer.out_features = self._num_entries(f"{names[number]}.weight")
+            return
+        for name, layer in zip(names, layers, strict=True):
+            channels = None
+            if isinstance(layer, _ConvNd) and layer.groups > 1:
+                each = layer.in_channels // layer.groups
+                start, stop = self._share_of(layer.groups, region)
+                channels = (start * each, stop * each)
+            layer.forward = ColumnLayer(layer, self._axis(name), channels=channels)
+
+    def _row(self, layer: Any, name: str, region: Region) -> Callable[..., Any]:
+        if isinstance(layer, nn.Embedding):
+            ((start, stop),) = entries(region.cuts[0], *self._share(region))
+            made = EmbeddingRows(layer, self.outside, (start, stop))
+            padding = layer.padding_idx
+            layer.padding_idx = padding - start if padding is not None and start <= padding < stop else None
+            layer.num_embeddings = stop - start
+            return made
+        if type(layer).forward is nn.Linear.forward and "forward" not in vars(layer):
+            layer.in_features = self._num_entries(f"{name}.weight")
+            return RowLinear(layer, self._axis(name))
+        known = isinstance(layer, _ConvNd) or is_transposed_linear(layer)
+        if not known and getattr(layer, "bias", None) is not None:
+            raise ModelError(
+                f'"{name}" is a {type(layer).__name__} with a bias and given a share of its inputs; weft does not know '
+                "how to add its bias once: use torch.nn.Linear, or build it without bias"
+            )
+        return RowLayer(layer, self._axis(name))
+
+    def _install_output(self, region: Region, *, keep_output: bool) -> None:
+        """Somebody must know that the output is a share, or it is made whole where it is made."""
+        (name,) = region.columns[0]
+        cut = region.cuts[0]
+        ((start, stop),) = entries(cut, *self._share(region))
+        share = Share(start=start, stop=stop, total=sum(section.length for section in cut.sections))
+        if keep_output:
+            self.output = share
+        else:
+            layer = self._model.get_submodule(name)
+            layer.forward = WholeOutput(layer.forward, share, self.group)
+
+    def _axis(self, layer: str) -> Axis:
+        is_inside = any(layer == block or layer.startswith(f"{block}.") for block in self._blueprint.blocks)
+        return self.inside if is_inside else self.outside
+
+    def _num_entries(self, name: str) -> int:
+        """What this rank has of the dim of a tensor that is cut."""
+        return sum(stop - start for start, stop in self.shares.splits[name].parts[self.group.index])
+
+    def _has(self, name: str) -> bool:
+        """Whether a module is here, and not on another stage, where a stand-in shows its attributes."""
+        module = self._model
+        for step in name.split("."):
+            inside = module._modules.get(step)
+            if inside is None or isinstance(inside, Foreign):
+                return False
+            module = inside
+        return True
+
+    def _shown_holder(self, region: Region) -> str | None:
+        """Where tokens are split: the module whose code should see all of them, if a region has one to itself."""
+        holder = _holder(region)
+        is_inside = any(holder.startswith(f"{block}.") for block in self._blueprint.blocks)
+        is_alone = sum(_holder(other) == holder for other in self.shares.regions) == 1
+        return holder if is_inside and is_alone and len(region.columns) == 1 else None
+
+    def _share(self, region: Region) -> tuple[Range, int]:
+        return self.shares.share(region, self.group.index, self.group.size)
+
+    def _share_of(self, num_units: int, region: Region) -> Range:
+        return share_of(num_units, *self._share(region))
+
+    @property
+    def partial(self) -> frozenset[str]:
+        """Whole parameters that are used on a share, so that their gradients add up over the ranks."""
+        partial = self.shares.partial
+        if self.tokens is None:
+            return partial
+        prefixes = tuple(f"{block}." for block in self._blueprint.blocks)
+        whole = (n for n, _ in self._model.named_parameters() if n not in self.shares.splits)
+        return partial | frozenset(name for name in whole if name.startswith(prefixes))
+
+    def _add_up_gradients(self) -> None:
+        """Of whole parameters that are used on shares, and of parts that several ranks have."""
+        named = dict(self._model.named_parameters())
+        for name in named:
+            if name in self.partial:
+                add_up_gradient(named[name], self.group)
+        # Asking for a group is collective: all ranks ask for all, in one order.
+        groups = {
+            holders: self._mesh.group(f"{AXIS}:{','.join(map(str, holders))}", "repeated")
+            for holders in sorted({one.holders for one in self.shares.repeated})
+        }
+        for one in self.shares.repeated:
+            if one.place == self.group.index and one.name in named:
+                start, stop = one.entries
+                add_up_gradient(named[one.name], groups[one.holders], within=(one.dim, start, stop - start))
+
+
+def add_up_gradient(parameter: nn.Parameter, group: Group, *, within: tuple[int, int, int] | None = None) -> None:
+    """From now on a parameter's gradient is the sum over a group, before anybody sees it.
+
+    `within`: of a part of it only, by dim, start and length.
+    """
+    if not parameter.requires_grad:
+        return
+
+    def add_up(gradient: torch.Tensor) -> torch.Tensor:
+        whole = gradient.clone(memory_format=torch.contiguous_format)
+        part = whole if within is None else whole.narrow(*within)
+        flat = part.contiguous()
+        all_reduce(flat, group)
+        if flat is not part:
+            part.copy_(flat)
+        return whole
+
+    parameter.register_hook(add_up)
+
+
+def _holder(region: Region) -> str:
+    """The module that all layers of a region are in."""
+    paths = [name.split(".")[:-1] for name in (*chain(*region.columns), *region.rows)]
+    common = [steps[0] for steps in zip(*paths, strict=False) if len(set(steps)) == 1]
+    return ".".join(common)
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """How many of so many units a rank has."""
+
+    shared: Range
+    out_of: int
+
+    def __call__(self, num_units: int) -> int:
+        start, stop = share_of(num_units, self.shared, self.out_of)
+        return stop - start
+
+
+class WholeOutput:
+    """Stands in the `forward` of the last layer where whoever takes the output must have all of it."""
+
+    def __init__(self, inner: Callable[..., Any], share: Share, group: Group) -> None:
+        self.inner = inner
+        self.share = share
+        self.group = group
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return gather_logits(self.inner(*args, **kwargs), self.share, self.group)

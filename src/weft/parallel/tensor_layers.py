@@ -1,0 +1,229 @@
+"""What stands in the `forward` of a layer that is shared out over the tensor axis.
+
+Layers stay the user's own modules, with smaller weights; only how they are called changes. None of these is a closure,
+so that a copy of the model runs the copy's layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from weft.comm.group import Group
+from weft.parallel.randomness import ShareDraws
+from weft.parallel.tensor_functions import add, columns, lookup, row, spread
+from weft.parallel.tensor_ops import kept_row, traced_add, traced_gather, traced_scatter, traced_spread
+from weft.plan.splits import Range
+
+Forward = Callable[..., Any]
+
+
+class Tokens(Protocol):
+    """Whether activations between regions are, in this forward pass, split along the tokens."""
+
+    is_split: bool
+
+    def local_of(self, x: Tensor) -> Tensor | None:
+        """This rank's tokens of x, where x is what a module's code was shown of all ranks'."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Axis:
+    """The tensor axis as layers see it."""
+
+    group: Group
+    number: int
+    """By which operators know the group."""
+    tokens: Tokens | None = None
+    """None: activations between regions are always whole."""
+    draws: ShareDraws | None = None
+    """Random numbers inside regions; None: nothing there is random."""
+    keeps_products: bool = False
+    """A policy of recomputation keeps what operators return."""
+    is_repeated: bool = False
+    """Layers may be called again in the backward pass."""
+
+    @property
+    def splits_tokens(self) -> bool:
+        return self.tokens is not None and self.tokens.is_split
+
+    def local_of(self, x: Tensor) -> Tensor | None:
+        return None if self.tokens is None else self.tokens.local_of(x)
+
+
+class ColumnGroup:
+    """Linear layers that are given the very same tensor, called one after another.
+
+    The first call computes all of them, and the others take what is theirs: so the gradient of the input is added up
+    before it travels.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear], axis: Axis, *, is_region: bool, is_shown: bool = False) -> None:
+        """`is_region`: a row layer will follow; not so at the model's output. `is_shown`: where tokens are split,
+        somebody has gathered them before."""
+        self.is_shown = is_shown
+        self.layers = tuple(layers)
+        self.axis = axis
+        self.is_region = is_region
+        self._given: Tensor | None = None
+        self._version = 0
+        self._made: dict[int, Tensor] = {}
+        self._spread: Tensor | None = None
+        self._num_left = 0
+
+    def call(self, number: int, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self._call_traced(number, x)
+        if self._given is x and number in self._made and x._version == self._version:
+            made = self._made.pop(number)
+            if not self._made:
+                self._given = None
+            return made
+        axis = self.axis
+        if axis.draws is not None and self.is_region and not axis.splits_tokens:
+            axis.draws.enter()
+        parameters = [p for layer in self.layers for p in (layer.weight, layer.bias)]
+        local = axis.local_of(x)
+        if local is None:
+            outputs = columns(x, axis.group, axis.splits_tokens, None, *parameters)
+        else:
+            outputs = columns(local, axis.group, True, x.detach(), *parameters)
+        if len(outputs) > 1:
+            self._given, self._version = x, x._version
+            self._made = {other: output for other, output in enumerate(outputs) if other != number}
+        return outputs[number]
+
+    def _call_traced(self, number: int, x: Tensor) -> Tensor:
+        """Every layer for itself; the input they share is spread once."""
+        layer, axis = self.layers[number], self.axis
+        if self.is_shown and axis.splits_tokens:  # the gather adds up what comes back
+            return F.linear(x, layer.weight, layer.bias)
+        begin = traced_gather if axis.splits_tokens else traced_spread
+        if len(self.layers) == 1 or axis.is_repeated:  # torch's recomputation allows no memory of the first layer
+            return F.linear(begin(x, axis.number), layer.weight, layer.bias)
+        if self._given is not x:
+            self._given, self._spread, self._num_left = x, begin(x, axis.number), len(self.layers)
+        assert self._spread is not None
+        made = F.linear(self._spread, layer.weight, layer.bias)
+        self._num_left -= 1
+        if self._num_left == 0:
+            self._given = self._spread = None
+        return made
+
+
+class ColumnLinear:
+    """One layer of a group."""
+
+    def __init__(self, group: ColumnGroup, number: int) -> None:
+        self.group = group
+        self.number = number
+
+    def __call__(self, input: Tensor) -> Tensor:
+        return self.group.call(self.number, input)
+
+
+class ColumnLayer:
+    """Any other layer that is given something whole: its own code, on a share of its weights."""
+
+    def __init__(self, layer: nn.Module, axis: Axis, *, channels: Range | None = None) -> None:
+        """`channels`: a convolution by groups needs only those of its own groups."""
+        self.inner: Forward = layer.forward
+        self.axis = axis
+        self.channels = channels
+        self.channel_dim = -1 - len(layer.kernel_size) if isinstance(layer, _ConvNd) else -1
+
+    def __call__(self, input: Tensor) -> Any:
+        if self.axis.draws is not None and not self.axis.splits_tokens:
+            self.axis.draws.enter()
+        if torch.compiler.is_compiling():
+            x = traced_spread(input, self.axis.number)
+        else:
+            x = spread(input, self.axis.group)
+        if self.channels is not None:
+            start, stop = self.channels
+            x = x.narrow(self.channel_dim, start, stop - start)
+        return self.inner(x)
+
+
+class RowLinear:
+    """A linear layer that is given a share of its inputs."""
+
+    def __init__(self, layer: nn.Linear, axis: Axis) -> None:
+        self.layer = layer
+        self.axis = axis
+
+    def __call__(self, input: Tensor) -> Tensor:
+        layer, axis = self.layer, self.axis
+        if torch.compiler.is_compiling():
+            end = traced_scatter if axis.splits_tokens else traced_add
+            made = end(F.linear(input, layer.weight), axis.number)
+            return made if layer.bias is None else made + layer.bias
+        if axis.draws is not None:
+            axis.draws.leave()
+        if axis.keeps_products:
+            if axis.splits_tokens:
+                made = traced_scatter(F.linear(input, layer.weight), axis.number)
+            else:
+                made = kept_row(input, layer.weight, axis.number)
+            return made if layer.bias is None else made + layer.bias
+        return row(input, axis.group, axis.splits_tokens, layer.weight, layer.bias)
+
+
+class RowLayer:
+    """Any other layer that is given shares: its own code without the bias, which is added once, after the sum."""
+
+    def __init__(self, layer: nn.Module, axis: Axis) -> None:
+        self.layer: Any = layer
+        self.axis = axis
+        self.inner: Forward = layer.forward
+
+    def __call__(self, input: Tensor) -> Tensor:
+        layer, axis = self.layer, self.axis
+        if axis.draws is not None and not torch.compiler.is_compiling():
+            axis.draws.leave()
+        bias = getattr(layer, "bias", None)
+        if isinstance(layer, _ConvNd):
+            made: Tensor = layer._conv_forward(input, layer.weight, None)
+            bias = None if bias is None else bias.view(-1, *(1 for _ in layer.kernel_size))
+        elif is_transposed_linear(layer):
+            made = input @ layer.weight
+        else:
+            made = self.inner(input)
+            bias = None
+        if torch.compiler.is_compiling() or axis.keeps_products:
+            made = traced_add(made, axis.number)
+        else:
+            made = add(made, axis.group)
+        return made if bias is None else made + bias
+
+
+class EmbeddingRows:
+    """An embedding of which a rank has some rows."""
+
+    def __init__(self, layer: nn.Embedding, axis: Axis, rows: Range) -> None:
+        self.layer = layer
+        self.axis = axis
+        self.start, self.stop = rows
+        self.padding = layer.padding_idx
+        self.inner: Forward = layer.forward
+        self.is_plain = type(layer).forward is nn.Embedding.forward
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, input: Tensor) -> Tensor:
+        if self.is_plain:
+            return lookup(input, self.axis.group, self.start, self.padding, self.layer.weight)
+        local = input - self.start
+        elsewhere = (local < 0) | (local >= self.stop - self.start)
+        made = self.inner(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return add(made, self.axis.group)
+
+
+def is_transposed_linear(layer: nn.Module) -> bool:
+    """Hugging Face's Conv1D, which is a linear layer whose weight is (in, out)."""
+    return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")

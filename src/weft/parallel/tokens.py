@@ -1,0 +1,155 @@
+"""Megatron's sequence parallelism: between the regions that the tensor axis shares out, ranks share out the tokens.
+
+    split ─ norm ─[gather ─ attention ─ scatter]─ dropout, add ─ norm ─[gather ─ MLP ─ scatter]─ dropout, add ─ ... join
+
+What is outside the brackets treats every token by itself, so each rank does it for its own tokens only, and keeps only
+their activations. Gathers and reduce-scatters take the place of all-reduces, and move as many bytes. Activations are
+split before the first block of a stage and joined after its last.
+
+A sequence that does not divide is not split in evaluation, where that costs nothing but memory, and refused in
+training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from weft.comm.group import Group
+from weft.errors import DataError, ModelError
+from weft.parallel.randomness import ShareDraws
+from weft.parallel.tensor_functions import TOKEN_DIM, join_tokens, show_tokens, split_tokens
+from weft.parallel.tensor_ops import number_of, traced_gather
+
+
+class TokenSplit:
+    """Whether activations are split along the tokens, in the latest pass."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.draws: ShareDraws | None = None
+        """Random numbers, if there are any."""
+        self.is_split = False
+        """Also after the last block, when blocks may be computed again in the backward pass."""
+        self._local: Tensor | None = None
+        self._shown: Tensor | None = None
+
+    def split(self, block: str, arguments: tuple[Any, Any]) -> tuple[Any, Any]:
+        """The arguments of the first block, with this rank's tokens of the activations."""
+        leaves, tree = tree_flatten(arguments)
+        place = next((n for n, leaf in enumerate(leaves) if _is_activation(leaf)), None)
+        if place is None:
+            raise ModelError(
+                f'[tensor] sequence = true splits what block "{block}" is given along its tokens, and among its '
+                "arguments is no floating-point tensor of three dims (samples, tokens, features); set it to false"
+            )
+        num_tokens, size = leaves[place].shape[TOKEN_DIM], self.group.size
+        self.is_split = num_tokens % size == 0
+        if not self.is_split:
+            if torch.is_grad_enabled():
+                raise DataError(
+                    f"[tensor] sequence = true cannot share out {num_tokens} tokens over [axes] tensor = {size}; use "
+                    f"sequences of {num_tokens // size * size or size} or {-(-num_tokens // size) * size} tokens"
+                )
+            return arguments
+        leaves[place] = split_tokens(leaves[place], self.group)
+        if self.draws is not None:
+            self.draws.split_tokens()
+        split: tuple[Any, Any] = tree_unflatten(leaves, tree)
+        return split
+
+    def join(self, output: Any) -> Any:
+        """The output of the last block, with all tokens."""
+        if not self.is_split:
+            return output
+        leaves, tree = tree_flatten(output)
+        place = next(n for n, leaf in enumerate(leaves) if _is_activation(leaf))
+        leaves[place] = join_tokens(leaves[place], self.group)
+        if self.draws is not None:
+            self.draws.join_tokens()
+        return tree_unflatten(leaves, tree)
+
+    def show(self, arguments: tuple[Any, Any]) -> tuple[Any, Any]:
+        """The arguments of a module that holds a region, with all tokens of the activations."""
+        if not self.is_split:
+            return arguments
+        leaves, tree = tree_flatten(arguments)
+        place = next((n for n, leaf in enumerate(leaves) if _is_activation(leaf)), None)
+        if place is None:
+            return arguments
+        if torch.compiler.is_compiling():
+            leaves[place] = traced_gather(leaves[place], number_of(self.group))
+        else:
+            self._local = leaves[place]
+            leaves[place] = self._shown = show_tokens(self._local, self.group)
+        shown: tuple[Any, Any] = tree_unflatten(leaves, tree)
+        return shown
+
+    def local_of(self, x: Tensor) -> Tensor | None:
+        """This rank's tokens of what a module was shown; None if this is something else."""
+        return self._local if x is self._shown else None
+
+    def forget(self) -> None:
+        """Nothing is shown any more."""
+        self._local = self._shown = None
+
+    def __deepcopy__(self, memo: object) -> TokenSplit:
+        return self
+
+
+class Edge:
+    """Stands in the `forward` of the first or last block of a stage."""
+
+    def __init__(self, name: str, block: nn.Module, tokens: TokenSplit, *, is_first: bool, is_last: bool) -> None:
+        self.name = name
+        self.inner: Callable[..., Any] = block.forward
+        self.tokens = tokens
+        self.is_first = is_first
+        self.is_last = is_last
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_first:
+            args, kwargs = self.tokens.split(self.name, (args, kwargs))
+        output = self.inner(*args, **kwargs)
+        return self.tokens.join(output) if self.is_last else output
+
+
+class Shown:
+    """Stands in the `forward` of a module that holds one region: its code sees all tokens, as it would in one process.
+
+    Code that makes views takes their sizes from what it is given, not from what its layers make of it.
+    """
+
+    def __init__(self, module: nn.Module, tokens: TokenSplit) -> None:
+        self.inner: Callable[..., Any] = module.forward
+        self.tokens = tokens
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self.tokens.show((args, kwargs))
+        output = self.inner(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            self.tokens.forget()
+        return output
+
+
+def split_between(
+    model: nn.Module, blocks: Sequence[str], tokens: TokenSplit, stage_of: Mapping[str, int] | None = None
+) -> None:
+    """Let the blocks of each stage, or of the whole model, have split activations among them."""
+    stages = [0 if stage_of is None else stage_of[name] for name in blocks]
+    names = {id(model.get_submodule(name)) for name in blocks}
+    alone = len(names) < len(blocks)  # a block that is used twice begins and ends by itself
+    for number, name in enumerate(blocks):
+        block = model.get_submodule(name)
+        is_first = alone or number == 0 or stages[number - 1] != stages[number]
+        is_last = alone or number == len(blocks) - 1 or stages[number + 1] != stages[number]
+        if (is_first or is_last) and not isinstance(getattr(block, "forward", None), Edge):
+            block.forward = Edge(name, block, tokens, is_first=is_first, is_last=is_last)
+
+
+def _is_activation(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() == 3 and leaf.is_floating_point()

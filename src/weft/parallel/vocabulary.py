@@ -1,0 +1,184 @@
+"""Cross-entropy of logits of which every rank has a slice of the vocabulary: their losses are shared, never the logits.
+
+    each rank, of every row of its slice z      with all ranks
+    1  m' = max z,  s' = Σ exp(z − m')
+                                                2  m = max of all m'
+    3  s' · exp(m' − m),  z of the target
+       where it is in this slice, else 0
+                                                4  S, z_y = the sums of both, in one message
+    5  loss = m − z_y + log S
+    6  gradient = exp(z − m') · exp(m' − m) / S, less 1 at the target
+
+Three numbers a token go over the wire instead of a row of logits, and none in the backward pass. Rows are taken some at
+a time, so that a block of them is still in the cache for the next operation. What is kept for step 6 is the
+exponentials of step 1, which become the gradient where they lie. Of 16-bit logits, which are computed in float32, they
+would take twice the memory: the logits are kept instead, and the exponentials taken again.
+
+This is the built-in loss only: no weights of classes, no smoothing. Other losses get whole logits by `gather_logits`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from weft.comm.collectives import all_gather, all_reduce
+from weft.comm.group import Group
+from weft.plan.splits import shares
+
+IGNORED_TARGET = -100
+
+BLOCK_BYTES = 2**23
+"""Rows taken at a time: in a processor's cache, and enough of them that threads seldom wait for one another."""
+DEVICE_BLOCK_BYTES = 2**28
+"""The same on a GPU, where it only bounds the memory of what is not kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """A rank's slice of the vocabulary. Slices of different ranks may differ in length."""
+
+    start: int
+    stop: int
+    total: int
+    """Entries of the whole vocabulary."""
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.start < self.stop <= self.total, f"{self} is not a slice of a vocabulary"
+
+    @property
+    def width(self) -> int:
+        return self.stop - self.start
+
+
+def split_cross_entropy_sum(
+    logits: torch.Tensor, targets: torch.Tensor, vocabulary: Share, group: Group
+) -> torch.Tensor:
+    """The sum over targets other than −100, the same on every rank to the bit.
+
+    `logits` (..., vocabulary.width) are this rank's; `targets` (...) are of the whole vocabulary, alike on all ranks.
+    The gradient can be taken once: it is made in the memory kept for it.
+    """
+    assert logits.shape[-1] == vocabulary.width, f"{logits.shape[-1]} logits a row are not those of {vocabulary}"
+    rows, flat_targets = logits.reshape(-1, vocabulary.width), targets.reshape(-1)
+    if len(rows) != len(flat_targets):
+        raise ValueError(
+            f"logits of shape {tuple(logits.shape)} have {len(rows)} rows and there are {len(flat_targets)} targets; "
+            "give one target a row"
+        )
+    loss: torch.Tensor = _CrossEntropySum.apply(rows, flat_targets, vocabulary, group)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def gather_logits(logits: torch.Tensor, vocabulary: Share, group: Group) -> torch.Tensor:
+    """Whole logits (..., total) on every rank, from slices of the last dim that are those of `plan.splits.shares`.
+
+    Every rank must compute the same loss of them: it takes its slice of its own gradient, and nothing is added up.
+    """
+    assert logits.shape[-1] == vocabulary.width, f"{logits.shape[-1]} logits a row are not those of {vocabulary}"
+    assert (vocabulary.start, vocabulary.stop) == shares(vocabulary.total, group.size)[group.index]
+    if group.size == 1:
+        return logits
+    whole: torch.Tensor = _GatherLogits.apply(logits, vocabulary, group)  # type: ignore[no-untyped-call]
+    return whole
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, vocabulary: Share, group: Group) -> torch.Tensor:
+        dtype = torch.float32 if logits.dtype in (torch.float16, torch.bfloat16) else logits.dtype
+        place, is_here, is_counted = _find_targets(targets, vocabulary)
+        kept = torch.empty_like(logits) if ctx.needs_input_grad[0] and logits.dtype == dtype else None
+        maxima = logits.new_empty(len(logits), 1, dtype=dtype)
+        message = logits.new_empty(2, len(logits), 1, dtype=dtype)
+        sums, target_logits = message
+        for rows, block in _blocks(logits, dtype, kept):
+            wide = _widened(logits[rows], block)
+            # Finite also where the whole slice of a row is masked, for −inf less −inf is no number.
+            maxima[rows] = wide.amax(-1, keepdim=True).clamp_(min=torch.finfo(wide.dtype).min)
+            torch.sub(wide, maxima[rows], out=block).exp_()
+            torch.sum(block, -1, keepdim=True, out=sums[rows])
+        top = maxima.clone()
+        all_reduce(top, group, op="max")
+        relative = (maxima - top).exp_()
+        sums.mul_(relative)
+        target_logits.copy_(torch.where(is_here, logits.gather(1, place), 0.0))
+        all_reduce(message, group)
+        weights = torch.where(is_counted, relative.div_(sums), 0.0)
+        ctx.save_for_backward(logits if kept is None else kept, maxima, weights, place, is_here)
+        ctx.is_kept = kept is not None
+        return torch.where(is_counted, (top - target_logits).add_(sums.log_()), 0.0).sum()
+
+    @staticmethod
+    @once_differentiable  # a second derivative would miss the other ranks' part, without a word
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        saved, maxima, weights, place, is_here = ctx.saved_tensors
+        scale, less = weights * grads[0], is_here * -grads[0]
+        gradient = saved if ctx.is_kept else torch.empty_like(saved)
+        for rows, block in _blocks(saved, maxima.dtype, saved if ctx.is_kept else None):
+            if not ctx.is_kept:
+                torch.sub(_widened(saved[rows], block), maxima[rows], out=block).exp_()
+            block.mul_(scale[rows]).scatter_add_(1, place[rows], less[rows])
+            if not ctx.is_kept:
+                gradient[rows] = block
+        return gradient, None, None, None
+
+
+def _find_targets(targets: torch.Tensor, vocabulary: Share) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of every target, as columns: its place in this slice, else 0; whether it is there; whether it counts at all.
+
+    One outside the vocabulary is refused on a CPU. Elsewhere the question would make the host wait, so it gets a place
+    outside the slice, at which the device stops as it does in torch's own loss.
+    """
+    column = targets.unsqueeze(1)
+    is_counted = column != IGNORED_TARGET
+    is_here = (column >= vocabulary.start) & (column < vocabulary.stop)
+    is_outside = is_counted & (column.clamp(0, vocabulary.total - 1) != column)
+    if targets.device.type == "cpu" and is_outside.any():
+        found = int(column[is_outside][0])
+        raise IndexError(f"Target {found} is out of bounds: the vocabulary has {vocabulary.total} entries")
+    elsewhere = torch.where(is_outside, vocabulary.width, 0)
+    return torch.where(is_here, column - vocabulary.start, elsewhere), is_here, is_counted
+
+
+def _blocks(
+    logits: torch.Tensor, dtype: torch.dtype, kept: torch.Tensor | None
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Some rows after another, and memory for them: their place in what is kept, else the same for all."""
+    num_rows, width = logits.shape
+    if logits.device.type == "cpu":
+        limit_bytes = BLOCK_BYTES
+    else:
+        limit_bytes = DEVICE_BLOCK_BYTES if kept is None else logits.nbytes
+    each = max(1, limit_bytes // (width * dtype.itemsize))
+    memory = logits.new_empty(min(each, num_rows), width, dtype=dtype) if kept is None else kept
+    for start in range(0, num_rows, each):
+        rows = slice(start, min(start + each, num_rows))
+        yield rows, memory[: rows.stop - start] if kept is None else memory[rows]
+
+
+def _widened(logits: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    """Logits to subtract from: a GPU mixes dtypes at no cost, a CPU is faster if they are converted first."""
+    return block.copy_(logits) if logits.dtype != block.dtype and logits.device.type == "cpu" else logits
+
+
+class _GatherLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, vocabulary: Share, group: Group) -> torch.Tensor:
+        ctx.slice = slice(vocabulary.start, vocabulary.stop)
+        widths = [stop - start for start, stop in shares(vocabulary.total, group.size)]
+        leading = logits.shape[:-1]
+        message = logits.new_empty(*leading, max(widths))
+        message[..., : vocabulary.width] = logits
+        gathered = logits.new_empty(group.size, *message.shape)
+        all_gather(gathered.view(-1), message.view(-1), group)
+        return torch.cat([part[..., :width] for part, width in zip(gathered, widths, strict=True)], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grads[0][..., ctx.slice], None, None

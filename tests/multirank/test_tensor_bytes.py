@@ -1,0 +1,86 @@
+"""The bytes of tensor parallelism: what is counted equals what `plan/wire.py` foretells, and the formulas behind it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from oracle import cross_entropy, make_trainer, small_gpt, tensor_plan, token_batch
+from ranks import ranks
+
+from weft.plan.plan import Plan, Recompute
+from weft.plan.wire import SplitLayers, sent_bytes, tensor_bytes
+
+SAMPLES, TOKENS, HIDDEN, VOCABULARY, LAYERS, ITEM_BYTES = 2, 8, 16, 17, 2, 8
+ACTIVATION_BYTES = SAMPLES * TOKENS * HIDDEN * ITEM_BYTES
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "cross-entropy": {"num_targets": SAMPLES * TOKENS, "loss_item_bytes": ITEM_BYTES},
+    "own": {},
+}
+
+
+def check(plan: Plan, *, loss: str = "cross-entropy", **changes: Any) -> None:
+    num_samples = SAMPLES * plan.step.microbatches * plan.axes.data
+    inputs, targets = token_batch(num_samples)
+    model = small_gpt(**changes).double()
+    trainer = make_trainer(model, plan, loss=loss if loss == "cross-entropy" else cross_entropy)
+    rows = slice(
+        trainer.data_rank * num_samples // plan.axes.data, (trainer.data_rank + 1) * num_samples // plan.axes.data
+    )
+    trainer.step(inputs[rows], targets[rows])
+    before = trainer.mesh.traffic["tensor"].sent_bytes
+    trainer.step(inputs[rows], targets[rows])
+    counted = trainer.mesh.traffic["tensor"].sent_bytes - before
+    size, index = plan.axes.tensor, trainer.mesh.index("tensor")
+    kv_heads, head_dim = changes.get("kv_heads", 0), HIDDEN // changes.get("heads", 2)
+    widest = -(-VOCABULARY // size) * size
+    layers = SplitLayers(
+        activation_bytes=ACTIVATION_BYTES,
+        num_regions=2 * LAYERS,
+        num_embeddings=1,
+        num_outputs=1,
+        whole_output_bytes=0 if loss == "cross-entropy" else SAMPLES * TOKENS * widest * ITEM_BYTES,
+        partial_bytes=(HIDDEN * ITEM_BYTES,) * 2 * LAYERS if plan.tensor.sequence else (),
+        repeated_bytes=((head_dim * HIDDEN * ITEM_BYTES, size // kv_heads),) * 2 * LAYERS if kv_heads else (),
+        **LOSSES[loss],
+    )
+    assert counted == tensor_bytes(layers, plan) > 0, f"at place {index}"
+
+
+PLANS = {
+    "plain": tensor_plan(2, microbatches=2),
+    "clipped": tensor_plan(2, clip_norm=0.1),
+    "split tokens": tensor_plan(2, sequence=True, microbatches=2),
+    "recomputed": replace(tensor_plan(2), recompute=Recompute(policy="full")),
+    "recomputed, split tokens": replace(tensor_plan(2, sequence=True), recompute=Recompute(policy="full")),
+    "products kept": replace(tensor_plan(2), recompute=Recompute(policy="selective")),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", PLANS)
+def test_counted_bytes_are_those_foretold(name: str) -> None:
+    check(PLANS[name])
+
+
+@ranks(2)
+def test_whole_logits_and_repeated_heads_cost_what_they_cost() -> None:
+    check(tensor_plan(2), loss="own")
+    check(tensor_plan(2), heads=4, kv_heads=1)
+
+
+@ranks(4)
+def test_also_on_four_ranks() -> None:
+    check(tensor_plan(4, sequence=True), heads=4)
+    check(tensor_plan(2, data=2), heads=4)
+
+
+def test_the_formula() -> None:
+    """Two all-reduces forward and two backward a layer; split tokens send the same, and gather each input once more."""
+    layers = SplitLayers(activation_bytes=1000, num_regions=2)
+    assert tensor_bytes(layers, tensor_plan(4)) == 4 * sent_bytes("all-reduce", 1000, 4) == 4 * 1500
+    inside = 4 * 1500 + 2 * 750
+    around = 2 * 750
+    assert tensor_bytes(layers, tensor_plan(4, sequence=True)) == inside + around

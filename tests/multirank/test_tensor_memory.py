@@ -1,0 +1,89 @@
+"""What a rank keeps of a split model falls as the formulas say: its weights, and what a block keeps for backward.
+
+Of a block with dropout in 16 bits, a flash kernel, s tokens, b samples and h features a rank keeps, over t ranks:
+
+    one rank            34 s b h
+    split layers        (10 + 24 / t) s b h
+    split tokens too    34 / t s b h
+
+with a byte for each entry of the two masks of dropout, which torch keeps in two on a CPU: 36 and 12 there.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import make_trainer, tensor_plan
+from ranks import ranks
+from torch import Tensor
+
+from weft.models.gpt import GPT, GPTConfig
+from weft.plan.plan import Plan
+from weft.training.trainer import Trainer
+
+TOKENS, SAMPLES, HIDDEN, HEADS = 32, 4, 256, 4
+
+
+def trained_by(plan: Plan, num_layers: int) -> Trainer:
+    config = GPTConfig(
+        vocab_size=64,
+        context=TOKENS,
+        num_layers=num_layers,
+        hidden=HIDDEN,
+        heads=HEADS,
+        positions="learned",
+        norm="layer",
+        bias=True,
+        dropout=0.1,
+    )
+    return make_trainer(GPT(config).bfloat16(), plan)
+
+
+def kept_bytes(trainer: Trainer) -> int:
+    """All memory that one forward pass keeps for the backward pass, besides the parameters'."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in trainer.model.parameters()}
+    kept: dict[int, int] = {}
+    alive: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    inputs = torch.zeros(SAMPLES, TOKENS, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        trainer.model(inputs)
+    return sum(kept.values())
+
+
+def check(tensor: int, *, sequence: bool, parts: float) -> None:
+    plan = tensor_plan(tensor, sequence=sequence)
+    block = kept_bytes(trained_by(plan, 2)) - kept_bytes(trained_by(plan, 1))
+    assert block == pytest.approx(parts * TOKENS * SAMPLES * HIDDEN, rel=0.02)
+
+
+def test_one_rank() -> None:
+    check(1, sequence=False, parts=36)
+
+
+@ranks(2)
+@pytest.mark.parametrize(("sequence", "parts"), [(False, 12 + 24 / 2), (True, 36 / 2)])
+def test_two_ranks(sequence: bool, parts: float) -> None:
+    check(2, sequence=sequence, parts=parts)
+
+
+@ranks(4)
+@pytest.mark.parametrize(("sequence", "parts"), [(False, 12 + 24 / 4), (True, 36 / 4)])
+def test_four_ranks(sequence: bool, parts: float) -> None:
+    check(4, sequence=sequence, parts=parts)
+
+
+@ranks(4)
+def test_weights_and_moments_are_shared_out() -> None:
+    """12 h² + 13 h numbers a block: a rank has a quarter of the matrices and of the biases of column layers."""
+    trainers = [trained_by(tensor_plan(4), num_layers) for num_layers in (1, 2)]
+    sizes = [sum(parameter.numel() for parameter in trainer.model.parameters()) for trainer in trainers]
+    matrices, column_biases, whole = 12 * HIDDEN**2, (3 + 4) * HIDDEN, (1 + 1 + 4) * HIDDEN
+    assert sizes[1] - sizes[0] == matrices // 4 + column_biases // 4 + whole
