@@ -185,6 +185,23 @@ class BiasedAttention(nn.Module):
         return self.o((weights @ v).permute(0, 2, 1, 3).reshape(B, T, C))
 
 
+class PalmBlock(nn.Module):
+    """Attention with one key head and an MLP, all of one fused projection, beside each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(C)
+        self.fused = nn.Linear(C, C + 2 * D + 48, bias=False)
+        self.out, self.down = nn.Linear(C, C, bias=False), nn.Linear(24, C, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v, hidden = self.fused(self.norm(x)).split((C, D, D, 48), dim=-1)
+        q = q.view(B, T, H, D).transpose(1, 2)
+        scores = torch.einsum("bhtd,bsd->bhts", q, k) * D**-0.5
+        mixed = torch.einsum("bhts,bsd->bhtd", scores.softmax(-1), v)
+        return x + self.out(mixed.transpose(1, 2).reshape(B, T, C)) + self.down(F.glu(hidden))
+
+
 class Residual(nn.Module):
     """A block of two halves."""
 
@@ -246,7 +263,7 @@ class AlexNet(nn.Module):
         )  # fmt: skip
         self.pool = nn.AdaptiveAvgPool2d(2)
         self.classifier = nn.Sequential(
-            nn.Dropout(0.0), nn.Linear(16 * 4, 32), nn.ReLU(inplace=True), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10)
+            nn.Linear(16 * 4, 32), nn.ReLU(inplace=True), nn.Linear(32, 32), nn.ReLU(inplace=True), nn.Linear(32, 10)
         )
 
     def forward(self, images: Tensor) -> Tensor:
@@ -262,8 +279,8 @@ class Separable(nn.Module):
         self.own = nn.Conv2d(16, 16, 3, padding=1, groups=16)
         self.norm, self.slope, self.groups = nn.BatchNorm2d(16), nn.PReLU(16), nn.GroupNorm(8, 16)
         self.narrow = nn.Conv2d(16, 6, 1)
-        self.head = nn.Linear(6 * 16, 5)
+        self.head = nn.Linear(6, 5)
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.slope(self.norm(self.own(self.wide(images))))
-        return self.head(torch.relu(self.narrow(self.groups(x))).flatten(1))
+        return self.head(torch.relu(self.narrow(self.groups(x))).mean((2, 3)))

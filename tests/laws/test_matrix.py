@@ -25,6 +25,7 @@ from oracle import (
     pipeline_plan,
     small_convnet,
     small_gpt,
+    tensor_plan,
     token_batch,
 )
 from ranks import ranks
@@ -142,6 +143,12 @@ def row(plan: Plan, model: str, sizes: tuple[int, ...], optimizer: MakeOptimizer
 
 def recomputing(policy: str, plan: Plan) -> Plan:
     return replace(plan, recompute=Recompute(policy=policy))
+
+
+def outermost(axis: str, plan: Plan) -> Plan:
+    """The same plan with the ranks along an axis furthest apart."""
+    order = (axis, *(other for other in plan.axes.order if other != axis))
+    return replace(plan, axes=replace(plan.axes, order=order))
 
 
 CASES = {
@@ -266,6 +273,45 @@ CASES = {
     "zero-bubble 2, recompute": row(
         recomputing("selective", pipeline_plan(2, schedule="zero-bubble", microbatches=3)), "deep gpt", SHORT
     ),
+    # split layers
+    "tensor 2": row(tensor_plan(2, clip_norm=0.1), "rotary tied gpt", SHORT, ADAMW),
+    "tensor 2, 3 micro-batches": row(tensor_plan(2, microbatches=3, sequence=True), "learned untied gpt", UNEVEN),
+    "tensor 2, unused": row(tensor_plan(2, microbatches=2), "gpt with unused", UNEVEN, ADAMW),
+    "tensor 2, frozen": row(tensor_plan(2, clip_norm=0.1, sequence=True), "frozen gpt", SHORT),
+    "tensor 2, convnet": row(tensor_plan(2, microbatches=2), "frozen convnet", SHORT, ADAMW),
+    "tensor 2, group norm": row(tensor_plan(2, clip_norm=0.1), "group-normed convnet", SHORT),
+    "tensor 3": row(tensor_plan(3), "grouped gpt", SHORT),
+    "tensor 4, more ranks than key heads": row(tensor_plan(4, clip_norm=0.1, sequence=True), "grouped gpt", SHORT),
+    "tensor 2, data 2": row(tensor_plan(2, data=2, microbatches=2), "grouped gpt", UNEVEN, ADAMW),
+    "tensor 2, data 2, convnet": row(tensor_plan(2, data=2, clip_norm=0.1), "convnet", UNEVEN),
+    "tensor 2, data 2, zero 1": row(tensor_plan(2, data=2, shard=ONE, clip_norm=0.1), "learned untied gpt", UNEVEN),
+    "tensor 2, data 2, zero 2": row(
+        tensor_plan(2, data=2, shard=TWO, microbatches=2, clip_norm=0.1, sequence=True), "gpt with unused", UNEVEN
+    ),
+    "tensor 2, data 2, zero 3": row(
+        tensor_plan(2, data=2, shard=THREE, microbatches=2, reshard="microbatch"), "frozen gpt", SHORT, ADAMW
+    ),
+    "tensor 2, data 2, zero 3, recompute": row(
+        recomputing("selective", tensor_plan(2, data=2, shard=THREE, sequence=True)), "grouped gpt", UNEVEN
+    ),
+    "tensor 2, pipeline 2": row(tensor_plan(2, pipeline=2, microbatches=3, clip_norm=0.1), "deep gpt", UNEVEN),
+    "tensor 2, zero-bubble 2": row(
+        tensor_plan(2, pipeline=2, schedule="zero-bubble", microbatches=3, sequence=True), "deep gpt", SHORT, ADAMW
+    ),
+    "tensor 2, interleaved 2, data 2, zero 3": row(
+        tensor_plan(
+            2, pipeline=2, schedule="interleaved", chunks=2, data=2, shard=THREE, microbatches=2, sequence=True
+        ),
+        "deep gpt",
+        UNEVEN,
+    ),
+    "tensor 2, hybrid zero 2": row(
+        tensor_plan(2, data=2, replicate=2, shard=TWO, clip_norm=0.1), "rotary tied gpt", UNEVEN
+    ),
+    "tensor outermost": row(
+        outermost("tensor", tensor_plan(2, data=2, shard=TWO, sequence=True)), "rotary tied gpt", SHORT
+    ),
+    "sockets, tensor 2, data 2": row(tensor_plan(2, data=2, transport="c10d", sequence=True), "grouped gpt", SHORT),
     # the examples; those that do not give one process's answer have tests of their own
     **{
         f"examples/{path.name}": row(plan, "deep gpt" if plan.axes.pipeline > 1 else "rotary tied gpt", UNEVEN)

@@ -49,6 +49,17 @@ class GatedAttention(nn.Module):
         return self.o(y.transpose(1, 2).flatten(2))
 
 
+class NormedAttention(Attention):
+    """As many vision transformers have it: the norm is part of the attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
 class GatedMLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -104,6 +115,7 @@ class Towers(nn.Module):
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch]]] = {
     "nanoGPT": (lambda: Transformer(Attention, tied=True), token_batch),
     "Llama": (lambda: Transformer(GatedAttention), token_batch),
+    "norms inside": (lambda: Transformer(NormedAttention), token_batch),
     "convnet": (lambda: small_convnet(batch_norm=True), image_batch),
     "towers": (Towers, image_batch),
 }
@@ -140,6 +152,6 @@ def test_four_ranks(name: str, plan: Plan) -> None:
 
 
 @ranks(4)
-@pytest.mark.parametrize("name", ["nanoGPT", "Llama"])
+@pytest.mark.parametrize("name", ["nanoGPT", "Llama", "norms inside"])
 def test_split_tokens(name: str) -> None:
     verified(name, tensor_plan(4, sequence=True, clip_norm=0.5))

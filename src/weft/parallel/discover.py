@@ -21,10 +21,11 @@ from torch import nn
 
 from weft.blueprint import find_blueprint
 from weft.parallel.discover_choice import Choice, Refusal
+from weft.parallel.discover_facts import Facts
+from weft.parallel.discover_follow import follow
 from weft.parallel.discover_packing import take_best
 from weft.parallel.discover_records import Layer, Record
-from weft.parallel.discover_regions import Candidate, Facts
-from weft.parallel.discover_trace import follow
+from weft.parallel.discover_regions import Candidate, make_candidate
 from weft.parallel.features import Digit, Dim, digits, leaves
 from weft.plan.splits import Count, Cut, Region, Section, region_problems
 
@@ -60,6 +61,7 @@ def find(
     record = follow(model, call, whole_between=whole_between)
     facts = Facts(record, tensor)
     reasons: dict[str, str] = {}
+    nearly: set[str] = set()  # layers of which something is not mixed, but cannot be split for another reason
     candidates: dict[frozenset[Digit], Candidate] = {}
     layers = sorted((layer for layer in record.layers.values() if layer.given), key=lambda layer: layer.order)
     for layer in layers:
@@ -70,8 +72,10 @@ def find(
                 made = _candidate(facts, digit)
                 candidates[made.digits] = made
             except Refusal as refusal:
-                text = str(refusal)
-                reasons.setdefault(layer.name, f"{_described(layer.outputs, digit)} {text}")
+                if layer.name not in reasons or (digit.reason is None and layer.name not in nearly):
+                    reasons[layer.name] = f"{_described(layer.outputs, digit)} {refusal}"
+                if digit.reason is None:
+                    nearly.add(layer.name)
     reasons |= {
         name: f"its weight is that of {' and '.join(record.layers[name].tied)}, which cannot be split alike"
         for candidate in candidates.values()
@@ -112,11 +116,11 @@ def _candidate(facts: Facts, digit: Digit) -> Candidate:
     while (missing := _missing_part(facts, chosen)) is not None:
         chosen.add(missing)
     try:
-        return facts.region(Choice(chosen=frozenset(chosen)))
+        return make_candidate(facts, Choice(chosen=frozenset(chosen)))
     except Refusal:
         if len(chosen) == 1:
             raise
-    return facts.region(Choice(chosen=frozenset({digit})))
+    return make_candidate(facts, Choice(chosen=frozenset({digit})))
 
 
 def _missing_part(facts: Facts, chosen: set[Digit]) -> Digit | None:
@@ -144,7 +148,7 @@ def _further(facts: Facts, outer: Digit) -> Candidate:
             is_free = other.reason is None and not other.parts and other not in tried
             if one is outer and is_free and one.size * other.size >= facts.tensor:
                 tried.add(other)
-                return facts.region(Choice(chosen=frozenset({outer}), within=other, outer=outer))
+                return make_candidate(facts, Choice(chosen=frozenset({outer}), within=other, outer=outer))
     raise Refusal(f"{outer.size} are too few for {facts.tensor} ranks")
 
 
@@ -164,7 +168,7 @@ def _vocabularies(facts: Facts, candidates: list[Candidate]) -> list[Candidate]:
         done |= set(group)
         members = [layers[name] for name in group]
         heads = [one for one in candidates if one.layers <= set(group) and one.regions[0].is_output]
-        num_rows, width = layer.module.weight.shape  # type: ignore[misc, operator]
+        num_rows, width = layer.module.weight.shape  # type: ignore[misc]
         is_worth_it = num_rows >= width or bool(heads)
         fits = all(one.is_given_ids or any(one.name in head.layers for head in heads) for one in members)
         is_counted = any(facts.checks[digit] or facts.modules[digit] for digit in leaves(layer.rows))
@@ -189,7 +193,7 @@ def _vocabularies(facts: Facts, candidates: list[Candidate]) -> list[Candidate]:
 
 def _rows_of(layer: Layer) -> Region:
     name = layer.names["weight"]
-    num_rows = layer.module.weight.shape[0]  # type: ignore[index, union-attr]
+    num_rows = layer.module.weight.shape[0]  # type: ignore[index]
     return Region(
         rows=(layer.name,),
         cuts=(Cut(name=name, dim=0, sections=(Section(num_units=num_rows),)),),  # type: ignore[arg-type]
@@ -199,6 +203,4 @@ def _rows_of(layer: Layer) -> Region:
 
 def _blocks(model: nn.Module) -> tuple[str, ...]:
     """Repeated modules, each of which had better keep its splits to itself."""
-    return tuple(
-        name for name in find_blueprint(model).blocks if any(True for _ in model.get_submodule(name).children())
-    )
+    return tuple(name for name in find_blueprint(model).blocks if list(model.get_submodule(name).children()))

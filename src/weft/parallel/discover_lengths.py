@@ -2,7 +2,8 @@
 
 `x.shape[-1]` of a share is a share's size. So while a model is followed, a size of something that might be shared out
 is a `Length`: a whole number that knows how it was computed, so that it can be computed again for any rank. What the
-code does with it other than arithmetic (a comparison, a square root) is noted, and must come out the same on all ranks.
+code does with it other than whole-number arithmetic (a comparison, a square root) is noted, and must come out the same
+on all ranks. What Python computes without asking goes unnoticed: 1.0 / n, or how often a loop over range(n) runs.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from weft.parallel.features import Dim, length
 
 Local = Callable[[Dim], int]
 """How long a dim is on some rank."""
 Compute = Callable[[Local], Any]
+Note = Callable[[tuple[Dim, ...], Compute, Any], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,38 +38,30 @@ class Length(int):
 
     dims: tuple[Dim, ...]
     compute: Compute
-    note: Callable[[tuple[Dim, ...], Compute, Any], None]
+    note: Note
 
     @classmethod
-    def of(cls, dim: Dim, note: Callable[[tuple[Dim, ...], Compute, Any], None]) -> Self:
-        return cls._make(length(dim), (dim,), lambda local: local(dim), note)
-
-    @classmethod
-    def product(cls, dims: tuple[Dim, ...], note: Callable[[tuple[Dim, ...], Compute, Any], None]) -> Self:
-        value = math.prod(length(dim) for dim in dims)
-        return cls._make(value, dims, lambda local: math.prod(local(dim) for dim in dims), note)
-
-    @classmethod
-    def _make(cls, value: int, dims: tuple[Dim, ...], compute: Compute, note: Any) -> Self:
+    def make(cls, value: int, dims: tuple[Dim, ...], compute: Compute, note: Note) -> Length:
         made = cls(value)
         made.dims, made.compute, made.note = dims, compute, note
         return made
 
+    @classmethod
+    def product(cls, dims: tuple[Dim, ...], note: Note) -> Length:
+        value = math.prod(length(dim) for dim in dims)
+        return cls.make(value, dims, lambda local: math.prod(local(dim) for dim in dims), note)
+
     def used(self) -> int:
         """Its value, for somebody who does not know that it may be another elsewhere."""
-        value = int.__int__(self)
-        self.note(self.dims, self.compute, value)
-        return value
+        self.note(self.dims, self.compute, plain(self))
+        return int.__int__(self)
 
-    # What somebody remembered by sizes in an earlier pass has another history.
-    __hash__ = object.__hash__  # type: ignore[assignment]
-
-    def __reduce__(self) -> Any:
-        return int, (self.used(),)
+    # What somebody remembers by sizes from an earlier pass has another history.
+    __hash__ = object.__hash__
 
 
 def plain(value: Any) -> Any:
-    """A whole number without its history."""
+    """A number without its history."""
     return int.__int__(value) if isinstance(value, Length) else value
 
 
@@ -76,42 +70,49 @@ def local_value(value: Any, local: Local) -> Any:
     return value.compute(local) if isinstance(value, Length) else value
 
 
-def _arithmetic(name: str, function: Callable[[Any, Any], Any], *, is_swapped: bool) -> Callable[[Length, Any], Any]:
+def _whole(function: Callable[[Any, Any], Any], *, is_swapped: bool = False) -> Callable[[Length, Any], Any]:
+    """Arithmetic that makes whole numbers of whole numbers."""
+
     def method(self: Length, other: Any) -> Any:
         if not isinstance(other, int):
-            return NotImplemented if name in _WHOLE else getattr(int.__int__(self), name)(other)
-        theirs = other.dims if isinstance(other, Length) else ()
+            return function(other, self.used()) if is_swapped else function(self.used(), other)
+        pair = (other, self) if is_swapped else (self, other)
+        dims = tuple(dim for one in pair if isinstance(one, Length) for dim in one.dims)
 
         def compute(local: Local) -> Any:
-            pair = local_value(self, local), local_value(other, local)
-            return function(*reversed(pair)) if is_swapped else function(*pair)
+            return function(*(local_value(one, local) for one in pair))
 
-        value = function(plain(other), plain(self)) if is_swapped else function(plain(self), plain(other))
-        if name in _WHOLE:
-            return Length._make(value, (*self.dims, *theirs), compute, self.note)
-        self.note((*self.dims, *theirs), compute, value)
-        return value
+        return Length.make(function(*map(plain, pair)), dims, compute, self.note)
 
     return method
 
 
-def _conversion(function: Callable[[Any], Any]) -> Callable[[Length], Any]:
-    def method(self: Length) -> Any:
-        value = function(int.__int__(self))
-        self.note(self.dims, lambda local: function(self.compute(local)), value)
-        return value
+def _noted(function: Callable[..., Any], *, is_swapped: bool = False) -> Callable[..., Any]:
+    """Anything else."""
+
+    def method(self: Length, *others: Any) -> Any:
+        if any(not isinstance(other, int | float | None) for other in others):
+            return NotImplemented
+        values = (*others, self) if is_swapped else (self, *others)
+        dims = tuple(dim for one in values if isinstance(one, Length) for dim in one.dims)
+
+        def compute(local: Local) -> Any:
+            return function(*(local_value(one, local) for one in values))
+
+        found = function(*map(plain, values))
+        self.note(dims, compute, found)
+        return found
 
     return method
 
 
-_WHOLE = {f"__{kind}{name}__" for kind in ("", "r") for name in ("add", "sub", "mul", "floordiv", "mod")}
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-
-for _name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow"):
-    for _kind in ("", "r"):
-        _method = f"__{_kind}{_name}__"
-        setattr(Length, _method, _arithmetic(_method, getattr(operator, _name), is_swapped=_kind == "r"))
-for _name in _COMPARISONS:
-    setattr(Length, f"__{_name}__", _arithmetic(f"__{_name}__", getattr(operator, _name), is_swapped=False))
-for _name, _function in (("float", float), ("bool", bool), ("int", int), ("neg", operator.neg)):
-    setattr(Length, f"__{_name}__", _conversion(_function))
+for _name in ("add", "sub", "mul", "floordiv", "mod"):
+    setattr(Length, f"__{_name}__", _whole(getattr(operator, _name)))
+    setattr(Length, f"__r{_name}__", _whole(getattr(operator, _name), is_swapped=True))
+for _name in ("truediv", "pow", "lshift", "rshift"):
+    setattr(Length, f"__{_name}__", _noted(getattr(operator, _name)))
+    setattr(Length, f"__r{_name}__", _noted(getattr(operator, _name), is_swapped=True))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "abs"):
+    setattr(Length, f"__{_name}__", _noted(getattr(operator, _name)))
+for _function in (float, int, bool, divmod, round, math.trunc, math.floor, math.ceil):
+    setattr(Length, f"__{_function.__name__}__", _noted(_function))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.parallel.discover_lengths import Local, local_value
-from weft.parallel.discover_records import GivenSize, NotedCall
+from weft.parallel.discover_records import GivenSize, Layer, NotedCall
 from weft.parallel.features import Dim, Layout, block, length, unify
 
 if TYPE_CHECKING:
@@ -29,9 +29,8 @@ class Operation:
     """Of the operands, by id."""
     call: NotedCall | None = None
     """Where sizes are noted, if the function takes any."""
-    is_layer: bool = False
-    roots: int = 0
-    """Of what a layer made."""
+    layer: Layer | None = None
+    """Whose own code this is."""
     written: Layout | None = None
     """What was written into, where that is not what is returned."""
     _known: set[int] = field(default_factory=set)
@@ -100,9 +99,6 @@ class Operation:
             return len({local(dim) for dim in dims}) == 1
 
         self.same(compute, dims, expected=True)
-
-    def all_made(self, layouts: Sequence[Layout]) -> tuple[Layout, ...]:
-        return tuple(layouts) if self.written is None else (*layouts, self.written)
 
     def knows(self, value: Any) -> bool:
         return id(value) in self._known

@@ -34,7 +34,7 @@ def _weight(candidate: Candidate, blocks: Sequence[str]) -> float:
 
 
 def _neighbours(candidates: Sequence[Candidate], layouts: Sequence[Layout]) -> Neighbours:
-    """Who is in whose way: a layer or a parameter that both want, or a tensor in which both would share something out."""
+    """Who is in whose way: both want a layer or a parameter, or would share something out in one tensor."""
     wanted: dict[object, set[int]] = {}
     owner: dict[object, set[int]] = {}
     for place, candidate in enumerate(candidates):

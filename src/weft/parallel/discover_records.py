@@ -7,12 +7,14 @@ made and used them, which parameters reach along them, and what sizes the model'
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
 from weft.parallel.discover_lengths import Check
 from weft.parallel.features import Dim, Layout
+
+UNKNOWN = 1
+"""Root of what was made by something that was not seen."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,7 +54,7 @@ class Held:
     name: str
     layout: Layout
     bit: int
-    is_parameter: bool
+    """That stands for it among roots; 0: a buffer, which does not learn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,5 +107,5 @@ class Record:
     checks: list[Check] = field(default_factory=list)
     calls: dict[str, list[list[NotedCall]]] = field(default_factory=dict)
     """Of each module, in each of its forward passes."""
-    output: Any = None
-    """The features of the model's output, if those may stay shares."""
+    output: Layout | None = None
+    """Of what the model returns, if that is one tensor."""

@@ -6,23 +6,18 @@ digits, whole tensors used on shares, sizes in the model's code.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
 
-from weft.parallel.discover_choice import Choice, Refusal, matching_units
-from weft.parallel.discover_lengths import local_value, plain
-from weft.parallel.discover_records import Held, Layer, NotedCall, Record
-from weft.parallel.discover_trace import UNKNOWN
-from weft.parallel.features import Digit, Dim, digits, leaves, length
-from weft.plan.splits import Count, Cut, Region, Resized, Section, Size, SizedCall, region_problems, share_of, shares
-
-T = TypeVar("T")
+from weft.parallel.discover_choice import Choice, Refusal
+from weft.parallel.discover_facts import Facts
+from weft.parallel.discover_layers import is_transposed
+from weft.parallel.discover_records import UNKNOWN, Layer
+from weft.parallel.discover_sizes import Sizes
+from weft.parallel.features import Digit, digits, length
+from weft.plan.splits import Cut, Region, Section, entries, region_problems, region_shares
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -40,49 +35,9 @@ class Candidate:
     order: int
 
 
-class Facts:
-    """What was noted, by the digits concerned."""
-
-    def __init__(self, record: Record, tensor: int) -> None:
-        self.record = record
-        self.tensor = tensor
-        self.columns: dict[Digit, list[Layer]] = defaultdict(list)
-        self.rows: dict[Digit, list[Layer]] = defaultdict(list)
-        self.held: dict[Digit, list[Held]] = defaultdict(list)
-        self.modules: dict[Digit, set[str]] = defaultdict(set)
-        self.uses: dict[Digit, list[int]] = defaultdict(list)
-        self.layouts: dict[Digit, list[int]] = defaultdict(list)
-        self.checks: dict[Digit, list[int]] = defaultdict(list)
-        for layer in record.layers.values():
-            _enter(self.columns, (layer.outputs,), layer)
-            _enter(self.rows, (layer.inputs,), layer)
-        for held in record.held:
-            _enter(self.held, held.layout, held)
-        for number, use in enumerate(record.uses):
-            _enter(self.uses, (dim for layout in use.made for dim in layout), number)
-        for number, layout in enumerate(record.layouts):
-            _enter(self.layouts, layout, number)
-        for number, check in enumerate(record.checks):
-            _enter(self.checks, check.dims, number)
-        for module, passes in record.calls.items():
-            for size in (size for calls in passes for call in calls for size in call.sizes):
-                for leaf in (leaf for dim in _dims_of(size.value, size.dims) for leaf in leaves(dim)):
-                    self.modules[leaf].add(module)
-        self.by_bit = {layer.bit: layer for layer in record.layers.values()}
-        self.held_by_bit = {held.bit: held for held in record.held}
-
-    def region(self, choice: Choice) -> Candidate:
-        """The region in which these digits are shared out; a Refusal if it cannot be."""
-        return _Maker(self, choice).make()
-
-
-def _dims_of(value: int, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
-    return (*getattr(value, "dims", ()), *dims)
-
-
-def _enter(index: dict[Digit, list[T]], dims: Iterable[Dim], what: T) -> None:
-    for leaf in {leaf for dim in dims for leaf in leaves(dim) if leaf.reason is None}:
-        index[leaf].append(what)
+def make_candidate(facts: Facts, choice: Choice) -> Candidate:
+    """The region in which these digits are shared out; a Refusal if it cannot be."""
+    return _Maker(facts, choice).make()
 
 
 class _Maker:
@@ -119,17 +74,11 @@ class _Maker:
         problems = region_problems(region, self.facts.tensor)
         if problems:
             raise Refusal(f"cannot be split: {problems[0]}")
-        sizes = _Sizes(self, region)
+        self._check_rows(region)
+        sizes = Sizes(self.facts, self.choice, region)
         sizes.check()
-        region = Region(
-            columns=region.columns,
-            rows=region.rows,
-            cuts=region.cuts,
-            partial=region.partial,
-            counts=sizes.counts(),
-            resized=sizes.resized(),
-            is_output=region.is_output,
-        )
+        counts = sizes.counts(self.columns.values(), self.rows.values(), self.held.values())
+        region = replace(region, counts=counts, resized=sizes.resized())
         layers = [*self.columns.values(), *self.rows.values()]
         partial_layers = {one.name for one in record.layers.values() if self.partial & set(one.names.values())}
         return Candidate(
@@ -156,13 +105,15 @@ class _Maker:
 
     def _is_returned(self) -> bool:
         output = self.facts.record.output
-        return output is not None and self.choice.is_in(output)
+        return output is not None and any(self.choice.is_in(dim) for dim in output)
 
     def _check_ends(self) -> None:
         if self._is_returned():
-            output = digits(self.facts.record.output)
-            if self.rows or len(self.columns) != 1 or len(output) != 1 or output[0] not in self.choice.chosen:
-                raise Refusal("is returned by the model, and goes elsewhere too")
+            assert self.facts.record.output is not None
+            *others, last = self.facts.record.output
+            is_last = len(digits(last)) == 1 and digits(last)[0] in self.choice.chosen
+            if self.rows or len(self.columns) != 1 or not is_last or any(self.choice.is_in(dim) for dim in others):
+                raise Refusal("is returned by the model, not as its last dim or not there alone")
             (layer,) = self.columns.values()
             if not isinstance(layer.module, nn.Linear):
                 raise Refusal("is returned by the model")
@@ -200,6 +151,15 @@ class _Maker:
                 names = [n for n in self.columns if end.roots & record.layers[n].bit] or sorted(self.partial)
                 raise Refusal(f'meets something ("{names[0]}") that is also needed whole')
 
+    def _check_rows(self, region: Region) -> None:
+        """What is added up must not be there several times."""
+        each, out_of = region_shares(region, self.facts.tensor)
+        weights = {layer.names["weight"] for layer in self.rows.values()}
+        for cut in region.cuts:
+            held = sum(stop - start for share in each for start, stop in entries(cut, share, out_of))
+            if cut.name in weights and held != sum(section.length for section in cut.sections):
+                raise Refusal(f'comes to "{cut.name}" with parts that several ranks would have')
+
     # What is cut
 
     def _cuts(self) -> dict[str, Cut]:
@@ -213,7 +173,7 @@ class _Maker:
             name = layer.names["weight"]
             contracted = self.choice.sections(layer.inputs)
             assert contracted is not None
-            cuts[name] = Cut(name=name, dim=0 if _is_transposed(layer.module) else 1, sections=contracted)
+            cuts[name] = Cut(name=name, dim=0 if is_transposed(layer.module) else 1, sections=contracted)
         for held in self.held.values():
             found = [(dim, self.choice.sections(each)) for dim, each in enumerate(held.layout)]
             cut_dims = [(dim, sections) for dim, sections in found if sections is not None]
@@ -242,95 +202,6 @@ class _Maker:
         return total
 
 
-class _Sizes:
-    """Numbers in attributes and code that a region changes."""
-
-    def __init__(self, maker: _Maker, region: Region) -> None:
-        tensor = maker.facts.tensor
-        self.maker = maker
-        self.facts, self.choice = maker.facts, maker.choice
-        out_of = region.num_units(tensor)
-        each = shares(out_of, tensor)
-        self.numbers = {section.num_units for cut in region.cuts for section in cut.sections}
-        self.locals = [self.choice.local(share, out_of) for share in each]
-        self.lengths = [lambda number, share=share: _length(share_of(number, share, out_of)) for share in each]
-        row_weights = {layer.names["weight"] for layer in maker.rows.values()}
-        for cut in region.cuts:
-            if cut.name in row_weights and any(s.num_units % out_of for s in cut.sections):
-                raise Refusal(f'comes to "{cut.name}" with parts that several ranks would have')
-
-    def check(self) -> None:
-        """What the code found out about sizes must hold on all ranks."""
-        for number in {n for digit in self.choice.everything for n in self.facts.checks[digit]}:
-            check = self.facts.record.checks[number]
-            if any(check.compute(local) != check.expected for local in self.locals):
-                raise Refusal(f'has a size that the code of "{check.module}" relies on')
-
-    def counts(self) -> tuple[Count, ...]:
-        found: list[Count] = []
-        names: dict[str, list[tuple[str, Dim]]] = {}
-        for layer in self.maker.columns.values():
-            groups = ["groups", "in_channels"] if isinstance(layer.module, _ConvNd) and layer.module.groups > 1 else []
-            known = ("out_features", "out_channels", "nf", "embedding_dim", *groups)
-            names.setdefault(layer.name, []).extend((name, layer.outputs) for name in known)
-        for layer in self.maker.rows.values():
-            names.setdefault(layer.name, []).extend((n, layer.inputs) for n in ("in_features", "in_channels", "nx"))
-        for held in self.maker.held.values():
-            owner = held.name.rpartition(".")[0]
-            module = self.facts.record.modules[owner]
-            if isinstance(module, _NormBase | nn.GroupNorm | nn.PReLU):
-                names[owner] = [
-                    (n, held.layout[0]) for n in ("num_features", "num_groups", "num_channels", "num_parameters")
-                ]
-        for owner, attributes in names.items():
-            for attribute, dim in attributes:
-                value = plain(getattr(self.facts.record.modules[owner], attribute, None))
-                if isinstance(value, int):
-                    found += self._count(owner, attribute, value, dim)
-        return tuple(found)
-
-    def _count(self, module: str, attribute: str, value: int, dim: Dim) -> list[Count]:
-        """A number that shrinks as a dim does."""
-        size = length(dim)
-        given, needed = [value * size] * len(self.locals), [local(dim) * value for local in self.locals]
-        units = matching_units(value, given, needed, self.numbers, self.lengths)
-        if units is None:
-            if attribute in ("num_groups", "groups"):
-                raise Refusal(f'changes "{module}.{attribute}" in no proportion')
-            return []
-        return (
-            [Count(module=module, attribute=attribute, num_units=units[0], per_units=units[1])] if units[0] > 1 else []
-        )
-
-    def resized(self) -> tuple[Resized, ...]:
-        found = []
-        for module in sorted({name for digit in self.choice.everything for name in self.facts.modules[digit]}):
-            if module in self.facts.record.layers:
-                continue  # whose sizes are attributes
-            passes = [tuple(self._call(call, module) for call in calls) for calls in self.facts.record.calls[module]]
-            if any(call.sizes for calls in passes for call in calls):
-                if any(calls != passes[0] for calls in passes):
-                    raise Refusal(f'has a size that the code of "{module}" gives otherwise from call to call')
-                found.append(Resized(module=module, calls=passes[0]))
-        return tuple(found)
-
-    def _call(self, call: NotedCall, module: str) -> SizedCall:
-        sizes = []
-        for size in call.sizes:
-            given = [local_value(size.value, local) for local in self.locals]
-            needed = [sum(local(dim) for dim in size.dims) for local in self.locals]
-            units = matching_units(plain(size.value), given, needed, self.numbers, self.lengths)
-            if units is None:
-                raise Refusal(f'has a size that the code of "{module}" gives to {call.function} in no proportion')
-            if units != (1, 1):
-                sizes.append(Size(place=size.place, num_units=units[0], per_units=units[1]))
-        return SizedCall(function=call.function, sizes=tuple(sizes))
-
-
-def _length(share: tuple[int, int]) -> int:
-    return share[1] - share[0]
-
-
 def _bits(roots: int) -> Iterable[int]:
     while roots:
         bit = roots & -roots
@@ -338,12 +209,8 @@ def _bits(roots: int) -> Iterable[int]:
         roots ^= bit
 
 
-def _is_transposed(module: nn.Module) -> bool:
-    return not isinstance(module, nn.Linear | _ConvNd | nn.Embedding)
-
-
 def _output_dims(layer: Layer) -> dict[str, int]:
     """The dim of output features of each of a layer's parameters."""
-    is_second = _is_transposed(layer.module) or isinstance(layer.module, nn.Embedding)
+    is_second = is_transposed(layer.module) or isinstance(layer.module, nn.Embedding)
     dims = {"weight": 1 if is_second else 0}
     return dims if layer.module._parameters.get("bias") is None else dims | {"bias": 0}

@@ -12,60 +12,18 @@ import torch
 
 from weft.parallel import discover_layers as layers
 from weft.parallel import discover_shapes as shapes
+from weft.parallel.discover_kinds import BROADCAST, KEEPING, REDUCING, UNARY
+from weft.parallel.discover_lengths import plain
 from weft.parallel.discover_operation import Operation
 from weft.parallel.discover_shapes import Made
 from weft.parallel.features import Dim, Layout, cut, fresh, length, peel, whole
-
-HARMLESS = frozenset(
-    "dim ndim ndimension dtype device requires_grad requires_grad_ is_floating_point is_complex is_contiguous is_meta "
-    "is_cuda is_cpu is_sparse is_nested is_quantized is_leaf layout grad_fn grad get_device element_size itemsize "
-    "data_ptr register_hook retain_grad _version is_inference names is_signed is_same_size output_nr _backward_hooks "
-    "get_default_dtype is_grad_enabled _set_grad_enabled is_autocast_enabled set_autocast_enabled "
-    "get_autocast_dtype set_autocast_dtype is_autocast_cache_enabled set_autocast_cache_enabled autocast_increment_nesting "
-    "autocast_decrement_nesting clear_autocast_cache is_tensor is_storage finfo iinfo result_type can_cast "
-    "promote_types manual_seed __hash__ __repr__ __format__ __deepcopy__ _is_zerotensor is_neg is_conj".split()
-)
-"""Functions that neither make tensors nor tell anything that differs between ranks."""
-
-EXPANDING = frozenset({"expand", "expand_as", "broadcast_to", "repeat", "tile", "repeat_interleave"})
-"""Functions of one tensor whose result has more features."""
-
-UNARY = (
-    "abs absolute acos acosh asin asinh atan atanh angle bernoulli bfloat16 bool byte ceil celu clone conj contiguous cos "
-    "cosh cpu cuda data deg2rad detach double dropout dropout1d dropout2d dropout3d alpha_dropout elu erf erfc erfinv exp "
-    "exp2 expm1 feature_alpha_dropout feature_dropout float floor frac gelu half hardshrink hardsigmoid hardswish hardtanh "
-    "imag int isfinite isinf isnan isneginf isposinf leaky_relu lgamma log log10 log1p log2 logical_not logit "
-    "logsigmoid long mish nan_to_num neg negative positive pin_memory rad2deg real reciprocal relu relu6 "
-    "resolve_conj round rrelu rsqrt selu sgn short sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign "
-    "sqrt square tan tanh tanhshrink threshold to trunc type type_as zero fill invert native_dropout "
-    "zeros_like ones_like full_like empty_like rand_like randn_like uniform normal exponential "
-    "digamma log_normal"
-).split()
-"""Entry by entry, of the first operand alone."""
-
-BROADCAST = (
-    "add addcdiv addcmul sub subtract mul multiply div divide true_divide floor_divide fmod remainder pow float_power "
-    "rsub truediv floordiv mod atan2 arctan2 bitwise_and bitwise_or bitwise_xor bitwise_not and or xor "
-    "clamp clamp_min clamp_max clip copy copysign eq ne ge gt le lt greater greater_equal less less_equal not_equal "
-    "fmax fmin heaviside hypot isclose lerp logaddexp logaddexp2 logical_and logical_or logical_xor masked_fill maximum "
-    "minimum nextafter where xlogy"
-).split()
-"""Entry by entry, of all operands."""
-
-KEEPING = {"softmax": 1, "log_softmax": 1, "softmin": 1, "cumsum": 1, "cumprod": 1, "logcumsumexp": 1, "flip": 1}
-KEEPING |= {"roll": 2, "normalize": 2, "gumbel_softmax": 4, "sort": 1, "argsort": 1}
-"""Functions that mix entries along some dims, and keep their number; where those dims are named."""
-
-REDUCING = (
-    "sum mean nansum nanmean prod amax amin max min argmax argmin any all std var logsumexp norm median std_mean var_mean "
-    "aminmax count_nonzero"
-).split()
-"""Functions that make one entry of all along some dims."""
 
 _DIM_OF = {"norm": 2, "linalg_vector_norm": 2}
 
 
 def unary(op: Operation) -> Made:
+    if op.tensor(0, "input") is None:
+        return None
     return [op.first] if isinstance(op.result, torch.Tensor) else []
 
 
@@ -156,6 +114,8 @@ def einsum(op: Operation) -> Made:
 def attention(op: Operation) -> Made:
     """Scaled dot-product attention: heads and samples are kept apart."""
     q, k, v = (op.operand(place) for place in range(3))
+    if not len(q) == len(k) == len(v):
+        return None
     if op.kwargs.get("enable_gqa") and length(q[-3]) != length(k[-3]):
         k, v = ((*x[:-3], (*x[-3], *fresh(length(q[-3]) // length(x[-3]))), *x[-2:]) for x in (k, v))
     for dim in (q[-1], k[-1], k[-2], v[-2]):
@@ -211,8 +171,15 @@ def pooling(op: Operation) -> Made:
     return [(*kept, *(whole(size, op.why("made it")) for size in made.shape[len(kept) :])) for made in results]
 
 
+def channel_dropout(op: Operation) -> Made:
+    """Whole channels are kept or not."""
+    for dim in op.first[2:]:
+        op.block(dim, "drops all or none of them")
+    return [op.first]
+
+
 def pad(op: Operation) -> Made:
-    amounts = op.get(1, "pad")
+    amounts = [plain(amount) for amount in op.get(1, "pad")]
     made = list(op.first)
     for place, size in enumerate(op.result.shape):
         back = len(made) - 1 - place
@@ -278,6 +245,7 @@ RULES: dict[str, Callable[[Operation], Made]] = {
         pooling, [f"{kind}pool{n}d" for n in (1, 2, 3) for kind in ("max_", "avg_", "adaptive_max_", "adaptive_avg_")]
     ),
     **_names(pooling, "interpolate upsample"),
+    **_names(channel_dropout, "dropout1d dropout2d dropout3d feature_dropout feature_alpha_dropout"),
     **_names(pad, "pad"),
     **_names(prelu, "prelu"),
     **_names(glu, "glu"),

@@ -110,7 +110,9 @@ def split(op: Operation) -> Made:
     names = ("split_size", "split_sizes", "split_size_or_sections", "chunks", "sections", "indices_or_sections")
     name = next((name for name in names if name in op.kwargs), "")
     given = op.get(1, name)
-    if isinstance(given, int):  # so long, or so many, are all pieces alike; a shorter last one would not be the last
+    if isinstance(
+        given, int | Length
+    ):  # so long, or so many, are all pieces alike; a shorter last one would not be the last
         if len(set(sizes)) > 1:
             op.block(op.first[dim], "makes pieces of unequal length")
         op.equal(pieces)
@@ -188,7 +190,7 @@ def index(op: Operation) -> Made:
 def cat(op: Operation) -> Made:
     """Tensors one after another."""
     tensors = op.get(0, "tensors")
-    layouts = [op.layout(tensor) for tensor in tensors]
+    layouts = [op.layout(tensor) for tensor in tensors if tensor.shape != (0,)]  # which torch leaves out
     if len({len(layout) for layout in layouts}) > 1:
         return None
     dim = op.dim(op.get(1, "dim", 0), len(layouts[0]))

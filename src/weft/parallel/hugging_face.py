@@ -181,8 +181,8 @@ def _find_group(parts: Sequence[_Part]) -> _Group | None:
     layers = [part for part in columns if isinstance(part.thing, nn.Module)]
     if not layers or len(rows) != 1 or not isinstance(rows[0].thing, nn.Module):
         raise _Unclear(
-            f"{(rows or columns)[-1].said}; in all it has {len(layers)} column and {len(rows)} row layers under one "
-            "module there, where a region has at least 1 and exactly 1"
+            f"{(rows or columns)[-1].said}, and under that module {len(layers)} column and {len(rows)} row layers in "
+            "all, where a region has one row layer and at least one column layer"
         )
     planned = tuple(part for part in parts if part.style != PARTIAL)
     return _Group(columns=tuple(columns), row=rows[0], planned=planned)

@@ -7,6 +7,7 @@ nor what it ran before. States are given back when the pass is over: a user's ow
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -60,45 +61,60 @@ class ShareDraws:
     """Random numbers under tensor parallelism: the same on all ranks for what all have, others for each rank's share.
 
     A region begins where a column layer is called and ends where a row layer is. Inside, a rank draws from a stream of
-    its own, whose seed comes from the common one; after it the common one goes on where it was.
+    its own, whose seed comes from the common one; after it the common one goes on where it was, one number further if
+    anything was drawn, so that no two regions draw alike. All of it follows from the state of the generator, which a
+    recomputed block finds as it was.
     """
 
     def __init__(self, generator: torch.Generator, place: int) -> None:
         self._generator = generator
         self._place = place
         self._common: torch.Tensor | None = None
-        self._has_own_tokens = False
+        self._own: torch.Tensor | None = None
+        self._before_tokens: torch.Tensor | None = None
+        self.is_used = False
+        """Something was drawn inside a region, or from tokens of this rank."""
 
     def begin(self, seed: int) -> int:
         """Another place in the model begins, with this seed for all; the seed of this rank."""
         self._common = None
-        return mix(seed, self._place) if self._has_own_tokens else seed
+        return mix(seed, self._place) if self._before_tokens is not None else seed
 
     def enter(self) -> None:
         """A region begins, if none has, in activations that are whole."""
         if self._common is None and torch.is_grad_enabled():
             self._common = self._set_apart()
+            self._own = self._generator.get_state()
 
     def leave(self) -> None:
         if self._common is not None:
-            self._generator.set_state(self._common)
+            self._go_back(self._common)
             self._common = None
 
     def split_tokens(self) -> None:
         """From now on nothing is common: what is not inside regions is split along the tokens."""
         if torch.is_grad_enabled():
-            self._set_apart()
-            self._has_own_tokens = True
+            self._before_tokens = self._set_apart()
+            self._own = self._generator.get_state()
 
     def join_tokens(self) -> None:
-        self._has_own_tokens = False
+        if self._before_tokens is not None:
+            self._go_back(self._before_tokens)
+            self._before_tokens = None
 
     def _set_apart(self) -> torch.Tensor:
         """Begin a stream of this rank's own; returns where the common one is."""
-        drawn = int(torch.randint(2**62, (), device=self._generator.device, generator=self._generator))
         common = self._generator.get_state()
-        self._generator.manual_seed(mix(drawn, self._place))
+        self._generator.manual_seed(mix(zlib.crc32(common.numpy().tobytes()), self._place))
         return common
+
+    def _go_back(self, common: torch.Tensor) -> None:
+        assert self._own is not None
+        has_drawn = not torch.equal(self._own, self._generator.get_state())
+        self._generator.set_state(common)
+        if has_drawn:
+            self.is_used = True
+            torch.rand((), device=self._generator.device, generator=self._generator)
 
     def __deepcopy__(self, memo: object) -> ShareDraws:
         return self

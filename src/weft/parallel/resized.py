@@ -109,7 +109,7 @@ class _SizeMode(TorchFunctionMode):
 
     def _refusal(self, what: str) -> ModelError:
         return ModelError(
-            f'"{self.resized.module}" {what}: it does something else than in the forward pass that was followed to find '
+            f'"{self.resized.module}" {what}: it does something else than in the pass that was followed to find '
             "out how it splits over the tensor axis; declare regions in weft_blueprint() that leave it whole"
         )
 

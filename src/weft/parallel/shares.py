@@ -5,18 +5,22 @@ Whole tensors are made first and cut here, so that a model starts with the same 
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from torch import nn
 
 from weft.errors import ModelError, PlanError
 from weft.layout import Layout, Split
 from weft.mesh import Mesh
 from weft.plan.grid import Grid
-from weft.plan.splits import Range, Region, entries, region_problems, share_of, shares
+from weft.plan.splits import Count, Range, Region, entries, region_problems, share_of, shares
 
 AXIS = "tensor"
 
@@ -72,8 +76,8 @@ class Shares:
 def make_shares(regions: Sequence[Region], tensor: int) -> Shares:
     """Cut every tensor of the regions; all regions that cannot be cut are refused at once."""
     problems = [problem for region in regions for problem in region_problems(region, tensor)]
-    if problems:
-        raise PlanError(list(dict.fromkeys(problems)))
+    if problems:  # blocks are alike, and so is what is wrong with them
+        raise PlanError(list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", problem) for problem in problems)))
     splits: dict[str, Split] = {}
     repeated: list[Repeated] = []
     for region in regions:
@@ -133,6 +137,16 @@ def _find_repeated(region: Region, tensor: int) -> list[Repeated]:
                         )
                     first += length
     return found
+
+
+def set_count(model: nn.Module, count: Count, shared: Range, out_of: int) -> None:
+    """Let an attribute of a module count this rank's units."""
+    owner: Any = model.get_submodule(count.module)
+    holder, _, attribute = count.attribute.rpartition(".")
+    if holder:  # which other modules may have too
+        setattr(owner, holder, copy.copy(getattr(owner, holder)))
+        owner = getattr(owner, holder)
+    setattr(owner, attribute, count.local_value(getattr(owner, attribute), shared, out_of))
 
 
 def counted_elements(made: Shares, layouts: Mapping[str, Layout], mesh: Mesh) -> dict[str, tuple[Range, ...]]:

@@ -11,7 +11,6 @@ to a model in place: every rank keeps its share of the weights, and the layers a
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -31,7 +30,7 @@ from weft.parallel.hugging_face import hugging_face_regions
 from weft.parallel.passage import Foreign
 from weft.parallel.randomness import Seeds, ShareDraws, has_dropout
 from weft.parallel.resized import Resizing
-from weft.parallel.shares import AXIS, Shares, make_shares, share_tied
+from weft.parallel.shares import AXIS, Shares, make_shares, set_count, share_tied
 from weft.parallel.tensor_layers import (
     Axis,
     ColumnGroup,
@@ -89,7 +88,7 @@ class TensorParallel:
 
     def __init__(self, model: nn.Module, mesh: Mesh, blueprint: Blueprint, regions: tuple[Region, ...]) -> None:
         """Nothing is changed yet. `blueprint` has the blocks that are in this model."""
-        self._model = model
+        self.model = model
         self._mesh = mesh
         self._blueprint = blueprint
         self.group = mesh.group(AXIS, "activations")
@@ -106,7 +105,8 @@ class TensorParallel:
         """As layers of blocks see it."""
         self.outside = Axis(group=self.group, number=number)
         self.output: Share | None = None
-        """This rank's part of the model's output features, where that is not whole."""
+        """This rank's part of the model's output features, where that can be left unjoined."""
+        self.output_mode = OutputMode()
 
     @torch.no_grad()
     def cut(self) -> None:
@@ -115,7 +115,7 @@ class TensorParallel:
         What is on the meta device is cut when it is made.
         """
         control = self._mesh.group(AXIS, "control")
-        for name, tensor in {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}.items():
+        for name, tensor in {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}.items():
             if not tensor.is_meta:
                 there = tensor.detach().to(self._mesh.world.device).contiguous()
                 broadcast(there, control)
@@ -126,56 +126,60 @@ class TensorParallel:
         return self.shares.cut(name, whole, self.group.index)
 
     def install(self, *, keep_output: bool) -> None:
-        """Let layers exchange; after all tensors are cut. `keep_output`: whoever takes the output knows of shares."""
+        """Let layers exchange; after all tensors are cut. `keep_output`: whoever trains can take shares of it."""
         seen: set[int] = set()
         for region in self.shares.regions:
-            layers = {id(self._model.get_submodule(n)) for n in (*chain(*region.columns), *region.rows) if self._has(n)}
+            layers = {id(self.model.get_submodule(n)) for n in (*chain(*region.columns), *region.rows) if self._has(n)}
             if not layers or not layers.isdisjoint(seen):  # on another stage, or of a block that is used twice
                 continue
             seen |= layers
             self._install(region)
             holder = self._shown_holder(region)
             if holder is not None and self.tokens is not None:
-                module = self._model.get_submodule(holder)
-                module.forward = Shown(module, self.tokens)
+                module = self.model.get_submodule(holder)
+                module.forward = Shown(module, self.tokens).forward
             if region.is_output:
                 self._install_output(region, keep_output=keep_output)
         self._add_up_gradients()
+        for layer in self.model.modules():
+            if isinstance(layer, nn.TransformerEncoderLayer):  # a hook keeps it from a kernel that exchanges nothing
+                layer.register_forward_pre_hook(_nothing)
+        self.model.register_state_dict_pre_hook(_refuse_state_dict)
 
     def draw_with(self, seeds: Seeds) -> None:
-        """Let each rank draw random numbers of its own for its share, where the model draws any."""
-        if has_dropout(self._model):
-            draws = ShareDraws(seeds.generator, self.group.index)
-            seeds.draws = self.inside.draws = draws
-            if self.tokens is not None:
-                self.tokens.draws = draws
+        """Let each rank draw random numbers of its own for its share."""
+        self._set_draws(seeds, ShareDraws(seeds.generator, self.group.index))
+
+    def look_at_draws(self, seeds: Seeds) -> None:
+        """After a step: a model that has drawn nothing, and says nothing of dropout, is spared the care."""
+        if seeds.draws is not None and not seeds.draws.is_used and not has_dropout(self.model):
+            self._set_draws(seeds, None)
+
+    def _set_draws(self, seeds: Seeds, draws: ShareDraws | None) -> None:
+        seeds.draws = self.inside.draws = self.outside.draws = draws
+        if self.tokens is not None:
+            self.tokens.draws = draws
 
     def split_tokens(self, stage_of: Mapping[str, int] | None) -> None:
         """Between regions let ranks have their tokens only, if the plan says so; after blocks are wrapped otherwise."""
         if self.tokens is not None:
-            split_between(self._model, self._blueprint.blocks, self.tokens, stage_of)
+            split_between(self.model, self._blueprint.blocks, self.tokens, stage_of)
 
     def _install(self, region: Region) -> None:
-        model = self._model
+        model = self.model
         for names in region.columns:
             self._install_columns(names, region)
         for name in region.rows:
             layer = model.get_submodule(name)
             layer.forward = self._row(layer, name, region)
         for count in region.counts:
-            module = model.get_submodule(count.module)
-            owner: Any = module
-            holder, _, attribute = count.attribute.rpartition(".")
-            if holder:  # which other modules may have too
-                owner = copy.copy(getattr(module, holder))
-                setattr(module, holder, owner)
-            setattr(owner, attribute, count.local_value(getattr(owner, attribute), *self._share(region)))
+            set_count(model, count, *self._share(region))
         for resized in region.resized:
             module = model.get_submodule(resized.module)
-            module.forward = Resizing(module, resized, Lengths(*self._share(region)))
+            module.forward = Resizing(module, resized, Lengths(*self._share(region))).__call__
 
     def _install_columns(self, names: Sequence[str], region: Region) -> None:
-        layers: list[Any] = [self._model.get_submodule(name) for name in names]
+        layers: list[Any] = [self.model.get_submodule(name) for name in names]
         if all(type(layer).forward is nn.Linear.forward and "forward" not in vars(layer) for layer in layers):
             group = ColumnGroup(
                 layers,
@@ -184,7 +188,7 @@ class TensorParallel:
                 is_shown=self._shown_holder(region) is not None,
             )
             for number, layer in enumerate(layers):
-                layer.forward = ColumnLinear(group, number)
+                layer.forward = ColumnLinear(group, number).forward
                 layer.out_features = self._num_entries(f"{names[number]}.weight")
             return
         for name, layer in zip(names, layers, strict=True):
@@ -193,26 +197,27 @@ class TensorParallel:
                 each = layer.in_channels // layer.groups
                 start, stop = self._share_of(layer.groups, region)
                 channels = (start * each, stop * each)
-            layer.forward = ColumnLayer(layer, self._axis(name), channels=channels)
+            layer.forward = ColumnLayer(layer, self._axis(name), channels=channels).forward
 
     def _row(self, layer: Any, name: str, region: Region) -> Callable[..., Any]:
         if isinstance(layer, nn.Embedding):
             ((start, stop),) = entries(region.cuts[0], *self._share(region))
-            made = EmbeddingRows(layer, self.outside, (start, stop))
+            made = EmbeddingRows(layer, self.outside, (start, stop), total=layer.num_embeddings)
             padding = layer.padding_idx
             layer.padding_idx = padding - start if padding is not None and start <= padding < stop else None
             layer.num_embeddings = stop - start
-            return made
+            forward: Callable[..., Any] = made.forward
+            return forward
         if type(layer).forward is nn.Linear.forward and "forward" not in vars(layer):
             layer.in_features = self._num_entries(f"{name}.weight")
-            return RowLinear(layer, self._axis(name))
+            return RowLinear(layer, self._axis(name)).forward
         known = isinstance(layer, _ConvNd) or is_transposed_linear(layer)
         if not known and getattr(layer, "bias", None) is not None:
             raise ModelError(
                 f'"{name}" is a {type(layer).__name__} with a bias and given a share of its inputs; weft does not know '
                 "how to add its bias once: use torch.nn.Linear, or build it without bias"
             )
-        return RowLayer(layer, self._axis(name))
+        return RowLayer(layer, self._axis(name)).forward
 
     def _install_output(self, region: Region, *, keep_output: bool) -> None:
         """Somebody must know that the output is a share, or it is made whole where it is made."""
@@ -220,11 +225,9 @@ class TensorParallel:
         cut = region.cuts[0]
         ((start, stop),) = entries(cut, *self._share(region))
         share = Share(start=start, stop=stop, total=sum(section.length for section in cut.sections))
-        if keep_output:
-            self.output = share
-        else:
-            layer = self._model.get_submodule(name)
-            layer.forward = WholeOutput(layer.forward, share, self.group)
+        self.output = share if keep_output else None
+        layer = self.model.get_submodule(name)
+        layer.forward = WholeOutput(layer.forward, share, self.group, self.output_mode).forward
 
     def _axis(self, layer: str) -> Axis:
         is_inside = any(layer == block or layer.startswith(f"{block}.") for block in self._blueprint.blocks)
@@ -236,7 +239,7 @@ class TensorParallel:
 
     def _has(self, name: str) -> bool:
         """Whether a module is here, and not on another stage, where a stand-in shows its attributes."""
-        module = self._model
+        module = self.model
         for step in name.split("."):
             inside = module._modules.get(step)
             if inside is None or isinstance(inside, Foreign):
@@ -263,13 +266,14 @@ class TensorParallel:
         partial = self.shares.partial
         if self.tokens is None:
             return partial
-        prefixes = tuple(f"{block}." for block in self._blueprint.blocks)
-        whole = (n for n, _ in self._model.named_parameters() if n not in self.shares.splits)
-        return partial | frozenset(name for name in whole if name.startswith(prefixes))
+        blocks = [self.model.get_submodule(block) for block in self._blueprint.blocks]
+        inside = {parameter for block in blocks for parameter in block.parameters()}
+        whole = (name for name, p in self.model.named_parameters() if p in inside and name not in self.shares.splits)
+        return partial | frozenset(whole)
 
     def _add_up_gradients(self) -> None:
         """Of whole parameters that are used on shares, and of parts that several ranks have."""
-        named = dict(self._model.named_parameters())
+        named = dict(self.model.named_parameters())
         for name in named:
             if name in self.partial:
                 add_up_gradient(named[name], self.group)
@@ -323,13 +327,36 @@ class Lengths:
         return stop - start
 
 
-class WholeOutput:
-    """Stands in the `forward` of the last layer where whoever takes the output must have all of it."""
+@dataclass(slots=True)
+class OutputMode:
+    """Whether the model's output is left in shares: only while somebody calls it who knows of them."""
 
-    def __init__(self, inner: Callable[..., Any], share: Share, group: Group) -> None:
+    is_kept: bool = False
+
+    def __deepcopy__(self, memo: object) -> OutputMode:
+        return self
+
+
+class WholeOutput:
+    """Stands in the `forward` of the last layer: whoever calls the model gets all of its output."""
+
+    def __init__(self, inner: Callable[..., Any], share: Share, group: Group, mode: OutputMode) -> None:
         self.inner = inner
         self.share = share
         self.group = group
+        self.mode = mode
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return gather_logits(self.inner(*args, **kwargs), self.share, self.group)
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        output: torch.Tensor = self.inner(*args, **kwargs)
+        return output if self.mode.is_kept else gather_logits(output, self.share, self.group)
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def _refuse_state_dict(*_: object) -> None:
+    raise ModelError(
+        "with [axes] tensor > 1 a rank has a share of most parameters, so state_dict() would save a part of the model "
+        "under the names of the whole; call trainer.save(directory) on every rank, which writes whole tensors"
+    )

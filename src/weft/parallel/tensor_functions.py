@@ -14,6 +14,7 @@ Under split tokens the gathered input is not kept but gathered again, beside the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,11 +23,14 @@ import torch.nn.functional as F
 
 from weft.comm.collectives import Pending, all_gather, all_reduce, reduce_scatter
 from weft.comm.group import Group
-from weft.errors import ModelError
+from weft.hosts import num_cores
 
 TOKEN_DIM = 1
 """Of activations (samples, tokens, features). What is between two regions treats every token by itself, so another
 order of the first two dims does no harm."""
+
+BESIDE_BYTES = 2**17
+"""A change of thread takes as long as an exchange of less through a host's memory."""
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -89,7 +93,11 @@ class Columns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
         x, *weights = ctx.saved_tensors
-        gathering = _Gathering(x, ctx.group) if ctx.is_split and any(ctx.needs_input_grad[4::2]) else None
+        gathering = (
+            _Gathering(x, ctx.group, wait=not pays_beside(x, ctx.group))
+            if ctx.is_split and any(ctx.needs_input_grad[4::2])
+            else None
+        )
         pending: Pending | None = None
         into_x: torch.Tensor | None = None
         rows = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
@@ -97,11 +105,11 @@ class Columns(torch.autograd.Function):
             whole = rows[0] @ weights[0]
             for row, weight in zip(rows[1:], weights[1:], strict=True):
                 whole.addmm_(row, weight)
-            into_x = whole.view(*gradients[0].shape[:-1], -1)
+            into_x = whole.view(*gradients[0].shape[:-1], weights[0].shape[1])
             if ctx.is_split:
-                into_x, pending = scatter_tokens(into_x, ctx.group)
+                into_x, pending = scatter_tokens(into_x, ctx.group, wait=not pays_beside(into_x, ctx.group))
             else:
-                pending = all_reduce(into_x, ctx.group, wait=False)
+                pending = all_reduce(into_x, ctx.group, wait=not pays_beside(into_x, ctx.group))
         found: list[torch.Tensor | None] = []
         inputs = x if gathering is None else gathering.result()
         inputs = inputs.reshape(-1, inputs.shape[-1])
@@ -126,8 +134,7 @@ class Row(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         made = F.linear(x, weight)
         if splits:
-            made, pending = scatter_tokens(made, group)
-            pending.wait()
+            made, _ = scatter_tokens(made, group, wait=True)
         else:
             all_reduce(made, group)
         return made if bias is None else made.add_(bias)
@@ -150,12 +157,15 @@ class Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tokens: torch.Tensor, group: Group, start: int, padding: int | None, weight: torch.Tensor
+        ctx: Any,
+        tokens: torch.Tensor,
+        group: Group,
+        rows: tuple[int, int, int],
+        padding: int | None,
+        weight: torch.Tensor,
     ) -> torch.Tensor:
-        """`start`: the token of the first row here; `padding`: the token whose row learns nothing."""
-        local = tokens - start
-        elsewhere = (local < 0) | (local >= weight.shape[0])
-        local = local.masked_fill_(elsewhere, 0)
+        """`rows`: the first and the end of those here, and how many there are; `padding`: whose row learns nothing."""
+        local, elsewhere = find_rows(tokens, *rows)
         made = F.embedding(local, weight)
         made.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
         ctx.num_rows = weight.shape[0]
@@ -186,18 +196,16 @@ class SplitTokens(torch.autograd.Function):
 
 
 class ShowTokens(torch.autograd.Function):
-    """All ranks' tokens for the code of a region, which looks at shapes; its column layers use this rank's instead."""
+    """All ranks' tokens for the code of a region; what comes back is of this rank's share, and added up."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
         return gather_tokens(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
-        raise ModelError(
-            "[tensor] sequence = true: a module that holds split layers uses what it is given for something else too, "
-            "so the gradients of both cannot be told apart; set sequence = false"
-        )
+        return scatter_tokens(gradient.contiguous(), ctx.group, wait=True)[0], None
 
 
 class JoinTokens(torch.autograd.Function):
@@ -213,6 +221,21 @@ class JoinTokens(torch.autograd.Function):
         return own_tokens(gradient, ctx.group), None
 
 
+def find_rows(tokens: torch.Tensor, start: int, stop: int, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of every token its row among those from `start` to `stop`, else 0, and whether it is elsewhere.
+
+    One outside the vocabulary is refused on a CPU; elsewhere it gets a row that is not there, at which the device stops
+    as it does for a whole embedding.
+    """
+    if tokens.device.type == "cpu" and tokens.numel():
+        low, high = (int(bound) for bound in torch.aminmax(tokens))
+        if low < 0 or high >= total:
+            raise IndexError(f"token {low if low < 0 else high} is outside the vocabulary of {total} entries")
+    elsewhere = (tokens < start) | (tokens >= stop)
+    is_outside = (tokens < 0) | (tokens >= total)
+    return torch.where(elsewhere, torch.where(is_outside, stop - start, 0), tokens - start), elsewhere
+
+
 spread: Callable[..., torch.Tensor] = Spread.apply
 add: Callable[..., torch.Tensor] = Add.apply
 columns: Callable[..., tuple[torch.Tensor, ...]] = Columns.apply
@@ -221,6 +244,16 @@ lookup: Callable[..., torch.Tensor] = Lookup.apply
 split_tokens: Callable[..., torch.Tensor] = SplitTokens.apply
 show_tokens: Callable[..., torch.Tensor] = ShowTokens.apply
 join_tokens: Callable[..., torch.Tensor] = JoinTokens.apply
+
+
+def pays_beside(x: torch.Tensor, group: Group) -> bool:
+    """Whether to exchange beside computation. Through a host's memory that takes a thread, and a core for it."""
+    if group.wire(x) is None:
+        return True
+    return x.nbytes >= BESIDE_BYTES and 2 * group.size <= _num_cores()
+
+
+_num_cores = functools.cache(num_cores)
 
 
 def own_tokens(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -237,7 +270,7 @@ def gather_tokens(x: torch.Tensor, group: Group) -> torch.Tensor:
 class _Gathering:
     """All ranks' tokens, on their way."""
 
-    def __init__(self, x: torch.Tensor, group: Group, *, wait: bool = False) -> None:
+    def __init__(self, x: torch.Tensor, group: Group, *, wait: bool) -> None:
         self._received = x.new_empty((group.size, *x.shape))
         self._pending = all_gather(self._received, x.contiguous(), group, wait=wait)
 
@@ -249,10 +282,10 @@ class _Gathering:
         return self._received.transpose(0, 1).reshape(samples, ranks * tokens, *rest)
 
 
-def scatter_tokens(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Pending]:
+def scatter_tokens(x: torch.Tensor, group: Group, *, wait: bool) -> tuple[torch.Tensor, Pending]:
     """This rank's tokens of the sum over all ranks, once it has come."""
     samples, tokens, *rest = x.shape
     length = tokens // group.size
     parts = x.view(samples, group.size, length, *rest).transpose(0, 1).contiguous()
     result = x.new_empty((samples, length, *rest))
-    return result, reduce_scatter(result, parts, group, wait=False)
+    return result, reduce_scatter(result, parts, group, wait=wait)

@@ -1,7 +1,8 @@
 """What stands in the `forward` of a layer that is shared out over the tensor axis.
 
-Layers stay the user's own modules, with smaller weights; only how they are called changes. None of these is a closure,
-so that a copy of the model runs the copy's layers.
+Layers stay the user's own modules, with smaller weights; only how they are called changes. It is a bound method that
+stands there: not a closure, so that a copy of the model runs the copy's layers, and not an object, of which a compiler
+would compile each by itself.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from weft.comm.group import Group
 from weft.parallel.randomness import ShareDraws
-from weft.parallel.tensor_functions import add, columns, lookup, row, spread
+from weft.parallel.tensor_functions import add, columns, find_rows, lookup, row, spread
 from weft.parallel.tensor_ops import kept_row, traced_add, traced_gather, traced_scatter, traced_spread
 from weft.plan.splits import Range
 
@@ -28,6 +29,10 @@ class Tokens(Protocol):
     """Whether activations between regions are, in this forward pass, split along the tokens."""
 
     is_split: bool
+
+    @property
+    def is_showing(self) -> bool:
+        """The code that is running sees all tokens, and what comes back from it is added up."""
 
     def local_of(self, x: Tensor) -> Tensor | None:
         """This rank's tokens of x, where x is what a module's code was shown of all ranks'."""
@@ -90,10 +95,12 @@ class ColumnGroup:
             axis.draws.enter()
         parameters = [p for layer in self.layers for p in (layer.weight, layer.bias)]
         local = axis.local_of(x)
-        if local is None:
-            outputs = columns(x, axis.group, axis.splits_tokens, None, *parameters)
-        else:
+        if local is not None:
             outputs = columns(local, axis.group, True, x.detach(), *parameters)
+        elif axis.splits_tokens and axis.tokens is not None and axis.tokens.is_showing:
+            return F.linear(x, self.layers[number].weight, self.layers[number].bias)
+        else:
+            outputs = columns(x, axis.group, axis.splits_tokens, None, *parameters)
         if len(outputs) > 1:
             self._given, self._version = x, x._version
             self._made = {other: output for other, output in enumerate(outputs) if other != number}
@@ -124,7 +131,7 @@ class ColumnLinear:
         self.group = group
         self.number = number
 
-    def __call__(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         return self.group.call(self.number, input)
 
 
@@ -138,7 +145,7 @@ class ColumnLayer:
         self.channels = channels
         self.channel_dim = -1 - len(layer.kernel_size) if isinstance(layer, _ConvNd) else -1
 
-    def __call__(self, input: Tensor) -> Any:
+    def forward(self, input: Tensor) -> Any:
         if self.axis.draws is not None and not self.axis.splits_tokens:
             self.axis.draws.enter()
         if torch.compiler.is_compiling():
@@ -158,7 +165,7 @@ class RowLinear:
         self.layer = layer
         self.axis = axis
 
-    def __call__(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         layer, axis = self.layer, self.axis
         if torch.compiler.is_compiling():
             end = traced_scatter if axis.splits_tokens else traced_add
@@ -183,7 +190,7 @@ class RowLayer:
         self.axis = axis
         self.inner: Forward = layer.forward
 
-    def __call__(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         layer, axis = self.layer, self.axis
         if axis.draws is not None and not torch.compiler.is_compiling():
             axis.draws.leave()
@@ -206,7 +213,9 @@ class RowLayer:
 class EmbeddingRows:
     """An embedding of which a rank has some rows."""
 
-    def __init__(self, layer: nn.Embedding, axis: Axis, rows: Range) -> None:
+    def __init__(self, layer: nn.Embedding, axis: Axis, rows: Range, *, total: int) -> None:
+        """`total`: rows that all ranks have."""
+        self.total = total
         self.layer = layer
         self.axis = axis
         self.start, self.stop = rows
@@ -215,12 +224,12 @@ class EmbeddingRows:
         self.is_plain = type(layer).forward is nn.Embedding.forward
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if self.is_plain:
-            return lookup(input, self.axis.group, self.start, self.padding, self.layer.weight)
-        local = input - self.start
-        elsewhere = (local < 0) | (local >= self.stop - self.start)
-        made = self.inner(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+            rows = (self.start, self.stop, self.total)
+            return lookup(input, self.axis.group, rows, self.padding, self.layer.weight)
+        local, elsewhere = find_rows(input, self.start, self.stop, self.total)
+        made = self.inner(local).masked_fill(elsewhere.unsqueeze(-1), 0.0)
         return add(made, self.axis.group)
 
 

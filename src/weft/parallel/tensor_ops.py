@@ -73,9 +73,7 @@ def _(x: Tensor, group: int) -> Tensor:
 @torch.library.custom_op("weft::scatter_tokens", mutates_args=())
 def scatter(x: Tensor, group: int) -> Tensor:
     """This rank's tokens of the sum over all ranks."""
-    result, pending = scatter_tokens(x.contiguous(), _groups[group])
-    pending.wait()
-    return result
+    return scatter_tokens(x.contiguous(), _groups[group], wait=True)[0]
 
 
 @scatter.register_fake

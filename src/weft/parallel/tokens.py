@@ -93,6 +93,11 @@ class TokenSplit:
         """This rank's tokens of what a module was shown; None if this is something else."""
         return self._local if x is self._shown else None
 
+    @property
+    def is_showing(self) -> bool:
+        """A module that was shown all tokens is running."""
+        return self._shown is not None
+
     def forget(self) -> None:
         """Nothing is shown any more."""
         self._local = self._shown = None
@@ -121,14 +126,16 @@ class Edge:
 class Shown:
     """Stands in the `forward` of a module that holds one region: its code sees all tokens, as it would in one process.
 
-    Code that makes views takes their sizes from what it is given, not from what its layers make of it.
+    Code that makes views takes their sizes from what it is given, not from what its layers make of it. Column layers
+    that are given the very same tensor keep this rank's tokens of it only; what is in between them and it (a norm) is
+    done for all tokens.
     """
 
     def __init__(self, module: nn.Module, tokens: TokenSplit) -> None:
         self.inner: Callable[..., Any] = module.forward
         self.tokens = tokens
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self.tokens.show((args, kwargs))
         output = self.inner(*args, **kwargs)
         if not torch.compiler.is_compiling():

@@ -15,10 +15,8 @@ import torch.nn.functional as F
 
 from weft.comm.group import Group
 from weft.errors import ModelError, nearest
-from weft.parallel.vocabulary import Share, split_cross_entropy_sum
+from weft.parallel.vocabulary import IGNORED_TARGET, Share, split_cross_entropy_sum
 from weft.training.trees import tensors_of
-
-IGNORED_TARGET = -100
 
 LossFunction = Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, torch.Tensor | int | float]]
 Count = int | float | torch.Tensor

@@ -26,7 +26,7 @@ from weft.sync.make import find_layouts, place
 from weft.training.cutting import cut_model
 from weft.training.elementwise import OptimizerFactory, class_name, is_elementwise
 from weft.training.loss import LossFunction, resolve_loss
-from weft.training.probe import Probe
+from weft.training.probe import probe_split
 from weft.training.splitting import named_tensors, split_regions
 from weft.training.trainer import Trainer
 
@@ -80,8 +80,9 @@ def parallelize(
         raise ModelError(
             "a model compiled as a whole cannot be cut; give the model itself and set [compile] blocks = true"
         )
-    probe = Probe.of(named_model, mesh, example)
     regions = split_regions(named_model, mesh, blueprint, example) if plan.axes.tensor > 1 else ()
+    if plan.axes.tensor > 1:
+        probe_split(named_model, mesh, blueprint, regions, example)
     cut: CutModel | None = None
     if plan.axes.pipeline > 1:
         cut, mesh.plan = cut_model(named_model, mesh, blueprint, example)
@@ -110,7 +111,7 @@ def parallelize(
     if cut is not None:
         cut.open_gates()
     made = optimizer(_optimizer_arguments(sync.pieces, groups))
-    trainer = Trainer(
+    return Trainer(
         model=model,
         mesh=mesh,
         blueprint=blueprint,
@@ -123,9 +124,6 @@ def parallelize(
         cut=cut,
         tensor=tensor,
     )
-    if probe is not None:
-        probe.compare(trainer)
-    return trainer
 
 
 def _shares_out(plan: Plan) -> bool:

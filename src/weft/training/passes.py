@@ -15,7 +15,6 @@ from weft.parallel.randomness import Seeds
 from weft.parallel.stage_gathering import StageGathering
 from weft.plan.actions import Action
 from weft.training.loss import Count
-from weft.training.precision import Caller
 from weft.training.trees import num_samples
 
 
@@ -42,7 +41,7 @@ class Passes(ABC):
     def __init__(
         self,
         cut: CutModel,
-        call: Caller,
+        call: Callable[[Any], Any],
         seeds: Seeds,
         *,
         data_rank: int,

@@ -32,7 +32,6 @@ from weft.training.cutting import tied_groups
 from weft.training.gradients import join_norm
 from weft.training.loss import Count, Loss, loss_terms, no_loss
 from weft.training.passes import Looking, Part, Passes
-from weft.training.precision import Caller
 from weft.training.update import Update
 
 Microbatches = list[tuple[Any, Any, Count]]
@@ -51,7 +50,7 @@ class Pipelined(Passes):
         sync: Sync,
         update: Update,
         loss: Loss,
-        call: Caller,
+        call: Callable[[Any], Any],
         counts: TargetCount,
         seeds: Seeds,
         recording: Recording,

@@ -1,98 +1,149 @@
-"""Before the first step: does the split model answer as the whole one does?
+"""Before the first step: does the split model answer, and learn, as the whole one does?
 
 Whoever splits a model relies on how its code is written: that a block treats every token by itself, that a mask or a
-position is where it is thought to be. One forward pass of an example, taken whole before anything is split and split
-after, tells. A difference beyond rounding is refused with both numbers, before a single step was spent on it.
+position is where it is thought to be, that a parameter is used where its name says. One pass of an example forward and
+backward through the whole model, and one through a split copy of it, tell: outputs and every gradient are compared, and
+a difference beyond rounding is refused before a single step was spent on it.
+
+It is done in evaluation mode, because dropout would differ; what only training does is not seen.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import copy
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
+from weft.blueprint import Blueprint
 from weft.comm.collectives import all_reduce, broadcast
 from weft.comm.objects import gather_values
-from weft.errors import ModelError
+from weft.errors import ModelError, WeftError
 from weft.mesh import Mesh
 from weft.parallel.materialise import is_on_meta
+from weft.parallel.shares import local_part
+from weft.parallel.tensor import TensorParallel
+from weft.plan.splits import Region
 from weft.training.loss import forward
-from weft.training.modes import evaluating
 from weft.training.trees import map_tensors
 
-if TYPE_CHECKING:
-    from weft.training.trainer import Trainer
+_ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-2, torch.bfloat16: 0.2, torch.float16: 0.1}
+"""How far something may be off, as part of the largest entry of the whole one."""
+_SMALL = 1e-3
+"""A gradient is measured against this part of the model's largest, if its own largest entry is smaller."""
 
-_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""How far an answer may be off, as part of the largest entry of the whole one."""
+
+def probe_split(model: nn.Module, mesh: Mesh, blueprint: Blueprint, regions: tuple[Region, ...], example: Any) -> None:
+    """Refuse a model that a split changes; collective. Without an example, or memory, there is nothing to try."""
+    if example is None or is_on_meta(model):
+        return
+    inputs = map_tensors(lambda tensor: tensor.to(next(model.parameters()).device), example)
+    is_first = mesh.world.rank == 0
+    whole: dict[str, torch.Tensor] = {}
+    _together(mesh, "the model fails on the example", lambda: whole.update(_pass(model, inputs)) if is_first else None)
+    if not gather_values(bool(whole), mesh.everyone("control"), mesh.world.device)[0]:
+        return  # an output that is not one tensor, or that nothing learns from
+    tensor = TensorParallel(_cut_copy(model, mesh, blueprint, regions), mesh, blueprint, regions)
+    tensor.install(keep_output=False)
+    tensor.split_tokens(None)
+    split: dict[str, torch.Tensor] = {}
+    _together(mesh, "split, the model fails on the example", lambda: split.update(_pass(tensor.model, inputs)))
+    _compare(whole, split, tensor, mesh)
 
 
-@dataclass(slots=True, kw_only=True)
-class Probe:
-    """An example, and the whole model's answer to it."""
+def _cut_copy(model: nn.Module, mesh: Mesh, blueprint: Blueprint, regions: tuple[Region, ...]) -> nn.Module:
+    """A copy of the first rank's model with this rank's shares, made without a second whole one."""
+    cutting = TensorParallel(model, mesh, blueprint, regions)
+    memo: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        there = parameter.detach().clone()
+        broadcast(there, mesh.everyone("control"))
+        memo[id(parameter)] = nn.Parameter(cutting.cut_one(name, there), requires_grad=parameter.requires_grad)
+    for name, buffer in model.named_buffers():
+        there = buffer.detach().clone()
+        broadcast(there, mesh.everyone("control"))
+        memo[id(buffer)] = cutting.cut_one(name, there)
+    return copy.deepcopy(model, memo)
 
-    inputs: Any
-    answer: torch.Tensor | None
-    """Rank 0's; None on other ranks, and where it is not one tensor."""
 
-    @staticmethod
-    def of(model: nn.Module, mesh: Mesh, example: Any) -> Probe | None:
-        """Ask the whole model; collective. None where nothing is split, or there is nothing to ask with."""
-        if example is None or mesh.size("tensor") == 1 or is_on_meta(model):
-            return None
-        answer, problem = None, None
-        if mesh.world.rank == 0:  # whose weights will be everybody's
-            place = next(model.parameters()).device
-            try:
-                with evaluating(model):
-                    answer = forward(model, map_tensors(lambda tensor: tensor.to(place), example))
-            except Exception as error:
-                problem = f"the model fails on the example ({type(error).__name__}: {error}); give inputs it can take"
-        problem = gather_values(problem, mesh.everyone("control"), mesh.world.device)[0]
-        if problem is not None:
-            raise ModelError(problem)
-        device = mesh.world.device
-        return Probe(
-            inputs=map_tensors(lambda tensor: tensor.to(device), example),
-            answer=answer.to(device) if isinstance(answer, torch.Tensor) else None,
+def _pass(model: nn.Module, inputs: Any) -> dict[str, torch.Tensor]:
+    """The output for an example, and every gradient of a fixed mix of its entries; nothing is left behind."""
+    modes = [(module, module.training) for module in model.modules()]
+    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    model.eval()
+    try:
+        with torch.enable_grad():
+            output = forward(model, inputs)
+            if not isinstance(output, torch.Tensor) or not output.requires_grad:
+                return {}
+            generator = torch.Generator().manual_seed(0)
+            mix = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.device, output.dtype)
+            named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            gradients = torch.autograd.grad(output, list(named.values()), mix, allow_unused=True)
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+    found = {f"the gradient of {name}": g for name, g in zip(named, gradients, strict=True) if g is not None}
+    return {"the output": output.detach(), **found}
+
+
+def _together(mesh: Mesh, what: str, action: Callable[[], None]) -> None:
+    """Do something on every rank; all raise if it failed on any."""
+    problem = None
+    try:
+        action()
+    except WeftError as error:
+        problem = "; ".join(error.problems)
+    except Exception as error:
+        problem = f"{what} ({type(error).__name__}: {error})" + _advice(mesh)
+    problem = next((p for p in gather_values(problem, mesh.everyone("control"), mesh.world.device) if p), None)
+    if problem is not None:
+        raise ModelError(problem)
+
+
+def _advice(mesh: Mesh) -> str:
+    either = "set [tensor] sequence = false, or " if mesh.plan.tensor.sequence else ""
+    return f"; {either}declare regions in weft_blueprint() that leave the layers concerned whole"
+
+
+@torch.no_grad()
+def _compare(
+    whole: dict[str, torch.Tensor], split: dict[str, torch.Tensor], tensor: TensorParallel, mesh: Mesh
+) -> None:
+    everyone, device = mesh.everyone("control"), mesh.world.device
+    listed = gather_values([[what, list(t.shape)] for what, t in whole.items()], everyone, device)[0]
+    place = next(iter(split.values())).device if split else torch.device("cpu")
+    measured = torch.zeros(len(listed), 2, dtype=torch.float64)
+    for number, (what, shape) in enumerate(listed):
+        true = whole[what].double() if what in whole else torch.empty(shape, dtype=torch.float64, device=place)
+        broadcast(true, everyone)
+        layout = tensor.shares.layout(what.removeprefix("the gradient of "), shape)
+        expected = local_part(true, layout, mesh.grid, mesh.world.rank)
+        mine = split.get(what, torch.zeros_like(expected))
+        off = (
+            (mine.double() - expected).abs().max() if mine.shape == expected.shape and mine.numel() else torch.zeros(())
         )
-
-    def compare(self, trainer: Trainer) -> None:
-        """Refuse a model that answers differently now; collective."""
-        mesh, device = trainer.mesh, trainer.mesh.world.device
-        everyone = mesh.everyone("control")
-        shape = None if self.answer is None else list(self.answer.shape)
-        shape = gather_values(shape, everyone, device)[0]
-        if shape is None:
-            return
-        whole = torch.empty(shape, dtype=torch.float64, device=device)
-        if self.answer is not None:
-            whole.copy_(self.answer)
-        broadcast(whole, everyone)
-        found = torch.zeros(2, dtype=torch.float64, device=device)
-        allowed = _ROUNDING[torch.float32]
-
-        def look(output: Any) -> None:
-            nonlocal allowed
-            share = None if trainer.tensor is None else trainer.tensor.output
-            expected = whole if share is None else whole[..., share.start : share.stop]
-            allowed = _ROUNDING.get(output.dtype, allowed)
-            is_same = output.shape == expected.shape
-            off = (output.double() - expected).abs().max() if is_same and expected.numel() else torch.zeros(())
-            found[0] = off if is_same else float("inf")
-            found[1] = allowed
-
-        trainer.look(self.inputs, look)
-        found[0] = torch.nan_to_num(found[0], nan=float("inf"), posinf=float("inf"))
-        all_reduce(found, everyone, op="max")
-        off, allowed = found.tolist()
-        largest = float(whole.abs().max()) if whole.numel() else 0.0
-        if off > allowed * max(largest, 1e-30):
-            raise ModelError(
-                f"split over [axes] tensor = {mesh.size('tensor')}, the model's answer to the example is off by "
-                f"{off:.1e}, with {largest:.1e} its largest entry; the split changes what the model computes, so "
-                "declare regions in weft_blueprint() that leave the layers concerned whole"
-                + (", or set [tensor] sequence = false" if trainer.plan.tensor.sequence else "")
-            )
+        measured[number, 1] = true.abs().max() if true.numel() else 0.0
+        if mesh.data_rank == 0:  # others may have been given another example
+            measured[number, 0] = off if mine.shape == expected.shape else float("inf")
+    measured = torch.nan_to_num(measured, nan=float("inf"), posinf=float("inf")).to(device)
+    all_reduce(measured, everyone, op="max")
+    allowed = _ROUNDING.get(next(iter(split.values())).dtype, _ROUNDING[torch.float32])
+    largest = float(measured[1:, 1].max()) if len(listed) > 1 else 0.0
+    problems = [
+        f"{what} is off by {off:.1e}, with {size:.1e} its largest entry"
+        for (what, _), (off, size) in zip(listed, measured.tolist(), strict=True)
+        if off > allowed * max(size, _SMALL * largest)
+    ]
+    if problems:
+        raise ModelError(
+            [
+                f"split over [axes] tensor = {mesh.size('tensor')}, the model computes something else than whole, as a "
+                f"pass of the example shows{_advice(mesh)}",
+                *problems[:8],
+            ]
+        )

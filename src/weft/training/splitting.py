@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from weft.blueprint import Blueprint
 from weft.errors import ModelError
 from weft.mesh import Mesh
-from weft.parallel.tensor import find_regions
+from weft.parallel.tensor import OutputMode, find_regions
 from weft.plan.splits import Region
 from weft.training.precision import Caller
 from weft.training.trees import map_tensors
@@ -20,11 +21,8 @@ from weft.training.trees import map_tensors
 def split_regions(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: Any) -> tuple[Region, ...]:
     """What of a model is split over the plan's tensor axis; the same on all ranks."""
     plan = mesh.plan
-    if plan.tensor.sequence and not blueprint.blocks:
-        raise ModelError(
-            "[tensor] sequence = true splits activations between the blocks of a model, and no list of blocks was "
-            "found; give the model a weft_blueprint() that names them, or set sequence = false"
-        )
+    if plan.tensor.sequence:
+        _refuse_unsplittable(model, blueprint)
     call: Callable[[nn.Module], Any] | None = None
     if example is not None:
         inputs = map_tensors(lambda tensor: tensor.to(mesh.world.device), example)
@@ -35,6 +33,50 @@ def split_regions(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: A
     # Stages pass on whole activations, and tokens are split between blocks only where they are whole.
     between = blueprint.blocks if plan.axes.pipeline > 1 or plan.tensor.sequence else ()
     return find_regions(model, blueprint, call, tensor=plan.axes.tensor, whole_between=between)
+
+
+def _refuse_unsplittable(model: nn.Module, blueprint: Blueprint) -> None:
+    """What would train differently with split tokens, although it answers the same."""
+    if not blueprint.blocks:
+        raise ModelError(
+            "[tensor] sequence = true splits activations between the blocks of a model, and no list of blocks was "
+            "found; give the model a weft_blueprint() that names them, or set sequence = false"
+        )
+    blocks = {name: model.get_submodule(name) for name in blueprint.blocks}
+    problems = [
+        f'"{block_name}.{name}" normalises over the samples and tokens it sees, and with [tensor] sequence = true a '
+        "rank sees only its own; set sequence = false, or use another norm in the blocks"
+        for block_name, block in blocks.items()
+        for name, module in block.named_modules()
+        if isinstance(module, _BatchNorm)
+    ]
+    inside = {parameter for block in blocks.values() for parameter in block.parameters()}
+    prefixes = tuple(f"{name}." for name in blocks)
+    problems += [
+        f'"{path}.{name}" belongs to a block and to the model outside of its blocks; with [tensor] sequence = true its '
+        "gradients of the two differ in kind, so give each its own, or set sequence = false"
+        for path, module in model.named_modules(remove_duplicate=False)
+        if not f"{path}.".startswith(prefixes)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter in inside
+    ]
+    if problems:
+        raise ModelError(problems)
+
+
+class KeepingShares:
+    """Calls a model whose output may stay in shares, because the loss that is taken of it knows of them."""
+
+    def __init__(self, call: Callable[[Any], Any], mode: OutputMode) -> None:
+        self._call = call
+        self._mode = mode
+
+    def __call__(self, inputs: Any) -> Any:
+        self._mode.is_kept = True
+        try:
+            return self._call(inputs)
+        finally:
+            self._mode.is_kept = False
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -49,6 +49,7 @@ from weft.training.loss import Count, Loss, SplitCrossEntropy, count_targets, fo
 from weft.training.modes import evaluating
 from weft.training.pipelined import Pipelined
 from weft.training.precision import Caller
+from weft.training.splitting import KeepingShares
 from weft.training.streaming import Streaming
 from weft.training.trees import map_tensors, num_samples, split_microbatches
 from weft.training.update import Update
@@ -92,7 +93,9 @@ class Trainer:
             loss = replace(loss, function=SplitCrossEntropy(tensor.output, tensor.group))
         self._tensor_group = mesh.group("tensor", "control")
         self._loss = loss
-        self._call = Caller(model, mesh.plan, widens=not loss.counts_targets)
+        self._call: Callable[[Any], Any] = Caller(model, mesh.plan, widens=not loss.counts_targets)
+        if tensor is not None and tensor.output is not None:
+            self._call = KeepingShares(self._call, tensor.output_mode)
         self._empty_forward = empty_forward
         self._buffers = BufferPolicy(self.named_model, mesh)
         tied = tied_groups(cut, mesh) if cut is not None else {}
@@ -269,21 +272,13 @@ class Trainer:
         pick = functools.partial(pick_token, temperature=temperature, generator=generator)
         if self.pipelined is not None:
             return self.pipelined.token(inputs, pick)
-        return pick(self.whole_output(forward(self.model, inputs)))
+        return pick(forward(self.model, inputs))
 
     def whole_output(self, output: Any) -> Any:
         """All features of an output of which this rank has a share."""
         if self.tensor is None or self.tensor.output is None:
             return output
         return gather_logits(output, self.tensor.output, self.tensor.group)
-
-    def look(self, inputs: Any, seen: Callable[[Any], None]) -> None:
-        """One forward pass without training; who has the output is told of it, which may be a share. Collective."""
-        with evaluating(self.model):
-            if self.pipelined is not None:
-                self.pipelined.look([(inputs, None, 0)], lambda part, output: seen(output))
-            else:
-                seen(self._call(inputs))
 
     def save(self, directory: str | Path) -> None:
         """Write a checkpoint; collective. The directory appears only when it is whole."""
@@ -362,6 +357,8 @@ class Trainer:
 
     def _end_step(self) -> None:
         self.steps_done += 1
+        if self.tensor is not None:
+            self.tensor.look_at_draws(self.seeds)
         self._buffers.after_step()
         if self.plan.data.check_every and self.steps_done % self.plan.data.check_every == 0:
             self._divergence.run(self.steps_done)

@@ -1,0 +1,71 @@
+"""Hugging Face models split by their own plan give one process's answer on real ranks, alone and beside other axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from oracle import ADAMW, tensor_plan, token_batch
+from ranks import ranks
+from torch.overrides import TorchFunctionMode
+
+from weft.plan.plan import Plan
+from weft.training.verify import verify
+
+SIZES = dict(
+    vocab_size=17, hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=6, max_position_embeddings=16, pad_token_id=3, bos_token_id=None,
+    eos_token_id=None,
+)  # fmt: skip
+
+
+class Unrounded(TorchFunctionMode):
+    """Norms of these models cast to float32 and back. What they round so must not hide what is compared."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+            if func is torch.Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if one is torch.float32 else one for one in args)
+            kwargs = {name: torch.float64 if one is torch.float32 else one for name, one in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def verified(kind: str, plan: Plan, **changes: Any) -> None:
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**SIZES | changes))
+    batches = [token_batch(size, seed=seed) for seed, size in enumerate((4, 3))]
+    with Unrounded():
+        verify(model, plan, loss="cross-entropy", optimizer=ADAMW, batches=batches, device="cpu").require()
+
+
+@ranks(2)
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("Llama", {"attention_bias": True, "mlp_bias": True}),
+        ("Llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+        ("Qwen3", {}),
+        ("Gemma", {}),
+        ("Phi3", {}),
+    ],
+)
+def test_two_ranks(kind: str, changes: dict[str, Any], sequence: bool) -> None:
+    verified(kind, tensor_plan(2, sequence=sequence, clip_norm=0.5), **changes)
+
+
+@ranks(4)
+@pytest.mark.parametrize("plan", [tensor_plan(4), tensor_plan(2, data=2), tensor_plan(2, data=2, shard="parameters")])
+def test_four_ranks(plan: Plan) -> None:
+    verified("Llama", plan)
+
+
+@ranks(4)
+def test_beside_a_pipeline() -> None:
+    verified("Llama", tensor_plan(2, pipeline=2, microbatches=2))
