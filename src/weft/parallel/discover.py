@@ -13,7 +13,8 @@ Whether a split pays is not asked here, only whether it is right.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import itertools
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,9 @@ from weft.parallel.discover_records import Layer, Record
 from weft.parallel.discover_regions import Candidate, make_candidate
 from weft.parallel.features import Digit, Dim, digits, leaves
 from weft.plan.splits import Count, Cut, Region, Section, region_problems
+
+MAX_CHOICES = 32
+"""Ways to share out the parts of a fused layer that are tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,31 +116,39 @@ def _candidate(facts: Facts, digit: Digit) -> Candidate:
         raise Refusal(digit.reason)
     if digit.size < facts.tensor:
         return _further(facts, digit)
-    chosen = {digit}
-    while (missing := _missing_part(facts, chosen)) is not None:
-        chosen.add(missing)
-    try:
-        return make_candidate(facts, Choice(chosen=frozenset(chosen)))
-    except Refusal:
-        if len(chosen) == 1:
-            raise
-    return make_candidate(facts, Choice(chosen=frozenset({digit})))
+    found: list[Candidate] = []
+    refusals: list[Refusal] = []
+    for chosen in itertools.islice(_choices(facts, frozenset({digit}), frozenset()), MAX_CHOICES):
+        try:
+            found.append(make_candidate(facts, Choice(chosen=chosen)))
+        except Refusal as refusal:
+            refusals.append(refusal)
+    if not found:
+        raise refusals[0]
+    return max(found, key=lambda candidate: candidate.num_parameters)
 
 
-def _missing_part(facts: Facts, chosen: set[Digit]) -> Digit | None:
-    """A digit of a fused layer in whose other parts something is shared out, but in this one nothing yet."""
+def _choices(facts: Facts, chosen: frozenset[Digit], left: frozenset[Digit]) -> Iterator[frozenset[Digit]]:
+    """Ways to share out something of each part of fused layers, or nothing of it; parts `left` are decided."""
+    part = next((part for part in _parts(facts, chosen) if part not in left), None)
+    if part is None:
+        yield chosen
+        return
+    for leaf in leaves((part,)):
+        if leaf.reason is None and leaf.size >= facts.tensor:
+            yield from _choices(facts, chosen | {leaf}, left)
+    yield from _choices(facts, chosen, left | {part})
+
+
+def _parts(facts: Facts, chosen: frozenset[Digit]) -> Iterator[Digit]:
+    """Parts in which nothing is shared out yet, of digits in whose other parts something is."""
     for layer in (layer for digit in chosen for layer in facts.columns[digit]):
         waiting = list(digits(layer.outputs))
         while waiting:
             digit = waiting.pop(0)
-            inside = list(leaves((digit,)))
-            if digit.parts and any(leaf in chosen for leaf in inside):
-                for part in digit.parts:
-                    within = [leaf for leaf in leaves((part,)) if leaf.reason is None and leaf.size >= facts.tensor]
-                    if within and not any(leaf in chosen for leaf in leaves((part,))):
-                        return within[0]
-                    waiting += digits((part,))
-    return None
+            if any(leaf in chosen for leaf in leaves((digit,))):
+                waiting += [inner for part in digit.parts for inner in digits((part,))]
+                yield from (part.now for part in digit.parts if chosen.isdisjoint(leaves((part,))))
 
 
 def _further(facts: Facts, outer: Digit) -> Candidate:

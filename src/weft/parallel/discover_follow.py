@@ -23,7 +23,7 @@ CACHES = ("past_key_values",)
 
 
 def follow(model: nn.Module, call: Callable[[nn.Module], Any], *, whole_between: Collection[str] = ()) -> Record:
-    """Follow one forward pass. What leaves the modules `whole_between` stays whole."""
+    """Follow one forward pass. What enters and leaves the modules `whole_between` stays whole."""
     twin = _make_twin(model)
     device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), torch.device("cpu"))
     tracer = Tracer(twin, device)
@@ -76,6 +76,9 @@ class _Watch:
                 for leaf in tree_leaves((args, kwargs)):
                     if isinstance(leaf, torch.Tensor):
                         tracer.give(leaf)
+            if must_be_whole:
+                for tensor in tensors_of((args, kwargs)):
+                    tracer.block(tensor, f'it enters "{name}"')
             calls: list[NotedCall] = []
             tracer.record.calls.setdefault(name, []).append(calls)
             tracer.names.append(name)

@@ -115,8 +115,8 @@ class _Maker:
             if self.rows or len(self.columns) != 1 or not is_last or any(self.choice.is_in(dim) for dim in others):
                 raise Refusal("is returned by the model, not as its last dim or not there alone")
             (layer,) = self.columns.values()
-            if not isinstance(layer.module, nn.Linear):
-                raise Refusal("is returned by the model")
+            if not isinstance(layer.module, nn.Linear) or digits(layer.outputs) != digits(last):
+                raise Refusal("is returned by the model, and not just as it was made")
             num_outputs, num_inputs = layer.module.weight.shape
             if num_outputs < num_inputs and not layer.tied:
                 raise Refusal(f"is returned by the model, and {num_outputs} features are too few to be worth it")

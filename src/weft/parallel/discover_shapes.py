@@ -106,6 +106,8 @@ def split(op: Operation) -> Made:
     """Pieces along a dim."""
     dim = op.dim(op.get(2, "dim", 0))
     sizes = [piece.shape[dim] for piece in op.result]
+    if 0 in sizes:
+        return None
     pieces = _pieces(op, dim, sizes)
     names = ("split_size", "split_sizes", "split_size_or_sections", "chunks", "sections", "indices_or_sections")
     name = next((name for name in names if name in op.kwargs), "")

@@ -192,8 +192,7 @@ class Tracer(TorchFunctionMode):
     def _apply(self, operation: Operation, operands: list[torch.Tensor]) -> int:
         """Apply the rule for a function; the roots of what it made."""
         made = [leaf for leaf in tree_leaves(operation.result) if isinstance(leaf, torch.Tensor)]
-        rule = RULES.get(operation.name)
-        layouts = None if rule is None or "out" in operation.kwargs else rule(operation)
+        layouts = self._follow(operation)
         if layouts is None or not _fits(layouts, made):
             for tensor in operands:
                 self.block(tensor, operation.why("is not known to keep features apart"))
@@ -210,6 +209,16 @@ class Tracer(TorchFunctionMode):
         if len(operands) == 1 and len(made) == 1 and self.is_given(operands[0]):
             self._given.add(id(made[0]))
         return roots
+
+    def _follow(self, operation: Operation) -> list[Layout] | None:
+        """Layouts of what a function made; None if nobody knows."""
+        rule = RULES.get(operation.name)
+        if rule is None or "out" in operation.kwargs:
+            return None
+        try:
+            return rule(operation)
+        except (IndexError, KeyError, TypeError, ValueError):
+            return None  # arguments in a form that the rule does not know, while torch does
 
     def _use(self, operation: Operation, operands: list[torch.Tensor], layouts: list[Layout]) -> int:
         """Note who was used to make something that has more features; their roots."""

@@ -31,8 +31,7 @@ from weft.plan.splits import Count, Cut, Region, Section
 
 COLUMN, ROW = "colwise", "rowwise"
 GATHERED_COLUMN, SPLIT_ROW = "colwise_gather_output", "rowwise_split_input"
-PARTIAL = "replicated_with_grad_allreduce"
-EMBEDDING = "embedding_rowwise"
+PARTIAL, EMBEDDING = "replicated_with_grad_allreduce", "embedding_rowwise"
 STYLES = (COLUMN, ROW, GATHERED_COLUMN, SPLIT_ROW, PARTIAL, EMBEDDING)
 
 QUERIES_KEYS_VALUES, GATE_UP = "qkv_proj", "gate_up_proj"

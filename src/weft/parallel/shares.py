@@ -91,13 +91,14 @@ def make_shares(regions: Sequence[Region], tensor: int) -> Shares:
     return Shares(regions=tuple(regions), splits=splits, repeated=tuple(repeated))
 
 
-def share_tied(made: Shares, tied: Sequence[Sequence[str]]) -> Shares:
+def share_tied(made: Shares, tied: Sequence[Sequence[str]], model: nn.Module) -> Shares:
     """The same, with a tensor that has several names cut under each of them."""
     layers = {name for region in made.regions for name in (*itertools.chain(*region.columns), *region.rows)}
     splits, problems = dict(made.splits), []
     for names in tied:
         cut = {made.splits[name] for name in names if name in made.splits}
-        left = [name for name in names if name not in made.splits and name.rpartition(".")[0] not in layers]
+        known = {id(_owner(model, name)) for name in names if name in made.splits or name.rpartition(".")[0] in layers}
+        left = [name for name in names if id(_owner(model, name)) not in known]
         if len(cut) > 1 or (cut and left):
             problems.append(
                 f"{' and '.join(names)} are one parameter, and are not to be cut alike over [axes] tensor; untie them, "
@@ -107,6 +108,11 @@ def share_tied(made: Shares, tied: Sequence[Sequence[str]]) -> Shares:
     if problems:
         raise ModelError(problems)
     return replace(made, splits=splits)
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    """The module that has a tensor: one that is used twice has two names."""
+    return model.get_submodule(name.rpartition(".")[0])
 
 
 def _find_repeated(region: Region, tensor: int) -> list[Repeated]:

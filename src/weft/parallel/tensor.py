@@ -11,6 +11,7 @@ to a model in place: every rank keeps its share of the weights, and the layers a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -25,7 +26,7 @@ from weft.comm.collectives import all_reduce, broadcast
 from weft.comm.group import Group
 from weft.errors import ModelError
 from weft.mesh import Mesh
-from weft.parallel.discover import discover, explain
+from weft.parallel.discover import find
 from weft.parallel.hugging_face import hugging_face_regions
 from weft.parallel.passage import Foreign
 from weft.parallel.randomness import Seeds, ShareDraws, has_dropout
@@ -46,6 +47,10 @@ from weft.parallel.tokens import Shown, TokenSplit, split_between
 from weft.parallel.vocabulary import Share, gather_logits
 from weft.plan.splits import Range, Region, entries, share_of
 
+log = logging.getLogger("weft")
+
+_TOO_FEW = "too few for [axes] tensor"
+
 
 def find_regions(
     model: nn.Module,
@@ -54,10 +59,12 @@ def find_regions(
     *,
     tensor: int,
     whole_between: Sequence[str] = (),
+    is_first: bool = True,
 ) -> tuple[Region, ...]:
     """What of a model is shared out over so many ranks. `call` calls a model with an example.
 
-    `whole_between`: modules that may be given, and give, nothing but whole activations.
+    `whole_between`: modules that may be given, and give, nothing but whole activations. `is_first`: this rank says what
+    is left whole because there are more ranks than heads or features of it.
     """
     regions = blueprint.regions
     if regions is None:
@@ -69,18 +76,21 @@ def find_regions(
             f"[axes] tensor = {tensor} needs to know how the model splits: it declares no regions in "
             "weft_blueprint(), so give parallelize(..., example=inputs), the inputs of one micro-batch, to follow"
         )
-    regions = discover(model, call, tensor=tensor, whole_between=whole_between)
-    if not regions:
-        reasons = explain(model, call, tensor=tensor)[:8]
+    found = find(model, call, tensor=tensor, whole_between=whole_between)
+    reasons = [f"{name}: {reason}" for name, reason in found.reasons.items()]
+    if not found.regions:
         raise ModelError(
             [
                 f"no layer of the model can be split over [axes] tensor = {tensor}: nothing was found where one layer "
                 "feeds work on separate features, and that another layer; declare regions in weft_blueprint(), or set "
                 "[axes] tensor = 1",
-                *reasons,
+                *reasons[:8],
             ]
         )
-    return regions
+    too_few = [reason for reason in reasons if _TOO_FEW in reason]
+    if too_few and is_first:
+        log.warning("%d layers stay whole on every rank, the first because %s", len(too_few), too_few[0])
+    return found.regions
 
 
 class TensorParallel:
@@ -92,7 +102,7 @@ class TensorParallel:
         self._mesh = mesh
         self._blueprint = blueprint
         self.group = mesh.group(AXIS, "activations")
-        self.shares: Shares = share_tied(make_shares(regions, self.group.size), blueprint.tied)
+        self.shares: Shares = share_tied(make_shares(regions, self.group.size), blueprint.tied, model)
         number, keeps = number_of(self.group), mesh.plan.recompute.policy == "selective"
         self.tokens = TokenSplit(self.group) if mesh.plan.tensor.sequence else None
         self.inside = Axis(

@@ -27,10 +27,12 @@ from weft.parallel.shares import local_part
 from weft.parallel.tensor import TensorParallel
 from weft.plan.splits import Region
 from weft.training.loss import forward
-from weft.training.trees import map_tensors
+from weft.training.trees import map_tensors, num_samples, split_tree
 
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-2, torch.bfloat16: 0.2, torch.float16: 0.1}
 """How far something may be off, as part of the largest entry of the whole one."""
+_MOST_SAMPLES = 2
+"""Of the example: enough to tell samples from tokens."""
 _SMALL = 1e-3
 """A gradient is measured against this part of the model's largest, if its own largest entry is smaller."""
 
@@ -39,30 +41,47 @@ def probe_split(model: nn.Module, mesh: Mesh, blueprint: Blueprint, regions: tup
     """Refuse a model that a split changes; collective. Without an example, or memory, there is nothing to try."""
     if example is None or is_on_meta(model):
         return
-    inputs = map_tensors(lambda tensor: tensor.to(next(model.parameters()).device), example)
-    is_first = mesh.world.rank == 0
+    device, is_first = mesh.world.device, mesh.world.rank == 0
+    few = split_tree(example, 0, min(num_samples(example), _MOST_SAMPLES))
     whole: dict[str, torch.Tensor] = {}
-    _together(mesh, "the model fails on the example", lambda: whole.update(_pass(model, inputs)) if is_first else None)
-    if not gather_values(bool(whole), mesh.everyone("control"), mesh.world.device)[0]:
+    _together(mesh, "the model fails on the example", lambda: whole.update(_pass_whole(model, few, device, is_first)))
+    if not gather_values(bool(whole), mesh.everyone("control"), device)[0]:
         return  # an output that is not one tensor, or that nothing learns from
     tensor = TensorParallel(_cut_copy(model, mesh, blueprint, regions), mesh, blueprint, regions)
     tensor.install(keep_output=False)
     tensor.split_tokens(None)
+    inputs = map_tensors(lambda leaf: leaf.to(device), few)
     split: dict[str, torch.Tensor] = {}
     _together(mesh, "split, the model fails on the example", lambda: split.update(_pass(tensor.model, inputs)))
     _compare(whole, split, tensor, mesh)
 
 
+def _pass_whole(model: nn.Module, inputs: Any, device: torch.device, is_first: bool) -> dict[str, torch.Tensor]:
+    """The first rank's answer, whose weights are everybody's: on its device if the whole model fits there."""
+    if not is_first:
+        return {}
+    before = next(model.parameters()).device
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    moves = device.type == "cuda" and before != device and 4 * num_bytes < torch.cuda.mem_get_info(device)[0]
+    place = device if moves else before
+    if moves:
+        model.to(device)
+    found = _pass(model, map_tensors(lambda leaf: leaf.to(place), inputs))
+    if moves:
+        model.to(before)
+    return {what: tensor.to(device) for what, tensor in found.items()}
+
+
 def _cut_copy(model: nn.Module, mesh: Mesh, blueprint: Blueprint, regions: tuple[Region, ...]) -> nn.Module:
     """A copy of the first rank's model with this rank's shares, made without a second whole one."""
-    cutting = TensorParallel(model, mesh, blueprint, regions)
+    cutting, device = TensorParallel(model, mesh, blueprint, regions), mesh.world.device
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
-        there = parameter.detach().clone()
+        there = parameter.detach().to(device, copy=True)
         broadcast(there, mesh.everyone("control"))
         memo[id(parameter)] = nn.Parameter(cutting.cut_one(name, there), requires_grad=parameter.requires_grad)
     for name, buffer in model.named_buffers():
-        there = buffer.detach().clone()
+        there = buffer.detach().to(device, copy=True)
         broadcast(there, mesh.everyone("control"))
         memo[id(buffer)] = cutting.cut_one(name, there)
     return copy.deepcopy(model, memo)
@@ -116,10 +135,13 @@ def _compare(
 ) -> None:
     everyone, device = mesh.everyone("control"), mesh.world.device
     listed = gather_values([[what, list(t.shape)] for what, t in whole.items()], everyone, device)[0]
-    place = next(iter(split.values())).device if split else torch.device("cpu")
     measured = torch.zeros(len(listed), 2, dtype=torch.float64)
     for number, (what, shape) in enumerate(listed):
-        true = whole[what].double() if what in whole else torch.empty(shape, dtype=torch.float64, device=place)
+        true = (
+            whole[what].double().contiguous()
+            if what in whole
+            else torch.empty(shape, dtype=torch.float64, device=device)
+        )
         broadcast(true, everyone)
         layout = tensor.shares.layout(what.removeprefix("the gradient of "), shape)
         expected = local_part(true, layout, mesh.grid, mesh.world.rank)

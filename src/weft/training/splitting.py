@@ -32,7 +32,8 @@ def split_regions(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: A
 
     # Stages pass on whole activations, and tokens are split between blocks only where they are whole.
     between = blueprint.blocks if plan.axes.pipeline > 1 or plan.tensor.sequence else ()
-    return find_regions(model, blueprint, call, tensor=plan.axes.tensor, whole_between=between)
+    is_first = mesh.world.rank == 0
+    return find_regions(model, blueprint, call, tensor=plan.axes.tensor, whole_between=between, is_first=is_first)
 
 
 def _refuse_unsplittable(model: nn.Module, blueprint: Blueprint) -> None:
