@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from weft.parallel.resized import Resizing
+from weft.parallel.shares import set_count
 from weft.plan.splits import Cut, Region, entries, region_shares, share_of
 
 
@@ -79,9 +80,7 @@ class Rank:
             for cut in region.cuts:
                 self._cut(cut)
             for count in region.counts:
-                module = self.model.get_submodule(count.module)
-                value = count.local_value(getattr(module, count.attribute), self.shared, out_of)
-                setattr(module, count.attribute, value)
+                set_count(self.model, count, self.shared, out_of)
             for resized in region.resized:
                 module = self.model.get_submodule(resized.module)
                 module.forward = Resizing(module, resized, self._units(self.shared, out_of))

@@ -23,7 +23,7 @@ from weft.mesh import join_world, leave_world, make_mesh
 from weft.models.convnet import ConvNet, ConvNetConfig
 from weft.models.gpt import GPT, GPTConfig
 from weft.plan.exchanges import FLUSH_FREE
-from weft.plan.plan import Axes, Data, Pipeline, Plan, Precision, Recompute, Step
+from weft.plan.plan import Axes, Compile, Data, Pipeline, Plan, Precision, Recompute, Step, Tensor
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "zero-bubble", "pipedream", "2bw")
 
@@ -42,6 +42,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     "bf16, offloaded": {"data": Data(offload=True), "precision": Precision(compute="bf16", accumulate="bf16")},
     "zero 3, offloaded": {"data": Data(shard="parameters", offload=True)},
     "zero 3, recomputed": {"data": Data(shard="parameters"), "recompute": Recompute(policy="full")},
+}
+
+
+SPLIT: dict[str, dict[str, Any]] = {
+    "tensor": {},
+    "tensor, split tokens": {"tensor": Tensor(sequence=True)},
+    "tensor, bf16, recomputed": {"precision": Precision(compute="bf16"), "recompute": Recompute(policy="selective")},
+    "tensor, split tokens, recomputed": {"tensor": Tensor(sequence=True), "recompute": Recompute(policy="full")},
+    "tensor, compiled": {"compile": Compile(blocks=True)},
 }
 
 
@@ -159,6 +168,13 @@ def main() -> None:
         if schedule not in FLUSH_FREE:
             check_same_answer(changed)
         check_state(changed if schedule != "pipedream" else dataclasses.replace(changed, step=Step(microbatches=2)))
+    for name, changes in SPLIT.items() if world.size == 2 else ():
+        if world.rank == 0:
+            print(name)
+        changed = dataclasses.replace(plan, axes=Axes(tensor=2), **changes)
+        if not changed.tensor.sequence and not changed.compile.blocks:
+            check_same_answer(changed)
+        check_state(changed)
     check_overflow(plan)
     if world.rank == 0:
         print(f"all promises hold on {world.size} ranks, {torch.cuda.get_device_name()}")

@@ -22,7 +22,6 @@ from weft.plan.plan import (
     Sequence,
     Server,
     Step,
-    Tensor,
     said,
     value_at,
 )

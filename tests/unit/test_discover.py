@@ -36,8 +36,8 @@ from unseen import (
 from weft.errors import ModelError
 from weft.models.convnet import ConvNet, ConvNetConfig
 from weft.models.gpt import GPT, GPTConfig
-from weft.parallel.discover import discover, explain
-from weft.plan.splits import Region, Section
+from weft.parallel.discovery.find import discover, explain
+from weft.plan.splits import Region
 
 
 def tokens() -> Tensor:
@@ -212,6 +212,28 @@ def test_a_vocabulary_is_split_where_it_pays_and_all_its_names_agree() -> None:
     assert discover(narrow, lambda twin: twin(tokens() % 8), tensor=2) == ()
 
 
+@pytest.mark.parametrize(
+    ("work", "is_split"),
+    [
+        (lambda model, logits: logits.float() * 2.0, True),
+        (lambda model, logits: logits.softmax(-1), False),
+        (lambda model, logits: logits[..., : V // 2], False),
+        (lambda model, logits: logits + model.prior, False),
+        (lambda model, logits: logits * model.scale, False),
+        (lambda model, logits: logits.reshape(B, T, V).clone(), False),
+        (lambda model, logits: (logits, logits.mean()), False),
+        (lambda model, logits: (logits, model.scale), False),
+    ],
+)
+def test_an_output_stays_a_share_if_it_is_returned_as_it_was_made(
+    work: Callable[[nn.Module, Tensor], object], is_split: bool
+) -> None:
+    model = Language()
+    model.prior, model.scale = nn.Parameter(torch.randn(V)), nn.Parameter(torch.randn(1))
+    regions = discover(model, lambda twin: work(twin, twin(tokens())), tensor=2)
+    assert any(region.is_output for region in regions) == is_split
+
+
 def test_nothing_of_the_model_or_of_random_numbers_is_changed() -> None:
     model = Language(Residual(LoRAAttention(), PlainMLP()))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -250,5 +272,5 @@ def test_layers_that_stay_whole_have_a_reason() -> None:
         'blocks.0.attn.proj: its 24 features: layer_norm in "blocks.0.norm1" needs all of them',
         "blocks.1.attn.qkv: the 6 of its 3 · 6 · 4 features: 6 are too few for 8 ranks",
         'blocks.1.attn.proj: its 24 features: layer_norm in "blocks.0.norm1" needs all of them',
-        "head: its 10 features: is returned by the model, and 10 features are too few to be worth it",
+        "head: its 10 features: they are returned by the model, and 10 features are too few to be worth it",
     ]

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from weft.parallel.features import (
+from weft.parallel.discovery.features import (
     Digit,
     Dim,
     block,

@@ -84,7 +84,7 @@ def test_splits_of_one_dim_nest_in_their_order() -> None:
 
 
 def test_listed_parts_come_one_after_another_and_may_overlap() -> None:
-    """Three sections of a fused projection: 4 query heads of 2 rows halved, one key and one value head on both ranks."""
+    """Three sections of a fused projection: 4 query heads of 2 rows halved, a key and a value head on both ranks."""
     parts = (((0, 4), (8, 10), (10, 12)), ((4, 8), (8, 10), (10, 12)))
     layout = Layout(global_shape=(12, 3), splits=(Split(dim=0, axis="tensor", parts=parts),))
     whole = numpy.arange(36).reshape(12, 3)

@@ -45,7 +45,7 @@ class Passage:
         stages: Stages,
         received: Mapping[Value, torch.Tensor],
         before_unit: Callable[[str], None] | None = None,
-        seed: Callable[[int], None] | None = None,
+        seed: Callable[[int], object] | None = None,
     ) -> tuple[dict[Value, torch.Tensor], Any]:
         """Run a stage: `call` calls the model. Returns the values its units made, and the model's output on the last.
 
@@ -93,7 +93,7 @@ class _Run:
         stages: Stages,
         received: Mapping[Value, torch.Tensor],
         before_unit: Callable[[str], None] | None,
-        seed: Callable[[int], None] | None,
+        seed: Callable[[int], object] | None,
     ) -> None:
         self._stage = stage
         self._flow = flow

@@ -78,7 +78,7 @@ class Work(Protocol):
     def call(self, microbatch: int) -> Any:
         """Call the model with a microbatch."""
 
-    def seed(self) -> Callable[[int], None] | None:
+    def seed(self) -> Callable[[int], object] | None:
         """What sets random states by place, if the model draws any."""
 
     def before_unit(self, unit: str) -> None:

@@ -45,12 +45,13 @@ class Seeds:
         finally:
             self._generator.set_state(before)
 
-    def enter(self, place: int) -> None:
-        """The random numbers of one place in the model begin."""
+    def enter(self, place: int) -> int:
+        """The random numbers of one place in the model begin; returns the seed they begin with."""
         seed = mix(self._now, place)
         if self.draws is not None:
             seed = self.draws.begin(seed)
         self._generator.manual_seed(seed)
+        return seed
 
     @property
     def generator(self) -> torch.Generator:
@@ -81,8 +82,8 @@ class ShareDraws:
         return mix(seed, self._place) if self._before_tokens is not None else seed
 
     def enter(self) -> None:
-        """A region begins, if none has, in activations that are whole."""
-        if self._common is None and torch.is_grad_enabled():
+        """A region begins in training, if none has, in activations that are whole."""
+        if self._common is None:
             self._common = self._set_apart()
             self._own = self._generator.get_state()
 
@@ -93,9 +94,8 @@ class ShareDraws:
 
     def split_tokens(self) -> None:
         """From now on nothing is common: what is not inside regions is split along the tokens."""
-        if torch.is_grad_enabled():
-            self._before_tokens = self._set_apart()
-            self._own = self._generator.get_state()
+        self._before_tokens = self._set_apart()
+        self._own = self._generator.get_state()
 
     def join_tokens(self) -> None:
         if self._before_tokens is not None:
@@ -130,6 +130,7 @@ class PlaceSeeds:
         self._seeds = seeds
         self._is_on = False
         self._place = 0
+        self._begun: dict[bytes, int] = {}
         self.is_needed = has_dropout(model)
         if not self.is_needed:
             return
@@ -139,7 +140,7 @@ class PlaceSeeds:
 
     @contextmanager
     def during(self, *, step: int, microbatch: int, data_rank: int) -> Iterator[None]:
-        self._is_on, self._place = True, 0
+        self._is_on, self._place, self._begun = True, 0, {}
         try:
             with self._seeds.during(step=step, microbatch=microbatch, data_rank=data_rank):
                 yield
@@ -150,13 +151,21 @@ class PlaceSeeds:
         return self
 
     def _before(self, *_: object) -> None:
-        if self._is_on:
-            self._seeds.enter(2 * self._place)
+        self._enter(2 * self._place)
 
     def _after(self, *_: object) -> None:
+        self._enter(2 * self._place + 1)
+        self._place += self._is_on
+
+    def _enter(self, place: int) -> None:
+        """Begin a place. What the model itself computes again in the backward pass is known by the state it begins in,
+        which torch's checkpoint brings back, and gets the seed it had."""
+        generator = self._seeds.generator
+        state = generator.get_state().numpy().tobytes()
         if self._is_on:
-            self._seeds.enter(2 * self._place + 1)
-            self._place += 1
+            self._begun[state] = self._seeds.enter(place)
+        elif state in self._begun:
+            generator.manual_seed(self._begun[state])
 
 
 def has_dropout(model: nn.Module) -> bool:

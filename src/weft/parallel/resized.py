@@ -4,7 +4,7 @@
 
 On a rank with 3 of 12 heads the view needs 3. The code is not changed: while it runs, the functions that take sizes
 are intercepted, and the sizes that count what is shared out are made smaller. Which these are is plain data that was
-found when the model was followed (`discover.py`): the calls of a forward pass, in order. A pass that makes other calls
+found when the model was followed (`discovery/`): the calls of a forward pass, in order. A pass that makes other calls
 than the one that was followed is refused. The code of sub-modules is left alone.
 """
 

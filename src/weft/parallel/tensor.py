@@ -1,7 +1,7 @@
 """Tensor parallelism: one layer on many ranks.
 
 Which layers are split, and how, is plain data (`plan/splits.py`): declared by the model's blueprint, read off the plan
-that a Hugging Face config ships, or found from the flow of data between the layers (`discover.py`). Here it is applied
+that a Hugging Face config ships, or found from the flow of data between the layers (`discovery/`). Here it is applied
 to a model in place: every rank keeps its share of the weights, and the layers at both ends of a region exchange.
 
     f, g and the layers fused with them       tensor_functions.py; for compilers tensor_ops.py
@@ -11,7 +11,6 @@ to a model in place: every rank keeps its share of the weights, and the layers a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -26,8 +25,6 @@ from weft.comm.collectives import all_reduce, broadcast
 from weft.comm.group import Group
 from weft.errors import ModelError
 from weft.mesh import Mesh
-from weft.parallel.discover import find
-from weft.parallel.hugging_face import hugging_face_regions
 from weft.parallel.passage import Foreign
 from weft.parallel.randomness import Seeds, ShareDraws, has_dropout
 from weft.parallel.resized import Resizing
@@ -38,59 +35,16 @@ from weft.parallel.tensor_layers import (
     ColumnLayer,
     ColumnLinear,
     EmbeddingRows,
+    OutputMode,
     RowLayer,
     RowLinear,
+    WholeOutput,
     is_transposed_linear,
 )
 from weft.parallel.tensor_ops import number_of
 from weft.parallel.tokens import Shown, TokenSplit, split_between
-from weft.parallel.vocabulary import Share, gather_logits
+from weft.parallel.vocabulary import Share
 from weft.plan.splits import Range, Region, entries, share_of
-
-log = logging.getLogger("weft")
-
-_TOO_FEW = "too few for [axes] tensor"
-
-
-def find_regions(
-    model: nn.Module,
-    blueprint: Blueprint,
-    call: Callable[[nn.Module], Any] | None,
-    *,
-    tensor: int,
-    whole_between: Sequence[str] = (),
-    is_first: bool = True,
-) -> tuple[Region, ...]:
-    """What of a model is shared out over so many ranks. `call` calls a model with an example.
-
-    `whole_between`: modules that may be given, and give, nothing but whole activations. `is_first`: this rank says what
-    is left whole because there are more ranks than heads or features of it.
-    """
-    regions = blueprint.regions
-    if regions is None:
-        regions = hugging_face_regions(model)
-    if regions is not None:
-        return regions
-    if call is None:
-        raise ModelError(
-            f"[axes] tensor = {tensor} needs to know how the model splits: it declares no regions in "
-            "weft_blueprint(), so give parallelize(..., example=inputs), the inputs of one micro-batch, to follow"
-        )
-    found = find(model, call, tensor=tensor, whole_between=whole_between)
-    reasons = [f"{name}: {reason}" for name, reason in found.reasons.items()]
-    if not found.regions:
-        raise ModelError(
-            [
-                f"no layer of the model can be split over [axes] tensor = {tensor}: nothing was found where one layer "
-                "feeds work on separate features, and that another layer; declare regions in weft_blueprint(), or set "
-                "[axes] tensor = 1",
-                *reasons[:8],
-            ]
-        )
-    too_few = [reason for reason in reasons if _TOO_FEW in reason]
-    if too_few and is_first:
-        log.warning("%d layers stay whole on every rank, the first because %s", len(too_few), too_few[0])
-    return found.regions
 
 
 class TensorParallel:
@@ -335,30 +289,6 @@ class Lengths:
     def __call__(self, num_units: int) -> int:
         start, stop = share_of(num_units, self.shared, self.out_of)
         return stop - start
-
-
-@dataclass(slots=True)
-class OutputMode:
-    """Whether the model's output is left in shares: only while somebody calls it who knows of them."""
-
-    is_kept: bool = False
-
-    def __deepcopy__(self, memo: object) -> OutputMode:
-        return self
-
-
-class WholeOutput:
-    """Stands in the `forward` of the last layer: whoever calls the model gets all of its output."""
-
-    def __init__(self, inner: Callable[..., Any], share: Share, group: Group, mode: OutputMode) -> None:
-        self.inner = inner
-        self.share = share
-        self.group = group
-        self.mode = mode
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        output: torch.Tensor = self.inner(*args, **kwargs)
-        return output if self.mode.is_kept else gather_logits(output, self.share, self.group)
 
 
 def _nothing(*_: object) -> None:

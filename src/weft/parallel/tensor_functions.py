@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 from weft.comm.collectives import Pending, all_gather, all_reduce, reduce_scatter
 from weft.comm.group import Group
+from weft.errors import ModelError
 from weft.hosts import num_cores
 
 TOKEN_DIM = 1
@@ -82,7 +83,9 @@ class Columns(torch.autograd.Function):
 
         `gathered`: all tokens, where somebody has gathered them already.
         """
+        _refuse_autocast(x)
         ctx.group, ctx.is_split = group, is_split
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *parameters[::2])
         whole = x
         if is_split:
@@ -91,8 +94,9 @@ class Columns(torch.autograd.Function):
         return tuple(F.linear(whole, weight, bias) for weight, bias in pairs if weight is not None)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Gradients:
         x, *weights = ctx.saved_tensors
+        used = [number for number, gradient in enumerate(gradients) if gradient is not None]
         gathering = (
             _Gathering(x, ctx.group, wait=not pays_beside(x, ctx.group))
             if ctx.is_split and any(ctx.needs_input_grad[4::2])
@@ -100,12 +104,16 @@ class Columns(torch.autograd.Function):
         )
         pending: Pending | None = None
         into_x: torch.Tensor | None = None
-        rows = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
-        if ctx.needs_input_grad[0]:
-            whole = rows[0] @ weights[0]
-            for row, weight in zip(rows[1:], weights[1:], strict=True):
-                whole.addmm_(row, weight)
-            into_x = whole.view(*gradients[0].shape[:-1], weights[0].shape[1])
+        rows = {number: g.reshape(-1, g.shape[-1]) for number, g in enumerate(gradients) if g is not None}
+        if ctx.needs_input_grad[0] and used:
+            first, *others = used
+            whole = rows[first] @ weights[first]
+            for number in others:
+                whole.addmm_(rows[number], weights[number])
+            samples, tokens = x.shape[:TOKEN_DIM], x.shape[TOKEN_DIM:-1]
+            if ctx.is_split:
+                tokens = (tokens[0] * ctx.group.size, *tokens[1:])
+            into_x = whole.view(*samples, *tokens, x.shape[-1])
             if ctx.is_split:
                 into_x, pending = scatter_tokens(into_x, ctx.group, wait=not pays_beside(into_x, ctx.group))
             else:
@@ -113,10 +121,10 @@ class Columns(torch.autograd.Function):
         found: list[torch.Tensor | None] = []
         inputs = x if gathering is None else gathering.result()
         inputs = inputs.reshape(-1, inputs.shape[-1])
-        for number, row in enumerate(rows):
+        for number in range(len(weights)):
             needs_weight, needs_bias = ctx.needs_input_grad[4 + 2 * number : 6 + 2 * number]
-            found.append(row.T @ inputs if needs_weight else None)
-            found.append(row.sum(0) if needs_bias else None)
+            found.append(rows[number].T @ inputs if needs_weight and number in rows else None)
+            found.append(rows[number].sum(0) if needs_bias and number in rows else None)
         if pending is not None:
             pending.wait()
         return into_x, None, None, None, *found
@@ -130,6 +138,7 @@ class Row(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, group: Group, splits: bool, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """`splits`: the result is this rank's tokens."""
+        _refuse_autocast(x)
         ctx.group, ctx.splits = group, splits
         ctx.save_for_backward(x, weight)
         made = F.linear(x, weight)
@@ -221,6 +230,14 @@ class JoinTokens(torch.autograd.Function):
         return own_tokens(gradient, ctx.group), None
 
 
+def _refuse_autocast(x: torch.Tensor) -> None:
+    if torch.is_autocast_enabled(x.device.type):
+        raise ModelError(
+            "the model's code casts by itself (torch.autocast), which layers split over [axes] tensor do not follow; "
+            'leave it out and set [precision] compute = "bf16" or "fp16"'
+        )
+
+
 def find_rows(tokens: torch.Tensor, start: int, stop: int, total: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of every token its row among those from `start` to `stop`, else 0, and whether it is elsewhere.
 
@@ -272,7 +289,7 @@ class _Gathering:
 
     def __init__(self, x: torch.Tensor, group: Group, *, wait: bool) -> None:
         self._received = x.new_empty((group.size, *x.shape))
-        self._pending = all_gather(self._received, x.contiguous(), group, wait=wait)
+        self._pending = all_gather(self._received.view(-1), x.contiguous().view(-1), group, wait=wait)
 
     def result(self) -> torch.Tensor:
         self._pending.wait()

@@ -20,6 +20,7 @@ from weft.comm.group import Group
 from weft.parallel.randomness import ShareDraws
 from weft.parallel.tensor_functions import add, columns, find_rows, lookup, row, spread
 from weft.parallel.tensor_ops import kept_row, traced_add, traced_gather, traced_scatter, traced_spread
+from weft.parallel.vocabulary import Share, gather_logits
 from weft.plan.splits import Range
 
 Forward = Callable[..., Any]
@@ -77,7 +78,7 @@ class ColumnGroup:
         self.axis = axis
         self.is_region = is_region
         self._given: Tensor | None = None
-        self._version = 0
+        self._version = (False, 0)
         self._made: dict[int, Tensor] = {}
         self._spread: Tensor | None = None
         self._num_left = 0
@@ -85,13 +86,14 @@ class ColumnGroup:
     def call(self, number: int, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return self._call_traced(number, x)
-        if self._given is x and number in self._made and x._version == self._version:
+        version = (torch.is_grad_enabled(), 0 if x.is_inference() else x._version)
+        if self._given is x and number in self._made and version == self._version:
             made = self._made.pop(number)
             if not self._made:
                 self._given = None
             return made
         axis = self.axis
-        if axis.draws is not None and self.is_region and not axis.splits_tokens:
+        if axis.draws is not None and self.is_region and self.layers[0].training and not axis.splits_tokens:
             axis.draws.enter()
         parameters = [p for layer in self.layers for p in (layer.weight, layer.bias)]
         local = axis.local_of(x)
@@ -102,7 +104,7 @@ class ColumnGroup:
         else:
             outputs = columns(x, axis.group, axis.splits_tokens, None, *parameters)
         if len(outputs) > 1:
-            self._given, self._version = x, x._version
+            self._given, self._version = x, version
             self._made = {other: output for other, output in enumerate(outputs) if other != number}
         return outputs[number]
 
@@ -140,13 +142,14 @@ class ColumnLayer:
 
     def __init__(self, layer: nn.Module, axis: Axis, *, channels: Range | None = None) -> None:
         """`channels`: a convolution by groups needs only those of its own groups."""
+        self.layer = layer
         self.inner: Forward = layer.forward
         self.axis = axis
         self.channels = channels
         self.channel_dim = -1 - len(layer.kernel_size) if isinstance(layer, _ConvNd) else -1
 
     def forward(self, input: Tensor) -> Any:
-        if self.axis.draws is not None and not self.axis.splits_tokens:
+        if self.axis.draws is not None and self.layer.training and not self.axis.splits_tokens:
             self.axis.draws.enter()
         if torch.compiler.is_compiling():
             x = traced_spread(input, self.axis.number)
@@ -231,6 +234,30 @@ class EmbeddingRows:
         local, elsewhere = find_rows(input, self.start, self.stop, self.total)
         made = self.inner(local).masked_fill(elsewhere.unsqueeze(-1), 0.0)
         return add(made, self.axis.group)
+
+
+@dataclass(slots=True)
+class OutputMode:
+    """Whether the model's output is left in shares: only while somebody calls it who knows of them."""
+
+    is_kept: bool = False
+
+    def __deepcopy__(self, memo: object) -> OutputMode:
+        return self
+
+
+class WholeOutput:
+    """Stands in the `forward` of the last layer: whoever calls the model gets all of its output."""
+
+    def __init__(self, inner: Callable[..., Any], share: Share, group: Group, mode: OutputMode) -> None:
+        self.inner = inner
+        self.share = share
+        self.group = group
+        self.mode = mode
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        output: torch.Tensor = self.inner(*args, **kwargs)
+        return output if self.mode.is_kept else gather_logits(output, self.share, self.group)
 
 
 def is_transposed_linear(layer: nn.Module) -> bool:

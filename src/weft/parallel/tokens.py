@@ -38,7 +38,7 @@ class TokenSplit:
         self._local: Tensor | None = None
         self._shown: Tensor | None = None
 
-    def split(self, block: str, arguments: tuple[Any, Any]) -> tuple[Any, Any]:
+    def split(self, block: str, arguments: tuple[Any, Any], *, is_training: bool) -> tuple[Any, Any]:
         """The arguments of the first block, with this rank's tokens of the activations."""
         leaves, tree = tree_flatten(arguments)
         place = next((n for n, leaf in enumerate(leaves) if _is_activation(leaf)), None)
@@ -50,14 +50,14 @@ class TokenSplit:
         num_tokens, size = leaves[place].shape[TOKEN_DIM], self.group.size
         self.is_split = num_tokens % size == 0
         if not self.is_split:
-            if torch.is_grad_enabled():
+            if is_training or torch.is_grad_enabled():
                 raise DataError(
                     f"[tensor] sequence = true cannot share out {num_tokens} tokens over [axes] tensor = {size}; use "
                     f"sequences of {num_tokens // size * size or size} or {-(-num_tokens // size) * size} tokens"
                 )
             return arguments
         leaves[place] = split_tokens(leaves[place], self.group)
-        if self.draws is not None:
+        if self.draws is not None and is_training:
             self.draws.split_tokens()
         split: tuple[Any, Any] = tree_unflatten(leaves, tree)
         return split
@@ -111,6 +111,7 @@ class Edge:
 
     def __init__(self, name: str, block: nn.Module, tokens: TokenSplit, *, is_first: bool, is_last: bool) -> None:
         self.name = name
+        self.block = block
         self.inner: Callable[..., Any] = block.forward
         self.tokens = tokens
         self.is_first = is_first
@@ -118,7 +119,7 @@ class Edge:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_first:
-            args, kwargs = self.tokens.split(self.name, (args, kwargs))
+            args, kwargs = self.tokens.split(self.name, (args, kwargs), is_training=self.block.training)
         output = self.inner(*args, **kwargs)
         return self.tokens.join(output) if self.is_last else output
 

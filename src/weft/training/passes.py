@@ -92,7 +92,7 @@ class Passes(ABC):
     def call(self, microbatch: int) -> Any:
         return self._call(self.parts[microbatch].inputs)
 
-    def seed(self) -> Callable[[int], None]:
+    def seed(self) -> Callable[[int], object]:
         return self._seeds.enter
 
     def before_unit(self, unit: str) -> None:

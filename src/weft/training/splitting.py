@@ -12,7 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from weft.blueprint import Blueprint
 from weft.errors import ModelError
 from weft.mesh import Mesh
-from weft.parallel.tensor import OutputMode, find_regions
+from weft.parallel.regions import find_regions
+from weft.parallel.tensor_layers import OutputMode
 from weft.plan.splits import Region
 from weft.training.precision import Caller
 from weft.training.trees import map_tensors

@@ -6,8 +6,9 @@ stands out by ten orders of magnitude from a different order of additions.
 
 Dropout is switched off for it, and gradients that are nothing but rounding (a bias in front of BatchNorm has none, by
 the maths) are set to zero on both sides before the update: Adam divides by their size, and would make two different
-noises into two different weights. Number formats are the comparison's own, not the plan's: 16 bits would hide what this
-is looking for. Lossy plans are not compared here: they obey an algebra of their own.
+noises into two different weights. Number formats are the comparison's own, not the plan's nor the model's, which may
+cast its norms to float32 (`unrounded.py`): that would hide what this is looking for. Lossy plans are not compared here:
+they obey an algebra of their own.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -38,6 +40,7 @@ from weft.training.parallelize import ParameterGroups, parallelize
 from weft.training.reference import OneProcess
 from weft.training.trainer import Trainer
 from weft.training.trees import map_tensors, num_samples, split_tree
+from weft.training.unrounded import Unrounded
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 """The largest error by dtype. In float32 only losses are held to it; rounding may amplify in single weights."""
@@ -113,6 +116,32 @@ def verify(
             f'[pipeline] schedule = "{plan.pipeline.schedule}" updates with late gradients, so it does not give one '
             'process\'s answer and there is nothing to compare; verify the same plan with "1f1b"'
         )
+    with Unrounded() if dtype == torch.float64 else nullcontext():
+        return _verify(
+            model,
+            plan,
+            loss=loss,
+            optimizer=optimizer,
+            batches=batches,
+            schedule=schedule,
+            groups=groups,
+            dtype=dtype,
+            device=device,
+        )
+
+
+def _verify(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    loss: str | LossFunction,
+    optimizer: OptimizerFactory,
+    batches: Sequence[tuple[Any, Any]],
+    schedule: Callable[[int], float] | None,
+    groups: ParameterGroups | None,
+    dtype: torch.dtype,
+    device: torch.device | str | None,
+) -> Verification:
     batches = [map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch) for batch in batches]
     parallel = copy.deepcopy(model).to(dtype)
     _switch_dropout_off(parallel)

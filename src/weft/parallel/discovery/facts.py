@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import TypeVar
 
-from weft.parallel.discover_lengths import Length
-from weft.parallel.discover_records import Held, Layer, Record
-from weft.parallel.features import Digit, Dim, leaves
+from weft.parallel.discovery.features import Digit, Dim, leaves
+from weft.parallel.discovery.lengths import Length
+from weft.parallel.discovery.records import Held, Layer, Record
 
 T = TypeVar("T")
 

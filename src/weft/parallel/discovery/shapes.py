@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from weft.parallel.discover_lengths import Length, plain
-from weft.parallel.discover_operation import Operation
-from weft.parallel.features import Dim, Layout, cut, fresh, is_whole, join, length, peel, reshape, whole
+from weft.parallel.discovery.features import Dim, Layout, cut, fresh, is_whole, join, length, peel, reshape, whole
+from weft.parallel.discovery.lengths import Length, plain
+from weft.parallel.discovery.operation import Operation
 
 Made = list[Layout] | None
 """Layouts of the tensors that a function returns; None: the function is not understood."""
@@ -213,7 +213,7 @@ def stack(op: Operation) -> Made:
     for other in layouts[1:]:
         for mine, theirs in zip(layouts[0], other, strict=True):
             op.unify(mine, theirs)
-    new = whole(len(layouts), op.why("made it"))
+    new = whole(len(layouts), op.why("made them"))
     return [(*layouts[0][:dim], new, *layouts[0][dim:])]
 
 
@@ -223,7 +223,7 @@ def as_complex(op: Operation) -> Made:
 
 
 def as_real(op: Operation) -> Made:
-    return [(*op.first, whole(2, op.why("made it")))]
+    return [(*op.first, whole(2, op.why("made them")))]
 
 
 def _is_simple(item: Any) -> bool:

@@ -1,8 +1,8 @@
 """How an ordinary model splits over the tensor axis, found from the flow of its features.
 
-A model is followed once, on the meta device (`discover_trace.py`); of every layer it is then known where each digit of
+A model is followed once, on the meta device (`trace.py`); of every layer it is then known where each digit of
 its features goes, and what is done to it on the way (`features.py`). Digits that reach other layers untouched can be
-shared out; each set of digits that must be shared out together is a candidate (`discover_regions.py`). A layer can
+shared out; each set of digits that must be shared out together is a candidate (`regions.py`). A layer can
 have one role only, so of candidates that are in each other's way those are taken that split most parameters.
 
     regions = discover(model, lambda twin: twin(tokens), tensor=4)
@@ -21,13 +21,13 @@ from typing import Any
 from torch import nn
 
 from weft.blueprint import find_blueprint
-from weft.parallel.discover_choice import Choice, Refusal
-from weft.parallel.discover_facts import Facts
-from weft.parallel.discover_follow import follow
-from weft.parallel.discover_packing import take_best
-from weft.parallel.discover_records import Layer, Record
-from weft.parallel.discover_regions import Candidate, make_candidate
-from weft.parallel.features import Digit, Dim, digits, leaves
+from weft.parallel.discovery.choice import Choice, Refusal
+from weft.parallel.discovery.facts import Facts
+from weft.parallel.discovery.features import Digit, Dim, digits, leaves
+from weft.parallel.discovery.follow import follow
+from weft.parallel.discovery.packing import take_best
+from weft.parallel.discovery.records import Layer, Record
+from weft.parallel.discovery.regions import Candidate, make_candidate
 from weft.plan.splits import Count, Cut, Region, Section, region_problems
 
 MAX_CHOICES = 32

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from weft.parallel.discover_lengths import Length
-from weft.parallel.discover_operation import Operation
-from weft.parallel.discover_records import Layer, Use
-from weft.parallel.discover_shapes import Made
-from weft.parallel.features import Layout, fresh, is_whole, length, peel, whole
+from weft.parallel.discovery.features import Layout, fresh, is_whole, length, peel, whole
+from weft.parallel.discovery.lengths import Length
+from weft.parallel.discovery.operation import Operation
+from weft.parallel.discovery.records import Layer, Use
+from weft.parallel.discovery.shapes import Made
 
 if TYPE_CHECKING:
-    from weft.parallel.discover_trace import Tracer
+    from weft.parallel.discovery.trace import Tracer
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 COUNTED = {"in_features": "inputs", "in_channels": "inputs", "nx": "inputs", "num_embeddings": "rows"}
@@ -75,9 +75,9 @@ def weight_layout(layer: Layer, parameter: torch.Tensor) -> Layout:
         return layer.inputs, layer.outputs
     if isinstance(module, nn.Embedding):
         return layer.rows, layer.outputs
-    kernel = tuple(whole(size, "it is a kernel's") for size in parameter.shape[2:])
+    kernel = tuple(whole(size, "they are a kernel's") for size in parameter.shape[2:])
     is_grouped = isinstance(module, _ConvNd) and module.groups > 1
-    return layer.outputs, whole(parameter.shape[1], "it is a group's") if is_grouped else layer.inputs, *kernel
+    return layer.outputs, whole(parameter.shape[1], "they are a group's") if is_grouped else layer.inputs, *kernel
 
 
 def linear(op: Operation) -> Made:
@@ -166,4 +166,4 @@ def _call(op: Operation, layer: Layer, x: torch.Tensor, *, inputs: int | None, o
     if inputs is not None:
         op.unify(layout[inputs], layer.inputs)
     pixels = op.result.shape[outputs + 1 :]
-    return [(*layout[:outputs], layer.outputs, *(whole(size, f'"{layer.name}" made it') for size in pixels))]
+    return [(*layout[:outputs], layer.outputs, *(whole(size, f'"{layer.name}" made them') for size in pixels))]

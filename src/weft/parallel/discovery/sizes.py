@@ -9,11 +9,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from weft.parallel.discover_choice import Choice, Refusal, matching_units
-from weft.parallel.discover_facts import Facts
-from weft.parallel.discover_lengths import Compute, Local, local_value, plain
-from weft.parallel.discover_records import Held, Layer, NotedCall
-from weft.parallel.features import Dim, length
+from weft.parallel.discovery.choice import Choice, Refusal, matching_units
+from weft.parallel.discovery.facts import Facts
+from weft.parallel.discovery.features import Dim, length
+from weft.parallel.discovery.lengths import Compute, Local, local_value, plain
+from weft.parallel.discovery.records import Held, Layer, NotedCall
 from weft.plan.splits import Count, Range, Region, Resized, Size, SizedCall, share_of, shares
 
 _ESSENTIAL = ("num_groups", "groups", "nf")
@@ -36,7 +36,7 @@ class Sizes:
         for number in {n for digit in self.choice.everything for n in self.facts.checks[digit]}:
             check = self.facts.record.checks[number]
             if any(_computed(check.compute, local) != check.expected for local in self.locals):
-                raise Refusal(f'has a size that the code of "{check.module}" relies on')
+                raise Refusal(f'the code of "{check.module}" relies on their number')
 
     def counts(self, columns: Iterable[Layer], rows: Iterable[Layer], held: Iterable[Held]) -> tuple[Count, ...]:
         """Attributes of layers and norms that count what is shared out."""
@@ -66,7 +66,7 @@ class Sizes:
         needed = [local(dim) * value for local in self.locals]
         units = matching_units(value, given, needed, self.numbers, self.lengths)
         if units is None and attribute in _ESSENTIAL:
-            raise Refusal(f'changes "{module}.{attribute}" in no proportion')
+            raise Refusal(f'they change "{module}.{attribute}" in no proportion')
         if units is None or units == (1, 1):
             return None
         return Count(module=module, attribute=attribute, num_units=units[0], per_units=units[1])
@@ -77,7 +77,7 @@ class Sizes:
             passes = [tuple(self._call(call, module) for call in calls) for calls in self.facts.record.calls[module]]
             if any(call.sizes for calls in passes for call in calls):
                 if any(calls != passes[0] for calls in passes):
-                    raise Refusal(f'has a size that the code of "{module}" gives otherwise from call to call')
+                    raise Refusal(f'the code of "{module}" gives their number otherwise from call to call')
                 found.append(Resized(module=module, calls=passes[0]))
         return tuple(found)
 
@@ -88,7 +88,7 @@ class Sizes:
             needed = [sum(local(dim) for dim in size.dims) for local in self.locals]
             units = matching_units(plain(size.value), given, needed, self.numbers, self.lengths)
             if units is None:
-                raise Refusal(f'has a size that the code of "{module}" gives to {call.function} in no proportion')
+                raise Refusal(f'the code of "{module}" gives {call.function} a number that is in no proportion to them')
             if units != (1, 1):
                 sizes.append(Size(place=size.place, num_units=units[0], per_units=units[1]))
         return SizedCall(function=call.function, sizes=tuple(sizes))

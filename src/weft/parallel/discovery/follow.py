@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from weft.errors import ModelError
 from weft.parallel.absent import to_meta
-from weft.parallel.discover_records import NotedCall, Record
-from weft.parallel.discover_trace import Tracer
+from weft.parallel.discovery.records import NotedCall, Record
+from weft.parallel.discovery.trace import Tracer
 
 CACHES = ("past_key_values",)
 """What Hugging Face models return for the next token's sake, and no loss looks at."""
@@ -78,7 +78,7 @@ class _Watch:
                         tracer.give(leaf)
             if must_be_whole:
                 for tensor in tensors_of((args, kwargs)):
-                    tracer.block(tensor, f'it enters "{name}"')
+                    tracer.block(tensor, f'they enter "{name}"')
             calls: list[NotedCall] = []
             tracer.record.calls.setdefault(name, []).append(calls)
             tracer.names.append(name)
@@ -93,7 +93,7 @@ class _Watch:
                 tracer.calls.pop()
             if must_be_whole:
                 for tensor in tensors_of(output):
-                    tracer.block(tensor, f'it leaves "{name}"')
+                    tracer.block(tensor, f'they leave "{name}"')
             return output
 
         return run
@@ -126,7 +126,7 @@ def _note_output(tracer: Tracer, output: Any) -> None:
         if is_alone:
             tracer.record.output = tracer.layout(tensor)
         else:
-            tracer.block(tensor, "the model returns it")
+            tracer.block(tensor, "the model returns them")
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:

@@ -57,6 +57,8 @@ class Digit:
         self._same = other
 
 
+SINGLE = "one entry cannot be split"
+
 Dim = tuple[Digit, ...]
 Layout = tuple[Dim, ...]
 
@@ -151,11 +153,11 @@ def _refine(digit: Digit, outer: int) -> tuple[Dim, Dim] | None:
 
 def _as_part(dim: Dim) -> Digit:
     if not dim:
-        return Digit(1, reason="it is one entry")
+        return Digit(1, reason=SINGLE)
     return dim[0] if len(dim) == 1 else Digit(length(dim), factors=dim)
 
 
-def unify(a: Dim, b: Dim, reason: str = "it meets features in another order") -> None:
+def unify(a: Dim, b: Dim, reason: str = "they meet others in another order") -> None:
     """Entries of two dims of one length meet one by one: their digits are the same, and blocked where one is."""
     left, right = list(digits(a)), list(digits(b))
     while left and right:
@@ -212,7 +214,7 @@ def _bounds(digit: Digit) -> list[int]:
     return bounds
 
 
-def cut(dim: Dim, bounds: Sequence[int], reason: str = "it is cut inside a unit") -> list[Dim]:
+def cut(dim: Dim, bounds: Sequence[int], reason: str = "they are cut inside a unit") -> list[Dim]:
     """The pieces of a dim that begin at 0 and at each of the bounds."""
     size = length(dim)
     inside = [bound for bound in bounds if 0 < bound < size]
@@ -233,7 +235,7 @@ def cut(dim: Dim, bounds: Sequence[int], reason: str = "it is cut inside a unit"
 def _cut_digit(digit: Digit, bounds: list[int], reason: str) -> list[Dim]:
     if not digit.parts:
         sizes = [stop - start for start, stop in zip([0, *bounds], [*bounds, digit.size], strict=True)]
-        digit.parts = tuple(Digit(size, reason="it is one entry" if size == 1 else digit.reason) for size in sizes)
+        digit.parts = tuple(Digit(size, reason=digit.reason if size > 1 else SINGLE) for size in sizes)
         return [(part,) if part.size > 1 else () for part in digit.parts]
     pieces: list[Dim] = []
     finer: list[Digit] = []
@@ -263,11 +265,11 @@ def join(dims: Sequence[Dim]) -> Dim:
     size = sum(length(dim) for dim in dims)
     if all(is_whole(dim) for dim in dims):
         why = next((leaf.reason for dim in dims for leaf in leaves(dim)), None)
-        return whole(size, why or "it is put together of single entries")
+        return whole(size, why or "single entries were put together")
     return (Digit(size, parts=tuple(_as_part(digits(dim)) for dim in dims)),)
 
 
-def reshape(layout: Layout, sizes: Sequence[int], reason: str = "a view mixes it with others") -> Layout:
+def reshape(layout: Layout, sizes: Sequence[int], reason: str = "a view mixes them with others") -> Layout:
     """The same entries in the same order under other sizes."""
     rest: Dim = tuple(digit for dim in layout for digit in digits(dim))
     made: list[Dim] = []

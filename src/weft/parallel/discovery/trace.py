@@ -19,13 +19,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.parallel.absent import is_in_place, to_meta
-from weft.parallel.discover_kinds import EXPANDING, HARMLESS, ROOTLESS, UNARY
-from weft.parallel.discover_layers import enter_layers, weight_layout
-from weft.parallel.discover_lengths import Check, Compute, Length
-from weft.parallel.discover_operation import Operation
-from weft.parallel.discover_records import UNKNOWN, End, Held, Layer, NotedCall, Record, Use
-from weft.parallel.discover_rules import RULES
-from weft.parallel.features import Dim, Layout, block, fresh, is_whole, leaves, length, whole
+from weft.parallel.discovery.features import Dim, Layout, block, fresh, is_whole, leaves, length, whole
+from weft.parallel.discovery.kinds import EXPANDING, HARMLESS, ROOTLESS, UNARY
+from weft.parallel.discovery.layers import enter_layers, weight_layout
+from weft.parallel.discovery.lengths import Check, Compute, Length
+from weft.parallel.discovery.operation import Operation
+from weft.parallel.discovery.records import UNKNOWN, End, Held, Layer, NotedCall, Record, Use
+from weft.parallel.discovery.rules import RULES
 from weft.parallel.resized import SIZED
 
 SHAPES = ("shape", "size", "numel", "nelement", "__len__")
@@ -80,7 +80,7 @@ class Tracer(TorchFunctionMode):
             if self.roots(tensor):  # made by something that is not seen, from nobody knows what
                 for layer in self.record.layers.values():
                     block(layer.outputs, self._unfollowed())
-            found = tuple(whole(size, "it meets a tensor that is whole") for size in tensor.shape)
+            found = tuple(whole(size, "they meet a tensor that is whole") for size in tensor.shape)
             self._layouts[id(tensor)] = found
             self._alive.append(tensor)
         return found
@@ -102,7 +102,7 @@ class Tracer(TorchFunctionMode):
     def give(self, tensor: torch.Tensor) -> None:
         """The model is given this."""
         self._given.add(id(tensor))
-        reason = "it meets what the model is given"
+        reason = "they meet what the model is given"
         self.put(tensor, tuple(whole(size, reason) for size in tensor.shape), UNKNOWN if tensor.requires_grad else 0)
 
     def is_given(self, tensor: torch.Tensor) -> bool:
@@ -197,7 +197,8 @@ class Tracer(TorchFunctionMode):
             for tensor in operands:
                 self.block(tensor, operation.why("is not known to keep features apart"))
                 self.end(tensor)
-            layouts = [tuple(whole(size, f"{operation.name} made it") for size in tensor.shape) for tensor in made]
+            reason = f"they meet what {operation.name} made"
+            layouts = [tuple(whole(size, reason) for size in tensor.shape) for tensor in made]
         if operation.layer is not None:
             roots = operation.layer.bit
         else:

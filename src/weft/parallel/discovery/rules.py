@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 import torch
 
-from weft.parallel import discover_layers as layers
-from weft.parallel import discover_shapes as shapes
-from weft.parallel.discover_kinds import BROADCAST, KEEPING, REDUCING, UNARY
-from weft.parallel.discover_lengths import plain
-from weft.parallel.discover_operation import Operation
-from weft.parallel.discover_shapes import Made
-from weft.parallel.features import Dim, Layout, cut, fresh, length, peel, whole
+from weft.parallel.discovery import layers as layers
+from weft.parallel.discovery import shapes as shapes
+from weft.parallel.discovery.features import Dim, Layout, cut, fresh, length, peel, whole
+from weft.parallel.discovery.kinds import BROADCAST, KEEPING, REDUCING, UNARY
+from weft.parallel.discovery.lengths import plain
+from weft.parallel.discovery.operation import Operation
+from weft.parallel.discovery.shapes import Made
 
 _DIM_OF = {"norm": 2, "linalg_vector_norm": 2}
 
@@ -168,7 +168,7 @@ def pooling(op: Operation) -> Made:
     kept = op.first[: len(op.first) - count]
     for dim in op.first[len(kept) :]:
         op.block(dim, "mixes neighbours")
-    return [(*kept, *(whole(size, op.why("made it")) for size in made.shape[len(kept) :])) for made in results]
+    return [(*kept, *(whole(size, op.why("made them")) for size in made.shape[len(kept) :])) for made in results]
 
 
 def channel_dropout(op: Operation) -> Made:
@@ -185,7 +185,7 @@ def pad(op: Operation) -> Made:
         back = len(made) - 1 - place
         if any(amounts[2 * back : 2 * back + 2]):
             op.block(made[place], "adds entries to them")
-            made[place] = whole(size, op.why("made it"))
+            made[place] = whole(size, op.why("made them"))
     return [tuple(made)]
 
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from weft.parallel.discover_choice import Choice, Refusal
-from weft.parallel.discover_facts import Facts
-from weft.parallel.discover_layers import is_transposed
-from weft.parallel.discover_records import UNKNOWN, Layer
-from weft.parallel.discover_sizes import Sizes
-from weft.parallel.features import Digit, digits, length
+from weft.parallel.discovery.choice import Choice, Refusal
+from weft.parallel.discovery.facts import Facts
+from weft.parallel.discovery.features import Digit, digits, length
+from weft.parallel.discovery.layers import is_transposed
+from weft.parallel.discovery.records import UNKNOWN, Layer
+from weft.parallel.discovery.sizes import Sizes
 from weft.plan.splits import Cut, Region, Section, entries, region_problems, region_shares
 
 
@@ -73,12 +73,15 @@ class _Maker:
         )
         problems = region_problems(region, self.facts.tensor)
         if problems:
-            raise Refusal(f"cannot be split: {problems[0]}")
+            raise Refusal(f"they cannot be split: {problems[0]}")
         self._check_rows(region)
         sizes = Sizes(self.facts, self.choice, region)
         sizes.check()
         counts = sizes.counts(self.columns.values(), self.rows.values(), self.held.values())
         region = replace(region, counts=counts, resized=sizes.resized())
+        if self.is_output and (self.held or self.partial or len(self.columns) > 1 or region.resized):
+            # Whoever needs the whole output puts it together right behind the layer.
+            raise Refusal("they are returned by the model after work that would have to know of the shares")
         layers = [*self.columns.values(), *self.rows.values()]
         partial_layers = {one.name for one in record.layers.values() if self.partial & set(one.names.values())}
         return Candidate(
@@ -96,12 +99,12 @@ class _Maker:
                 raise Refusal(digit.reason)
         for layer in (*self.columns.values(), *self.rows.values()):
             if layer.refused is not None:
-                raise Refusal(f'comes to "{layer.name}", which cannot be split: {layer.refused}')
+                raise Refusal(f'they come to "{layer.name}", which cannot be split: {layer.refused}')
             if layer.tied and not (layer.name in self.columns and self._is_returned()):
-                raise Refusal(f'comes to "{layer.name}", whose weight is that of {" and ".join(layer.tied)}')
+                raise Refusal(f'they come to "{layer.name}", whose weight is that of {" and ".join(layer.tied)}')
         both = [name for name in self.columns if name in self.rows]
         if both:
-            raise Refusal(f'both enters and leaves "{both[0]}"')
+            raise Refusal(f'they both enter and leave "{both[0]}"')
 
     def _is_returned(self) -> bool:
         output = self.facts.record.output
@@ -113,16 +116,16 @@ class _Maker:
             *others, last = self.facts.record.output
             is_last = len(digits(last)) == 1 and digits(last)[0] in self.choice.chosen
             if self.rows or len(self.columns) != 1 or not is_last or any(self.choice.is_in(dim) for dim in others):
-                raise Refusal("is returned by the model, not as its last dim or not there alone")
+                raise Refusal("they are returned by the model, not as its last dim, or not there alone")
             (layer,) = self.columns.values()
             if not isinstance(layer.module, nn.Linear) or digits(layer.outputs) != digits(last):
-                raise Refusal("is returned by the model, and not just as it was made")
+                raise Refusal("they are returned by the model, and not just as they were made")
             num_outputs, num_inputs = layer.module.weight.shape
             if num_outputs < num_inputs and not layer.tied:
-                raise Refusal(f"is returned by the model, and {num_outputs} features are too few to be worth it")
+                raise Refusal(f"they are returned by the model, and {num_outputs} features are too few to be worth it")
             self.is_output = True
         elif not self.rows:
-            raise Refusal("comes to no layer that could add the shares up")
+            raise Refusal("they come to no layer that could add the shares up")
 
     def _add_whole_ones(self) -> None:
         """What is whole and used on shares: its gradients must be added up, and it may be used nowhere else."""
@@ -133,23 +136,23 @@ class _Maker:
             if choice.found_in(use.made) - choice.found_in((use.carried,)):
                 roots |= use.roots
         if roots & UNKNOWN:
-            raise Refusal("meets something whole that cannot be followed")
+            raise Refusal("they meet something whole that cannot be followed")
         for bit in _bits(roots):
             layer, held = self.facts.by_bit.get(bit), self.facts.held_by_bit.get(bit)
             if held is not None and held.name not in self.held:
                 self.partial.add(held.name)
             if layer is not None and layer.name not in self.columns:
                 if layer.refused or layer.tied or layer.name in self.rows or isinstance(layer.module, nn.Embedding):
-                    raise Refusal(f'meets what "{layer.name}" makes, which is whole and learns')
+                    raise Refusal(f'they meet what "{layer.name}" makes, which is whole and learns')
                 self.columns[layer.name] = layer
         for layer in (*self.columns.values(), *self.rows.values()):
             if any(name in self.partial for name in layer.names.values()):
-                raise Refusal(f'is made by "{layer.name}", which is used on shares')
+                raise Refusal(f'they are made by "{layer.name}", which is used on shares')
             roots |= layer.bit if layer.name in self.columns else 0
         for end in record.ends:
             if end.roots & roots and not choice.found_in((end.layout,)):
                 names = [n for n in self.columns if end.roots & record.layers[n].bit] or sorted(self.partial)
-                raise Refusal(f'meets something ("{names[0]}") that is also needed whole')
+                raise Refusal(f'they meet something ("{names[0]}") that is also needed whole')
 
     def _check_rows(self, region: Region) -> None:
         """What is added up must not be there several times."""
@@ -158,7 +161,7 @@ class _Maker:
         for cut in region.cuts:
             held = sum(stop - start for share in each for start, stop in entries(cut, share, out_of))
             if cut.name in weights and held != sum(section.length for section in cut.sections):
-                raise Refusal(f'comes to "{cut.name}" with parts that several ranks would have')
+                raise Refusal(f'they come to "{cut.name}" with parts that several ranks would have')
 
     # What is cut
 
@@ -178,7 +181,7 @@ class _Maker:
             found = [(dim, self.choice.sections(each)) for dim, each in enumerate(held.layout)]
             cut_dims = [(dim, sections) for dim, sections in found if sections is not None]
             if len(cut_dims) != 1:
-                raise Refusal(f'meets itself in "{held.name}"')
+                raise Refusal(f'they meet themselves in "{held.name}"')
             cuts[held.name] = Cut(name=held.name, dim=cut_dims[0][0], sections=cut_dims[0][1])
         return cuts
 

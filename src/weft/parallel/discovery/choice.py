@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from weft.parallel.discover_lengths import Local
-from weft.parallel.features import Digit, Dim, Layout, digits, leaves
+from weft.parallel.discovery.features import Digit, Dim, Layout, digits, leaves
+from weft.parallel.discovery.lengths import Local
 from weft.plan.splits import Range, Section, share_of
 
 
@@ -46,7 +46,7 @@ class Choice:
         if places == [first, first + 1] and found[first] is self.outer and found[last] is self.within:
             inside = [Section(num_units=found[first].size * found[last].size)]
         elif len(places) > 1 or found[first] is self.within:
-            raise Refusal("stands twice, or out of order, in one dim")
+            raise Refusal("they stand twice, or out of order, in one dim")
         elif found[first].parts:
             inside = [
                 section
@@ -83,9 +83,9 @@ class Choice:
         """Refuse a tensor two of whose dims would be shared out at once: ranks would have its diagonal only."""
         found = [digit for dim in layout for digit in digits(dim) if self.is_in((digit,))]
         if len(found) > 1 and not (len(found) == 2 and found[0] is self.outer and found[1] is self.within):
-            raise Refusal("meets itself in another dim of one tensor")
+            raise Refusal("they meet themselves in another dim of one tensor")
         if found and found[0] is self.within:
-            raise Refusal("is repeated out of order")
+            raise Refusal("they are repeated out of order")
 
 
 def matching_units(

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from weft.parallel.discover_lengths import Check
-from weft.parallel.features import Dim, Layout
+from weft.parallel.discovery.features import Dim, Layout
+from weft.parallel.discovery.lengths import Check
 
 UNKNOWN = 1
 """Root of what was made by something that was not seen."""

@@ -1,0 +1,98 @@
+"""Which parts of a model the tensor axis shares out: declared, shipped with the model, or found; never guessed.
+
+Whoever wrote the model knows best, then whoever published it. What nobody says is found by following an example through
+the model (`discovery/`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+from torch import nn
+
+from weft.blueprint import Blueprint
+from weft.errors import ModelError
+from weft.parallel.discovery.find import find
+from weft.parallel.hugging_face import hugging_face_regions
+from weft.plan.splits import Region
+
+log = logging.getLogger("weft")
+
+_TOO_FEW = "too few for [axes] tensor"
+
+
+def find_regions(
+    model: nn.Module,
+    blueprint: Blueprint,
+    call: Callable[[nn.Module], Any] | None,
+    *,
+    tensor: int,
+    whole_between: Sequence[str] = (),
+    is_first: bool = True,
+) -> tuple[Region, ...]:
+    """What of a model is shared out over so many ranks. `call` calls a model with an example.
+
+    `whole_between`: modules that may be given, and give, nothing but whole activations. `is_first`: this rank says what
+    is left whole because there are more ranks than heads or features of it.
+    """
+    regions = blueprint.regions
+    if regions is None:
+        regions = hugging_face_regions(model)
+    if regions is not None:
+        refuse_misdeclared(model, regions)
+        return regions
+    if call is None:
+        raise ModelError(
+            f"[axes] tensor = {tensor} needs to know how the model splits: it declares no regions in "
+            "weft_blueprint(), so give parallelize(..., example=inputs), the inputs of one micro-batch, to follow"
+        )
+    found = find(model, call, tensor=tensor, whole_between=whole_between)
+    reasons = [f"{name}: {reason}" for name, reason in found.reasons.items()]
+    if not found.regions:
+        raise ModelError(
+            [
+                f"no layer of the model can be split over [axes] tensor = {tensor}: nothing was found where one layer "
+                "feeds work on separate features, and that another layer; declare regions in weft_blueprint(), or set "
+                "[axes] tensor = 1",
+                *reasons[:8],
+            ]
+        )
+    too_few = [reason for reason in reasons if _TOO_FEW in reason]
+    if too_few and is_first:
+        log.warning("%d layers stay whole on every rank, the first because %s", len(too_few), too_few[0])
+    return found.regions
+
+
+def refuse_misdeclared(model: nn.Module, regions: Sequence[Region]) -> None:
+    """Everything that regions say of a model and is not so."""
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    problems = []
+    for region in regions:
+        layers = (*chain(*region.columns), *region.rows)
+        named = (*layers, *(count.module for count in region.counts), *(one.module for one in region.resized))
+        problems += [
+            f'a region names the module "{name}", which the model has not' for name in named if name not in modules
+        ]
+        listed = (*(cut.name for cut in region.cuts), *region.partial)
+        problems += [
+            f'a region names the tensor "{name}", which the model has not' for name in listed if name not in tensors
+        ]
+        for cut in region.cuts:
+            shape = tuple(tensors[cut.name].shape) if cut.name in tensors else ()
+            length = sum(section.length for section in cut.sections)
+            if shape and not (cut.dim < len(shape) and shape[cut.dim] == length):
+                problems.append(
+                    f'a region cuts dim {cut.dim} of "{cut.name}" into sections of {length} entries together, and its '
+                    f"shape is {shape}"
+                )
+        cut_tensors = {id(tensors[cut.name]) for cut in region.cuts if cut.name in tensors}
+        for name in chain(*region.columns):
+            for part, parameter in modules[name].named_parameters(recurse=False) if name in modules else ():
+                if id(parameter) not in cut_tensors:
+                    problems.append(f'a region has "{name}" make shares, but does not cut its "{part}"')
+    if problems:
+        raise ModelError(problems)
