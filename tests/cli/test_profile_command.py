@@ -33,6 +33,7 @@ def test_it_writes_a_cluster(run_here: RunHere, tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["mine.toml"]
 
 
+@pytest.mark.long
 def test_data_that_differs_is_a_problem_with_exit_code_1(workspace: Workspace, tmp_path: Path) -> None:
     (workspace.folder / "weft_cli_other.py").write_text(OTHER_DATA)
     job = tmp_path / "job.toml"

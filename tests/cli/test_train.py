@@ -183,6 +183,7 @@ def test_a_signal_to_the_parent_stops_and_resume_goes_on(
     assert_same_run(directory, reference[0])
 
 
+@pytest.mark.long
 def test_ctrl_c_in_a_terminal_stops_and_says_how_to_resume(
     run_here: RunHere, workspace: Workspace, reference: Reference, tmp_path: Path
 ) -> None:
@@ -206,7 +207,8 @@ def kill_rank(folder: Path, rank: int) -> None:
     os.kill(int((folder / "pids" / str(rank)).read_text()), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_is_started_again(
     run_here: RunHere, workspace: Workspace, reference: Reference, tmp_path: Path, rank: int
 ) -> None:
@@ -335,6 +337,7 @@ def test_ranks_do_not_outlive_a_killed_parent(workspace: Workspace, tmp_path: Pa
     assert not is_alive(tmp_path, 0) and not is_alive(tmp_path, 1)
 
 
+@pytest.mark.long
 def test_inside_torchrun_the_command_joins_its_world(
     workspace: Workspace, reference: Reference, tmp_path: Path
 ) -> None:

@@ -133,6 +133,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.long
 @needs_lab
 def test_a_host_that_vanishes_is_noticed_and_the_others_are_ended(tmp_path: Path) -> None:
     ended = run_script(tmp_path, VANISHES, "--bandwidth", "10Mbit")

@@ -368,12 +368,44 @@ def on_8(name: str, dtype: torch.dtype) -> None:
 ON_RANKS = {1: check, 2: on_2, 3: on_3, 4: on_4, 8: on_8}
 
 
+LONG_ROWS = {
+    "alone, convnet, 2 micro-batches",
+    "data 2",
+    "data 2, 3 micro-batches",
+    "data 2, a bucket a parameter",
+    "data 2, convnet",
+    "data 2, convnet, 3 micro-batches",
+    "data 4",
+    "data 4, unused",
+    "data 4, convnet, 2 micro-batches",
+    "zero 1, data 3",
+    "zero 1, data 2, convnet",
+    "zero 2, data 2",
+    "zero 2, data 3",
+    "zero 3, data 2",
+    "zero 3, data 3",
+    "zero 3, data 2, convnet",
+    "hybrid zero 1",
+    "naive 2",
+    "interleaved 2",
+    "zero-bubble 4",
+    "1f1b 4, skip connections",
+    "tensor 3",
+    "tensor 2, convnet",
+    "tensor 2, data 2, zero 1",
+    "tensor 2, pipeline 2",
+}
+"""Others have all that these have, in other company."""
+
+
 def runs() -> list[Any]:
     """Every row in float64, where mistakes show, and in float32; in the short run only the examples go through the ten
     steps of float32."""
+    assert LONG_ROWS <= CASES.keys()
     found = []
     for name in CASES:
-        found.append(pytest.param(name, torch.float64, id=f"{name}-double"))
+        is_long = [pytest.mark.long] * (name in LONG_ROWS)
+        found.append(pytest.param(name, torch.float64, id=f"{name}-double", marks=is_long))
         marks = [] if name.startswith("examples/") else [pytest.mark.long]
         found.append(pytest.param(name, torch.float32, id=f"{name}-single", marks=marks))
     return found

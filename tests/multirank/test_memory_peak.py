@@ -86,7 +86,10 @@ SMALL = GPTConfig(vocab_size=64, context=16, num_layers=4, hidden=64, heads=2, m
 
 LONG = pytest.mark.long
 KEPT = [
-    *[pytest.param(shard, Precision(), id=f"{shard}-fp32") for shard in SHARDS],
+    *[
+        pytest.param(shard, Precision(), id=f"{shard}-fp32", marks=[] if shard in ("nothing", "parameters") else LONG)
+        for shard in SHARDS
+    ],
     *[
         pytest.param(shard, precision, id=f"{shard}-{name}", marks=[] if shard == "parameters" else LONG)
         for shard in SHARDS
@@ -105,7 +108,8 @@ def test_every_tensor_a_trainer_keeps(shard: str, precision: Precision) -> None:
 
 @ranks(2)
 @pytest.mark.parametrize(
-    ("shard", "reshard"), [("gradients", "step"), ("parameters", "step"), ("parameters", "microbatch")]
+    ("shard", "reshard"),
+    [("gradients", "step"), pytest.param("parameters", "step", marks=LONG), ("parameters", "microbatch")],
 )
 def test_every_tensor_that_is_kept_over_microbatches(shard: str, reshard: str) -> None:
     def make() -> nn.Module:

@@ -333,7 +333,7 @@ def test_a_block_that_is_used_twice_is_wrapped_once() -> None:
 
 
 @pytest.mark.filterwarnings(GRAD_WARNING)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [pytest.param(p, marks=[pytest.mark.long] * (p != "selective")) for p in POLICIES])
 def test_one_compilation_serves_all_blocks(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And it is exact, recomputes, takes another batch size, and leaves hooks outside."""
     torch._dynamo.reset()

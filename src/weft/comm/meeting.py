@@ -153,8 +153,9 @@ class Meeting:
         """Every rank's slot of this turn."""
         slots = self._typed_slots.get(dtype)
         if slots is None:
-            table = self._slot_memory.view(dtype).view(2, self.size, -1)
-            slots = self._typed_slots[dtype] = [list(half.unbind()) for half in table.unbind()]
+            with torch.inference_mode(False):  # they are kept, and what is made in that mode is of no use outside of it
+                table = self._slot_memory.view(dtype).view(2, self.size, -1)
+                slots = self._typed_slots[dtype] = [list(half.unbind()) for half in table.unbind()]
         return slots[self.turn % 2]
 
     def slot_rows(self, chunk: torch.Tensor) -> list[torch.Tensor]:

@@ -39,6 +39,8 @@ class Seeds:
         """Random states inside are this microbatch's, and outside what they were."""
         self._now = mix(mix(mix(self.base or 0, step), microbatch), data_rank)
         before = self._generator.get_state()
+        if self.draws is not None:
+            self.draws.reset()
         self.enter(-1)
         try:
             yield
@@ -75,6 +77,10 @@ class ShareDraws:
         self._before_tokens: torch.Tensor | None = None
         self.is_used = False
         """Something was drawn inside a region, or from tokens of this rank."""
+
+    def reset(self) -> None:
+        """Nothing is under way: what is computed again in a backward pass may be left in the middle."""
+        self._common = self._own = self._before_tokens = None
 
     def begin(self, seed: int) -> int:
         """Another place in the model begins, with this seed for all; the seed of this rank."""
@@ -165,6 +171,8 @@ class PlaceSeeds:
         if self._is_on:
             self._begun[state] = self._seeds.enter(place)
         elif state in self._begun:
+            if self._seeds.draws is not None:
+                self._seeds.draws.reset()
             generator.manual_seed(self._begun[state])
 
 

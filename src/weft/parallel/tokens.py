@@ -41,7 +41,7 @@ class TokenSplit:
     def split(self, block: str, arguments: tuple[Any, Any], *, is_training: bool) -> tuple[Any, Any]:
         """The arguments of the first block, with this rank's tokens of the activations."""
         leaves, tree = tree_flatten(arguments)
-        place = next((n for n, leaf in enumerate(leaves) if _is_activation(leaf)), None)
+        place = _activations(leaves)
         if place is None:
             raise ModelError(
                 f'[tensor] sequence = true splits what block "{block}" is given along its tokens, and among its '
@@ -53,7 +53,7 @@ class TokenSplit:
             if is_training or torch.is_grad_enabled():
                 raise DataError(
                     f"[tensor] sequence = true cannot share out {num_tokens} tokens over [axes] tensor = {size}; use "
-                    f"sequences of {num_tokens // size * size or size} or {-(-num_tokens // size) * size} tokens"
+                    f"sequences of {_lengths_near(num_tokens, size)} tokens"
                 )
             return arguments
         leaves[place] = split_tokens(leaves[place], self.group)
@@ -67,7 +67,8 @@ class TokenSplit:
         if not self.is_split:
             return output
         leaves, tree = tree_flatten(output)
-        place = next(n for n, leaf in enumerate(leaves) if _is_activation(leaf))
+        place = _activations(leaves)
+        assert place is not None, "a block that is given activations returns none"
         leaves[place] = join_tokens(leaves[place], self.group)
         if self.draws is not None:
             self.draws.join_tokens()
@@ -78,7 +79,7 @@ class TokenSplit:
         if not self.is_split:
             return arguments
         leaves, tree = tree_flatten(arguments)
-        place = next((n for n, leaf in enumerate(leaves) if _is_activation(leaf)), None)
+        place = _activations(leaves)
         if place is None:
             return arguments
         if torch.compiler.is_compiling():
@@ -159,5 +160,16 @@ def split_between(
             block.forward = Edge(name, block, tokens, is_first=is_first, is_last=is_last)
 
 
-def _is_activation(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() == 3 and leaf.is_floating_point()
+def _activations(leaves: Sequence[object]) -> int | None:
+    """Which of a block's arguments, or results, its activations are: what learns, else what is largest."""
+    found = {
+        place: (leaf.requires_grad, leaf.numel())
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and leaf.dim() == 3 and leaf.is_floating_point()
+    }
+    return max(found, key=lambda place: (*found[place], -place), default=None)
+
+
+def _lengths_near(num_tokens: int, size: int) -> str:
+    below, above = num_tokens // size * size, -(-num_tokens // size) * size
+    return f"{below} or {above}" if below else str(above)

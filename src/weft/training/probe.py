@@ -28,7 +28,7 @@ from weft.parallel.shares import local_part
 from weft.parallel.tensor import TensorParallel
 from weft.plan.splits import Region
 from weft.training.loss import forward
-from weft.training.trees import map_tensors, num_samples, split_tree
+from weft.training.trees import map_tensors, num_samples, split_tree, tensors_of
 
 log = logging.getLogger("weft")
 
@@ -55,7 +55,7 @@ def probe_split(model: nn.Module, mesh: Mesh, blueprint: Blueprint, regions: tup
     whole: dict[str, torch.Tensor] = {}
     _together(mesh, "the model fails on the example", lambda: whole.update(_pass_whole(model, few, device, is_first)))
     if not gather_values(bool(whole), mesh.everyone("control"), device)[0]:
-        return  # an output that is not one tensor, or that nothing learns from
+        return  # nothing learns from its output
     tensor = TensorParallel(_cut_copy(model, mesh, blueprint, regions), mesh, blueprint, regions)
     tensor.install(keep_output=False)
     tensor.split_tokens(None)
@@ -110,20 +110,22 @@ def _pass(model: nn.Module, inputs: Any) -> dict[str, torch.Tensor]:
     model.eval()
     try:
         with torch.enable_grad():
-            output = forward(model, inputs)
-            if not isinstance(output, torch.Tensor) or not output.requires_grad:
+            outputs = [leaf for leaf in tensors_of(forward(model, inputs)) if leaf.requires_grad]
+            if not outputs:
                 return {}
             generator = torch.Generator().manual_seed(0)
-            mix = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.device, output.dtype)
+            mixes = [
+                torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.device, o.dtype) for o in outputs
+            ]
             named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-            gradients = torch.autograd.grad(output, list(named.values()), mix, allow_unused=True)
+            gradients = torch.autograd.grad(outputs, list(named.values()), mixes, allow_unused=True)
     finally:
         for module, mode in modes:
             module.training = mode
         for parameter, gradient in kept:
             parameter.grad = gradient
     found = {f"the gradient of {name}": g for name, g in zip(named, gradients, strict=True) if g is not None}
-    return {"the output": output.detach(), **found}
+    return {**{f"output {number}": output.detach() for number, output in enumerate(outputs)}, **found}
 
 
 def _together(mesh: Mesh, what: str, action: Callable[[], None]) -> None:
@@ -169,7 +171,9 @@ def _compare(
     measured = torch.nan_to_num(measured, nan=float("inf"), posinf=float("inf")).to(device)
     all_reduce(measured, everyone, op="max")
     allowed = _ROUNDING.get(next(iter(split.values())).dtype, _ROUNDING[torch.float32])
-    largest = float(measured[1:, 1].max()) if len(listed) > 1 else 0.0
+    largest = max(
+        (size for (what, _), (_, size) in zip(listed, measured.tolist(), strict=True) if "grad" in what), default=0.0
+    )
     problems = [
         f"{what} is off by {off:.1e}, with {size:.1e} its largest entry"
         for (what, _), (off, size) in zip(listed, measured.tolist(), strict=True)
