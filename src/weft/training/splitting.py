@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 
 from weft.blueprint import Blueprint
 from weft.errors import ModelError
@@ -17,6 +17,9 @@ from weft.parallel.tensor_layers import OutputMode
 from weft.plan.splits import Region
 from weft.training.precision import Caller
 from weft.training.trees import map_tensors
+
+_LEAVES_OUT = frozenset({"layerdrop", "stochasticdepth", "stochasticdepthprob", "dropblock", "dropblocks"})
+"""What models call the probability that a block is left out, without underscores."""
 
 
 def split_regions(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: Any) -> tuple[Region, ...]:
@@ -50,7 +53,14 @@ def _refuse_unsplittable(model: nn.Module, blueprint: Blueprint) -> None:
         "rank sees only its own; set sequence = false, or use another norm in the blocks"
         for block_name, block in blocks.items()
         for name, module in block.named_modules()
-        if isinstance(module, _BatchNorm)
+        if isinstance(module, _NormBase)
+    ]
+    problems += [
+        f'"{path or type(model).__name__}" has {name} = {value}, and leaves out blocks at random; with [tensor] '
+        f"sequence = true each rank draws for its own tokens, so set {name} = 0, or sequence = false"
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name.replace("_", "") in _LEAVES_OUT and isinstance(value, float) and value > 0
     ]
     inside = {parameter for block in blocks.values() for parameter in block.parameters()}
     prefixes = tuple(f"{name}." for name in blocks)

@@ -33,6 +33,7 @@ def follow(model: nn.Module, call: Callable[[nn.Module], Any], *, whole_between:
             module.forward = watch.watched(name, module.forward, must_be_whole=name in whole_between)
     drawing = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with drawing, torch.enable_grad(), tracer, _Unseen(tracer):
+        torch.manual_seed(0)  # a model that decides at random does so alike on all ranks
         try:
             output = call(twin)
         except ModelError:
