@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import transformers
 from oracle import ADAMW, tensor_plan, token_batch
 from ranks import ranks
 
-from weft.plan.plan import Plan
+from weft.plan.plan import Plan, Recompute
 from weft.training.verify import verify
 
 SIZES = dict(
@@ -45,6 +46,12 @@ def test_two_ranks(kind: str, changes: dict[str, Any], sequence: bool) -> None:
 @pytest.mark.parametrize("plan", [tensor_plan(4), tensor_plan(2, data=2), tensor_plan(2, data=2, shard="parameters")])
 def test_four_ranks(plan: Plan) -> None:
     verified("Llama", plan)
+
+
+@ranks(2)
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_recomputed(policy: str) -> None:
+    verified("Llama", replace(tensor_plan(2, sequence=True), recompute=Recompute(policy=policy)))
 
 
 @ranks(4)

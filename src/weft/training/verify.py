@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from weft.comm.objects import gather_values
 from weft.errors import VerifyError
 from weft.layout import Layout, part_of
 from weft.mesh import Mesh
+from weft.parallel.materialise import is_on_meta
 from weft.parallel.shares import local_part
 from weft.plan.exchanges import FLUSH_FREE
 from weft.plan.plan import Plan, Precision
@@ -40,7 +41,7 @@ from weft.training.parallelize import ParameterGroups, parallelize
 from weft.training.reference import OneProcess
 from weft.training.trainer import Trainer
 from weft.training.trees import map_tensors, num_samples, split_tree
-from weft.training.unrounded import Unrounded
+from weft.training.unrounded import unrounded
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 """The largest error by dtype. In float32 only losses are held to it; rounding may amplify in single weights."""
@@ -116,7 +117,7 @@ def verify(
             f'[pipeline] schedule = "{plan.pipeline.schedule}" updates with late gradients, so it does not give one '
             'process\'s answer and there is nothing to compare; verify the same plan with "1f1b"'
         )
-    with Unrounded() if dtype == torch.float64 else nullcontext():
+    with _unrounded(model, batches, dtype):
         return _verify(
             model,
             plan,
@@ -128,6 +129,17 @@ def verify(
             dtype=dtype,
             device=device,
         )
+
+
+def _unrounded(
+    model: nn.Module, batches: Sequence[tuple[Any, Any]], dtype: torch.dtype
+) -> AbstractContextManager[object]:
+    if dtype != torch.float64 or is_on_meta(model) or not batches:
+        return nullcontext()
+    inputs = split_tree(batches[0][0], 0, 1)
+    place = next(model.parameters()).device
+    wide = map_tensors(lambda t: t.to(place, dtype) if t.is_floating_point() else t.to(place), inputs)
+    return unrounded(copy.deepcopy(model).to(dtype), wide)
 
 
 def _verify(
