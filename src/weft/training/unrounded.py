@@ -29,7 +29,7 @@ def unrounded(model: nn.Module, inputs: Any) -> AbstractContextManager[object]:
             forward(model, inputs)
     except Exception:
         return nullcontext()  # whoever trains it will meet the same, and say so
-    return _Unrounded() if noticing.has_cast else nullcontext()
+    return _Unrounded() if noticing.has_cast else nullcontext()  # type: ignore[no-untyped-call]
 
 
 class _Noticing(TorchFunctionMode):
@@ -48,7 +48,7 @@ class _Noticing(TorchFunctionMode):
 class _Unrounded(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_wide = bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64
-        if is_wide and kwargs.get("dtype") == torch.float32:
-            kwargs = {**kwargs, "dtype": torch.float64}
+        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64:
+            if kwargs.get("dtype") == torch.float32:
+                kwargs = {**kwargs, "dtype": torch.float64}
         return func(*args, **kwargs)
