@@ -394,6 +394,8 @@ LONG_ROWS = {
     "tensor 2, convnet",
     "tensor 2, data 2, zero 1",
     "tensor 2, pipeline 2",
+    "tensor 2, interleaved 2, data 2, zero 3",
+    "tensor 2, hybrid zero 2",
 }
 """Others have all that these have, in other company."""
 
