@@ -24,6 +24,7 @@ def dataset():
 """
 
 
+@pytest.mark.long
 def test_it_writes_a_cluster(run_here: RunHere, tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     assert run_here("profile", "--quick", "--output", path) == Outcome(code=0, stdout="", stderr="")

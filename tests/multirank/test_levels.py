@@ -120,7 +120,7 @@ def test_one_rank_a_host_needs_no_levels() -> None:
 
 @ranks(4)
 @pytest.mark.parametrize("hosts", [EVEN, INTERLEAVED, UNEVEN], ids=str)
-@pytest.mark.parametrize("shard", ["nothing", "gradients", "parameters"])
+@pytest.mark.parametrize("shard", ["nothing", pytest.param("gradients", marks=pytest.mark.long), "parameters"])
 def test_training_on_several_hosts_equals_one_process(shard: str, hosts: tuple[int, ...]) -> None:
     batches = [token_batch(size, seed=seed) for seed, size in enumerate((9, 4))]
     with on_hosts(hosts):

@@ -101,6 +101,7 @@ CASES = [
         if formats not in FEW[microbatches]
         or (compute == "fp16" and (num_ranks == 4 or shard != "parameters"))
         or (num_ranks == 4 and shard in ("nothing", "optimizer"))
+        or (num_ranks == 2 and shard == "optimizer")
         else [],
     )
     for num_ranks in ON_RANKS

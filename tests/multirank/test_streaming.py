@@ -38,7 +38,9 @@ from weft.training.streaming import later
 from weft.training.trainer import Trainer
 from weft.training.trees import split_microbatches
 
-SCHEDULES = pytest.mark.parametrize("schedule", ["pipedream", "vertical sync", "2bw"])
+SCHEDULES = pytest.mark.parametrize(
+    "schedule", ["pipedream", pytest.param("vertical sync", marks=pytest.mark.long), "2bw"]
+)
 MOSTLY = pytest.mark.parametrize(
     "schedule", ["pipedream", "2bw", pytest.param("vertical sync", marks=pytest.mark.long)]
 )

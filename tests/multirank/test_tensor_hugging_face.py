@@ -32,10 +32,10 @@ def verified(kind: str, plan: Plan, **changes: Any) -> None:
     ("kind", "changes"),
     [
         ("Llama", {"attention_bias": True, "mlp_bias": True}),
-        ("Llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+        pytest.param("Llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}, marks=pytest.mark.long),
         ("Qwen3", {}),
-        ("Gemma", {}),
-        ("Phi3", {}),
+        pytest.param("Gemma", {}, marks=pytest.mark.long),
+        pytest.param("Phi3", {}, marks=pytest.mark.long),
     ],
 )
 def test_two_ranks(kind: str, changes: dict[str, Any], sequence: bool) -> None:
@@ -43,6 +43,7 @@ def test_two_ranks(kind: str, changes: dict[str, Any], sequence: bool) -> None:
 
 
 @ranks(4)
+@pytest.mark.long
 @pytest.mark.parametrize("plan", [tensor_plan(4), tensor_plan(2, data=2), tensor_plan(2, data=2, shard="parameters")])
 def test_four_ranks(plan: Plan) -> None:
     verified("Llama", plan)
@@ -53,6 +54,7 @@ def test_recomputed() -> None:
     verified("Llama", replace(tensor_plan(2, sequence=True), recompute=Recompute(policy="full")))
 
 
+@pytest.mark.long
 @ranks(4)
 def test_beside_a_pipeline() -> None:
     verified("Llama", tensor_plan(2, pipeline=2, microbatches=2))

@@ -137,11 +137,11 @@ def test_two_ranks(name: str) -> None:
 
 
 @ranks(4)
-@pytest.mark.parametrize("name", ["nanoGPT", "Llama", "convnet"])
+@pytest.mark.parametrize("name", ["nanoGPT", "Llama", pytest.param("convnet", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "plan",
     [
-        tensor_plan(4),
+        pytest.param(tensor_plan(4), marks=pytest.mark.long),
         tensor_plan(2, data=2, shard="parameters", clip_norm=0.5),
         tensor_plan(2, pipeline=2, microbatches=2, cuts=(1,), clip_norm=0.5),
     ],
