@@ -83,7 +83,7 @@ class Rank:
                 set_count(self.model, count, self.shared, out_of)
             for resized in region.resized:
                 module = self.model.get_submodule(resized.module)
-                module.forward = Resizing(module, resized, self._units(self.shared, out_of))
+                module.forward = Resizing(module, resized, self._units(self.shared, out_of)).forward
 
     @staticmethod
     def _units(shared: tuple[int, int], out_of: int) -> Callable[[int], int]:

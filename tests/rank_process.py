@@ -33,6 +33,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _pytest.assertion.rewrite import rewrite_asserts
+from one_loop import share_loop
 from transport import apply_transport
 
 Filter = tuple[str, str, type[Warning], str, int]
@@ -175,6 +176,7 @@ def prepare(rank: int, world: int, folder: Path, environment: dict[str, str]) ->
     os.environ.clear()
     os.environ.update(environment)
     apply_transport()
+    share_loop()
     stacks = (folder / f"stack-{rank}").open("w")
     faulthandler.enable(file=stacks)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)

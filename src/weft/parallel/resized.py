@@ -32,7 +32,7 @@ SIZED = frozenset(
 
 
 class Resizing:
-    """Stands in a module's `forward`. Not a closure, so that a copy of the model runs the copy's modules."""
+    """Whose forward stands in for a module's. Not a closure, so that a copy of the model runs the copy's modules."""
 
     def __init__(self, module: nn.Module, resized: Resized, length: Callable[[int], int]) -> None:
         """`length`: how many of so many units this rank has."""
@@ -44,7 +44,7 @@ class Resizing:
                 part.register_forward_pre_hook(_pause)
                 part.register_forward_hook(_resume)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         mode = _SizeMode(self.resized, self.length)
         with mode:
             result = self.inner(*args, **kwargs)

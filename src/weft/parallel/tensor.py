@@ -11,6 +11,7 @@ to a model in place: every rank keeps its share of the weights, and the layers a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -28,7 +29,7 @@ from weft.mesh import Mesh
 from weft.parallel.passage import Foreign
 from weft.parallel.randomness import Seeds, ShareDraws, has_dropout
 from weft.parallel.resized import Resizing
-from weft.parallel.shares import AXIS, Shares, make_shares, set_count, share_tied
+from weft.parallel.shares import AXIS, Shares, make_shares, model_tensors, set_count, share_tied
 from weft.parallel.tensor_layers import (
     Axis,
     ColumnGroup,
@@ -71,6 +72,9 @@ class TensorParallel:
         self.output: Share | None = None
         """This rank's part of the model's output features, where that can be left unjoined."""
         self.output_mode = OutputMode()
+        self._has_dropout = has_dropout(model)
+        self._num_held = Counter(_holder(region) for region in regions)
+        """Regions in each module that holds some."""
 
     @torch.no_grad()
     def cut(self) -> None:
@@ -79,7 +83,7 @@ class TensorParallel:
         What is on the meta device is cut when it is made.
         """
         control = self._mesh.group(AXIS, "control")
-        for name, tensor in {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}.items():
+        for name, tensor in model_tensors(self.model):
             if not tensor.is_meta:
                 there = tensor.detach().to(self._mesh.world.device).contiguous()
                 broadcast(there, control)
@@ -116,7 +120,7 @@ class TensorParallel:
 
     def look_at_draws(self, seeds: Seeds) -> None:
         """After a step: a model that has drawn nothing, and says nothing of dropout, is spared the care."""
-        if seeds.draws is not None and not seeds.draws.is_used and not has_dropout(self.model):
+        if seeds.draws is not None and not seeds.draws.is_used and not self._has_dropout:
             self._set_draws(seeds, None)
 
     def _set_draws(self, seeds: Seeds, draws: ShareDraws | None) -> None:
@@ -140,7 +144,7 @@ class TensorParallel:
             set_count(model, count, *self._share(region))
         for resized in region.resized:
             module = model.get_submodule(resized.module)
-            module.forward = Resizing(module, resized, Lengths(*self._share(region))).__call__
+            module.forward = Resizing(module, resized, Lengths(*self._share(region))).forward
 
     def _install_columns(self, names: Sequence[str], region: Region) -> None:
         layers: list[Any] = [self.model.get_submodule(name) for name in names]
@@ -215,8 +219,7 @@ class TensorParallel:
         """Where tokens are split: the module whose code should see all of them, if a region has one to itself."""
         holder = _holder(region)
         is_inside = any(holder.startswith(f"{block}.") for block in self._blueprint.blocks)
-        is_alone = sum(_holder(other) == holder for other in self.shares.regions) == 1
-        return holder if is_inside and is_alone and len(region.columns) == 1 else None
+        return holder if is_inside and self._num_held[holder] == 1 and len(region.columns) == 1 else None
 
     def _share(self, region: Region) -> tuple[Range, int]:
         return self.shares.share(region, self.group.index, self.group.size)
@@ -224,8 +227,7 @@ class TensorParallel:
     def _share_of(self, num_units: int, region: Region) -> Range:
         return share_of(num_units, *self._share(region))
 
-    @property
-    def partial(self) -> frozenset[str]:
+    def _find_partial(self) -> frozenset[str]:
         """Whole parameters that are used on a share, so that their gradients add up over the ranks."""
         partial = self.shares.partial
         if self.tokens is None:
@@ -238,8 +240,9 @@ class TensorParallel:
     def _add_up_gradients(self) -> None:
         """Of whole parameters that are used on shares, and of parts that several ranks have."""
         named = dict(self.model.named_parameters())
+        partial = self._find_partial()
         for name in named:
-            if name in self.partial:
+            if name in partial:
                 add_up_gradient(named[name], self.group)
         # Asking for a group is collective: all ranks ask for all, in one order.
         groups = {

@@ -154,10 +154,7 @@ class Row(torch.autograd.Function):
         into_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.needs_input_grad[4] else None
         if ctx.splits:
             gradient = gather_tokens(gradient, ctx.group)
-        into_x = gradient @ weight if ctx.needs_input_grad[0] else None
-        into_weight = None
-        if ctx.needs_input_grad[3]:
-            into_weight = gradient.reshape(-1, gradient.shape[-1]).T @ x.reshape(-1, x.shape[-1])
+        into_x, into_weight = product_gradients(gradient, x, weight, ctx.needs_input_grad[0], ctx.needs_input_grad[3])
         return into_x, None, None, into_weight, into_bias
 
 
@@ -204,30 +201,20 @@ class SplitTokens(torch.autograd.Function):
         return gather_tokens(gradient, ctx.group), None
 
 
-class ShowTokens(torch.autograd.Function):
-    """All ranks' tokens for the code of a region; what comes back is of this rank's share, and added up."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return gather_tokens(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
-        return scatter_tokens(gradient.contiguous(), ctx.group, wait=True)[0], None
-
-
 class JoinTokens(torch.autograd.Function):
-    """From every rank's tokens to activations that all have, and all use alike."""
+    """From every rank's tokens to activations that all have."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: torch.Tensor, group: Group, adds: bool) -> torch.Tensor:
+        """`adds`: each rank uses them for its share, so what comes back is added up; else all use them alike."""
+        ctx.group, ctx.adds = group, adds
         return gather_tokens(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
-        return own_tokens(gradient, ctx.group), None
+        if ctx.adds:
+            return scatter_tokens(gradient.contiguous(), ctx.group, wait=True)[0], None, None
+        return own_tokens(gradient, ctx.group), None, None
 
 
 def _refuse_autocast(x: torch.Tensor) -> None:
@@ -236,6 +223,16 @@ def _refuse_autocast(x: torch.Tensor) -> None:
             "the model's code casts by itself (torch.autocast), which layers split over [axes] tensor do not follow; "
             'leave it out and set [precision] compute = "bf16" or "fp16"'
         )
+
+
+def product_gradients(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, needs_x: bool, needs_weight: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Of x and of the weight of a linear layer, as far as they are needed."""
+    into_x = gradient @ weight if needs_x else None
+    if not needs_weight:
+        return into_x, None
+    return into_x, gradient.reshape(-1, gradient.shape[-1]).T @ x.reshape(-1, x.shape[-1])
 
 
 def find_rows(tokens: torch.Tensor, start: int, stop: int, total: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -259,7 +256,6 @@ columns: Callable[..., tuple[torch.Tensor, ...]] = Columns.apply
 row: Callable[..., torch.Tensor] = Row.apply
 lookup: Callable[..., torch.Tensor] = Lookup.apply
 split_tokens: Callable[..., torch.Tensor] = SplitTokens.apply
-show_tokens: Callable[..., torch.Tensor] = ShowTokens.apply
 join_tokens: Callable[..., torch.Tensor] = JoinTokens.apply
 
 

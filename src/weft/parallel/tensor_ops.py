@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weft.comm.collectives import all_reduce as exchange
 from weft.comm.group import Group
-from weft.parallel.tensor_functions import TOKEN_DIM, Gradients, gather_tokens, scatter_tokens
+from weft.parallel.tensor_functions import TOKEN_DIM, Gradients, gather_tokens, product_gradients, scatter_tokens
 
 # Operators outlive any model and are given no objects, so this is known to the process; groups live as long as it.
 _groups: list[Group] = []
@@ -149,11 +149,7 @@ class KeptRow(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Gradients:
         x, weight = ctx.saved_tensors
-        into_x = gradient @ weight if ctx.needs_input_grad[0] else None
-        into_weight = None
-        if ctx.needs_input_grad[1]:
-            into_weight = gradient.reshape(-1, gradient.shape[-1]).T @ x.reshape(-1, x.shape[-1])
-        return into_x, into_weight, None
+        return *product_gradients(gradient, x, weight, *ctx.needs_input_grad[:2]), None
 
 
 traced_spread: Callable[..., Tensor] = TracedSpread.apply

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from weft.comm.group import Group
 from weft.errors import DataError, ModelError
 from weft.parallel.randomness import ShareDraws
-from weft.parallel.tensor_functions import TOKEN_DIM, join_tokens, show_tokens, split_tokens
+from weft.parallel.tensor_functions import TOKEN_DIM, join_tokens, split_tokens
 from weft.parallel.tensor_ops import number_of, traced_gather
 
 
@@ -31,6 +31,7 @@ class TokenSplit:
 
     def __init__(self, group: Group) -> None:
         self.group = group
+        self._number = number_of(group)
         self.draws: ShareDraws | None = None
         """Random numbers, if there are any."""
         self.is_split = False
@@ -69,7 +70,7 @@ class TokenSplit:
         leaves, tree = tree_flatten(output)
         place = _activations(leaves)
         assert place is not None, "a block that is given activations returns none"
-        leaves[place] = join_tokens(leaves[place], self.group)
+        leaves[place] = join_tokens(leaves[place], self.group, False)
         if self.draws is not None:
             self.draws.join_tokens()
         return tree_unflatten(leaves, tree)
@@ -83,10 +84,10 @@ class TokenSplit:
         if place is None:
             return arguments
         if torch.compiler.is_compiling():
-            leaves[place] = traced_gather(leaves[place], number_of(self.group))
+            leaves[place] = traced_gather(leaves[place], self._number)
         else:
             self._local = leaves[place]
-            leaves[place] = self._shown = show_tokens(self._local, self.group)
+            leaves[place] = self._shown = join_tokens(self._local, self.group, True)
         shown: tuple[Any, Any] = tree_unflatten(leaves, tree)
         return shown
 

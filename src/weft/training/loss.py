@@ -60,7 +60,7 @@ def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tens
     return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
 
 
-@dataclass(frozen=True, slots=True, kw_only=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SplitCrossEntropy:
     """The built-in loss of logits of which each rank has a part of the vocabulary."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from weft.blueprint import find_blueprint
+from weft.blueprint import Blueprint, find_blueprint
 from weft.errors import ModelError
 from weft.layout import Layout
 from weft.mesh import Mesh, join_world, make_mesh
@@ -16,18 +17,19 @@ from weft.parallel.apply import apply_plan
 from weft.parallel.batchnorm import has_batch_norms
 from weft.parallel.cut import CutModel
 from weft.parallel.flats import Piece
-from weft.parallel.shares import counted_elements
+from weft.parallel.shares import Shares, counted_elements, model_tensors
 from weft.parallel.tensor import TensorParallel
 from weft.plan.check import require
 from weft.plan.exchanges import FLUSH_FREE
 from weft.plan.plan import Plan
-from weft.sync.base import Apart
+from weft.plan.splits import Region
+from weft.sync.base import Apart, Sync
 from weft.sync.make import find_layouts, place
 from weft.training.cutting import cut_model
 from weft.training.elementwise import OptimizerFactory, class_name, is_elementwise
 from weft.training.loss import LossFunction, resolve_loss
 from weft.training.probe import probe_split
-from weft.training.splitting import named_tensors, split_regions
+from weft.training.splitting import split_regions
 from weft.training.trainer import Trainer
 
 ParameterGroups = Callable[[str, tuple[int, ...]], dict[str, Any]]
@@ -75,55 +77,84 @@ def parallelize(
     )
     resolved_loss = resolve_loss(loss, compiled=plan.compile.blocks)
     mesh = make_mesh(plan, world)
-    blueprint = find_blueprint(named_model)
     if model is not named_model and plan.axes.pipeline * plan.axes.tensor > 1:
         raise ModelError(
             "a model compiled as a whole cannot be cut; give the model itself and set [compile] blocks = true"
         )
-    regions = split_regions(named_model, mesh, blueprint, example) if plan.axes.tensor > 1 else ()
-    if plan.axes.tensor > 1:
-        probe_split(named_model, mesh, blueprint, regions, example)
-    cut: CutModel | None = None
-    if plan.axes.pipeline > 1:
-        cut, mesh.plan = cut_model(named_model, mesh, blueprint, example)
-        blueprint = cut.blueprint
-    tensor = None
-    layouts = {name: Layout(global_shape=tuple(t.shape)) for name, t in named_tensors(named_model)}
-    if plan.axes.tensor > 1:
-        tensor = TensorParallel(named_model, mesh, blueprint, regions)
-        layouts = {name: tensor.shares.layout(name, t.shape) for name, t in named_tensors(named_model)}
-        tensor.cut()
-    stage_of = {block: min(cut.stage_of_unit[block]) for block in cut.blueprint.blocks} if cut is not None else None
-    sync = place(
-        named_model,
-        mesh,
-        blueprint,
-        layouts=layouts,
-        cut=None if tensor is None else tensor.cut_one,
-        apart=_apart(cut, tensor, layouts, mesh),
-        stage_of=stage_of,
-    )
-    if tensor is not None:
-        tensor.install(keep_output=resolved_loss.counts_targets)
-    apply_plan(named_model, mesh, blueprint)
-    if tensor is not None:
-        tensor.split_tokens(stage_of)
-    if cut is not None:
-        cut.open_gates()
-    made = optimizer(_optimizer_arguments(sync.pieces, groups))
+    parts = _take_apart(named_model, mesh, example)
+    sync = _put_together(named_model, mesh, parts, keep_output=resolved_loss.counts_targets)
     return Trainer(
         model=model,
         mesh=mesh,
-        blueprint=blueprint,
-        layouts=find_layouts(layouts, sync),
+        blueprint=parts.blueprint,
+        layouts=find_layouts(parts.layouts, sync),
         loss=resolved_loss,
-        optimizer=made,
+        optimizer=optimizer(_optimizer_arguments(sync.pieces, groups)),
         sync=sync,
         schedule=schedule,
         empty_forward=mesh.data_size > 1 and plan.data.buffers == "synchronise" and had_batch_norms,
-        cut=cut,
-        tensor=tensor,
+        cut=parts.cut,
+        tensor=parts.tensor,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """What of a model this rank has, before anything is exchanged."""
+
+    blueprint: Blueprint
+    layouts: Mapping[str, Layout]
+    """Of every parameter and buffer: what the axes leave of it here."""
+    cut: CutModel | None
+    tensor: TensorParallel | None
+
+    @property
+    def stage_of(self) -> dict[str, int] | None:
+        """The stage of every block of this rank, in a pipeline."""
+        if self.cut is None:
+            return None
+        return {block: min(self.cut.stage_of_unit[block]) for block in self.blueprint.blocks}
+
+
+def _take_apart(model: nn.Module, mesh: Mesh, example: Any) -> _Parts:
+    """Keep this rank's stages of a model, and its shares of their layers; collective."""
+    plan, blueprint = mesh.plan, find_blueprint(model)
+    regions: tuple[Region, ...] = ()
+    if plan.axes.tensor > 1:
+        regions = split_regions(model, mesh, blueprint, example)
+        probe_split(model, mesh, blueprint, regions, example)
+    cut: CutModel | None = None
+    if plan.axes.pipeline > 1:
+        cut, mesh.plan = cut_model(model, mesh, blueprint, example)
+        blueprint = cut.blueprint
+    tensor = TensorParallel(model, mesh, blueprint, regions) if plan.axes.tensor > 1 else None
+    shares = Shares() if tensor is None else tensor.shares
+    layouts = {name: shares.layout(name, one.shape) for name, one in model_tensors(model)}
+    if tensor is not None:
+        tensor.cut()
+    return _Parts(blueprint=blueprint, layouts=layouts, cut=cut, tensor=tensor)
+
+
+def _put_together(model: nn.Module, mesh: Mesh, parts: _Parts, *, keep_output: bool) -> Sync:
+    """Put what this rank has where it belongs, and let it exchange; collective."""
+    cut, tensor = parts.cut, parts.tensor
+    sync = place(
+        model,
+        mesh,
+        parts.blueprint,
+        layouts=parts.layouts,
+        cut=None if tensor is None else tensor.cut_one,
+        apart=_apart(cut, tensor, parts.layouts, mesh),
+        stage_of=parts.stage_of,
+    )
+    if tensor is not None:
+        tensor.install(keep_output=keep_output)
+    apply_plan(model, mesh, parts.blueprint)
+    if tensor is not None:
+        tensor.split_tokens(parts.stage_of)
+    if cut is not None:
+        cut.open_gates()
+    return sync
 
 
 def _shares_out(plan: Plan) -> bool:

@@ -28,6 +28,7 @@ from weft.parallel.shares import local_part
 from weft.parallel.tensor import TensorParallel
 from weft.plan.splits import Region
 from weft.training.loss import forward
+from weft.training.modes import evaluating
 from weft.training.trees import map_tensors, num_samples, split_tree, tensors_of
 
 log = logging.getLogger("weft")
@@ -105,25 +106,14 @@ def _cut_copy(model: nn.Module, mesh: Mesh, blueprint: Blueprint, regions: tuple
 
 def _pass(model: nn.Module, inputs: Any) -> dict[str, torch.Tensor]:
     """The output for an example, and every gradient of a fixed mix of its entries; nothing is left behind."""
-    modes = [(module, module.training) for module in model.modules()]
-    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
-    model.eval()
-    try:
-        with torch.enable_grad():
-            outputs = [leaf for leaf in tensors_of(forward(model, inputs)) if leaf.requires_grad]
-            if not outputs:
-                return {}
-            generator = torch.Generator().manual_seed(0)
-            mixes = [
-                torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.device, o.dtype) for o in outputs
-            ]
-            named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-            gradients = torch.autograd.grad(outputs, list(named.values()), mixes, allow_unused=True)
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        for parameter, gradient in kept:
-            parameter.grad = gradient
+    with evaluating(model), torch.enable_grad():
+        outputs = [leaf for leaf in tensors_of(forward(model, inputs)) if leaf.requires_grad]
+        if not outputs:
+            return {}
+        drawn = torch.Generator().manual_seed(0)
+        mixes = [torch.randn(o.shape, generator=drawn, dtype=torch.float64).to(o.device, o.dtype) for o in outputs]
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        gradients = torch.autograd.grad(outputs, list(named.values()), mixes, allow_unused=True)
     found = {f"the gradient of {name}": g for name, g in zip(named, gradients, strict=True) if g is not None}
     return {**{f"output {number}": output.detach() for number, output in enumerate(outputs)}, **found}
 
@@ -147,6 +137,10 @@ def _advice(mesh: Mesh) -> str:
     return f"; {either}declare regions in weft_blueprint() that leave the layers concerned whole"
 
 
+def _largest(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
 @torch.no_grad()
 def _compare(
     whole: dict[str, torch.Tensor], split: dict[str, torch.Tensor], tensor: TensorParallel, mesh: Mesh
@@ -162,12 +156,10 @@ def _compare(
         layout = tensor.shares.layout(what.removeprefix("the gradient of "), shape)
         expected = local_part(true, layout, mesh.grid, mesh.world.rank)
         mine = split.get(what, torch.zeros_like(expected))
-        off = (
-            (mine.double() - expected).abs().max() if mine.shape == expected.shape and mine.numel() else torch.zeros(())
-        )
-        measured[number, 1] = true.abs().max() if true.numel() else 0.0
+        measured[number, 1] = _largest(true)
         if mesh.data_rank == 0:  # others may have been given another example
-            measured[number, 0] = off if mine.shape == expected.shape else float("inf")
+            is_alike = mine.shape == expected.shape
+            measured[number, 0] = _largest(mine.double() - expected) if is_alike else float("inf")
     measured = torch.nan_to_num(measured, nan=float("inf"), posinf=float("inf")).to(device)
     all_reduce(measured, everyone, op="max")
     allowed = _ROUNDING.get(next(iter(split.values())).dtype, _ROUNDING[torch.float32])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -89,9 +88,3 @@ class KeepingShares:
             return self._call(inputs)
         finally:
             self._mode.is_kept = False
-
-
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers by name."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()

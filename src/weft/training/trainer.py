@@ -90,7 +90,7 @@ class Trainer:
         self.update = Update(optimizer, sync, mesh.plan, schedule=schedule, is_first_rank=mesh.world.rank == 0)
         self.tensor = tensor
         if tensor is not None and tensor.output is not None:
-            loss = replace(loss, function=SplitCrossEntropy(tensor.output, tensor.group))
+            loss = replace(loss, function=SplitCrossEntropy(share=tensor.output, group=tensor.group))
         self._tensor_group = mesh.group("tensor", "control")
         self._loss = loss
         self._call: Callable[[Any], Any] = Caller(model, mesh.plan, widens=not loss.counts_targets)

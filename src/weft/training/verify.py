@@ -117,83 +117,55 @@ def verify(
             f'[pipeline] schedule = "{plan.pipeline.schedule}" updates with late gradients, so it does not give one '
             'process\'s answer and there is nothing to compare; verify the same plan with "1f1b"'
         )
-    # torch's selective checkpoint counts operators, and does not bear another mode beside it.
-    is_counted = plan.recompute.policy == "selective"
-    with nullcontext() if is_counted else _unrounded(model, batches, dtype):
-        return _verify(
-            model,
-            plan,
-            loss=loss,
-            optimizer=optimizer,
-            batches=batches,
-            schedule=schedule,
-            groups=groups,
-            dtype=dtype,
-            device=device,
-        )
-
-
-def _unrounded(
-    model: nn.Module, batches: Sequence[tuple[Any, Any]], dtype: torch.dtype
-) -> AbstractContextManager[object]:
-    if dtype != torch.float64 or is_on_meta(model) or not batches:
-        return nullcontext()
-    inputs = split_tree(batches[0][0], 0, 1)
-    place = next(model.parameters()).device
-    wide = map_tensors(lambda t: t.to(place, dtype) if t.is_floating_point() else t.to(place), inputs)
-    return unrounded(copy.deepcopy(model).to(dtype), wide)
-
-
-def _verify(
-    model: nn.Module,
-    plan: Plan,
-    *,
-    loss: str | LossFunction,
-    optimizer: OptimizerFactory,
-    batches: Sequence[tuple[Any, Any]],
-    schedule: Callable[[int], float] | None,
-    groups: ParameterGroups | None,
-    dtype: torch.dtype,
-    device: torch.device | str | None,
-) -> Verification:
     batches = [map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch) for batch in batches]
     parallel = copy.deepcopy(model).to(dtype)
     _switch_dropout_off(parallel)
     plan = dataclasses.replace(plan, precision=Precision())
-    silenced = _Silenced(optimizer)
-    trainer = parallelize(
-        parallel,
-        plan,
-        loss=loss,
-        device=device,
-        optimizer=silenced,
-        schedule=schedule,
-        groups=groups,
-        example=batches[0][0],
-    )
-    silenced.mesh = trainer.mesh
-    world, group = trainer.mesh.world, trainer.mesh.everyone("control")
-    reference = None
-    if world.rank == 0:
-        # Taken from rank 0's model, which is what parallelize gave every rank.
-        alone = copy.deepcopy(model).to(device=world.device, dtype=dtype)
-        _switch_dropout_off(alone)
-        reference = OneProcess(
-            alone, plan, loss=resolve_loss(loss), optimizer=_Silenced(optimizer), schedule=schedule, groups=groups
+    with _unrounded(parallel, plan, batches[0][0], dtype):
+        silenced = _Silenced(optimizer)
+        trainer = parallelize(
+            parallel,
+            plan,
+            loss=loss,
+            device=device,
+            optimizer=silenced,
+            schedule=schedule,
+            groups=groups,
+            example=batches[0][0],
         )
-    found: list[Difference] = []
-    for number, (inputs, targets) in enumerate(batches, start=1):
-        start, stop = part_of(num_samples(inputs), trainer.data_rank, trainer.data_size)
-        mine = float(trainer.step(split_tree(inputs, start, stop), split_tree(targets, start, stop)))
-        whole = map_tensors(lambda tensor: tensor.to(world.device), (inputs, targets))
-        theirs = torch.tensor([reference.step(*whole) if reference else 0.0], dtype=dtype, device=world.device)
-        broadcast(theirs, group)
-        found.append(
-            _difference("loss", "", number, world.rank, abs(mine - float(theirs)) / max(abs(float(theirs)), 1e-30))
-        )
-        if dtype == torch.float64:
-            found += _compare_tensors(trainer, reference, number, group)
-    return _merge(found, group, world.device, num_steps=len(batches), dtype=dtype)
+        silenced.mesh = trainer.mesh
+        world, group = trainer.mesh.world, trainer.mesh.everyone("control")
+        reference = None
+        if world.rank == 0:
+            # Taken from rank 0's model, which is what parallelize gave every rank.
+            alone = copy.deepcopy(model).to(device=world.device, dtype=dtype)
+            _switch_dropout_off(alone)
+            reference = OneProcess(
+                alone, plan, loss=resolve_loss(loss), optimizer=_Silenced(optimizer), schedule=schedule, groups=groups
+            )
+        found: list[Difference] = []
+        for number, (inputs, targets) in enumerate(batches, start=1):
+            start, stop = part_of(num_samples(inputs), trainer.data_rank, trainer.data_size)
+            mine = float(trainer.step(split_tree(inputs, start, stop), split_tree(targets, start, stop)))
+            whole = map_tensors(lambda tensor: tensor.to(world.device), (inputs, targets))
+            theirs = torch.tensor([reference.step(*whole) if reference else 0.0], dtype=dtype, device=world.device)
+            broadcast(theirs, group)
+            found.append(
+                _difference("loss", "", number, world.rank, abs(mine - float(theirs)) / max(abs(float(theirs)), 1e-30))
+            )
+            if dtype == torch.float64:
+                found += _compare_tensors(trainer, reference, number, group)
+        return _merge(found, group, world.device, num_steps=len(batches), dtype=dtype)
+
+
+def _unrounded(model: nn.Module, plan: Plan, inputs: Any, dtype: torch.dtype) -> AbstractContextManager[object]:
+    """Where a model casts to float32 by itself, keep it from that."""
+    # torch's selective checkpoint counts operators, and does not bear another mode beside it.
+    if dtype != torch.float64 or plan.recompute.policy == "selective" or is_on_meta(model):
+        return nullcontext()
+    place = next(model.parameters()).device
+    # A copy, because a model may keep state of its own when it runs.
+    return unrounded(copy.deepcopy(model), map_tensors(lambda tensor: tensor.to(place), split_tree(inputs, 0, 1)))
 
 
 @torch.no_grad()
