@@ -26,6 +26,7 @@ from weft.mesh import Mesh
 from weft.models.convnet import ConvNet, ConvNetConfig
 from weft.models.gpt import GPT, GPTConfig
 from weft.plan.plan import Axes, Comm, Data, Pipeline, Plan, Step
+from weft.plan.plan import Sequence as SequenceSection
 from weft.plan.plan import Tensor as TensorSection
 from weft.training.parallelize import parallelize
 from weft.training.trainer import Trainer
@@ -106,6 +107,25 @@ def tensor_plan(tensor: int, *, data: int = 1, pipeline: int = 1, sequence: bool
         plan = pipeline_plan(pipeline, data=data, **settings)
     return dataclasses.replace(
         plan, axes=dataclasses.replace(plan.axes, tensor=tensor), tensor=TensorSection(sequence=sequence)
+    )
+
+
+def sequence_plan(
+    *,
+    ring: int = 1,
+    ulysses: int = 1,
+    tensor: int = 1,
+    split_tokens: bool = False,
+    layout: str = "zigzag",
+    variant: str = "ring",
+    **settings: Any,
+) -> Plan:
+    """A plan whose ranks have parts of every sequence, its fields in one line; the rest as for `tensor_plan`."""
+    plan = tensor_plan(tensor, sequence=split_tokens, **settings)
+    return dataclasses.replace(
+        plan,
+        axes=dataclasses.replace(plan.axes, ring=ring, ulysses=ulysses),
+        sequence=SequenceSection(layout=layout, variant=variant),
     )
 
 

@@ -7,8 +7,7 @@ A model whose order of registration is not its order of use, or with several equ
 
     def weft_blueprint(self) -> Blueprint: ...
 
-Names, not modules, are kept: a blueprint is plain data that outlives the model and can be compared. Where attention is
-and where positions enter join here when the axes that need them do.
+Names, not modules, are kept: a blueprint is plain data that outlives the model and can be compared.
 """
 
 from __future__ import annotations
@@ -19,6 +18,20 @@ from torch import nn
 
 from weft.errors import ModelError
 from weft.plan.splits import Region
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Positions:
+    """Where a model learns which place in the sequence a token has, for ranks that have some tokens only."""
+
+    argument: str | None = None
+    """An argument of the model's forward that takes one number a token; None: 0 to T - 1."""
+    num_dims: int = 1
+    """Of that argument: 1 (tokens), or 2 (1, tokens)."""
+    modules: tuple[str, ...] = ()
+    """Submodules that are called with these numbers, such as an embedding of places."""
+    tables: tuple[tuple[str, int], ...] = ()
+    """Buffers, each with the dim that is places, of which the model takes the first rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +48,8 @@ class Blueprint:
     """Names of one and the same parameter, each group sorted by first appearance."""
     regions: tuple[Region, ...] | None = None
     """What is shared out over the tensor axis; None: not declared, and found from the flow of data."""
+    positions: Positions | None = None
+    """Where positions enter; None: not declared. Needed where the axes of the sequence split tokens."""
 
 
 def find_blueprint(model: nn.Module) -> Blueprint:
@@ -92,6 +107,10 @@ def _longest_block_list(model: nn.Module) -> str | None:
 
 def _refuse_unknown_names(blueprint: Blueprint, model: nn.Module) -> None:
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    unknown = [name for name in (*blueprint.prelude, *blueprint.blocks, *blueprint.postlude) if name not in known]
+    named = [*blueprint.prelude, *blueprint.blocks, *blueprint.postlude]
+    if blueprint.positions is not None:
+        named += blueprint.positions.modules
+        named += [table.rpartition(".")[0] for table, _ in blueprint.positions.tables]
+    unknown = [name for name in named if name not in known]
     if unknown:
         raise ModelError([f'weft_blueprint names "{name}", which is not a submodule of the model' for name in unknown])

@@ -90,11 +90,27 @@ class Mesh:
             self._groups[axis, purpose] = self._make_group(axis, purpose)
         return self._groups[axis, purpose]
 
+    @property
+    def sequence_size(self) -> int:
+        """Parts a sequence is cut into."""
+        return self.grid.axes.sequence
+
+    @property
+    def sample_rank(self) -> int:
+        """Which part of the batch, and of its sequences, is this rank's: no two that have different tokens agree."""
+        part = self.index("ring") * self.size("ulysses") + self.index("ulysses")
+        return self.data_rank * self.sequence_size + part
+
+    def state_group(self, purpose: str) -> Group:
+        """The ranks of one replica that have the same parameters: along data, and along the axes of the sequence."""
+        return self.group(self.grid.axes.state_axes, purpose)
+
     def batch_group(self, purpose: str) -> Group:
-        """The ranks that share one global batch, along replicate and data together; ordered by rank."""
+        """The ranks that share one global batch and have the same parameters, over all replicas; ordered by rank."""
         if self.size("replicate") == 1:
-            return self.group("data", purpose)
-        return self.group("replicate+data" if self.size("data") > 1 else "replicate", purpose)
+            return self.state_group(purpose)
+        axes = self.grid.axes.state_axes
+        return self.group(f"replicate+{axes}" if self.grid.axes.state > 1 else "replicate", purpose)
 
     def everyone(self, purpose: str) -> Group:
         """All ranks of the run as one group; its traffic is counted under "world"."""

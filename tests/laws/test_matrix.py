@@ -23,6 +23,7 @@ from oracle import (
     data_plan,
     image_batch,
     pipeline_plan,
+    sequence_plan,
     small_convnet,
     small_gpt,
     tensor_plan,
@@ -149,6 +150,13 @@ def outermost(axis: str, plan: Plan) -> Plan:
     """The same plan with the ranks along an axis furthest apart."""
     order = (axis, *(other for other in plan.axes.order if other != axis))
     return replace(plan, axes=replace(plan.axes, order=order))
+
+
+def example_model(name: str, plan: Plan) -> str:
+    """What an example plan is for."""
+    if name == "image-rows":
+        return "convnet"
+    return "deep gpt" if plan.axes.pipeline > 1 else "rotary tied gpt"
 
 
 CASES = {
@@ -312,9 +320,61 @@ CASES = {
         outermost("tensor", tensor_plan(2, data=2, shard=TWO, sequence=True)), "rotary tied gpt", SHORT
     ),
     "sockets, tensor 2, data 2": row(tensor_plan(2, data=2, transport="c10d", sequence=True), "grouped gpt", SHORT),
+    # sequences
+    "ring 2": row(sequence_plan(ring=2, clip_norm=0.1), "rotary tied gpt", SHORT, ADAMW),
+    "ring 2, contiguous, 3 micro-batches": row(
+        sequence_plan(ring=2, layout="contiguous", microbatches=3), "learned untied gpt", UNEVEN
+    ),
+    "ring 2, self-attention": row(sequence_plan(ring=2, variant="ring-self-attention"), "grouped gpt", SHORT),
+    "ring 3, padded": row(sequence_plan(ring=3, microbatches=2), "frozen gpt", SHORT, ADAMW),
+    "ring 4": row(sequence_plan(ring=4), "grouped gpt", SHORT),
+    "ulysses 2": row(sequence_plan(ulysses=2, microbatches=2, clip_norm=0.1), "rotary tied gpt", UNEVEN),
+    "ulysses 4, more ranks than key heads": row(sequence_plan(ulysses=4), "grouped gpt", SHORT, ADAMW),
+    "ring 2, ulysses 2": row(sequence_plan(ring=2, ulysses=2, clip_norm=0.1), "grouped gpt", UNEVEN, ADAMW),
+    "ring 2, ulysses 2, recompute": row(
+        recomputing("selective", sequence_plan(ring=2, ulysses=2, microbatches=2)), "learned untied gpt", SHORT
+    ),
+    "ring 2, recompute": row(recomputing("full", sequence_plan(ring=2, microbatches=2)), "grouped gpt", UNEVEN),
+    "ring 2, data 2": row(sequence_plan(ring=2, data=2, microbatches=2), "rotary tied gpt", UNEVEN, ADAMW),
+    "ulysses 2, data 2, zero 1": row(
+        sequence_plan(ulysses=2, data=2, shard=ONE, clip_norm=0.1), "learned untied gpt", SHORT, ADAMW
+    ),
+    "ring 2, zero 2": row(sequence_plan(ring=2, shard=TWO, microbatches=2), "frozen gpt", UNEVEN, ADAMW),
+    "ring 2, data 2, zero 3": row(
+        sequence_plan(ring=2, data=2, shard=THREE, microbatches=2, reshard="microbatch"), "grouped gpt", UNEVEN
+    ),
+    "ring 2, hybrid zero 2": row(sequence_plan(ring=2, replicate=2, shard=TWO), "rotary tied gpt", UNEVEN, ADAMW),
+    "ring 2, tensor 2": row(sequence_plan(ring=2, tensor=2, clip_norm=0.1), "rotary tied gpt", SHORT, ADAMW),
+    "ulysses 2, tensor 2, split tokens": row(
+        sequence_plan(ulysses=2, tensor=2, split_tokens=True, microbatches=2), "grouped gpt", UNEVEN
+    ),
+    "ring 2, pipeline 2": row(
+        sequence_plan(ring=2, pipeline=2, microbatches=3, clip_norm=0.1), "deep gpt", UNEVEN, ADAMW
+    ),
+    "ulysses 2, zero-bubble 2, recompute": row(
+        recomputing("full", sequence_plan(ulysses=2, pipeline=2, schedule="zero-bubble", microbatches=3)),
+        "deep gpt",
+        SHORT,
+    ),
+    "ring 2, ulysses 2, data 2, zero 3": row(
+        sequence_plan(ring=2, ulysses=2, data=2, shard=THREE), "grouped gpt", UNEVEN, ADAMW
+    ),
+    "ring 2, pipeline 2, tensor 2": row(
+        sequence_plan(ring=2, pipeline=2, tensor=2, split_tokens=True, microbatches=2), "deep gpt", UNEVEN
+    ),
+    "ring outermost": row(
+        outermost("ring", sequence_plan(ring=2, data=2, shard=TWO, clip_norm=0.1)), "rotary tied gpt", SHORT
+    ),
+    "ulysses outside ring": row(outermost("ulysses", sequence_plan(ring=2, ulysses=2)), "grouped gpt", SHORT),
+    "ring 2, convnet": row(sequence_plan(ring=2, microbatches=2, clip_norm=0.1), "convnet", SHORT, ADAMW),
+    "ring 3, convnet": row(sequence_plan(ring=3), "frozen convnet", SHORT),
+    "ring 2, data 2, convnet": row(sequence_plan(ring=2, data=2, microbatches=2), "biased convnet", UNEVEN, ADAMW),
+    "ring 2, zero 3, group norm": row(sequence_plan(ring=2, shard=THREE), "group-normed convnet", UNEVEN, ADAMW),
+    "ring 2, convnet, recompute": row(recomputing("full", sequence_plan(ring=2)), "convnet", SHORT),
+    "sockets, ring 2, ulysses 2": row(sequence_plan(ring=2, ulysses=2, transport="c10d"), "grouped gpt", SHORT),
     # the examples; those that do not give one process's answer have tests of their own
     **{
-        f"examples/{path.name}": row(plan, "deep gpt" if plan.axes.pipeline > 1 else "rotary tied gpt", UNEVEN)
+        f"examples/{path.name}": row(plan, example_model(path.stem, plan), UNEVEN)
         for path in EXAMPLES.glob("*.toml")
         if (plan := read_plan(path)).pipeline.schedule not in FLUSH_FREE
     },
@@ -396,6 +456,10 @@ LONG_ROWS = {
     "tensor 2, pipeline 2",
     "tensor 2, interleaved 2, data 2, zero 3",
     "tensor 2, hybrid zero 2",
+    "ring 4",
+    "ring 2, hybrid zero 2",
+    "ring 2, ulysses 2, data 2, zero 3",
+    "ring 2, pipeline 2, tensor 2",
 }
 """Others have all that these have, in other company."""
 

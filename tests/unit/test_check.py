@@ -58,6 +58,9 @@ def test_the_default_plan_can_run():
         Plan(compile=Compile(blocks=True)),
         Plan(comm=Comm(transport="c10d", bucket_bytes=1)),
         Plan(comm=Comm(transport="shared")),
+        Plan(
+            axes=Axes(ring=2, ulysses=2, data=2), sequence=Sequence(layout="contiguous", variant="ring-self-attention")
+        ),
     ],
 )
 def test_what_is_built_can_run(plan):
@@ -67,8 +70,6 @@ def test_what_is_built_can_run(plan):
 @pytest.mark.parametrize(
     ("plan", "problem"),
     [
-        (Plan(axes=Axes(ulysses=2)), "[axes] ulysses = 2 is not built yet; use 1"),
-        (Plan(axes=Axes(ring=2)), "[axes] ring = 2 is not built yet; use 1"),
         (Plan(data=Data(sync="server")), '[data] sync = "server" is not built yet; use "all-reduce"'),
         (Plan(codec=Codec(name="half")), '[codec] name = "half" is not built yet; use "none"'),
         (
@@ -84,7 +85,6 @@ def test_what_is_not_built_is_refused(plan, problem):
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan(axes=Axes(ring=2), sequence=Sequence(layout="contiguous")),
         Plan(data=Data(sync="local", every=8, outer="nesterov", outer_lr=0.7, outer_momentum=0.9, switch_step=9)),
         Plan(data=Data(sync="delayed", delay="auto", every=4)),
         Plan(data=Data(sync="server"), server=Server(mode="bounded", staleness=3)),
@@ -154,6 +154,7 @@ def test_a_field_has_an_effect_once_all_its_switches_are_on(path, all_built):
 def test_advice_names_only_what_is_built(monkeypatch):
     every, layout = Plan(data=Data(every=8)), Plan(sequence=Sequence(layout="contiguous"))
     assert check(every) == ['[data] every = 8 has no effect with [data] sync = "all-reduce"; leave it out']
+    monkeypatch.setattr(check_file, "_BUILT", {"data.sync": ("all-reduce", "local"), "axes.ring": (1,)})
     assert check(layout) == ['[sequence] layout = "contiguous" has no effect with [axes] ring = 1; leave it out']
     monkeypatch.setattr(check_file, "_BUILT", {"data.sync": ("all-reduce", "local"), "axes.ring": (1, 2)})
     assert check(every)[0].endswith('; leave it out, or set [data] sync to "local"')

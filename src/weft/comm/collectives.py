@@ -227,17 +227,22 @@ def all_to_all(
     if group.size == 1:
         output.copy_(tensor)
     wire = group.wire(tensor)
+    sent = None
+    if input_splits is not None:  # a rank keeps its own part, whatever its size
+        sent = tensor.nbytes - tensor[: input_splits[group.index]].nbytes
     if wire is not None:
         lengths = [
             _lengths(one, splits, group.size) for one, splits in ((output, output_splits), (tensor, input_splits))
         ]
-        return _share(group, "all-to-all", tensor.nbytes, wait, wire, lambda: wire.all_to_all(output, tensor, *lengths))
+        exchange = functools.partial(wire.all_to_all, output, tensor, *lengths)
+        return _share(group, "all-to-all", tensor.nbytes, wait, wire, exchange, sent=sent)
     return _run(
         group,
         "all-to-all",
         tensor.nbytes,
         wait,
         lambda: dist.all_to_all_single(output, tensor, output_splits, input_splits, group.handle, True),
+        sent=sent,
     )
 
 
@@ -265,6 +270,7 @@ def _share(
     wire: SharedWire | Levels,
     task: Callable[[], None],
     after: Callable[[], None] | None = None,
+    sent: int | None = None,
 ) -> Pending:
     """Exchange through shared memory: here if it is waited for at once, else beside the caller."""
 
@@ -274,7 +280,7 @@ def _share(
         wire.run(task)
         return _DONE
 
-    return _run(group, collective, buffer_bytes, wait, start, after)
+    return _run(group, collective, buffer_bytes, wait, start, after, sent)
 
 
 def _run(
@@ -284,11 +290,14 @@ def _run(
     wait: bool,
     start: Callable[[], _Work | None],
     after: Callable[[], None] | None = None,
+    sent: int | None = None,
 ) -> Pending:
+    """Start an exchange and count it: by its kind and buffer, or as the bytes `sent` where parts differ in size."""
     traffic = group.traffic
     if group.handle is None:
         return Pending(None, traffic)
-    traffic.add(num_calls=1, sent_bytes=sent_bytes(collective, buffer_bytes, group.size))
+    counted = sent_bytes(collective, buffer_bytes, group.size) if sent is None else sent
+    traffic.add(num_calls=1, sent_bytes=counted)
     started = time.perf_counter()
     pending = Pending(start(), traffic, after)
     if wait:

@@ -42,3 +42,32 @@ def receive(tensor: torch.Tensor, group: Group, *, source: int, tag: int = 0) ->
         tensor.copy_(staged)
 
     return Pending(work, group.traffic, after=unstage)
+
+
+class Together:
+    """Exchanges that are waited for as one."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, *parts: Pending) -> None:
+        self._parts = parts
+
+    def wait(self) -> None:
+        for part in self._parts:
+            part.wait()
+
+
+def exchange(
+    outgoing: torch.Tensor, incoming: torch.Tensor, group: Group, *, to: int, source: int, tag: int = 0
+) -> Together:
+    """Start a send and a receive as one, for rings, where every rank does both at every step; both are contiguous."""
+    if outgoing.device.type == "cpu" or group.through_host:
+        sent = send(outgoing, group, to=to, tag=tag)
+        return Together(sent, receive(incoming, group, source=source, tag=tag))
+    # NCCL runs what it is given in order: if every rank's send came before its receive, all would wait for ever.
+    group.traffic.add(num_calls=2, sent_bytes=sent_bytes("send", outgoing.nbytes, group.size))
+    both = [
+        dist.P2POp(dist.isend, outgoing, group.ranks[to], group.handle, tag),
+        dist.P2POp(dist.irecv, incoming, group.ranks[source], group.handle, tag),
+    ]
+    return Together(*(Pending(work, group.traffic) for work in dist.batch_isend_irecv(both)))

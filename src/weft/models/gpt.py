@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.blueprint import Blueprint
+from weft.blueprint import Blueprint, Positions
 from weft.errors import ModelError, nearest
 from weft.models.gpt_regions import gpt_regions
 from weft.models.sizes import divisors, flag_problems, size_problems
@@ -276,6 +276,7 @@ class GPT(nn.Module):
             blocks=tuple(f"blocks.{number}" for number in range(len(self.blocks))),
             postlude=tuple(children[place + 1 :]),
             regions=gpt_regions(self.config),
+            positions=Positions(argument="positions_T"),
         )
 
     def embed(self, tokens_BT: Tensor, positions_T: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

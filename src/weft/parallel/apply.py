@@ -26,7 +26,7 @@ from weft.parallel.recompute import find_blocks, recompute_blocks
 def apply_plan(model: nn.Module, mesh: Mesh, blueprint: Blueprint) -> None:
     """Change a model in place as the mesh's plan says."""
     plan = mesh.plan
-    if mesh.data_size > 1 and plan.data.buffers == "synchronise":
+    if mesh.data_size * mesh.sequence_size > 1 and plan.data.buffers == "synchronise":
         synchronise_batch_norms(model, mesh.batch_group("statistics"))
     if plan.recompute.policy != "none":
         recompute_blocks(model, blueprint, plan.recompute.policy)

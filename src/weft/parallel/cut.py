@@ -195,7 +195,7 @@ def signature(inputs: Any) -> Any:
     """What batches of one way have in common: shapes and dtypes, and whatever is not a tensor."""
     if isinstance(inputs, torch.Tensor):  # nearly always, and asked for every microbatch
         return inputs.shape, inputs.dtype
-    leaves, tree = tree_flatten(inputs)
+    leaves, tree = tree_flatten(dict(inputs) if isinstance(inputs, dict) else inputs)
     described = tuple(
         (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), repr(leaf)) for leaf in leaves
     )

@@ -28,15 +28,17 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from weft.blueprint import Blueprint
 from weft.errors import ModelError
+from weft.parallel import sequence_attention  # noqa: F401  (it makes the operator)
 from weft.parallel.tensor_ops import KEPT_OPERATORS
 
 Forward = Callable[..., Any]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
-# Products with weights, and what ranks added up of them. Batched products are left out: those are attention scores,
-# quadratic in the tokens.
+# Products with weights, and what ranks added up of them or attended to together. Batched products are left out: those
+# are attention scores, quadratic in the tokens.
 KEPT_PRODUCTS = KEPT_OPERATORS | frozenset(
     {
+        torch.ops.weft.attention.default,
         torch.ops.aten.mm.default,
         torch.ops.aten.addmm.default,
         torch.ops.aten.linear.default,

@@ -19,10 +19,6 @@ from weft.plan.rules import combination_problems
 # The values that work today. A field that is not listed works with every value: whoever builds a method adds its value
 # here, or deletes the line when nothing is missing any more.
 _BUILT: dict[str, tuple[object, ...]] = {
-    "axes.ulysses": (1,),
-    "axes.ring": (1,),
-    "sequence.layout": ("zigzag",),
-    "sequence.variant": ("ring",),
     "data.sync": ("all-reduce",),
     "data.every": (1,),
     "data.switch_step": (0,),

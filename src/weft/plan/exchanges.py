@@ -52,7 +52,7 @@ def schedule_of(
         order,
         num_stages=plan.axes.pipeline * plan.pipeline.chunks,
         gathers=_gathers(plan),
-        reduces_gradients=plan.axes.data * plan.axes.replicate > 1,
+        reduces_gradients=plan.axes.state * plan.axes.replicate > 1,
     )
 
 

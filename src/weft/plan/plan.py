@@ -59,6 +59,21 @@ class Axes(Section):
     def num_ranks(self) -> int:
         return math.prod(self.sizes.values())
 
+    @property
+    def sequence(self) -> int:
+        """Ranks that share out the tokens of one sequence, or the rows of one image."""
+        return self.ring * self.ulysses
+
+    @property
+    def state(self) -> int:
+        """Ranks of one replica that have the same parameters, and over which gradients are summed."""
+        return self.data * self.sequence
+
+    @property
+    def state_axes(self) -> str:
+        """The name of these axes together, as groups and bytes are called by it."""
+        return "data" if self.sequence == 1 else "data+ring+ulysses"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step(Section):

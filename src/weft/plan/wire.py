@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from weft.plan.plan import Plan
+from weft.plan.sequence import HeadShares, Places
 from weft.plan.shards import Flat
 
 Collective = Literal[
@@ -225,6 +226,50 @@ NORM_BYTES = 8
 """The squared norm of what a rank counts of the gradient, in float64."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitAttention:
+    """Attention of ranks that share out the tokens, for one microbatch."""
+
+    num_layers: int
+    samples: int
+    places: Places
+    heads: HeadShares
+    head_dim: int
+    """Entries of a query, a key or a value of one head."""
+    item_bytes: int
+    ulysses_rank: int = 0
+    """Where heads do not divide, ranks send more or less."""
+
+
+def attention_bytes(layers: SplitAttention, plan: Plan) -> dict[str, int]:
+    """Bytes a rank sends over the axes of the sequence in one step of equal microbatches, gradients of weights apart.
+
+    Ulysses: queries, keys and values once, and the output once; backward their gradients. The ring: keys and values to
+    all others; backward once more, and their gradients home, in at least 32 bits. Full recomputation repeats what is
+    sent forward.
+    """
+    places, rank, heads = layers.places, layers.ulysses_rank, layers.heads
+    each = layers.samples * layers.head_dim * layers.item_bytes
+    queries, keys = ([stop - start for start, stop in ranges] for ranges in (heads.queries, heads.keys))
+    together = [num_queries + 2 * num_keys for num_queries, num_keys in zip(queries, keys, strict=True)]
+    # All heads of this rank's tokens leave, but for its own; of its own heads all tokens return, but for its own.
+    scattered, scattered_output = (sum(parts) - parts[rank] for parts in (together, queries))
+    others = places.ulysses - 1
+    ulysses = {
+        "forward": places.tokens_per_rank * each * (scattered + others * queries[rank]),
+        "backward": places.tokens_per_rank * each * (scattered_output + others * together[rank]),
+    }
+    block = places.tokens_per_ring * layers.samples * layers.head_dim * 2 * keys[rank]
+    hops = (places.ring - 1) * block
+    ring = {"forward": hops * layers.item_bytes, "backward": hops * (layers.item_bytes + max(layers.item_bytes, 4))}
+    forwards = 2 if plan.recompute.policy == "full" else 1
+    times = layers.num_layers * plan.step.microbatches
+    return {
+        axis: times * (forwards * sent["forward"] + sent["backward"])
+        for axis, sent in (("ring", ring), ("ulysses", ulysses))
+    }
+
+
 def shard_buckets(members: Sequence[Member], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
     """Which trainable parameters, given in the order of registration, share a flat buffer below ZeRO-3.
 
@@ -256,7 +301,7 @@ def sharded_bytes(flats: Sequence[ShardedFlat], plan: Plan) -> dict[str, int]:
     Below ZeRO-3 frozen parameters are in no flat buffer. With nothing sharded each buffer has one part: its gradient
     is all-reduced, and nothing is gathered.
     """
-    data, replicate = plan.axes.data, plan.axes.replicate
+    data, replicate = plan.axes.state, plan.axes.replicate
     tail_words = SHARDED_TAIL_WORDS + sum(len(one.flat.numels) for one in flats if one.trainable)
     tail_bytes = tail_words * SHARDED_TAIL_ITEM_BYTES
     over_data = sent_bytes("all-reduce", tail_bytes, data)
@@ -269,7 +314,7 @@ def sharded_bytes(flats: Sequence[ShardedFlat], plan: Plan) -> dict[str, int]:
             gradient_bytes = one.flat.numel * one.reduce_item_bytes
             over_data += _num_reductions(plan) * sent_bytes(reduction, gradient_bytes, data)
             over_replicate += sent_bytes("all-reduce", one.flat.part_numel * one.reduce_item_bytes, replicate)
-    return {"data": over_data, "replicate": over_replicate}
+    return {plan.axes.state_axes: over_data, "replicate": over_replicate}
 
 
 def _num_gathers(one: ShardedFlat, plan: Plan) -> int:

@@ -45,7 +45,7 @@ def needs_flats(model: nn.Module, mesh: Mesh) -> bool:
         or plan.precision.compute != "model"
         or (plan.precision.reduce, plan.precision.accumulate) != ("fp32", "fp32")
         or (plan.data.offload and mesh.world.device.type != "cpu")
-        or (is_half and (mesh.data_size > 1 or plan.step.microbatches > 1))
+        or (is_half and (mesh.data_size * mesh.sequence_size > 1 or plan.step.microbatches > 1))
     )
 
 
@@ -73,8 +73,8 @@ def place(
     materialiser.fill_all()
     model.to(mesh.world.device)
     copy_from_first([*model.parameters(), *model.buffers()], mesh.batch_group("control"))
-    pieces, group = whole_pieces(model, layouts), mesh.group("data", "gradients")
-    if mesh.data_size == 1 or not pieces:
+    pieces, group = whole_pieces(model, layouts), mesh.state_group("gradients")
+    if group.size == 1 or not pieces:
         return Alone(pieces, group, apart)
     return AllReduce(pieces, group, bucket_bytes=mesh.plan.comm.bucket_bytes, apart=apart)
 
@@ -160,11 +160,11 @@ def _place_rest(model: nn.Module, mesh: Mesh, flats: Sequence[FlatParameters]) -
 
 def _groups(mesh: Mesh) -> tuple[Group, list[Group]]:
     """The ranks that share one copy of the state, and those that keep the same part of it."""
-    data = mesh.group("data", "gradients")
+    sharing = mesh.state_group("gradients")
     if mesh.plan.data.shard == "nothing":
-        alone = dataclasses.replace(data, ranks=(mesh.world.rank,), index=0, handle=None, shared=None)
-        return alone, [data]
-    return data, [mesh.group("replicate", "gradients")]
+        alone = dataclasses.replace(sharing, ranks=(mesh.world.rank,), index=0, handle=None, shared=None)
+        return alone, [sharing]
+    return sharing, [mesh.group("replicate", "gradients")]
 
 
 def _make_flat(
@@ -173,7 +173,7 @@ def _make_flat(
     device = mesh.world.device
     sources = [mesh.batch_group("control")]
     # Gathers have a group of their own: beside a backward pass their order and that of reductions may differ.
-    group = shared_by if shared_by.size == 1 else mesh.group("data", "parameters")
+    group = shared_by if shared_by.size == 1 else mesh.state_group("parameters")
     return FlatParameters(
         members.named,
         layouts=[layouts[name] for name, _ in members.named],

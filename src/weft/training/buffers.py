@@ -20,7 +20,7 @@ class BufferPolicy:
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self._model = model
         self._mesh = mesh
-        self._active = mesh.data_size > 1 and mesh.plan.data.buffers == "broadcast"
+        self._active = mesh.data_size * mesh.sequence_size > 1 and mesh.plan.data.buffers == "broadcast"
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -51,13 +51,14 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 def consensus_buffers(model: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
     """The buffers a checkpoint holds: the ranks' common ones, or where each keeps its own, their mean. Collective."""
     buffers = persistent_buffers(model)
-    if mesh.plan.data.buffers != "local" or mesh.data_size == 1:
+    group = mesh.batch_group("control")
+    if mesh.plan.data.buffers != "local" or group.size == 1:
         return buffers
     agreed = {}
     for name, buffer in buffers.items():
         agreed[name] = buffer
         if buffer.is_floating_point():
             agreed[name] = buffer.clone()
-            all_reduce(agreed[name], mesh.batch_group("control"))
-            agreed[name] /= mesh.data_size
+            all_reduce(agreed[name], group)
+            agreed[name] /= group.size
     return agreed

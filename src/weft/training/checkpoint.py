@@ -170,8 +170,9 @@ def _write_kind(
 ) -> list[Any]:
     """Share out a stage's whole tensors over its ranks and write them; collective. What each rank wrote."""
     mesh = trainer.mesh
-    writer = trainer.data_rank * mesh.size("tensor") + mesh.index("tensor")
-    mine = share_out(sizes, trainer.data_size * mesh.size("tensor"))[writer]
+    same = mesh.batch_group("control")
+    writer = same.index * mesh.size("tensor") + mesh.index("tensor")
+    mine = share_out(sizes, same.size * mesh.size("tensor"))[writer]
     writers = gather_values(bool(mine), trainer.mesh.everyone("control"), trainer.mesh.world.device)
     number = sum(writers[: trainer.mesh.world.rank]) + 1
     tensors = gather(set(mine))

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from weft.comm.group import Group
 from weft.errors import ModelError, nearest
 from weft.parallel.vocabulary import IGNORED_TARGET, Share, split_cross_entropy_sum
-from weft.training.trees import tensors_of
+from weft.training.trees import Arguments, tensors_of
 
 LossFunction = Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, torch.Tensor | int | float]]
 Count = int | float | torch.Tensor
@@ -109,7 +109,9 @@ def count_targets(targets: Any) -> Count:
 
 def forward(model: Callable[..., Any], inputs: Any) -> Any:
     """Call a model with a tensor, a tuple (`*args`) or a dict (`**kwargs`). Hugging Face's logits are unwrapped."""
-    if isinstance(inputs, dict):
+    if isinstance(inputs, Arguments):
+        result = model(**inputs, **inputs.beside)
+    elif isinstance(inputs, dict):
         result = model(**inputs)
     elif isinstance(inputs, tuple | list):
         result = model(*inputs)

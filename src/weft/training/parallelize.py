@@ -25,7 +25,9 @@ from weft.plan.plan import Plan
 from weft.plan.splits import Region
 from weft.sync.base import Apart, Sync
 from weft.sync.make import find_layouts, place
+from weft.training.cutters import Cutter
 from weft.training.cutting import cut_model
+from weft.training.cutting_samples import cutters
 from weft.training.elementwise import OptimizerFactory, class_name, is_elementwise
 from weft.training.loss import LossFunction, resolve_loss
 from weft.training.probe import probe_split
@@ -59,9 +61,9 @@ def parallelize(
     groups      (name, global shape) -> settings of the optimizer for this parameter, such as {"weight_decay": 0.0}
     global_batch  given, a plan that cannot divide it is refused here
     example     inputs of one micro-batch, by which the model is cut for `[axes] pipeline`, its layers for `[axes]
-                tensor` unless it declares how, and the split model is compared with the whole one. Where the plan has
-                no cuts, blocks are timed, and alike ones may be cut differently next time: to resume to the bit, give
-                cuts
+                tensor` unless it declares how, and by which the split model is compared with the whole one, also for
+                `[axes] ring` and `ulysses`. Where the plan has no cuts, blocks are timed, and alike ones may be cut
+                differently next time: to resume to the bit, give cuts
     """
     world = join_world(device)
     named_model: nn.Module = getattr(model, "_orig_mod", model)
@@ -77,7 +79,7 @@ def parallelize(
     )
     resolved_loss = resolve_loss(loss, compiled=plan.compile.blocks)
     mesh = make_mesh(plan, world)
-    if model is not named_model and plan.axes.pipeline * plan.axes.tensor > 1:
+    if model is not named_model and plan.axes.pipeline * plan.axes.tensor * plan.axes.sequence > 1:
         raise ModelError(
             "a model compiled as a whole cannot be cut; give the model itself and set [compile] blocks = true"
         )
@@ -95,6 +97,7 @@ def parallelize(
         empty_forward=mesh.data_size > 1 and plan.data.buffers == "synchronise" and had_batch_norms,
         cut=parts.cut,
         tensor=parts.tensor,
+        cutter=parts.cutter,
     )
 
 
@@ -107,6 +110,7 @@ class _Parts:
     """Of every parameter and buffer: what the axes leave of it here."""
     cut: CutModel | None
     tensor: TensorParallel | None
+    cutter: Cutter | None
 
     @property
     def stage_of(self) -> dict[str, int] | None:
@@ -120,9 +124,14 @@ def _take_apart(model: nn.Module, mesh: Mesh, example: Any) -> _Parts:
     """Keep this rank's stages of a model, and its shares of their layers; collective."""
     plan, blueprint = mesh.plan, find_blueprint(model)
     regions: tuple[Region, ...] = ()
+    cutter, make_cutter = None, cutters(mesh, blueprint, example)
     if plan.axes.tensor > 1:
         regions = split_regions(model, mesh, blueprint, example)
-        probe_split(model, mesh, blueprint, regions, example)
+    if plan.axes.tensor * plan.axes.sequence > 1:
+        probe_split(model, mesh, blueprint, regions, example, make_cutter)
+    if make_cutter is not None:
+        cutter = make_cutter(model)
+        example = None if example is None else cutter.cut_inputs(example)
     cut: CutModel | None = None
     if plan.axes.pipeline > 1:
         cut, mesh.plan = cut_model(model, mesh, blueprint, example)
@@ -132,7 +141,7 @@ def _take_apart(model: nn.Module, mesh: Mesh, example: Any) -> _Parts:
     layouts = {name: shares.layout(name, one.shape) for name, one in model_tensors(model)}
     if tensor is not None:
         tensor.cut()
-    return _Parts(blueprint=blueprint, layouts=layouts, cut=cut, tensor=tensor)
+    return _Parts(blueprint=blueprint, layouts=layouts, cut=cut, tensor=tensor, cutter=cutter)
 
 
 def _put_together(model: nn.Module, mesh: Mesh, parts: _Parts, *, keep_output: bool) -> Sync:
@@ -150,6 +159,8 @@ def _put_together(model: nn.Module, mesh: Mesh, parts: _Parts, *, keep_output: b
     if tensor is not None:
         tensor.install(keep_output=keep_output)
     apply_plan(model, mesh, parts.blueprint)
+    if parts.cutter is not None:
+        parts.cutter.prepare(model)
     if tensor is not None:
         tensor.split_tokens(parts.stage_of)
     if cut is not None:

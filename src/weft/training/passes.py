@@ -47,8 +47,11 @@ class Passes(ABC):
         data_rank: int,
         gathering: StageGathering | None,
         runs_empty: bool,
+        enter: Callable[[Any], None],
     ) -> None:
-        """`runs_empty`: layers exchange in their forward pass, so a microbatch without samples runs all the same."""
+        """`runs_empty`: layers exchange in their forward pass, so a microbatch without samples runs all the same.
+        `enter` is told of the inputs of every pass before it, forward or backward."""
+        self._enter = enter
         self._cut = cut
         self._call = call
         self._seeds = seeds
@@ -61,6 +64,7 @@ class Passes(ABC):
         """Microbatches, the same on every rank of the pipeline, that the next actions are about."""
         for number, (inputs, targets, count) in enumerate(microbatches):
             samples = num_samples(inputs)
+            self._enter(inputs)  # to follow the model is a pass, too
             self.parts[first + number] = Part(
                 inputs=inputs,
                 targets=targets,
@@ -84,6 +88,7 @@ class Passes(ABC):
         if self._gathering is not None:
             self._gathering.wait(None)
         part = self.parts[action.microbatch]
+        self._enter(part.inputs)
         assert part.route is not None
         if not part.route.flow.is_random:
             return nullcontext()

@@ -56,13 +56,16 @@ class Pipelined(Passes):
         recording: Recording,
         runs_empty: bool,
         whole_output: Callable[[Any], Any],
+        enter: Callable[[Any], None],
     ) -> None:
         """`whole_output`: all features of an output of which a rank has a share; collective."""
         self._whole_output = whole_output
         gathering = sync.gathering
         assert gathering is None or isinstance(gathering, StageGathering)
-        self._shared_by_all = dict(data_rank=mesh.data_rank, gathering=gathering, runs_empty=runs_empty)
-        super().__init__(cut, call, seeds, data_rank=mesh.data_rank, gathering=gathering, runs_empty=runs_empty)
+        self._shared_by_all: dict[str, Any] = dict(
+            data_rank=mesh.sample_rank, gathering=gathering, runs_empty=runs_empty, enter=enter
+        )
+        super().__init__(cut, call, seeds, **self._shared_by_all)
         self._mesh = mesh
         self._sync = sync
         self._update = update
@@ -137,6 +140,7 @@ class Pipelined(Passes):
         self._count = self._count + count
 
     def backward(self, action: Action) -> AbstractContextManager[object]:
+        self._enter(self.parts[action.microbatch].inputs)
         if self._gathering is not None:
             self._gathering.wait_for_stage(action.stage)
         if (action.kind, action.stage, action.microbatch) in self._last:

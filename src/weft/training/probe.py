@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from weft.parallel.materialise import is_on_meta
 from weft.parallel.shares import local_part
 from weft.parallel.tensor import TensorParallel
 from weft.plan.splits import Region
+from weft.training.cutters import Cutter, MakeWhole
 from weft.training.loss import forward
 from weft.training.modes import evaluating
 from weft.training.trees import map_tensors, num_samples, split_tree, tensors_of
@@ -38,21 +39,37 @@ _ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-2, torch.bfloat16: 0.2, torc
 compute in float32."""
 _MOST_SAMPLES = 2
 """Of the example: enough to tell samples from tokens."""
+_MOST_TOKENS = 64
+"""Of the example on each rank: whole sequences may be longer than a rank can hold."""
+_GRADIENT = "the gradient of "
 _SMALL = 1e-3
 """A gradient is measured against this part of the model's largest, if its own largest entry is smaller."""
 
 
-def probe_split(model: nn.Module, mesh: Mesh, blueprint: Blueprint, regions: tuple[Region, ...], example: Any) -> None:
-    """Refuse a model that a split changes; collective. Without an example, or memory, there is nothing to try."""
+def probe_split(
+    model: nn.Module,
+    mesh: Mesh,
+    blueprint: Blueprint,
+    regions: tuple[Region, ...],
+    example: Any,
+    make_cutter: Callable[[nn.Module], Cutter] | None = None,
+) -> None:
+    """Refuse a model that a split changes; collective. Without an example, or memory, there is nothing to try.
+
+    `make_cutter`: for a model of which ranks see parts of every sample.
+    """
     if example is None or is_on_meta(model):
-        if mesh.plan.tensor.sequence and mesh.world.rank == 0:
+        if (mesh.plan.tensor.sequence or make_cutter is not None) and mesh.world.rank == 0:
             log.warning(
-                "whether the model can be trained with [tensor] sequence = true was not tried; give "
-                "parallelize(..., example=inputs) and a model that is not on the meta device, or verify it in small"
+                "whether the model can be trained with %s was not tried; give parallelize(..., example=inputs) and a "
+                "model that is not on the meta device, or verify it in small",
+                "[tensor] sequence = true" if make_cutter is None else _axes(mesh),
             )
         return
     device, is_first = mesh.world.device, mesh.world.rank == 0
     few = split_tree(example, 0, min(num_samples(example), _MOST_SAMPLES))
+    if make_cutter is not None:
+        few = make_cutter(model).shorten(few, _MOST_TOKENS * mesh.sequence_size)
     whole: dict[str, torch.Tensor] = {}
     _together(mesh, "the model fails on the example", lambda: whole.update(_pass_whole(model, few, device, is_first)))
     if not gather_values(bool(whole), mesh.everyone("control"), device)[0]:
@@ -60,17 +77,35 @@ def probe_split(model: nn.Module, mesh: Mesh, blueprint: Blueprint, regions: tup
     tensor = TensorParallel(_cut_copy(model, mesh, blueprint, regions), mesh, blueprint, regions)
     tensor.install(keep_output=False)
     tensor.split_tokens(None)
-    inputs = map_tensors(lambda leaf: leaf.to(device), few)
+    cutter = None if make_cutter is None else make_cutter(tensor.model)
+    if cutter is not None:
+        cutter.prepare(tensor.model)
     try:
-        split = _pass(tensor.model, inputs)
+        split = _pass_split(tensor.model, few, mesh, cutter)
     except WeftError:
         raise
     except Exception as error:  # others may wait for this rank, as they would in a step
         raise ModelError(
-            f"split over [axes] tensor = {mesh.size('tensor')}, the model fails on the example "
-            f"({type(error).__name__}: {error}){_advice(mesh)}"
+            f"split over {_axes(mesh)}, the model fails on the example ({type(error).__name__}: {error}){_advice(mesh)}"
         ) from error
-    _compare(whole, split, tensor, mesh)
+    _compare(whole, split, tensor, mesh, cutter)
+
+
+def _pass_split(model: nn.Module, inputs: Any, mesh: Mesh, cutter: Cutter | None) -> dict[str, torch.Tensor]:
+    """The same of a split model; gradients are those of all ranks that have parts of the samples."""
+    device = mesh.world.device
+    if cutter is None:
+        return _pass(model, map_tensors(lambda leaf: leaf.to(device), inputs))
+    cut = map_tensors(lambda leaf: leaf.to(device), cutter.cut_inputs(inputs))
+    with cutter.active():
+        cutter.enter(cut)
+        call = cutter.around(lambda given: forward(model, given))
+        found = _pass(model, cut, call=call, part=cutter.part_of_output)
+    for what, tensor in found.items():
+        if what.startswith(_GRADIENT):
+            found[what] = tensor.contiguous()
+            all_reduce(found[what], mesh.group("ring+ulysses", "control"))
+    return found
 
 
 def _pass_whole(model: nn.Module, inputs: Any, device: torch.device, is_first: bool) -> dict[str, torch.Tensor]:
@@ -104,17 +139,31 @@ def _cut_copy(model: nn.Module, mesh: Mesh, blueprint: Blueprint, regions: tuple
     return copy.deepcopy(model, memo)
 
 
-def _pass(model: nn.Module, inputs: Any) -> dict[str, torch.Tensor]:
-    """The output for an example, and every gradient of a fixed mix of its entries; nothing is left behind."""
+def _pass(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    call: Callable[[Any], Any] | None = None,
+    part: Callable[[torch.Tensor, MakeWhole], torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor]:
+    """The output for an example, and every gradient of a fixed mix of its entries; nothing is left behind.
+
+    `part` takes this rank's part of something of the shape that an output has in the whole.
+    """
     with evaluating(model), torch.enable_grad():
-        outputs = [leaf for leaf in tensors_of(forward(model, inputs)) if leaf.requires_grad]
+        output = forward(model, inputs) if call is None else call(inputs)
+        outputs = [leaf for leaf in tensors_of(output) if leaf.requires_grad]
         if not outputs:
             return {}
         drawn = torch.Generator().manual_seed(0)
-        mixes = [torch.randn(o.shape, generator=drawn, dtype=torch.float64).to(o.device, o.dtype) for o in outputs]
+
+        def draw(shape: Sequence[int]) -> torch.Tensor:
+            return torch.randn(tuple(shape), generator=drawn, dtype=torch.float64)
+
+        mixes = [(draw(o.shape) if part is None else part(o, draw)).to(o.device, o.dtype) for o in outputs]
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         gradients = torch.autograd.grad(outputs, list(named.values()), mixes, allow_unused=True)
-    found = {f"the gradient of {name}": g for name, g in zip(named, gradients, strict=True) if g is not None}
+    found = {_GRADIENT + name: g for name, g in zip(named, gradients, strict=True) if g is not None}
     return {**{f"output {number}": output.detach() for number, output in enumerate(outputs)}, **found}
 
 
@@ -132,7 +181,18 @@ def _together(mesh: Mesh, what: str, action: Callable[[], None]) -> None:
         raise ModelError(problem)
 
 
+def _axes(mesh: Mesh) -> str:
+    sizes = {axis: mesh.size(axis) for axis in ("ring", "ulysses", "tensor")}
+    return "[axes] " + ", ".join(f"{axis} = {size}" for axis, size in sizes.items() if size > 1)
+
+
 def _advice(mesh: Mesh) -> str:
+    if mesh.sequence_size > 1:
+        return (
+            "; each rank has some tokens of a sequence, so attention must be F.scaled_dot_product_attention or Hugging "
+            "Face's, positions an argument of the model or declared in weft_blueprint() (Positions), and nothing else "
+            "may look at several tokens; else set [axes] ring and ulysses to 1"
+        )
     either = "set [tensor] sequence = false, or " if mesh.plan.tensor.sequence else ""
     return f"; {either}declare regions in weft_blueprint() that leave the layers concerned whole"
 
@@ -143,7 +203,11 @@ def _largest(tensor: torch.Tensor) -> float:
 
 @torch.no_grad()
 def _compare(
-    whole: dict[str, torch.Tensor], split: dict[str, torch.Tensor], tensor: TensorParallel, mesh: Mesh
+    whole: dict[str, torch.Tensor],
+    split: dict[str, torch.Tensor],
+    tensor: TensorParallel,
+    mesh: Mesh,
+    cutter: Cutter | None,
 ) -> None:
     everyone, device = mesh.everyone("control"), mesh.world.device
     listed = gather_values([[what, list(t.shape)] for what, t in whole.items()], everyone, device)[0]
@@ -153,9 +217,15 @@ def _compare(
         if what in whole:
             true.copy_(whole[what])
         broadcast(true, everyone)
-        layout = tensor.shares.layout(what.removeprefix("the gradient of "), shape)
-        expected = local_part(true, layout, mesh.grid, mesh.world.rank)
-        mine = split.get(what, torch.zeros_like(expected))
+        if what.startswith(_GRADIENT):
+            layout = tensor.shares.layout(what.removeprefix(_GRADIENT), shape)
+            expected = local_part(true, layout, mesh.grid, mesh.world.rank)
+            mine = split.get(what, torch.zeros_like(expected))
+        else:
+            mine = split.get(what, torch.zeros_like(true))
+            expected = true if cutter is None else cutter.part_of_whole(true)
+            if cutter is not None:
+                mine = cutter.without_padding(mine)
         measured[number, 1] = _largest(true)
         if mesh.data_rank == 0:  # others may have been given another example
             is_alike = mine.shape == expected.shape
@@ -164,7 +234,8 @@ def _compare(
     all_reduce(measured, everyone, op="max")
     allowed = _ROUNDING.get(next(iter(split.values())).dtype, _ROUNDING[torch.float32])
     largest = max(
-        (size for (what, _), (_, size) in zip(listed, measured.tolist(), strict=True) if "grad" in what), default=0.0
+        (s for (what, _), (_, s) in zip(listed, measured.tolist(), strict=True) if what.startswith(_GRADIENT)),
+        default=0.0,
     )
     problems = [
         f"{what} is off by {off:.1e}, with {size:.1e} its largest entry"
@@ -174,8 +245,8 @@ def _compare(
     if problems:
         raise ModelError(
             [
-                f"split over [axes] tensor = {mesh.size('tensor')}, the model computes something else than whole, as a "
-                f"pass of the example shows{_advice(mesh)}",
+                f"split over {_axes(mesh)}, the model computes something else than whole, as a pass of the example "
+                f"shows{_advice(mesh)}",
                 *problems[:8],
             ]
         )

@@ -156,6 +156,7 @@ class Streaming(Pipelined):
 
     @contextmanager
     def backward(self, action: Action) -> Iterator[None]:
+        self._enter(self.parts[action.microbatch].inputs)
         before = self._batches.get(action.microbatch // self._at_once - 1)
         if before is not None:  # updates may lag, and the first two batches use the same weights
             self._take_gradients(before)

@@ -40,6 +40,7 @@ from weft.sync.base import Sync
 from weft.training import checkpoint
 from weft.training.buffers import BufferPolicy
 from weft.training.counts import TargetCount, refuse_no_targets
+from weft.training.cutters import Cutter, require_same_batch
 from weft.training.cutting import tied_groups
 from weft.training.data import Batches
 from weft.training.divergence import DivergenceCheck
@@ -72,8 +73,10 @@ class Trainer:
         empty_forward: bool,
         cut: CutModel | None = None,
         tensor: TensorParallel | None = None,
+        cutter: Cutter | None = None,
     ) -> None:
-        """`cut`: the model, where a pipeline cuts it into stages; `tensor`: where its layers are shared out."""
+        """`cut`: the model, where a pipeline cuts it into stages; `tensor`: where its layers are shared out; `cutter`:
+        where ranks have parts of every sample."""
         self.model = model
         self.mesh = mesh
         self.blueprint = blueprint
@@ -96,7 +99,12 @@ class Trainer:
         self._call: Callable[[Any], Any] = Caller(model, mesh.plan, widens=not loss.counts_targets)
         if tensor is not None and tensor.output is not None:
             self._call = KeepingShares(self._call, tensor.output_mode)
+        self.cutter = cutter
+        self._draw_rank = mesh.data_rank if cutter is None or cutter.draws_alike else mesh.sample_rank
+        if cutter is not None:
+            self._call = cutter.around(self._call)
         self._empty_forward = empty_forward
+        self._has_compared = False
         self._buffers = BufferPolicy(self.named_model, mesh)
         tied = tied_groups(cut, mesh) if cut is not None else {}
         self._divergence = DivergenceCheck(self.named_model, optimizer, sync, mesh, layouts, tied=tied)
@@ -127,6 +135,7 @@ class Trainer:
                 recording=self._recording,
                 runs_empty=empty_forward,
                 whole_output=self.whole_output,
+                enter=self._enter,
             )
 
     @property
@@ -168,13 +177,22 @@ class Trainer:
         `inputs` and `targets` are this rank's part of the batch, possibly empty. The loss is the same on every rank,
         and a tensor that does not block until it is read.
         """
+        if not self._has_compared:
+            require_same_batch(self.mesh, inputs, targets)
+            self._has_compared = True
         microbatches = self._cut(inputs, targets)
         if self.seeds.base is None and self._needs_seeds:
             self.seeds.base = self._draw_seed()
-        if self.pipelined is not None:
-            loss = self.pipelined.step(microbatches, step=self.steps_done)
-            self._end_step()
-            return loss
+        with self._passes():
+            if self.pipelined is not None:
+                loss = self.pipelined.step(microbatches, step=self.steps_done)
+            else:
+                loss = self._step(microbatches)
+        self._end_step()
+        return loss
+
+    def _step(self, microbatches: list[tuple[Any, Any, Count]]) -> torch.Tensor:
+        """The microbatches one after the other, and the update."""
         shared = self.counts.share([count for _, _, count in microbatches])
         device = self.mesh.world.device
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -188,6 +206,7 @@ class Trainer:
                 self._run_empty(inputs_part)
                 self.sync.end_microbatch()
                 continue
+            self._enter(inputs_part)
             with self._recording.during("forward", number), self._random(number):
                 terms = loss_terms(self._loss, self._call(inputs_part), targets_part, count)
             self.counts.is_own = self.counts.is_own or terms.own_count
@@ -205,13 +224,13 @@ class Trainer:
         refuse_no_targets(totals.count)
         with self._recording.during("update"):
             self.update.run(totals.norm, self.counts.correction(shared, totals.count), step=self.steps_done)
-        self._end_step()
         return totals.loss_sum / totals.count
 
     def flush(self) -> None:
         """Finish what schedules that never empty their pipeline have in flight; collective. Others have nothing."""
         if self.pipelined is not None:
-            self.pipelined.flush()
+            with self._passes():
+                self.pipelined.flush()
 
     def keep_trace(self) -> None:
         """From now on keep when things were done of every step, not of the latest only (up to some 100,000 actions)."""
@@ -239,7 +258,7 @@ class Trainer:
             totals[0] += terms.value * terms.multiplier
             totals[1] += terms.count
 
-        with evaluating(self.model):
+        with evaluating(self.model), self._passes():
             for batch in self._in_step(batches):
                 microbatches = self._cut(*batch)
                 if self.pipelined is not None:
@@ -249,6 +268,7 @@ class Trainer:
                     if num_samples(inputs_part) == 0:
                         self.sync.pass_by()
                         continue
+                    self._enter(inputs_part)
                     add(self._call(inputs_part), targets_part, count)
         # Of a pipeline only the last stage has seen outputs; data ranks of other axes have seen the same ones.
         all_reduce(totals, self.mesh.batch_group("control"))
@@ -301,9 +321,11 @@ class Trainer:
             raise DataError(
                 f"inputs hold {num_samples(inputs)} samples, targets {num_samples(targets)}; dim 0 is samples"
             )
-        parts = zip(
+        parts: Iterable[tuple[Any, Any]] = zip(
             split_microbatches(inputs, num_microbatches), split_microbatches(targets, num_microbatches), strict=True
         )
+        if self.cutter is not None:
+            parts = [self.cutter.cut(*part) for part in parts]
         return [
             (
                 map_tensors(lambda tensor: tensor.to(device, non_blocking=True), inputs_part),
@@ -313,6 +335,15 @@ class Trainer:
             )
             for inputs_part, targets_part in parts
         ]
+
+    def _passes(self) -> AbstractContextManager[None]:
+        """Passes of the model happen in here."""
+        return nullcontext() if self.cutter is None else self.cutter.active()
+
+    def _enter(self, inputs: Any) -> None:
+        """A pass of a micro-batch begins, forward or backward."""
+        if self.cutter is not None:
+            self.cutter.enter(inputs)
 
     def _run_empty(self, inputs: Any) -> None:
         """A micro-batch without samples adds nothing, but where layers exchange in their forward, others wait."""
@@ -332,7 +363,7 @@ class Trainer:
         """Random states of one micro-batch's forward pass, the same for any number of stages."""
         if self._draws is None or not self._needs_seeds:
             return nullcontext()
-        return self._draws.during(step=self.steps_done, microbatch=microbatch, data_rank=self.data_rank)
+        return self._draws.during(step=self.steps_done, microbatch=microbatch, data_rank=self._draw_rank)
 
     def _in_step(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
         """The batches; where forward passes exchange, a rank that has no more goes on as long as others have."""

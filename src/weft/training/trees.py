@@ -20,12 +20,29 @@ from weft.layout import part_of
 Tree = Any
 
 
+class Arguments(dict[str, Any]):
+    """Inputs by name, of which a rank has some tokens only."""
+
+    beside: dict[str, Any]
+    """Further arguments, which belong to all samples: where these tokens are."""
+    now: Any
+    """What a pass must know of the whole sequences (`parallel.sequence_attention.Pass`)."""
+
+    def __init__(self, named: Mapping[str, Any], *, beside: dict[str, Any] | None = None, now: Any = None) -> None:
+        super().__init__(named)
+        self.beside = beside or {}
+        self.now = now
+
+
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
     """The same tree with `function` applied to each tensor; containers are new, other leaves the same."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if isinstance(tree, Mapping):
-        return {key: map_tensors(function, branch) for key, branch in tree.items()}
+        mapped = {key: map_tensors(function, branch) for key, branch in tree.items()}
+        if not isinstance(tree, Arguments):
+            return mapped
+        return Arguments(mapped, beside=map_tensors(function, tree.beside), now=tree.now)
     if isinstance(tree, tuple | list):
         return _like(tree, [map_tensors(function, branch) for branch in tree])
     return tree

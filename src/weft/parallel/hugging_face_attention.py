@@ -1,0 +1,270 @@
+"""Hugging Face models on a part of every sequence: attention over all ranks, by the registry they look it up in.
+
+Their models name their attention in their configuration, look it up in one registry and the maker of its masks in
+another. So while a pass lasts they find a name of ours there, and not a line of theirs changes; between passes nothing
+of it is left, and generating or evaluating whole sequences goes its usual way. transformers is not imported here.
+
+Of the rank's own tokens no mask is made: causality, padding and documents are known whole to `attend`. Whatever else
+would bear on attention (windows, dropout, sinks, biases, caches, masks of the user's) is refused, never dropped.
+Their rule for packed documents must not see the position_ids of a part of the tokens, which jump where the part does:
+it is off meanwhile, and followed on the whole sequence instead (`hugging_face_inputs.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, MutableMapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from weft.errors import ModelError
+from weft.parallel.hugging_face_inputs import by_name, hugging_face_class, makes_own_positions, without_cache
+from weft.parallel.sequence_attention import Pass
+
+NAME = "weft_sequence"
+_REMEDY = "or set [axes] ring and ulysses to 1"
+_HARMLESS = frozenset(
+    {
+        "position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits", "return_dict",
+        "num_items_in_batch", "logits_to_keep", "deterministic",
+    }
+)  # fmt: skip
+"""What models hand on to attention that does not change what it computes."""
+_MISSING = object()
+
+
+class Attend(Protocol):
+    """Attention of this rank's queries to the keys of all ranks; (samples, heads, tokens, entries)."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, /, *, is_causal: bool, scale: float | None
+    ) -> Tensor: ...
+
+
+def use_registry(
+    model: nn.Module, attend: Attend, *, now: Callable[[], Pass | None], numbers: Callable[[], Tensor]
+) -> Callable[[], Callable[[], None]] | None:
+    """How to let the Hugging Face models in a model attend over all ranks: call it, and what it returns to undo it.
+
+    `now` gives the pass under way, `numbers` the places of this rank's tokens. None: there are no such models inside.
+    """
+    kind = hugging_face_class()
+    models = [module for module in model.modules() if kind is not None and isinstance(module, kind)]
+    if not models:
+        return None
+    problems = [problem for module in models for problem in _model_problems(module)]
+    if problems:
+        raise ModelError(list(dict.fromkeys(problems)))
+    return _Switch(model, models, attend, now, numbers).on
+
+
+def _model_problems(model: Any) -> list[str]:
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        return [
+            f"{name} is an encoder and a decoder, whose sequences are of two lengths; weft splits sequences of models "
+            "of one: set [axes] ring and ulysses to 1"
+        ]
+    if _uses_registry(model):
+        return []
+    attention = model.config._attn_implementation
+    if not model._supports_sdpa or attention != "sdpa":
+        instead = 'load it with attn_implementation="sdpa"' if model._supports_sdpa else "use another model"
+        return [
+            f'{name} attends in code of its own (attn_implementation = "{attention}"), which weft cannot lead over '
+            f"several ranks; {instead}, {_REMEDY}"
+        ]
+    return []
+
+
+def _uses_registry(model: Any) -> bool:
+    """transformers tells by the source of a class, which one that a user derived may not have or not say it in."""
+    base = hugging_face_class()
+    kinds: list[Any] = [kind for kind in type(model).__mro__ if issubclass(kind, base) and kind is not base]
+    return any(kind._can_set_attn_implementation() for kind in kinds)
+
+
+class _Switch:
+    """All that is written elsewhere while a pass lasts."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        models: list[Any],
+        attend: Attend,
+        now: Callable[[], Pass | None],
+        numbers: Callable[[], Tensor],
+    ) -> None:
+        self._model = model
+        self._models = models
+        self._attend = attend
+        self._now = now
+        self._numbers = numbers
+        self._outermost = _outermost(model)
+        self._writes: list[tuple[MutableMapping[str, Any], str, Any]] | None = None
+        self._asked_for_documents = False
+
+    def on(self) -> Callable[[], None]:
+        """Switch on; returns the way to switch off."""
+        if self._writes is None:  # not sooner: until the first pass, other axes may give modules configurations
+            self._writes = self._find_writes()
+        before = [(names, key, names.get(key, _MISSING)) for names, key, _ in self._writes]
+        for names, key, value in self._writes:
+            names[key] = value
+        hooks = [outer.register_forward_pre_hook(self._complete, with_kwargs=True) for outer in self._outermost]
+
+        def off() -> None:
+            for names, key, value in before:
+                if value is _MISSING:
+                    del names[key]
+                else:
+                    names[key] = value
+            for hook in hooks:
+                hook.remove()
+
+        return off
+
+    def _find_writes(self) -> list[tuple[MutableMapping[str, Any], str, Any]]:
+        masks, models = (sys.modules[f"transformers.{name}"] for name in ("masking_utils", "modeling_utils"))
+        switched = [module for model in filter(_uses_registry, self._models) for module in model.modules()]
+        found = (getattr(module, "config", None) for module in switched)  # also those of parts of composite models
+        configs = {id(config): config for config in found if hasattr(config, "_attn_implementation_internal")}
+        return [
+            (models.AttentionInterface._global_mapping, NAME, self._attention),
+            (masks.AttentionMaskInterface._global_mapping, NAME, self._mask),
+            (vars(masks), "find_packed_sequence_indices", self._no_documents),
+            *((vars(config), "_attn_implementation_internal", NAME) for config in configs.values()),
+        ]
+
+    def _attention(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        sliding_window: int | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """What models find under our name in the registry of attention."""
+        problems = []
+        if attention_mask is not None:
+            problems.append(
+                f"a mask of {tuple(attention_mask.shape)}, of which weft cannot know what it says of other ranks' "
+                "tokens; give the model padding as an attention_mask (samples, tokens)"
+            )
+        if dropout > 0:
+            problems.append(f"dropout = {dropout:g}; set the model's attention dropout to 0")
+        if sliding_window is not None and sliding_window < self._num_tokens:
+            problems.append(
+                f"sliding_window = {sliding_window}, less than the sequence's {self._num_tokens} tokens; use shorter "
+                "sequences, or a model without windows"
+            )
+        problems += [
+            f"{name} = {_said(given)}, which weft does not know; use a model without it"
+            for name, given in others.items()
+            if name not in _HARMLESS and given is not None and given is not False
+        ]
+        if problems:
+            raise ModelError([f"{type(module).__name__} gives attention {problem}, {_REMEDY}" for problem in problems])
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        mixed = self._attend(query, key, value, is_causal=causal, scale=scaling)
+        return mixed.transpose(1, 2).contiguous(), None
+
+    def _mask(
+        self,
+        *,
+        q_length: int,
+        attention_mask: Tensor | None = None,
+        local_size: int | None = None,
+        allow_is_causal_skip: bool = True,
+        allow_is_bidirectional_skip: bool = False,
+        **others: Any,
+    ) -> None:
+        """What models find under our name in the registry of masks: no mask, unless one would say something new."""
+        del others
+        now, asked = self._now(), self._asked_for_documents
+        self._asked_for_documents = False
+        problems = []
+        if not allow_is_causal_skip and not allow_is_bidirectional_skip:
+            problems.append("by more than causality, padding and documents; use a model that does not")
+        if local_size is not None and local_size < self._num_tokens:
+            problems.append(
+                f"all but {local_size} tokens (a window or chunk), less than the sequence's {self._num_tokens}; use "
+                "shorter sequences, or a model without windows"
+            )
+        if attention_mask is not None and not _is_void(attention_mask, q_length):
+            problems.append(
+                f"by an attention_mask of {tuple(attention_mask.shape)} that reaches it inside another module; give "
+                "the Hugging Face model itself to weft, and the mask by its name"
+            )
+        if now is not None and now.documents_BS is not None and not asked:
+            problems.append(
+                "no documents, although its position_ids begin anew within a sequence; give an attention_mask of ones "
+                "as well, which says that this is meant"
+            )
+        if problems:
+            raise ModelError([f"the model masks {problem}, {_REMEDY}" for problem in problems])
+
+    def _no_documents(self, position_ids: Tensor) -> None:
+        self._asked_for_documents = True
+
+    @property
+    def _num_tokens(self) -> int:
+        now = self._now()
+        assert now is not None, "attention outside a pass"
+        return now.places.num_tokens
+
+    def _complete(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Give a model inside another module what `inputs_of` gives one that weft calls itself.
+
+        Left to itself, it would number its rank's tokens from 0, and keep their keys for a next token.
+        """
+        if model is self._model:
+            return None
+        named = by_name(model, args, kwargs)
+        numbers = self._numbers().unsqueeze(0)
+        given = named.get("position_ids")
+        if given is None and makes_own_positions(model):
+            raise ModelError(
+                f"{type(model).__name__} makes its positions from the whole sequence, of which a rank has a part; give "
+                "weft the model itself, not inside another module"
+            )
+        if given is not None and not bool((given == numbers.to(given.device)).all()):
+            raise ModelError(
+                f"{type(model).__name__} is given position_ids inside another module, and other ones than the places "
+                "of this rank's tokens; leave them out there, or give weft the model itself"
+            )
+        device = next((value.device for value in named.values() if isinstance(value, Tensor)), numbers.device)
+        return (), without_cache(model, {**named, "position_ids": numbers.to(device)})
+
+
+def _outermost(model: nn.Module) -> list[nn.Module]:
+    """The Hugging Face models in a model that take position_ids, without those inside another one."""
+    kind = hugging_face_class()
+    found: list[nn.Module] = []
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        parameters = inspect.signature(type(module).forward).parameters
+        if kind is not None and isinstance(module, kind) and "position_ids" in parameters:
+            found.append(module)
+        else:
+            waiting += module.children()
+    return found
+
+
+def _is_void(mask: Tensor, num_tokens: int) -> bool:
+    """Whether it lets every token of the rank see every other."""
+    return mask.dim() == 2 and mask.shape[1] == num_tokens and bool(mask.all())
+
+
+def _said(value: object) -> str:
+    return f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else str(value)

@@ -1,0 +1,105 @@
+"""Ring self-attention (Li et al., 2021): keys go round to make whole rows of scores, then values go round.
+
+The forerunner of ring attention, kept as a named variant: it needs no log-sum-exp and no merging, and for that it holds
+T × S probabilities a head between forward and backward, so memory is still quadratic in the length of the sequence.
+Columns are in the order of ring ranks, not of the sequence; for a sum this makes no difference.
+
+Backward keys and values go round together, and their gradients behind them, as in `ring.py`.
+
+Dims as in `ring.py`; S = ring · T, and R = H / G query heads look at each key head.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from weft.parallel.attention_kernels import Gradients, accumulator_dtype, by_group
+from weft.parallel.attention_masks import Masks
+from weft.parallel.ring import Part, Rotation, travel, travel_back
+from weft.plan.sequence import Places, Rectangle, rectangles
+
+
+def self_attention_forward(
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTE: Tensor,
+    *,
+    rotation: Rotation,
+    places: Places,
+    is_causal: bool,
+    scale: float,
+    masks: Masks | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out_BHTE, probabilities_BHTS), in the dtype of the inputs."""
+    wide, tokens, num_groups = accumulator_dtype(q_BHTD.dtype), places.tokens_per_ring, k_BGTD.shape[1]
+    q_BGRTD = by_group(q_BHTD, num_groups).to(wide)
+    scores_BGRTS = q_BGRTD.new_full((*q_BGRTD.shape[:-1], tokens * places.ring), -math.inf)
+    for keys, k in travel(k_BGTD.clone(memory_format=torch.contiguous_format), rotation):
+        for one in rectangles(places, rotation.index, keys, is_causal=is_causal):
+            found = q_BGRTD[..., slice(*one.q), :] @ k[:, :, None, slice(*one.k)].to(wide).mT
+            _hide(found.mul_(scale), one, None if masks is None else masks.block(rotation.index, keys, one))
+            _block(scores_BGRTS, keys, one, tokens).copy_(found)
+    probabilities = scores_BGRTS.softmax(-1)
+    if masks is not None:  # a row of nothing but -inf
+        probabilities.nan_to_num_(nan=0.0)
+    del scores_BGRTS
+    out = q_BGRTD.new_zeros((*q_BGRTD.shape[:-1], v_BGTE.shape[-1]))
+    for keys, v in travel(v_BGTE.clone(memory_format=torch.contiguous_format), rotation):
+        for one in rectangles(places, rotation.index, keys, is_causal=is_causal):
+            out[..., slice(*one.q), :] += _block(probabilities, keys, one, tokens) @ v[:, :, None, slice(*one.k)].to(
+                wide
+            )
+    return out.flatten(1, 2).to(q_BHTD.dtype), probabilities.flatten(1, 2).to(q_BHTD.dtype)
+
+
+def self_attention_backward(
+    grad_BHTE: Tensor,
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTE: Tensor,
+    out_BHTE: Tensor,
+    probabilities_BHTS: Tensor,
+    *,
+    rotation: Rotation,
+    places: Places,
+    is_causal: bool,
+    scale: float,
+    masks: Masks | None = None,
+) -> Gradients:
+    """(dq, dk, dv), in the dtype of the inputs. What masks hide has probability 0, so they are not needed again."""
+    wide, tokens, num_groups = accumulator_dtype(q_BHTD.dtype), places.tokens_per_ring, k_BGTD.shape[1]
+    q, grad, out = (by_group(one, num_groups).to(wide) for one in (q_BHTD, grad_BHTE, out_BHTE))
+    probabilities = by_group(probabilities_BHTS, num_groups)
+    delta = (grad * out).sum(-1, keepdim=True)
+    dq = torch.zeros_like(q)
+
+    def find_parts(keys: int, k: Tensor, v: Tensor) -> list[Part]:
+        parts = []
+        for one in rectangles(places, rotation.index, keys, is_causal=is_causal):
+            rows, columns = slice(*one.q), slice(*one.k)
+            shares = _block(probabilities, keys, one, tokens).to(wide)
+            of_shares = grad[..., rows, :] @ v[:, :, None, columns].to(wide).mT
+            of_scores = shares * of_shares.sub_(delta[..., rows, :]).mul_(scale)
+            dq[..., rows, :] += of_scores @ k[:, :, None, columns].to(wide)
+            parts.append(((of_scores.mT @ q[..., rows, :]).sum(2), (shares.mT @ grad[..., rows, :]).sum(2)))
+        return parts
+
+    dk, dv = travel_back(k_BGTD, v_BGTE, rotation, find_parts)
+    return dq.flatten(1, 2).to(q_BHTD.dtype), dk.to(k_BGTD.dtype), dv.to(v_BGTE.dtype)
+
+
+def _block(scores_BGRTS: Tensor, keys: int, one: Rectangle, tokens: int) -> Tensor:
+    """The part of whole rows that belongs to a rectangle."""
+    first = keys * tokens
+    return scores_BGRTS[..., slice(*one.q), first + one.k[0] : first + one.k[1]]
+
+
+def _hide(scores_BGRQK: Tensor, one: Rectangle, mask_B1QK: Tensor | None) -> None:
+    if one.is_causal:
+        square = torch.ones(scores_BGRQK.shape[-2:], dtype=torch.bool, device=scores_BGRQK.device)
+        scores_BGRQK.masked_fill_(square.triu(1), -math.inf)
+    if mask_B1QK is not None:
+        scores_BGRQK.masked_fill_(~mask_B1QK.unsqueeze(1), -math.inf)

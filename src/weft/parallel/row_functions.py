@@ -1,0 +1,239 @@
+"""The exchanges of images that are split by rows, inside the graph: fetch a halo, make a map whole, add up sums.
+
+    fetch   own rows -> the rows that windows cover    backward: gradients of fetched rows go home and are added there
+    join    own rows -> the whole map on every rank    backward: ranks' gradients are added, each gets its own rows
+    add     a sum over own rows -> the sum over all    backward: ranks' gradients are added
+
+What comes after a join or a sum is computed on every rank alike and is counted once for each; so are losses and
+samples, and the trainer divides by both. That is why the ranks' gradients are added and not averaged.
+
+Messages between two ranks are exchanged in the order of their numbers, the lower one sending first, so that no backend
+that works in order can lock up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+
+from weft.comm.collectives import Pending, all_gather, all_reduce, reduce_scatter
+from weft.comm.group import Group
+from weft.comm.p2p import receive, send
+from weft.parallel.row_tensor import Rows
+from weft.plan.rows import Exchange, overlap, widest_part
+from weft.plan.splits import Range, shares
+
+HEIGHT_DIM = 2
+"""Of maps (samples, channels, height, width), the only ones that have windows."""
+
+Gradients = tuple[torch.Tensor | None, ...]
+Slab = tuple[int, torch.Tensor]
+"""Another rank, and rows of a map that go there or come from there."""
+
+
+class Fetch(torch.autograd.Function):
+    """From this rank's rows to all that its windows cover; what is outside of the image is `fill`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, exchange: Exchange, group: Group, fill: float) -> torch.Tensor:
+        ctx.exchange, ctx.group, ctx.num_own = exchange, group, x.shape[HEIGHT_DIM]
+        me, height = group.index, exchange.height
+        (first, _), (start, stop) = exchange.have[me], exchange.spans[me]
+        covered = _empty_like(x, stop - start)
+        outgoing = [
+            (move.target, _slab(x, move.rows, first).contiguous()) for move in exchange.moves if move.source == me
+        ]
+        incoming = [(move.source, _empty_slab(x, move.num_rows)) for move in exchange.moves if move.target == me]
+        pending = _exchange(outgoing, incoming, group)
+        for outside in ((start, min(stop, 0)), (max(start, height), stop)):
+            if outside[0] < outside[1]:
+                _slab(covered, outside, start).fill_(fill)
+        own = overlap(exchange.have[me], (start, stop))
+        _slab(covered, own, start).copy_(_slab(x, own, first))
+        _wait(pending)
+        places = [move.rows for move in exchange.moves if move.target == me]
+        for rows, (_, slab) in zip(places, incoming, strict=True):
+            _slab(covered, rows, start).copy_(slab)
+        return covered
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
+        exchange, group = ctx.exchange, ctx.group
+        me = group.index
+        (first, _), (start, stop) = exchange.have[me], exchange.spans[me]
+        outgoing = [
+            (move.source, _slab(gradient, move.rows, start).contiguous())
+            for move in exchange.moves
+            if move.target == me
+        ]
+        incoming = [(move.target, _empty_slab(gradient, move.num_rows)) for move in exchange.moves if move.source == me]
+        pending = _exchange(outgoing, incoming, group)
+        into_x = _empty_like(gradient, ctx.num_own).zero_()
+        own = overlap(exchange.have[me], (start, stop))
+        _slab(into_x, own, first).copy_(_slab(gradient, own, start))
+        _wait(pending)
+        places = [move.rows for move in exchange.moves if move.source == me]
+        for rows, (_, slab) in zip(places, incoming, strict=True):
+            _slab(into_x, rows, first).add_(slab)
+        return into_x, None, None, None
+
+
+class Join(torch.autograd.Function):
+    """From every rank's rows to the whole map on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+        ctx.rows = rows
+        dim, size = rows.dim, rows.group.size
+        is_flag = x.dtype == torch.bool  # which not every backend can send
+        sent = _widened(x.to(torch.uint8) if is_flag else x, rows)
+        gathered = sent.new_empty((size, *sent.shape))
+        all_gather(gathered.view(-1), sent.view(-1), rows.group)
+        parts = [part.narrow(dim, 0, stop - start) for part, (start, stop) in zip(gathered, _parts(rows), strict=True)]
+        whole = torch.cat(parts, dim)
+        return whole.bool() if is_flag else whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
+        rows: Rows = ctx.rows
+        dim = rows.dim
+        parts = torch.stack([_widened(gradient.narrow(dim, a, b - a), rows) for a, b in _parts(rows)])
+        summed = torch.empty_like(parts[0])
+        reduce_scatter(summed, parts, rows.group)
+        return summed.narrow(dim, 0, rows.num_own), None
+
+
+class AddRanks(torch.autograd.Function):
+    """From every rank's sum over its rows to the sum over all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return _added(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
+        return _added(gradient, ctx.group), None
+
+
+fetch: Callable[..., torch.Tensor] = Fetch.apply
+join: Callable[..., torch.Tensor] = Join.apply
+add_ranks: Callable[..., torch.Tensor] = AddRanks.apply
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """Fetched rows as what they were made of, kept for the backward pass in their place.
+
+    The own rows are mostly kept already, by what made them, so that only the halo is kept besides.
+    """
+
+    x: torch.Tensor
+    version: int
+    own: Range
+    """Which of the rows of x."""
+    above: torch.Tensor
+    below: torch.Tensor
+
+    def put_together(self) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.x._version != self.version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"rows that a window has looked at, version {self.x._version} where {self.version} was expected"
+                )
+            rows = _slab(self.x.detach(), self.own, 0)
+            return torch.cat([self.above, rows, self.below], HEIGHT_DIM)
+
+
+@contextmanager
+def kept_in_parts(covered: torch.Tensor, x: torch.Tensor, exchange: Exchange, group: Group) -> Iterator[None]:
+    """While an operation runs on fetched rows, what it keeps of them is this rank's own map and the halo."""
+    others = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if others is not None or not torch.is_grad_enabled():
+        yield  # somebody decides already what is kept, as recomputation does, or nothing is
+        return
+    first, (start, _) = exchange.have[group.index][0], exchange.spans[group.index]
+    low, high = overlap(exchange.have[group.index], exchange.spans[group.index])
+    parts = _Parts(
+        x=x,
+        version=x._version,
+        own=(low - first, high - first),
+        above=covered.detach()[:, :, : low - start].clone(),
+        below=covered.detach()[:, :, high - start :].clone(),
+    )
+    own_id = id(covered)  # both hooks live on in the graph, and would keep what they refer to
+    with saved_tensors_hooks(
+        lambda kept: parts if id(kept) == own_id else kept,
+        lambda kept: kept.put_together() if isinstance(kept, _Parts) else kept,
+    ):
+        yield
+
+
+def _slab(x: torch.Tensor, rows: Range, first: int) -> torch.Tensor:
+    """Rows of a map that begins at row `first` of the whole."""
+    num_rows = rows[1] - rows[0]
+    return x.narrow(HEIGHT_DIM, rows[0] - first if num_rows else 0, num_rows)
+
+
+def _empty_slab(x: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Memory for so many rows of a map."""
+    samples, channels, _, width = x.shape
+    return x.new_empty((samples, channels, num_rows, width))
+
+
+def _empty_like(x: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """A map of so many rows, in the memory format of x, which decides how fast a GPU convolves it."""
+    is_last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+    samples, channels, _, width = x.shape
+    return torch.empty(
+        (samples, channels, num_rows, width),
+        dtype=x.dtype,
+        device=x.device,
+        memory_format=torch.channels_last if is_last else torch.contiguous_format,
+    )
+
+
+def _exchange(outgoing: list[Slab], incoming: list[Slab], group: Group) -> list[Pending]:
+    """Start all messages of this rank, in an order that suits every backend."""
+    messages = [(peer, peer < group.index, True, slab) for peer, slab in outgoing]
+    messages += [(peer, peer > group.index, False, slab) for peer, slab in incoming]
+    messages.sort(key=lambda message: message[:2])
+    return [
+        send(slab, group, to=peer) if is_sent else receive(slab, group, source=peer)
+        for peer, _, is_sent, slab in messages
+    ]
+
+
+def _wait(pending: list[Pending]) -> None:
+    for one in pending:
+        one.wait()
+
+
+def _parts(rows: Rows) -> tuple[Range, ...]:
+    return shares(rows.height, rows.group.size)
+
+
+def _widened(part: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """A part as wide as the widest, for collectives that want equal ones; the rest of it is zero."""
+    widest = widest_part(rows.height, rows.group.size)
+    if part.shape[rows.dim] == widest:
+        return part.contiguous()
+    wide = part.new_zeros(rows.at(rows.dim, widest).whole_shape(part.shape))
+    wide.narrow(rows.dim, 0, part.shape[rows.dim]).copy_(part)
+    return wide
+
+
+def _added(x: torch.Tensor, group: Group) -> torch.Tensor:
+    summed = x.clone(memory_format=torch.contiguous_format)
+    all_reduce(summed, group)
+    return summed

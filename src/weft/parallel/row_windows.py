@@ -1,0 +1,184 @@
+"""Convolutions, pools and padding on images split by rows: fetch the rows that windows miss, then compute as ever.
+
+Above the first row of the image and below its last one there is padding, of zeros or, for a maximum, of minus infinity;
+between ranks there is none. So a function is called with no padding along height, on all rows that its windows cover. A
+rank that makes no rows computes one of nothing and drops it: weights and exchanges are then part of its graph as they
+are everywhere else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
+
+import torch
+import torch.nn.functional as F
+
+from weft.parallel.row_functions import HEIGHT_DIM, fetch, kept_in_parts
+from weft.parallel.row_join import join_first
+from weft.parallel.row_tensor import Function, RowTensor, Rule, mark, rows_of
+from weft.plan.rows import Window, exchange_for, window_counts
+
+Sizes = int | Sequence[int]
+
+
+def on_windows(
+    x: RowTensor, window: Window, compute: Callable[[torch.Tensor], torch.Tensor], fill: float = 0.0
+) -> RowTensor:
+    """Rows that a function makes of all rows that its windows cover, of which it finds no padding along height."""
+    rows = x.weft_rows
+    group = rows.group
+    exchange = exchange_for(window, rows.height, group.size)
+    made = exchange.make[group.index]
+    if exchange.spans == exchange.have:
+        result = compute(x)
+    else:
+        covered = fetch(x, exchange, group, fill)
+        if made[0] == made[1]:
+            result = compute(F.pad(covered, (0, 0, 0, window.reach))).narrow(HEIGHT_DIM, 0, 0)
+        else:
+            with kept_in_parts(covered, x, exchange, group):
+                result = compute(covered)
+    return mark(result, rows.at(HEIGHT_DIM, exchange.out_height))
+
+
+def conv2d(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        stride: Sizes = 1,
+        padding: Sizes | str = 0,
+        dilation: Sizes = 1,
+        groups: int = 1,
+    ) -> Any:
+        strides, dilations = _pair(stride), _pair(dilation)
+        if padding == "same":
+            totals = [d * (k - 1) for d, k in zip(dilations, weight.shape[2:], strict=True)]
+            (above, left), (below, right) = [t // 2 for t in totals], [t - t // 2 for t in totals]
+        else:
+            above, left = (0, 0) if padding == "valid" else _pair(padding)  # type: ignore[arg-type]
+            below, right = above, left
+        window = Window(
+            kernel=weight.shape[HEIGHT_DIM], stride=strides[0], before=above, after=below, dilation=dilations[0]
+        )
+        if not (has_windows(input, window) and rows_of(weight) is rows_of(bias) is None):
+            return join_first(func, args, kwargs)
+
+        def compute(covered: torch.Tensor) -> torch.Tensor:
+            if right > left:  # torch pads the odd column of "same" by itself, too
+                covered = F.pad(covered, (0, right - left))
+            return F.conv2d(covered, weight, bias, strides, (0, left), dilations, groups)
+
+        return on_windows(input, window, compute)
+
+    return run(*args, **kwargs)
+
+
+def max_pool2d(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        input: torch.Tensor,
+        kernel_size: Sizes,
+        stride: Sizes | None = None,
+        padding: Sizes = 0,
+        dilation: Sizes = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> Any:
+        kernels, paddings, dilations = _pair(kernel_size), _pair(padding), _pair(dilation)
+        strides = _pair(stride) if stride else kernels
+        window = Window(
+            kernel=kernels[0],
+            stride=strides[0],
+            before=paddings[0],
+            after=paddings[0],
+            dilation=dilations[0],
+            ceil=ceil_mode,
+        )
+        is_padded_far = 2 * paddings[0] > kernels[0]  # which torch refuses, in its own words
+        if return_indices or is_padded_far or not (has_windows(input, window) and input.is_floating_point()):
+            return join_first(func, args, kwargs)
+        return on_windows(
+            input,
+            window,
+            lambda covered: torch.max_pool2d(covered, kernels, strides, (0, paddings[1]), dilations, ceil_mode),
+            fill=-math.inf,
+        )
+
+    return run(*args, **kwargs)
+
+
+def avg_pool2d(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        input: torch.Tensor,
+        kernel_size: Sizes,
+        stride: Sizes | None = None,
+        padding: Sizes = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> Any:
+        kernels, paddings = _pair(kernel_size), _pair(padding)
+        strides = _pair(stride) if stride else kernels
+        window = Window(kernel=kernels[0], stride=strides[0], before=paddings[0], after=paddings[0], ceil=ceil_mode)
+        if 2 * paddings[0] > kernels[0] or not has_windows(input, window):
+            return join_first(func, args, kwargs)
+        rows = input.weft_rows
+        made = exchange_for(window, rows.height, rows.group.size).make[rows.group.index]
+        counts = window_counts(window, rows.height, made, counts_padding=count_include_pad)
+
+        def compute(covered: torch.Tensor) -> torch.Tensor:
+            pooled = F.avg_pool2d(
+                covered, kernels, strides, (0, paddings[1]), ceil_mode, count_include_pad, divisor_override
+            )
+            if divisor_override is not None or all(count == kernels[0] for count in counts):
+                return pooled
+            # It has divided by whole windows, for it does not know where the image ends.
+            return pooled * pooled.new_tensor([kernels[0] / count for count in counts]).view(-1, 1)
+
+        return on_windows(input, window, compute)
+
+    return run(*args, **kwargs)
+
+
+def pad(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(input: torch.Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
+        rows = rows_of(input)
+        if rows is None:
+            return join_first(func, args, kwargs)
+        first = 2 * (input.dim() - 1 - rows.dim)
+        above, below = pad[first : first + 2] if len(pad) > first else (0, 0)
+        if above == below == 0:
+            return mark(func(input, pad, mode, value), rows)
+        window = Window(before=above, after=below)
+        if mode != "constant" or not has_windows(input, window):
+            return join_first(func, args, kwargs)
+        others = [*pad[:first], 0, 0, *pad[first + 2 :]]
+        fill = value or 0.0
+        made = on_windows(input, window, lambda covered: covered, fill)
+        return mark(F.pad(made, others, value=fill), made.weft_rows) if any(others) else made
+
+    return run(*args, **kwargs)
+
+
+def has_windows(input: torch.Tensor, window: Window) -> TypeGuard[RowTensor]:
+    """Whether this is rows of images of which windows can be made; torch says what is wrong with the others."""
+    rows = rows_of(input)
+    return rows is not None and rows.dim == HEIGHT_DIM and input.dim() == 4 and window.out_height(rows.height) > 0
+
+
+def _pair(sizes: Sizes) -> tuple[int, int]:
+    """Sizes along height and width, of which torch lets one stand for both."""
+    if isinstance(sizes, int):
+        return sizes, sizes
+    height, width = sizes if len(sizes) == 2 else (*sizes, *sizes)
+    return height, width
+
+
+RULES: tuple[tuple[list[str], Rule], ...] = (
+    (["conv2d"], conv2d),
+    (["max_pool2d"], max_pool2d),
+    (["avg_pool2d"], avg_pool2d),
+    (["pad"], pad),
+)

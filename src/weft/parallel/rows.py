@@ -1,0 +1,113 @@
+"""Images split by height over ranks: the form of the sequence axis for vision models.
+
+Each rank has some rows of every map of the model and fetches what its convolutions and pools need of its neighbours'.
+What it keeps for the backward pass falls with the number of ranks; weights are whole on all of them. Where a model
+leaves the picture (global pooling, flatten, anything unknown), ranks go on with the whole, alike.
+
+    rows = RowParallel(mesh.group("ring", "rows"))
+    rows.prepare(model)                      # once, after its BatchNorms are synchronised
+    output = rows.call(model, images)        # the whole output, on every rank
+
+Parameters' gradients are then each rank's part, as are losses and counts of samples, which are the same on all: the
+trainer adds up the ranks' and divides by the sum of counts. All ranks must draw the same random numbers from torch's
+generator, for after a join they compute alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves, tree_map
+
+from weft.comm.group import Group
+from weft.errors import ModelError
+from weft.parallel.batchnorm import SynchronisedBatchNorm
+from weft.parallel.row_functions import HEIGHT_DIM
+from weft.parallel.row_join import joined
+from weft.parallel.row_tensor import Rows, RowTensor, mark
+
+
+class RowParallel:
+    """Runs models on images of which each rank of a group has its rows."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def prepare(self, model: nn.Module) -> None:
+        """Let the BatchNorms of a model take rows, in place."""
+        if self.group.size == 1:
+            return
+        norms: dict[str, nn.Module] = {n: norm for n, norm in model.named_modules() if isinstance(norm, _BatchNorm)}
+        for name, norm in norms.items():
+            norm.forward = _NormOfRows(norm, name, self.group.size).forward
+
+    def split(self, inputs: Any) -> Any:
+        """The same tree with this rank's rows of every image, that is, of every tensor of 4 dims that is not of whole
+        numbers; all have one height."""
+        heights = sorted({leaf.shape[HEIGHT_DIM] for leaf in tree_leaves(inputs) if _is_image(leaf)})
+        if len(heights) != 1:
+            found = f"heights {', '.join(map(str, heights))}" if heights else "none"
+            raise ModelError(
+                "[axes] ring splits images (floating-point tensors of samples, channels, height and width) by rows, "
+                f"which needs some of one height among the inputs; there are {found}"
+            )
+        rows = Rows(dim=HEIGHT_DIM, height=heights[0], group=self.group)
+        start, stop = rows.own
+
+        def cut(leaf: Any) -> Any:
+            if not _is_image(leaf):
+                return leaf
+            return mark(leaf.narrow(HEIGHT_DIM, start, stop - start).contiguous(), rows)
+
+        return tree_map(cut, inputs)
+
+    def call(self, function: Callable[[Any], Any], inputs: Any) -> Any:
+        """What a function makes of all rows, whole on every rank, of which each computes its own."""
+        if self.group.size == 1:
+            return function(inputs)
+        output = function(self.split(inputs))
+        return tree_map(joined, output)
+
+
+class _NormOfRows:
+    """Whose forward stands in for a BatchNorm's. Not a closure, so that a copy of the model runs the copy's norms.
+
+    The norm sees plain tensors, this rank's rows, as a part of the batch over which its statistics are taken. Rows of
+    other ranks are part of it too; what is whole on all ranks would be counted once for each.
+    """
+
+    def __init__(self, norm: nn.Module, name: str, num_ranks: int) -> None:
+        assert isinstance(norm, _BatchNorm)
+        self.norm = norm
+        self.name = name
+        self.num_ranks = num_ranks
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        uses_batch = self.norm.training or not self.norm.track_running_stats
+        if uses_batch and not isinstance(input, RowTensor):
+            raise ModelError(
+                f'BatchNorm "{self.name}" comes where images are no longer split by rows, so that [axes] ring = '
+                f"{self.num_ranks} would count every sample {self.num_ranks} times; move it before what makes maps "
+                "whole (flatten, interpolate, functions weft does not know), use another norm, or ring = 1"
+            )
+        if uses_batch and not isinstance(self.norm, SynchronisedBatchNorm):
+            raise ModelError(
+                f'BatchNorm "{self.name}" would take its statistics from the rows of one rank; [axes] ring needs '
+                '[data] buffers = "synchronise"'
+            )
+        inner = type(self.norm).forward
+        if not isinstance(input, RowTensor):
+            return inner(self.norm, input)
+        if input.weft_rows.dim == 1:
+            raise ModelError(f'BatchNorm "{self.name}" takes height, which [axes] ring splits, for channels')
+        with torch._C.DisableTorchFunctionSubclass():
+            local = input.as_subclass(torch.Tensor)
+        return mark(inner(self.norm, local), input.weft_rows)
+
+
+def _is_image(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 4 and value.is_floating_point()

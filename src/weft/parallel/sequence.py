@@ -1,0 +1,275 @@
+"""Sequence parallelism: each rank has some tokens of every sequence, and attention is the only place where they meet.
+
+Everything else in a transformer treats a token by itself, so the model's own code runs unchanged on fewer tokens. Two
+things it must be told: where in the sequence its tokens are (`Positions` of the blueprint), and what the other ranks'
+keys and values are. For the latter, while a pass is under way, `F.scaled_dot_product_attention` is a function that
+attends over all ranks (`sequence_attention.py`). A model that attends in another way, or looks at its neighbours
+elsewhere, computes something else than whole, which the probe finds before the first step (`training/probe.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.blueprint import Positions
+from weft.comm.collectives import all_gather
+from weft.errors import ModelError
+from weft.mesh import Mesh
+from weft.parallel.hugging_face_attention import use_registry
+from weft.parallel.sequence_attention import Pass, SequenceAxes, attend, attend_traced, register
+from weft.plan.sequence import Places, make_places
+from weft.plan.splits import Range
+
+_WHOLE: Callable[..., Tensor] = F.scaled_dot_product_attention
+_NAME = "scaled_dot_product_attention"
+
+
+@dataclass(slots=True)
+class UnderWay:
+    """What operators of a compiled model look up. It outlives the model, so there is no more in it than that."""
+
+    axes: SequenceAxes
+    now: Pass | None = None
+
+
+class SequenceParallel:
+    """A model of which each rank along ring and ulysses sees its own tokens only."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, positions: Positions | None) -> None:
+        plan = mesh.plan
+        self.axes = SequenceAxes(
+            ring=mesh.group("ring", "keys"), ulysses=mesh.group("ulysses", "heads"), variant=plan.sequence.variant
+        )
+        self._together = mesh.group("ring+ulysses", "masks")
+        self._under_way = UnderWay(self.axes)
+        self.positions = positions
+        self._layout = plan.sequence.layout
+        self._multiple = plan.axes.tensor if plan.tensor.sequence else 1
+        self._is_traced = plan.recompute.policy == "selective"
+        self._number = register(self._under_way)
+        self._tables = _Tables(model, positions)
+        for name in positions.modules if positions is not None else ():
+            model.get_submodule(name).register_forward_pre_hook(_Numbered(self))
+        self._holders = _holders(model)
+        self._use_registry = use_registry(
+            model, self.attend, now=lambda: self.now, numbers=lambda: self.numbers(self._now.places)
+        )
+        self.is_active = False
+
+    @property
+    def now(self) -> Pass | None:
+        """The pass under way; in a backward pass that of its forward pass."""
+        return self._under_way.now
+
+    @now.setter
+    def now(self, now: Pass | None) -> None:
+        self._under_way.now = now
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the model is one whose attention and positions are known by its kind."""
+        return self._use_registry is not None
+
+    def places(self, num_tokens: int) -> Places:
+        """Where the tokens of a sequence of this length are."""
+        return make_places(
+            num_tokens,
+            ring=self.axes.ring.size,
+            ulysses=self.axes.ulysses.size,
+            layout=self._layout,
+            multiple=self._multiple,
+        )
+
+    def numbers(self, places: Places) -> Tensor:
+        """Where in the sequence this rank's tokens are; padding is where the last token is, which every model knows."""
+        numbers = torch.cat([torch.arange(start, stop) for start, stop in self.ranges(places)])
+        return numbers.clamp(max=places.num_tokens - 1)
+
+    def ranges(self, places: Places) -> tuple[Range, ...]:
+        """This rank's tokens, in its order."""
+        return places.ranges(self.axes.ring.index, self.axes.ulysses.index)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """In here, attention is over all ranks; also in a backward pass, where blocks may be computed again."""
+        if self.is_active:
+            yield
+            return
+        before = [(holder, name, getattr(holder, name)) for holder, name in self._holders]
+        undo = self._use_registry() if self._use_registry is not None else None
+        self.is_active = True
+        for holder, name in self._holders:
+            setattr(holder, name, self.stand_in)
+        try:
+            yield
+        finally:
+            self.is_active, self.now = False, None
+            for holder, name, function in before:
+                setattr(holder, name, function)
+            if undo is not None:
+                undo()
+            self._tables.give_back()
+
+    def enter(self, now: Pass) -> None:
+        """Begin a pass, or the backward pass of an earlier one."""
+        if self.now is None or self.now.places != now.places:
+            self._tables.lend(lambda: self.numbers(now.places))
+        self.now = now
+
+    @property
+    def _now(self) -> Pass:
+        assert self.now is not None, "attention outside of a pass"
+        return self.now
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None) -> Tensor:
+        """Attention of this rank's queries to the keys of all ranks."""
+        if key.shape[2] != query.shape[2]:
+            raise ModelError(
+                f"attention of {query.shape[2]} queries to {key.shape[2]} keys: with [axes] ring or ulysses > 1 weft "
+                "splits self-attention only, where both are as many; set them to 1 for models with cross-attention"
+            )
+        if query.is_meta:  # a model that is followed: there is nothing to exchange, and shapes are all that matters
+            return _WHOLE(query, key, value, is_causal=is_causal, enable_gqa=query.shape[1] != key.shape[1])
+        if self._is_traced or torch.compiler.is_compiling():
+            return attend_traced(query, key, value, self._number, is_causal, scale)
+        return attend(query, key, value, axes=self.axes, now=self._now, is_causal=is_causal, scale=scale)
+
+    def stand_in(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """What `F.scaled_dot_product_attention` is meanwhile."""
+        del enable_gqa  # `attend` sees it by the number of heads
+        if dropout_p > 0:
+            raise ModelError(
+                f"attention drops {dropout_p:g} of its weights, which weft does not do over several ranks; set the "
+                "model's attention dropout to 0, or [axes] ring and ulysses to 1"
+            )
+        if query.dim() != 4:
+            # As heads of one sample: whatever they are, they are independent of each other.
+            q, k, v = (one.reshape(1, -1, *one.shape[-2:]) for one in (query, key, value))
+            mixed = self.stand_in(q, k, v, attn_mask, is_causal=is_causal, scale=scale)
+            return mixed.reshape(*query.shape[:-2], *mixed.shape[-2:])
+        if attn_mask is not None and not query.is_meta:
+            return self._attend_masked(query, key, value, attn_mask, is_causal=is_causal, scale=scale)
+        return self.attend(query, key, value, is_causal=is_causal, scale=scale)
+
+    def _attend_masked(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, is_causal: bool, scale: float | None
+    ) -> Tensor:
+        """With a mask of padding, which is the same for all queries of a sample."""
+        num_samples, num_tokens = query.shape[0], query.shape[2]
+        is_padding = mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1:] == (1, 1, num_tokens)
+        if not is_padding or torch.compiler.is_compiling():
+            raise ModelError(
+                f"the model gives attention a mask of {tuple(mask.shape)} ({mask.dtype}) that it made from the "
+                f"{num_tokens} tokens of this rank, and weft cannot know what it says of other ranks' tokens; let the "
+                "model say is_causal=True instead, or give padding as a bool mask (samples, 1, 1, tokens)"
+            )
+        before = self._now
+        whole = self._join_mask(mask.expand(num_samples, 1, 1, num_tokens).reshape(num_samples, num_tokens))
+        if before.key_mask_BS is not None:
+            whole = whole & before.key_mask_BS
+        self.now = Pass(places=before.places, key_mask_BS=whole, documents_BS=before.documents_BS)
+        try:
+            return self.attend(query, key, value, is_causal=is_causal, scale=scale)
+        finally:
+            self.now = before
+
+    def _join_mask(self, mask_BT: Tensor) -> Tensor:
+        """The whole sequence's mask; every rank gives its tokens'."""
+        places = self._now.places
+        parts = mask_BT.new_empty(self._together.size, *mask_BT.shape)
+        all_gather(parts.view(-1), mask_BT.contiguous().view(-1), self._together)
+        whole = mask_BT.new_empty(mask_BT.shape[0], places.padded)
+        for part, (ring, ulysses) in zip(parts, self._order, strict=True):
+            first = 0
+            for start, stop in places.ranges(ring, ulysses):
+                whole[:, start:stop] = part[:, first : first + stop - start]
+                first += stop - start
+        return whole
+
+    @property
+    def _order(self) -> list[tuple[int, int]]:
+        """Of every rank of the two axes, in the order of the group, its place along each."""
+        ring, ulysses = self.axes.ring, self.axes.ulysses
+        places = [(r, u) for r in range(ring.size) for u in range(ulysses.size)]
+        if ring.size > 1 and ulysses.size > 1 and ring.ranks[1] - ring.ranks[0] < ulysses.ranks[1] - ulysses.ranks[0]:
+            places = [(r, u) for u in range(ulysses.size) for r in range(ring.size)]
+        return places
+
+    def __deepcopy__(self, memo: object) -> SequenceParallel:
+        return self
+
+
+def _holders(model: nn.Module) -> list[tuple[Any, str]]:
+    """Where the model's code finds torch's attention: in torch, and under names of its own that it imported it by."""
+    found: list[tuple[Any, str]] = [(F, _NAME)]
+    for name in {kind.__module__ for module in model.modules() for kind in type(module).__mro__}:
+        source = sys.modules.get(name)
+        if source is not None and source is not F:
+            found += [(source, key) for key, value in vars(source).items() if value is _WHOLE]
+    return found
+
+
+class _Tables:
+    """Buffers whose rows belong to places in the sequence, and whose first rows the model uses."""
+
+    def __init__(self, model: nn.Module, positions: Positions | None) -> None:
+        self._tables: list[tuple[nn.Module, str, int]] = []
+        for path, dim in positions.tables if positions is not None else ():
+            owner, _, name = path.rpartition(".")
+            self._tables.append((model.get_submodule(owner), name, dim))
+        self._whole: list[Tensor] = []
+
+    def lend(self, numbers: Callable[[], Tensor]) -> None:
+        """Let the model find the rows of these places in front."""
+        self.give_back()
+        if not self._tables:
+            return
+        rows = numbers()
+        for owner, name, dim in self._tables:
+            whole = owner._buffers[name]
+            assert whole is not None
+            self._whole.append(whole)
+            owner._buffers[name] = whole.index_select(dim, rows.to(whole.device))
+
+    def give_back(self) -> None:
+        for (owner, name, _), whole in zip(self._tables, self._whole, strict=False):
+            owner._buffers[name] = whole
+        self._whole = []
+
+
+class _Numbered:
+    """Replaces 0 to T - 1, which is all a model can know of its tokens, by where they are."""
+
+    def __init__(self, sequence: SequenceParallel) -> None:
+        self._sequence = sequence
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        now = self._sequence.now
+        if now is None or not isinstance(args[0], Tensor):  # on another stage
+            return None
+        given = args[0]
+        numbers = self._sequence.numbers(now.places).to(given.device, given.dtype)
+        if given.shape[-1] != len(numbers):
+            raise ModelError(
+                f"a module that is given positions was given {tuple(given.shape)} of them for {len(numbers)} tokens; "
+                "weft_blueprint() names modules that are called with one number a token"
+            )
+        return (numbers.expand(given.shape), *args[1:])

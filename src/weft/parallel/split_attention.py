@@ -1,0 +1,204 @@
+"""One call of attention over a sequence of which every rank holds a part: ulysses around a ring, or either alone.
+
+    T tokens,           U·T tokens,                               T tokens,
+    all heads ─ all-to-all ─> some heads ─ ring ─> their output ─ all-to-all ─> all heads
+
+Kept for the backward pass: queries, keys and values as attention uses them, its output there, and one tensor more, the
+log-sum-exp (ring) or the probabilities (ring self-attention). With ulysses the first three are one message as received.
+
+Here is neither autograd nor a compiler; for these there is `sequence_attention.py`.
+
+Dims: B samples, H query heads, G key heads, T tokens of this rank, S tokens of the whole padded sequence; D and E
+entries of a key and a value.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.comm.group import Group
+from weft.parallel.attention_kernels import Gradients, accumulator_dtype
+from weft.parallel.attention_masks import make_masks
+from weft.parallel.ring import WireRotation, ring_backward, ring_forward
+from weft.parallel.ring_self_attention import self_attention_backward, self_attention_forward
+from weft.parallel.ulysses import heads_of, to_heads, to_tokens
+from weft.plan.sequence import HeadShares, Places, share_heads
+
+FORWARDS = {"ring": ring_forward, "ring-self-attention": self_attention_forward}
+BACKWARDS = {"ring": ring_backward, "ring-self-attention": self_attention_backward}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceAxes:
+    """The ranks that hold a sequence together."""
+
+    ring: Group
+    ulysses: Group
+    variant: str = "ring"
+    """As in [sequence] variant."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """What attention must know of the samples that are under way."""
+
+    places: Places
+    key_mask_BS: Tensor | None = None
+    """bool, of the whole padded sequence in global order, on every rank: a key that is False is seen by nobody."""
+    documents_BS: Tensor | None = None
+    """Whole numbers, likewise: a query sees keys of its own document only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of attention, its tensors apart."""
+
+    axes: SequenceAxes
+    now: Pass
+    is_causal: bool
+    scale: float
+    heads: HeadShares
+    widths: tuple[int, int, int]
+    """Entries of a query, a key and a value."""
+
+    @property
+    def has_ulysses(self) -> bool:
+        return self.axes.ulysses.size > 1
+
+    @property
+    def num_heads(self) -> tuple[int, int, int]:
+        """Heads of queries, keys and values that this rank attends with."""
+        rank = self.axes.ulysses.index
+        (first, last), (start, stop) = self.heads.queries[rank], self.heads.keys[rank]
+        return last - first, stop - start, stop - start
+
+    @property
+    def row(self) -> list[int]:
+        """Entries of one token that ulysses brings: queries, keys, values."""
+        return [number * width for number, width in zip(self.num_heads, self.widths, strict=True)]
+
+    def settings(self) -> dict[str, Any]:
+        now = self.now
+        return {
+            "rotation": WireRotation(self.axes.ring),
+            "places": now.places,
+            "is_causal": self.is_causal,
+            "scale": self.scale,
+            "masks": make_masks(now.places, now.key_mask_BS, now.documents_BS),
+        }
+
+    def repeated_keys(self, device: torch.device) -> Tensor | None:
+        """Which key head each query head looks at, where keys must be repeated for the kernels to know."""
+        if not self.has_ulysses:
+            return None
+        looked_at = self.heads.local_keys(self.axes.ulysses.index)
+        return None if looked_at is None else torch.tensor(looked_at, device=device)
+
+
+def make_call(
+    *,
+    num_heads: tuple[int, int],
+    widths: tuple[int, int, int],
+    axes: SequenceAxes,
+    now: Pass,
+    is_causal: bool,
+    scale: float | None,
+) -> Call:
+    """`num_heads`: of queries and keys, before they are shared out."""
+    return Call(
+        axes=axes,
+        now=now,
+        is_causal=is_causal,
+        scale=1.0 / math.sqrt(widths[0]) if scale is None else scale,
+        heads=share_heads(*num_heads, ulysses=axes.ulysses.size, ring=axes.ring.size),
+        widths=widths,
+    )
+
+
+Results = tuple[Tensor, Tensor, Tensor, Tensor]
+"""(output of this rank's tokens, log-sum-exp or probabilities, what ulysses received, output of this rank's heads).
+
+The last two are empty without ulysses, where they are the inputs and the output.
+"""
+
+
+def forward(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, call: Call) -> Results:
+    if not len(q_BHTD):
+        return empty_results(q_BHTD, call)
+    group, heads = call.axes.ulysses, call.heads
+    q, k, v, received = q_BHTD, k_BGTD, v_BGTE, q_BHTD.new_empty(0)
+    if call.has_ulysses:
+        received, (q, k, v) = to_heads([(q, heads.queries), (k, heads.keys), (v, heads.keys)], group)
+    repeated = call.repeated_keys(q.device)
+    if repeated is not None:
+        k, v = k[:, repeated], v[:, repeated]
+    out, rest = FORWARDS[call.axes.variant](q, k, v, **call.settings())
+    if not call.has_ulysses:
+        return out, rest, received, q.new_empty(0)
+    (of_tokens,) = to_tokens([(out, heads.queries)], group)
+    return of_tokens, rest, received, out
+
+
+def empty_results(q_BHTD: Tensor, call: Call) -> Results:
+    """Results of the right sizes, for no samples or for a compiler, which wants to know nothing else."""
+    batch, num_queries, tokens, _ = q_BHTD.shape
+    own, all_tokens, width = call.num_heads[0], tokens * call.axes.ulysses.size, call.widths[2]
+    if call.axes.variant == "ring":
+        rest = q_BHTD.new_empty((batch, own, all_tokens), dtype=accumulator_dtype(q_BHTD.dtype))
+    else:
+        rest = q_BHTD.new_empty((batch, own, all_tokens, all_tokens * call.axes.ring.size))
+    out = q_BHTD.new_empty((batch, num_queries, tokens, width))
+    if not call.has_ulysses:
+        return out, rest, q_BHTD.new_empty(0), q_BHTD.new_empty(0)
+    received = q_BHTD.new_empty((all_tokens, batch, sum(call.row)))
+    return out, rest, received, q_BHTD.new_empty((batch, own, all_tokens, width))
+
+
+def kept_tensors(inputs: Gradients, results: Results, call: Call) -> list[Tensor]:
+    """What `backward` is given after the gradient."""
+    out, rest, received, of_heads = results
+    if not call.has_ulysses:
+        return [*inputs, out, rest]
+    return [*heads_of(received, call.row, call.widths), of_heads, rest]
+
+
+def backward(grad_BHTE: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, rest: Tensor, call: Call) -> Gradients:
+    """(dq, dk, dv) of this rank's tokens."""
+    group, heads = call.axes.ulysses, call.heads
+    if not len(grad_BHTE):
+        return empty_gradients(grad_BHTE, call)
+    grad = grad_BHTE
+    if call.has_ulysses:
+        _, (grad,) = to_heads([(grad_BHTE, heads.queries)], group)
+    num_keys, repeated = k.shape[1], call.repeated_keys(k.device)
+    if repeated is not None:
+        k, v = k[:, repeated], v[:, repeated]
+    dq, dk, dv = BACKWARDS[call.axes.variant](grad, q, k, v, out, rest, **call.settings())
+    if repeated is not None:
+        dk, dv = (_summed(one, repeated, num_keys) for one in (dk, dv))
+    if not call.has_ulysses:
+        return dq, dk, dv
+    dq, dk, dv = to_tokens([(dq, heads.queries), (dk, heads.keys), (dv, heads.keys)], group)
+    return dq, dk, dv
+
+
+def empty_gradients(grad_BHTE: Tensor, call: Call) -> Gradients:
+    """Like `empty_results`."""
+    batch, tokens = grad_BHTE.shape[0], grad_BHTE.shape[2]
+    num_queries, num_keys = call.heads.queries[-1][1], call.heads.keys[-1][1]
+    dq, dk, dv = (
+        grad_BHTE.new_empty((batch, number, tokens, width))
+        for number, width in zip((num_queries, num_keys, num_keys), call.widths, strict=True)
+    )
+    return dq, dk, dv
+
+
+def _summed(gradient: Tensor, repeated: Tensor, num_keys: int) -> Tensor:
+    """Gradients of keys from those of their repetitions."""
+    batch, _, tokens, width = gradient.shape
+    return gradient.new_zeros(batch, num_keys, tokens, width).index_add_(1, repeated, gradient)

@@ -1,0 +1,198 @@
+"""Which tokens of a sequence each rank holds, and which blocks of attention it computes, as plain numbers.
+
+One sequence lies on ring × ulysses ranks. It is padded at its end, cut into chunks for the ring, and what a ring rank
+holds is cut once more, into contiguous parts, for the ulysses ranks. Over the ring there are two layouts:
+
+    contiguous    ring 4:  0 | 1 | 2 | 3                         rank r has chunk r
+    zigzag        ring 4:  0 1 2 3 | 4 5 6 7 -> 07 16 25 34      rank r has chunks r and 2·ring - 1 - r
+
+Under a causal mask the last rank of the contiguous layout has nearly all the work and every step lasts as long as its
+own; with zigzag the work of every rank at every step is the same, which `allowed_pairs` counts.
+
+Between the ulysses ranks heads are shared out whole, for as long as attention lasts. With as many key heads as ranks
+or more, they are, each with the query heads that look at it; with fewer, query heads are, and every rank gets the key
+heads that its own look at.
+
+Whatever the layout, a rank's tokens are in ascending order, so that causality inside one rank is the ordinary triangle,
+what a run of queries may see of another rank's keys is a prefix of them, and padding is a suffix.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from weft.errors import ModelError
+from weft.plan.splits import Range, share_of, shares
+
+LAYOUTS = ("zigzag", "contiguous")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where the tokens of one sequence are."""
+
+    num_tokens: int
+    """Real tokens."""
+    padded: int
+    """Tokens with the padding at the end, which all ranks together hold."""
+    ring: int
+    ulysses: int
+    layout: str
+
+    def __post_init__(self) -> None:
+        assert self.layout in LAYOUTS and 0 <= self.num_tokens <= self.padded
+        assert self.padded % self.num_chunks == 0 and self.padded % (self.ring * self.ulysses) == 0
+
+    @property
+    def num_chunks(self) -> int:
+        return _num_chunks(self.ring, self.layout)
+
+    @property
+    def tokens_per_ring(self) -> int:
+        """Tokens of one ring rank: those of its ulysses ranks together."""
+        return self.padded // self.ring
+
+    @property
+    def tokens_per_rank(self) -> int:
+        return self.padded // (self.ring * self.ulysses)
+
+    def chunks(self, ring_rank: int) -> tuple[Range, ...]:
+        """The chunks of a ring rank, ascending, neighbours not joined."""
+        length = self.padded // self.num_chunks
+        numbers = [ring_rank]
+        if self.num_chunks == 2 * self.ring:
+            numbers.append(self.num_chunks - 1 - ring_rank)
+        return tuple((number * length, (number + 1) * length) for number in numbers)
+
+    def ring_ranges(self, ring_rank: int) -> tuple[Range, ...]:
+        """The tokens of a ring rank, ascending."""
+        return _joined(self.chunks(ring_rank))
+
+    def ranges(self, ring_rank: int, ulysses_rank: int) -> tuple[Range, ...]:
+        """The tokens of one rank, in the order in which it holds them."""
+        first = ulysses_rank * self.tokens_per_rank
+        last, passed, found = first + self.tokens_per_rank, 0, []
+        for start, stop in self.ring_ranges(ring_rank):
+            begin, end = max(first - passed, 0), min(last - passed, stop - start)
+            if begin < end:
+                found.append((start + begin, start + end))
+            passed += stop - start
+        return tuple(found)
+
+
+def make_places(num_tokens: int, *, ring: int, ulysses: int, layout: str, multiple: int = 1) -> Places:
+    """Pad to the least length of which every rank has equally many tokens, a multiple of `multiple`."""
+    unit = math.lcm(_num_chunks(ring, layout), ring * ulysses * multiple)
+    padded = -(-num_tokens // unit) * unit
+    return Places(num_tokens=num_tokens, padded=padded, ring=ring, ulysses=ulysses, layout=layout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rectangle:
+    """Queries of one ring rank that all look at the same keys of another, both numbered within their rank."""
+
+    q: Range
+    k: Range
+    """Always a prefix."""
+    is_causal: bool
+    """A square of which only the lower triangle counts."""
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of a query and a key it looks at."""
+        (first, last), (start, stop) = self.q, self.k
+        length = last - first
+        return length * (length + 1) // 2 if self.is_causal else length * (stop - start)
+
+
+def rectangles(places: Places, queries: int, keys: int, *, is_causal: bool) -> tuple[Rectangle, ...]:
+    """What ring rank `queries` computes with the keys of ring rank `keys`; nothing where it may see none of them.
+
+    Padding comes after every real token, so causal queries never see it; without causality it is left out here.
+    """
+    length = places.tokens_per_ring
+    if is_causal and queries == keys:
+        return (Rectangle(q=(0, length), k=(0, length), is_causal=True),) if length else ()
+    if not is_causal:
+        real = sum(max(min(stop, places.num_tokens) - start, 0) for start, stop in places.chunks(keys))
+        return (Rectangle(q=(0, length), k=(0, real), is_causal=False),) if real else ()
+    found: list[Rectangle] = []
+    first = 0
+    for start, stop in places.chunks(queries):
+        seen = sum(end - begin for begin, end in places.chunks(keys) if begin < start)
+        last = first + stop - start
+        if found and found[-1].k == (0, seen):
+            found[-1] = Rectangle(q=(found[-1].q[0], last), k=(0, seen), is_causal=False)
+        elif seen:
+            found.append(Rectangle(q=(first, last), k=(0, seen), is_causal=False))
+        first = last
+    return tuple(found)
+
+
+def allowed_pairs(places: Places, rank: int, *, is_causal: bool = True) -> tuple[int, ...]:
+    """Pairs that a ring rank computes at each step: at step s it has the keys of the rank s places before it."""
+    return tuple(
+        sum(one.num_pairs for one in rectangles(places, rank, (rank - step) % places.ring, is_causal=is_causal))
+        for step in range(places.ring)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadShares:
+    """Which heads each rank attends with."""
+
+    queries: tuple[Range, ...]
+    """Ascending, and each query head once."""
+    keys: tuple[Range, ...]
+    """Those that the rank's query heads look at; a head may be with several ranks."""
+    num_repeats: int
+    """Query heads for each key head."""
+
+    def local_keys(self, rank: int) -> list[int] | None:
+        """For each query head of a rank, the place among its key heads of the one it looks at.
+
+        None where these are regular, equally many query heads for each key head, which kernels understand.
+        """
+        (first, last), (start, stop) = self.queries[rank], self.keys[rank]
+        looked_at = [head // self.num_repeats - start for head in range(first, last)]
+        each, remainder = divmod(last - first, stop - start)
+        is_regular = not remainder and looked_at == [place // each for place in range(last - first)]
+        return None if is_regular else looked_at
+
+
+def share_heads(num_queries: int, num_keys: int, *, ulysses: int, ring: int = 1) -> HeadShares:
+    """Share heads out over the ulysses ranks; more ranks than query heads are refused."""
+    if num_queries % num_keys:
+        raise ModelError(
+            f"attention has {num_queries} query heads and {num_keys} key heads; the first must be a multiple of the "
+            "second"
+        )
+    if num_queries < ulysses:
+        possible = max(number for number in range(1, num_queries + 1) if ulysses * ring % number == 0)
+        raise ModelError(
+            f"attention has {num_queries} heads, too few for [axes] ulysses = {ulysses}, which gives every rank at "
+            f"least one; use ulysses = {possible}, ring = {ulysses * ring // possible}"
+        )
+    out_of = num_keys if num_keys >= ulysses else num_queries
+    parts = shares(out_of, ulysses)
+    return HeadShares(
+        queries=tuple(share_of(num_queries, part, out_of) for part in parts),
+        keys=tuple(share_of(num_keys, part, out_of) for part in parts),
+        num_repeats=num_queries // num_keys,
+    )
+
+
+def _num_chunks(ring: int, layout: str) -> int:
+    return 2 * ring if layout == "zigzag" and ring > 1 else ring
+
+
+def _joined(ranges: tuple[Range, ...]) -> tuple[Range, ...]:
+    """Ranges of which one ends where the next begins, made one."""
+    joined: list[Range] = []
+    for start, stop in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)

@@ -1,0 +1,59 @@
+"""From a plan and an example to the way in which ranks share out samples: by tokens, or by rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from weft.blueprint import Blueprint
+from weft.errors import ModelError, PlanError
+from weft.mesh import Mesh
+from weft.parallel.rows import RowParallel
+from weft.parallel.sequence import SequenceParallel
+from weft.plan.plan import said
+from weft.training.cutters import Cutter
+from weft.training.imaging import RowCutter
+from weft.training.sequencing import TokenCutter
+from weft.training.trees import tensors_of
+
+
+def cutters(mesh: Mesh, blueprint: Blueprint, example: Any) -> Callable[[nn.Module], Cutter] | None:
+    """What makes a cutter for a model, or for a copy of it; None where every rank has whole samples."""
+    if mesh.sequence_size == 1:
+        return None
+    if any(leaf.dim() == 4 and leaf.is_floating_point() for leaf in tensors_of(example)):
+        _refuse_with_images(mesh)
+        return lambda model: RowCutter(RowParallel(mesh.group("ring", "rows")))
+
+    def cut_tokens(model: nn.Module) -> Cutter:
+        sequence = SequenceParallel(model, mesh, blueprint.positions)
+        if example is None and blueprint.positions is None and not sequence.is_known:
+            raise ModelError(
+                "[axes] ring and ulysses split sequences, and nothing is known of where the model learns positions; "
+                "give parallelize(..., example=inputs), by which it is tried, or declare Positions in weft_blueprint()"
+            )
+        return TokenCutter(model, sequence, mesh.world.device)
+
+    return cut_tokens
+
+
+def _refuse_with_images(mesh: Mesh) -> None:
+    plan = mesh.plan
+    problems = [
+        f"{said(plan, path)} does not go with images, which [axes] ring splits by rows; {instead}"
+        for path, is_set, instead in (
+            ("axes.ulysses", plan.axes.ulysses > 1, "give its ranks to ring"),
+            ("axes.pipeline", plan.axes.pipeline > 1, "give its ranks to ring or data"),
+            ("axes.tensor", plan.axes.tensor > 1, "give its ranks to ring or data"),
+            ("sequence.layout", plan.sequence.layout != "zigzag", "leave it out"),
+            ("sequence.variant", plan.sequence.variant != "ring", "leave it out"),
+            ("recompute.policy", plan.recompute.policy == "selective", 'set it to "full"'),
+            ("compile.blocks", plan.compile.blocks, "set it to false"),
+            ("data.buffers", plan.data.buffers != "synchronise", 'set it to "synchronise"'),
+        )
+        if is_set
+    ]
+    if problems:
+        raise PlanError(problems)

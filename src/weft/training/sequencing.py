@@ -1,0 +1,209 @@
+"""From whole sequences to this rank's tokens of them: what a step is given is cut here, before the model sees it.
+
+Whatever has one entry a token is cut along its dim 1, in the order of the plan's layout: inputs, targets, masks of
+padding. Sequences that do not divide are padded at their end, with targets that count for nothing; causal attention
+never looks there, and other attention is kept from it. Positions are added, where the model can be told of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import DataError, ModelError
+from weft.parallel.batchnorm import has_batch_norms
+from weft.parallel.hugging_face_inputs import inputs_of
+from weft.parallel.sequence import SequenceParallel
+from weft.parallel.sequence_attention import Pass
+from weft.parallel.vocabulary import IGNORED_TARGET
+from weft.plan.sequence import Places
+from weft.plan.splits import Range
+from weft.training.cutters import MakeWhole
+from weft.training.trees import Arguments, map_tensors, named_tensors, num_samples
+
+_TOKEN_DIM = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Whole:
+    """Inputs by name, before they are cut."""
+
+    named: dict[str, Any]
+    along: tuple[str, ...]
+    """Those with one entry a token."""
+    key_mask_BS: Tensor | None = None
+    documents_BS: Tensor | None = None
+
+
+class TokenCutter:
+    """Cuts what a model is given, and lets it attend over all ranks meanwhile."""
+
+    def __init__(self, model: nn.Module, sequence: SequenceParallel, device: torch.device) -> None:
+        self.sequence = sequence
+        self._model = model
+        self._device = device
+        self._names = _parameter_names(model)
+        self._has_batch_norms = has_batch_norms(model)
+
+    draws_alike = False
+
+    def prepare(self, model: nn.Module) -> None:
+        del model
+
+    def active(self) -> AbstractContextManager[None]:
+        return self.sequence.active()
+
+    def enter(self, inputs: Any) -> None:
+        if isinstance(inputs, Arguments):
+            self.sequence.enter(inputs.now)
+            self._latest: Places = inputs.now.places
+
+    def around(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return call
+
+    def cut(self, inputs: Any, targets: Any) -> tuple[Arguments, Any]:
+        """This rank's tokens of a micro-batch."""
+        cut = self.cut_inputs(inputs)
+        problems: list[str] = []
+        mine = {
+            path: self._cut_target(path, target, cut.now.places, problems)
+            for path, target in named_tensors(targets, "targets")
+        }
+        if problems:
+            raise DataError(problems)
+        left = iter(mine.values())
+        return cut, map_tensors(lambda _: next(left), targets)
+
+    def cut_inputs(self, inputs: Any) -> Arguments:
+        """This rank's tokens of some inputs, by the names of the model's arguments."""
+        whole = self._whole(inputs)
+        num_tokens, samples = whole.named[whole.along[0]].shape[_TOKEN_DIM], num_samples(inputs)
+        places = self.sequence.places(num_tokens)
+        if self._has_batch_norms and places.padded > num_tokens:
+            raise DataError(
+                f"sequences of {num_tokens} tokens must be padded to {places.padded} for this plan, and a BatchNorm "
+                f"would count the padding; use sequences of {places.padded} tokens, or another norm"
+            )
+        ranges = self.sequence.ranges(places)
+        cut = {name: take(value, ranges) if name in whole.along else value for name, value in whole.named.items()}
+        beside = {name: cut.pop(name) for name in whole.along if len(cut[name]) != samples}
+        positions = self.sequence.positions
+        if positions is not None and positions.argument is not None and cut.get(positions.argument) is None:
+            numbers = self.sequence.numbers(places)
+            cut.pop(positions.argument, None)
+            beside[positions.argument] = numbers.unsqueeze(0) if positions.num_dims == 2 else numbers
+        mask, documents = whole.key_mask_BS, whole.documents_BS
+        now = Pass(
+            places=places,
+            key_mask_BS=None if mask is None else pad(mask, places.padded, False).to(self._device),
+            documents_BS=None if documents is None else pad(documents, places.padded, -1).to(self._device),
+        )
+        return Arguments(cut, beside=beside, now=now)
+
+    def shorten(self, inputs: Any, most: int) -> Any:
+        whole = self._whole(inputs)
+        num_tokens = whole.named[whole.along[0]].shape[_TOKEN_DIM]
+        return map_tensors(lambda t: t[:, :most] if _has_tokens(t, num_tokens) else t, inputs)
+
+    def part_of_output(self, output: Tensor, make: MakeWhole) -> Tensor:
+        places = self._latest
+        if output.dim() <= _TOKEN_DIM or output.shape[_TOKEN_DIM] != places.tokens_per_rank:
+            raise ModelError(
+                f"the model's output for {places.tokens_per_rank} tokens has shape {tuple(output.shape)}, which has no "
+                "dim of tokens; with [axes] ring or ulysses > 1 it must answer for every token by itself, along dim 1"
+            )
+        return take(make((output.shape[0], places.num_tokens, *output.shape[2:])), self.sequence.ranges(places))
+
+    def part_of_whole(self, whole: Tensor) -> Tensor:
+        return self.without_padding(take(whole, self.sequence.ranges(self._latest)))
+
+    def without_padding(self, output: Tensor) -> Tensor:
+        places = self._latest
+        num_real = sum(max(min(stop, places.num_tokens) - start, 0) for start, stop in self.sequence.ranges(places))
+        return output[:, :num_real]
+
+    def _whole(self, inputs: Any) -> _Whole:
+        found = inputs_of(self._model, inputs)
+        if found is not None:
+            return _Whole(
+                named=found.inputs, along=found.along, key_mask_BS=found.key_mask_BS, documents_BS=found.documents_BS
+            )
+        named = self._by_name(inputs)
+        tokens = [name for name, value in named.items() if isinstance(value, Tensor) and value.dim() > _TOKEN_DIM]
+        if not tokens:
+            raise DataError(
+                "[axes] ring and ulysses split sequences, and no input has a dim of tokens; inputs hold samples along "
+                "dim 0 and tokens along dim 1"
+            )
+        num_tokens = named[tokens[0]].shape[_TOKEN_DIM]
+        problems = [
+            f"{path} has shape {tuple(tensor.shape)}, and the sequences have {num_tokens} tokens along dim 1; weft can "
+            "cut what has one entry a token there, and nowhere else"
+            for path, tensor in named_tensors(named, "inputs")
+            if tensor.dim() > _TOKEN_DIM and not _has_tokens(tensor, num_tokens)
+        ]
+        if problems:
+            raise DataError(problems)
+        return _Whole(named=named, along=tuple(tokens))
+
+    def _cut_target(self, path: str, target: Tensor, places: Places, problems: list[str]) -> Tensor:
+        if target.dim() <= _TOKEN_DIM or target.shape[_TOKEN_DIM] != places.num_tokens:
+            problems.append(
+                f"{path} has shape {tuple(target.shape)} and the sequences have {places.num_tokens} tokens; with "
+                "[axes] ring or ulysses > 1 every token has a target of its own, along dim 1"
+            )
+            return target
+        is_integer = not target.is_floating_point() and target.dtype != torch.bool
+        if places.padded > places.num_tokens and not is_integer:
+            problems.append(
+                f"{path} holds {target.dtype}, and sequences of {places.num_tokens} tokens must be padded to "
+                f"{places.padded} for this plan; only integer targets can say that they count for nothing (-100), so "
+                f"use sequences of {places.padded} tokens"
+            )
+        return take(target, self.sequence.ranges(places), fill=IGNORED_TARGET if is_integer else 0)
+
+    def _by_name(self, inputs: Any) -> dict[str, Any]:
+        if isinstance(inputs, dict):
+            return inputs
+        given = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+        if len(given) > len(self._names):
+            raise ModelError(
+                f"the model is given {len(given)} inputs and its forward names {len(self._names)} "
+                f"({', '.join(self._names)}); with [axes] ring or ulysses > 1 give them by name, as a dict"
+            )
+        return dict(zip(self._names, given, strict=False))
+
+
+def take(tensor: Tensor, ranges: Sequence[Range], *, fill: float = 0) -> Tensor:
+    """These tokens of a tensor; beyond its end there are as many of `fill` as it takes."""
+    length = tensor.shape[_TOKEN_DIM]
+    parts = [tensor[:, min(start, length) : min(stop, length)] for start, stop in ranges]
+    num_missing = sum(stop - start for start, stop in ranges) - sum(part.shape[_TOKEN_DIM] for part in parts)
+    if num_missing:
+        # Ranges ascend, and padding is at the end of the sequence: what is missing comes last.
+        shape = (tensor.shape[0], num_missing, *tensor.shape[_TOKEN_DIM + 1 :])
+        parts.append(tensor.new_full(shape, fill))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, _TOKEN_DIM)
+
+
+def pad(tensor_BS: Tensor, length: int, fill: float) -> Tensor:
+    """Longer sequences, with this beyond their end."""
+    return take(tensor_BS, ((0, length),), fill=fill)
+
+
+def _has_tokens(tensor: Tensor, num_tokens: int) -> bool:
+    """Whether dim 1, and no other, is the tokens; that features are as many as tokens is a coincidence."""
+    if tensor.dim() <= _TOKEN_DIM or tensor.shape[_TOKEN_DIM] != num_tokens:
+        return False
+    return num_tokens not in tensor.shape[_TOKEN_DIM + 1 :] or (tensor.dim() == 3 and tensor.is_floating_point())
+
+
+def _parameter_names(model: nn.Module) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [name for name, one in inspect.signature(model.forward).parameters.items() if one.kind in kinds]

@@ -1,0 +1,107 @@
+"""Small transformers as people write them, which know positions, masks and attention each in their own way."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from weft.blueprint import Blueprint, Positions
+
+VOCABULARY, HIDDEN, HEADS, CONTEXT = 17, 16, 4, 16
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP; `way` says how attention is computed."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)
+        self.out = nn.Linear(HIDDEN, HIDDEN)
+        self.mlp = nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 24), nn.GELU(), nn.Linear(24, HIDDEN))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        heads = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        mixed = self.attend(*heads, mask)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.mlp(x)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        length = q.shape[2]
+        triangle = torch.ones(length, length, dtype=torch.bool).tril()
+        match self.way:
+            case "causal":
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            case "full":
+                return F.scaled_dot_product_attention(q, k, v)
+            case "imported":
+                return scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
+            case "three dims":
+                flat = (one.flatten(0, 1) for one in (q, k, v))
+                return F.scaled_dot_product_attention(*flat, is_causal=True).view_as(q)
+            case "padding":
+                return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            case "dropout":
+                return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
+            case "triangle":
+                return F.scaled_dot_product_attention(q, k, v, attn_mask=triangle)
+            case "cross":
+                return F.scaled_dot_product_attention(q, k[:, :, :-1], v[:, :, :-1])
+            case "by hand":
+                scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~triangle, -math.inf)
+                return scores.softmax(-1) @ v
+        raise AssertionError(self.way)
+
+
+class Transformer(nn.Module):
+    """`where` says how tokens know their places: module, table, learned table, hidden, shift or not at all."""
+
+    def __init__(self, way: str = "causal", where: str = "none", *, checkpoints: bool = False) -> None:
+        super().__init__()
+        self.where = where
+        self.checkpoints = checkpoints
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        self.places = nn.Embedding(CONTEXT, HIDDEN) if where in ("module", "hidden") else None
+        self.register_buffer("table", torch.linspace(-1, 1, CONTEXT * HIDDEN).view(CONTEXT, HIDDEN))
+        self.blocks = nn.ModuleList(Block(way) for _ in range(2))
+        self.head = nn.Linear(HIDDEN, VOCABULARY)
+
+    def weft_blueprint(self) -> Blueprint:
+        positions = {
+            "module": Positions(modules=("places",)),
+            "table": Positions(tables=(("table", 0),)),
+        }.get(self.where)
+        return Blueprint(
+            prelude=("embedding",), blocks=("blocks.0", "blocks.1"), postlude=("head",), positions=positions
+        )
+
+    def forward(self, tokens: Tensor, is_text: Tensor | None = None) -> Tensor:
+        x = self.embedding(tokens)
+        length = tokens.shape[1]
+        if self.places is not None:
+            x = x + self.places(torch.arange(length))
+        if self.where == "table":
+            x = x + self.table[:length]
+        if self.where == "shift":
+            x = x + F.pad(x, (0, 0, 1, 0))[:, :-1]
+        mask = None if is_text is None else is_text[:, None, None, :]
+        for block in self.blocks:
+            x = checkpoint(block, x, mask, use_reentrant=False) if self.checkpoints else block(x, mask)
+        if self.where == "pooled":
+            x = x.mean(1)
+        made: Tensor = self.head(x)
+        return made
+
+
+def batch(num_samples: int, num_tokens: int, seed: int = 0, **extra: Any) -> tuple[Any, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(VOCABULARY, (num_samples, num_tokens + 1), generator=generator)
+    inputs: Any = drawn[:, :-1].clone()
+    return ({"tokens": inputs, **extra} if extra else inputs), drawn[:, 1:].clone()

@@ -1,0 +1,61 @@
+"""A model on images split by rows, held against the same model alone: outputs, gradients and running statistics."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import oracle  # noqa: F401  (meshes of one shape share their groups)
+import torch
+from torch import Tensor, nn
+
+from weft.comm.collectives import all_reduce
+from weft.comm.group import Group
+from weft.mesh import Mesh, join_world
+from weft.parallel.batchnorm import synchronise_batch_norms
+from weft.parallel.rows import RowParallel
+from weft.plan.grid import Grid
+from weft.plan.plan import Axes, Comm, Plan
+
+
+def rows_group(num_ranks: int, **comm: str) -> Group:
+    axes = Axes(ring=num_ranks)
+    return Mesh(plan=Plan(axes=axes, comm=Comm(**comm)), world=join_world("cpu"), grid=Grid(axes)).group("ring", "rows")
+
+
+def images(height: int, *, channels: int = 3, samples: int = 2, width: int = 11) -> Tensor:
+    generator = torch.Generator().manual_seed(height)
+    return torch.randn(samples, channels, height, width, generator=generator, dtype=torch.float64)
+
+
+def graded(call: Callable[[Tensor], Tensor], model: nn.Module, inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output, and gradients of a loss that tells all its entries apart; those of the inputs under "inputs"."""
+    inputs = inputs.clone().requires_grad_()
+    output = call(inputs)
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
+    ((output * weights).sum() + (output**2).sum()).backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert inputs.grad is not None
+    return output.detach(), {"inputs": inputs.grad, **found}
+
+
+def check(model: nn.Module, inputs: Tensor, num_ranks: int) -> None:
+    """What is counted once for each rank is divided by their number, as a trainer does with losses and samples."""
+    torch.manual_seed(1)
+    model = model.double()
+    alone, group = copy.deepcopy(model), rows_group(num_ranks)
+    synchronise_batch_norms(model, group)
+    rows = RowParallel(group)
+    rows.prepare(model)
+    expected, true = graded(alone, alone, inputs)
+    output, found = graded(lambda whole: rows.call(model, whole), model, inputs)
+    torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-12)
+    assert found.keys() == true.keys()
+    for name, gradient in found.items():
+        summed = gradient.clone()
+        all_reduce(summed, group)
+        scale = max(float(true[name].abs().max()), 1e-6)
+        off = float((summed / num_ranks - true[name]).abs().max()) / scale
+        assert off < 1e-10, f"gradient of {name} is off by {off:.1e}"
+    for (name, ours), theirs in zip(model.named_buffers(), alone.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12, msg=name)

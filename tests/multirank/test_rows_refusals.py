@@ -1,0 +1,141 @@
+"""What images split by rows cannot do is refused, on all ranks alike; and what is random in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from image_rows import images, rows_group
+from oracle import small_convnet
+from ranks import ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from weft.comm.collectives import all_gather
+from weft.errors import ModelError
+from weft.parallel.batchnorm import synchronise_batch_norms
+from weft.parallel.row_tensor import RowTensor
+from weft.parallel.rows import RowParallel
+
+
+def overwrite_some(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, :, 0] = 0
+    return y
+
+
+def overwrite_all(x: Tensor) -> Tensor:
+    return x.clone().uniform_()
+
+
+def set_data(x: Tensor) -> Tensor:
+    x.data = torch.zeros(x.shape, dtype=x.dtype)
+    return x
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "channels dropped": (F.dropout2d, "dropout2d drops whole channels"),
+    "batch norm as a function": (lambda x: F.batch_norm(x, None, None, training=True), "use nn.BatchNorm2d"),
+    "some rows overwritten": (overwrite_some, r"overwrites an image .*\(__setitem__\)"),
+    "random numbers in place": (overwrite_all, r"overwrites an image .*\(uniform_\)"),
+    "result given": (lambda x: torch.cumsum(x, 2, out=x.clone()), "overwrites an image"),
+    "data set": (set_data, "sets .data of an image"),
+}
+
+
+@ranks(2)
+def test_what_would_be_wrong_is_refused() -> None:
+    rows = RowParallel(rows_group(2))
+    for function, problem in REFUSED.values():
+        with pytest.raises(ModelError, match=problem):
+            rows.call(function, images(6))
+
+
+@ranks(2)
+def test_inputs_must_have_images_of_one_height() -> None:
+    rows = RowParallel(rows_group(2))
+    with pytest.raises(ModelError, match="there are none"):
+        rows.call(lambda x: x, torch.zeros(2, 3))
+    with pytest.raises(ModelError, match="there are heights 4, 6"):
+        rows.call(lambda x: x, {"left": images(4), "right": images(6)})
+    both = rows.split({"left": images(4), "mask": images(4)[:, :1], "class": torch.zeros(2)})
+    assert [isinstance(value, RowTensor) for value in both.values()] == [True, True, False]
+
+
+@ranks(2)
+def test_batch_norm_counts_every_sample_once() -> None:
+    group = rows_group(2)
+    rows = RowParallel(group)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.LazyBatchNorm1d()).double()
+    model(images(6))
+    synchronise_batch_norms(model, group)
+    rows.prepare(model)
+    with pytest.raises(ModelError, match='"2" comes where images are no longer split .* every sample 2 times'):
+        rows.call(model, images(6))
+    model.eval()
+    torch.testing.assert_close(rows.call(model, images(6)), model(images(6)))
+    model = nn.Sequential(nn.BatchNorm2d(3)).double()
+    rows.prepare(model)
+    with pytest.raises(ModelError, match='buffers = "synchronise"'):
+        rows.call(model, images(6))
+
+
+@ranks(2)
+def test_evaluation_is_that_of_one_process() -> None:
+    model = small_convnet().double()
+    model(images(6, channels=1))
+    model.eval()
+    expected = model(images(5, channels=1))
+    rows = RowParallel(rows_group(2))
+    rows.prepare(model)
+    torch.testing.assert_close(rows.call(model, images(5, channels=1)), expected)
+    torch.testing.assert_close(rows.call(lambda x: F.dropout2d(x, training=False), images(6)), images(6))
+
+
+@ranks(2)
+def test_rows_overwritten_after_a_window_are_noticed() -> None:
+    """As in one process: what a convolution needs of its input for the backward pass must still be there."""
+    conv, x = nn.Conv2d(3, 3, 3, padding=1).double(), images(6).requires_grad_()
+
+    def model(x: Tensor) -> Tensor:
+        y = x * 1
+        z = conv(y)
+        y.mul_(2)
+        return z
+
+    output = RowParallel(rows_group(2)).call(model, x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+@ranks(2)
+def test_dropout_differs_between_ranks_and_leaves_their_streams_alike() -> None:
+    group = rows_group(2)
+    rows = RowParallel(group)
+    torch.manual_seed(3)
+    whole = torch.ones(2, 8, 9, 50)
+    dropped = rows.call(lambda x: F.dropout(x, 0.25), whole)
+    assert set(dropped.unique().tolist()) == {0.0, float(torch.tensor(1.0) / 0.75)}
+    assert abs(float((dropped == 0).float().mean()) - 0.25) < 0.02
+    assert not torch.equal(dropped[:, :, :4], dropped[:, :, 5:])
+    drawn, from_all = torch.rand(1), torch.empty(2)
+    all_gather(from_all, drawn, group)
+    assert from_all[0] == from_all[1], "uneven rows, and yet the next number is the same"
+
+
+@ranks(2)
+@pytest.mark.parametrize("inplace", [True, False])
+def test_dropout_is_drawn_again_as_it_was(inplace: bool) -> None:
+    x = torch.ones(1, 2, 6, 5, requires_grad=True)
+
+    def block(x: Tensor) -> Tensor:
+        return F.dropout(x * 1, 0.5, inplace=inplace) ** 2
+
+    output = RowParallel(rows_group(2)).call(lambda x: checkpoint(block, x, use_reentrant=False), x)
+    output.sum().backward()
+    assert x.grad is not None
+    own = slice(0, 3) if torch.distributed.get_rank() == 0 else slice(3, 6)
+    # Each of two ranks counts the whole output.
+    torch.testing.assert_close(x.grad[:, :, own], 2 * 2 * output.detach()[:, :, own])

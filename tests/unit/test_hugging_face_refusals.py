@@ -1,0 +1,101 @@
+"""What a Hugging Face model could ask of attention, or be given, that ranks with parts of a sequence cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from shuffled import ORDER, Shuffled, Wrapped, build, pass_of, shuffled_logits, switched_on, tokens_of
+from transformers.masking_utils import create_causal_mask
+
+from weft.errors import ModelError
+from weft.parallel.hugging_face_attention import NAME, use_registry
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+RESTARTING = torch.arange(6).repeat(2, 2)
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("Llama", {"attention_dropout": 0.1}, {}, "gives attention dropout = 0.1; set the model's attention dropout to 0"),
+    ("Mistral", {"sliding_window": 11}, {}, "all but 11 tokens (a window or chunk), less than the sequence's 12"),
+    ("Gemma2", {}, {}, "gives attention softcap = 50.0, which weft does not know"),
+    ("GptOss", {}, {}, "gives attention s_aux = a tensor of (4,)"),
+    ("Llama", {}, {"cu_seq_lens_q": torch.tensor([0, 12])}, "gives attention cu_seq_lens_q = a tensor of (2,)"),
+    ("Llama", {}, {"attention_mask": torch.ones(2, 1, 12, 12)}, "attention_mask of (2, 1, 12, 12), where the"),
+    ("Llama", {}, {"attention_mask": torch.ones(2, 11)}, "attention_mask of (2, 11), where the sequences are 2 of 12"),
+    ("Llama", {}, {"position_ids": torch.zeros(3, 2, 12)}, "position_ids of (3, 2, 12)"),
+    ("Llama", {}, {"past_key_values": transformers.DynamicCache()}, "past_key_values: keys of earlier tokens are on"),
+    ("Llama", {}, {"output_attentions": True}, "output_attentions: no rank has the weights of attention"),
+    ("Llama", {}, {"head_mask": torch.ones(2, 4), "output_attentions": True}, "- LlamaForCausalLM was given head_mask"),
+    (
+        "Llama",
+        {"attn_implementation": "eager", "output_attentions": True},
+        {},
+        "output_attentions in the configuration",
+    ),
+    ("OPT", {"use_cache": False}, {"position_ids": RESTARTING}, "masks no documents, although its position_ids begin"),
+    ("GPTJ", {}, {}, 'GPTJForCausalLM attends in code of its own (attn_implementation = "eager")'),
+]
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    with pytest.raises(ModelError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "changes", "inputs", "reason"), REFUSED)
+def test_refused(kind: str, changes: dict[str, Any], inputs: dict[str, Any], reason: str) -> None:
+    model = build(kind, **changes)
+    assert reason in refusal(lambda: shuffled_logits(model, {"input_ids": tokens_of(), **inputs}))
+
+
+def test_two_sequences_are_refused() -> None:
+    model, attend = build("T5"), Shuffled(pass_of()).attend
+    reason = refusal(lambda: use_registry(model, attend, now=pass_of, numbers=ORDER.clone))
+    assert "T5ForConditionalGeneration is an encoder and a decoder" in reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "reason"),
+    [
+        ("Llama", {"attention_mask": torch.ones(2, 12).tril(10)}, "an attention_mask of (2, 12) that reaches it"),
+        ("Llama", {"attention_mask": torch.ones(2, 1, 12, 12)}, "gives attention a mask of (2, 1, 12, 12)"),
+        ("Llama", {"position_ids": RESTARTING}, "other ones than the places of this rank's tokens"),
+        ("Roberta", {}, "makes its positions from the whole sequence"),
+    ],
+)
+def test_refused_when_wrapped(kind: str, given: dict[str, Any], reason: str) -> None:
+    model = Wrapped(build(kind), **given)
+    with switched_on(model, pass_of()):
+        assert reason in refusal(lambda: model(tokens_of()))
+
+
+def test_a_model_that_calls_torch_itself_is_not_switched() -> None:
+    """`F.scaled_dot_product_attention` is somebody else's; only the rule for documents must not see its positions."""
+    model = build("Falcon", alibi=False)
+    with switched_on(model, pass_of()) as shuffled:
+        ours = model(tokens_of(), position_ids=ORDER.unsqueeze(0), use_cache=False).logits
+    causal = model(tokens_of(), position_ids=ORDER.unsqueeze(0), use_cache=True).logits
+    assert shuffled.num_calls == 0 and torch.equal(ours, causal)
+
+
+def test_other_masks_are_refused() -> None:
+    """Such as those of models in which the tokens of an image see each other."""
+    model = build("Llama")
+    embedded = torch.zeros(2, 12, 24)
+    with switched_on(model, pass_of()):
+        for also in ({"or_mask_function": lambda *places: True}, {"block_sequence_ids": torch.zeros(2, 12)}):
+            reason = refusal(lambda also=also: create_causal_mask(model.config, embedded, None, None, **also))
+            assert "by more than causality, padding and documents" in reason
+
+
+def test_windows_without_masks_are_refused() -> None:
+    query = torch.zeros(1, 4, 12, 6)
+    with switched_on(build("Llama"), pass_of()):
+        attention = transformers.AttentionInterface()[NAME]
+        reason = refusal(lambda: attention(torch.nn.Identity(), query, query, query, None, sliding_window=11))
+        assert "sliding_window = 11, less than the sequence's 12 tokens" in reason
+        attention(torch.nn.Identity(), query, query, query, None, sliding_window=12)
