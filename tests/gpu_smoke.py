@@ -1,6 +1,7 @@
 """A short run of the multi-rank promises on CUDA tensors, for a machine with a GPU; `make test` needs none.
 
     torchrun --nproc-per-node 2 tests/gpu_smoke.py        # on one GPU: gloo; on two or more: NCCL
+    torchrun --nproc-per-node 2 tests/gpu_smoke.py ring   # only what has this in its name
 
 Exits with an error at the first promise that does not hold.
 """
@@ -9,7 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from weft.mesh import join_world, leave_world, make_mesh
 from weft.models.convnet import ConvNet, ConvNetConfig
 from weft.models.gpt import GPT, GPTConfig
 from weft.plan.exchanges import FLUSH_FREE
-from weft.plan.plan import Axes, Compile, Data, Pipeline, Plan, Precision, Recompute, Step, Tensor
+from weft.plan.plan import Axes, Compile, Data, Pipeline, Plan, Precision, Recompute, Sequence, Step, Tensor
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "zero-bubble", "pipedream", "2bw")
 
@@ -51,6 +54,26 @@ SPLIT: dict[str, dict[str, Any]] = {
     "tensor, bf16, recomputed": {"precision": Precision(compute="bf16"), "recompute": Recompute(policy="selective")},
     "tensor, split tokens, recomputed": {"tensor": Tensor(sequence=True), "recompute": Recompute(policy="full")},
     "tensor, compiled": {"compile": Compile(blocks=True)},
+}
+
+
+SEQUENCES: dict[str, dict[str, Any]] = {
+    "ring": {"axes": Axes(ring=2)},
+    "ring, contiguous, zero 2": {
+        "axes": Axes(ring=2),
+        "sequence": Sequence(layout="contiguous"),
+        "data": Data(shard="gradients"),
+    },
+    "ring self-attention": {"axes": Axes(ring=2), "sequence": Sequence(variant="ring-self-attention")},
+    "ring, bf16": {"axes": Axes(ring=2), "precision": Precision(compute="bf16")},
+    "ring, recomputed": {"axes": Axes(ring=2), "recompute": Recompute(policy="full")},
+    "ulysses": {"axes": Axes(ulysses=2)},
+    "ulysses, bf16, recomputed": {
+        "axes": Axes(ulysses=2),
+        "precision": Precision(compute="bf16"),
+        "recompute": Recompute(policy="selective"),
+    },
+    "ring, compiled": {"axes": Axes(ring=2), "compile": Compile(blocks=True)},
 }
 
 
@@ -93,7 +116,7 @@ def check_messages(plan: Plan) -> None:
     assert received.tolist() == [float(before)] * 3
 
 
-def check_same_answer(plan: Plan) -> None:
+def check_same_answer(plan: Plan, *, with_images: bool = True) -> None:
     """GPT and convnet equal one process in float64, unequal parts included."""
     torch.manual_seed(0)
     tokens = torch.randint(0, 64, (13, 17))
@@ -104,7 +127,7 @@ def check_same_answer(plan: Plan) -> None:
     for model, batches in (
         (gpt, [(tokens[:n, :-1], tokens[:n, 1:]) for n in sizes]),
         (convnet, [(images[:n], labels[:n]) for n in sizes]),
-    ):
+    )[: 2 if with_images else 1]:
         outcome = weft.verify(
             model, plan, loss="cross-entropy", optimizer=functools.partial(torch.optim.SGD, lr=0.1), batches=batches
         )
@@ -150,30 +173,43 @@ def check_state(plan: Plan) -> None:
         raise AssertionError("a corrupted weight was not noticed")
 
 
+def chosen(named: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    return [(name, value) for name, value in named.items() if wanted in name]
+
+
 def main() -> None:
     world = join_world()
     assert world.device.type == "cuda", "this needs a GPU"
     plan = Plan(axes=Axes(data=world.size), step=Step(microbatches=2, clip_norm=1.0))
     check_messages(plan)
-    for name, changes in CHANGES.items():
+    for name, changes in chosen(CHANGES):
         if world.rank == 0:
             print(name)
         changed = dataclasses.replace(plan, **changes)
         check_same_answer(changed)
         check_state(changed)
-    for schedule in SCHEDULES if world.size == 2 else ():
+    for schedule, _ in chosen(dict.fromkeys(SCHEDULES)) if world.size == 2 else ():
         if world.rank == 0:
             print(schedule)
         changed = dataclasses.replace(plan, axes=Axes(pipeline=2), pipeline=Pipeline(schedule=schedule))
         if schedule not in FLUSH_FREE:
             check_same_answer(changed)
         check_state(changed if schedule != "pipedream" else dataclasses.replace(changed, step=Step(microbatches=2)))
-    for name, changes in SPLIT.items() if world.size == 2 else ():
+    for name, changes in chosen(SPLIT) if world.size == 2 else ():
         if world.rank == 0:
             print(name)
         changed = dataclasses.replace(plan, axes=Axes(tensor=2), **changes)
         if not changed.tensor.sequence and not changed.compile.blocks:
             check_same_answer(changed)
+        check_state(changed)
+    for name, changes in chosen(SEQUENCES) if world.size == 2 else ():
+        if world.rank == 0:
+            print(name)
+        changed = dataclasses.replace(plan, **changes)
+        is_plain = changed.sequence == Sequence() and changed.recompute.policy != "selective"
+        if not changed.compile.blocks:
+            check_same_answer(changed, with_images=is_plain and changed.axes.ring > 1)
         check_state(changed)
     check_overflow(plan)
     if world.rank == 0:

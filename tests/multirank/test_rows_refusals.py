@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -107,6 +108,26 @@ def test_rows_overwritten_after_a_window_are_noticed() -> None:
 
     output = RowParallel(rows_group(2)).call(model, x)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+class OwnSquare(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient * ctx.saved_tensors[0]
+
+
+@ranks(2)
+def test_functions_with_a_backward_of_their_own_are_refused() -> None:
+    """Their gradients are of some rows, and what they kept says that it is the whole."""
+    output = RowParallel(rows_group(2)).call(OwnSquare.apply, images(6).requires_grad_())
+    torch.testing.assert_close(output.detach(), images(6) ** 2)
+    with pytest.raises(ModelError, match=r"autograd.Function .* \(mul\)"):
         output.sum().backward()
 
 

@@ -224,6 +224,7 @@ def _efficient_backward(
     bias = _expanded_bias(allowed, q, k)
     seed = torch.empty((), dtype=torch.int64, device=q.device)
     whole_lse = F.pad(lse, (0, -lse.shape[-1] % _LSE_MULTIPLE), value=math.inf)
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # as its forward lays it out: the strides are not looked at
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
         grad,
         q,

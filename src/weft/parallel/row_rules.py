@@ -67,6 +67,27 @@ new_zeros new_ones new_empty new_full new_tensor new_empty_strided result_type
 FEATURE_DROPOUTS = "dropout1d dropout2d dropout3d feature_dropout feature_alpha_dropout".split()
 
 
+def apply_rule(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function makes where some of its arguments are rows of images."""
+    rule = rule_for(func)
+    if rule not in HARMLESS and _is_backward_of_function():
+        raise ModelError(
+            f"a torch.autograd.Function of the model uses an image in its backward pass ({func.__name__}) of which it "
+            "has some rows only, together with gradients of these rows, which [axes] ring cannot follow; write it with "
+            "torch's own functions, or use ring = 1"
+        )
+    return rule(func, args, kwargs)
+
+
+def _is_backward_of_function() -> bool:
+    """In the backward pass, and not because a block is computed again: that is done with gradients, or hooks, on."""
+    return (
+        torch._C._current_graph_task_id() != -1
+        and not torch.is_grad_enabled()
+        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    )
+
+
 @functools.cache
 def rule_for(func: Function) -> Rule:
     """What is to be done where a function is given rows of an image."""
@@ -128,12 +149,20 @@ def size(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _meta(args[0]).size(*args[1:], **kwargs)
 
 
+def shape(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Size:
+    return _meta(args[0]).shape
+
+
 def numel(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return _meta(args[0]).numel()
 
 
 def length(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return len(_meta(args[0]))
+
+
+HARMLESS: tuple[Rule, ...] = (ask, cast, size, shape, numel, length)
+"""Rules of what may be asked at any time."""
 
 
 def _meta(x: RowTensor) -> torch.Tensor:
@@ -145,7 +174,7 @@ def _property_rule(func: Function) -> Rule:
     name = func.__self__.__name__  # type: ignore[attr-defined]
     is_read = func.__name__ == "__get__"
     if name == "shape":
-        return lambda func, args, kwargs: torch.Size(args[0].weft_rows.whole_shape(args[0].shape))
+        return shape
     if name == "data" and is_read:
         return cast
     if name in ("T", "mT", "H", "mH", "real", "imag", "data"):

@@ -66,13 +66,13 @@ class RowTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        from weft.parallel.row_rules import rule_for  # the rules need this class
+        from weft.parallel.row_rules import apply_rule  # the rules need this class
 
         named = {name: value for name, value in (kwargs or {}).items() if name != "out" or value is not None}
         if not args and "input" in named:  # as rules expect it
             args = (named.pop("input"),)
         with torch._C.DisableTorchFunctionSubclass():
-            return rule_for(func)(func, args, named)
+            return apply_rule(func, args, named)
 
 
 def mark(local: torch.Tensor, rows: Rows) -> RowTensor:
