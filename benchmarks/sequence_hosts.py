@@ -3,18 +3,19 @@
     python benchmarks/sequence_hosts.py [--bandwidth 1Gbit] [--delay 0.2ms] [--lengths 1024 4096] [--kv-heads 8 2]
                                         [--rounds N] [--quick]
 
-Two hosts of two ranks on an emulated network (docs/lab.md; it needs root); one sequence lies on all four. Both together,
-as the plan's own order of axes has it, exchange heads inside a host, and keys go round between the hosts. With n the
-bytes of all queries and g key heads for each query head, a host sends the other in a block, forward and backward,
+Two hosts of two ranks on an emulated network (docs/lab.md; it needs root); one sequence lies on all four. Both
+together, as the plan's own order of axes has it, exchange heads inside a host, and keys go round between the hosts.
+With n the bytes of all queries and g key heads for each query head, a host sends the other in a block, forward and
+backward,
 
     ring 4                 4.5 g n      three hops of keys and values, and three more and their gradients back
     ulysses 4              (1 + g) n    half of queries, keys, values and outputs, each way
     ulysses 2 x ring 2     3 g n        one hop, and one more and its gradients back
 
-(ulysses sends a key head to every rank that needs it, so there g counts as 4 / 8 at least.) So with as many key heads as
-query heads ulysses sends least, with few the ring does; and only the ring sends while it computes. Gradients of weights
-cross in every case, and are as large for short sequences as for long ones: "weights" is what they take, from a run on
-one token a rank.
+(ulysses sends a key head to every rank that needs it, so there g counts as 4 / 8 at least.) So with as many key heads
+as query heads ulysses sends least, with few the ring does; and only the ring sends while it computes. Gradients of
+weights cross in every case, and are as large for short sequences as for long ones: "weights" is what they take, from a
+run on one token a rank.
 
 All splits are timed in one run, in turn, after a check that their losses agree; the slowest rank counts. Bytes are
 those of IP packets that one host sent the other in a step.

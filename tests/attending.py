@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -105,3 +106,58 @@ def batch(num_samples: int, num_tokens: int, seed: int = 0, **extra: Any) -> tup
     drawn = torch.randint(VOCABULARY, (num_samples, num_tokens + 1), generator=generator)
     inputs: Any = drawn[:, :-1].clone()
     return ({"tokens": inputs, **extra} if extra else inputs), drawn[:, 1:].clone()
+
+
+@dataclasses.dataclass
+class Answer:
+    scores: Tensor
+
+
+class Wrapped(nn.Module):
+    """A transformer of torch's own layers, whose answer is in an object, as many return it."""
+
+    def __init__(self, *, in_object: bool = False) -> None:
+        super().__init__()
+        self.in_object = in_object
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        layer = nn.TransformerEncoderLayer(HIDDEN, HEADS, 24, dropout=0.0, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(HIDDEN, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Any:
+        scores = self.head(self.encoder(self.embedding(tokens)))
+        return Answer(scores=scores) if self.in_object else scores
+
+
+class RotaryInside(nn.Module):
+    """A usual GPT with the usual first values, which turns queries and keys by places it takes from their shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 64)
+        self.qkv = nn.Linear(64, 192, bias=False)
+        self.out = nn.Linear(64, VOCABULARY, bias=False)
+        for module in (self.embedding, self.qkv, self.out):
+            nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        heads = self.qkv(self.embedding(tokens)).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        angles = torch.outer(torch.arange(tokens.shape[1]), 10000.0 ** (-torch.arange(8) / 8)).to(heads.dtype)
+        q, k = (
+            torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
+            for a, b in (one.chunk(2, -1) for one in heads[:2])
+        )
+        mixed = F.scaled_dot_product_attention(q, k, heads[2], is_causal=True)
+        made: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return made
+
+
+class Lengths(nn.Module):
+    """Makes its mask of padding from the lengths of the samples, by places it counts itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Transformer("padding")
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Any:
+        return self.inner(tokens, torch.arange(tokens.shape[1]) < lengths[:, None])

@@ -108,9 +108,16 @@ def _longest_block_list(model: nn.Module) -> str | None:
 def _refuse_unknown_names(blueprint: Blueprint, model: nn.Module) -> None:
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
     named = [*blueprint.prelude, *blueprint.blocks, *blueprint.postlude]
-    if blueprint.positions is not None:
-        named += blueprint.positions.modules
-        named += [table.rpartition(".")[0] for table, _ in blueprint.positions.tables]
-    unknown = [name for name in named if name not in known]
-    if unknown:
-        raise ModelError([f'weft_blueprint names "{name}", which is not a submodule of the model' for name in unknown])
+    named += blueprint.positions.modules if blueprint.positions is not None else ()
+    problems = [
+        f'weft_blueprint names "{name}", which is not a submodule of the model' for name in named if name not in known
+    ]
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    problems += [
+        f'weft_blueprint names the table of positions "{table}", which is not a buffer of the model; for learned '
+        "positions use an nn.Embedding and Positions(modules=...)"
+        for table, _ in (blueprint.positions.tables if blueprint.positions is not None else ())
+        if table not in buffers
+    ]
+    if problems:
+        raise ModelError(problems)

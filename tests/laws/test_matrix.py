@@ -370,6 +370,7 @@ CASES = {
     "ring 3, convnet": row(sequence_plan(ring=3), "frozen convnet", SHORT),
     "ring 2, data 2, convnet": row(sequence_plan(ring=2, data=2, microbatches=2), "biased convnet", UNEVEN, ADAMW),
     "ring 2, zero 3, group norm": row(sequence_plan(ring=2, shard=THREE), "group-normed convnet", UNEVEN, ADAMW),
+    "ring 2, convnet, recompute in part": row(recomputing("selective", sequence_plan(ring=2)), "convnet", SHORT),
     "ring 2, convnet, recompute": row(recomputing("full", sequence_plan(ring=2)), "convnet", SHORT),
     "sockets, ring 2, ulysses 2": row(sequence_plan(ring=2, ulysses=2, transport="c10d"), "grouped gpt", SHORT),
     # the examples; those that do not give one process's answer have tests of their own

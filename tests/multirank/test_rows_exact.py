@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from image_rows import check, images
+from image_rows import check, images, rows_group
 from oracle import small_convnet
 from ranks import ranks
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.blueprint import Blueprint
 from weft.parallel.recompute import recompute_blocks
+from weft.parallel.rows import RowParallel
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
@@ -100,7 +101,7 @@ def attend(x: Tensor) -> Tensor:
 
 def like_convnext(x: Tensor) -> Tensor:
     last = F.layer_norm(x.permute(0, 2, 3, 1), (x.shape[1],))
-    return (last @ torch.ones(4, 6, dtype=x.dtype) + 1).permute(0, 3, 1, 2)
+    return (last @ torch.linspace(-1, 2, 24, dtype=x.dtype).view(4, 6) + 1).permute(0, 3, 1, 2)
 
 
 def squeeze_and_excite(x: Tensor) -> Tensor:
@@ -142,7 +143,10 @@ LEAVES: dict[str, Callable[[Tensor], Tensor]] = {
     "interpolate": lambda x: F.interpolate(x, size=(x.shape[2] * 2, x.shape[3]), mode="bilinear"),
     "transposed convolution": lambda x: F.conv_transpose2d(x, torch.ones(4, 2, 3, 3, dtype=x.dtype), stride=2),
     "group norm": lambda x: F.group_norm(x, 2, x.new_tensor([1, 2, 3, 4]), x.new_ones(4)),
-    "instance norm": lambda x: F.instance_norm(x) + x,
+    "instance norm": lambda x: F.instance_norm(x, weight=x.new_tensor([1, 2, 3, 4])) + x,
+    "channels last in memory": lambda x: F.avg_pool2d(x.to(memory_format=torch.channels_last), 3, padding=1),
+    "batch norm by known statistics": lambda x: F.batch_norm(x, x.new_ones(4), x.new_tensor([1, 2, 3, 4])),
+    "slopes of channels": lambda x: F.dropout(F.prelu(x - 1, x.new_tensor([0.1, 0.2, 0.3, 0.4])), training=False),
     "layer norm": lambda x: F.layer_norm(x, x.shape[1:]),
     "local response norm": lambda x: F.local_response_norm(x, 3),
     "circular padding": lambda x: F.conv2d(F.pad(x, (1, 1, 1, 1), mode="circular"), x.new_ones(1, 4, 3, 3)),
@@ -213,3 +217,13 @@ def test_blocks_recomputed_by_plan(policy: str) -> None:
     model = small_convnet()
     recompute_blocks(model, Blueprint(blocks=("blocks.0", "blocks.1")), policy)
     check(model, images(7, channels=1), 2)
+
+
+@ranks(2)
+def test_sums_of_narrow_numbers_are_taken_wide() -> None:
+    """As torch does inside: 40,000 ones have no sum in 16 bits, and a mean."""
+    rows, ones = RowParallel(rows_group(2)), torch.ones(1, 2, 200, 200, dtype=torch.float16)
+    for function in (lambda x: x.mean((2, 3)), lambda x: F.adaptive_avg_pool2d(x, 1), lambda x: F.group_norm(x + 1, 1)):
+        made = rows.call(function, ones)
+        assert made.dtype == torch.float16
+        assert torch.equal(made, function(ones))

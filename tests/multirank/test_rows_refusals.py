@@ -41,6 +41,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "batch norm as a function": (lambda x: F.batch_norm(x, None, None, training=True), "use nn.BatchNorm2d"),
     "some rows overwritten": (overwrite_some, r"overwrites an image .*\(__setitem__\)"),
     "random numbers in place": (overwrite_all, r"overwrites an image .*\(uniform_\)"),
+    "operators in place": (lambda x: torch.ops.aten.sin_.default(x.clone()), r"overwrites an image .*\(sin_.default\)"),
     "result given": (lambda x: torch.cumsum(x, 2, out=x.clone()), "overwrites an image"),
     "data set": (set_data, "sets .data of an image"),
 }

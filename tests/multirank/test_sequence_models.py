@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from attending import Transformer, batch
-from oracle import SGD, make_trainer, sequence_plan
+from attending import Lengths, RotaryInside, Transformer, Wrapped, batch
+from oracle import SGD, make_trainer, sequence_plan, small_gpt, token_batch
 from ranks import ranks
 
 from weft.errors import DataError, ModelError, WeftError
@@ -69,7 +70,7 @@ def refused(make: Callable[[], object], *parts: str, kind: type[WeftError] = Mod
         ("causal", "hidden", ("ring = 2", "computes something else than whole", "Positions")),
         ("by hand", "none", ("computes something else than whole", "scaled_dot_product_attention")),
         ("causal", "shift", ("computes something else than whole",)),
-        ("causal", "pooled", (r"\(2, 17\)", "no dim of tokens")),
+        ("causal", "pooled", (r"\(2, 17\)", "without a dim of tokens")),
         ("dropout", "none", ("drops 0.1", "attention dropout to 0")),
         ("triangle", "none", (r"mask of \(4, 4\)", "is_causal=True")),
         ("cross", "none", ("4 queries to 3 keys", "self-attention only")),
@@ -77,6 +78,87 @@ def refused(make: Callable[[], object], *parts: str, kind: type[WeftError] = Mod
 )
 def test_what_would_be_wrong_is_refused(way: str, where: str, parts: tuple[str, ...]) -> None:
     refused(lambda: make_trainer(Transformer(way, where).double(), RING, example=batch(2, 8)[0]), *parts)
+
+
+@ranks(2)
+def test_what_a_model_that_has_learned_nothing_hides_is_seen() -> None:
+    """Its scores are near 0, so that it hardly matters which places tokens are taken to have."""
+    tokens = batch(2, 64)[0]
+    refused(lambda: make_trainer(RotaryInside(), RING, example=tokens), "computes something else than whole")
+    both = {"tokens": batch(2, 256)[0], "lengths": torch.tensor([256, 200])}
+    refused(lambda: make_trainer(Lengths(), RING, example=both), "computes something else than whole")
+
+
+@ranks(2)
+def test_layers_of_torchs_own() -> None:
+    """They are evaluated by kernels that call no function of torch's, unless told not to."""
+    alone, is_fast = Wrapped().double(), torch.backends.mha.get_fastpath_enabled()
+    trainer = make_trainer(copy.deepcopy(alone), RING, example=batch(2, 8)[0])
+    alone.load_state_dict(trainer.model.state_dict())
+    tokens, targets = batch(3, 8, 1)
+    with torch.no_grad():
+        expected = float(torch.nn.functional.cross_entropy(alone(tokens).flatten(0, 1), targets.flatten()))
+    assert abs(trainer.evaluate([(tokens, targets)]) - expected) < 1e-12
+    assert torch.backends.mha.get_fastpath_enabled() == is_fast
+    make_trainer(Wrapped(in_object=True).double(), RING, example=tokens)  # what is in an object is seen too
+
+
+@ranks(2)
+def test_no_loss_sees_padding() -> None:
+    """Whatever it ignores, and whatever targets are; sequences of unequal length weigh as in one process."""
+
+    def by_hand(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (output.mean(-1) - targets).square().mean()
+
+    def ignoring_minus_one(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+    batches = [batch(2, 7), batch(3, 5, 1), batch(1, 1, 2)]
+    wide = [(tokens, targets.double() / 17) for tokens, targets in batches]
+    for loss, given in ((by_hand, wide), (by_hand, batches), (ignoring_minus_one, batches)):
+        for plan in (RING, sequence_plan(ulysses=2, microbatches=2)):
+            verify(Transformer(), plan, loss=loss, optimizer=SGD, batches=given, device="cpu").require()
+
+
+@ranks(2)
+def test_a_loss_that_looks_at_several_tokens_is_refused() -> None:
+    def shifting(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(output[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+
+    def by_sequence(output: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+        each = torch.nn.functional.cross_entropy(output.mT, targets, reduction="none")
+        return each.sum(1).sigmoid().sum(), len(targets)
+
+    for loss in (shifting, by_sequence):
+        trainer = make_trainer(Transformer().double(), RING, loss=loss, example=batch(2, 8)[0])
+        refused(lambda trainer=trainer: trainer.step(*batch(3, 8)), "do not add up", "shift targets in the data")
+
+
+@ranks(2)
+def test_padding_is_nothing_a_model_has_not_seen() -> None:
+    """Zeros would be: of this model they make NaN."""
+
+    class Normed(Transformer):
+        def forward(self, features: torch.Tensor) -> torch.Tensor:
+            x = features / features.norm(dim=-1, keepdim=True)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(2, 7, 16, generator=generator, dtype=torch.float64)
+    verified(Normed(), RING, (features, batch(2, 7)[1]))
+
+
+@ranks(2)
+def test_torchs_attention_is_given_back_after_an_error() -> None:
+    before = torch.nn.functional.scaled_dot_product_attention
+    trainer = make_trainer(Transformer().double(), RING, example=batch(2, 8)[0])
+    tokens, targets = batch(2, 8)
+    with pytest.raises(IndexError):
+        trainer.step(tokens + 100, targets)
+    assert torch.nn.functional.scaled_dot_product_attention is before
+    assert float(trainer.step(tokens, targets)) > 0
 
 
 @ranks(2)
@@ -88,7 +170,6 @@ def test_refusals_of_inputs_and_targets() -> None:
     both = {"tokens": tokens, "is_text": torch.ones(2, 8, 8, dtype=torch.bool)}
     refused(lambda: trainer.step(both, targets), r"is_text.* \(2, 8, 8\)", "nowhere else", kind=DataError)
     refused(lambda: trainer.step(tokens[0], targets[0]), "no input has a dim of tokens", kind=DataError)
-    refused(lambda: trainer.step(tokens[:, :7], targets[:, :7].double()), "padded to 8", "-100", kind=DataError)
 
 
 @ranks(2)
@@ -102,10 +183,15 @@ def test_ranks_that_share_a_sequence_are_given_the_same_one() -> None:
     )
 
 
+@ranks(2)
+def test_blocks_left_out_at_random_are_refused() -> None:
+    model = Transformer().double()
+    model.layerdrop = 0.1
+    refused(lambda: make_trainer(model, RING, example=batch(2, 8)[0]), "layerdrop = 0.1", "set layerdrop = 0")
+
+
 @ranks(4)
 def test_too_few_heads_for_ulysses() -> None:
-    from oracle import small_gpt, token_batch
-
     model = small_gpt(heads=2).double()
     refused(
         lambda: make_trainer(model, sequence_plan(ulysses=4), example=token_batch(2)[0]),

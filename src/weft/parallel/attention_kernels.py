@@ -16,6 +16,7 @@ Dims: B samples, H query heads, G key heads (H is a multiple), T queries, S keys
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,10 +49,14 @@ class Kernel:
         if self.has_one_width:
             widths = [max(widths)] * len(widths)
         widths = [-(-width // self.multiple) * self.multiple for width in widths]
-        return [
-            one if one.shape[-1] == width else F.pad(one, (0, width - one.shape[-1]))
-            for one, width in zip(tensors, widths, strict=True)
-        ]
+        return [self._pad(one, width) for one, width in zip(tensors, widths, strict=True)]
+
+    def _pad(self, heads_BHTX: Tensor, width: int) -> Tensor:
+        if heads_BHTX.shape[-1] < width:
+            return F.pad(heads_BHTX, (0, width - heads_BHTX.shape[-1]))
+        # GPUs read several entries at once, and stop with an error if they do not begin at such a place.
+        places = (heads_BHTX.storage_offset(), *heads_BHTX.stride()[:-1])
+        return heads_BHTX.contiguous() if any(place % self.multiple for place in places) else heads_BHTX
 
 
 def attend_block(
@@ -109,12 +114,18 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 
+def lay_out(heads_BHTX: Tensor) -> Tensor:
+    """[B, T, H, X] in memory, if its device's kernels make such a copy at every call of what is not."""
+    return heads_BHTX.transpose(1, 2).contiguous().transpose(1, 2) if heads_BHTX.is_cuda else heads_BHTX
+
+
 def by_group(heads_BHTX: Tensor, num_groups: int) -> Tensor:
     """[B, G, H / G, T, X]: query heads beside the key head they look at."""
     grouped: Tensor = heads_BHTX.unflatten(1, (num_groups, -1))
     return grouped
 
 
+@functools.cache
 def _can_flash(device: torch.device) -> bool:
     return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
@@ -224,7 +235,7 @@ def _efficient_backward(
     bias = _expanded_bias(allowed, q, k)
     seed = torch.empty((), dtype=torch.int64, device=q.device)
     whole_lse = F.pad(lse, (0, -lse.shape[-1] % _LSE_MULTIPLE), value=math.inf)
-    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # as its forward lays it out: the strides are not looked at
+    out = lay_out(out)  # its strides are not looked at
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
         grad,
         q,

@@ -4,7 +4,7 @@ The forerunner of ring attention, kept as a named variant: it needs no log-sum-e
 T × S probabilities a head between forward and backward, so memory is still quadratic in the length of the sequence.
 Columns are in the order of ring ranks, not of the sequence; for a sum this makes no difference.
 
-Backward keys and values go round together, and their gradients behind them, as in `ring.py`.
+Backward keys and values go round together, and their gradients behind them, as in `rotation.py`.
 
 Dims as in `ring.py`; S = ring · T, and R = H / G query heads look at each key head.
 """
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from weft.parallel.attention_kernels import Gradients, accumulator_dtype, by_group
 from weft.parallel.attention_masks import Masks
-from weft.parallel.ring import Part, Rotation, travel, travel_back
+from weft.parallel.rotation import Part, Rotation, Steps, travel, travel_back
 from weft.plan.sequence import Places, Rectangle, rectangles
 
 
-def self_attention_forward(
+def self_attention_forward_steps(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
     v_BGTE: Tensor,
@@ -32,7 +32,7 @@ def self_attention_forward(
     is_causal: bool,
     scale: float,
     masks: Masks | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> Steps[tuple[Tensor, Tensor]]:
     """(out_BHTE, probabilities_BHTS), in the dtype of the inputs."""
     wide, tokens, num_groups = accumulator_dtype(q_BHTD.dtype), places.tokens_per_ring, k_BGTD.shape[1]
     q_BGRTD = by_group(q_BHTD, num_groups).to(wide)
@@ -42,6 +42,7 @@ def self_attention_forward(
             found = q_BGRTD[..., slice(*one.q), :] @ k[:, :, None, slice(*one.k)].to(wide).mT
             _hide(found.mul_(scale), one, None if masks is None else masks.block(rotation.index, keys, one))
             _block(scores_BGRTS, keys, one, tokens).copy_(found)
+        yield
     probabilities = scores_BGRTS.softmax(-1)
     if masks is not None:  # a row of nothing but -inf
         probabilities.nan_to_num_(nan=0.0)
@@ -52,10 +53,11 @@ def self_attention_forward(
             out[..., slice(*one.q), :] += _block(probabilities, keys, one, tokens) @ v[:, :, None, slice(*one.k)].to(
                 wide
             )
+        yield
     return out.flatten(1, 2).to(q_BHTD.dtype), probabilities.flatten(1, 2).to(q_BHTD.dtype)
 
 
-def self_attention_backward(
+def self_attention_backward_steps(
     grad_BHTE: Tensor,
     q_BHTD: Tensor,
     k_BGTD: Tensor,
@@ -68,7 +70,7 @@ def self_attention_backward(
     is_causal: bool,
     scale: float,
     masks: Masks | None = None,
-) -> Gradients:
+) -> Steps[Gradients]:
     """(dq, dk, dv), in the dtype of the inputs. What masks hide has probability 0, so they are not needed again."""
     wide, tokens, num_groups = accumulator_dtype(q_BHTD.dtype), places.tokens_per_ring, k_BGTD.shape[1]
     q, grad, out = (by_group(one, num_groups).to(wide) for one in (q_BHTD, grad_BHTE, out_BHTE))
@@ -87,7 +89,7 @@ def self_attention_backward(
             parts.append(((of_scores.mT @ q[..., rows, :]).sum(2), (shares.mT @ grad[..., rows, :]).sum(2)))
         return parts
 
-    dk, dv = travel_back(k_BGTD, v_BGTE, rotation, find_parts)
+    dk, dv = yield from travel_back(k_BGTD, v_BGTE, rotation, find_parts)
     return dq.flatten(1, 2).to(q_BHTD.dtype), dk.to(k_BGTD.dtype), dv.to(v_BGTE.dtype)
 
 

@@ -25,12 +25,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from weft.comm.collectives import Pending, all_gather, all_reduce, reduce_scatter
 from weft.comm.group import Group
 from weft.comm.p2p import receive, send
-from weft.parallel.row_tensor import Rows
+from weft.parallel.row_tensor import HEIGHT_DIM, Rows
 from weft.plan.rows import Exchange, overlap, widest_part
 from weft.plan.splits import Range, shares
-
-HEIGHT_DIM = 2
-"""Of maps (samples, channels, height, width), the only ones that have windows."""
 
 Gradients = tuple[torch.Tensor | None, ...]
 Slab = tuple[int, torch.Tensor]
@@ -117,12 +114,12 @@ class AddRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
-        return _added(x, group)
+        return added(x, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
-        return _added(gradient, ctx.group), None
+        return added(gradient, ctx.group), None
 
 
 fetch: Callable[..., torch.Tensor] = Fetch.apply
@@ -233,7 +230,7 @@ def _widened(part: torch.Tensor, rows: Rows) -> torch.Tensor:
     return wide
 
 
-def _added(x: torch.Tensor, group: Group) -> torch.Tensor:
+def added(x: torch.Tensor, group: Group) -> torch.Tensor:
     summed = x.clone(memory_format=torch.contiguous_format)
     all_reduce(summed, group)
     return summed

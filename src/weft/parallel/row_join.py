@@ -39,7 +39,7 @@ def join_first(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def overwrites_rows(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    name = getattr(func, "__name__", "")
+    name = getattr(func, "__name__", "").partition(".")[0]  # of torch.ops.aten.relu_.default, too
     is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     return isinstance(kwargs.get("out"), RowTensor) or (is_in_place and isinstance(args[0], RowTensor))
 

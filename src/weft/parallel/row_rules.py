@@ -3,7 +3,7 @@
     asked about      shapes are the whole image's; the rest (dtype, device, strides) is that of this rank's rows
     element by element, casts, other dims     each rank computes its rows
     windows          convolutions and pools fetch the rows they miss (`row_windows.py`)
-    sums             means, global pools and norms over rows add up what ranks have (`row_sums.py`)
+    sums             means, global pools and norms over rows add up what ranks have (`row_sums.py`, `row_norms.py`)
     everything else  the map is made whole first, on every rank, and stays so: a function that is not known is never
                      run on a part
 
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.errors import ModelError
-from weft.parallel import row_shapes, row_sums, row_windows
+from weft.parallel import row_norms, row_shapes, row_sums, row_windows
 from weft.parallel.randomness import mix
 from weft.parallel.row_join import elementwise, join_first, marked
 from weft.parallel.row_tensor import Function, RowTensor, Rule, mark, rows_of
@@ -71,10 +71,11 @@ def apply_rule(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """What a function makes where some of its arguments are rows of images."""
     rule = rule_for(func)
     if rule not in HARMLESS and _is_backward_of_function():
+        name = getattr(func, "__name__", func)
         raise ModelError(
-            f"a torch.autograd.Function of the model uses an image in its backward pass ({func.__name__}) of which it "
-            "has some rows only, together with gradients of these rows, which [axes] ring cannot follow; write it with "
-            "torch's own functions, or use ring = 1"
+            f"a torch.autograd.Function of the model uses an image in its backward pass ({name}) of which it has some "
+            "rows only, together with gradients of these rows, which [axes] ring cannot follow; write it with torch's "
+            "own functions, or use ring = 1"
         )
     return rule(func, args, kwargs)
 
@@ -110,6 +111,7 @@ def _table() -> dict[Function, Rule]:
         (["__len__"], length),
         (["dropout"], dropout),
         (["batch_norm"], batch_norm),
+        *row_norms.RULES,
         *row_shapes.RULES,
         *row_sums.RULES,
         *row_windows.RULES,

@@ -2,8 +2,9 @@
 are sums, which ranks add up instead of making the map whole.
 
     mean, sum, global average pooling      one all-reduce of what is left over
-    GroupNorm, InstanceNorm                two: of sums, and of squared deviations, as one process would take them
     softmax, amax, var, ... along height   the map is made whole
+
+Norms over rows are sums, too, and have a file of their own (`row_norms.py`).
 """
 
 from __future__ import annotations
@@ -14,12 +15,9 @@ from typing import Any
 
 import torch
 
-from weft.parallel.row_functions import HEIGHT_DIM, add_ranks
+from weft.parallel.row_functions import add_ranks
 from weft.parallel.row_join import elementwise, join_first, marked
-from weft.parallel.row_tensor import Function, Rows, RowTensor, Rule, mark, rows_of
-
-NARROW = (torch.float16, torch.bfloat16)
-"""Dtypes whose sums are taken in float32, as torch does inside."""
+from weft.parallel.row_tensor import HEIGHT_DIM, Function, Rows, RowTensor, Rule, rows_of, rows_of_images, wide_dtype
 
 
 def along(place: int, default: int | None = None) -> Rule:
@@ -65,8 +63,7 @@ def total(is_mean: bool) -> Rule:
 
 
 def _sum_over(x: torch.Tensor, dims: Sequence[int], keepdim: bool, rows: Rows) -> torch.Tensor:
-    wide = torch.float32 if x.dtype in NARROW else x.dtype
-    return add_ranks(x.sum(list(dims), keepdim, dtype=wide), rows.group)
+    return add_ranks(x.sum(list(dims), keepdim, dtype=wide_dtype(x.dtype)), rows.group)
 
 
 def global_pool(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -74,58 +71,11 @@ def global_pool(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
     def run(input: torch.Tensor, output_size: Any) -> Any:
         sizes = (output_size, output_size) if output_size is None or isinstance(output_size, int) else output_size
-        if tuple(sizes) != (1, 1) or _rows_of_images(input) is None:
+        if tuple(sizes) != (1, 1) or rows_of_images(input) is None:
             return join_first(func, args, kwargs)
         return total(True)(torch.mean, (input, (HEIGHT_DIM, HEIGHT_DIM + 1), True), {})
 
     return run(*args, **kwargs)
-
-
-def group_norm(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(input: torch.Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
-        if _rows_of_images(input) is None or input.shape[1] % num_groups:
-            return join_first(func, args, kwargs)
-        return normalised(input, num_groups, weight, bias, eps)  # type: ignore[arg-type]
-
-    return run(*args, **kwargs)
-
-
-def instance_norm(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(
-        input: torch.Tensor,
-        running_mean: Any = None,
-        running_var: Any = None,
-        weight: Any = None,
-        bias: Any = None,
-        use_input_stats: bool = True,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Any:
-        if _rows_of_images(input) is None or running_mean is not None or not use_input_stats:
-            return join_first(func, args, kwargs)
-        return normalised(input, input.shape[1], weight, bias, eps)  # type: ignore[arg-type]
-
-    return run(*args, **kwargs)
-
-
-def normalised(
-    x: RowTensor, num_groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-) -> RowTensor:
-    """Each image and group of channels by its mean and variance over all rows."""
-    rows = x.weft_rows
-    samples, channels, num_own, width = x.shape
-    wide = x.float() if x.dtype in NARROW else x
-    grouped = wide.reshape(samples, num_groups, channels // num_groups, num_own, width)
-    count = channels // num_groups * rows.height * width
-    mean = _sum_over(grouped, (2, 3, 4), True, rows) / count
-    centred = grouped - mean
-    variance = _sum_over(centred.square(), (2, 3, 4), True, rows) / count
-    made = (centred * torch.rsqrt(variance + eps)).reshape(x.shape)
-    if weight is not None:
-        made = made * weight.view(-1, 1, 1)
-    if bias is not None:
-        made = made + bias.view(-1, 1, 1)
-    return mark(made.to(x.dtype), rows)
 
 
 def on_last_dims(num_dims: Callable[[tuple[Any, ...], dict[str, Any]], int]) -> Rule:
@@ -161,11 +111,6 @@ def _dims(dims: Any, num_dims: int) -> list[int]:
     return [dim % num_dims for dim in ([dims] if isinstance(dims, int) else dims)]
 
 
-def _rows_of_images(x: torch.Tensor) -> Rows | None:
-    rows = rows_of(x)
-    return rows if rows is not None and rows.dim == HEIGHT_DIM and x.dim() == 4 else None
-
-
 _linear = on_last_dims(lambda args, kwargs: 1)
 
 REDUCED = "amax amin argmax argmin max min logsumexp var std prod any all".split()
@@ -178,8 +123,6 @@ RULES: tuple[tuple[list[str], Rule], ...] = (
     (["sum"], total(False)),
     (["mean"], total(True)),
     (["adaptive_avg_pool2d"], global_pool),
-    (["group_norm"], group_norm),
-    (["instance_norm"], instance_norm),
     (["layer_norm", "rms_norm"], on_last_dims(_num_normalised)),
     (["linear"], _linear),
     (["matmul", "__matmul__"], matmul),

@@ -20,6 +20,9 @@ import torch
 from weft.comm.group import Group
 from weft.plan.splits import Range, shares
 
+HEIGHT_DIM = 2
+"""Of images and maps (samples, channels, height, width), the only ones that have windows."""
+
 Function = Callable[..., Any]
 Rule = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -88,3 +91,14 @@ def mark(local: torch.Tensor, rows: Rows) -> RowTensor:
 def rows_of(value: Any) -> Rows | None:
     """How a value is split; None for what is whole."""
     return value.weft_rows if isinstance(value, RowTensor) else None
+
+
+def rows_of_images(x: torch.Tensor) -> Rows | None:
+    """How images are split; None for what is whole, or has other dims than images have."""
+    rows = rows_of(x)
+    return rows if rows is not None and rows.dim == HEIGHT_DIM and x.dim() == 4 else None
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which sums are taken over many entries, as torch does inside."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

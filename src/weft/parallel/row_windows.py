@@ -15,9 +15,9 @@ from typing import Any, TypeGuard
 import torch
 import torch.nn.functional as F
 
-from weft.parallel.row_functions import HEIGHT_DIM, fetch, kept_in_parts
+from weft.parallel.row_functions import fetch, kept_in_parts
 from weft.parallel.row_join import join_first
-from weft.parallel.row_tensor import Function, RowTensor, Rule, mark, rows_of
+from weft.parallel.row_tensor import HEIGHT_DIM, Function, RowTensor, Rule, mark, rows_of, rows_of_images
 from weft.plan.rows import Window, exchange_for, window_counts
 
 Sizes = int | Sequence[int]
@@ -149,7 +149,8 @@ def pad(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return join_first(func, args, kwargs)
         first = 2 * (input.dim() - 1 - rows.dim)
         above, below = pad[first : first + 2] if len(pad) > first else (0, 0)
-        if above == below == 0:
+        has_all = rows.height >= rows.group.size
+        if above == below == 0 and (has_all or mode == "constant"):  # others want a row at least
             return mark(func(input, pad, mode, value), rows)
         window = Window(before=above, after=below)
         if mode != "constant" or not has_windows(input, window):
@@ -164,8 +165,8 @@ def pad(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def has_windows(input: torch.Tensor, window: Window) -> TypeGuard[RowTensor]:
     """Whether this is rows of images of which windows can be made; torch says what is wrong with the others."""
-    rows = rows_of(input)
-    return rows is not None and rows.dim == HEIGHT_DIM and input.dim() == 4 and window.out_height(rows.height) > 0
+    rows = rows_of_images(input)
+    return rows is not None and window.out_height(rows.height) > 0
 
 
 def _pair(sizes: Sizes) -> tuple[int, int]:

@@ -26,9 +26,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from weft.comm.group import Group
 from weft.errors import ModelError
 from weft.parallel.batchnorm import SynchronisedBatchNorm
-from weft.parallel.row_functions import HEIGHT_DIM
 from weft.parallel.row_join import joined
-from weft.parallel.row_tensor import Rows, RowTensor, mark
+from weft.parallel.row_tensor import HEIGHT_DIM, Rows, RowTensor, mark
 
 
 class RowParallel:

@@ -23,6 +23,7 @@ from weft.blueprint import Positions
 from weft.comm.collectives import all_gather
 from weft.errors import ModelError
 from weft.mesh import Mesh
+from weft.parallel.absent import Absent
 from weft.parallel.hugging_face_attention import use_registry
 from weft.parallel.sequence_attention import Pass, SequenceAxes, attend, attend_traced, register
 from weft.plan.sequence import Places, make_places
@@ -57,7 +58,7 @@ class SequenceParallel:
         self._number = register(self._under_way)
         self._tables = _Tables(model, positions)
         for name in positions.modules if positions is not None else ():
-            model.get_submodule(name).register_forward_pre_hook(_Numbered(self))
+            model.get_submodule(name).register_forward_pre_hook(_Numbered(self, name), with_kwargs=True)
         self._holders = _holders(model)
         self._use_registry = use_registry(
             model, self.attend, now=lambda: self.now, numbers=lambda: self.numbers(self._now.places)
@@ -105,13 +106,16 @@ class SequenceParallel:
             return
         before = [(holder, name, getattr(holder, name)) for holder, name in self._holders]
         undo = self._use_registry() if self._use_registry is not None else None
+        has_fast_path = torch.backends.mha.get_fastpath_enabled()
         self.is_active = True
+        torch.backends.mha.set_fastpath_enabled(False)  # in evaluation torch's own layers would call no function
         for holder, name in self._holders:
             setattr(holder, name, self.stand_in)
         try:
             yield
         finally:
             self.is_active, self.now = False, None
+            torch.backends.mha.set_fastpath_enabled(has_fast_path)
             for holder, name, function in before:
                 setattr(holder, name, function)
             if undo is not None:
@@ -155,6 +159,10 @@ class SequenceParallel:
     ) -> Tensor:
         """What `F.scaled_dot_product_attention` is meanwhile."""
         del enable_gqa  # `attend` sees it by the number of heads
+        kind = query.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind):  # which casts what torch's attention is given
+            dtype = torch.get_autocast_dtype(kind)
+            query, key, value = (one if one.dtype == torch.float64 else one.to(dtype) for one in (query, key, value))
         if dropout_p > 0:
             raise ModelError(
                 f"attention drops {dropout_p:g} of its weights, which weft does not do over several ranks; set the "
@@ -258,18 +266,26 @@ class _Tables:
 class _Numbered:
     """Replaces 0 to T - 1, which is all a model can know of its tokens, by where they are."""
 
-    def __init__(self, sequence: SequenceParallel) -> None:
+    def __init__(self, sequence: SequenceParallel, name: str) -> None:
         self._sequence = sequence
+        self._name = name
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         now = self._sequence.now
-        if now is None or not isinstance(args[0], Tensor):  # on another stage
+        if now is None or any(isinstance(given, Absent) for given in (*args, *kwargs.values())):
             return None
-        given = args[0]
-        numbers = self._sequence.numbers(now.places).to(given.device, given.dtype)
-        if given.shape[-1] != len(numbers):
+        numbers = self._sequence.numbers(now.places)
+        given = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+        if given is None or not given.dim() or given.shape[-1] != len(numbers):
+            what = "no tensor" if given is None else f"a tensor of {tuple(given.shape)}"
             raise ModelError(
-                f"a module that is given positions was given {tuple(given.shape)} of them for {len(numbers)} tokens; "
-                "weft_blueprint() names modules that are called with one number a token"
+                f'"{self._name}", which weft_blueprint() says is given positions, was given {what} for {len(numbers)} '
+                "tokens; name modules that are called with one number a token"
             )
-        return (numbers.expand(given.shape), *args[1:])
+        right = numbers.to(given.device, given.dtype).expand(given.shape)
+        return (
+            tuple(right if one is given else one for one in args),
+            {name: right if one is given else one for name, one in kwargs.items()},
+        )

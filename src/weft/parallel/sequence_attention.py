@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from weft.errors import ModelError
 from weft.parallel.attention_kernels import Gradients
 from weft.parallel.split_attention import (
     Call,
@@ -41,6 +42,7 @@ def attend(
     scale: float | None = None,
 ) -> Tensor:
     """[B, H, T, E]: what this rank's queries see in the whole sequence. All ranks of both axes call it together."""
+    q_BHTD, k_BGTD, v_BGTE = _cast(q_BHTD, k_BGTD, v_BGTE)
     call = make_call(
         num_heads=(q_BHTD.shape[1], k_BGTD.shape[1]),
         widths=(q_BHTD.shape[3], k_BGTD.shape[3], v_BGTE.shape[3]),
@@ -51,6 +53,19 @@ def attend(
     )
     made: Tensor = _Attend.apply(q_BHTD, k_BGTD, v_BGTE, call)  # type: ignore[no-untyped-call]
     return made
+
+
+def _cast(*tensors: Tensor) -> list[Tensor]:
+    """In one dtype, which is under autocast the one that torch's own attention would compute in."""
+    device = tensors[0].device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        tensors = tuple(one if one.dtype == torch.float64 else one.to(dtype) for one in tensors)
+    dtypes = [one.dtype for one in tensors]
+    if len(set(dtypes)) > 1:
+        q, k, v = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ModelError(f"attention is given queries in {q}, keys in {k} and values in {v}; cast them to one dtype")
+    return list(tensors)
 
 
 class _Attend(torch.autograd.Function):
@@ -95,6 +110,7 @@ def attend_traced(
     now = _sources[number].now
     assert now is not None, "attention outside of a pass"
     places = now.places
+    q_BHTD, k_BGTD, v_BGTE = _cast(q_BHTD, k_BGTD, v_BGTE)
     made: Tensor = attention(
         q_BHTD,
         k_BGTD,

@@ -24,13 +24,14 @@ from torch import Tensor
 from weft.comm.group import Group
 from weft.parallel.attention_kernels import Gradients, accumulator_dtype
 from weft.parallel.attention_masks import make_masks
-from weft.parallel.ring import WireRotation, ring_backward, ring_forward
-from weft.parallel.ring_self_attention import self_attention_backward, self_attention_forward
+from weft.parallel.ring import backward_steps, forward_steps
+from weft.parallel.ring_self_attention import self_attention_backward_steps, self_attention_forward_steps
+from weft.parallel.rotation import WireRotation, finish
 from weft.parallel.ulysses import heads_of, to_heads, to_tokens
 from weft.plan.sequence import HeadShares, Places, share_heads
 
-FORWARDS = {"ring": ring_forward, "ring-self-attention": self_attention_forward}
-BACKWARDS = {"ring": ring_backward, "ring-self-attention": self_attention_backward}
+FORWARDS = {"ring": forward_steps, "ring-self-attention": self_attention_forward_steps}
+BACKWARDS = {"ring": backward_steps, "ring-self-attention": self_attention_backward_steps}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +138,7 @@ def forward(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, call: Call) -> Resul
     repeated = call.repeated_keys(q.device)
     if repeated is not None:
         k, v = k[:, repeated], v[:, repeated]
-    out, rest = FORWARDS[call.axes.variant](q, k, v, **call.settings())
+    ((out, rest),) = finish(FORWARDS[call.axes.variant](q, k, v, **call.settings()))
     if not call.has_ulysses:
         return out, rest, received, q.new_empty(0)
     (of_tokens,) = to_tokens([(out, heads.queries)], group)
@@ -178,7 +179,7 @@ def backward(grad_BHTE: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, re
     num_keys, repeated = k.shape[1], call.repeated_keys(k.device)
     if repeated is not None:
         k, v = k[:, repeated], v[:, repeated]
-    dq, dk, dv = BACKWARDS[call.axes.variant](grad, q, k, v, out, rest, **call.settings())
+    ((dq, dk, dv),) = finish(BACKWARDS[call.axes.variant](grad, q, k, v, out, rest, **call.settings()))
     if repeated is not None:
         dk, dv = (_summed(one, repeated, num_keys) for one in (dk, dv))
     if not call.has_ulysses:

@@ -43,7 +43,7 @@ class Axes(Section):
     pipeline: int = declare(1, Whole(minimum=1), "Ranks that each hold their own run of the model's blocks.")
     tensor: int = declare(1, Whole(minimum=1), "Ranks that share every matrix of a block.")
     ulysses: int = declare(1, Whole(minimum=1), "Sequence parallelism inside a node, by all-to-all over heads.")
-    ring: int = declare(1, Whole(minimum=1), "Sequence parallelism between nodes, by ring attention.")
+    ring: int = declare(1, Whole(minimum=1), "Sequence parallelism between nodes, by ring attention; images by rows.")
     order: tuple[str, ...] = declare(
         AXES,
         Permutation(AXES),

@@ -19,6 +19,7 @@ what a run of queries may see of another rank's keys is a prefix of them, and pa
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -106,6 +107,7 @@ class Rectangle:
         return length * (length + 1) // 2 if self.is_causal else length * (stop - start)
 
 
+@functools.lru_cache(maxsize=4096)  # asked for every block of every layer
 def rectangles(places: Places, queries: int, keys: int, *, is_causal: bool) -> tuple[Rectangle, ...]:
     """What ring rank `queries` computes with the keys of ring rank `keys`; nothing where it may see none of them.
 

@@ -39,9 +39,6 @@ class Cutter(Protocol):
     def part_of_whole(self, whole: Tensor) -> Tensor:
         """This rank's part of a whole output of the latest pass."""
 
-    def without_padding(self, output: Tensor) -> Tensor:
-        """What of an output of the latest pass is in the whole one too."""
-
     def active(self) -> AbstractContextManager[None]:
         """Passes of the model happen in here."""
 
@@ -53,6 +50,9 @@ class Cutter(Protocol):
 
     def prepare(self, model: nn.Module) -> None:
         """Change the model itself, after all else has been done to it."""
+
+    def weight(self, inputs: Any) -> int:
+        """What a mean over this rank's part of a sample counts for, where means are over samples: its tokens."""
 
     def around(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """How the model is called."""

@@ -16,6 +16,7 @@ from weft.plan.plan import said
 from weft.training.cutters import Cutter
 from weft.training.imaging import RowCutter
 from weft.training.sequencing import TokenCutter
+from weft.training.splitting import left_out
 from weft.training.trees import tensors_of
 
 
@@ -28,6 +29,9 @@ def cutters(mesh: Mesh, blueprint: Blueprint, example: Any) -> Callable[[nn.Modu
         return lambda model: RowCutter(RowParallel(mesh.group("ring", "rows")))
 
     def cut_tokens(model: nn.Module) -> Cutter:
+        problems = left_out(model, "[axes] ring or ulysses > 1", "set them to 1")
+        if problems:
+            raise ModelError(problems)
         sequence = SequenceParallel(model, mesh, blueprint.positions)
         if example is None and blueprint.positions is None and not sequence.is_known:
             raise ModelError(
@@ -49,7 +53,6 @@ def _refuse_with_images(mesh: Mesh) -> None:
             ("axes.tensor", plan.axes.tensor > 1, "give its ranks to ring or data"),
             ("sequence.layout", plan.sequence.layout != "zigzag", "leave it out"),
             ("sequence.variant", plan.sequence.variant != "ring", "leave it out"),
-            ("recompute.policy", plan.recompute.policy == "selective", 'set it to "full"'),
             ("compile.blocks", plan.compile.blocks, "set it to false"),
             ("data.buffers", plan.data.buffers != "synchronise", 'set it to "synchronise"'),
         )

@@ -52,5 +52,6 @@ class RowCutter:
     def part_of_whole(self, whole: Tensor) -> Tensor:
         return whole
 
-    def without_padding(self, output: Tensor) -> Tensor:
-        return output
+    def weight(self, inputs: Any) -> int:
+        del inputs
+        return 1

@@ -101,10 +101,16 @@ def count_targets(targets: Any) -> Count:
             "the targets hold no tensor, so weft cannot tell how many there are; let the loss return (sum, count)"
         )
     first = tensors[0]
-    if first.is_floating_point() or first.is_complex() or first.dtype == torch.bool:
+    if are_samples_counted(targets):
         return first.shape[0]
     counted = (first != IGNORED_TARGET).sum()
     return counted if first.is_cuda else int(counted)
+
+
+def are_samples_counted(targets: Any) -> bool:
+    """Whether a mean over these targets is one over samples: they are no integers."""
+    first = tensors_of(targets)[0]
+    return first.is_floating_point() or first.is_complex() or first.dtype == torch.bool
 
 
 def forward(model: Callable[..., Any], inputs: Any) -> Any:

@@ -8,18 +8,15 @@ it after. A scale that makes a gradient overflow halves, and the step is skipped
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import SUPPORTED_NODES, tree_map_only
 
 from weft.parallel.units import DTYPES
 from weft.plan.plan import Plan
 from weft.training.loss import forward
-from weft.training.trees import map_tensors
+from weft.training.trees import map_output, map_tensors
 
 _HALF = (torch.float16, torch.bfloat16)
 _FIRST_SCALE = 2.0**16
@@ -49,14 +46,7 @@ class Caller:
 
 def widen(output: Any) -> Any:
     """The same output with its 16-bit tensors in float32, in the containers it came in."""
-    if dataclasses.is_dataclass(output) and not isinstance(output, type | Mapping):
-        fields = {field.name: widen(getattr(output, field.name)) for field in dataclasses.fields(output) if field.init}
-        return dataclasses.replace(output, **fields)
-    if isinstance(output, MutableMapping) and type(output) not in SUPPORTED_NODES:
-        widened = copy.copy(output)
-        widened.update({key: widen(value) for key, value in output.items()})
-        return widened
-    return tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype in _HALF else t, output)
+    return map_output(lambda tensor: tensor.float() if tensor.dtype in _HALF else tensor, output)
 
 
 class LossScale:

@@ -30,7 +30,7 @@ from weft.plan.splits import Region
 from weft.training.cutters import Cutter, MakeWhole
 from weft.training.loss import forward
 from weft.training.modes import evaluating
-from weft.training.trees import map_tensors, num_samples, split_tree, tensors_of
+from weft.training.trees import map_output, map_tensors, num_samples, split_tree
 
 log = logging.getLogger("weft")
 
@@ -42,6 +42,8 @@ _MOST_SAMPLES = 2
 _MOST_TOKENS = 64
 """Of the example on each rank: whole sequences may be longer than a rank can hold."""
 _GRADIENT = "the gradient of "
+_NOISE = 0.1
+"""Of biases and of weights of norms."""
 _SMALL = 1e-3
 """A gradient is measured against this part of the model's largest, if its own largest entry is smaller."""
 
@@ -70,11 +72,25 @@ def probe_split(
     few = split_tree(example, 0, min(num_samples(example), _MOST_SAMPLES))
     if make_cutter is not None:
         few = make_cutter(model).shorten(few, _MOST_TOKENS * mesh.sequence_size)
+    tried = model
     whole: dict[str, torch.Tensor] = {}
-    _together(mesh, "the model fails on the example", lambda: whole.update(_pass_whole(model, few, device, is_first)))
+
+    def try_whole() -> None:
+        nonlocal tried
+        if is_first:
+            tried, found = _pass_whole(model, few, device)
+            whole.update(found)
+
+    _together(mesh, "the model fails on the example", try_whole)
     if not gather_values(bool(whole), mesh.everyone("control"), device)[0]:
+        if make_cutter is not None:
+            raise ModelError(
+                f"the output of the model holds no tensor that learns, so whether it may be split over {_axes(mesh)} "
+                "cannot be tried; return tensors, or a tuple, dict or dataclass of them"
+            )
         return  # nothing learns from its output
-    tensor = TensorParallel(_cut_copy(model, mesh, blueprint, regions), mesh, blueprint, regions)
+    tensor = TensorParallel(_cut_copy(model, tried, mesh, blueprint, regions), mesh, blueprint, regions)
+    del tried
     tensor.install(keep_output=False)
     tensor.split_tokens(None)
     cutter = None if make_cutter is None else make_cutter(tensor.model)
@@ -108,32 +124,52 @@ def _pass_split(model: nn.Module, inputs: Any, mesh: Mesh, cutter: Cutter | None
     return found
 
 
-def _pass_whole(model: nn.Module, inputs: Any, device: torch.device, is_first: bool) -> dict[str, torch.Tensor]:
-    """The first rank's answer, whose weights are everybody's: on its device if the whole model fits there."""
-    if not is_first:
-        return {}
+def _pass_whole(model: nn.Module, inputs: Any, device: torch.device) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The first rank's answer, and the weights it was given with: on its device if the whole model fits there.
+
+    A model that has learned nothing yet hides much: scores of attention are near 0, so that positions hardly matter,
+    and some layers are 0 altogether. So it is tried with weights as large as its layers bear, if it can be.
+    """
     before = next(model.parameters()).device
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    moves = device.type == "cuda" and before != device and 4 * num_bytes < torch.cuda.mem_get_info(device)[0]
+    moves = device.type == "cuda" and before != device and 6 * num_bytes < torch.cuda.mem_get_info(device)[0]
     place = device if moves else before
-    if moves:
-        model.to(device)
-    found = _pass(model, map_tensors(lambda leaf: leaf.to(place), inputs))
-    if moves:
-        model.to(before)
-    return {what: tensor.to(device) for what, tensor in found.items()}
+    given = map_tensors(lambda leaf: leaf.to(place), inputs)
+    noisy = _with_noise(model).to(place)
+    found = _pass(noisy, given)
+    if not all(bool(tensor.isfinite().all()) for tensor in found.values()):
+        noisy = copy.deepcopy(model).to(place)
+        found = _pass(noisy, given)
+    return noisy, {what: tensor.to(device) for what, tensor in found.items()}
 
 
-def _cut_copy(model: nn.Module, mesh: Mesh, blueprint: Blueprint, regions: tuple[Region, ...]) -> nn.Module:
-    """A copy of the first rank's model with this rank's shares, made without a second whole one."""
+@torch.no_grad()
+def _with_noise(model: nn.Module) -> nn.Module:
+    """A copy whose weights are not small: each has the spread that keeps the size of what a layer is given."""
+    made, drawn = copy.deepcopy(model), torch.Generator().manual_seed(0)
+    looked_up = {id(module.weight) for module in made.modules() if isinstance(module, nn.Embedding)}
+    for parameter in made.parameters():
+        if not parameter.is_floating_point():
+            continue
+        spread = parameter[0].numel() ** -0.5 if parameter.dim() > 1 and len(parameter) else _NOISE
+        noise = torch.randn(parameter.shape, generator=drawn) * (1.0 if id(parameter) in looked_up else spread)
+        parameter.add_(noise.to(parameter.device, parameter.dtype))
+    return made
+
+
+def _cut_copy(
+    model: nn.Module, tried: nn.Module, mesh: Mesh, blueprint: Blueprint, regions: tuple[Region, ...]
+) -> nn.Module:
+    """A copy of what the first rank tried, with this rank's shares, made without a second whole one."""
     cutting, device = TensorParallel(model, mesh, blueprint, regions), mesh.world.device
     memo: dict[int, Any] = {}
+    named, tensors = dict(tried.named_parameters()), dict(tried.named_buffers())
     for name, parameter in model.named_parameters():
-        there = parameter.detach().to(device, copy=True)
+        there = named[name].detach().to(device, copy=True)
         broadcast(there, mesh.everyone("control"))
         memo[id(parameter)] = nn.Parameter(cutting.cut_one(name, there), requires_grad=parameter.requires_grad)
     for name, buffer in model.named_buffers():
-        there = buffer.detach().to(device, copy=True)
+        there = tensors[name].detach().to(device, copy=True)
         broadcast(there, mesh.everyone("control"))
         memo[id(buffer)] = cutting.cut_one(name, there)
     return copy.deepcopy(model, memo)
@@ -152,7 +188,9 @@ def _pass(
     """
     with evaluating(model), torch.enable_grad():
         output = forward(model, inputs) if call is None else call(inputs)
-        outputs = [leaf for leaf in tensors_of(output) if leaf.requires_grad]
+        found_in: list[torch.Tensor] = []
+        map_output(lambda leaf: found_in.append(leaf) or leaf, output)  # type: ignore[func-returns-value]
+        outputs = [leaf for leaf in found_in if leaf.requires_grad]
         if not outputs:
             return {}
         drawn = torch.Generator().manual_seed(0)
@@ -224,8 +262,6 @@ def _compare(
         else:
             mine = split.get(what, torch.zeros_like(true))
             expected = true if cutter is None else cutter.part_of_whole(true)
-            if cutter is not None:
-                mine = cutter.without_padding(mine)
         measured[number, 1] = _largest(true)
         if mesh.data_rank == 0:  # others may have been given another example
             is_alike = mine.shape == expected.shape

@@ -1,8 +1,9 @@
 """From whole sequences to this rank's tokens of them: what a step is given is cut here, before the model sees it.
 
 Whatever has one entry a token is cut along its dim 1, in the order of the plan's layout: inputs, targets, masks of
-padding. Sequences that do not divide are padded at their end, with targets that count for nothing; causal attention
-never looks there, and other attention is kept from it. Positions are added, where the model can be told of them.
+padding. Sequences that do not divide are padded at their end, for the model only: with their last token again, which
+any model can bear; causal attention never looks there, other attention is kept from it, and no loss sees it. Positions
+are added, where the model can be told of them.
 """
 
 from __future__ import annotations
@@ -21,11 +22,10 @@ from weft.parallel.batchnorm import has_batch_norms
 from weft.parallel.hugging_face_inputs import inputs_of
 from weft.parallel.sequence import SequenceParallel
 from weft.parallel.sequence_attention import Pass
-from weft.parallel.vocabulary import IGNORED_TARGET
 from weft.plan.sequence import Places
 from weft.plan.splits import Range
 from weft.training.cutters import MakeWhole
-from weft.training.trees import Arguments, map_tensors, named_tensors, num_samples
+from weft.training.trees import Arguments, map_output, map_tensors, named_tensors, num_samples
 
 _TOKEN_DIM = 1
 
@@ -65,7 +65,17 @@ class TokenCutter:
             self._latest: Places = inputs.now.places
 
     def around(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return call
+        def call_without_padding(inputs: Any) -> Any:
+            output = call(inputs)
+            if not isinstance(inputs, Arguments) or inputs.now.places.num_tokens == inputs.now.places.padded:
+                return output
+            num_padded, num_real = inputs.now.places.tokens_per_rank, self._num_real(inputs.now.places)
+            return map_output(lambda one: one[:, :num_real] if _is_of_tokens(one, num_padded) else one, output)
+
+        return call_without_padding
+
+    def weight(self, inputs: Any) -> int:
+        return self._num_real(inputs.now.places)
 
     def cut(self, inputs: Any, targets: Any) -> tuple[Arguments, Any]:
         """This rank's tokens of a micro-batch."""
@@ -109,24 +119,36 @@ class TokenCutter:
     def shorten(self, inputs: Any, most: int) -> Any:
         whole = self._whole(inputs)
         num_tokens = whole.named[whole.along[0]].shape[_TOKEN_DIM]
-        return map_tensors(lambda t: t[:, :most] if _has_tokens(t, num_tokens) else t, inputs)
+        most = min(most, num_tokens)
+        if self.sequence.places(most).padded == most > 1:
+            most -= 1  # so that padding is tried too
+
+        def shortened(tensor: Tensor) -> Tensor:
+            if _has_tokens(tensor, num_tokens):
+                return tensor[:, :most]
+            is_length = tensor.dim() == 1 and not tensor.is_floating_point() and tensor.dtype != torch.bool
+            if is_length and len(tensor) and 0 <= int(tensor.min()) <= int(tensor.max()) <= num_tokens:
+                return (tensor * most).div(num_tokens, rounding_mode="floor").clamp(min=1).to(tensor.dtype)
+            return tensor
+
+        return map_tensors(shortened, inputs)
 
     def part_of_output(self, output: Tensor, make: MakeWhole) -> Tensor:
         places = self._latest
-        if output.dim() <= _TOKEN_DIM or output.shape[_TOKEN_DIM] != places.tokens_per_rank:
+        num_real = self._num_real(places)
+        if not _is_of_tokens(output, num_real):
             raise ModelError(
-                f"the model's output for {places.tokens_per_rank} tokens has shape {tuple(output.shape)}, which has no "
-                "dim of tokens; with [axes] ring or ulysses > 1 it must answer for every token by itself, along dim 1"
+                f"the model's output for {num_real} tokens has shape {tuple(output.shape)}, without a dim of tokens; "
+                "with [axes] ring or ulysses > 1 it must answer for every token by itself, along dim 1"
             )
-        return take(make((output.shape[0], places.num_tokens, *output.shape[2:])), self.sequence.ranges(places))
+        return self.part_of_whole(make((output.shape[0], places.num_tokens, *output.shape[2:])))
 
     def part_of_whole(self, whole: Tensor) -> Tensor:
-        return self.without_padding(take(whole, self.sequence.ranges(self._latest)))
+        return take(whole, self.sequence.ranges(self._latest))[:, : self._num_real(self._latest)]
 
-    def without_padding(self, output: Tensor) -> Tensor:
-        places = self._latest
-        num_real = sum(max(min(stop, places.num_tokens) - start, 0) for start, stop in self.sequence.ranges(places))
-        return output[:, :num_real]
+    def _num_real(self, places: Places) -> int:
+        """Tokens of this rank that are no padding; they come first."""
+        return sum(max(min(stop, places.num_tokens) - start, 0) for start, stop in self.sequence.ranges(places))
 
     def _whole(self, inputs: Any) -> _Whole:
         found = inputs_of(self._model, inputs)
@@ -159,14 +181,7 @@ class TokenCutter:
                 "[axes] ring or ulysses > 1 every token has a target of its own, along dim 1"
             )
             return target
-        is_integer = not target.is_floating_point() and target.dtype != torch.bool
-        if places.padded > places.num_tokens and not is_integer:
-            problems.append(
-                f"{path} holds {target.dtype}, and sequences of {places.num_tokens} tokens must be padded to "
-                f"{places.padded} for this plan; only integer targets can say that they count for nothing (-100), so "
-                f"use sequences of {places.padded} tokens"
-            )
-        return take(target, self.sequence.ranges(places), fill=IGNORED_TARGET if is_integer else 0)
+        return take(target, self.sequence.ranges(places))[:, : self._num_real(places)]
 
     def _by_name(self, inputs: Any) -> dict[str, Any]:
         if isinstance(inputs, dict):
@@ -180,21 +195,25 @@ class TokenCutter:
         return dict(zip(self._names, given, strict=False))
 
 
-def take(tensor: Tensor, ranges: Sequence[Range], *, fill: float = 0) -> Tensor:
-    """These tokens of a tensor; beyond its end there are as many of `fill` as it takes."""
+def take(tensor: Tensor, ranges: Sequence[Range], *, fill: float | None = None) -> Tensor:
+    """These tokens of a tensor; beyond its end there is the last one again, or `fill`."""
     length = tensor.shape[_TOKEN_DIM]
     parts = [tensor[:, min(start, length) : min(stop, length)] for start, stop in ranges]
     num_missing = sum(stop - start for start, stop in ranges) - sum(part.shape[_TOKEN_DIM] for part in parts)
     if num_missing:
         # Ranges ascend, and padding is at the end of the sequence: what is missing comes last.
         shape = (tensor.shape[0], num_missing, *tensor.shape[_TOKEN_DIM + 1 :])
-        parts.append(tensor.new_full(shape, fill))
+        parts.append(tensor[:, -1:].expand(shape) if fill is None else tensor.new_full(shape, fill))
     return parts[0] if len(parts) == 1 else torch.cat(parts, _TOKEN_DIM)
 
 
 def pad(tensor_BS: Tensor, length: int, fill: float) -> Tensor:
     """Longer sequences, with this beyond their end."""
     return take(tensor_BS, ((0, length),), fill=fill)
+
+
+def _is_of_tokens(output: Tensor, num_tokens: int) -> bool:
+    return output.dim() > _TOKEN_DIM and output.shape[_TOKEN_DIM] == num_tokens
 
 
 def _has_tokens(tensor: Tensor, num_tokens: int) -> bool:

@@ -54,13 +54,7 @@ def _refuse_unsplittable(model: nn.Module, blueprint: Blueprint) -> None:
         for name, module in block.named_modules()
         if isinstance(module, _NormBase)
     ]
-    problems += [
-        f'"{path or type(model).__name__}" has {name} = {value}, and leaves out blocks at random; with [tensor] '
-        f"sequence = true each rank draws for its own tokens, so set {name} = 0, or sequence = false"
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if name.replace("_", "") in _LEAVES_OUT and isinstance(value, float) and value > 0
-    ]
+    problems += left_out(model, "[tensor] sequence = true", "sequence = false")
     inside = {parameter for block in blocks.values() for parameter in block.parameters()}
     prefixes = tuple(f"{name}." for name in blocks)
     problems += [
@@ -73,6 +67,17 @@ def _refuse_unsplittable(model: nn.Module, blueprint: Blueprint) -> None:
     ]
     if problems:
         raise ModelError(problems)
+
+
+def left_out(model: nn.Module, asked: str, instead: str) -> list[str]:
+    """What of a model leaves out blocks at random, which ranks that draw for their own tokens cannot do together."""
+    return [
+        f'"{path or type(model).__name__}" has {name} = {value}, and leaves out blocks at random; with {asked} each '
+        f"rank draws for its own tokens, so set {name} = 0, or {instead}"
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name.replace("_", "") in _LEAVES_OUT and isinstance(value, float) and value > 0
+    ]
 
 
 class KeepingShares:

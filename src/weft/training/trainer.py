@@ -46,13 +46,23 @@ from weft.training.data import Batches
 from weft.training.divergence import DivergenceCheck
 from weft.training.generate import generate_tokens, pick_token
 from weft.training.gradients import join_norm
-from weft.training.loss import Count, Loss, SplitCrossEntropy, count_targets, forward, loss_terms, no_loss
+from weft.training.loss import (
+    Count,
+    Loss,
+    SplitCrossEntropy,
+    are_samples_counted,
+    count_targets,
+    forward,
+    loss_terms,
+    no_loss,
+)
 from weft.training.modes import evaluating
 from weft.training.pipelined import Pipelined
 from weft.training.precision import Caller
 from weft.training.splitting import KeepingShares
 from weft.training.streaming import Streaming
 from weft.training.trees import map_tensors, num_samples, split_microbatches
+from weft.training.tried_loss import tried
 from weft.training.update import Update
 
 
@@ -94,6 +104,8 @@ class Trainer:
         self.tensor = tensor
         if tensor is not None and tensor.output is not None:
             loss = replace(loss, function=SplitCrossEntropy(share=tensor.output, group=tensor.group))
+        if mesh.sequence_size > 1 and not (cutter is None or cutter.draws_alike):
+            loss = tried(loss, mesh.group("ring+ulysses", "control"))
         self._tensor_group = mesh.group("tensor", "control")
         self._loss = loss
         self._call: Callable[[Any], Any] = Caller(model, mesh.plan, widens=not loss.counts_targets)
@@ -259,7 +271,9 @@ class Trainer:
             totals[1] += terms.count
 
         with evaluating(self.model), self._passes():
-            for batch in self._in_step(batches):
+            for number, batch in enumerate(self._in_step(batches)):
+                if number == 0:
+                    require_same_batch(self.mesh, *batch)
                 microbatches = self._cut(*batch)
                 if self.pipelined is not None:
                     self.pipelined.look(microbatches, lambda part, output: add(output, part.targets, part.count))
@@ -331,10 +345,16 @@ class Trainer:
                 map_tensors(lambda tensor: tensor.to(device, non_blocking=True), inputs_part),
                 map_tensors(lambda tensor: tensor.to(device, non_blocking=True), targets_part),
                 # Before it moves: counting on the host blocks nothing. A stage without the loss need not count.
-                count_targets(targets_part) if self._has_loss else 0,
+                self._count(inputs_part, targets_part) if self._has_loss else 0,
             )
             for inputs_part, targets_part in parts
         ]
+
+    def _count(self, inputs: Any, targets: Any) -> Count:
+        counted = count_targets(targets)
+        if self.cutter is None or not are_samples_counted(targets):
+            return counted
+        return counted * self.cutter.weight(inputs)
 
     def _passes(self) -> AbstractContextManager[None]:
         """Passes of the model happen in here."""
@@ -350,6 +370,7 @@ class Trainer:
         if not self._empty_forward:
             self.sync.pass_by()
             return
+        self._enter(inputs)
         with self.sync.ignoring():
             no_loss(self._call(inputs)).backward()
 

@@ -7,11 +7,14 @@ strings, None, 0-dim tensors) belong to every sample and pass through unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import SUPPORTED_NODES, tree_map_only
 from torch.utils.data import default_collate
 
 from weft.errors import DataError
@@ -46,6 +49,22 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
     if isinstance(tree, tuple | list):
         return _like(tree, [map_tensors(function, branch) for branch in tree])
     return tree
+
+
+def map_output(function: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
+    """The same for what a model returns, also in objects of its own: dataclasses, and mappings of other kinds."""
+    if dataclasses.is_dataclass(output) and not isinstance(output, type | Mapping):
+        fields = {
+            field.name: map_output(function, getattr(output, field.name))
+            for field in dataclasses.fields(output)
+            if field.init
+        }
+        return dataclasses.replace(output, **fields)
+    if isinstance(output, MutableMapping) and type(output) not in SUPPORTED_NODES:
+        mapped = copy.copy(output)
+        mapped.update({key: map_output(function, value) for key, value in output.items()})
+        return mapped
+    return tree_map_only(torch.Tensor, function, output)
 
 
 def named_tensors(tree: Tree, path: str = "batch") -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,0 +1,118 @@
+"""GroupNorm and InstanceNorm of images split by rows: statistics are those of the whole image.
+
+Ranks add up their sums, then their squared deviations from the mean, as one process takes them; backward they add up
+two sums of the gradient. Kept for the backward pass are the rows that were normalised, as torch's own function does,
+and the statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from weft.parallel.row_functions import added
+from weft.parallel.row_join import join_first
+from weft.parallel.row_tensor import Function, Rows, RowTensor, Rule, mark, rows_of_images, wide_dtype
+
+
+class NormaliseGroups(torch.autograd.Function):
+    """y = (x − mean) / sqrt(variance + eps) · weight + bias; mean and variance of each image and group of channels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        num_groups: int,
+        eps: float,
+        rows: Rows,
+    ) -> torch.Tensor:
+        grouped = _grouped(x, num_groups)
+        ctx.rows, ctx.num_groups = rows, num_groups
+        ctx.count = x.shape[1] // num_groups * rows.height * x.shape[3]
+        mean = added(grouped.sum(2, keepdim=True), rows.group) / ctx.count
+        centred = grouped - mean
+        variance = added(centred.square().sum(2, keepdim=True), rows.group) / ctx.count
+        inverse = torch.rsqrt(variance + eps)
+        ctx.save_for_backward(x, weight, bias, mean, inverse)
+        made: torch.Tensor = centred.mul_(inverse).view(x.shape)
+        if weight is not None:
+            made = made * weight.view(-1, 1, 1)
+        if bias is not None:
+            made = made + bias.view(-1, 1, 1)
+        return made.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with torch._C.DisableTorchFunctionSubclass():
+            x, weight, bias, mean, inverse = ctx.saved_tensors
+            normalised = (_grouped(x, ctx.num_groups) - mean).mul_(inverse)
+            wide = gradient.to(normalised.dtype)
+            into_weight = (wide * normalised.view(x.shape)).sum((0, 2, 3)) if weight is not None else None
+            into_bias = wide.sum((0, 2, 3)) if bias is not None else None
+            scaled = wide if weight is None else wide * weight.view(-1, 1, 1)
+            grouped = _grouped(scaled, ctx.num_groups)
+            sums = torch.cat([grouped.sum(2, keepdim=True), (grouped * normalised).sum(2, keepdim=True)], 2)
+            first, second = (added(sums, ctx.rows.group) / ctx.count).split(1, 2)
+            into_x = ((grouped - first - normalised * second) * inverse).view(x.shape)
+            return (
+                into_x.to(x.dtype),
+                None if into_weight is None else into_weight.to(weight.dtype),
+                None if into_bias is None else into_bias.to(bias.dtype),
+                None,
+                None,
+                None,
+            )
+
+
+normalise_groups: Callable[..., torch.Tensor] = NormaliseGroups.apply
+
+
+def _grouped(x: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """(samples, groups, entries of a group that are here)"""
+    samples, channels, num_own, width = x.shape
+    return x.to(wide_dtype(x.dtype)).reshape(samples, num_groups, channels // num_groups * num_own * width)
+
+
+def group_norm(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(input: torch.Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+        rows = rows_of_images(input)
+        if rows is None or input.shape[1] % num_groups or _are_rows(weight, bias):
+            return join_first(func, args, kwargs)
+        return mark(normalise_groups(input, weight, bias, num_groups, eps, rows), rows)
+
+    return run(*args, **kwargs)
+
+
+def instance_norm(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        input: torch.Tensor,
+        running_mean: Any = None,
+        running_var: Any = None,
+        weight: Any = None,
+        bias: Any = None,
+        use_input_stats: bool = True,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Any:
+        rows = rows_of_images(input)
+        if rows is None or running_mean is not None or not use_input_stats or _are_rows(weight, bias):
+            return join_first(func, args, kwargs)
+        return mark(normalise_groups(input, weight, bias, input.shape[1], eps, rows), rows)
+
+    return run(*args, **kwargs)
+
+
+def _are_rows(*values: Any) -> bool:
+    return any(isinstance(value, RowTensor) for value in values)
+
+
+RULES: tuple[tuple[list[str], Rule], ...] = (
+    (["group_norm"], group_norm),
+    (["instance_norm"], instance_norm),
+)

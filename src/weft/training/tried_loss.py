@@ -1,0 +1,114 @@
+"""Whether a loss of the user's own may be taken of some tokens at a time: tried once, with its first targets.
+
+Ranks that share a sequence each take the loss of their own tokens, and add up. That is the loss of the whole only if no
+token's part of it depends on another's: not if the loss shifts targets itself, or divides by something of the sequence.
+So before its first use, the loss of all of a rank's tokens is compared with that of two halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from weft.comm.collectives import all_reduce
+from weft.comm.group import Group
+from weft.errors import ModelError
+from weft.training.loss import Loss, LossFunction, are_samples_counted, count_targets, loss_terms
+from weft.training.trees import map_output, map_tensors, tensors_of
+
+_TOKEN_DIM = 1
+_MOST_SAMPLES, _MOST_TOKENS = 2, 64
+_ALLOWED = 1e-3
+"""Relative difference of the two."""
+
+
+def tried(loss: Loss, group: Group) -> Loss:
+    """The same loss, tried before its first use; `group` shares sequences. The built-in one is known."""
+    return loss if loss.counts_targets else replace(loss, function=_Tried(loss, group))
+
+
+class _Tried:
+    """Stands in for a loss function."""
+
+    def __init__(self, loss: Loss, group: Group) -> None:
+        self._loss = loss
+        self._group = group
+        self._is_tried = False
+
+    def __call__(self, output: Any, targets: Any) -> Any:
+        if not self._is_tried:
+            self._is_tried = True
+            self._try(output, targets)
+        function: LossFunction = self._loss.function
+        return function(output, targets)
+
+    @torch.no_grad()
+    def _try(self, output: Any, targets: Any) -> None:
+        found = _difference(self._loss, output, targets)
+        worst = torch.tensor([found or 0.0], dtype=torch.float64, device=tensors_of(targets)[0].device)
+        all_reduce(worst, self._group, op="max")
+        if float(worst) > _ALLOWED:
+            raise ModelError(
+                f"the loss of some tokens and that of the others do not add up to the loss of all ({float(worst):.1e} "
+                "off), so ranks that share a sequence cannot each take it of their own; let every token's part of it "
+                "depend on that token only (shift targets in the data, take means over tokens), or set [axes] ring and "
+                "ulysses to 1"
+            )
+
+
+def _difference(loss: Loss, output: Any, targets: Any) -> float | None:
+    """How far the means of all tokens and of both halves are apart; None if that cannot be told here."""
+    lengths = {tensor.shape[_TOKEN_DIM] for tensor in tensors_of(targets) if tensor.dim() > _TOKEN_DIM}
+    if len(lengths) != 1 or min(lengths) < 2:
+        return None
+    num_tokens = min(*lengths, _MOST_TOKENS)
+    drawn = torch.Generator().manual_seed(0)
+
+    def draw(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        return torch.randn(tensor.shape, generator=drawn).to(tensor.device, tensor.dtype)
+
+    few = map_output(draw, _narrowed(output, 0, num_tokens, max(lengths), map_output))
+    goal = _narrowed(targets, 0, num_tokens, max(lengths), map_tensors)
+    middle = num_tokens // 2
+    try:
+        whole = _sum_and_count(loss, few, goal, num_tokens)
+        halves = [
+            _sum_and_count(
+                loss,
+                _narrowed(few, start, stop, num_tokens, map_output),
+                _narrowed(goal, start, stop, num_tokens, map_tensors),
+                stop - start,
+            )
+            for start, stop in ((0, middle), (middle, num_tokens))
+        ]
+    except Exception:  # whatever it cannot bear of this, it may bear of real outputs
+        return None
+    total, count = sum(one for one, _ in halves), sum(one for _, one in halves)
+    if not whole[1] or not count:
+        return None
+    mean = whole[0] / whole[1]
+    return abs(total / count - mean) / max(abs(mean), 1e-6)
+
+
+def _narrowed(tree: Any, start: int, stop: int, length: int, map_all: Callable[..., Any]) -> Any:
+    """Some tokens of a few samples."""
+
+    def narrow(tensor: torch.Tensor) -> torch.Tensor:
+        few = tensor[:_MOST_SAMPLES] if tensor.dim() else tensor
+        has_tokens = few.dim() > _TOKEN_DIM and few.shape[_TOKEN_DIM] == length
+        return few[:, start:stop] if has_tokens else few
+
+    return map_all(narrow, tree)
+
+
+def _sum_and_count(loss: Loss, output: Any, targets: Any, num_tokens: int) -> tuple[float, float]:
+    count = count_targets(targets)
+    if are_samples_counted(targets):
+        count = count * num_tokens
+    terms = loss_terms(loss, output, targets, int(count))
+    return float(terms.value * terms.multiplier), float(terms.count)
