@@ -5,9 +5,9 @@
 
 Causal attention in bf16, 16 heads of 128, forward and backward; also with 4 key heads for the 16. Plain is one call of
 `F.scaled_dot_product_attention` on the whole sequence with torch's flash kernel. The ring is weft's own code, zigzag,
-each rank a thread, all on one stream, one after another, and keys and values change hands without a copy. What it takes
-more is the price of blocks: merging outputs, adding up gradients, packing, and kernels that run on shorter sequences.
-`--where` says how the time of its kernels falls on these.
+all ranks on one stream, one after another, and keys and values change hands without a copy. What it takes more is the
+price of blocks: merging outputs, adding up gradients, packing, and kernels that run on shorter sequences; `--where`
+says how the time of its kernels falls on these.
 
 First, outputs and gradients of every kernel (flash, memory-efficient, matrix products), with and without masks, are
 held against attention in float64 by its definition. Sides alternate; times are medians, by the GPU's own clock.
@@ -20,7 +20,6 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,12 +31,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from weft.parallel.attention_masks import Masks, make_masks
-from weft.parallel.ring import local_rotations, ring_backward, ring_forward
+from weft.parallel.ring import backward_steps, forward_steps
+from weft.parallel.rotation import Steps, finish, local_rotations
 from weft.plan.sequence import Places, make_places
 
 HEADS, HEAD_DIM, FEWER_KEY_HEADS = 16, 128, 4
 GOAL = 0.85
-TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4, torch.float64: 1e-11}
+TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-4, torch.float64: 1e-11}
 """Of the largest entry."""
 CHECKED_TOKENS = 500
 """Not a multiple of anything, so that there is padding too."""
@@ -52,8 +52,8 @@ class Ring:
 
     def __init__(self, places: Places, *, is_causal: bool = True, masks: Masks | None = None) -> None:
         self._places = places
-        self._settings: dict[str, Any] = {"places": places, "is_causal": is_causal, "masks": masks}
-        self._threads = ThreadPoolExecutor(places.ring)
+        scale = 1 / math.sqrt(HEAD_DIM)
+        self._settings: dict[str, Any] = {"places": places, "is_causal": is_causal, "masks": masks, "scale": scale}
         self._numbers = [
             torch.cat([torch.arange(*one) for one in places.ring_ranges(rank)]) for rank in range(places.ring)
         ]
@@ -70,7 +70,7 @@ class Ring:
 
     def forward(self, q: list[Tensor], k: list[Tensor], v: list[Tensor]) -> list[tuple[Tensor, ...]]:
         """(out, lse) of every rank."""
-        return self._on_all(ring_forward, list(zip(q, k, v, strict=True)))
+        return self._on_all(forward_steps, list(zip(q, k, v, strict=True)))
 
     def backward(
         self,
@@ -82,20 +82,12 @@ class Ring:
     ) -> list[tuple[Tensor, ...]]:
         """(dq, dk, dv) of every rank."""
         inputs = [(*some, *rest) for *some, rest in zip(grad, q, k, v, made, strict=True)]
-        return self._on_all(ring_backward, inputs)
+        return self._on_all(backward_steps, inputs)
 
-    def _on_all(self, function: Callable[..., Any], inputs: list[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+    @torch.no_grad()
+    def _on_all(self, steps: Callable[..., Steps[Any]], inputs: list[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
         rotations = local_rotations(self._places.ring)
-
-        def run(rank: int) -> tuple[Tensor, ...]:
-            with torch.no_grad():
-                scale = 1 / math.sqrt(HEAD_DIM)
-                made: tuple[Tensor, ...] = function(
-                    *inputs[rank], rotation=rotations[rank], scale=scale, **self._settings
-                )
-            return made
-
-        return list(self._threads.map(run, range(self._places.ring)))
+        return finish(*(steps(*inputs[one.index], rotation=one, **self._settings) for one in rotations))
 
 
 def make_tensors(num_tokens: int, num_keys: int, *, num_samples: int = 1, dtype: torch.dtype) -> list[Tensor]:

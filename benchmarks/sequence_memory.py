@@ -9,7 +9,7 @@ of weights, which no split of a sequence makes smaller. Measured is the most tha
 its proportional set size; glibc gives freed blocks back at once (benchmarks/memory.py). Messages go through sockets, so
 that all memory is a rank's own, and can be limited.
 
-Then the longest sequence, found by trying: after a short step, each rank may allocate `--memory-mib` more (RLIMIT_DATA)
+Then the longest sequence, found by trying: after short steps, each rank may allocate `--memory-mib` more (RLIMIT_DATA)
 and trains on one long sequence, or dies of it. A ring needs room for blocks on their way, but only for one layer's at a
 time. Linux and glibc only.
 """
@@ -45,11 +45,11 @@ from weft.units import format_bytes
 
 SIZES = GPTConfig(vocab_size=64, num_layers=12, hidden=64, heads=4)
 SHORT_PER_RANK = 8
-"""Tokens of a step that is not measured."""
+"""Tokens of steps that are not measured."""
 GRAIN = 0.03
 """How exactly the longest sequence is found."""
 REFUSALS = "can't allocate memory|not enough memory"
-TIMEOUT_S = 600.0
+TIMEOUT_S, GRACE_S = 600.0, 5.0
 
 
 def make_plans(num_ranks: int) -> dict[str, Plan]:
@@ -67,14 +67,17 @@ def chosen_plans(num_ranks: int, splits: list[str]) -> dict[str, Plan]:
 
 
 def make_step(plan: Plan, num_tokens: int) -> Callable[[int], None]:
-    """A step on a sequence of any length up to this one."""
+    """A step on a sequence of any length up to this one; buffers of gradients, which stay, are made already."""
     model = make_model(replace(SIZES, context=num_tokens))
-    example = make_batch(replace(SIZES, context=SHORT_PER_RANK * plan.axes.num_ranks))[0]
+    short = SHORT_PER_RANK * plan.axes.num_ranks
+    example = make_batch(replace(SIZES, context=short))[0]
     trainer = weft.parallelize(model, plan, loss="cross-entropy", optimizer=adamw, example=example, device="cpu")
 
     def step(length: int) -> None:
         float(trainer.step(*make_batch(replace(SIZES, context=length))))
 
+    for _ in range(2):
+        step(short)
     return step
 
 
@@ -99,7 +102,6 @@ def measure_peak_bytes(step: Callable[[], None]) -> int:
 def find_peaks(plan: Plan, lengths: list[int]) -> list[tuple[float, float, float]]:
     """(counted bytes, those of one token more, measured bytes) of this rank for every length."""
     step = make_step(plan, max(lengths))
-    step(SHORT_PER_RANK * plan.axes.num_ranks)
     peaks = []
     for length in lengths:
         half, whole = (count_peak_bytes(functools.partial(step, tokens)) for tokens in (length // 2, length))
@@ -120,7 +122,6 @@ def limit_memory(more_bytes: int) -> None:
 def try_length(plan: Plan, num_tokens: int, memory_bytes: int) -> bool:
     """Whether a step on such a sequence finds enough memory on this rank."""
     step = make_step(plan, num_tokens)
-    step(SHORT_PER_RANK * plan.axes.num_ranks)
     gc.collect()
     if dist.is_initialized():
         dist.barrier()
@@ -130,6 +131,7 @@ def try_length(plan: Plan, num_tokens: int, memory_bytes: int) -> bool:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, MemoryError) or re.search(REFUSALS, str(error)):
             return False
+        time.sleep(GRACE_S)  # where another rank found too little, this is its loss, and this process is soon ended
         raise
     return True
 

@@ -124,7 +124,7 @@ def test_beside_other_axes(plan: Plan, change: Any) -> None:
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (("Mistral", {"sliding_window": 4}), "all but 4 tokens .a window or chunk., less than the sequence's 8"),
+        (("Mistral", {"sliding_window": 4}), "all but 4 tokens .a window or chunk., less than the sequence's 7"),
         (("Llama", {"attention_dropout": 0.1}), "gives attention dropout = 0.1"),
     ],
     ids=["window", "dropout"],

@@ -184,6 +184,70 @@ def test_ranks_that_share_a_sequence_are_given_the_same_one() -> None:
 
 
 @ranks(2)
+def test_masks_of_torchs_own_layers_are_honoured() -> None:
+    """They reach attention as numbers to add, 0 and -inf, once for each head."""
+
+    class Padded(Wrapped):
+        def forward(self, tokens: torch.Tensor, is_padding: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self.head(self.encoder(self.embedding(tokens), src_key_padding_mask=is_padding))
+            return made
+
+    is_padding = torch.arange(7) >= torch.tensor([[7], [4]])
+    verified(Padded(), RING, batch(2, 7, is_padding=is_padding))
+
+
+@ranks(2)
+def test_inputs_in_containers_are_cut_too() -> None:
+    class Weighed(Transformer):
+        def forward(self, tokens: torch.Tensor, extra: dict[str, torch.Tensor]) -> torch.Tensor:
+            return super().forward(tokens) * extra["weight"]
+
+    weight = torch.rand(2, 7, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    verified(Weighed(), RING, batch(2, 7, extra={"weight": weight}))
+
+
+@ranks(2)
+def test_tokens_of_the_models_own_are_refused() -> None:
+    class Prefixed(Transformer):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return super().forward(torch.cat((tokens[:, :1] * 0, tokens), 1))[:, 1:]
+
+    refused(lambda: make_trainer(Prefixed().double(), RING, example=batch(2, 8)[0]), "5 tokens where this rank has 4")
+
+
+@ranks(2)
+def test_a_rank_with_nothing_to_count_takes_part() -> None:
+    def early(output: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+        counts = targets != -100
+        if not counts.any():
+            return torch.zeros((), requires_grad=True), 0
+        lost = torch.nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum")
+        return lost, int(counts.sum())
+
+    tokens, targets = batch(2, 8)
+    targets[:, 2:6] = -100  # all that the second rank has
+    verify(Transformer(), RING, loss=early, optimizer=SGD, batches=[(tokens, targets)] * 2, device="cpu").require()
+
+
+@ranks(2)
+def test_a_loss_that_calls_a_model_is_outside_of_the_pass() -> None:
+    """Of its own, on this rank's tokens: what attends in it would attend to these only, and is refused."""
+    teacher, calm = Transformer("full").double(), torch.nn.Linear(1, 17).double()
+
+    def distilled(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (output - teacher(targets)).square().mean()
+
+    def each_token(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (output - calm(targets[..., None].double())).square().mean()
+
+    trainer = make_trainer(Transformer().double(), RING, loss=distilled, example=batch(2, 8)[0])
+    refused(lambda: trainer.step(*batch(2, 8)), "do not add up")
+    calm.load_state_dict({name: torch.ones_like(value) for name, value in calm.state_dict().items()})
+    calm.requires_grad_(False)
+    verify(Transformer(), RING, loss=each_token, optimizer=SGD, batches=[batch(2, 8)], device="cpu").require()
+
+
+@ranks(2)
 def test_blocks_left_out_at_random_are_refused() -> None:
     model = Transformer().double()
     model.layerdrop = 0.1

@@ -35,6 +35,12 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         {},
         "output_attentions in the configuration",
     ),
+    (
+        "Llama",
+        {"max_position_embeddings": 8, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        {},
+        "angles change with the length of the sequence beyond 8 tokens; it has 12",
+    ),
     ("OPT", {"use_cache": False}, {"position_ids": RESTARTING}, "masks no documents, although its position_ids begin"),
     ("GPTJ", {}, {}, 'GPTJForCausalLM attends in code of its own (attn_implementation = "eager")'),
 ]

@@ -103,6 +103,7 @@ class _Switch:
         self._now = now
         self._numbers = numbers
         self._outermost = _outermost(model)
+        self._longest = _longest_rotation(model)
         self._writes: list[tuple[MutableMapping[str, Any], str, Any]] | None = None
         self._asked_for_documents = False
 
@@ -164,6 +165,11 @@ class _Switch:
             problems.append(
                 f"sliding_window = {sliding_window}, less than the sequence's {self._num_tokens} tokens; use shorter "
                 "sequences, or a model without windows"
+            )
+        if self._longest is not None and self._num_tokens > self._longest:
+            problems.append(
+                f"positions whose angles change with the length of the sequence beyond {self._longest} tokens; it has "
+                f"{self._num_tokens}, of which a rank sees a part; use shorter sequences, or other rope_parameters"
             )
         problems += [
             f"{name} = {_said(given)}, which weft does not know; use a model without it"
@@ -259,6 +265,21 @@ def _outermost(model: nn.Module) -> list[nn.Module]:
         else:
             waiting += module.children()
     return found
+
+
+def _longest_rotation(model: nn.Module) -> int | None:
+    """The length beyond which rotary positions depend on the whole sequence's; None: they never do."""
+    lengths = []
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for layer, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            if not isinstance(kind, str) or not ("dynamic" in kind or kind == "longrope"):
+                continue
+            parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+            parameters = parameters.get(layer, parameters)
+            known = (parameters.get("original_max_position_embeddings"), getattr(module, "original_max_seq_len", None))
+            lengths.append(min((length for length in known if length is not None), default=0))
+    return min(lengths, default=None)
 
 
 def _is_void(mask: Tensor, num_tokens: int) -> bool:

@@ -44,8 +44,10 @@ def overwrites_rows(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any
     return isinstance(kwargs.get("out"), RowTensor) or (is_in_place and isinstance(args[0], RowTensor))
 
 
-def aligned(tensors: list[torch.Tensor]) -> tuple[Rows, list[torch.Tensor]] | None:
-    """Tensors that are broadcast with each other as this rank's rows of them; None if rows do not meet rows.
+def aligned(tensors: list[torch.Tensor], *, is_broadcast: bool = True) -> tuple[Rows, list[torch.Tensor]] | None:
+    """Tensors that meet as this rank's rows of them; None if rows do not meet rows.
+
+    `is_broadcast`: a whole one of height 1 goes with any number of rows.
 
     Whole ones are cut where they have the whole height. A gradient of theirs has then this rank's rows only, and what
     made them adds up the ranks', as it does for all that is whole.
@@ -60,7 +62,7 @@ def aligned(tensors: list[torch.Tensor]) -> tuple[Rows, list[torch.Tensor]] | No
         if theirs is not None:
             if theirs.height != rows.height or theirs.dim - tensor.dim() != from_end:
                 return None
-        elif tensor.dim() >= -from_end and tensor.shape[from_end] > 1:
+        elif tensor.dim() >= -from_end and (tensor.shape[from_end] > 1 or not is_broadcast):
             if tensor.shape[from_end] != rows.height:
                 return None
             tensor = tensor.narrow(tensor.dim() + from_end, start, stop - start)

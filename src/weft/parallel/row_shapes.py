@@ -116,7 +116,7 @@ def cat(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rows = _common_rows(tensors)
         if rows is None or dim % tensors[0].dim() == rows.dim:
             return join_first(func, args, kwargs)
-        found = aligned(list(tensors))
+        found = aligned(list(tensors), is_broadcast=False)
         return join_first(func, args, kwargs) if found is None else mark(torch.cat(found[1], dim), rows)
 
     return join_first(func, args, kwargs) if kwargs.keys() - {"tensors", "dim"} else run(*args, **kwargs)
@@ -124,7 +124,7 @@ def cat(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def stack(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(tensors: Any, dim: int = 0) -> Any:
-        rows, found = _common_rows(tensors), aligned(list(tensors))
+        rows, found = _common_rows(tensors), aligned(list(tensors), is_broadcast=False)
         if rows is None or found is None:
             return join_first(func, args, kwargs)
         place = dim % (tensors[0].dim() + 1)

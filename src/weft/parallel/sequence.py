@@ -35,7 +35,7 @@ _NAME = "scaled_dot_product_attention"
 
 @dataclass(slots=True)
 class UnderWay:
-    """What operators of a compiled model look up. It outlives the model, so there is no more in it than that."""
+    """What operators look up."""
 
     axes: SequenceAxes
     now: Pass | None = None
@@ -55,7 +55,7 @@ class SequenceParallel:
         self._layout = plan.sequence.layout
         self._multiple = plan.axes.tensor if plan.tensor.sequence else 1
         self._is_traced = plan.recompute.policy == "selective"
-        self._number = register(self._under_way)
+        self._number = register(self._under_way, self)
         self._tables = _Tables(model, positions)
         for name in positions.modules if positions is not None else ():
             model.get_submodule(name).register_forward_pre_hook(_Numbered(self, name), with_kwargs=True)
@@ -63,7 +63,8 @@ class SequenceParallel:
         self._use_registry = use_registry(
             model, self.attend, now=lambda: self.now, numbers=lambda: self.numbers(self._now.places)
         )
-        self.is_active = False
+        self._undo: Callable[[], None] | None = None
+        """How to give torch's attention back, while it is replaced."""
 
     @property
     def now(self) -> Pass | None:
@@ -101,26 +102,50 @@ class SequenceParallel:
     @contextmanager
     def active(self) -> Iterator[None]:
         """In here, attention is over all ranks; also in a backward pass, where blocks may be computed again."""
-        if self.is_active:
+        if self._undo is not None:
             yield
             return
-        before = [(holder, name, getattr(holder, name)) for holder, name in self._holders]
-        undo = self._use_registry() if self._use_registry is not None else None
-        has_fast_path = torch.backends.mha.get_fastpath_enabled()
-        self.is_active = True
-        torch.backends.mha.set_fastpath_enabled(False)  # in evaluation torch's own layers would call no function
-        for holder, name in self._holders:
-            setattr(holder, name, self.stand_in)
+        self._begin()
         try:
             yield
         finally:
-            self.is_active, self.now = False, None
-            torch.backends.mha.set_fastpath_enabled(has_fast_path)
+            self._end()
+            self.now = None
+            self._tables.give_back()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """In here, attention is torch's own, as it is outside of passes: a loss may call another model."""
+        if self._undo is None:
+            yield
+            return
+        self._end()
+        try:
+            yield
+        finally:
+            self._begin()
+
+    def _begin(self) -> None:
+        before = [(holder, name, getattr(holder, name)) for holder, name in self._holders]
+        switch_off = self._use_registry() if self._use_registry is not None else None
+        has_fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)  # in evaluation torch's own layers would call no function
+        for holder, name in self._holders:
+            setattr(holder, name, self.stand_in)
+
+        def undo() -> None:
             for holder, name, function in before:
                 setattr(holder, name, function)
-            if undo is not None:
-                undo()
-            self._tables.give_back()
+            torch.backends.mha.set_fastpath_enabled(has_fast_path)
+            if switch_off is not None:
+                switch_off()
+
+        self._undo = undo
+
+    def _end(self) -> None:
+        assert self._undo is not None
+        self._undo()
+        self._undo = None
 
     def enter(self, now: Pass) -> None:
         """Begin a pass, or the backward pass of an earlier one."""
@@ -139,6 +164,12 @@ class SequenceParallel:
             raise ModelError(
                 f"attention of {query.shape[2]} queries to {key.shape[2]} keys: with [axes] ring or ulysses > 1 weft "
                 "splits self-attention only, where both are as many; set them to 1 for models with cross-attention"
+            )
+        if not query.is_meta and query.shape[2] != self._now.places.tokens_per_rank:
+            raise ModelError(
+                f"attention of {query.shape[2]} tokens where this rank has {self._now.places.tokens_per_rank}: the "
+                "model adds tokens of its own, or leaves some out, which ranks that share a sequence would each do for "
+                "their part; set [axes] ring and ulysses to 1"
             )
         if query.is_meta:  # a model that is followed: there is nothing to exchange, and shapes are all that matters
             return _WHOLE(query, key, value, is_causal=is_causal, enable_gqa=query.shape[1] != key.shape[1])
@@ -182,15 +213,15 @@ class SequenceParallel:
     ) -> Tensor:
         """With a mask of padding, which is the same for all queries of a sample."""
         num_samples, num_tokens = query.shape[0], query.shape[2]
-        is_padding = mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1:] == (1, 1, num_tokens)
-        if not is_padding or torch.compiler.is_compiling():
+        mine = None if torch.compiler.is_compiling() else _padding(mask, num_samples, num_tokens)
+        if mine is None:
             raise ModelError(
                 f"the model gives attention a mask of {tuple(mask.shape)} ({mask.dtype}) that it made from the "
                 f"{num_tokens} tokens of this rank, and weft cannot know what it says of other ranks' tokens; let the "
                 "model say is_causal=True instead, or give padding as a bool mask (samples, 1, 1, tokens)"
             )
         before = self._now
-        whole = self._join_mask(mask.expand(num_samples, 1, 1, num_tokens).reshape(num_samples, num_tokens))
+        whole = self._join_mask(mine)
         if before.key_mask_BS is not None:
             whole = whole & before.key_mask_BS
         self.now = Pass(places=before.places, key_mask_BS=whole, documents_BS=before.documents_BS)
@@ -223,6 +254,19 @@ class SequenceParallel:
 
     def __deepcopy__(self, memo: object) -> SequenceParallel:
         return self
+
+
+def _padding(mask: Tensor, num_samples: int, num_tokens: int) -> Tensor | None:
+    """What a mask says of each token of each sample, if it says the same to all queries of all heads; else None."""
+    if mask.dim() != 4 or mask.shape[2:] != (1, num_tokens):
+        return None
+    if mask.is_floating_point():
+        if not bool(((mask == 0) | (mask == -torch.inf)).all()):
+            return None
+        mask = mask == 0
+    if mask.shape[1] > 1 and not bool((mask == mask[:, :1]).all()):
+        return None
+    return mask[:, 0, 0].expand(num_samples, num_tokens)
 
 
 def _holders(model: nn.Module) -> list[tuple[Any, str]]:

@@ -6,6 +6,8 @@ can see and keep whole. It takes tensors and plain numbers only, so it knows the
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -93,14 +95,17 @@ class Source(Protocol):
     def now(self) -> Pass | None: ...
 
 
-# Operators outlive any model and are given no objects, so this is known to the process.
-_sources: list[Source] = []
+# Operators are given no objects, so this is known to the process.
+_sources: dict[int, Source] = {}
+_numbers = itertools.count()
 
 
-def register(source: Source) -> int:
-    """A number by which `attend_traced` knows a model's axes and the pass under way."""
-    _sources.append(source)
-    return len(_sources) - 1
+def register(source: Source, owner: object) -> int:
+    """A number by which `attend_traced` knows a model's axes and the pass under way, as long as the owner lives."""
+    number = next(_numbers)
+    _sources[number] = source
+    weakref.finalize(owner, _sources.pop, number, None)
+    return number
 
 
 def attend_traced(

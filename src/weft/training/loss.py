@@ -80,6 +80,9 @@ def loss_terms(loss: Loss, output: Any, targets: Any, count: Count) -> LossTerms
     if isinstance(result, tuple):
         value, own = result
         _refuse_unless_scalar(value)
+        is_known = not (isinstance(own, torch.Tensor) and own.is_cuda)
+        if torch.is_grad_enabled() and (not value.requires_grad or (is_known and own == 0)):
+            value = value + no_loss(output)  # nothing counts here, but others wait in the backward pass
         return LossTerms(value=value, multiplier=1, count=own, own_count=True)
     _refuse_unless_scalar(result)
     if isinstance(count, int) and count == 0:  # the mean over no targets is NaN, their sum is nothing

@@ -124,14 +124,14 @@ def _take_apart(model: nn.Module, mesh: Mesh, example: Any) -> _Parts:
     """Keep this rank's stages of a model, and its shares of their layers; collective."""
     plan, blueprint = mesh.plan, find_blueprint(model)
     regions: tuple[Region, ...] = ()
-    cutter, make_cutter = None, cutters(mesh, blueprint, example)
+    make_cutter = cutters(mesh, blueprint, example)
+    cutter = None if make_cutter is None else make_cutter(model)
     if plan.axes.tensor > 1:
         regions = split_regions(model, mesh, blueprint, example)
     if plan.axes.tensor * plan.axes.sequence > 1:
-        probe_split(model, mesh, blueprint, regions, example, make_cutter)
-    if make_cutter is not None:
-        cutter = make_cutter(model)
-        example = None if example is None else cutter.cut_inputs(example)
+        probe_split(model, mesh, blueprint, regions, example, cutter, make_cutter)
+    if cutter is not None and example is not None:
+        example = cutter.cut_inputs(example)
     cut: CutModel | None = None
     if plan.axes.pipeline > 1:
         cut, mesh.plan = cut_model(model, mesh, blueprint, example)

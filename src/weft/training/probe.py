@@ -54,11 +54,12 @@ def probe_split(
     blueprint: Blueprint,
     regions: tuple[Region, ...],
     example: Any,
+    cutter: Cutter | None = None,
     make_cutter: Callable[[nn.Module], Cutter] | None = None,
 ) -> None:
     """Refuse a model that a split changes; collective. Without an example, or memory, there is nothing to try.
 
-    `make_cutter`: for a model of which ranks see parts of every sample.
+    `cutter`, and what makes another for a copy: where ranks see parts of every sample.
     """
     if example is None or is_on_meta(model):
         if (mesh.plan.tensor.sequence or make_cutter is not None) and mesh.world.rank == 0:
@@ -70,8 +71,8 @@ def probe_split(
         return
     device, is_first = mesh.world.device, mesh.world.rank == 0
     few = split_tree(example, 0, min(num_samples(example), _MOST_SAMPLES))
-    if make_cutter is not None:
-        few = make_cutter(model).shorten(few, _MOST_TOKENS * mesh.sequence_size)
+    if cutter is not None:
+        few = cutter.shorten(few, _MOST_TOKENS * mesh.sequence_size)
     tried = model
     whole: dict[str, torch.Tensor] = {}
 
@@ -93,8 +94,8 @@ def probe_split(
     del tried
     tensor.install(keep_output=False)
     tensor.split_tokens(None)
-    cutter = None if make_cutter is None else make_cutter(tensor.model)
-    if cutter is not None:
+    if make_cutter is not None:
+        cutter = make_cutter(tensor.model)
         cutter.prepare(tensor.model)
     try:
         split = _pass_split(tensor.model, few, mesh, cutter)
@@ -182,7 +183,7 @@ def _pass(
     call: Callable[[Any], Any] | None = None,
     part: Callable[[torch.Tensor, MakeWhole], torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The output for an example, and every gradient of a fixed mix of its entries; nothing is left behind.
+    """The output of a copy for an example, and every gradient of a fixed mix of its entries.
 
     `part` takes this rank's part of something of the shape that an output has in the whole.
     """
@@ -199,9 +200,10 @@ def _pass(
             return torch.randn(tuple(shape), generator=drawn, dtype=torch.float64)
 
         mixes = [(draw(o.shape) if part is None else part(o, draw)).to(o.device, o.dtype) for o in outputs]
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        gradients = torch.autograd.grad(outputs, list(named.values()), mixes, allow_unused=True)
-    found = {_GRADIENT + name: g for name, g in zip(named, gradients, strict=True) if g is not None}
+        torch.autograd.backward(outputs, mixes)
+    found = {_GRADIENT + name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for parameter in model.parameters():
+        parameter.grad = None
     return {**{f"output {number}": output.detach() for number, output in enumerate(outputs)}, **found}
 
 

@@ -101,7 +101,11 @@ class TokenCutter:
                 f"would count the padding; use sequences of {places.padded} tokens, or another norm"
             )
         ranges = self.sequence.ranges(places)
-        cut = {name: take(value, ranges) if name in whole.along else value for name, value in whole.named.items()}
+
+        def cut_one(tensor: Tensor) -> Tensor:
+            return take(tensor, ranges) if _has_tokens(tensor, num_tokens) else tensor
+
+        cut = {name: map_tensors(cut_one, value) for name, value in whole.named.items()}
         beside = {name: cut.pop(name) for name in whole.along if len(cut[name]) != samples}
         positions = self.sequence.positions
         if positions is not None and positions.argument is not None and cut.get(positions.argument) is None:
@@ -120,7 +124,7 @@ class TokenCutter:
         whole = self._whole(inputs)
         num_tokens = whole.named[whole.along[0]].shape[_TOKEN_DIM]
         most = min(most, num_tokens)
-        if self.sequence.places(most).padded == most > 1:
+        if self.sequence.places(most).padded == most > 1 and not self._has_batch_norms:
             most -= 1  # so that padding is tried too
 
         def shortened(tensor: Tensor) -> Tensor:

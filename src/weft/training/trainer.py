@@ -59,6 +59,7 @@ from weft.training.loss import (
 from weft.training.modes import evaluating
 from weft.training.pipelined import Pipelined
 from weft.training.precision import Caller
+from weft.training.sequencing import TokenCutter
 from weft.training.splitting import KeepingShares
 from weft.training.streaming import Streaming
 from weft.training.trees import map_tensors, num_samples, split_microbatches
@@ -104,8 +105,8 @@ class Trainer:
         self.tensor = tensor
         if tensor is not None and tensor.output is not None:
             loss = replace(loss, function=SplitCrossEntropy(share=tensor.output, group=tensor.group))
-        if mesh.sequence_size > 1 and not (cutter is None or cutter.draws_alike):
-            loss = tried(loss, mesh.group("ring+ulysses", "control"))
+        if isinstance(cutter, TokenCutter):
+            loss = tried(loss, mesh.group("ring+ulysses", "control"), cutter.sequence.paused)
         self._tensor_group = mesh.group("tensor", "control")
         self._loss = loss
         self._call: Callable[[Any], Any] = Caller(model, mesh.plan, widens=not loss.counts_targets)
@@ -128,7 +129,7 @@ class Trainer:
         """Of the whole model."""
         self._draws = PlaceSeeds(self.named_model, blueprint, self.seeds) if cut is None else None
         # Under tensor parallelism what all ranks have must be dropped alike, also by code that says nothing of it.
-        self._needs_seeds = self._draws is None or self._draws.is_needed or tensor is not None
+        self._needs_seeds = self._draws is None or self._draws.is_needed or tensor is not None or cutter is not None
         if tensor is not None:
             tensor.draw_with(self.seeds)
         self._has_loss = mesh.index("pipeline") == mesh.size("pipeline") - 1
@@ -352,9 +353,11 @@ class Trainer:
 
     def _count(self, inputs: Any, targets: Any) -> Count:
         counted = count_targets(targets)
-        if self.cutter is None or not are_samples_counted(targets):
+        if self.cutter is None:
             return counted
-        return counted * self.cutter.weight(inputs)
+        if not self._loss.counts_targets:  # a rank may well have none, whose mean no loss can take
+            counted = int(counted)
+        return counted * self.cutter.weight(inputs) if are_samples_counted(targets) else counted
 
     def _passes(self) -> AbstractContextManager[None]:
         """Passes of the model happen in here."""

@@ -8,6 +8,7 @@ So before its first use, the loss of all of a rank's tokens is compared with tha
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
 from weft.errors import ModelError
+from weft.parallel.vocabulary import IGNORED_TARGET
 from weft.training.loss import Loss, LossFunction, are_samples_counted, count_targets, loss_terms
 from weft.training.trees import map_output, map_tensors, tensors_of
 
@@ -25,37 +27,43 @@ _ALLOWED = 1e-3
 """Relative difference of the two."""
 
 
-def tried(loss: Loss, group: Group) -> Loss:
-    """The same loss, tried before its first use; `group` shares sequences. The built-in one is known."""
-    return loss if loss.counts_targets else replace(loss, function=_Tried(loss, group))
+def tried(loss: Loss, group: Group, outside: Callable[[], AbstractContextManager[None]]) -> Loss:
+    """The same loss, tried before its first use; the built-in one is known.
+
+    `group` shares sequences. Losses are taken `outside` of the pass: one may call a model of its own.
+    """
+    return loss if loss.counts_targets else replace(loss, function=_Tried(loss, group, outside))
 
 
 class _Tried:
     """Stands in for a loss function."""
 
-    def __init__(self, loss: Loss, group: Group) -> None:
+    def __init__(self, loss: Loss, group: Group, outside: Callable[[], AbstractContextManager[None]]) -> None:
         self._loss = loss
         self._group = group
+        self._outside = outside
         self._is_tried = False
 
     def __call__(self, output: Any, targets: Any) -> Any:
-        if not self._is_tried:
-            self._is_tried = True
-            self._try(output, targets)
-        function: LossFunction = self._loss.function
-        return function(output, targets)
+        with self._outside():
+            if not self._is_tried:
+                self._try(output, targets)
+            function: LossFunction = self._loss.function
+            return function(output, targets)
 
     @torch.no_grad()
     def _try(self, output: Any, targets: Any) -> None:
         found = _difference(self._loss, output, targets)
-        worst = torch.tensor([found or 0.0], dtype=torch.float64, device=tensors_of(targets)[0].device)
-        all_reduce(worst, self._group, op="max")
-        if float(worst) > _ALLOWED:
+        told = [0.0, 0.0] if found is None else [1.0, found]
+        everywhere = torch.tensor(told, dtype=torch.float64, device=tensors_of(targets)[0].device)
+        all_reduce(everywhere, self._group, op="max")
+        self._is_tried, worst = bool(everywhere[0]), float(everywhere[1])
+        if worst > _ALLOWED:
             raise ModelError(
-                f"the loss of some tokens and that of the others do not add up to the loss of all ({float(worst):.1e} "
-                "off), so ranks that share a sequence cannot each take it of their own; let every token's part of it "
-                "depend on that token only (shift targets in the data, take means over tokens), or set [axes] ring and "
-                "ulysses to 1"
+                f"the loss of some tokens and that of the others do not add up to the loss of all ({worst:.1e} off), so "
+                "ranks that share a sequence cannot each take it of their own; let every token's part of it depend on "
+                "that token only (shift targets in the data, take means over tokens), or set [axes] ring and ulysses "
+                "to 1"
             )
 
 
@@ -64,7 +72,10 @@ def _difference(loss: Loss, output: Any, targets: Any) -> float | None:
     lengths = {tensor.shape[_TOKEN_DIM] for tensor in tensors_of(targets) if tensor.dim() > _TOKEN_DIM}
     if len(lengths) != 1 or min(lengths) < 2:
         return None
-    num_tokens = min(*lengths, _MOST_TOKENS)
+    first = _first_counted(targets, max(lengths))
+    num_tokens = min(max(lengths) - first, _MOST_TOKENS)
+    if num_tokens < 2:
+        return None
     drawn = torch.Generator().manual_seed(0)
 
     def draw(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,8 +83,8 @@ def _difference(loss: Loss, output: Any, targets: Any) -> float | None:
             return tensor
         return torch.randn(tensor.shape, generator=drawn).to(tensor.device, tensor.dtype)
 
-    few = map_output(draw, _narrowed(output, 0, num_tokens, max(lengths), map_output))
-    goal = _narrowed(targets, 0, num_tokens, max(lengths), map_tensors)
+    few = map_output(draw, _narrowed(output, first, first + num_tokens, max(lengths), map_output))
+    goal = _narrowed(targets, first, first + num_tokens, max(lengths), map_tensors)
     middle = num_tokens // 2
     try:
         whole = _sum_and_count(loss, few, goal, num_tokens)
@@ -93,6 +104,15 @@ def _difference(loss: Loss, output: Any, targets: Any) -> float | None:
         return None
     mean = whole[0] / whole[1]
     return abs(total / count - mean) / max(abs(mean), 1e-6)
+
+
+def _first_counted(targets: Any, num_tokens: int) -> int:
+    """The first token that counts, in a few samples; at least two are left from it on."""
+    first = tensors_of(targets)[0][:_MOST_SAMPLES]
+    if are_samples_counted(targets) or first.dim() <= _TOKEN_DIM:
+        return 0
+    counts = (first != IGNORED_TARGET).flatten(2).any(-1) if first.dim() > 2 else first != IGNORED_TARGET
+    return min(int(counts.any(0).int().argmax()), max(num_tokens - 2, 0))
 
 
 def _narrowed(tree: Any, start: int, stop: int, length: int, map_all: Callable[..., Any]) -> Any:
