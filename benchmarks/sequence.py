@@ -1,6 +1,7 @@
 """Sequence parallelism: causal attention and a GPT's step under ring, ulysses and both, beside torch's ring and alone.
 
     python benchmarks/sequence.py [--ranks 2 4] [--lengths 4096 8192] [--parts attention step] [--rounds N]
+    python benchmarks/sequence.py --lengths 16384 --sides ring "ring, contiguous"
     python benchmarks/sequence.py --quick              # 4 ranks, 1024 tokens: two minutes on 2 cores
 
 Attention: 1 sample, 8 heads of 64, float32, forward and backward. "ring" is zigzag over shared memory, weft's own
@@ -56,33 +57,36 @@ def ideal_ratio(num_ranks: int, num_tokens: int) -> float:
     return busiest[0] / busiest[1]
 
 
-def compare_attention(world: World, num_tokens: int, num_rounds: int) -> Iterator[str]:
+def compare_attention(world: World, num_tokens: int, num_rounds: int, wanted: list[str]) -> Iterator[str]:
     checked_tokens = CHECKED_TOKENS_PER_RANK * world.size
     check_attention(make_sides(checked_tokens, world), checked_tokens)
     sides, tensors = make_sides(num_tokens, world), make_tensors(num_tokens)
+    sides = {name: side for name, side in sides.items() if not wanted or name in wanted}
     runs = {
         name: functools.partial(side.run, *(one[:, :, side.tokens_T].contiguous() for one in tensors))
         for name, side in sides.items()
     }
     time_in_turn(runs, num_rounds=1)
     times = time_in_turn(runs, num_rounds=num_rounds)
-    fastest = min((name for name in sides if name.startswith("torch")), key=lambda name: median_ms(times, name))
-    yield f"\nattention, {world.size} ranks, {num_tokens} tokens"
-    yield (
-        f"{'side':>20s} {'ms':>9s} {'one rank / side (95 %)':>24s} {'contiguous / side':>24s}"
-        f" {'fastest torch / side':>24s}"
+    fastest = min(
+        (name for name in sides if name.startswith("torch")), key=lambda name: median_ms(times, name), default=""
     )
+    beside = [name for name in ("one rank", "ring, contiguous", fastest) if name in sides]
+    yield f"\nattention, {world.size} ranks, {num_tokens} tokens"
+    yield f"{'side':>20s} {'ms':>9s} " + " ".join(f"{over + ' / side':>24s}" for over in beside)
     for name in sides:
-        ratios = " ".join(f"{ratio(times, over, name):>24s}" for over in ("one rank", "ring, contiguous", fastest))
+        ratios = " ".join(f"{ratio(times, over, name):>24s}" for over in beside)
         yield f"{name:>20s} {median_ms(times, name):9.1f} {ratios}"
     goal = f"; goal: {GOAL}" if world.size == GOAL_RANKS else ""
+    if not {"ring", "ring, contiguous"} <= sides.keys():
+        return
     yield (
         f"contiguous / zigzag: {ratio(times, 'ring, contiguous', 'ring')}{goal}; by pairs of the busiest rank: "
         f"{ideal_ratio(world.size, num_tokens):.2f}"
     )
 
 
-def compare_steps(world: World, num_tokens: int, num_rounds: int) -> Iterator[str]:
+def compare_steps(world: World, num_tokens: int, num_rounds: int, wanted: list[str]) -> Iterator[str]:
     config = replace(GPT_SIZES, context=num_tokens)
     plans = {
         "ring": sequence_plan(ring=world.size),
@@ -91,6 +95,7 @@ def compare_steps(world: World, num_tokens: int, num_rounds: int) -> Iterator[st
     }
     if world.size >= 4:
         plans["ulysses 2 x ring"] = sequence_plan(ulysses=2, ring=world.size // 2)
+    plans = {name: plan for name, plan in plans.items() if not wanted or name in wanted}
     steps = {"one rank": alone_step(config)} | {name: weft_step(config, plan) for name, plan in plans.items()}
     batch = make_batch(config)
     check_losses(steps, batch)
@@ -112,7 +117,7 @@ def run_rank(rank: int, num_ranks: int, folder: str, args: argparse.Namespace) -
     for part in args.parts:
         compare, lengths = compares[part]
         for num_tokens in lengths:
-            for line in compare(world, num_tokens, args.rounds):
+            for line in compare(world, num_tokens, args.rounds, args.sides):
                 if rank == 0:
                     print(line, flush=True)
     dist.barrier()
@@ -125,6 +130,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192], help="of attention (4096 8192)")
     parser.add_argument("--step-lengths", type=int, nargs="+", default=[4096], help="of the step (4096)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--sides", nargs="+", default=[], help="names as printed; by default all")
     parser.add_argument("--rounds", type=int, default=8, help="turns of each side (8)")
     parser.add_argument("--quick", action="store_true", help="4 ranks, 1024 tokens, 6 rounds")
     args = parser.parse_args()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ from weft.training.sequencing import TokenCutter
 from weft.training.splitting import left_out
 from weft.training.trees import tensors_of
 
+log = logging.getLogger("weft")
+
 
 def cutters(mesh: Mesh, blueprint: Blueprint, example: Any) -> Callable[[nn.Module], Cutter] | None:
     """What makes a cutter for a model, or for a copy of it; None where every rank has whole samples."""
@@ -26,6 +29,12 @@ def cutters(mesh: Mesh, blueprint: Blueprint, example: Any) -> Callable[[nn.Modu
         return None
     if any(leaf.dim() == 4 and leaf.is_floating_point() for leaf in tensors_of(example)):
         _refuse_with_images(mesh)
+        if mesh.world.rank == 0 and any(leaf.dim() > 1 and leaf.dim() != 4 for leaf in tensors_of(example)):
+            log.warning(
+                "[axes] ring = %d splits the images among the inputs by rows; what the model computes of its other "
+                "inputs, and after it has left the images, is done whole on every rank",
+                mesh.size("ring"),
+            )
         return lambda model: RowCutter(RowParallel(mesh.group("ring", "rows")))
 
     def cut_tokens(model: nn.Module) -> Cutter:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from weft.comm.group import Group
 from weft.errors import ModelError, nearest
 from weft.parallel.vocabulary import IGNORED_TARGET, Share, split_cross_entropy_sum
-from weft.training.trees import Arguments, tensors_of
+from weft.training.trees import Arguments, output_tensors, tensors_of
 
 LossFunction = Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, torch.Tensor | int | float]]
 Count = int | float | torch.Tensor
@@ -92,7 +92,7 @@ def loss_terms(loss: Loss, output: Any, targets: Any, count: Count) -> LossTerms
 
 def no_loss(output: Any) -> torch.Tensor:
     """A loss of zero that depends on the output: its gradients are zero, and its backward pass takes the usual way."""
-    tensors = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+    tensors = [tensor for tensor in output_tensors(output) if tensor.requires_grad]
     return sum(((t if t.dim() else t.reshape(1))[:0].sum() for t in tensors), torch.zeros((), requires_grad=True))
 
 

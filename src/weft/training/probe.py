@@ -30,7 +30,7 @@ from weft.plan.splits import Region
 from weft.training.cutters import Cutter, MakeWhole
 from weft.training.loss import forward
 from weft.training.modes import evaluating
-from weft.training.trees import map_output, map_tensors, num_samples, split_tree
+from weft.training.trees import map_tensors, num_samples, output_tensors, split_tree
 
 log = logging.getLogger("weft")
 
@@ -39,8 +39,8 @@ _ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-2, torch.bfloat16: 0.2, torc
 compute in float32."""
 _MOST_SAMPLES = 2
 """Of the example: enough to tell samples from tokens."""
-_MOST_TOKENS = 64
-"""Of the example on each rank: whole sequences may be longer than a rank can hold."""
+_MOST_TOKENS, _MOST_TOKENS_EACH = 1024, 256
+"""Of the example, and on each rank: whole sequences may be longer than a rank can hold."""
 _GRADIENT = "the gradient of "
 _NOISE = 0.1
 """Of biases and of weights of norms."""
@@ -72,7 +72,7 @@ def probe_split(
     device, is_first = mesh.world.device, mesh.world.rank == 0
     few = split_tree(example, 0, min(num_samples(example), _MOST_SAMPLES))
     if cutter is not None:
-        few = cutter.shorten(few, _MOST_TOKENS * mesh.sequence_size)
+        few = cutter.shorten(few, min(_MOST_TOKENS_EACH * mesh.sequence_size, _MOST_TOKENS))
     tried = model
     whole: dict[str, torch.Tensor] = {}
 
@@ -138,7 +138,7 @@ def _pass_whole(model: nn.Module, inputs: Any, device: torch.device) -> tuple[nn
     given = map_tensors(lambda leaf: leaf.to(place), inputs)
     noisy = _with_noise(model).to(place)
     found = _pass(noisy, given)
-    if not all(bool(tensor.isfinite().all()) for tensor in found.values()):
+    if not all(bool(tensor.isfinite().all()) for what, tensor in found.items() if what.startswith(_GRADIENT)):
         noisy = copy.deepcopy(model).to(place)
         found = _pass(noisy, given)
     return noisy, {what: tensor.to(device) for what, tensor in found.items()}
@@ -189,9 +189,8 @@ def _pass(
     """
     with evaluating(model), torch.enable_grad():
         output = forward(model, inputs) if call is None else call(inputs)
-        found_in: list[torch.Tensor] = []
-        map_output(lambda leaf: found_in.append(leaf) or leaf, output)  # type: ignore[func-returns-value]
-        outputs = [leaf for leaf in found_in if leaf.requires_grad]
+        # What is masked out with -inf says nothing.
+        outputs = [leaf.masked_fill(~leaf.isfinite(), 0.0) for leaf in output_tensors(output) if leaf.requires_grad]
         if not outputs:
             return {}
         drawn = torch.Generator().manual_seed(0)
@@ -275,6 +274,13 @@ def _compare(
         (s for (what, _), (_, s) in zip(listed, measured.tolist(), strict=True) if what.startswith(_GRADIENT)),
         default=0.0,
     )
+    problems = [
+        f"{what} is not finite in the whole model, so it cannot be compared; give an example for which it is"
+        for (what, _), (_, size) in zip(listed, measured.tolist(), strict=True)
+        if size == float("inf")
+    ]
+    if problems:
+        raise ModelError(problems[:8])
     problems = [
         f"{what} is off by {off:.1e}, with {size:.1e} its largest entry"
         for (what, _), (off, size) in zip(listed, measured.tolist(), strict=True)

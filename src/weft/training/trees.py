@@ -67,6 +67,18 @@ def map_output(function: Callable[[torch.Tensor], torch.Tensor], output: Any) ->
     return tree_map_only(torch.Tensor, function, output)
 
 
+def output_tensors(output: Any) -> list[torch.Tensor]:
+    """All tensors of what a model returns."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_output(note, output)
+    return found
+
+
 def named_tensors(tree: Tree, path: str = "batch") -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor with its path as one would write it in Python: `batch[0]['mask']`."""
     if isinstance(tree, torch.Tensor):
