@@ -26,6 +26,8 @@ class Positions:
 
     argument: str | None = None
     """An argument of the model's forward that takes one number a token; None: 0 to T - 1."""
+    longest: int | None = None
+    """Places there are, where that is not said by the modules and tables below."""
     num_dims: int = 1
     """Of that argument: 1 (tokens), or 2 (1, tokens)."""
     modules: tuple[str, ...] = ()

@@ -276,7 +276,7 @@ class GPT(nn.Module):
             blocks=tuple(f"blocks.{number}" for number in range(len(self.blocks))),
             postlude=tuple(children[place + 1 :]),
             regions=gpt_regions(self.config),
-            positions=Positions(argument="positions_T"),
+            positions=Positions(argument="positions_T", longest=self.config.context),
         )
 
     def embed(self, tokens_BT: Tensor, positions_T: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

@@ -11,10 +11,8 @@ Dims as in `attention_kernels.py`; T is the number of tokens of one ring rank.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -26,6 +24,7 @@ from weft.parallel.attention_kernels import (
     lay_out,
 )
 from weft.parallel.attention_masks import Masks
+from weft.parallel.merging import Merged
 from weft.parallel.rotation import Pair, Part, Rotation, Steps, travel, travel_back
 from weft.plan.sequence import Places, rectangles
 
@@ -42,7 +41,7 @@ def forward_steps(
     masks: Masks | None = None,
 ) -> Steps[tuple[Tensor, Tensor]]:
     """(out_BHTE in the dtype of the inputs, lse_BHT)."""
-    merged = _Merged(is_masked=masks is not None)
+    merged = Merged(is_masked=masks is not None)
     for keys, k, v in _blocks(k_BGTD, v_BGTE, rotation):
         for one in rectangles(places, rotation.index, keys, is_causal=is_causal):
             out, lse = attend_block(
@@ -117,25 +116,3 @@ def _blocks(k_BGTD: Tensor, v_BGTE: Tensor, rotation: Rotation) -> Iterator[tupl
     pair = Pair(k_shape=k_BGTD.shape, v_shape=v_BGTE.shape)
     for whose, block in travel(pair.pack(k_BGTD, v_BGTE), rotation):
         yield whose, *pair.unpack(block)
-
-
-class _Merged:
-    """Output and log-sum-exp of the keys seen so far."""
-
-    def __init__(self, *, is_masked: bool) -> None:
-        self.out = self.lse = torch.empty(0)
-        self._is_masked = is_masked
-        self._is_empty = True
-
-    def add(self, out_BHQE: Tensor, lse_BHQ: Tensor, queries: tuple[int, int]) -> None:
-        if self._is_empty:  # the first block that is seen is seen by every query
-            self.out, self.lse, self._is_empty = out_BHQE, lse_BHQ, False
-            return
-        self.out = self.out.to(self.lse.dtype)
-        out, lse = self.out[:, :, slice(*queries)], self.lse[:, :, slice(*queries)]
-        # With p = σ(lse' - lse) the new block's share of the sum, out + p (out' - out): nothing can overflow.
-        difference = lse_BHQ - lse
-        if self._is_masked:  # of queries that have seen nothing so far, -inf less -inf
-            difference.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
-        out.lerp_(out_BHQE.to(out.dtype), difference.sigmoid_().unsqueeze(-1))
-        torch.logaddexp(lse, lse_BHQ, out=lse)

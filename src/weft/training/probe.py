@@ -44,6 +44,8 @@ _MOST_TOKENS, _MOST_TOKENS_EACH = 1024, 256
 _GRADIENT = "the gradient of "
 _NOISE = 0.1
 """Of biases and of weights of norms."""
+_NUM_DRAWN = 1_000_003
+"""Random numbers, taken round and round: to draw one for every parameter of a large model takes minutes."""
 _SMALL = 1e-3
 """A gradient is measured against this part of the model's largest, if its own largest entry is smaller."""
 
@@ -62,27 +64,32 @@ def probe_split(
     `cutter`, and what makes another for a copy: where ranks see parts of every sample.
     """
     if example is None or is_on_meta(model):
-        if (mesh.plan.tensor.sequence or make_cutter is not None) and mesh.world.rank == 0:
-            log.warning(
-                "whether the model can be trained with %s was not tried; give parallelize(..., example=inputs) and a "
-                "model that is not on the meta device, or verify it in small",
-                "[tensor] sequence = true" if make_cutter is None else _axes(mesh),
-            )
+        _say_untried(mesh, "give parallelize(..., example=inputs) and a model that is not on the meta device")
         return
     device, is_first = mesh.world.device, mesh.world.rank == 0
     few = split_tree(example, 0, min(num_samples(example), _MOST_SAMPLES))
     if cutter is not None:
         few = cutter.shorten(few, min(_MOST_TOKENS_EACH * mesh.sequence_size, _MOST_TOKENS))
-    tried = model
+    tried, problem = model, None
     whole: dict[str, torch.Tensor] = {}
 
     def try_whole() -> None:
-        nonlocal tried
-        if is_first:
-            tried, found = _pass_whole(model, few, device)
-            whole.update(found)
+        nonlocal tried, problem
+        if not is_first:
+            return
+        try:
+            tried = _with_noise(model)
+        except (torch.OutOfMemoryError, MemoryError, TypeError, RuntimeError) as error:
+            problem = f"{type(error).__name__}: {error}"
+            return
+        tried, found = _pass_whole(model, tried, few, device)
+        whole.update(found)
 
     _together(mesh, "the model fails on the example", try_whole)
+    problem = gather_values(problem, mesh.everyone("control"), device)[0]
+    if problem is not None:
+        _say_untried(mesh, f"the model cannot be copied ({problem})")
+        return
     if not gather_values(bool(whole), mesh.everyone("control"), device)[0]:
         if make_cutter is not None:
             raise ModelError(
@@ -125,7 +132,15 @@ def _pass_split(model: nn.Module, inputs: Any, mesh: Mesh, cutter: Cutter | None
     return found
 
 
-def _pass_whole(model: nn.Module, inputs: Any, device: torch.device) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def _say_untried(mesh: Mesh, why: str) -> None:
+    if (mesh.plan.tensor.sequence or mesh.sequence_size > 1) and mesh.world.rank == 0:
+        asked = _axes(mesh) if mesh.sequence_size > 1 else "[tensor] sequence = true"
+        log.warning("whether the model can be trained with %s was not tried: %s; or verify it in small", asked, why)
+
+
+def _pass_whole(
+    model: nn.Module, noisy: nn.Module, inputs: Any, device: torch.device
+) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """The first rank's answer, and the weights it was given with: on its device if the whole model fits there.
 
     A model that has learned nothing yet hides much: scores of attention are near 0, so that positions hardly matter,
@@ -136,7 +151,7 @@ def _pass_whole(model: nn.Module, inputs: Any, device: torch.device) -> tuple[nn
     moves = device.type == "cuda" and before != device and 6 * num_bytes < torch.cuda.mem_get_info(device)[0]
     place = device if moves else before
     given = map_tensors(lambda leaf: leaf.to(place), inputs)
-    noisy = _with_noise(model).to(place)
+    noisy.to(place)
     found = _pass(noisy, given)
     if not all(bool(tensor.isfinite().all()) for what, tensor in found.items() if what.startswith(_GRADIENT)):
         noisy = copy.deepcopy(model).to(place)
@@ -147,14 +162,17 @@ def _pass_whole(model: nn.Module, inputs: Any, device: torch.device) -> tuple[nn
 @torch.no_grad()
 def _with_noise(model: nn.Module) -> nn.Module:
     """A copy whose weights are not small: each has the spread that keeps the size of what a layer is given."""
-    made, drawn = copy.deepcopy(model), torch.Generator().manual_seed(0)
+    made, drawn = copy.deepcopy(model), torch.randn(_NUM_DRAWN, generator=torch.Generator().manual_seed(0))
     looked_up = {id(module.weight) for module in made.modules() if isinstance(module, nn.Embedding)}
     for parameter in made.parameters():
         if not parameter.is_floating_point():
             continue
         spread = parameter[0].numel() ** -0.5 if parameter.dim() > 1 and len(parameter) else _NOISE
-        noise = torch.randn(parameter.shape, generator=drawn) * (1.0 if id(parameter) in looked_up else spread)
-        parameter.add_(noise.to(parameter.device, parameter.dtype))
+        num_rounds = -(-parameter.numel() // _NUM_DRAWN)
+        noise = (
+            drawn.to(parameter.device, parameter.dtype).repeat(num_rounds)[: parameter.numel()].view(parameter.shape)
+        )
+        parameter.add_(noise, alpha=1.0 if id(parameter) in looked_up else spread)
     return made
 
 
@@ -201,6 +219,7 @@ def _pass(
         mixes = [(draw(o.shape) if part is None else part(o, draw)).to(o.device, o.dtype) for o in outputs]
         torch.autograd.backward(outputs, mixes)
     found = {_GRADIENT + name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    found = {what: torch.view_as_real(one) if one.is_complex() else one for what, one in found.items()}
     for parameter in model.parameters():
         parameter.grad = None
     return {**{f"output {number}": output.detach() for number, output in enumerate(outputs)}, **found}

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.blueprint import Positions
 from weft.errors import DataError, ModelError
 from weft.parallel.batchnorm import has_batch_norms
 from weft.parallel.hugging_face_inputs import inputs_of
@@ -28,6 +29,8 @@ from weft.training.cutters import MakeWhole
 from weft.training.trees import Arguments, map_output, map_tensors, named_tensors, num_samples
 
 _TOKEN_DIM = 1
+_HUGGING_FACE_POSITIONS = frozenset({"wpe", "position_embeddings", "embed_positions"})
+"""What their models call embeddings of places."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,7 @@ class TokenCutter:
         self._device = device
         self._names = _parameter_names(model)
         self._has_batch_norms = has_batch_norms(model)
+        self._longest = _num_places(model, sequence.positions)
 
     draws_alike = False
 
@@ -95,6 +99,11 @@ class TokenCutter:
         whole = self._whole(inputs)
         num_tokens, samples = whole.named[whole.along[0]].shape[_TOKEN_DIM], num_samples(inputs)
         places = self.sequence.places(num_tokens)
+        if self._longest is not None and num_tokens > self._longest:
+            raise DataError(  # on all ranks, also those whose own tokens have places
+                f"sequences have {num_tokens} tokens and the model has places for {self._longest}; cut them, or build the "
+                "model with more"
+            )
         if self._has_batch_norms and places.padded > num_tokens:
             raise DataError(
                 f"sequences of {num_tokens} tokens must be padded to {places.padded} for this plan, and a BatchNorm "
@@ -225,6 +234,22 @@ def _has_tokens(tensor: Tensor, num_tokens: int) -> bool:
     if tensor.dim() <= _TOKEN_DIM or tensor.shape[_TOKEN_DIM] != num_tokens:
         return False
     return num_tokens not in tensor.shape[_TOKEN_DIM + 1 :] or (tensor.dim() == 3 and tensor.is_floating_point())
+
+
+def _num_places(model: nn.Module, positions: Positions | None) -> int | None:
+    """The longest sequence that a model has positions for, as far as it is known."""
+    found = []
+    if positions is not None:
+        modules = [model.get_submodule(name) for name in positions.modules]
+        found += [module.num_embeddings for module in modules if isinstance(module, nn.Embedding)]
+        found += [model.get_buffer(name).shape[dim] for name, dim in positions.tables]
+        found += [] if positions.longest is None else [positions.longest]
+    found += [
+        module.num_embeddings - getattr(module, "offset", 0)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _HUGGING_FACE_POSITIONS
+    ]
+    return min(found, default=None)
 
 
 def _parameter_names(model: nn.Module) -> list[str]:

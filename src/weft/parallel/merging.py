@@ -1,0 +1,70 @@
+"""Outputs of attention over two sets of keys, merged into that over both, by their log-sum-exps.
+
+With p = σ(lse' - lse), the share of the sum that the new keys have, it is out + p (out' - out): nothing can overflow.
+In torch's functions that reads and writes every entry three times; on a GPU, which would wait for its memory, one
+kernel does it in a pass, where Triton is there.
+
+Dims: B samples, H heads, T queries of which Q are merged, E entries of a value.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger("weft")
+
+Fused = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+"""(out, lse, new out, new lse, result): the result is written, which may be `out`, and `lse` is updated."""
+
+
+class Merged:
+    """Output and log-sum-exp of the keys seen so far."""
+
+    def __init__(self, *, is_masked: bool) -> None:
+        """`is_masked`: some queries may see none of a block's keys."""
+        self.out = self.lse = torch.empty(0)
+        self._is_masked = is_masked
+        self._is_empty = True
+
+    def add(self, out_BHQE: Tensor, lse_BHQ: Tensor, queries: tuple[int, int]) -> None:
+        """Merge what some queries see in a further block."""
+        if self._is_empty:  # the first block that is seen is seen by every query
+            self.out, self.lse, self._is_empty = out_BHQE, lse_BHQ, False
+            return
+        fused = _fused_merge() if self.out.is_cuda and self.lse.dtype == torch.float32 else None
+        if fused is not None and self.out.dtype != self.lse.dtype and queries == (0, self.out.shape[2]):
+            wide = torch.empty_like(self.out, dtype=self.lse.dtype)
+            fused(self.out, self.lse, out_BHQE, lse_BHQ, wide)
+            self.out = wide
+            return
+        self.out = self.out.to(self.lse.dtype)
+        out, lse = self.out[:, :, slice(*queries)], self.lse[:, :, slice(*queries)]
+        if fused is not None:
+            fused(out, lse, out_BHQE, lse_BHQ, out)
+            return
+        difference = lse_BHQ - lse
+        if self._is_masked:  # of queries that have seen nothing so far, -inf less -inf
+            difference.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
+        out.lerp_(out_BHQE.to(out.dtype), difference.sigmoid_().unsqueeze(-1))
+        torch.logaddexp(lse, lse_BHQ, out=lse)
+
+
+@functools.cache
+def _fused_merge() -> Fused | None:
+    """The kernel, if it can be made here; tried on a few numbers, because that takes a compiler."""
+    try:
+        from weft.parallel.merge_kernel import merge
+
+        some = torch.zeros(1, 1, 1, 8, device="cuda")
+        merge(some, some[..., 0].clone(), some, some[..., 0].clone(), some)
+    except Exception as error:
+        log.info("blocks of attention are merged by torch's functions, without Triton (%r)", error)
+        return None
+    fused: Fused = merge
+    return fused
