@@ -38,7 +38,7 @@ def axes_of(ring: int, ulysses: int, variant: str = "ring", transport: str = "sh
     return SequenceAxes(ring=mesh.group("ring", "keys"), ulysses=mesh.group("ulysses", "heads"), variant=variant)
 
 
-@dataclass(slots=True)
+@dataclass()
 class Source:
     """What an operator is told of by a number."""
 
@@ -181,7 +181,7 @@ def test_over_sockets_too(ring: int, ulysses: int) -> None:
 def check_operator(ring: int, ulysses: int, variant: str, compiled: bool) -> None:
     """Eager and compiled; the pass is over when gradients are asked for, and another may be under way."""
     source = Source(axes=axes_of(ring, ulysses, variant))
-    number = register(source)
+    number = register(source, source)
 
     def function(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
         return attend_traced(q * 1.0, k, v, number, is_causal, SCALE)
@@ -249,7 +249,8 @@ def check_no_samples() -> None:
         axes = axes_of(ring, ulysses)
         places = make_places(16, ring=ring, ulysses=ulysses, layout="zigzag")
         case = make_case(places, (4, 2, 8, 6), is_causal=True)
-        number = register(Source(axes, case.now()))
+        source = Source(axes, case.now())
+        number = register(source, source)
         leaves = [case.own(one, axes)[:0].requires_grad_() for one in case.tensors[:3]]
         calls = axes.ring.traffic.num_calls, axes.ulysses.traffic.num_calls
         if traced:
@@ -279,7 +280,7 @@ def check_dtypes() -> None:
 def check_too_few_heads() -> None:
     axes = axes_of(1, 4)
     case = make_case(make_places(16, ring=1, ulysses=4, layout="zigzag"), (3, 3, 8, 8), is_causal=True)
-    with pytest.raises(ModelError, match="3 heads, too few for .axes. ulysses = 4.*ulysses = 2, ring = 2"):
+    with pytest.raises(ModelError, match="3 heads on this rank, too few for .axes. ulysses = 4.*ulysses = 2, ring = 2"):
         split(case, axes)
 
 

@@ -248,6 +248,15 @@ def test_a_loss_that_calls_a_model_is_outside_of_the_pass() -> None:
 
 
 @ranks(2)
+@pytest.mark.parametrize("where", ["module", "table"])
+def test_sequences_longer_than_the_model_knows_places_are_refused_by_all(where: str) -> None:
+    trainer = make_trainer(Transformer("causal", where).double(), RING, example=batch(2, 8)[0])
+    refused(lambda: trainer.step(*batch(2, 17)), "17 tokens and the model has places for 16", kind=DataError)
+    gpt = make_trainer(small_gpt().double(), RING, example=token_batch(2)[0])
+    refused(lambda: gpt.step(*batch(2, 9)), "9 tokens and the model has places for 8", kind=DataError)
+
+
+@ranks(2)
 def test_blocks_left_out_at_random_are_refused() -> None:
     model = Transformer().double()
     model.layerdrop = 0.1
@@ -259,7 +268,7 @@ def test_too_few_heads_for_ulysses() -> None:
     model = small_gpt(heads=2).double()
     refused(
         lambda: make_trainer(model, sequence_plan(ulysses=4), example=token_batch(2)[0]),
-        "2 heads",
+        "2 heads on this rank",
         "ulysses = 4",
         "ulysses = 2, ring = 2",
     )

@@ -195,7 +195,7 @@ def travel(block: Tensor, rotation: Rotation) -> Iterator[tuple[int, Tensor]]:
 def travel_back(
     k_BGTD: Tensor, v_BGTE: Tensor, rotation: Rotation, find_parts: Callable[[int, Tensor, Tensor], Sequence[Part]]
 ) -> Steps[tuple[Tensor, Tensor]]:
-    """(dk, dv) of this rank's own block, summed over all ranks while blocks go round once more.
+    """(dk, dv) of this rank's own block, in its dtype, summed over all ranks while blocks go round once more.
 
     `find_parts(whose, k, v)` is what this rank has for a block.
     """
@@ -216,6 +216,7 @@ def travel_back(
         arrival = rotation.pass_on(total, torch.empty_like(home) if spare is None else spare, SUMS)
         spare = total
     yield
-    if arrival is not None:
-        home += arrival.wait()
-    return pair.unpack(home)
+    if arrival is None:
+        return pair.unpack(home.to(block.dtype))
+    # Added and narrowed in one pass.
+    return pair.unpack(torch.add(home, arrival.wait(), out=torch.empty_like(block)))

@@ -50,6 +50,7 @@ class SequenceParallel:
             ring=mesh.group("ring", "keys"), ulysses=mesh.group("ulysses", "heads"), variant=plan.sequence.variant
         )
         self._together = mesh.group("ring+ulysses", "masks")
+        self.is_first = mesh.world.rank == 0
         self._under_way = UnderWay(self.axes)
         self.positions = positions
         self._layout = plan.sequence.layout
@@ -328,6 +329,8 @@ class _Numbered:
                 f'"{self._name}", which weft_blueprint() says is given positions, was given {what} for {len(numbers)} '
                 "tokens; name modules that are called with one number a token"
             )
+        if not given.is_meta and not bool((given == torch.arange(len(numbers), device=given.device)).all()):
+            return None  # not counted by the model, but given to it
         right = numbers.to(given.device, given.dtype).expand(given.shape)
         return (
             tuple(right if one is given else one for one in args),

@@ -173,8 +173,9 @@ def share_heads(num_queries: int, num_keys: int, *, ulysses: int, ring: int = 1)
     if num_queries < ulysses:
         possible = max(number for number in range(1, num_queries + 1) if ulysses * ring % number == 0)
         raise ModelError(
-            f"attention has {num_queries} heads, too few for [axes] ulysses = {ulysses}, which gives every rank at "
-            f"least one; use ulysses = {possible}, ring = {ulysses * ring // possible}"
+            f"attention has {num_queries} head{'s' * (num_queries > 1)} on this rank, too few for [axes] ulysses = "
+            f"{ulysses}, which gives every rank at least one; use ulysses = {possible}, ring = "
+            f"{ulysses * ring // possible}"
         )
     out_of = num_keys if num_keys >= ulysses else num_queries
     parts = shares(out_of, ulysses)

@@ -58,7 +58,7 @@ class Cutter(Protocol):
         """How the model is called."""
 
 
-def require_same_batch(mesh: Mesh, inputs: Any, targets: Any) -> None:
+def require_same_batch(mesh: Mesh, inputs: Any, targets: Any, *, what: str = "batch") -> None:
     """Refuse ranks that are given different samples although they compute the same ones together; collective.
 
     Their answers would be those of no sample at all, and nobody would notice.
@@ -75,7 +75,7 @@ def require_same_batch(mesh: Mesh, inputs: Any, targets: Any) -> None:
     if odd:
         axes = ", ".join(f"{axis} = {size}" for axis, size in mesh.grid.axes.sizes.items() if size > 1)
         raise DataError(
-            f"rank {', '.join(map(str, odd))} was given another batch than rank {group.ranks[0]}, and they compute one "
-            f"together ([axes] {axes}); split data by trainer.data_rank of trainer.data_size, as weft.batches does, "
-            "not by rank"
+            f"rank {', '.join(map(str, odd))} was given another {what} than rank {group.ranks[0]}, and they compute "
+            f"one together ([axes] {axes}); split data by trainer.data_rank of trainer.data_size, as weft.batches "
+            "does, not by rank"
         )

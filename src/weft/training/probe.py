@@ -5,14 +5,15 @@ position is where it is thought to be, that a parameter is used where its name s
 backward through the whole model, and one through a split copy of it, tell: outputs and every gradient are compared, and
 a difference beyond rounding is refused before a single step was spent on it.
 
-It is done in evaluation mode, because dropout would differ; what only training does is not seen.
+It is done in evaluation mode, because dropout would differ; what only training does is not seen. How a model is tried
+is in `trial.py`.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,25 +28,20 @@ from weft.parallel.materialise import is_on_meta
 from weft.parallel.shares import local_part
 from weft.parallel.tensor import TensorParallel
 from weft.plan.splits import Region
-from weft.training.cutters import Cutter, MakeWhole
+from weft.training.cutters import Cutter, require_same_batch
 from weft.training.loss import forward
-from weft.training.modes import evaluating
-from weft.training.trees import map_tensors, num_samples, output_tensors, split_tree
+from weft.training.trees import map_tensors, num_samples, split_tree
+from weft.training.trial import GRADIENT, CannotCopyError, Trial, run_pass, try_whole, widened
 
 log = logging.getLogger("weft")
 
-_ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-2, torch.bfloat16: 0.2, torch.float16: 0.1}
+_ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.1}
 """How far something may be off, as part of the largest entry of the whole one. Models of float64 may have norms that
-compute in float32."""
+compute in float32; 16 bits are for models that cannot be tried in 32."""
 _MOST_SAMPLES = 2
 """Of the example: enough to tell samples from tokens."""
 _MOST_TOKENS, _MOST_TOKENS_EACH = 1024, 256
 """Of the example, and on each rank: whole sequences may be longer than a rank can hold."""
-_GRADIENT = "the gradient of "
-_NOISE = 0.1
-"""Of biases and of weights of norms."""
-_NUM_DRAWN = 1_000_003
-"""Random numbers, taken round and round: to draw one for every parameter of a large model takes minutes."""
 _SMALL = 1e-3
 """A gradient is measured against this part of the model's largest, if its own largest entry is smaller."""
 
@@ -67,45 +63,44 @@ def probe_split(
         _say_untried(mesh, "give parallelize(..., example=inputs) and a model that is not on the meta device")
         return
     device, is_first = mesh.world.device, mesh.world.rank == 0
+    require_same_batch(mesh, example, (), what="example")
     few = split_tree(example, 0, min(num_samples(example), _MOST_SAMPLES))
     if cutter is not None:
         few = cutter.shorten(few, min(_MOST_TOKENS_EACH * mesh.sequence_size, _MOST_TOKENS))
-    tried, problem = model, None
-    whole: dict[str, torch.Tensor] = {}
+    trial: Trial | None = None
+    problem: str | None = None
 
-    def try_whole() -> None:
-        nonlocal tried, problem
-        if not is_first:
-            return
+    def try_first() -> None:
+        nonlocal trial, problem
         try:
-            tried = _with_noise(model)
-        except (torch.OutOfMemoryError, MemoryError, TypeError, RuntimeError) as error:
-            problem = f"{type(error).__name__}: {error}"
-            return
-        tried, found = _pass_whole(model, tried, few, device)
-        whole.update(found)
+            trial = try_whole(model, few, device) if is_first else None
+        except CannotCopyError as error:
+            problem = str(error)
 
-    _together(mesh, "the model fails on the example", try_whole)
-    problem = gather_values(problem, mesh.everyone("control"), device)[0]
+    _together(mesh, "the model fails on the example", try_first)
+    told = [problem, trial is not None and bool(trial.found), trial is not None and trial.is_wide]
+    problem, has_answer, is_wide = gather_values(told, mesh.everyone("control"), device)[0]
     if problem is not None:
         _say_untried(mesh, f"the model cannot be copied ({problem})")
         return
-    if not gather_values(bool(whole), mesh.everyone("control"), device)[0]:
+    if not has_answer:
         if make_cutter is not None:
             raise ModelError(
                 f"the output of the model holds no tensor that learns, so whether it may be split over {_axes(mesh)} "
                 "cannot be tried; return tensors, or a tuple, dict or dataclass of them"
             )
         return  # nothing learns from its output
-    tensor = TensorParallel(_cut_copy(model, tried, mesh, blueprint, regions), mesh, blueprint, regions)
-    del tried
+    whole = {} if trial is None else trial.found
+    copied = _cut_copy(model, model if trial is None else trial.model, mesh, blueprint, regions, is_wide=is_wide)
+    trial = None
+    tensor = TensorParallel(copied, mesh, blueprint, regions)
     tensor.install(keep_output=False)
     tensor.split_tokens(None)
     if make_cutter is not None:
         cutter = make_cutter(tensor.model)
         cutter.prepare(tensor.model)
     try:
-        split = _pass_split(tensor.model, few, mesh, cutter)
+        split = _pass_split(tensor.model, widened(few) if is_wide else few, mesh, cutter)
     except WeftError:
         raise
     except Exception as error:  # others may wait for this rank, as they would in a step
@@ -119,14 +114,14 @@ def _pass_split(model: nn.Module, inputs: Any, mesh: Mesh, cutter: Cutter | None
     """The same of a split model; gradients are those of all ranks that have parts of the samples."""
     device = mesh.world.device
     if cutter is None:
-        return _pass(model, map_tensors(lambda leaf: leaf.to(device), inputs))
+        return run_pass(model, map_tensors(lambda leaf: leaf.to(device), inputs))
     cut = map_tensors(lambda leaf: leaf.to(device), cutter.cut_inputs(inputs))
     with cutter.active():
         cutter.enter(cut)
         call = cutter.around(lambda given: forward(model, given))
-        found = _pass(model, cut, call=call, part=cutter.part_of_output)
+        found = run_pass(model, cut, call=call, part=cutter.part_of_output)
     for what, tensor in found.items():
-        if what.startswith(_GRADIENT):
+        if what.startswith(GRADIENT):
             found[what] = tensor.contiguous()
             all_reduce(found[what], mesh.group("ring+ulysses", "control"))
     return found
@@ -138,91 +133,28 @@ def _say_untried(mesh: Mesh, why: str) -> None:
         log.warning("whether the model can be trained with %s was not tried: %s; or verify it in small", asked, why)
 
 
-def _pass_whole(
-    model: nn.Module, noisy: nn.Module, inputs: Any, device: torch.device
-) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """The first rank's answer, and the weights it was given with: on its device if the whole model fits there.
-
-    A model that has learned nothing yet hides much: scores of attention are near 0, so that positions hardly matter,
-    and some layers are 0 altogether. So it is tried with weights as large as its layers bear, if it can be.
-    """
-    before = next(model.parameters()).device
-    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    moves = device.type == "cuda" and before != device and 6 * num_bytes < torch.cuda.mem_get_info(device)[0]
-    place = device if moves else before
-    given = map_tensors(lambda leaf: leaf.to(place), inputs)
-    noisy.to(place)
-    found = _pass(noisy, given)
-    if not all(bool(tensor.isfinite().all()) for what, tensor in found.items() if what.startswith(_GRADIENT)):
-        noisy = copy.deepcopy(model).to(place)
-        found = _pass(noisy, given)
-    return noisy, {what: tensor.to(device) for what, tensor in found.items()}
-
-
-@torch.no_grad()
-def _with_noise(model: nn.Module) -> nn.Module:
-    """A copy whose weights are not small: each has the spread that keeps the size of what a layer is given."""
-    made, drawn = copy.deepcopy(model), torch.randn(_NUM_DRAWN, generator=torch.Generator().manual_seed(0))
-    looked_up = {id(module.weight) for module in made.modules() if isinstance(module, nn.Embedding)}
-    for parameter in made.parameters():
-        if not parameter.is_floating_point():
-            continue
-        spread = parameter[0].numel() ** -0.5 if parameter.dim() > 1 and len(parameter) else _NOISE
-        num_rounds = -(-parameter.numel() // _NUM_DRAWN)
-        noise = (
-            drawn.to(parameter.device, parameter.dtype).repeat(num_rounds)[: parameter.numel()].view(parameter.shape)
-        )
-        parameter.add_(noise, alpha=1.0 if id(parameter) in looked_up else spread)
-    return made
-
-
 def _cut_copy(
-    model: nn.Module, tried: nn.Module, mesh: Mesh, blueprint: Blueprint, regions: tuple[Region, ...]
+    model: nn.Module,
+    tried: nn.Module,
+    mesh: Mesh,
+    blueprint: Blueprint,
+    regions: tuple[Region, ...],
+    *,
+    is_wide: bool,
 ) -> nn.Module:
     """A copy of what the first rank tried, with this rank's shares, made without a second whole one."""
     cutting, device = TensorParallel(model, mesh, blueprint, regions), mesh.world.device
     memo: dict[int, Any] = {}
     named, tensors = dict(tried.named_parameters()), dict(tried.named_buffers())
     for name, parameter in model.named_parameters():
-        there = named[name].detach().to(device, copy=True)
+        there = widened(named[name].detach().to(device, copy=True), is_wide)
         broadcast(there, mesh.everyone("control"))
         memo[id(parameter)] = nn.Parameter(cutting.cut_one(name, there), requires_grad=parameter.requires_grad)
     for name, buffer in model.named_buffers():
-        there = tensors[name].detach().to(device, copy=True)
+        there = widened(tensors[name].detach().to(device, copy=True), is_wide)
         broadcast(there, mesh.everyone("control"))
         memo[id(buffer)] = cutting.cut_one(name, there)
     return copy.deepcopy(model, memo)
-
-
-def _pass(
-    model: nn.Module,
-    inputs: Any,
-    *,
-    call: Callable[[Any], Any] | None = None,
-    part: Callable[[torch.Tensor, MakeWhole], torch.Tensor] | None = None,
-) -> dict[str, torch.Tensor]:
-    """The output of a copy for an example, and every gradient of a fixed mix of its entries.
-
-    `part` takes this rank's part of something of the shape that an output has in the whole.
-    """
-    with evaluating(model), torch.enable_grad():
-        output = forward(model, inputs) if call is None else call(inputs)
-        # What is masked out with -inf says nothing.
-        outputs = [leaf.masked_fill(~leaf.isfinite(), 0.0) for leaf in output_tensors(output) if leaf.requires_grad]
-        if not outputs:
-            return {}
-        drawn = torch.Generator().manual_seed(0)
-
-        def draw(shape: Sequence[int]) -> torch.Tensor:
-            return torch.randn(tuple(shape), generator=drawn, dtype=torch.float64)
-
-        mixes = [(draw(o.shape) if part is None else part(o, draw)).to(o.device, o.dtype) for o in outputs]
-        torch.autograd.backward(outputs, mixes)
-    found = {_GRADIENT + name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    found = {what: torch.view_as_real(one) if one.is_complex() else one for what, one in found.items()}
-    for parameter in model.parameters():
-        parameter.grad = None
-    return {**{f"output {number}": output.detach() for number, output in enumerate(outputs)}, **found}
 
 
 def _together(mesh: Mesh, what: str, action: Callable[[], None]) -> None:
@@ -275,8 +207,8 @@ def _compare(
         if what in whole:
             true.copy_(whole[what])
         broadcast(true, everyone)
-        if what.startswith(_GRADIENT):
-            layout = tensor.shares.layout(what.removeprefix(_GRADIENT), shape)
+        if what.startswith(GRADIENT):
+            layout = tensor.shares.layout(what.removeprefix(GRADIENT), shape)
             expected = local_part(true, layout, mesh.grid, mesh.world.rank)
             mine = split.get(what, torch.zeros_like(expected))
         else:
@@ -290,7 +222,7 @@ def _compare(
     all_reduce(measured, everyone, op="max")
     allowed = _ROUNDING.get(next(iter(split.values())).dtype, _ROUNDING[torch.float32])
     largest = max(
-        (s for (what, _), (_, s) in zip(listed, measured.tolist(), strict=True) if what.startswith(_GRADIENT)),
+        (s for (what, _), (_, s) in zip(listed, measured.tolist(), strict=True) if what.startswith(GRADIENT)),
         default=0.0,
     )
     problems = [

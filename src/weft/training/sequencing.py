@@ -9,6 +9,7 @@ are added, where the model can be told of them.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from weft.plan.sequence import Places
 from weft.plan.splits import Range
 from weft.training.cutters import MakeWhole
 from weft.training.trees import Arguments, map_output, map_tensors, named_tensors, num_samples
+
+log = logging.getLogger("weft")
 
 _TOKEN_DIM = 1
 _HUGGING_FACE_POSITIONS = frozenset({"wpe", "position_embeddings", "embed_positions"})
@@ -52,6 +55,9 @@ class TokenCutter:
         self._model = model
         self._device = device
         self._names = _parameter_names(model)
+        self._tried: set[str] | None = None
+        """Arguments that the model was tried with, until the first step."""
+        self._is_first = sequence.is_first
         self._has_batch_norms = has_batch_norms(model)
         self._longest = _num_places(model, sequence.positions)
 
@@ -84,25 +90,21 @@ class TokenCutter:
     def cut(self, inputs: Any, targets: Any) -> tuple[Arguments, Any]:
         """This rank's tokens of a micro-batch."""
         cut = self.cut_inputs(inputs)
-        problems: list[str] = []
-        mine = {
-            path: self._cut_target(path, target, cut.now.places, problems)
-            for path, target in named_tensors(targets, "targets")
-        }
-        if problems:
-            raise DataError(problems)
-        left = iter(mine.values())
-        return cut, map_tensors(lambda _: next(left), targets)
+        self._refuse_targets(targets, cut.now.places)
+        self._look_at_names(cut)
+        return cut, map_tensors(lambda target: self._cut_target(target, cut.now.places), targets)
 
     def cut_inputs(self, inputs: Any) -> Arguments:
         """This rank's tokens of some inputs, by the names of the model's arguments."""
         whole = self._whole(inputs)
         num_tokens, samples = whole.named[whole.along[0]].shape[_TOKEN_DIM], num_samples(inputs)
         places = self.sequence.places(num_tokens)
+        if not num_tokens:
+            raise DataError("sequences have 0 tokens; give at least one")
         if self._longest is not None and num_tokens > self._longest:
             raise DataError(  # on all ranks, also those whose own tokens have places
-                f"sequences have {num_tokens} tokens and the model has places for {self._longest}; cut them, or build the "
-                "model with more"
+                f"sequences have {num_tokens} tokens and the model has places for {self._longest}; cut them, or build "
+                "the model with more"
             )
         if self._has_batch_norms and places.padded > num_tokens:
             raise DataError(
@@ -131,6 +133,7 @@ class TokenCutter:
 
     def shorten(self, inputs: Any, most: int) -> Any:
         whole = self._whole(inputs)
+        self._tried = {name for name, value in whole.named.items() if value is not None}
         num_tokens = whole.named[whole.along[0]].shape[_TOKEN_DIM]
         most = min(most, num_tokens)
         if self.sequence.places(most).padded == most > 1 and not self._has_batch_norms:
@@ -187,14 +190,33 @@ class TokenCutter:
             raise DataError(problems)
         return _Whole(named=named, along=tuple(tokens))
 
-    def _cut_target(self, path: str, target: Tensor, places: Places, problems: list[str]) -> Tensor:
-        if target.dim() <= _TOKEN_DIM or target.shape[_TOKEN_DIM] != places.num_tokens:
-            problems.append(
-                f"{path} has shape {tuple(target.shape)} and the sequences have {places.num_tokens} tokens; with "
-                "[axes] ring or ulysses > 1 every token has a target of its own, along dim 1"
-            )
+    def _refuse_targets(self, targets: Any, places: Places) -> None:
+        """Every token has a target; what is beside them may belong to samples."""
+        shapes = [(path, target.shape) for path, target in named_tensors(targets, "targets")]
+        has_tokens = any(len(shape) > _TOKEN_DIM for _, shape in shapes)
+        problems = [
+            f"{path} has shape {tuple(shape)} and the sequences have {places.num_tokens} tokens; with [axes] ring or "
+            "ulysses > 1 every token has a target of its own, along dim 1"
+            for path, shape in shapes
+            if (not has_tokens or len(shape) > _TOKEN_DIM) and tuple(shape[_TOKEN_DIM:][:1]) != (places.num_tokens,)
+        ]
+        if problems:
+            raise DataError(problems)
+
+    def _cut_target(self, target: Tensor, places: Places) -> Tensor:
+        if target.dim() <= _TOKEN_DIM:
             return target
         return take(target, self.sequence.ranges(places))[:, : self._num_real(places)]
+
+    def _look_at_names(self, cut: Arguments) -> None:
+        """Say it once, if the model is given something that it was not tried with."""
+        given = {name for name, value in cut.items() if value is not None}
+        if self._tried is not None and not given <= self._tried and self._is_first:
+            log.warning(
+                "the model is given %s, which the example had not, so the split was not tried with it; verify it first",
+                ", ".join(sorted(given - self._tried)),
+            )
+        self._tried = None
 
     def _by_name(self, inputs: Any) -> dict[str, Any]:
         if isinstance(inputs, dict):
@@ -245,7 +267,7 @@ def _num_places(model: nn.Module, positions: Positions | None) -> int | None:
         found += [model.get_buffer(name).shape[dim] for name, dim in positions.tables]
         found += [] if positions.longest is None else [positions.longest]
     found += [
-        module.num_embeddings - getattr(module, "offset", 0)
+        module.num_embeddings - getattr(module, "offset", 0 if module.padding_idx is None else module.padding_idx + 1)
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _HUGGING_FACE_POSITIONS
     ]
