@@ -152,6 +152,56 @@ class RotaryInside(nn.Module):
         return made
 
 
+class NanoAttention(nn.Module):
+    """As nanoGPT writes it: sizes are taken from the input and given to view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.size()
+        q, k, v = (one.view(B, T, HEADS, C // HEADS).transpose(1, 2) for one in self.c_attn(x).split(HIDDEN, dim=2))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0, is_causal=True)
+        made: Tensor = self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
+        return made
+
+
+class NanoBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(HIDDEN), NanoAttention()
+        self.ln_2 = nn.LayerNorm(HIDDEN)
+        self.mlp = nn.Sequential(nn.Linear(HIDDEN, 24), nn.GELU(), nn.Linear(24, HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class NanoGPT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(VOCABULARY, HIDDEN), nn.Embedding(CONTEXT, HIDDEN)
+        self.h = nn.ModuleList(NanoBlock() for _ in range(2))
+        self.lm_head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+    def weft_blueprint(self) -> Blueprint:
+        return Blueprint(
+            prelude=("wte", "wpe"),
+            blocks=("h.0", "h.1"),
+            postlude=("lm_head",),
+            positions=Positions(modules=("wpe",)),
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.size(1), device=tokens.device))
+        for block in self.h:
+            x = block(x)
+        made: Tensor = self.lm_head(x)
+        return made
+
+
 class Lengths(nn.Module):
     """Makes its mask of padding from the lengths of the samples, by places it counts itself."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from attending import Lengths, RotaryInside, Transformer, Wrapped, batch
+from attending import Lengths, NanoGPT, RotaryInside, Transformer, Wrapped, batch
 from oracle import SGD, make_trainer, sequence_plan, small_gpt, token_batch
 from ranks import ranks
 
@@ -254,6 +254,38 @@ def test_sequences_longer_than_the_model_knows_places_are_refused_by_all(where: 
     refused(lambda: trainer.step(*batch(2, 17)), "17 tokens and the model has places for 16", kind=DataError)
     gpt = make_trainer(small_gpt().double(), RING, example=token_batch(2)[0])
     refused(lambda: gpt.step(*batch(2, 9)), "9 tokens and the model has places for 8", kind=DataError)
+
+
+@ranks(2)
+def test_what_is_cut_can_be_viewed() -> None:
+    """Half of the world says .view of inputs, outputs and targets."""
+
+    def viewing(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(output.view(-1, output.shape[-1]), targets.view(-1))
+
+    class Viewing(Transformer):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return super().forward(tokens.view(-1).view(tokens.shape))
+
+    for plan in (RING, ULYSSES, sequence_plan(ring=2, layout="contiguous")):
+        batches = [batch(2, 8), batch(3, 7)]
+        verify(Viewing(), plan, loss=viewing, optimizer=SGD, batches=batches, device="cpu").require()
+
+
+@ranks(4)
+def test_beside_tensor_parallelism_that_follows_the_models_calls() -> None:
+    for plan in (sequence_plan(ring=2, tensor=2), sequence_plan(ulysses=2, tensor=2)):
+        verify(NanoGPT(), plan, loss="cross-entropy", optimizer=SGD, batches=[batch(2, 8)], device="cpu").require()
+
+
+@ranks(2)
+def test_a_model_that_casts_by_itself_is_tried_with_patience() -> None:
+    class Casting(Transformer):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(tokens).float()
+
+    make_trainer(Casting(), RING, example=batch(2, 32)[0]).step(*batch(2, 32))
 
 
 @ranks(2)

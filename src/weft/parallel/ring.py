@@ -114,5 +114,5 @@ def _blocks(k_BGTD: Tensor, v_BGTE: Tensor, rotation: Rotation) -> Iterator[tupl
         yield 0, k_BGTD, v_BGTE
         return
     pair = Pair(k_shape=k_BGTD.shape, v_shape=v_BGTE.shape)
-    for whose, block in travel(pair.pack(k_BGTD, v_BGTE), rotation):
+    for whose, block in travel(pair.pack(k_BGTD, v_BGTE, rotation), rotation):
         yield whose, *pair.unpack(block)

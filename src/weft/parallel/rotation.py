@@ -11,6 +11,8 @@ block's gradient at home needs no journey, so the sum begins at the first rank t
 last hop: size - 1 hops for gradients too, one fewer than if it set out from home. It travels in float32 if blocks have
 16 bits.
 
+Ranks of one host that share memory let blocks lie where they are (`common_blocks.py`); only sums of gradients travel.
+
 Work is written as steps that pause before they wait. A rank runs its own to the end; a ring that is all in one process,
 for measuring and for tests, runs those of all places in turn.
 
@@ -27,9 +29,11 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from weft.comm.collectives import Pending
 from weft.comm.group import Group
 from weft.comm.p2p import Together, exchange
 from weft.parallel.attention_kernels import accumulator_dtype
+from weft.parallel.common_blocks import CommonBlocks
 
 BLOCKS, SUMS = 0, 1
 """Tags of the two kinds of messages, which are under way at the same time."""
@@ -49,6 +53,12 @@ class Rotation(Protocol):
 
     @property
     def index(self) -> int: ...
+
+    def place(self, numel: int, like: Tensor) -> Tensor:
+        """Memory for this place's block."""
+
+    def gather(self, block: Tensor) -> tuple[Tensor, Pending] | None:
+        """All blocks, a row each, and what to wait for before others' are read; None if blocks have to travel."""
 
     def pass_on(self, outgoing: Tensor, spare: Tensor, tag: int) -> Arrival:
         """Start sending to the next place what is no longer written here; what comes may be written into `spare`."""
@@ -71,6 +81,8 @@ class WireRotation:
     """The ranks of a group as a ring."""
 
     group: Group
+    common: CommonBlocks | None = None
+    """Where blocks are, if they need not travel."""
 
     @property
     def size(self) -> int:
@@ -79,6 +91,13 @@ class WireRotation:
     @property
     def index(self) -> int:
         return self.group.index
+
+    def place(self, numel: int, like: Tensor) -> Tensor:
+        found = None if self.common is None else self.common.place(numel, like)
+        return like.new_empty(numel) if found is None else found
+
+    def gather(self, block: Tensor) -> tuple[Tensor, Pending] | None:
+        return None if self.common is None else self.common.gather(block)
 
     def pass_on(self, outgoing: Tensor, spare: Tensor, tag: int) -> Arrival:
         to, source = (self.index + 1) % self.size, (self.index - 1) % self.size
@@ -109,6 +128,12 @@ class LocalRotation:
     @property
     def size(self) -> int:
         return len(self.ways)
+
+    def place(self, numel: int, like: Tensor) -> Tensor:
+        return like.new_empty(numel)
+
+    def gather(self, block: Tensor) -> None:
+        del block
 
     def pass_on(self, outgoing: Tensor, spare: Tensor, tag: int) -> Arrival:
         self.ways[(self.index + 1) % self.size][tag].append(outgoing)
@@ -150,8 +175,9 @@ class Pair:
     k_shape: torch.Size
     v_shape: torch.Size
 
-    def pack(self, k_BGTD: Tensor, v_BGTE: Tensor) -> Tensor:
-        flat = k_BGTD.new_empty(self.k_shape.numel() + self.v_shape.numel())
+    def pack(self, k_BGTD: Tensor, v_BGTE: Tensor, rotation: Rotation) -> Tensor:
+        """This rank's block."""
+        flat = rotation.place(self.k_shape.numel() + self.v_shape.numel(), k_BGTD)
         k, v = self.unpack(flat)
         k.copy_(k_BGTD)
         v.copy_(v_BGTE)
@@ -183,6 +209,15 @@ def travel(block: Tensor, rotation: Rotation) -> Iterator[tuple[int, Tensor]]:
 
     The memory of `block` is used for those that come.
     """
+    found = rotation.gather(block)
+    if found is not None:
+        yield rotation.index, block
+        blocks, arrival_of_all = found
+        arrival_of_all.wait()
+        for step in range(1, rotation.size):
+            whose = (rotation.index - step) % rotation.size
+            yield whose, blocks[whose]
+        return
     spare = torch.empty_like(block) if rotation.size > 1 else block
     for step in range(rotation.size):
         is_last = step == rotation.size - 1
@@ -200,7 +235,7 @@ def travel_back(
     `find_parts(whose, k, v)` is what this rank has for a block.
     """
     pair = Pair(k_shape=k_BGTD.shape, v_shape=v_BGTE.shape)
-    block = pair.pack(k_BGTD, v_BGTE)
+    block = pair.pack(k_BGTD, v_BGTE, rotation)
     home, arrival, spare = block, None, None
     for step, (whose, visiting) in enumerate(travel(block, rotation)):
         parts = find_parts(whose, *pair.unpack(visiting))

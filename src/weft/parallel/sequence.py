@@ -24,6 +24,7 @@ from weft.comm.collectives import all_gather
 from weft.errors import ModelError
 from weft.mesh import Mesh
 from weft.parallel.absent import Absent
+from weft.parallel.common_blocks import CommonBlocks
 from weft.parallel.hugging_face_attention import use_registry
 from weft.parallel.sequence_attention import Pass, SequenceAxes, attend, attend_traced, register
 from weft.plan.sequence import Places, make_places
@@ -46,8 +47,12 @@ class SequenceParallel:
 
     def __init__(self, model: nn.Module, mesh: Mesh, positions: Positions | None) -> None:
         plan = mesh.plan
+        ring = mesh.group("ring", "keys")
         self.axes = SequenceAxes(
-            ring=mesh.group("ring", "keys"), ulysses=mesh.group("ulysses", "heads"), variant=plan.sequence.variant
+            ring=ring,
+            ulysses=mesh.group("ulysses", "heads"),
+            variant=plan.sequence.variant,
+            common=CommonBlocks(ring),
         )
         self._together = mesh.group("ring+ulysses", "masks")
         self.is_first = mesh.world.rank == 0
@@ -161,6 +166,12 @@ class SequenceParallel:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None) -> Tensor:
         """Attention of this rank's queries to the keys of all ranks."""
+        if torch.compiler.is_compiling():
+            return attend_traced(query, key, value, self._number, is_causal, scale)
+        with torch._C.DisableTorchFunction():  # whoever follows the model's own calls is not to see these
+            return self._attend(query, key, value, is_causal=is_causal, scale=scale)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None) -> Tensor:
         if key.shape[2] != query.shape[2]:
             raise ModelError(
                 f"attention of {query.shape[2]} queries to {key.shape[2]} keys: with [axes] ring or ulysses > 1 weft "
@@ -174,7 +185,7 @@ class SequenceParallel:
             )
         if query.is_meta:  # a model that is followed: there is nothing to exchange, and shapes are all that matters
             return _WHOLE(query, key, value, is_causal=is_causal, enable_gqa=query.shape[1] != key.shape[1])
-        if self._is_traced or torch.compiler.is_compiling():
+        if self._is_traced:
             return attend_traced(query, key, value, self._number, is_causal, scale)
         return attend(query, key, value, axes=self.axes, now=self._now, is_causal=is_causal, scale=scale)
 
@@ -191,6 +202,21 @@ class SequenceParallel:
     ) -> Tensor:
         """What `F.scaled_dot_product_attention` is meanwhile."""
         del enable_gqa  # `attend` sees it by the number of heads
+        if torch.compiler.is_compiling():
+            return self._stand_in(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        with torch._C.DisableTorchFunction():
+            return self._stand_in(query, key, value, attn_mask, dropout_p, is_causal, scale)
+
+    def _stand_in(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+    ) -> Tensor:
         kind = query.device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):  # which casts what torch's attention is given
             dtype = torch.get_autocast_dtype(kind)
@@ -203,7 +229,7 @@ class SequenceParallel:
         if query.dim() != 4:
             # As heads of one sample: whatever they are, they are independent of each other.
             q, k, v = (one.reshape(1, -1, *one.shape[-2:]) for one in (query, key, value))
-            mixed = self.stand_in(q, k, v, attn_mask, is_causal=is_causal, scale=scale)
+            mixed = self._stand_in(q, k, v, attn_mask, 0.0, is_causal, scale)
             return mixed.reshape(*query.shape[:-2], *mixed.shape[-2:])
         if attn_mask is not None and not query.is_meta:
             return self._attend_masked(query, key, value, attn_mask, is_causal=is_causal, scale=scale)

@@ -24,6 +24,7 @@ from torch import Tensor
 from weft.comm.group import Group
 from weft.parallel.attention_kernels import Gradients, accumulator_dtype
 from weft.parallel.attention_masks import make_masks
+from weft.parallel.common_blocks import CommonBlocks
 from weft.parallel.ring import backward_steps, forward_steps
 from weft.parallel.ring_self_attention import self_attention_backward_steps, self_attention_forward_steps
 from weft.parallel.rotation import WireRotation, finish
@@ -42,6 +43,8 @@ class SequenceAxes:
     ulysses: Group
     variant: str = "ring"
     """As in [sequence] variant."""
+    common: CommonBlocks | None = None
+    """Where blocks of keys lie, if the ring is inside one host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +89,7 @@ class Call:
     def settings(self) -> dict[str, Any]:
         now = self.now
         return {
-            "rotation": WireRotation(self.axes.ring),
+            "rotation": WireRotation(self.axes.ring, self.axes.common),
             "places": now.places,
             "is_causal": self.is_causal,
             "scale": self.scale,

@@ -31,7 +31,7 @@ class Cutter(Protocol):
         """This rank's part of some inputs."""
 
     def shorten(self, inputs: Any, most: int) -> Any:
-        """Smaller samples of the same kind, for a trial."""
+        """Smaller samples of the same kind, for a trial; None if there are too few to tell anything."""
 
     def part_of_output(self, output: Tensor, make: MakeWhole) -> Tensor:
         """This rank's part of something that is made in the shape which an output of the latest pass has in whole."""

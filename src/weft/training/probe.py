@@ -67,6 +67,9 @@ def probe_split(
     few = split_tree(example, 0, min(num_samples(example), _MOST_SAMPLES))
     if cutter is not None:
         few = cutter.shorten(few, min(_MOST_TOKENS_EACH * mesh.sequence_size, _MOST_TOKENS))
+        if few is None:
+            _say_untried(mesh, "the example has too few tokens, or no samples")
+            return
     trial: Trial | None = None
     problem: str | None = None
 
@@ -78,8 +81,8 @@ def probe_split(
             problem = str(error)
 
     _together(mesh, "the model fails on the example", try_first)
-    told = [problem, trial is not None and bool(trial.found), trial is not None and trial.is_wide]
-    problem, has_answer, is_wide = gather_values(told, mesh.everyone("control"), device)[0]
+    told = [problem] + ([False] * 3 if trial is None else [bool(trial.found), trial.is_wide, trial.casts])
+    problem, has_answer, is_wide, casts = gather_values(told, mesh.everyone("control"), device)[0]
     if problem is not None:
         _say_untried(mesh, f"the model cannot be copied ({problem})")
         return
@@ -107,7 +110,7 @@ def probe_split(
         raise ModelError(
             f"split over {_axes(mesh)}, the model fails on the example ({type(error).__name__}: {error}){_advice(mesh)}"
         ) from error
-    _compare(whole, split, tensor, mesh, cutter)
+    _compare(whole, split, tensor, mesh, cutter, narrowed=casts)
 
 
 def _pass_split(model: nn.Module, inputs: Any, mesh: Mesh, cutter: Cutter | None) -> dict[str, torch.Tensor]:
@@ -198,7 +201,10 @@ def _compare(
     tensor: TensorParallel,
     mesh: Mesh,
     cutter: Cutter | None,
+    *,
+    narrowed: bool,
 ) -> None:
+    """`narrowed`: the model computes in fewer bits than its output has."""
     everyone, device = mesh.everyone("control"), mesh.world.device
     listed = gather_values([[what, list(t.shape)] for what, t in whole.items()], everyone, device)[0]
     measured = torch.zeros(len(listed), 2, dtype=torch.float64)
@@ -220,7 +226,8 @@ def _compare(
             measured[number, 0] = _largest(mine.double() - expected) if is_alike else float("inf")
     measured = torch.nan_to_num(measured, nan=float("inf"), posinf=float("inf")).to(device)
     all_reduce(measured, everyone, op="max")
-    allowed = _ROUNDING.get(next(iter(split.values())).dtype, _ROUNDING[torch.float32])
+    dtype = torch.bfloat16 if narrowed else next(iter(split.values())).dtype
+    allowed = _ROUNDING.get(dtype, _ROUNDING[torch.float32])
     largest = max(
         (s for (what, _), (_, s) in zip(listed, measured.tolist(), strict=True) if what.startswith(GRADIENT)),
         default=0.0,

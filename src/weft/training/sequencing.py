@@ -32,6 +32,8 @@ from weft.training.trees import Arguments, map_output, map_tensors, named_tensor
 log = logging.getLogger("weft")
 
 _TOKEN_DIM = 1
+_FEWEST_EACH = 2
+"""Tokens of an example on each rank, with fewer of which nothing can be told."""
 _HUGGING_FACE_POSITIONS = frozenset({"wpe", "position_embeddings", "embed_positions"})
 """What their models call embeddings of places."""
 
@@ -55,6 +57,7 @@ class TokenCutter:
         self._model = model
         self._device = device
         self._names = _parameter_names(model)
+        self._num_ranks = sequence.axes.ring.size * sequence.axes.ulysses.size
         self._tried: set[str] | None = None
         """Arguments that the model was tried with, until the first step."""
         self._is_first = sequence.is_first
@@ -80,7 +83,11 @@ class TokenCutter:
             if not isinstance(inputs, Arguments) or inputs.now.places.num_tokens == inputs.now.places.padded:
                 return output
             num_padded, num_real = inputs.now.places.tokens_per_rank, self._num_real(inputs.now.places)
-            return map_output(lambda one: one[:, :num_real] if _is_of_tokens(one, num_padded) else one, output)
+            if num_real == num_padded:
+                return output
+            return map_output(
+                lambda one: one[:, :num_real].contiguous() if _is_of_tokens(one, num_padded) else one, output
+            )
 
         return call_without_padding
 
@@ -134,6 +141,11 @@ class TokenCutter:
     def shorten(self, inputs: Any, most: int) -> Any:
         whole = self._whole(inputs)
         self._tried = {name for name, value in whole.named.items() if value is not None}
+        if not num_samples(inputs) or whole.named[whole.along[0]].shape[_TOKEN_DIM] < _FEWEST_EACH * self._num_ranks:
+            return None
+        if whole.key_mask_BS is not None and not bool(whole.key_mask_BS[:, 0].all()):
+            # What a token that may see nothing has for an answer is nobody's business, and differs.
+            inputs = {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}
         num_tokens = whole.named[whole.along[0]].shape[_TOKEN_DIM]
         most = min(most, num_tokens)
         if self.sequence.places(most).padded == most > 1 and not self._has_batch_norms:
@@ -141,7 +153,7 @@ class TokenCutter:
 
         def shortened(tensor: Tensor) -> Tensor:
             if _has_tokens(tensor, num_tokens):
-                return tensor[:, :most]
+                return tensor[:, :most].contiguous()
             is_length = tensor.dim() == 1 and not tensor.is_floating_point() and tensor.dtype != torch.bool
             if is_length and len(tensor) and 0 <= int(tensor.min()) <= int(tensor.max()) <= num_tokens:
                 return (tensor * most).div(num_tokens, rounding_mode="floor").clamp(min=1).to(tensor.dtype)
@@ -206,7 +218,7 @@ class TokenCutter:
     def _cut_target(self, target: Tensor, places: Places) -> Tensor:
         if target.dim() <= _TOKEN_DIM:
             return target
-        return take(target, self.sequence.ranges(places))[:, : self._num_real(places)]
+        return take(target, self.sequence.ranges(places))[:, : self._num_real(places)].contiguous()
 
     def _look_at_names(self, cut: Arguments) -> None:
         """Say it once, if the model is given something that it was not tried with."""
@@ -239,7 +251,7 @@ def take(tensor: Tensor, ranges: Sequence[Range], *, fill: float | None = None) 
         # Ranges ascend, and padding is at the end of the sequence: what is missing comes last.
         shape = (tensor.shape[0], num_missing, *tensor.shape[_TOKEN_DIM + 1 :])
         parts.append(tensor[:, -1:].expand(shape) if fill is None else tensor.new_full(shape, fill))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, _TOKEN_DIM)
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, _TOKEN_DIM)
 
 
 def pad(tensor_BS: Tensor, length: int, fill: float) -> Tensor:

@@ -44,6 +44,8 @@ class Trial:
     """Outputs and gradients by name; empty if nothing learns from its output."""
     is_wide: bool
     """It was tried in 32 bits, instead of its own 16."""
+    casts: bool
+    """The model itself computes in fewer bits, under torch.autocast."""
 
 
 def try_whole(model: nn.Module, inputs: Any, device: torch.device) -> Trial:
@@ -62,7 +64,8 @@ def try_whole(model: nn.Module, inputs: Any, device: torch.device) -> Trial:
         if has_noise:
             _add_noise(copied)
         try:
-            found = run_pass(copied, widened(given, is_wide))
+            with _watching_autocast() as casts:
+                found = run_pass(copied, widened(given, is_wide))
         except Exception:
             if not has_noise:
                 raise
@@ -70,7 +73,9 @@ def try_whole(model: nn.Module, inputs: Any, device: torch.device) -> Trial:
         gradients = [tensor for what, tensor in found.items() if what.startswith(GRADIENT)]
         if not has_noise or all(bool(gradient.isfinite().all()) for gradient in gradients):
             break
-    return Trial(model=copied, found={what: one.to(device) for what, one in found.items()}, is_wide=is_wide)
+    return Trial(
+        model=copied, found={what: one.to(device) for what, one in found.items()}, is_wide=is_wide, casts=bool(casts)
+    )
 
 
 def run_pass(
@@ -128,6 +133,23 @@ def _add_noise(model: nn.Module) -> None:
         others = drawn.roll(number * _APART).to(parameter.device, parameter.dtype)
         noise = others.repeat(-(-parameter.numel() // _NUM_DRAWN))[: parameter.numel()].view(parameter.shape)
         parameter.add_(noise, alpha=1.0 if id(parameter) in looked_up else spread)
+
+
+@contextmanager
+def _watching_autocast() -> Iterator[list[object]]:
+    """What is in the list afterwards says that torch.autocast was used."""
+    entered: list[object] = []
+    enter = torch.autocast.__enter__
+
+    def note(autocast: torch.autocast) -> Any:
+        entered.append(autocast)
+        return enter(autocast)  # type: ignore[no-untyped-call]
+
+    torch.autocast.__enter__ = note  # type: ignore[method-assign]
+    try:
+        yield entered
+    finally:
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -7,6 +7,7 @@ So before its first use, the loss of all of a rank's tokens is compared with tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -85,7 +86,7 @@ def _difference(loss: Loss, output: Any, targets: Any, dtype: torch.dtype) -> fl
         return None
     first = _first_counted(targets, max(lengths))
     num_tokens = min(max(lengths) - first, _MOST_TOKENS)
-    if num_tokens < 2:
+    if num_tokens < 4:  # a half of one token may have nothing to count
         return None
     drawn = torch.Generator().manual_seed(0)
 
@@ -114,16 +115,17 @@ def _difference(loss: Loss, output: Any, targets: Any, dtype: torch.dtype) -> fl
     if not whole[1] or not count:
         return None
     mean = whole[0] / whole[1]
-    return abs(total / count - mean) / max(abs(mean), 1e-6)
+    found = abs(total / count - mean) / max(abs(mean), 1e-6)
+    return None if math.isnan(found) else found
 
 
 def _first_counted(targets: Any, num_tokens: int) -> int:
-    """The first token that counts, in a few samples; at least two are left from it on."""
+    """The first token that counts, in a few samples; some are left from it on."""
     first = tensors_of(targets)[0][:_MOST_SAMPLES]
     if are_samples_counted(targets) or first.dim() <= _TOKEN_DIM:
         return 0
     counts = (first != IGNORED_TARGET).flatten(2).any(-1) if first.dim() > 2 else first != IGNORED_TARGET
-    return min(int(counts.any(0).int().argmax()), max(num_tokens - 2, 0))
+    return min(int(counts.any(0).int().argmax()), max(num_tokens - 4, 0))
 
 
 def _narrowed(tree: Any, start: int, stop: int, length: int, map_all: Callable[..., Any]) -> Any:
@@ -132,7 +134,7 @@ def _narrowed(tree: Any, start: int, stop: int, length: int, map_all: Callable[.
     def narrow(tensor: torch.Tensor) -> torch.Tensor:
         few = tensor[:_MOST_SAMPLES] if tensor.dim() else tensor
         has_tokens = few.dim() > _TOKEN_DIM and few.shape[_TOKEN_DIM] == length
-        return few[:, start:stop] if has_tokens else few
+        return few[:, start:stop].contiguous() if has_tokens else few
 
     return map_all(narrow, tree)
 
