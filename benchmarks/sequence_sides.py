@@ -25,7 +25,8 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 import weft
 from weft.mesh import World, make_mesh
 from weft.models.gpt import GPT, GPTConfig
-from weft.parallel.sequence_attention import Pass, SequenceAxes, attend
+from weft.parallel.sequence_attention import Pass, attend
+from weft.parallel.split_attention import make_axes
 from weft.plan.plan import Axes, Comm, Plan
 from weft.plan.plan import Sequence as SequenceSection
 from weft.plan.sequence import make_places
@@ -64,9 +65,7 @@ def sequence_plan(
 
 def weft_side(plan: Plan, world: World, num_tokens: int) -> Side:
     mesh = make_mesh(plan, world)
-    axes = SequenceAxes(
-        ring=mesh.group("ring", "keys"), ulysses=mesh.group("ulysses", "heads"), variant=plan.sequence.variant
-    )
+    axes = make_axes(mesh)
     places = make_places(num_tokens, ring=axes.ring.size, ulysses=axes.ulysses.size, layout=plan.sequence.layout)
     ranges = places.ranges(axes.ring.index, axes.ulysses.index)
 

@@ -74,10 +74,12 @@ def test_unknown_names_and_values_in_a_plan(refuse: Refusal, workspace: Workspac
 
 
 def test_what_is_not_built_yet(refuse: Refusal, workspace: Workspace) -> None:
-    refuse.write("plan.toml", '[axes]\nulysses = 2\n[codec]\nname = "topk"\n')
+    refuse.write("plan.toml", '[data]\nsync = "server"\n[codec]\nname = "topk"\n')
     job = refuse.write("job.toml", with_plan(workspace, "plan.toml"))
     for command in ("train", "verify"):
-        refuse(command, job, words=("[axes] ulysses = 2 is not built yet", '[codec] name = "topk" is not built yet'))
+        refuse(
+            command, job, words=('[data] sync = "server" is not built yet', '[codec] name = "topk" is not built yet')
+        )
 
 
 def test_unknown_names_and_values_in_a_job(refuse: Refusal) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from torch import Tensor
 from weft.errors import ModelError
 from weft.mesh import join_world
 from weft.parallel.sequence_attention import Pass, SequenceAxes, attend, attend_traced, register
+from weft.parallel.split_attention import make_axes
 from weft.plan.grid import Grid
 from weft.plan.plan import Axes, Comm, Plan
 from weft.plan.sequence import Places, make_places
@@ -34,8 +35,7 @@ def mesh_of(ring: int, ulysses: int, transport: str) -> Mesh:
 
 
 def axes_of(ring: int, ulysses: int, variant: str = "ring", transport: str = "shared") -> SequenceAxes:
-    mesh = mesh_of(ring, ulysses, transport)
-    return SequenceAxes(ring=mesh.group("ring", "keys"), ulysses=mesh.group("ulysses", "heads"), variant=variant)
+    return replace(make_axes(mesh_of(ring, ulysses, transport)), variant=variant)
 
 
 @dataclass()

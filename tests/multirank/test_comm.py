@@ -141,10 +141,11 @@ def check_uneven_all_to_all(group: Group, wait: bool) -> None:
     splits = list(range(group.size))
     mine = tensor_of(group.index, sum(splits), torch.float32)
     output = torch.empty(group.index * group.size)
-    with counted(group, "all-to-all", mine.nbytes):
-        collectives.all_to_all(
-            output, mine, group, output_splits=[group.index] * group.size, input_splits=splits, wait=wait
-        ).wait()
+    before = group.traffic.sent_bytes
+    collectives.all_to_all(
+        output, mine, group, output_splits=[group.index] * group.size, input_splits=splits, wait=wait
+    ).wait()
+    assert group.traffic.sent_bytes - before == (sum(splits) - group.index) * mine.element_size(), "but for its own"
     start = sum(splits[: group.index])
     rows = everyones(sum(splits), torch.float32, group.size)
     assert torch.equal(output, rows[:, start : start + group.index].flatten())

@@ -20,6 +20,7 @@ from weft.comm.levels import Levels
 from weft.comm.peers import parts_to_add, start_all_gather, start_reduce_scatter
 from weft.comm.reduction import REDUCE_OPS, Reduction, add_into
 from weft.comm.shared import SharedWire
+from weft.comm.unseen import unseen
 from weft.plan.wire import Collective, sent_bytes
 
 # torch 2.13 renamed the flat forms and warns about the old names, which are the only ones 2.11 has.
@@ -51,9 +52,10 @@ class Pending:
         if self._work is None:
             return
         started = time.perf_counter() if since is None else since
-        self._work.wait()
-        if self._after is not None:
-            self._after()
+        with unseen():
+            self._work.wait()
+            if self._after is not None:
+                self._after()
         self._traffic.add(wait_s=time.perf_counter() - started)
         self._work = None
 
@@ -299,7 +301,8 @@ def _run(
     counted = sent_bytes(collective, buffer_bytes, group.size) if sent is None else sent
     traffic.add(num_calls=1, sent_bytes=counted)
     started = time.perf_counter()
-    pending = Pending(start(), traffic, after)
+    with unseen():
+        pending = Pending(start(), traffic, after)
     if wait:
         pending.wait(since=started)
     return pending

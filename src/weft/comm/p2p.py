@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from weft.comm.collectives import Pending
 from weft.comm.group import Group
+from weft.comm.unseen import unseen
 from weft.plan.wire import sent_bytes
 
 
@@ -19,7 +20,8 @@ def send(tensor: torch.Tensor, group: Group, *, to: int, tag: int = 0) -> Pendin
     group.traffic.add(num_calls=1, sent_bytes=sent_bytes("send", tensor.nbytes, group.size))
     wire = group.wire(tensor)
     if wire is not None:
-        wire.mailbox.send(tensor, to=to, tag=tag)
+        with unseen():
+            wire.mailbox.send(tensor, to=to, tag=tag)
         return Pending(None, group.traffic)
     message = tensor.cpu() if group.through_host and tensor.is_cuda else tensor.contiguous()
     return Pending(dist.isend(message, group.ranks[to], group.handle, tag), group.traffic)
@@ -32,7 +34,8 @@ def receive(tensor: torch.Tensor, group: Group, *, source: int, tag: int = 0) ->
     group.traffic.add(num_calls=1)
     wire = group.wire(tensor)
     if wire is not None:
-        return Pending(wire.mailbox.receive(tensor, source=source, tag=tag), group.traffic)
+        with unseen():
+            return Pending(wire.mailbox.receive(tensor, source=source, tag=tag), group.traffic)
     if not (group.through_host and tensor.is_cuda):
         return Pending(dist.irecv(tensor, group.ranks[source], group.handle, tag), group.traffic)
     staged = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")

@@ -24,7 +24,6 @@ from weft.comm.collectives import all_gather
 from weft.errors import ModelError
 from weft.mesh import Mesh
 from weft.parallel.absent import Absent
-from weft.parallel.common_blocks import CommonBlocks
 from weft.parallel.hugging_face_attention import use_registry
 from weft.parallel.sequence_attention import Pass, SequenceAxes, attend, attend_traced, register
 from weft.plan.sequence import Places, make_places
@@ -45,15 +44,9 @@ class UnderWay:
 class SequenceParallel:
     """A model of which each rank along ring and ulysses sees its own tokens only."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, positions: Positions | None) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, positions: Positions | None, axes: SequenceAxes) -> None:
         plan = mesh.plan
-        ring = mesh.group("ring", "keys")
-        self.axes = SequenceAxes(
-            ring=ring,
-            ulysses=mesh.group("ulysses", "heads"),
-            variant=plan.sequence.variant,
-            common=CommonBlocks(ring),
-        )
+        self.axes = axes
         self._together = mesh.group("ring+ulysses", "masks")
         self.is_first = mesh.world.rank == 0
         self._under_way = UnderWay(self.axes)

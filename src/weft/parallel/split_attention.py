@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.group import Group
+from weft.mesh import Mesh
 from weft.parallel.attention_kernels import Gradients, accumulator_dtype
 from weft.parallel.attention_masks import make_masks
 from weft.parallel.common_blocks import CommonBlocks
@@ -45,6 +46,17 @@ class SequenceAxes:
     """As in [sequence] variant."""
     common: CommonBlocks | None = None
     """Where blocks of keys lie, if the ring is inside one host."""
+
+
+def make_axes(mesh: Mesh) -> SequenceAxes:
+    """The axes of a mesh's plan; collective."""
+    ring = mesh.group("ring", "keys")
+    return SequenceAxes(
+        ring=ring,
+        ulysses=mesh.group("ulysses", "heads"),
+        variant=mesh.plan.sequence.variant,
+        common=CommonBlocks(ring),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from weft.errors import ModelError, PlanError
 from weft.mesh import Mesh
 from weft.parallel.rows import RowParallel
 from weft.parallel.sequence import SequenceParallel
+from weft.parallel.split_attention import make_axes
 from weft.plan.plan import said
 from weft.training.cutters import Cutter
 from weft.training.imaging import RowCutter
@@ -37,11 +38,13 @@ def cutters(mesh: Mesh, blueprint: Blueprint, example: Any) -> Callable[[nn.Modu
             )
         return lambda model: RowCutter(RowParallel(mesh.group("ring", "rows")))
 
+    axes = make_axes(mesh)
+
     def cut_tokens(model: nn.Module) -> Cutter:
         problems = left_out(model, "[axes] ring or ulysses > 1", "set them to 1")
         if problems:
             raise ModelError(problems)
-        sequence = SequenceParallel(model, mesh, blueprint.positions)
+        sequence = SequenceParallel(model, mesh, blueprint.positions, axes)
         if example is None and blueprint.positions is None and not sequence.is_known:
             raise ModelError(
                 "[axes] ring and ulysses split sequences, and nothing is known of where the model learns positions; "

@@ -1,0 +1,19 @@
+"""Exchanges are nobody's operators: modes that watch or replay torch's operators are not to see how they are done.
+
+A policy of recomputation, say, expects the same operators in the second run as in the first; a wire that makes a view
+of its memory once, and keeps it, has others.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+_NOTHING = nullcontext()
+
+
+def unseen() -> AbstractContextManager[object]:
+    """No mode sees what is done in here; costs nothing where there is none."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NOTHING
