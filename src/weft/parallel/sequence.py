@@ -23,8 +23,8 @@ from weft.blueprint import Positions
 from weft.comm.collectives import all_gather
 from weft.errors import ModelError
 from weft.mesh import Mesh
-from weft.parallel.absent import Absent
 from weft.parallel.hugging_face_attention import use_registry
+from weft.parallel.positions import Numbered, Tables
 from weft.parallel.sequence_attention import Pass, SequenceAxes, attend, attend_traced, register
 from weft.plan.sequence import Places, make_places
 from weft.plan.splits import Range
@@ -55,9 +55,10 @@ class SequenceParallel:
         self._multiple = plan.axes.tensor if plan.tensor.sequence else 1
         self._is_traced = plan.recompute.policy == "selective"
         self._number = register(self._under_way, self)
-        self._tables = _Tables(model, positions)
+        self._tables = Tables(model, positions)
         for name in positions.modules if positions is not None else ():
-            model.get_submodule(name).register_forward_pre_hook(_Numbered(self, name), with_kwargs=True)
+            hook = Numbered(name, lambda: None if self.now is None else self.numbers(self.now.places))
+            model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
         self._holders = _holders(model)
         self._use_registry = use_registry(
             model, self.attend, now=lambda: self.now, numbers=lambda: self.numbers(self._now.places)
@@ -297,61 +298,3 @@ def _holders(model: nn.Module) -> list[tuple[Any, str]]:
         if source is not None and source is not F:
             found += [(source, key) for key, value in vars(source).items() if value is _WHOLE]
     return found
-
-
-class _Tables:
-    """Buffers whose rows belong to places in the sequence, and whose first rows the model uses."""
-
-    def __init__(self, model: nn.Module, positions: Positions | None) -> None:
-        self._tables: list[tuple[nn.Module, str, int]] = []
-        for path, dim in positions.tables if positions is not None else ():
-            owner, _, name = path.rpartition(".")
-            self._tables.append((model.get_submodule(owner), name, dim))
-        self._whole: list[Tensor] = []
-
-    def lend(self, numbers: Callable[[], Tensor]) -> None:
-        """Let the model find the rows of these places in front."""
-        self.give_back()
-        if not self._tables:
-            return
-        rows = numbers()
-        for owner, name, dim in self._tables:
-            whole = owner._buffers[name]
-            assert whole is not None
-            self._whole.append(whole)
-            owner._buffers[name] = whole.index_select(dim, rows.to(whole.device))
-
-    def give_back(self) -> None:
-        for (owner, name, _), whole in zip(self._tables, self._whole, strict=False):
-            owner._buffers[name] = whole
-        self._whole = []
-
-
-class _Numbered:
-    """Replaces 0 to T - 1, which is all a model can know of its tokens, by where they are."""
-
-    def __init__(self, sequence: SequenceParallel, name: str) -> None:
-        self._sequence = sequence
-        self._name = name
-
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        now = self._sequence.now
-        if now is None or any(isinstance(given, Absent) for given in (*args, *kwargs.values())):
-            return None
-        numbers = self._sequence.numbers(now.places)
-        given = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
-        if given is None or not given.dim() or given.shape[-1] != len(numbers):
-            what = "no tensor" if given is None else f"a tensor of {tuple(given.shape)}"
-            raise ModelError(
-                f'"{self._name}", which weft_blueprint() says is given positions, was given {what} for {len(numbers)} '
-                "tokens; name modules that are called with one number a token"
-            )
-        if not given.is_meta and not bool((given == torch.arange(len(numbers), device=given.device)).all()):
-            return None  # not counted by the model, but given to it
-        right = numbers.to(given.device, given.dtype).expand(given.shape)
-        return (
-            tuple(right if one is given else one for one in args),
-            {name: right if one is given else one for name, one in kwargs.items()},
-        )

@@ -50,19 +50,18 @@ from weft.training.loss import (
     Count,
     Loss,
     SplitCrossEntropy,
-    are_samples_counted,
-    count_targets,
     forward,
     loss_terms,
     no_loss,
 )
+from weft.training.microbatches import Microbatches
 from weft.training.modes import evaluating
 from weft.training.pipelined import Pipelined
 from weft.training.precision import Caller
 from weft.training.sequencing import TokenCutter
 from weft.training.splitting import KeepingShares
 from weft.training.streaming import Streaming
-from weft.training.trees import map_tensors, num_samples, split_microbatches
+from weft.training.trees import num_samples
 from weft.training.tried_loss import tried
 from weft.training.update import Update
 
@@ -132,7 +131,13 @@ class Trainer:
         self._needs_seeds = self._draws is None or self._draws.is_needed or tensor is not None or cutter is not None
         if tensor is not None:
             tensor.draw_with(self.seeds)
-        self._has_loss = mesh.index("pipeline") == mesh.size("pipeline") - 1
+        self._microbatches = Microbatches(
+            mesh.plan.step.microbatches,
+            mesh.world.device,
+            cutter,
+            has_loss=mesh.index("pipeline") == mesh.size("pipeline") - 1,
+            counts_targets=loss.counts_targets,
+        )
         self.pipelined: Pipelined | None = None
         if cut is not None:
             kind = Streaming if mesh.plan.pipeline.schedule in FLUSH_FREE else Pipelined
@@ -193,7 +198,7 @@ class Trainer:
         if not self._has_compared:
             require_same_batch(self.mesh, inputs, targets)
             self._has_compared = True
-        microbatches = self._cut(inputs, targets)
+        microbatches = self._microbatches.cut(inputs, targets)
         if self.seeds.base is None and self._needs_seeds:
             self.seeds.base = self._draw_seed()
         with self._passes():
@@ -275,7 +280,7 @@ class Trainer:
             for number, batch in enumerate(self._in_step(batches)):
                 if number == 0:
                     require_same_batch(self.mesh, *batch)
-                microbatches = self._cut(*batch)
+                microbatches = self._microbatches.cut(*batch)
                 if self.pipelined is not None:
                     self.pipelined.look(microbatches, lambda part, output: add(output, part.targets, part.count))
                     continue
@@ -328,36 +333,6 @@ class Trainer:
     def check_divergence(self) -> None:
         """Compare weights, optimizer state and buffers of all replicas now; collective."""
         self._divergence.run(self.steps_done)
-
-    def _cut(self, inputs: Any, targets: Any) -> list[tuple[Any, Any, Count]]:
-        """This rank's micro-batches, on the device, each with its count of targets."""
-        num_microbatches, device = self.plan.step.microbatches, self.mesh.world.device
-        if num_samples(inputs) != num_samples(targets):
-            raise DataError(
-                f"inputs hold {num_samples(inputs)} samples, targets {num_samples(targets)}; dim 0 is samples"
-            )
-        parts: Iterable[tuple[Any, Any]] = zip(
-            split_microbatches(inputs, num_microbatches), split_microbatches(targets, num_microbatches), strict=True
-        )
-        if self.cutter is not None:
-            parts = [self.cutter.cut(*part) for part in parts]
-        return [
-            (
-                map_tensors(lambda tensor: tensor.to(device, non_blocking=True), inputs_part),
-                map_tensors(lambda tensor: tensor.to(device, non_blocking=True), targets_part),
-                # Before it moves: counting on the host blocks nothing. A stage without the loss need not count.
-                self._count(inputs_part, targets_part) if self._has_loss else 0,
-            )
-            for inputs_part, targets_part in parts
-        ]
-
-    def _count(self, inputs: Any, targets: Any) -> Count:
-        counted = count_targets(targets)
-        if self.cutter is None:
-            return counted
-        if not self._loss.counts_targets:  # a rank may well have none, whose mean no loss can take
-            counted = int(counted)
-        return counted * self.cutter.weight(inputs) if are_samples_counted(targets) else counted
 
     def _passes(self) -> AbstractContextManager[None]:
         """Passes of the model happen in here."""

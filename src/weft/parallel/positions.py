@@ -1,0 +1,75 @@
+"""How a model that counts its tokens from 0 learns where they really are, as its blueprint says (`Positions`).
+
+A module that is given numbers of places is given others; a table of which the model takes the first rows has other rows
+in front, while a pass is under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.blueprint import Positions
+from weft.errors import ModelError
+from weft.parallel.absent import Absent
+
+
+class Tables:
+    """Buffers whose rows belong to places in the sequence, and whose first rows the model uses."""
+
+    def __init__(self, model: nn.Module, positions: Positions | None) -> None:
+        self._tables: list[tuple[nn.Module, str, int]] = []
+        for path, dim in positions.tables if positions is not None else ():
+            owner, _, name = path.rpartition(".")
+            self._tables.append((model.get_submodule(owner), name, dim))
+        self._whole: list[Tensor] = []
+
+    def lend(self, numbers: Callable[[], Tensor]) -> None:
+        """Let the model find the rows of these places in front."""
+        self.give_back()
+        if not self._tables:
+            return
+        rows = numbers()
+        for owner, name, dim in self._tables:
+            whole = owner._buffers[name]
+            assert whole is not None
+            self._whole.append(whole)
+            owner._buffers[name] = whole.index_select(dim, rows.to(whole.device))
+
+    def give_back(self) -> None:
+        for (owner, name, _), whole in zip(self._tables, self._whole, strict=False):
+            owner._buffers[name] = whole
+        self._whole = []
+
+
+class Numbered:
+    """Replaces 0 to T - 1, which is all a model can know of its tokens, by where they are."""
+
+    def __init__(self, name: str, numbers: Callable[[], Tensor | None]) -> None:
+        """`numbers`: where this rank's tokens are; None outside of passes."""
+        self._name = name
+        self._numbers = numbers
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        numbers = self._numbers()
+        if numbers is None or any(isinstance(given, Absent) for given in (*args, *kwargs.values())):
+            return None
+        given = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+        if given is None or not given.dim() or given.shape[-1] != len(numbers):
+            what = "no tensor" if given is None else f"a tensor of {tuple(given.shape)}"
+            raise ModelError(
+                f'"{self._name}", which weft_blueprint() says is given positions, was given {what} for {len(numbers)} '
+                "tokens; name modules that are called with one number a token"
+            )
+        if not given.is_meta and not bool((given == torch.arange(len(numbers), device=given.device)).all()):
+            return None  # not counted by the model, but given to it
+        right = numbers.to(given.device, given.dtype).expand(given.shape)
+        return (
+            tuple(right if one is given else one for one in args),
+            {name: right if one is given else one for name, one in kwargs.items()},
+        )
