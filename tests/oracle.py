@@ -220,6 +220,33 @@ def call(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
+def train_on_tokens(trainer: Trainer, num_steps: int) -> list[float]:
+    """Losses of steps on batches for `small_gpt` that depend on the step alone."""
+    losses = []
+    for _ in range(num_steps):
+        batch = token_batch(8 - trainer.steps_done % 3, seed=trainer.steps_done)
+        losses.append(float(trainer.step(*cut_evenly(batch, trainer.data_size)[trainer.data_rank])))
+    return losses
+
+
+def kept_bytes(model: nn.Module, forward: Callable[[], object]) -> int:
+    """All memory that a forward pass keeps for the backward pass, besides the parameters'."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+    alive: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sum(kept.values())
+
+
 def cut(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
     """A batch of tensors cut into one part a rank, of these numbers of samples."""
     inputs, targets = batch

@@ -7,11 +7,12 @@ attention merges blocks. Ulysses keeps attention's output twice, by heads and by
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
-from oracle import make_trainer, sequence_plan
+from oracle import kept_bytes, make_trainer, sequence_plan
 from ranks import ranks
-from torch import Tensor
 
 from weft.models.gpt import GPT, GPTConfig
 from weft.plan.plan import Plan
@@ -36,34 +37,22 @@ def trained_by(plan: Plan, num_layers: int, num_tokens: int) -> Trainer:
     return make_trainer(GPT(config), plan, example=torch.zeros(SAMPLES, num_tokens, dtype=torch.int64))
 
 
-def kept_bytes(trainer: Trainer, num_tokens: int) -> int:
-    """All memory that one forward pass keeps for the backward pass, besides the parameters'."""
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in trainer.model.parameters()}
-    kept: dict[int, int] = {}
-    alive: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
-            alive.append(tensor)
-        return tensor
-
+def pass_through(trainer: Trainer, num_tokens: int) -> None:
+    """A forward pass of a whole sequence."""
     inputs = torch.zeros(SAMPLES, num_tokens, dtype=torch.int64)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        if trainer.cutter is None:
-            trainer.model(inputs)
-            return sum(kept.values())
-        cut = trainer.cutter.cut_inputs(inputs)
-        with trainer.cutter.active():
-            trainer.cutter.enter(cut)
-            trainer.model(**cut, **cut.beside)
-    return sum(kept.values())
+    if trainer.cutter is None:
+        trainer.model(inputs)
+        return
+    cut = trainer.cutter.cut_inputs(inputs)
+    with trainer.cutter.active():
+        trainer.cutter.enter(cut)
+        trainer.model(**cut, **cut.beside)
 
 
 def block_bytes(plan: Plan, num_tokens: int) -> int:
-    two, one = (kept_bytes(trained_by(plan, number, num_tokens), num_tokens) for number in (2, 1))
-    return two - one
+    two, one = (trained_by(plan, number, num_tokens) for number in (2, 1))
+    kept = [kept_bytes(t.model, functools.partial(pass_through, t, num_tokens)) for t in (two, one)]
+    return kept[0] - kept[1]
 
 
 ONE_RANK, TWICE = 72, 4

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import ADAMW, cut_evenly, data_plan, make_trainer, sequence_plan, small_gpt, token_batch
+from oracle import ADAMW, data_plan, make_trainer, sequence_plan, small_gpt, token_batch, train_on_tokens
 from ranks import ranks
 from torch import nn
 
@@ -16,15 +16,6 @@ from weft.errors import DivergenceError
 from weft.plan.plan import Compile, Plan, Precision
 from weft.training.trainer import Trainer
 from weft.training.verify import verify
-
-
-def train(trainer: Trainer, num_steps: int) -> list[float]:
-    """Steps on batches that depend on the step alone."""
-    losses = []
-    for _ in range(num_steps):
-        batch = token_batch(8 - trainer.steps_done % 3, seed=trainer.steps_done)
-        losses.append(float(trainer.step(*cut_evenly(batch, trainer.data_size)[trainer.data_rank])))
-    return losses
 
 
 def gpt_trainer(plan: Plan, model: nn.Module | None = None, **changes: Any) -> Trainer:
@@ -54,30 +45,30 @@ PAIRS = [
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_checkpoint_goes_on_under_another_plan(pair: tuple[str, str], tmp_path: Path) -> None:
     first = gpt_trainer(PLANS[pair[0]])
-    train(first, 2)
+    train_on_tokens(first, 2)
     first.save(tmp_path / "here")
-    expected = train(first, 2)
+    expected = train_on_tokens(first, 2)
     other = gpt_trainer(PLANS[pair[1]], small_gpt(heads=4, kv_heads=2).double())
     other.load(tmp_path / "here")
-    assert train(other, 2) == pytest.approx(expected, rel=1e-10)
+    assert train_on_tokens(other, 2) == pytest.approx(expected, rel=1e-10)
 
 
 @ranks(4)
 def test_the_same_plan_resumes_to_the_bit(tmp_path: Path) -> None:
     plan = PLANS["2 x 2, zero 2"]
     first = gpt_trainer(plan, small_gpt(heads=4, dropout=0.2).double())
-    train(first, 2)
+    train_on_tokens(first, 2)
     first.save(tmp_path / "here")
-    expected = train(first, 2)
+    expected = train_on_tokens(first, 2)
     again = gpt_trainer(plan, small_gpt(heads=4, dropout=0.2).double())
     again.load(tmp_path / "here")
-    assert train(again, 2) == expected
+    assert train_on_tokens(again, 2) == expected
 
 
 @ranks(4)
 def test_a_rank_that_drifts_is_named() -> None:
     trainer = gpt_trainer(sequence_plan(ring=2, ulysses=2))
-    train(trainer, 1)
+    train_on_tokens(trainer, 1)
     if trainer.mesh.world.rank == 3:
         with torch.no_grad():
             trainer.model.norm.weight[0] += 1e-9
@@ -91,7 +82,7 @@ def test_16_bits_are_close_to_32(split: dict[str, int]) -> None:
     wide = gpt_trainer(sequence_plan(**split), small_gpt(heads=4))
     plan = replace(sequence_plan(**split), precision=Precision(compute="bf16"))
     narrow = gpt_trainer(plan, small_gpt(heads=4))
-    assert train(narrow, 4) == pytest.approx(train(wide, 4), rel=0.02)
+    assert train_on_tokens(narrow, 4) == pytest.approx(train_on_tokens(wide, 4), rel=0.02)
 
 
 @pytest.mark.long

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import make_trainer, tensor_plan
+from oracle import kept_bytes, make_trainer, tensor_plan
 from ranks import ranks
-from torch import Tensor
 
 from weft.models.gpt import GPT, GPTConfig
 from weft.plan.plan import Plan
@@ -39,28 +38,11 @@ def trained_by(plan: Plan, num_layers: int) -> Trainer:
     return make_trainer(GPT(config).bfloat16(), plan)
 
 
-def kept_bytes(trainer: Trainer) -> int:
-    """All memory that one forward pass keeps for the backward pass, besides the parameters'."""
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in trainer.model.parameters()}
-    kept: dict[int, int] = {}
-    alive: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
-            alive.append(tensor)
-        return tensor
-
-    inputs = torch.zeros(SAMPLES, TOKENS, dtype=torch.int64)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        trainer.model(inputs)
-    return sum(kept.values())
-
-
 def check(tensor: int, *, sequence: bool, parts: float) -> None:
     plan = tensor_plan(tensor, sequence=sequence)
-    block = kept_bytes(trained_by(plan, 2)) - kept_bytes(trained_by(plan, 1))
+    two, one = (trained_by(plan, number).model for number in (2, 1))
+    inputs = torch.zeros(SAMPLES, TOKENS, dtype=torch.int64)
+    block = kept_bytes(two, lambda: two(inputs)) - kept_bytes(one, lambda: one(inputs))
     assert block == pytest.approx(parts * TOKENS * SAMPLES * HIDDEN, rel=0.02)
 
 

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from oracle import (
     ADAMW,
     cross_entropy,
-    cut_evenly,
     data_plan,
     make_trainer,
     small_gpt,
     tensor_plan,
     token_batch,
+    train_on_tokens,
 )
 from ranks import ranks
 from safetensors.torch import load_file
@@ -33,15 +33,6 @@ from weft.training.held import Held, held_parameters, whole_tensors
 from weft.training.trainer import Trainer
 
 gpt = functools.partial(small_gpt, heads=4, kv_heads=1, norm="layer", bias=True)
-
-
-def train(trainer: Trainer, num_steps: int) -> list[float]:
-    """Steps on batches that depend on the step alone."""
-    losses = []
-    for _ in range(num_steps):
-        batch = token_batch(8 - trainer.steps_done % 3, seed=trainer.steps_done)
-        losses.append(float(trainer.step(*cut_evenly(batch, trainer.data_size)[trainer.data_rank])))
-    return losses
 
 
 def gpt_trainer(plan: Plan, model: nn.Module | None = None, **changes: Any) -> Trainer:
@@ -70,14 +61,14 @@ PAIRS = [
 @pytest.mark.parametrize(("here", "there"), PAIRS)
 def test_a_checkpoint_of_one_plan_goes_on_under_another(here: str, there: str, tmp_path: Path) -> None:
     saved = gpt_trainer(PLANS[here])
-    train(saved, 2)
+    train_on_tokens(saved, 2)
     saved.save(tmp_path / "saved")
-    expected = train(saved, 2)
+    expected = train_on_tokens(saved, 2)
     other = gpt_trainer(PLANS[there])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("weft.training.checkpoint.log.warning", lambda *_: None)
         other.load(tmp_path / "saved")
-    assert train(other, 2) == pytest.approx(expected, rel=1e-9)
+    assert train_on_tokens(other, 2) == pytest.approx(expected, rel=1e-9)
 
 
 @ranks(4)
@@ -87,12 +78,12 @@ def test_the_same_plan_goes_on_to_the_bit(name: str, tmp_path: Path) -> None:
         return gpt_trainer(PLANS[name], gpt(dropout=0.2).double())
 
     saved = make()
-    train(saved, 2)
+    train_on_tokens(saved, 2)
     saved.save(tmp_path / "saved")
-    losses = train(saved, 2)
+    losses = train_on_tokens(saved, 2)
     again = make()
     again.load(tmp_path / "saved")
-    assert train(again, 2) == losses
+    assert train_on_tokens(again, 2) == losses
     for one, other in zip(saved.sync.pieces, again.sync.pieces, strict=True):
         assert torch.equal(one.tensor, other.tensor)
 
@@ -126,7 +117,7 @@ def test_first_values_do_not_depend_on_the_degree(shard: str) -> None:
     for name, part in theirs.items():
         expected = local_part(everything[name], part.layout, split.mesh.grid, dist.get_rank())
         assert torch.equal(part.tensor.flatten(), expected.flatten()), name
-    assert train(split, 2) == pytest.approx(train(whole, 2), rel=1e-10)
+    assert train_on_tokens(split, 2) == pytest.approx(train_on_tokens(whole, 2), rel=1e-10)
 
 
 @ranks(2)
@@ -151,7 +142,7 @@ def test_evaluation_and_generation_are_one_processs(sequence: bool) -> None:
 @ranks(2)
 def test_ranks_that_drift_apart_are_named() -> None:
     trainer = gpt_trainer(tensor_plan(2))
-    train(trainer, 1)
+    train_on_tokens(trainer, 1)
     trainer.check_divergence()
     if dist.get_rank() == 1:
         with torch.no_grad():
@@ -188,6 +179,6 @@ def test_mixed_precision_trains_split_layers(sequence: bool) -> None:
     plan = replace(tensor_plan(2, sequence=sequence), precision=Precision(compute="bf16"))
     torch.manual_seed(3)
     trainer = gpt_trainer(plan, gpt())
-    losses = train(trainer, 3)
-    whole = train(gpt_trainer(tensor_plan(2, sequence=sequence), gpt()), 3)
+    losses = train_on_tokens(trainer, 3)
+    whole = train_on_tokens(gpt_trainer(tensor_plan(2, sequence=sequence), gpt()), 3)
     assert losses == pytest.approx(whole, rel=2e-2)

@@ -172,10 +172,11 @@ class SequenceParallel:
                 "splits self-attention only, where both are as many; set them to 1 for models with cross-attention"
             )
         if not query.is_meta and query.shape[2] != self._now.places.tokens_per_rank:
+            either = "set [tensor] sequence = false, or " if self._multiple > 1 else ""
             raise ModelError(
                 f"attention of {query.shape[2]} tokens where this rank has {self._now.places.tokens_per_rank}: the "
                 "model adds tokens of its own, or leaves some out, which ranks that share a sequence would each do for "
-                "their part; set [axes] ring and ulysses to 1"
+                f"their part; {either}set [axes] ring and ulysses to 1"
             )
         if query.is_meta:  # a model that is followed: there is nothing to exchange, and shapes are all that matters
             return _WHOLE(query, key, value, is_causal=is_causal, enable_gqa=query.shape[1] != key.shape[1])

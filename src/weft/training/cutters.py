@@ -24,6 +24,9 @@ MakeWhole = Callable[[Sequence[int]], Tensor]
 class Cutter(Protocol):
     """Where ranks have parts of every sample: tokens of sequences, or rows of images."""
 
+    draws_alike: bool
+    """Ranks of one sample draw the same random numbers, instead of each its own for its part."""
+
     def cut(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
         """This rank's part of a micro-batch."""
 
@@ -44,9 +47,6 @@ class Cutter(Protocol):
 
     def enter(self, inputs: Any) -> None:
         """A pass with these inputs begins, or its backward pass does."""
-
-    draws_alike: bool
-    """Ranks of one sample draw the same random numbers, instead of each its own for its part."""
 
     def prepare(self, model: nn.Module) -> None:
         """Change the model itself, after all else has been done to it."""

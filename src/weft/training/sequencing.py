@@ -52,6 +52,8 @@ class _Whole:
 class TokenCutter:
     """Cuts what a model is given, and lets it attend over all ranks meanwhile."""
 
+    draws_alike = False
+
     def __init__(self, model: nn.Module, sequence: SequenceParallel, device: torch.device) -> None:
         self.sequence = sequence
         self._model = model
@@ -63,8 +65,6 @@ class TokenCutter:
         self._is_first = sequence.is_first
         self._has_batch_norms = has_batch_norms(model)
         self._longest = _num_places(model, sequence.positions)
-
-    draws_alike = False
 
     def prepare(self, model: nn.Module) -> None:
         del model
@@ -140,13 +140,14 @@ class TokenCutter:
 
     def shorten(self, inputs: Any, most: int) -> Any:
         whole = self._whole(inputs)
-        self._tried = {name for name, value in whole.named.items() if value is not None}
-        if not num_samples(inputs) or whole.named[whole.along[0]].shape[_TOKEN_DIM] < _FEWEST_EACH * self._num_ranks:
-            return None
-        if whole.key_mask_BS is not None and not bool(whole.key_mask_BS[:, 0].all()):
-            # What a token that may see nothing has for an answer is nobody's business, and differs.
-            inputs = {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}
         num_tokens = whole.named[whole.along[0]].shape[_TOKEN_DIM]
+        self._tried = {name for name, value in whole.named.items() if value is not None}
+        if not num_samples(inputs) or num_tokens < _FEWEST_EACH * self._num_ranks:
+            return None
+        is_left = whole.key_mask_BS is not None and not bool(whole.key_mask_BS[:, 0].all())
+        if is_left and isinstance(inputs, dict):
+            # Padding in front may see nothing; what is answered there is nobody's business, and differs.
+            inputs = {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}
         most = min(most, num_tokens)
         if self.sequence.places(most).padded == most > 1 and not self._has_batch_norms:
             most -= 1  # so that padding is tried too
