@@ -144,8 +144,9 @@ def test_a_host_that_vanishes_is_noticed_and_the_others_are_ended(tmp_path: Path
 
 @needs_lab
 def test_ctrl_c_is_passed_on(tmp_path: Path) -> None:
-    code = "import signal, sys, time; signal.signal(2, lambda *_: (print('asked'), sys.exit(0)))"
-    code += "; print('ready', flush=True); time.sleep(600)"
+    # Written at once: two ranks that print may come between each other's word and its end of line.
+    code = "import os, signal, sys, time; signal.signal(2, lambda *_: (os.write(1, b'asked\\n'), sys.exit(0)))"
+    code += "; os.write(1, b'ready\\n'); time.sleep(600)"
     process = start_lab("--bandwidth", "10Mbit", "--", sys.executable, "-c", code)
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
