@@ -61,6 +61,9 @@ def compare_attention(world: World, num_tokens: int, num_rounds: int, wanted: li
     checked_tokens = CHECKED_TOKENS_PER_RANK * world.size
     check_attention(make_sides(checked_tokens, world), checked_tokens)
     sides, tensors = make_sides(num_tokens, world), make_tensors(num_tokens)
+    unknown = [name for name in wanted if name not in sides]
+    if unknown:
+        raise ValueError(f"--sides {', '.join(unknown)}: there is no such side; there are {'; '.join(sides)}")
     sides = {name: side for name, side in sides.items() if not wanted or name in wanted}
     runs = {
         name: functools.partial(side.run, *(one[:, :, side.tokens_T].contiguous() for one in tensors))
@@ -77,9 +80,9 @@ def compare_attention(world: World, num_tokens: int, num_rounds: int, wanted: li
     for name in sides:
         ratios = " ".join(f"{ratio(times, over, name):>24s}" for over in beside)
         yield f"{name:>20s} {median_ms(times, name):9.1f} {ratios}"
-    goal = f"; goal: {GOAL}" if world.size == GOAL_RANKS else ""
     if not {"ring", "ring, contiguous"} <= sides.keys():
         return
+    goal = f"; goal: {GOAL}" if world.size == GOAL_RANKS else ""
     yield (
         f"contiguous / zigzag: {ratio(times, 'ring, contiguous', 'ring')}{goal}; by pairs of the busiest rank: "
         f"{ideal_ratio(world.size, num_tokens):.2f}"

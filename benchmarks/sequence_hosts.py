@@ -25,10 +25,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -37,6 +34,7 @@ import torch
 import torch.distributed as dist
 from sequence_sides import CHECKED_STEPS, make_batch, make_trainer, sequence_plan
 from sequence_timing import FEWEST_ROUNDS, Times, median_ms, ratio, turns
+from two_hosts import run_on_two_hosts
 
 import weft
 from weft.lab.counters import read_counters
@@ -136,17 +134,7 @@ def read_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    args = read_arguments()
-    if "WEFT_LAB_HOST" in os.environ:
-        run_rank(args)
-        return
-    print(
-        f"two hosts of two ranks of one thread, {args.bandwidth}/s, {args.delay} one way, torch {torch.__version__}; "
-        f"medians of {args.rounds} rounds",
-        flush=True,
-    )
-    lab = ("lab", "--hosts", "2", "--ranks-per-host", "2", "--bandwidth", args.bandwidth, "--delay", args.delay)
-    sys.exit(subprocess.call([sys.executable, "-m", "weft", *lab, "--", sys.executable, *sys.argv]))
+    run_on_two_hosts(read_arguments(), run_rank)
 
 
 if __name__ == "__main__":

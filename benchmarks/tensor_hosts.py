@@ -16,10 +16,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,6 +24,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from tensor_sides import Batch, Size, adamw, make_batch, make_model
+from two_hosts import run_on_two_hosts
 
 import weft
 from weft.lab.counters import read_counters
@@ -127,17 +125,7 @@ def read_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    args = read_arguments()
-    if "WEFT_LAB_HOST" in os.environ:
-        run_rank(args)
-        return
-    print(
-        f"two hosts of two ranks of one thread, {args.bandwidth}/s, {args.delay} one way, torch {torch.__version__}; "
-        f"medians of {args.rounds} rounds",
-        flush=True,
-    )
-    lab = ("lab", "--hosts", "2", "--ranks-per-host", "2", "--bandwidth", args.bandwidth, "--delay", args.delay)
-    sys.exit(subprocess.call([sys.executable, "-m", "weft", *lab, "--", sys.executable, *sys.argv]))
+    run_on_two_hosts(read_arguments(), run_rank)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """All gloo groups of a rank share one network thread, because a pool of ranks keeps groups for the whole test run.
 
 Each group would bring a thread of its own that wakes a hundred times a second, whether anything is exchanged or not:
-a thousand kept groups took a whole core. Who waits for whom is not changed by it.
+with some hundred groups kept on every rank, tests took four minutes longer. Who waits for whom is not changed by it.
 """
 
 from __future__ import annotations

@@ -66,9 +66,10 @@ class Numbered:
                 f'"{self._name}", which weft_blueprint() says is given positions, was given {what} for {len(numbers)} '
                 "tokens; name modules that are called with one number a token"
             )
-        if not given.is_meta and not bool((given == torch.arange(len(numbers), device=given.device)).all()):
-            return None  # not counted by the model, but given to it
-        right = numbers.to(given.device, given.dtype).expand(given.shape)
+        numbers = numbers.to(given.device, given.dtype)
+        # What the model did not count itself but was given stays; nobody waits for a device to know which it is.
+        is_counted = (given == torch.arange(len(numbers), device=given.device)).all()
+        right = torch.where(is_counted, numbers.expand(given.shape), given)
         return (
             tuple(right if one is given else one for one in args),
             {name: right if one is given else one for name, one in kwargs.items()},

@@ -163,6 +163,7 @@ class HeadShares:
         return None if is_regular else looked_at
 
 
+@functools.lru_cache(maxsize=1024)  # asked for every call of attention
 def share_heads(num_queries: int, num_keys: int, *, ulysses: int, ring: int = 1) -> HeadShares:
     """Share heads out over the ulysses ranks; more ranks than query heads are refused."""
     if num_queries % num_keys:

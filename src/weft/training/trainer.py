@@ -138,23 +138,24 @@ class Trainer:
             has_loss=mesh.index("pipeline") == mesh.size("pipeline") - 1,
             counts_targets=loss.counts_targets,
         )
-        self.pipelined: Pipelined | None = None
-        if cut is not None:
-            kind = Streaming if mesh.plan.pipeline.schedule in FLUSH_FREE else Pipelined
-            self.pipelined = kind(
-                cut=cut,
-                mesh=mesh,
-                sync=sync,
-                update=self.update,
-                loss=loss,
-                call=self._call,
-                counts=self.counts,
-                seeds=self.seeds,
-                recording=self._recording,
-                runs_empty=empty_forward,
-                whole_output=self.whole_output,
-                enter=self._enter,
-            )
+        self.pipelined = None if cut is None else self._make_pipelined(cut)
+
+    def _make_pipelined(self, cut: CutModel) -> Pipelined:
+        kind = Streaming if self.plan.pipeline.schedule in FLUSH_FREE else Pipelined
+        return kind(
+            cut=cut,
+            mesh=self.mesh,
+            sync=self.sync,
+            update=self.update,
+            loss=self._loss,
+            call=self._call,
+            counts=self.counts,
+            seeds=self.seeds,
+            recording=self._recording,
+            runs_empty=self._empty_forward,
+            whole_output=self.whole_output,
+            enter=self._enter,
+        )
 
     @property
     def plan(self) -> Plan:
