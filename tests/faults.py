@@ -12,7 +12,7 @@ from oracle import ADAMW, cut_evenly, data_plan, make_trainer, small_gpt, token_
 from torch import Tensor
 
 from weft.errors import CheckpointError
-from weft.training import checkpoint, checkpoint_folders
+from weft.training import checkpoint_folders, saving
 from weft.training.trainer import Trainer
 
 
@@ -63,10 +63,11 @@ def failing(function: Callable[..., Any], *, at_call: int, then: Callable[[], No
 
 
 MOMENTS = {
-    "model file": (checkpoint, "write_tensors", 1),
-    "optimizer file": (checkpoint, "write_tensors", 2),
-    "rank file": (checkpoint, "write_tensors", 3),
-    "index": (checkpoint, "_write_index", 1),
+    "headers": (saving, "_create_files", 1),
+    "first tensor": (saving, "write_runs", 1),
+    "later tensor": (saving, "write_runs", 20),
+    "checksums": (saving, "checksums", 1),
+    "index": (saving, "_write_index", 1),
     "before the renames": (checkpoint_folders, "_sync_folder", 1),
     "after the renames": (checkpoint_folders, "_sync_folder", 2),
 }

@@ -31,17 +31,17 @@ from weft.plan.plan import Tensor as TensorSection
 from weft.training.parallelize import parallelize
 from weft.training.trainer import Trainer
 
-groups_made: dict[tuple[Axes, str, tuple[int, ...], str, str], Group] = {}
+groups_made: dict[tuple[Axes, str, tuple[int, ...], int, str, str], Group] = {}
 make_group = Mesh._make_group
 
 
 def kept_group(mesh: Mesh, axis: str, purpose: str) -> Group:
     """A group of an earlier mesh with the same axes, counted anew.
 
-    Making a group takes tens of milliseconds and three threads that live as long as the rank. A process has one rank,
-    so the axes, the transport and the hosts say everything.
+    Making a group takes tens of milliseconds and three threads that live as long as the rank. Of a rank, the axes, the
+    transport and the hosts say everything; worlds that are only imagined have several ranks in one process.
     """
-    key = (mesh.grid.axes, mesh.plan.comm.transport, mesh.world.hosts, axis, purpose)
+    key = (mesh.grid.axes, mesh.plan.comm.transport, mesh.world.hosts, mesh.world.rank, axis, purpose)
     if key not in groups_made:
         groups_made[key] = make_group(mesh, axis, purpose)
     made = groups_made[key]

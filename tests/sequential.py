@@ -2,11 +2,13 @@
 
 Weights after v updates are `history[v]`. A microbatch's gradient is taken at weights put together from the history,
 stage by stage, in one call of the whole model; torch's own optimizer then updates the newest weights with it. There is
-no pipeline here, so nothing of weft's can be wrong in the same way. Losses are scaled by whoever gives `loss_of`.
+no pipeline here. The rule itself, which version a gradient is taken at, is that of `training/delayed_reference.py`, by
+which `weft verify` judges too. Losses are scaled by whoever gives `loss_of`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Weights = dict[str, Tensor]
+from weft.training.delayed_reference import Weights, gradients_at, version_used
+
 LossOf = Callable[[Weights, Any], Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -62,10 +65,10 @@ def pipedream(
     trained, start = Training(weights, optimizer), 0
     for k, microbatch in enumerate(microbatches):
         start = k if k in flushes else start
-        used = {
-            name: trained.run.history[max(start, k - (num_stages - 1 - (0 if vertical_sync else stage_of(name))))][name]
-            for name in weights
-        }
+        version = functools.partial(
+            version_used, "pipedream", num_stages, update=k, start=start, vertical_sync=vertical_sync
+        )
+        used = {name: trained.run.history[version(stage_of(name))][name] for name in weights}
         loss, gradients = gradients_at(loss_of, used, microbatch)
         trained.run.losses.append(loss)
         trained.update(gradients)
@@ -79,8 +82,9 @@ def two_bw(
     trained = Training(weights, optimizer)
     for t, batch in enumerate(batches):
         summed: Weights = {}
+        used = trained.run.history[version_used("2bw", 1, 0, t)]
         for microbatch in batch:
-            loss, gradients = gradients_at(loss_of, trained.run.history[max(0, t - 1)], microbatch)
+            loss, gradients = gradients_at(loss_of, used, microbatch)
             trained.run.losses.append(loss)
             for name, gradient in gradients.items():
                 summed[name] = summed[name] + gradient if name in summed else gradient
@@ -112,16 +116,6 @@ def without_stashing(
         errors.append(relative_error(found, true))
         trained.update(found)
     return errors
-
-
-def gradients_at(loss_of: LossOf, weights: Mapping[str, Tensor], microbatch: Any) -> tuple[float, Weights]:
-    """The loss and its gradients; a weight that was not used has none."""
-    # Leaves on the weights' own memory, by which `replaced_in_backward` knows them.
-    leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
-    loss = loss_of(leaves, microbatch)
-    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    named = zip(leaves, gradients, strict=True)
-    return float(loss.detach()), {name: gradient for name, gradient in named if gradient is not None}
 
 
 def replaced_in_backward(used: Mapping[str, Tensor], newest: Mapping[str, Tensor]) -> Any:

@@ -9,10 +9,58 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Range = tuple[int, int]
 Window = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """Equal runs of elements at equal distances, each in one piece both in the whole and in a rank's part.
+
+    A row of a matrix whose columns are split is a run; all the rows of a rank's part are one of these.
+    """
+
+    there: int
+    """Where the first run starts in the flattened whole."""
+    here: int
+    """And in what the rank has of it, flattened."""
+    numel: int
+    """Elements of each run."""
+    count: int = 1
+    there_step: int = 0
+    """From the start of a run to the start of the next, in the whole."""
+    here_step: int = 0
+
+    def places(self) -> Iterator[Range]:
+        """Of every run: where it starts in the whole, and in the part."""
+        for number in range(self.count):
+            yield self.there + number * self.there_step, self.here + number * self.here_step
+
+    def within(self, low: int, high: int) -> Iterator[Runs]:
+        """What of these lies in a range of the part; `here` is counted from the start of that range."""
+        first, last = 0, self.count
+        if self.count > 1:
+            first = max((low - self.here - self.numel) // self.here_step + 1, 0)
+            last = min(-((self.here - high) // self.here_step), self.count)
+        if first < last and (piece := self._piece(first, low, high)).numel < self.numel:
+            yield from [piece] if piece.numel > 0 else []
+            first += 1
+        end = self._piece(last - 1, low, high) if first < last else None
+        is_cut = end is not None and end.numel < self.numel
+        if first < last - is_cut:
+            there, here = self.there + first * self.there_step, self.here + first * self.here_step
+            yield replace(self, there=there, here=here - low, count=last - is_cut - first)
+        if end is not None and is_cut:
+            yield end
+
+    def _piece(self, number: int, low: int, high: int) -> Runs:
+        """What of one run lies in a range of the part."""
+        here = self.here + number * self.here_step
+        start, stop = max(here, low), min(here + self.numel, high)
+        there = self.there + number * self.there_step + start - here
+        return Runs(there=there, here=start - low, numel=max(stop - start, 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +113,73 @@ class Layout:
         for box in itertools.product(*dims):
             yield tuple(whole for whole, _ in box), tuple(here for _, here in box)
 
+    def runs(
+        self, sizes: Mapping[str, int], coordinates: Mapping[str, int], within: Range | None = None
+    ) -> Iterator[Runs]:
+        """What the rank at these coordinates keeps, or a range of it, as runs that lie in one piece here and there.
+
+        `here` is counted from the first element kept, or the first one of the range.
+        """
+        shape = self.local_shape(sizes, coordinates)
+        low, high = (0, math.prod(shape)) if self.flat_range is None else self.flat_range
+        if within is not None:
+            low, high = low + within[0], low + within[1]
+        last: Runs | None = None
+        for there, here in self.windows(sizes, coordinates):
+            for box in _runs_of_box(self.global_shape, shape, there, here):
+                for runs in box.within(low, high):
+                    if last is not None and _follows(last, runs):
+                        last = replace(last, numel=last.numel + runs.numel)
+                        continue
+                    if last is not None:
+                        yield last
+                    last = runs
+        if last is not None:
+            yield last
+
     def local_numel(self, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> int:
         """Elements the rank at these coordinates keeps."""
         if self.flat_range is not None:
             return self.flat_range[1] - self.flat_range[0]
         return math.prod(self.local_shape(sizes, coordinates))
+
+
+def _runs_of_box(whole: tuple[int, ...], part: tuple[int, ...], there: Window, here: Window) -> Iterator[Runs]:
+    """A box of a tensor of shape `whole` that is a box of one of shape `part`, both flattened."""
+    lengths = [one.stop - one.start for one in there]
+    if 0 in lengths:
+        return
+    strides = [(math.prod(whole[dim + 1 :]), math.prod(part[dim + 1 :])) for dim in range(len(whole))]
+    first_there = sum(one.start * stride for one, (stride, _) in zip(there, strides, strict=True))
+    first_here = sum(one.start * stride for one, (_, stride) in zip(here, strides, strict=True))
+    dim = len(whole) - 1
+    while dim > 0 and lengths[dim] == whole[dim] == part[dim]:
+        dim -= 1
+    numel = lengths[dim] * strides[dim][0] if whole else 1
+    outer: list[tuple[int, int, int]] = []
+    for length, (step_there, step_here) in zip(lengths[:dim], strides[:dim], strict=True):
+        inner_there, inner_here = length * step_there, length * step_here
+        if outer and (outer[-1][1], outer[-1][2]) == (inner_there, inner_here):  # two dims that count like one
+            length *= outer.pop()[0]
+        if length > 1:
+            outer.append((length, step_there, step_here))
+    count, step_there, step_here = outer.pop() if outer else (1, 0, 0)
+    for place in itertools.product(*(range(length) for length, _, _ in outer)):
+        moved = [(at * one[1], at * one[2]) for at, one in zip(place, outer, strict=True)]
+        yield Runs(
+            there=first_there + sum(one for one, _ in moved),
+            here=first_here + sum(one for _, one in moved),
+            numel=numel,
+            count=count,
+            there_step=step_there,
+            here_step=step_here,
+        )
+
+
+def _follows(one: Runs, other: Runs) -> bool:
+    """Both are single runs, the second right behind the first, here and there."""
+    behind = (one.there + one.numel, one.here + one.numel)
+    return one.count == other.count == 1 and behind == (other.there, other.here)
 
 
 def _length(ranges: tuple[Range, ...]) -> int:

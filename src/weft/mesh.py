@@ -23,12 +23,14 @@ from torch.distributed.rendezvous import rendezvous
 
 from weft.comm.connect import Connection, SharedMemoryError, timeout_s
 from weft.comm.group import Group, Traffic
+from weft.comm.imagined import is_imagined, ranks_a_host, refuse_half_imagined
 from weft.comm.levels import Levels
 from weft.comm.shared import SharedWire
 from weft.errors import LaunchError, PlanError
 from weft.hosts import host_id, num_cores, number_hosts
 from weft.plan.check import require
 from weft.plan.grid import Grid
+from weft.plan.model_refusals import SHARED_MEMORY_ON_A_DEVICE
 from weft.plan.plan import Plan
 
 log = logging.getLogger("weft")
@@ -51,6 +53,11 @@ class World:
     """Where this rank computes."""
     hosts: tuple[int, ...] = (0,)
     """Of every rank, the number of its host."""
+
+    @property
+    def is_imagined(self) -> bool:
+        """Nothing can be run: tensors have no values, and other ranks, if any, do not exist."""
+        return self.device.type == "meta"
 
 
 @dataclass(slots=True)
@@ -127,7 +134,10 @@ class Mesh:
             groups = tuple(tuple(ranks[place] for place in chosen) for ranks in groups)
             mine = next((ranks for ranks in groups if self.world.rank in ranks), ())
         index = mine.index(self.world.rank) if mine else -1
-        handle = _make_handle(groups, mine, name) if len(groups[0]) > 1 else None
+        has_others = len(groups[0]) > 1 and not self.world.is_imagined
+        # A thread beside the steps must not touch a GPU's streams: its messages stay on the host.
+        backend = "gloo" if purpose == "saving" and self.world.device.type == "cuda" else None
+        handle = _make_handle(groups, mine, name, backend) if has_others else None
         group = Group(
             axis=axis,
             purpose=purpose,
@@ -201,13 +211,15 @@ class Mesh:
         return None
 
 
-def _make_handle(groups: Sequence[tuple[int, ...]], mine: tuple[int, ...], name: str) -> dist.ProcessGroup | None:
+def _make_handle(
+    groups: Sequence[tuple[int, ...]], mine: tuple[int, ...], name: str, backend: str | None = None
+) -> dist.ProcessGroup | None:
     """This rank's process group among all of these, which every rank takes part in making."""
     handle, everyone = None, dist.group.WORLD
     assert everyone is not None
     timeout = timedelta(seconds=timeout_s(everyone))
     for ranks in groups:
-        made = dist.new_group(list(ranks), timeout=timeout, group_desc=name)
+        made = dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=name)
         handle = made if ranks == mine else handle
     return handle
 
@@ -215,11 +227,8 @@ def _make_handle(groups: Sequence[tuple[int, ...]], mine: tuple[int, ...], name:
 def make_mesh(plan: Plan, world: World) -> Mesh:
     """Lay the plan's axes over the ranks that are running; a plan that does not fit them is refused."""
     require(plan, num_ranks=world.size)
-    if plan.comm.transport == "shared" and world.device.type != "cpu":
-        raise PlanError(
-            f'[comm] transport = "shared" is for tensors in host memory, and this rank computes on {world.device}; '
-            'use "auto" or "c10d"'
-        )
+    if plan.comm.transport == "shared" and world.device.type not in ("cpu", "meta"):
+        raise PlanError(SHARED_MEMORY_ON_A_DEVICE.message(device=world.device))
     return Mesh(plan=plan, world=world, grid=Grid(plan.axes))
 
 
@@ -237,8 +246,11 @@ def join_world(device: torch.device | str | None = None, *, timeout_s: float = 1
         torch.cuda.set_device(chosen)
     if not dist.is_initialized() and launched and int(os.environ["WORLD_SIZE"]) > 1:
         _init_process_group(chosen, timeout_s)
+    refuse_half_imagined(chosen)
     if not dist.is_initialized():
         return World(rank=0, size=1, local_rank=0, device=chosen)
+    if is_imagined():
+        return _imagine_world(chosen)
     return World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
@@ -246,6 +258,12 @@ def join_world(device: torch.device | str | None = None, *, timeout_s: float = 1
         device=chosen,
         hosts=_find_hosts(chosen),
     )
+
+
+def _imagine_world(device: torch.device) -> World:
+    rank, size, each = dist.get_rank(), dist.get_world_size(), ranks_a_host()
+    hosts = tuple(other // each for other in range(size))
+    return World(rank=rank, size=size, local_rank=rank % each, device=device, hosts=hosts)
 
 
 def leave_world() -> None:

@@ -258,11 +258,11 @@ def test_a_checkpoint_of_another_model(refuse: Refusal, reference: Reference) ->
 def test_a_checkpoint_with_a_flipped_byte(refuse: Refusal, reference: Reference) -> None:
     directory = refuse.folder / "run"
     shutil.copytree(reference[0], directory)
-    damaged = directory / "checkpoints" / "step-60" / "optimizer-00002-of-00002.safetensors"
+    damaged = directory / "checkpoints" / "step-60" / "optimizer-00001-of-00001.safetensors"
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 4
     damaged.write_bytes(content)
-    words = (f"{damaged} is damaged: its checksum is", "delete it to go on from an older one")
+    words = (f"{damaged} is damaged: the checksum of its piece", "delete it to go on from an older one")
     refuse("train", "--resume", directory, words=words)
     assert len(all_checkpoints(directory / "checkpoints")) == 3
 

@@ -69,7 +69,7 @@ def test_the_options_are_these() -> None:
         ],
         "profile": ["--job", "--output", "--preflight", "--quick", "--ranks", "--traceback"],
         "train": ["--output", "--ranks", "--restarts", "--resume", "--steps", "--trace", "--traceback"],
-        "verify": ["--batch", "--plan", "--steps", "--traceback"],
+        "verify": ["--batch", "--dtype", "--json", "--plan", "--steps", "--traceback"],
     }
 
 

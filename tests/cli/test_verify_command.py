@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from command import Outcome, Workspace, finish, start
+
+from weft.cli.verify import _finite
 
 RunHere = Callable[..., Outcome]
 
@@ -46,16 +49,33 @@ def crooked():
 '''
 
 
-def test_a_plan_that_is_not_equal_exits_with_2(run_here: RunHere, workspace: Workspace, tmp_path: Path) -> None:
+def test_a_plan_that_is_not_equal_exits_with_1(run_here: RunHere, workspace: Workspace, tmp_path: Path) -> None:
     (workspace.folder / "weft_cli_crooked.py").write_text(MODELS)
     text = workspace.job.read_text().split("[dataset]")[1]
-    job = tmp_path / "job.toml"
+    job, report = tmp_path / "job.toml", tmp_path / "outcome.json"
     job.write_text(f'[model]\nname = "weft_cli_crooked:crooked"\n[dataset]\ncontext = 16\n{text}')
-    outcome = run_here("verify", job, "--steps", "1")
-    assert outcome.code == 2
-    assert outcome.stderr.startswith("weft:\n- ") and outcome.stderr.count("weft:") == 1
-    assert "gradient" in outcome.stderr and "does not give one process's answer" in outcome.stderr
-    assert "Traceback" not in outcome.stderr
+    outcome = run_here("verify", job, "--steps", "1", "--json", report)
+    assert (outcome.code, outcome.stderr) == (1, "")
+    assert "NOT equal to one process over 1 steps" in outcome.stdout
+    assert "the first difference: loss, step 1, phase forward, off by" in outcome.stdout
+    assert "Likely cause: no simple one" in outcome.stdout
+    written = json.loads(report.read_text())
+    assert written["ok"] is False and written["first"]["what"] == "loss" and written["first"]["ranks"] == [0, 1]
+    assert {one["what"] for one in written["differences"]} >= {"loss", "gradient", "weight"}
+
+
+def test_a_lossy_plan_says_how_far_it_is(run_here: RunHere, workspace: Workspace, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text('[axes]\ndata = 2\n[precision]\ncompute = "bf16"\n')
+    outcome = run_here("verify", workspace.job, "--plan", plan, "--steps", 1)
+    assert outcome.code == 0, outcome.stderr
+    assert "equal to one process over 1 steps" in outcome.stdout
+    assert "deviation from one process in float32: loss" in outcome.stdout
+
+
+def test_in_single_it_compares_losses(run_here: RunHere, workspace: Workspace) -> None:
+    outcome = run_here("verify", workspace.job, "--dtype", "float32", "--steps", 1)
+    assert outcome.code == 0 and "(tolerance 1e-05)" in outcome.stdout and "gradient" not in outcome.stdout
 
 
 def test_a_plan_of_its_own_and_another_batch(run_here: RunHere, workspace: Workspace, tmp_path: Path) -> None:
@@ -84,3 +104,8 @@ def test_it_verifies_the_default_job_and_joins_torchrun(workspace: Workspace, tm
     process = start(*launcher, "verify", workspace.job, folder=workspace.folder, module="torch.distributed.run")
     outcome = finish(process)
     assert outcome.code == 0 and outcome.stdout.count("equal to one process") == 1
+
+
+def test_numbers_that_json_does_not_know_are_null() -> None:
+    values = {"error": float("inf"), "loss": [float("nan"), 1.5], "name": "a", "ranks": (0, 1)}
+    assert _finite(values) == {"error": None, "loss": [None, 1.5], "name": "a", "ranks": [0, 1]}

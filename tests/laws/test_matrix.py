@@ -475,13 +475,22 @@ LONG_ROWS = {
 IN_SINGLE = {f"examples/{name}.toml" for name in ("data-parallel", "zero", "pipeline", "tensor", "tensor-pipeline")}
 
 
+def is_sampled(case: Case) -> bool:
+    """Whether the sample of `test_combinations.py` has all that is in a row, in other company."""
+    sizes = case.plan.axes.sizes.values()
+    return case.plan.axes.num_ranks >= 4 and max(sizes) == 2 and case.model in SAMPLED_MODELS
+
+
+SAMPLED_MODELS = {"rotary tied gpt", "learned untied gpt", "grouped gpt", "convnet", "deep gpt", "deep convnet"}
+
+
 def runs() -> list[Any]:
     """Every row in float64, where mistakes show, and in float32; in the short run only few go through the ten steps of
     float32."""
     assert LONG_ROWS <= CASES.keys()
     found = []
-    for name in CASES:
-        is_long = [pytest.mark.long] * (name in LONG_ROWS)
+    for name, case in CASES.items():
+        is_long = [pytest.mark.long] * (name in LONG_ROWS or (is_sampled(case) and not name.startswith("examples/")))
         found.append(pytest.param(name, torch.float64, id=f"{name}-double", marks=is_long))
         marks = [] if name in IN_SINGLE else [pytest.mark.long]
         found.append(pytest.param(name, torch.float32, id=f"{name}-single", marks=marks))

@@ -315,6 +315,28 @@ def test_ranks_start_from_the_weights_and_buffers_of_rank_0() -> None:
 
 
 @ranks(2)
+def test_a_sum_that_came_back_early_stays_on_a_rank_that_added_nothing() -> None:
+    """In a pipeline a stage says that it is done; others' sums may be here long before the step is finished."""
+    trainer = make_trainer(MLP(), data_plan(2, bucket_bytes=1))
+    sync, rank = trainer.sync, trainer.mesh.world.rank
+    names = [name for name, _ in trainer.model.named_parameters()]
+    assert isinstance(sync, AllReduce)
+    sync.begin()
+    sync.arm()
+    if rank == 0:
+        trainer.model(batch_of(3)[0]).sum().backward()
+    sync.complete(names)
+    for pending in sync._pending:
+        pending.wait()
+    sync.finish(torch.zeros(()), torch.ones(()), with_norm=False)
+    alone = MLP()
+    alone.load_state_dict(trainer.model.state_dict())
+    alone(batch_of(3)[0]).sum().backward()
+    for mine, true in zip(trainer.model.parameters(), alone.parameters(), strict=True):
+        assert mine.grad is not None and torch.equal(mine.grad, true.grad)
+
+
+@ranks(2)
 def test_going_on_from_a_state_taken_before_the_order_was_agreed() -> None:
     """The order that rank 0 saw in the first step is part of the state: the second step is the same to the bit."""
     plan, steps = data_plan(2, bucket_bytes=100), batches_of(6, 6, 6)

@@ -11,6 +11,7 @@ import functools
 import json
 import logging
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from weft.comm.objects import gather_values
 from weft.plan.text import format_plan
+from weft.training import snapshot
 from weft.training.buffers import persistent_buffers
 from weft.training.checkpoint import read_index
 from weft.training.parallelize import OptimizerFactory
@@ -260,7 +262,8 @@ def same_tensors(folder: Path) -> dict[str, Tensor]:
 def test_other_tools_read_the_files(tmp_path: Path, tied: bool) -> None:
     trainer = make_trainer(small_gpt(tied=tied), data_plan(4), optimizer=ADAMW)
     train(trainer, 1)
-    trainer.save(tmp_path / "saved")
+    with mock.patch.object(snapshot, "MOST_FILE_BYTES", 6000):
+        trainer.save(tmp_path / "saved")
     folder = tmp_path / "saved"
     tensors = same_tensors(folder)
     model = trainer.named_model
@@ -275,10 +278,12 @@ def test_other_tools_read_the_files(tmp_path: Path, tied: bool) -> None:
     assert index["weight_map"] == {
         name: path.name for path in folder.glob("model-*.safetensors") for name in load_file(path)
     }
+    counts = {kind: len(list(folder.glob(f"{kind}-*"))) for kind in ("model", "optimizer")}
+    assert counts["model"] > 2 and counts["optimizer"] > 2 * counts["model"] - 2
     assert {path.name for path in folder.iterdir()} == {
         "checkpoint.json",
         "model.safetensors.index.json",
-        *(f"{kind}-{number:05d}-of-00004.safetensors" for kind in ("model", "optimizer") for number in (1, 2, 3, 4)),
+        *(f"{kind}-{n:05d}-of-{count:05d}.safetensors" for kind, count in counts.items() for n in range(1, count + 1)),
         *(f"rank-{rank:05d}.safetensors" for rank in range(4)),
     }
     loaded = small_gpt(tied=tied)
@@ -296,10 +301,7 @@ def test_fewer_tensors_than_ranks(tmp_path: Path) -> None:
     trainer = make()
     train(trainer, 1)
     trainer.save(tmp_path / "saved")
-    assert sorted(path.name for path in (tmp_path / "saved").glob("[mo]*-of-*")) == [
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-    ]
+    assert sorted(path.name for path in (tmp_path / "saved").glob("[mo]*-of-*")) == ["model-00001-of-00001.safetensors"]
     resumed = make()
     resumed.load(tmp_path / "saved")
     assert train(resumed, 2) == train(trainer, 2)

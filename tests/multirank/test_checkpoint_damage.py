@@ -19,7 +19,7 @@ from oracle import SGD, data_plan, make_trainer, small_gpt
 from ranks import ranks
 
 from weft.errors import CheckpointError
-from weft.training import checkpoint
+from weft.training import checkpoint, snapshot
 from weft.training.checkpoint_folders import all_checkpoints, prune
 from weft.training.trainer import Trainer
 
@@ -112,9 +112,9 @@ def test_an_index_that_is_something_else(tmp_path: Path, content: bytes) -> None
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
     trainer = trainer_of(1)
-    with mock.patch.object(checkpoint, "FORMAT", 2):
+    with mock.patch.object(snapshot, "FORMAT", 3):
         trainer.save(tmp_path / "saved")
-    with refused(trainer, "format 2", "reads 1"):
+    with refused(trainer, "format 3", "reads 1 and 2"):
         trainer.load(tmp_path / "saved")
 
 
@@ -199,7 +199,7 @@ def no_space() -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("where", ["model file", "optimizer file", "rank file", "index", "before the renames"])
+@pytest.mark.parametrize("where", [where for where in MOMENTS if where != "after the renames"])
 def test_a_full_disk_on_one_rank_raises_on_all(tmp_path: Path, where: str) -> None:
     trainer = trainer_of(2)
     train(trainer)
@@ -207,7 +207,7 @@ def test_a_full_disk_on_one_rank_raises_on_all(tmp_path: Path, where: str) -> No
         trainer.save(tmp_path / name)
     train(trainer)
     module, name, at_call = MOMENTS[where]
-    culprit = 1 if name == "write_tensors" else 0  # only rank 0 writes the index
+    culprit = 0 if where in ("index", "before the renames") else 1  # only rank 0 writes the index
     broken = failing(getattr(module, name), at_call=at_call, then=no_space)
     for target in ("latest", "step-2"):
         patch = mock.patch.object(module, name, broken if trainer.data_rank == culprit else getattr(module, name))

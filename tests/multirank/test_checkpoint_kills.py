@@ -18,7 +18,7 @@ import torch
 from faults import MOMENTS, failing, refused, train, trainer_of
 from ranks import ranks
 
-from weft.training import checkpoint
+from weft.training import saving
 from weft.training.checkpoint_folders import all_checkpoints, prune
 from weft.training.trainer import Trainer
 
@@ -83,7 +83,7 @@ def test_kill_during_a_save_leaves_the_last_one_whole(tmp_path: Path, where: str
     load_what_is_left(folder=tmp_path, expected=2 if where == "after the renames" else 1)
 
 
-@pytest.mark.parametrize("where", ["model file", "rank file"])
+@pytest.mark.parametrize("where", ["headers", "first tensor", "later tensor", "checksums"])
 def test_kill_of_another_rank_during_a_save(tmp_path: Path, where: str) -> None:
     save_and_kill_the_second(folder=tmp_path, where=where)
     load_what_is_left(folder=tmp_path, expected=1)
@@ -114,7 +114,7 @@ def test_kill_between_the_two_renames(tmp_path: Path, name: str) -> None:
         assert all_checkpoints(copy) == ([copy / name] if name == "step-5" else [])
     trainer.load(copies[0] / name)
     assert mark_of(trainer) == 1
-    with mock.patch.object(checkpoint, "write_tensors", side_effect=OSError(errno.EIO, "I/O error")):
+    with mock.patch.object(saving, "write_runs", side_effect=OSError(errno.EIO, "I/O error")):
         with refused(trainer, "I/O error"):
             trainer.save(copies[1] / name)
     trainer.load(copies[1] / name)

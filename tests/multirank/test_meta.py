@@ -9,7 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import ADAMW, cut_evenly, data_plan, image_batch, make_trainer, small_convnet, small_gpt, token_batch
+import transformers
+from oracle import (
+    ADAMW,
+    cut_evenly,
+    data_plan,
+    image_batch,
+    make_trainer,
+    pipeline_plan,
+    small_convnet,
+    small_gpt,
+    tensor_plan,
+    token_batch,
+)
 from ranks import ranks
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -142,6 +154,29 @@ def test_what_has_values_keeps_them_and_layers_fill_their_own(shard: str) -> Non
     assert float(trainer.step(*token_batch(4))) > 0
 
 
+class Given(transformers.PreTrainedModel):
+    """A layer with weights and without its table, which one function fills both."""
+
+    config_class = transformers.LlamaConfig
+
+    def __init__(self) -> None:
+        super().__init__(transformers.LlamaConfig())
+        self.layer = nn.Linear(4, 4, bias=False)
+        self.layer.register_buffer("table", torch.empty(4, device="meta"))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.weight)
+            nn.init.ones_(module.table)
+
+
+@ranks(2)
+def test_weights_beside_an_empty_table_keep_their_values() -> None:
+    model = Given()
+    trainer = make_trainer(model, data_plan(2))
+    assert bool(model.layer.weight.any()) and bool((trainer.named_model.layer.table == 1).all())
+
+
 class Unfilled(nn.Module):
     """A parameter and a table that nobody gives values."""
 
@@ -166,6 +201,43 @@ def test_what_nobody_fills_is_refused_by_name(shard: str) -> None:
     model[1].lost = nn.Parameter(torch.ones(4))
     with pytest.raises(ModelError, match=r'"1\.table" was on the meta device'):
         make_trainer(model, data_plan(2, shard=shard))
+
+
+class Tied(nn.Module):
+    """Two stages that share a weight, and a table that nobody gives values."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(17, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, 17, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("table", values)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x).tanh()
+        logits: Tensor = self.head(x * self.table)
+        return logits
+
+
+@ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+def test_a_table_beside_a_weight_of_two_stages_is_refused_too(dtype: torch.dtype) -> None:
+    model = on_meta(lambda: Tied(torch.ones(4, dtype=dtype)))
+    with pytest.raises(ModelError, match='"table" was on the meta device'):
+        make_trainer(model, pipeline_plan(2, cuts=(1,)), example=token_batch(2)[0])
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "plan", [data_plan(2), pipeline_plan(2, cuts=(2,)), tensor_plan(2)], ids=["data", "pipe", "tensor"]
+)
+def test_ranks_that_built_the_model_differently_are_refused(plan: Plan) -> None:
+    model = wide_gpt() if torch.distributed.get_rank() == 0 else on_meta(wide_gpt)
+    with pytest.raises(ModelError, match="some ranks built the model on the meta device and others did not"):
+        make_trainer(model, plan, example=token_batch(2)[0])
 
 
 # ---- memory ----

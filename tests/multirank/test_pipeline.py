@@ -84,11 +84,11 @@ CASES: dict[str, Case] = {
     },
     **{
         f"interleaved, {p} ranks of {c}, {m} microbatches": on(
-            p, schedule="interleaved", chunks=c, microbatches=m, is_long=(p, c, m) not in ((2, 2, 6), (3, 2, 3)),
+            p, schedule="interleaved", chunks=c, microbatches=m, is_long=(p, c, m) not in ((2, 2, 3), (3, 2, 3)),
             model=functools.partial(small_gpt, num_layers=p * c), sizes=(13, 1, 13),
         )  # fmt: skip
         for p, c in ((2, 2), (2, 3), (3, 2), (4, 2))
-        for m in range(p, 13, p)
+        for m in (*range(p, 13, p), 1, 2 * p - 1)
     },
     # the sizes of batches and of parts
     "fewer samples than microbatches": on(2, microbatches=6, sizes=(8, 1, 2), clip_norm=0.1),

@@ -89,9 +89,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Plan], str]] = {
         'pipeline 4 × chunks 2 = 8 stages need 8 blocks, the model has 4; use chunks = 1 with '
         '[pipeline] schedule = "1f1b", or pipeline = 2',
     ),
-    "interleaving that does not divide": (
-        Stack, lambda: pipeline_plan(4, schedule="interleaved", microbatches=6), "set [step] microbatches to a mul"
-    ),
     "cuts out of range": (Stack, lambda: pipeline_plan(4, cuts=(1, 2, 9)), "the blocks are 0 to 3; use numbers"),
     "too few cuts": (Stack, lambda: pipeline_plan(4, cuts=(1, 2)), "makes 3 stages"),
     "no blocks": (lambda: nn.Linear(HIDDEN, 5), lambda: pipeline_plan(4), "put its layers into an nn.Sequential"),

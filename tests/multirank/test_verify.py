@@ -60,7 +60,7 @@ def wrong_with(change: Callable[[Trainer], None], model: nn.Module | None = None
     everybodys: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybodys, str(outcome))
     assert len(set(everybodys)) == 1
-    with pytest.raises(VerifyError, match="does not give one process's answer"):
+    with pytest.raises(VerifyError, match="does not give the answer of one process"):
         outcome.require()
     return outcome
 
@@ -218,6 +218,8 @@ def test_an_exchange_that_is_missing() -> None:
 
     outcome = wrong_with(cut_off, plan=data_plan(2, bucket_bytes=1))
     assert outcome.worst("gradient").error > 0.1
+    assert outcome.first is not None and (outcome.first.step, outcome.first.phase) == (1, "exchange")
+    assert outcome.first.cause.axes == ("data",)
     first = wrong_with(cut_off, plan=data_plan(2, bucket_bytes=1), batches=[token_batch(8)])
     assert first.worst("loss").error < 1e-13
 
@@ -241,6 +243,9 @@ def test_one_rank_that_went_astray_is_named() -> None:
     outcome = wrong_with(drift, batches=[token_batch(8)])
     wrong = [d for d in outcome.differences if d.error > 1e-10]
     assert [(d.what, d.name, d.rank, d.step) for d in wrong] == [("weight", "norm.weight", 2, 1)]
+    first = outcome.first
+    assert first is not None and (first.phase, first.ranks, first.places) == ("update", (2,), "data 2 (rank 2)")
+    assert "only entries 3 to 3 of 16 along dim 0 are off" in first.cause.text
 
 
 @ranks(2)
@@ -271,6 +276,8 @@ def test_not_a_number_is_never_near(where: str) -> None:
 
     outcome = wrong_with(poison, small_convnet(), batches=[image_batch(6)])
     assert outcome.worst(where).error == float("inf")
+    first = outcome.first
+    assert first is not None and (first.what, first.step, first.cause.kind) == (where, 1, "not a number"), first
 
 
 @ranks(2)
@@ -302,8 +309,10 @@ def test_a_gradient_that_should_not_be_there_and_one_that_should() -> None:
     batches = [token_batch(4)]
     outcome = wrong_with(after_finish("spare", torch.zeros_like), Spare(), batches=batches)
     assert (outcome.worst("gradient").name, outcome.worst("gradient").error) == ("spare", float("inf"))
+    assert outcome.first is not None and outcome.first.cause.kind == "extra"
     outcome = wrong_with(after_finish("gpt.norm.weight", lambda _: None), Spare(), batches=batches)
     assert (outcome.worst("gradient").name, outcome.worst("gradient").error) == ("gpt.norm.weight", float("inf"))
+    assert outcome.first is not None and outcome.first.cause.kind == "missing"
 
 
 class Counts(nn.Module):

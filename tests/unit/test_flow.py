@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def flow_of(model: nn.Module, *inputs: Any) -> Flow:
     units = find_units(model, find_blueprint(model))
     batch = inputs or (torch.randn(2, HIDDEN),)
-    return follow(make_twin(model, units), units, lambda twin: twin(*batch), CPU)
+    return follow(make_twin(model, units, CPU), units, lambda twin: twin(*batch), CPU)
 
 
 def needs(flow: Flow, unit: str, number: int = 0) -> set[str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
+import random
 
 import numpy
 import pytest
 
-from weft.layout import Layout, Split, part_of
+from weft.layout import Layout, Runs, Split, part_of
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
@@ -100,3 +102,47 @@ def test_a_flat_range_is_what_a_rank_keeps() -> None:
     assert not layout.is_whole and not Layout(global_shape=(4,), flat_range=(0, 4)).is_whole
     assert layout.local_numel({"tensor": 2}, {"tensor": 1}) == 5
     assert [there for there, _ in layout.windows({"tensor": 2}, {"tensor": 1})] == [(slice(2, 4), slice(0, 4))]
+
+
+def test_rows_of_split_columns_are_equal_runs() -> None:
+    """Of 4 x 6: the last three columns are 4 runs of 3; of rows 2 and 3 they are one run."""
+    columns = Layout(global_shape=(2, 2, 6), splits=(Split(dim=2, axis="tensor"),))
+    assert list(columns.runs({"tensor": 2}, {"tensor": 1})) == [
+        Runs(there=3, here=0, numel=3, count=4, there_step=6, here_step=3)
+    ]
+    rows = Layout(global_shape=(4, 6), splits=(Split(dim=0, axis="tensor"),))
+    assert list(rows.runs({"tensor": 2}, {"tensor": 1})) == [Runs(there=12, here=0, numel=12)]
+    assert list(rows.runs({"tensor": 2}, {"tensor": 1}, (5, 9))) == [Runs(there=17, here=0, numel=4)]
+
+
+def random_layout() -> Layout:
+    shape = tuple(random.choice([0, 1, 2, 3, 5, 6]) for _ in range(random.randint(0, 4)))
+    splits = []
+    for axis, parts in (("tensor", 2), ("data", 3)):
+        if shape and random.random() < 0.6:
+            dim = random.randrange(len(shape))
+            ends = [sorted(random.sample(range(shape[dim] + 1), 2)) if shape[dim] else [0, 0] for _ in range(parts)]
+            listed = tuple(((0, end[0]), (end[0], end[1])) for end in ends)
+            splits.append(Split(dim=dim, axis=axis, parts=listed if not splits and random.random() < 0.4 else ()))
+    return Layout(global_shape=shape, splits=tuple(splits))
+
+
+def test_runs_are_what_windows_are() -> None:
+    """Any nesting of splits, any flat range, and any range of that."""
+    for _ in range(1000):
+        layout = random_layout()
+        sizes, place = {"tensor": 2, "data": 3}, {"tensor": random.randrange(2), "data": random.randrange(3)}
+        whole = numpy.arange(math.prod(layout.global_shape)).reshape(layout.global_shape)
+        local = numpy.zeros(layout.local_shape(sizes, place), dtype=int)
+        for there, here in layout.windows(sizes, place):
+            local[here] = whole[there]
+        low, high = sorted(random.choices(range(local.size + 1), k=2))
+        kept = Layout(global_shape=layout.global_shape, splits=layout.splits, flat_range=(low, high))
+        first, last = sorted(random.choices(range(high - low + 1), k=2))
+        expected = local.reshape(-1)[low:high][first:last]
+        found = numpy.full_like(expected, -1)
+        for runs in kept.runs(sizes, place, (first, last)):
+            for there, here in runs.places():
+                assert (found[here : here + runs.numel] == -1).all() and runs.numel > 0
+                found[here : here + runs.numel] = whole.reshape(-1)[there : there + runs.numel]
+        assert (found == expected).all(), (kept, place, first, last)

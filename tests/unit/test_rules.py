@@ -6,126 +6,139 @@ from weft.errors import PlanError
 from weft.plan import check as check_file
 from weft.plan.check import check, require
 from weft.plan.plan import Axes, Codec, Data, Pipeline, Plan, Precision, Server, Step
-from weft.plan.rules import combination_problems
+from weft.plan.refusals import Optimizer
+from weft.plan.rules import RULES, combination_problems
 
-INTERLEAVED = Pipeline(schedule="interleaved", chunks=2)
 SHARDED = Data(shard="gradients")
 
 
-@pytest.mark.parametrize(
-    ("plan", "words"),
-    [
-        (
-            Plan(axes=Axes(pipeline=2), step=Step(microbatches=2), pipeline=Pipeline(schedule="interleaved")),
-            "needs at least 2 chunks on each rank, there is 1",
+REFUSED = [
+    (
+        Plan(axes=Axes(pipeline=2), step=Step(microbatches=2), pipeline=Pipeline(schedule="interleaved")),
+        "needs at least 2 chunks on each rank, there is 1",
+    ),
+    (
+        Plan(axes=Axes(pipeline=4), step=Step(microbatches=3), pipeline=Pipeline(schedule="2bw")),
+        "too few for 3 microbatches in 4 stages; set [step] microbatches to 4 or more",
+    ),
+    (
+        Plan(axes=Axes(pipeline=4), pipeline=Pipeline(cuts=(1, 2))),
+        "[pipeline] cuts = [1, 2] makes 3 stages, pipeline 4 × chunks 1 needs 4; list 3 of them",
+    ),
+    (
+        Plan(
+            axes=Axes(pipeline=2),
+            step=Step(microbatches=2),
+            pipeline=Pipeline(schedule="interleaved", chunks=2, cuts=(3,)),
         ),
-        (
-            Plan(axes=Axes(pipeline=4), step=Step(microbatches=6), pipeline=INTERLEAVED),
-            "goes round the 4 ranks in full rounds, which 6 microbatches do not fill; set [step] microbatches to a "
-            "multiple of 4, such as 8",
+        "makes 2 stages, pipeline 2 × chunks 2 needs 4; list 3 of them",
+    ),
+    (
+        Plan(axes=Axes(pipeline=2), step=Step(clip_norm=0.5), pipeline=Pipeline(schedule="pipedream")),
+        "set [step] clip_norm = 0.0 (it is 0.5)",
+    ),
+    (
+        Plan(axes=Axes(pipeline=2), precision=Precision(compute="fp16"), pipeline=Pipeline(schedule="pipedream")),
+        "keeps weight versions in the model's own precision, and [precision] compute",
+    ),
+    (
+        Plan(axes=Axes(pipeline=2), precision=Precision(reduce="bf16"), pipeline=Pipeline(schedule="pipedream")),
+        'and [precision] reduce = "bf16" would need a master copy of each; leave it at "fp32", or use "1f1b"',
+    ),
+    (
+        Plan(
+            axes=Axes(pipeline=2, data=2),
+            step=Step(microbatches=2),
+            data=Data(shard="optimizer"),
+            pipeline=Pipeline(schedule="2bw"),
         ),
-        (
-            Plan(axes=Axes(pipeline=4), step=Step(microbatches=3), pipeline=Pipeline(schedule="2bw")),
-            "too few for 3 microbatches in 4 stages; set [step] microbatches to 4 or more",
-        ),
-        (
-            Plan(axes=Axes(pipeline=4), pipeline=Pipeline(cuts=(1, 2))),
-            "[pipeline] cuts = [1, 2] makes 3 stages, pipeline 4 × chunks 1 needs 4; list 3 of them",
-        ),
-        (
-            Plan(
-                axes=Axes(pipeline=2),
-                step=Step(microbatches=2),
-                pipeline=Pipeline(schedule="interleaved", chunks=2, cuts=(3,)),
-            ),
-            "makes 2 stages, pipeline 2 × chunks 2 needs 4; list 3 of them",
-        ),
-        (
-            Plan(axes=Axes(pipeline=2), step=Step(clip_norm=0.5), pipeline=Pipeline(schedule="pipedream")),
-            "set [step] clip_norm = 0.0 (it is 0.5)",
-        ),
-        (
-            Plan(axes=Axes(pipeline=2), precision=Precision(compute="fp16"), pipeline=Pipeline(schedule="pipedream")),
-            "keeps weight versions in the model's own precision, and [precision] compute",
-        ),
-        (
-            Plan(
-                axes=Axes(pipeline=2, data=2),
-                step=Step(microbatches=2),
-                data=Data(shard="optimizer"),
-                pipeline=Pipeline(schedule="2bw"),
-            ),
-            'which [data] shard = "optimizer" would split; set [data] shard = "nothing", or use "1f1b"',
-        ),
-        (
-            Plan(data=Data(sync="server", shard="optimizer")),
-            '[data] shard = "optimizer" cannot go with [data] sync = "server"',
-        ),
-        (
-            Plan(axes=Axes(data=2), data=Data(sync="local", every=2, shard="gradients")),
-            '[data] sync = "local" lets replicas drift apart, but with [data] shard = "gradients"',
-        ),
-        (
-            Plan(axes=Axes(data=2), data=Data(sync="delayed", delay=2, shard="parameters")),
-            '[data] sync = "delayed" lets replicas drift apart',
-        ),
-        (
-            Plan(axes=Axes(data=2), data=SHARDED, codec=Codec(name="powersgd")),
-            '[codec] name = "powersgd" acts between replicas, but with [data] shard = "gradients"',
-        ),
-        (
-            Plan(axes=Axes(data=2), data=Data(sync="server"), server=Server(backups=2)),
-            "[server] backups = 2 leaves none of the 2 workers to wait for; backups are counted in [axes] data, so "
-            "set backups to at most 1, or data to 3 or more",
-        ),
-        (
-            Plan(step=Step(clip_norm=1.0), codec=Codec(name="dgc")),
-            "must clip before it accumulates, and [step] clip_norm = 1.0 clips after; set [step] clip_norm = 0.0 and "
-            "[codec] clip = 1.0",
-        ),
-        (
-            Plan(codec=Codec(name="half"), precision=Precision(reduce="bf16")),
-            '[precision] reduce = "bf16" has no effect with [codec] name = "half"',
-        ),
-        (
-            Plan(precision=Precision(compute="fp16", loss_scale=0)),
-            '[precision] compute = "fp16" keeps nothing below 6e-8, and [precision] loss_scale = 0 lifts no gradient '
-            'above that; leave loss_scale at "dynamic", set a factor such as 1024, or set [precision] compute = "bf16"',
-        ),
-        (
-            Plan(precision=Precision(compute="fp16", loss_scale=1)),
-            "[precision] loss_scale = 1 lifts no gradient above that",
-        ),
-        (
-            Plan(precision=Precision(accumulate="bf16")),
-            '[precision] accumulate = "bf16" is for gradients of that very format, and those of [precision] compute = '
-            '"model" may be wider; leave it at "fp32", or set [precision] compute = "bf16"',
-        ),
-        (
-            Plan(precision=Precision(compute="bf16", accumulate="fp16")),
-            '[precision] accumulate = "fp16" overflows at 65504, and gradients of [precision] compute = "bf16" are not '
-            'scaled to stay below; leave it at "fp32", or set [precision] compute = "fp16"',
-        ),
-        (
-            Plan(precision=Precision(compute="fp16", accumulate="bf16")),
-            '[precision] accumulate = "bf16" keeps 8 of the 11 significant bits that gradients of [precision] compute '
-            '= "fp16" have; leave it at "fp32", or set [precision] compute = "bf16"',
-        ),
-        (
-            Plan(precision=Precision(reduce="fp16")),
-            '[precision] reduce = "fp16" overflows at 65504, and only fp16 gradients are scaled to stay below; with '
-            '[precision] compute = "model" set [precision] reduce to "fp32" or "bf16"',
-        ),
-        (
-            Plan(precision=Precision(compute="bf16", reduce="fp16")),
-            'with [precision] compute = "bf16" set [precision] reduce to "fp32" or "bf16"',
-        ),
-    ],
-)
+        'which [data] shard = "optimizer" would split; set [data] shard = "nothing", or use "1f1b"',
+    ),
+    (
+        Plan(data=Data(sync="server", shard="optimizer")),
+        '[data] shard = "optimizer" cannot go with [data] sync = "server"',
+    ),
+    (
+        Plan(axes=Axes(data=2), data=Data(sync="local", every=2, shard="gradients")),
+        '[data] sync = "local" lets replicas drift apart, but with [data] shard = "gradients"',
+    ),
+    (
+        Plan(axes=Axes(data=2), data=Data(sync="delayed", delay=2, shard="parameters")),
+        '[data] sync = "delayed" lets replicas drift apart',
+    ),
+    (
+        Plan(axes=Axes(data=2), data=SHARDED, codec=Codec(name="powersgd")),
+        '[codec] name = "powersgd" acts between replicas, but with [data] shard = "gradients"',
+    ),
+    (
+        Plan(axes=Axes(data=2), data=Data(sync="server"), server=Server(backups=2)),
+        "[server] backups = 2 leaves none of the 2 workers to wait for; backups are counted in [axes] data, so "
+        "set backups to at most 1, or data to 3 or more",
+    ),
+    (
+        Plan(step=Step(clip_norm=1.0), codec=Codec(name="dgc")),
+        "must clip before it accumulates, and [step] clip_norm = 1.0 clips after; set [step] clip_norm = 0.0 and "
+        "[codec] clip = 1.0",
+    ),
+    (
+        Plan(codec=Codec(name="half"), precision=Precision(reduce="bf16")),
+        '[precision] reduce = "bf16" has no effect with [codec] name = "half"',
+    ),
+    (
+        Plan(precision=Precision(compute="fp16", loss_scale=0)),
+        '[precision] compute = "fp16" keeps nothing below 6e-8, and [precision] loss_scale = 0 lifts no gradient '
+        'above that; leave loss_scale at "dynamic", set a factor such as 1024, or set [precision] compute = "bf16"',
+    ),
+    (
+        Plan(precision=Precision(compute="fp16", loss_scale=1)),
+        "[precision] loss_scale = 1 lifts no gradient above that",
+    ),
+    (
+        Plan(precision=Precision(accumulate="bf16")),
+        '[precision] accumulate = "bf16" is for gradients of that very format, and those of [precision] compute = '
+        '"model" may be wider; leave it at "fp32", or set [precision] compute = "bf16"',
+    ),
+    (
+        Plan(precision=Precision(compute="bf16", accumulate="fp16")),
+        '[precision] accumulate = "fp16" overflows at 65504, and gradients of [precision] compute = "bf16" are not '
+        'scaled to stay below; leave it at "fp32", or set [precision] compute = "fp16"',
+    ),
+    (
+        Plan(precision=Precision(compute="fp16", accumulate="bf16")),
+        '[precision] accumulate = "bf16" keeps 8 of the 11 significant bits that gradients of [precision] compute '
+        '= "fp16" have; leave it at "fp32", or set [precision] compute = "bf16"',
+    ),
+    (
+        Plan(precision=Precision(reduce="fp16")),
+        '[precision] reduce = "fp16" overflows at 65504, and only fp16 gradients are scaled to stay below; with '
+        '[precision] compute = "model" set [precision] reduce to "fp32" or "bf16"',
+    ),
+    (
+        Plan(precision=Precision(compute="bf16", reduce="fp16")),
+        'with [precision] compute = "bf16" set [precision] reduce to "fp32" or "bf16"',
+    ),
+]
+
+
+@pytest.mark.parametrize(("plan", "words"), REFUSED)
 def test_what_does_not_go_together(plan, words):
     (problem,) = combination_problems(plan, optimizer="SGD")
     assert problem in check(plan, optimizer="SGD")
     assert words in problem
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.combination)
+def test_every_rule_is_broken_by_some_plan(rule):
+    """The sentences of each are filled in, and nothing is left of a place for something."""
+    whole_tensors = Optimizer(name="Lamb", elementwise=False)
+    plans = [plan for plan, _ in REFUSED] + [
+        Plan(axes=Axes(data=2, tensor=2), data=SHARDED),
+        Plan(codec=Codec(name="dgc")),
+    ]
+    problems = [problem for plan in plans for problem in rule.problems(plan, whole_tensors)]
+    assert problems
+    assert not any(mark in problem for mark in "{}" for problem in problems)
+    assert not list(rule.problems(Plan(), whole_tensors))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Then the laws of every schedule over many sizes, and what a rank has to keep.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -128,8 +129,7 @@ def orders(p: int, m: int) -> list[Schedule]:
         schedules.pipedream(p, m),
         schedules.pipedream(p, m, first=7, start=7, vertical_sync=True),
     ]
-    if m % p == 0:
-        made += [schedules.interleaved(p, m, chunks) for chunks in (1, 2, 3)]
+    made += [schedules.interleaved(p, m, chunks) for chunks in (1, 2, 3)]
     if m >= p:
         made += [schedules.two_bw(p, m, num_batches=3), schedules.two_bw(p, m, first=m, start=m)]
     return made
@@ -174,9 +174,16 @@ def test_what_a_rank_keeps(p: int) -> None:
             batches = schedules.two_bw(p, m, num_batches=4)
             assert live_versions(batches) == (2,) * p
             assert live_activations(batches) == tuple(p - i for i in stages)
-        if m % p == 0:
-            most = tuple(min(p + 2 * (p - 1 - i) + 1, 2 * m) for i in stages)  # in halves of a rank's layers
-            assert live_activations(schedules.interleaved(p, m, 2)) == most
+        longest = math.ceil(m / max(1, m // p))  # of the rounds: p where m is a multiple of p, else up to 2p - 1
+        most = tuple(min(longest + 2 * (p - 1 - i) + 1, 2 * m) for i in stages)  # in halves of a rank's layers
+        assert live_activations(schedules.interleaved(p, m, 2)) == most
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 5])
+def test_interleaved_never_stops_for_any_number_of_microbatches(p: int) -> None:
+    for m, chunks in product(range(1, 3 * p + 2), (2, 3)):
+        timeline = simulate(with_exchanges(schedules.interleaved(p, m, chunks)), ONE_SECOND_EACH, transfer_s=5)
+        assert sum(span.action.is_compute for span in timeline.spans) == 2 * p * chunks * m
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 5])

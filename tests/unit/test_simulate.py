@@ -106,9 +106,8 @@ def all_orders(p: int, m: int) -> list[Schedule]:
         schedules.pipedream(p, m, vertical_sync=True),
         schedules.forward_only(p, m, 1),
         schedules.forward_only(p, m, 3),
+        *(schedules.interleaved(p, m, chunks) for chunks in (1, 2, 4)),
     ]
-    if m % p == 0:
-        orders += [schedules.interleaved(p, m, chunks) for chunks in (1, 2, 4)]
     if m >= p:
         orders.append(schedules.two_bw(p, m, num_batches=2))
     return orders

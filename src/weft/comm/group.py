@@ -46,7 +46,7 @@ class Group:
     index: int
     """This rank's place in `ranks`."""
     handle: dist.ProcessGroup | None
-    """None when there is nobody to exchange with."""
+    """None when there is nobody to exchange with: alone, or where the others are only imagined."""
     traffic: Traffic
     shared: SharedWire | None = None
     """The memory of the one host all ranks are on; None where they are not, or do not use it."""

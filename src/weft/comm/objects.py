@@ -6,6 +6,7 @@ Values travel as JSON, never as pickles, so a message can hold nothing that runs
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +16,14 @@ from weft.comm.group import Group
 
 
 def gather_values(value: Any, group: Group, device: torch.device) -> list[Any]:
-    """Every rank's value, in the order of the group, on every rank. Values are what JSON can hold."""
-    message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    """Every rank's value, in the order of the group, on every rank. Values are what JSON can hold.
+
+    Ranks that are only imagined are taken to say what this one says: whatever a plan does, it does on all alike.
+    """
+    text = json.dumps(value)
+    if group.handle is None:
+        return [json.loads(text) for _ in group.ranks]
+    message = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
     lengths = torch.empty(group.size, dtype=torch.int64, device=device)
     all_gather(lengths, torch.tensor([message.numel()], device=device), group)
     longest = int(lengths.max())
@@ -26,3 +33,9 @@ def gather_values(value: Any, group: Group, device: torch.device) -> list[Any]:
     all_gather(table, padded, group)
     rows = table.view(group.size, longest).cpu()
     return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths.tolist(), strict=True)]
+
+
+def value_of_first(make: Callable[[], Any], group: Group, device: torch.device) -> Any:
+    """What the first rank of a group makes, on every rank. Others need not make it, unless the first is imagined."""
+    makes = group.index == 0 or group.handle is None
+    return gather_values(make() if makes else None, group, device)[0]

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import nn
 
 from weft.blueprint import Blueprint
@@ -21,6 +22,7 @@ from weft.errors import ModelError
 from weft.mesh import Mesh
 from weft.parallel.batchnorm import SynchronisedBatchNorm, synchronise_batch_norms
 from weft.parallel.recompute import find_blocks, recompute_blocks
+from weft.plan.model_refusals import COMPILED_STATISTICS
 
 
 def apply_plan(model: nn.Module, mesh: Mesh, blueprint: Blueprint) -> None:
@@ -31,6 +33,10 @@ def apply_plan(model: nn.Module, mesh: Mesh, blueprint: Blueprint) -> None:
     if plan.recompute.policy != "none":
         recompute_blocks(model, blueprint, plan.recompute.policy)
     if plan.compile.blocks:
+        if plan.axes.pipeline > 1 and plan.pipeline.schedule == "zero-bubble":
+            # Compiled code must not reuse in the first half of a backward pass what the second needs. Torch knows this
+            # for the whole process only.
+            torch._functorch.config.donated_buffer = False
         compile_blocks(model, blueprint)
 
 
@@ -38,8 +44,7 @@ def compile_blocks(model: nn.Module, blueprint: Blueprint) -> None:
     """`torch.compile` the forward of each block in place: blocks are alike, so one compilation serves all of them."""
     blocks = find_blocks(model, blueprint, asked="[compile] blocks = true", instead="blocks = false")
     problems = [
-        f'[compile] blocks = true cannot compile "{block_name}.{name}", a BatchNorm that exchanges its statistics with '
-        'other ranks; set [compile] blocks = false, or [data] buffers = "broadcast" or "local"'
+        COMPILED_STATISTICS.message(name=f"{block_name}.{name}")
         for block_name, block in blocks.items()
         for name, module in block.named_modules()
         if isinstance(module, SynchronisedBatchNorm)

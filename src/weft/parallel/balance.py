@@ -8,6 +8,9 @@ of them takes no longer than a model of two.
 Looking alike means: the same layers as their `repr` shows them, the same shapes and dtypes of parameters, buffers and
 inputs. Two blocks that differ only in a plain attribute that no `repr` shows are taken for one. What selective
 recomputation keeps is outside autograd and does not count as an activation here.
+
+Where the device is the meta device (an imagined world), nothing runs: operations of the forward pass are counted
+instead, by shapes, and activations are not, since they depend on which kernels a real device would choose.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
 
 from weft.plan.cuts import BlockCost
 
@@ -33,7 +37,8 @@ log = logging.getLogger("weft")
 _FEWEST_RUNS, _MOST_RUNS = 3, 5
 _BUDGET_S = 0.05
 _NOMINAL_BYTES_PER_S = 1e9
-"""Turns bytes into a time where nothing could be timed; only proportions matter then."""
+_NOMINAL_FLOPS_PER_S = 1e12
+"""Turn bytes or operations into a time where nothing could be timed; only proportions matter then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +66,7 @@ def time_units(units: Sequence[Unit], device: torch.device) -> list[BlockCost]:
         look = _look(unit)
         if look not in known:
             try:
-                known[look] = _time_unit(unit, device)
+                known[look] = _count_unit(unit) if device.type == "meta" else _time_unit(unit, device)
             except Exception as error:  # whatever a stranger's module may raise, out of memory included
                 reason = str(error).partition("\n")[0]
                 log.warning(
@@ -71,6 +76,18 @@ def time_units(units: Sequence[Unit], device: torch.device) -> list[BlockCost]:
                 return [_weigh(each.module) for each in units]
         costs.append(known[look])
     return costs
+
+
+@torch.no_grad()
+def _count_unit(unit: Unit) -> BlockCost:
+    args, kwargs = tree_map(_without_memory, (unit.args, dict(unit.kwargs)))
+    with FlopCounterMode(display=False) as counter:
+        unit.module(*args, **kwargs)
+    return BlockCost(time_s=counter.get_total_flops() / _NOMINAL_FLOPS_PER_S, state_bytes=_num_bytes(unit.module))
+
+
+def _without_memory(leaf: Any) -> Any:
+    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _weigh(module: nn.Module) -> BlockCost:

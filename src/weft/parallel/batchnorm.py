@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from weft.comm.collectives import all_gather, all_reduce
 from weft.comm.group import Group
 from weft.errors import ModelError
+from weft.plan.model_refusals import STATISTICS_OF_ITS_OWN
 
 
 class SynchronisedBatchNorm(_BatchNorm):
@@ -64,8 +65,7 @@ def synchronise_batch_norms(model: nn.Module, group: Group) -> int:
     found = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
     others = {name: module for name, module in found.items() if not isinstance(module, SynchronisedBatchNorm)}
     problems = [
-        f'"{name}" is a {type(module).__name__}, a BatchNorm with a forward of its own, whose statistics weft cannot '
-        'take over all ranks; use one of torch\'s own, or set [data] buffers = "broadcast" or "local"'
+        STATISTICS_OF_ITS_OWN.message(name=name, kind=type(module).__name__)
         for name, module in others.items()
         if type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
     ]

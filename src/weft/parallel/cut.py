@@ -22,6 +22,7 @@ from weft.parallel.flow import Flow, find_units, follow, make_twin
 from weft.parallel.passage import Passage, install_gates, keep_only
 from weft.parallel.stages import Stages, owners, share_out, stage_of_blocks
 from weft.parallel.units import cast_between_layers, flat_kinds
+from weft.plan.model_refusals import BLOCKS_NEEDED, STATISTICS_ON_SEVERAL_STAGES
 from weft.plan.plan import Plan
 
 _MOST_ROUTES = 1024
@@ -57,14 +58,11 @@ def outline(
 ) -> Outline:
     """Follow an example through a model. Neither is changed."""
     if not blueprint.blocks:
-        raise ModelError(
-            f"[axes] pipeline = {plan.axes.pipeline} needs a model with a list of blocks to cut between, and none was "
-            "found; put its layers into an nn.Sequential or nn.ModuleList, give it a weft_blueprint() that names them, "
-            "or set [axes] pipeline = 1"
-        )
+        asked = f"[axes] pipeline = {plan.axes.pipeline}"
+        raise ModelError(BLOCKS_NEEDED.message(asked=asked, instead="[axes] pipeline = 1"))
     units = find_units(model, blueprint)
     kinds = flat_kinds(model, plan)
-    twin = make_twin(model, units, {name: kind.compute for name, kind in kinds.items()})
+    twin = make_twin(model, units, device, {name: kind.compute for name, kind in kinds.items()})
     if plan.precision.compute != "model":
         cast_between_layers(twin)
     flow = follow(twin, units, lambda copied: call(copied, example), device)
@@ -182,8 +180,7 @@ def _stages_of_parameters(
 def _refuse_shared_statistics(model: nn.Module, stage_of_unit: Mapping[str, frozenset[int]]) -> None:
     """Each stage would move running statistics of its own, by its own calls only."""
     problems = [
-        f'"{unit}" holds a BatchNorm and is called on stages {", ".join(map(str, sorted(on)))}, which would each keep '
-        "statistics of their own; use another norm, a BatchNorm for each call, or cut so that one stage calls it"
+        STATISTICS_ON_SEVERAL_STAGES.message(name=unit, stages=", ".join(map(str, sorted(on))))
         for unit, on in stage_of_unit.items()
         if len(on) > 1 and has_batch_norms(model.get_submodule(unit))
     ]

@@ -76,6 +76,7 @@ class FlatParameters:
         self.group = group
         self.flat = Flat(numels=tuple(parameter.numel() for parameter in self.parameters), num_parts=group.size)
         self._keep_whole = keep_whole
+        master_device = device if device.type == "meta" else master_device  # what has no memory has none anywhere
         self._pending: Pending | None = None
         start, stop = self.flat.part(group.index)
         staged = self._stage(sources, device)

@@ -27,6 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 from weft.blueprint import Blueprint
 from weft.errors import ModelError
 from weft.parallel.absent import Absent, absorb, is_absent, is_in_place, to_meta
+from weft.plan.model_refusals import BLOCKS_THAT_ASK_FOR_VALUES, BUFFERS_OF_EVERY_STAGE, HIDDEN_OUTPUTS
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
 
@@ -121,12 +122,15 @@ def _has_state(module: nn.Module) -> bool:
     return any(name not in part._non_persistent_buffers_set for part in module.modules() for name in part._buffers)
 
 
-def make_twin(model: nn.Module, units: Sequence[str], dtypes: Mapping[str, torch.dtype] | None = None) -> nn.Module:
+def make_twin(
+    model: nn.Module, units: Sequence[str], device: torch.device, dtypes: Mapping[str, torch.dtype] | None = None
+) -> nn.Module:
     """A copy of a model whose parameters, and buffers inside units, have no memory; other buffers are the model's.
 
+    Those are on the `device` where batches are: code between units may use both together.
     `dtypes`: of parameters by name, where they compute in another than their own.
     """
-    memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    memo: dict[int, Any] = {id(buffer): buffer if buffer.is_meta else buffer.to(device) for buffer in model.buffers()}
     for name in units:
         memo |= {id(buffer): to_meta(buffer) for buffer in model.get_submodule(name).buffers()}
     for name, parameter in model.named_parameters():
@@ -165,13 +169,7 @@ def _refuse_written_buffers(twin: nn.Module, follower: _Follower) -> None:
     now = {name: id(buffer) for name, buffer in twin.named_buffers()}
     changed = [n for number, n in follower.buffers.items() if number in follower.written_into or now.get(n) != number]
     if changed:
-        raise ModelError(
-            [
-                f'the model\'s own code, outside its blocks, writes into its buffer "{name}", which every stage of a '
-                "pipeline has; move that code and the buffer into a block, or train without a pipeline"
-                for name in changed
-            ]
-        )
+        raise ModelError([BUFFERS_OF_EVERY_STAGE.message(name=name) for name in changed])
 
 
 Roots = tuple[frozenset[Value], frozenset[str]]
@@ -293,11 +291,8 @@ class _Follower(TorchFunctionMode):
         try:
             output = forward(*arguments[0], **arguments[1])
         except Exception as error:
-            raise ModelError(
-                f'"{name}" cannot be followed without values ({type(error).__name__}: {error}); a pipeline needs to '
-                "know the shapes a block returns before it runs: decide by shapes, not by values, or train without a "
-                "pipeline"
-            ) from error
+            said = f"{type(error).__name__}: {error}"
+            raise ModelError(BLOCKS_THAT_ASK_FOR_VALUES.message(name=name, error=said)) from error
         leaves, tree = tree_flatten(output)
         place, number = len(self.calls), self._counts[name]
         self._counts[name] += 1
@@ -322,8 +317,12 @@ class _Follower(TorchFunctionMode):
                 outputs.append(found)
             else:
                 raise ModelError(
-                    f'"{name}" returns a {type(found).__name__}, in which weft cannot see tensors; to cut the model '
-                    "into stages let it return them in tuples, lists or dicts"
+                    HIDDEN_OUTPUTS.message(
+                        block=f'"{name}"',
+                        kind=type(found).__name__,
+                        asked="[axes] pipeline > 1",
+                        instead="tuples, lists or dicts",
+                    )
                 )
         call = Call(
             place=place,

@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from weft.errors import ModelError
 from weft.parallel.flats import FlatParameters
+from weft.plan.model_refusals import HIDDEN_OUTPUTS
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device, torch.layout)
 """What a block may return besides tensors."""
@@ -309,8 +310,12 @@ def _outputs_of(output: Any, module: nn.Module) -> list[torch.Tensor]:
             found += _outputs_of([getattr(leaf, field.name) for field in dataclasses.fields(leaf)], module)
         elif not isinstance(leaf, _PLAIN):
             raise ModelError(
-                f"a block ({type(module).__name__}) returns a {type(leaf).__name__}, in which weft cannot see tensors; "
-                'with [data] shard = "parameters" let it return them in tuples, lists, dicts or dataclasses'
+                HIDDEN_OUTPUTS.message(
+                    block=f"a block ({type(module).__name__})",
+                    kind=type(leaf).__name__,
+                    asked='[data] shard = "parameters"',
+                    instead="tuples, lists, dicts or dataclasses",
+                )
             )
     return found
 

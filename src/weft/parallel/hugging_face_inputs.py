@@ -67,7 +67,7 @@ def inputs_of(model: nn.Module, inputs: Any) -> SequenceInputs | None:
         named = dict(inputs)
     else:
         named = by_name(model, inputs if isinstance(inputs, tuple | list) else (inputs,), {})
-    tokens = next((named[name] for name in _TOKENS if named.get(name) is not None), None)
+    tokens = _tokens(named)
     if not isinstance(tokens, Tensor) or tokens.dim() < 2:
         raise ModelError(f"{type(model).__name__} was given no {' or '.join(_TOKENS)} of samples and tokens to split")
     problems = _problems(named, tuple(tokens.shape[:2]))
@@ -116,6 +116,35 @@ def without_cache(model: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
     return {**named, "use_cache": False} if takes_it else named
 
 
+def leave_out_caches(model: nn.Module) -> None:
+    """Let the Hugging Face models in a model keep no keys for a next token unless they are asked to.
+
+    Most configurations have them do it in every pass. A block that is recomputed would find its own keys there, a
+    stage of a pipeline would keep those of every micro-batch, and a block that is timed alone those of another.
+    """
+    kind = hugging_face_class()
+    waiting = [model] if kind is not None else []
+    while waiting:
+        module = waiting.pop()
+        if isinstance(module, kind) and "use_cache" in inspect.signature(type(module).forward).parameters:
+            module.register_forward_pre_hook(_ask_for_no_cache, with_kwargs=True)
+        else:
+            waiting += module.children()
+
+
+def _ask_for_no_cache(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    named = by_name(model, args, kwargs)
+    if named.get("use_cache") is not None or named.get("past_key_values") is not None:
+        return None
+    tokens, positions = _tokens(named), named.get(_POSITIONS)
+    if positions is not None and named.get(_MASK) is None and tokens is not None and _makes_cache(model, None):
+        # Without a cache they would find documents in these positions, which they do not look for beside one.
+        named[_MASK] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
+    return (), without_cache(model, named)
+
+
 def _problems(named: Mapping[str, Any], shape: tuple[int, ...]) -> list[str]:
     """Of inputs that cannot be split, or whose meaning for a part of the tokens is not known."""
     problems = []
@@ -134,6 +163,10 @@ def _lies_along(name: str, given: tuple[int, ...], shape: tuple[int, ...]) -> bo
     if name == _POSITIONS:
         return given in (shape, (1, shape[1]))
     return given == shape if name == _MASK else given[:2] == shape
+
+
+def _tokens(named: Mapping[str, Any]) -> Any:
+    return next((named[name] for name in _TOKENS if named.get(name) is not None), None)
 
 
 def _make_positions(model: nn.Module, named: Mapping[str, Any], tokens: Tensor, mask: Tensor | None) -> Tensor:

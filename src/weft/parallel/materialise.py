@@ -1,10 +1,11 @@
 """Giving a model that was built on the meta device memory and first values, if need be one flat buffer at a time.
 
 A model larger than a rank's memory is built under `torch.device("meta")`: all shapes, no memory. While a flat buffer is
-made, only its parameters have memory, and `reset_parameters()` of every layer concerned runs, inner layers first, the
-model's own last. Everything else is on the meta device meanwhile, where it does nothing. New memory is full of NaN, so
-what nobody filled is found and named. Random numbers start from one seed on all ranks: every rank computes the same
-values and keeps its part of them.
+made, only its parameters have memory, and the layers concerned fill them (`first_values.py`), inner layers first, the
+model itself last. Everything else is on the meta device meanwhile, where it does nothing. New memory is full of NaN, so
+what nobody filled is found and named. Random numbers follow from torch's seed, the same on all ranks, and from a
+tensor's name: every rank computes the same values, under any plan (but for layers that draw elsewhere and copy in, see
+`first_values.py`), and keeps its part of them.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from weft.comm.collectives import broadcast
+from weft.comm.objects import gather_values
 from weft.errors import ModelError
 from weft.mesh import Mesh
+from weft.parallel.first_values import FirstValues, is_unfilled, unfilled_like
+from weft.parallel.shares import model_tensors
 from weft.parallel.units import Members
 
-_SEEDS_A_STAGE = 1_000_003
-"""Two blocks on different stages must not start with the same values."""
+_PORTION_BYTES = 256 * 2**20
+"""Of whole tensors that have memory at once, where a rank keeps a part of each."""
 
 Replacements = dict[nn.Parameter, nn.Parameter]
 Cut = Callable[[str, torch.Tensor], torch.Tensor]
@@ -33,46 +36,105 @@ def is_on_meta(model: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
+@contextmanager
+def agreed_seed(model: nn.Module, mesh: Mesh) -> Iterator[None]:
+    """While a model gets its first values, all ranks have one random state, drawn from the first one's; collective."""
+    if mesh.world.is_imagined:
+        yield
+        return
+    device = mesh.world.device
+    are_empty = set(gather_values(is_on_meta(model), mesh.everyone("control"), device))
+    if len(are_empty) > 1:
+        raise ModelError(
+            "some ranks built the model on the meta device and others did not; build it the same way on all"
+        )
+    if are_empty == {False}:
+        yield
+        return
+    seed = torch.tensor([draw_seed()], device=device)
+    broadcast(seed, mesh.everyone("control"))
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(int(seed))
+        yield
+
+
+def draw_seed() -> int:
+    """The seed of first values that follows from torch's random state, which moves on."""
+    return int(torch.randint(2**31, (1,)))
+
+
+def fill_alone(model: nn.Module, seed: int, device: torch.device) -> None:
+    """Give a whole model on the meta device the first values that ranks give their parts of it."""
+    values = FirstValues(model, seed)
+    empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    values.fill_buffers(device)
+    new_of = {p: _make_like(p, device) for p in model.parameters() if p.is_meta}
+    for old, places in _find_places(model).items():
+        for module, name in places:
+            module._parameters[name] = new_of.get(old, old)
+    new = set(new_of.values())
+    values.fill({name: p for name, p in model.named_parameters(remove_duplicate=False) if p in new}, device)
+    filled = {name: p for name, p in model.named_parameters() if p in new}
+    _refuse_unfilled(filled | {name: model.get_buffer(name) for name in empty})
+
+
 class Materialiser:
     """Fills the parameters and buffers of a model that are on the meta device; what is elsewhere is left alone."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, cut: Cut | None = None) -> None:
-        """Collective. Buffers get memory at once. `cut`: of a tensor by name, what of it this rank keeps."""
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        cut: Cut | None = None,
+        *,
+        initialise: bool = True,
+        with_buffers: bool = True,
+    ) -> None:
+        """Buffers get memory and values at once. torch's seed must be the same on all ranks.
+
+        `cut`: of a tensor by name, what of it this rank keeps. Without `initialise` parameters are zero: something else
+        gives them their values. Without `with_buffers`, buffers stay empty for another one of these.
+        """
         self._cut = cut
         self._model = model
         self._device = mesh.world.device
-        self._num_filled = 0
+        self._initialises = initialise
         self._made: Replacements = {}
-        self._stand_ins: Replacements = {}
-        self._is_needed = is_on_meta(model)
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._is_needed = is_on_meta(model) and not mesh.world.is_imagined
+        if mesh.world.is_imagined:  # nothing gets values, but everything its shape
+            self._keep_shares(dict(model_tensors(model)))
         if not self._is_needed:
             return
-        self._seed = torch.randint(2**31, (1,)).to(self._device)
-        for group in (mesh.batch_group("control"), mesh.group("tensor", "control")):
-            broadcast(self._seed, group)
-        self._seed += mesh.index("pipeline") * _SEEDS_A_STAGE
+        self._places = _find_places(model)
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._stand_ins = {p: _make_like(p, torch.device("meta")) for p in model.parameters() if not p.is_meta}
-        empty = {name for name, buffer in model.named_buffers() if buffer.is_meta}
-        _fill_buffers(model, self._device)
-        self._keep_shares({name: buffer for name, buffer in model.named_buffers() if name in empty})
+        self._values = FirstValues(model, torch.initial_seed())
+        if not with_buffers:
+            return
+        empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+        self._install(self._stand_ins)  # or layers would draw anew what was given values
+        self._values.fill_buffers(self._device)
+        self._install({stand_in: own for own, stand_in in self._stand_ins.items()})
+        self._buffers = {name: model.get_buffer(name) for name in empty}
+        self._keep_shares(self._buffers)
 
     def fill_all(self) -> None:
-        """Give the whole model memory and values."""
-        self._fill({p: _make_like(p, self._device) for p in self._model.parameters() if p.is_meta})
-        self._refuse_unfilled(dict(self._model.named_buffers()))
+        """Give the whole model memory and values, and never to much more than this rank keeps."""
+        for some in self._portions():
+            made = self._fill(some)
+            self._install({new: old for old, new in made.items()})  # or the next ones' turn would change these
+            self._made |= made
+        self.finish()
 
     def fill(self, parameters: Collection[nn.Parameter]) -> None:
         """Give some of the parameters memory and values; they stay in the model."""
-        self._fill({p: _make_like(p, self._device) for p in parameters if p.is_meta})
+        self._fill(parameters)
 
     @contextmanager
     def filling(self, members: Members) -> Iterator[Members]:
         """The same members with memory and values. Until `finish`, the model itself goes back to the meta device."""
-        made = {p: _make_like(p, self._device) for _, p in members.named if p.is_meta}
-        if not made:
-            yield members
-            return
-        self._fill(made)
+        made = self._fill([parameter for _, parameter in members.named])
         yield dataclasses.replace(members, named=tuple((name, made.get(p, p)) for name, p in members.named))
         self._install({new: old for old, new in made.items()})
         self._made |= made
@@ -80,19 +142,51 @@ class Materialiser:
     def finish(self) -> None:
         """Put all that was made into the model."""
         self._install(self._made)
-        self._refuse_unfilled(dict(self._model.named_buffers()))
+        self._made = {}
+        _refuse_unfilled(self._buffers)
 
-    def _fill(self, made: Replacements) -> None:
-        if not made:
+    def _portions(self) -> Iterator[list[nn.Parameter]]:
+        """All empty parameters: at once, if this rank keeps the whole of them."""
+        empty = [parameter for parameter in self._model.parameters() if self._is_empty(parameter)]
+        if self._cut is None:
+            yield empty
             return
+        portion: list[nn.Parameter] = []
+        for parameter in empty:
+            if portion and sum(map(_num_bytes, portion)) + _num_bytes(parameter) > _PORTION_BYTES:
+                yield portion
+                portion = []
+            portion.append(parameter)
+        yield portion
+
+    def _is_empty(self, parameter: nn.Parameter) -> bool:
+        return self._is_needed and parameter.is_meta
+
+    def _fill(self, parameters: Collection[nn.Parameter]) -> Replacements:
+        """Those that are empty, and what is in the model for them now."""
+        empty = [parameter for parameter in parameters if self._is_empty(parameter)]
+        if not empty:
+            return {}
+        if not self._initialises:
+            made = {p: self._make_share(p) for p in empty}
+            self._install(made)
+            return made
+        made = {p: _make_like(p, self._device) for p in empty}
         self._install(made)
         self._install(self._stand_ins)
-        self._initialise()
-        self._install({stand_in: own for own, stand_in in self._stand_ins.items()})
         new = set(made.values())
-        filled = {name: p for name, p in self._model.named_parameters() if p in new}
-        self._refuse_unfilled(filled)
+        named = {name: p for name, p in self._model.named_parameters(remove_duplicate=False) if p in new}
+        self._values.fill(named, self._device)
+        self._install({stand_in: own for own, stand_in in self._stand_ins.items()})
+        filled = {self._names[old]: p for old, p in made.items()}
+        _refuse_unfilled(filled)
         self._keep_shares(filled)
+        return made
+
+    def _make_share(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What this rank keeps of it, zero."""
+        kept = parameter.detach() if self._cut is None else self._cut(self._names[parameter], parameter.detach())
+        return nn.Parameter(torch.zeros_like(kept, device=self._device), requires_grad=parameter.requires_grad)
 
     def _keep_shares(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Whole tensors were filled, so that their values do not depend on who keeps what of them."""
@@ -102,62 +196,38 @@ class Materialiser:
 
     def _install(self, new_of: Replacements) -> None:
         """Replace parameters wherever they appear, tied ones in every place."""
-        if not new_of:
-            return
-        for module in self._model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter in new_of:
-                    module._parameters[name] = new_of[parameter]
+        for old, new in new_of.items():
+            places = self._places.pop(old)
+            for module, name in places:
+                module._parameters[name] = new
+            self._places[new] = places
 
-    def _initialise(self) -> None:
-        devices = [self._device] if self._device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), torch.no_grad():
-            torch.manual_seed(int(self._seed) + self._num_filled)  # two blocks must not start with the same values
-            for module in reversed(list(self._model.modules())):
-                if any(not parameter.is_meta for parameter in module.parameters()):
-                    _reset(module)
-        self._num_filled += 1
 
-    def _refuse_unfilled(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        if not self._is_needed:
-            return
-        empty = [name for name, t in tensors.items() if t.is_floating_point() and bool(t.detach().isnan().any())]
-        if empty:
-            raise ModelError(
-                [
-                    f'"{name}" was on the meta device, and no reset_parameters() of its layer or of the model gives it '
-                    "its first values; write one, or build the model with memory"
-                    for name in empty
-                ]
-            )
+def _refuse_unfilled(tensors: Mapping[str, torch.Tensor]) -> None:
+    if empty := [name for name, tensor in tensors.items() if is_unfilled(tensor.detach())]:
+        raise ModelError(
+            [
+                f'"{name}" was on the meta device, and no reset_parameters() of its layer or of the model, nor a '
+                "Hugging Face model's _init_weights(), gives it its first values; write one, or build the model with "
+                "memory"
+                for name in empty
+            ]
+        )
+
+
+def _find_places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """Where each parameter is registered."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(parameter, []).append((module, name))
+    return places
 
 
 def _make_like(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    memory = torch.empty_like(parameter, device=device)
-    if parameter.is_floating_point():
-        memory.fill_(float("nan"))
-    return nn.Parameter(memory, requires_grad=parameter.requires_grad)
+    return nn.Parameter(unfilled_like(parameter.detach(), device), requires_grad=parameter.requires_grad)
 
 
-def _fill_buffers(model: nn.Module, device: torch.device) -> None:
-    for module in model.modules():
-        if not any(buffer.is_meta for buffer in module.buffers(recurse=False)):
-            continue
-        is_bare = not any(True for _ in module.parameters(recurse=False))
-        if is_bare and type(module)._apply is not nn.Module._apply:
-            module.to_empty(device=device, recurse=False)  # a layer that computes its tables when it is moved
-            continue
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                value = float("nan") if buffer.is_floating_point() else 0
-                module._buffers[name] = torch.full_like(buffer, value, device=device)
-        if isinstance(module, _NormBase):
-            module.reset_running_stats()
-        elif is_bare:
-            _reset(module)
-
-
-def _reset(module: nn.Module) -> None:
-    reset: Callable[[], None] | None = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-    if reset is not None:
-        reset()
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

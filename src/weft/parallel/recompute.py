@@ -30,6 +30,7 @@ from weft.blueprint import Blueprint
 from weft.errors import ModelError
 from weft.parallel import sequence_attention  # noqa: F401  (it makes the operator)
 from weft.parallel.tensor_ops import KEPT_OPERATORS
+from weft.plan.model_refusals import BLOCKS_NEEDED, BUFFERS_RECOMPUTED, PRODUCTS_OVERWRITTEN
 
 Forward = Callable[..., Any]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -60,10 +61,7 @@ def recompute_blocks(model: nn.Module, blueprint: Blueprint, policy: str) -> Non
 def find_blocks(model: nn.Module, blueprint: Blueprint, *, asked: str, instead: str) -> dict[str, nn.Module]:
     """The blocks of a model by name, one that is used twice only once; refused if there are none."""
     if not blueprint.blocks:
-        raise ModelError(
-            f"{asked} needs a model with a list of blocks, and none was found; "
-            f"give the model a weft_blueprint() or set {instead}"
-        )
+        raise ModelError(BLOCKS_NEEDED.message(asked=asked, instead=instead))
     names = {model.get_submodule(name): name for name in reversed(blueprint.blocks)}
     return {name: block for block, name in reversed(names.items())}
 
@@ -140,10 +138,7 @@ class _SecondRun:
         self._storage().update(self.kept)
         self.kept = {}
         if isinstance(error, RuntimeError) and "selective activation checkpoint has been mutated" in str(error):
-            raise ModelError(
-                f'block "{self.name}" overwrites the result of a matrix product or convolution in place, which '
-                '[recompute] policy = "selective" keeps; use an operator that is not in place, or policy = "full"'
-            ) from error
+            raise ModelError(PRODUCTS_OVERWRITTEN.message(name=self.name)) from error
         return handled
 
     def _storage(self) -> dict[Any, Any]:
@@ -182,8 +177,7 @@ class _BufferGuard:
     def _compare(self, block: nn.Module, args: Any, output: Any) -> None:
         del block, args, output
         changed = [
-            f'{type(module).__name__}.{name} in block "{self.name}" changes when the block runs, so that computing the '
-            'block again would give another answer; set [recompute] policy = "none", or keep it out of the blocks'
+            BUFFERS_RECOMPUTED.message(buffer=f"{type(module).__name__}.{name}", block=self.name)
             for module, name, buffer, version in self.before
             if module._buffers[name] is not buffer or buffer._version != version
         ]

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 from weft.errors import ModelError
 from weft.parallel.row_functions import join
 from weft.parallel.row_tensor import Function, Rows, RowTensor, mark, rows_of
+from weft.plan.model_refusals import ROWS_OVERWRITTEN
 
 
 def joined(value: Any) -> Any:
@@ -30,10 +31,7 @@ def join_first(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """For everything that is not known: make whole what is split, and go on with the whole on every rank."""
     if overwrites_rows(func, args, kwargs):
         name = func.__name__
-        raise ModelError(
-            f"the model overwrites an image that is split by rows ({name}), which [axes] ring cannot follow; use a "
-            f"form of {name.strip('_')} that makes a new tensor"
-        )
+        raise ModelError(ROWS_OVERWRITTEN.message(function=name, instead=name.strip("_")))
     args, kwargs = tree_map(joined, (args, kwargs))
     return func(*args, **kwargs)
 

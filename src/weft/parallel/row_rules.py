@@ -26,6 +26,7 @@ from weft.parallel import row_norms, row_shapes, row_sums, row_windows
 from weft.parallel.randomness import mix
 from weft.parallel.row_join import elementwise, join_first, marked
 from weft.parallel.row_tensor import Function, RowTensor, Rule, mark, rows_of
+from weft.plan.model_refusals import CHANNELS_DROPPED_BY_ROWS
 
 OWNERS: tuple[type | ModuleType, ...] = (torch, torch.Tensor, F, torch._C._nn, torch.special)
 """Where functions of one name are found."""
@@ -206,10 +207,7 @@ def dropout(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def feature_dropout(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
     if is_training:
-        raise ModelError(
-            f"{func.__name__} drops whole channels, and ranks that split an image by rows over [axes] ring would each "
-            "drop others; use Dropout, or ring = 1"
-        )
+        raise ModelError(CHANNELS_DROPPED_BY_ROWS.message(function=func.__name__))
     return args[0]
 
 

@@ -28,6 +28,7 @@ from weft.errors import ModelError
 from weft.parallel.batchnorm import SynchronisedBatchNorm
 from weft.parallel.row_join import joined
 from weft.parallel.row_tensor import HEIGHT_DIM, Rows, RowTensor, mark
+from weft.plan.model_refusals import STATISTICS_BEHIND_THE_ROWS
 
 
 class RowParallel:
@@ -88,11 +89,7 @@ class _NormOfRows:
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         uses_batch = self.norm.training or not self.norm.track_running_stats
         if uses_batch and not isinstance(input, RowTensor):
-            raise ModelError(
-                f'BatchNorm "{self.name}" comes where images are no longer split by rows, so that [axes] ring = '
-                f"{self.num_ranks} would count every sample {self.num_ranks} times; move it before what makes maps "
-                "whole (flatten, interpolate, functions weft does not know), use another norm, or ring = 1"
-            )
+            raise ModelError(STATISTICS_BEHIND_THE_ROWS.message(name=self.name, num_ranks=self.num_ranks))
         if uses_batch and not isinstance(self.norm, SynchronisedBatchNorm):
             raise ModelError(
                 f'BatchNorm "{self.name}" would take its statistics from the rows of one rank; [axes] ring needs '

@@ -26,6 +26,7 @@ from weft.mesh import Mesh
 from weft.parallel.hugging_face_attention import use_registry
 from weft.parallel.positions import Numbered, Tables
 from weft.parallel.sequence_attention import Pass, SequenceAxes, attend, attend_traced, register
+from weft.plan.model_refusals import ATTENTION_THAT_DROPS, CROSS_ATTENTION, MASKS_OF_ITS_OWN, TOKENS_OF_ITS_OWN
 from weft.plan.sequence import Places, make_places
 from weft.plan.splits import Range
 
@@ -167,16 +168,10 @@ class SequenceParallel:
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None) -> Tensor:
         if key.shape[2] != query.shape[2]:
-            raise ModelError(
-                f"attention of {query.shape[2]} queries to {key.shape[2]} keys: with [axes] ring or ulysses > 1 weft "
-                "splits self-attention only, where both are as many; set them to 1 for models with cross-attention"
-            )
+            raise ModelError(CROSS_ATTENTION.message(num_queries=query.shape[2], num_keys=key.shape[2]))
         if not query.is_meta and query.shape[2] != self._now.places.tokens_per_rank:
-            either = "set [tensor] sequence = false, or " if self._multiple > 1 else ""
             raise ModelError(
-                f"attention of {query.shape[2]} tokens where this rank has {self._now.places.tokens_per_rank}: the "
-                "model adds tokens of its own, or leaves some out, which ranks that share a sequence would each do for "
-                f"their part; {either}set [axes] ring and ulysses to 1"
+                TOKENS_OF_ITS_OWN.message(num_tokens=query.shape[2], num_mine=self._now.places.tokens_per_rank)
             )
         if query.is_meta:  # a model that is followed: there is nothing to exchange, and shapes are all that matters
             return _WHOLE(query, key, value, is_causal=is_causal, enable_gqa=query.shape[1] != key.shape[1])
@@ -217,10 +212,7 @@ class SequenceParallel:
             dtype = torch.get_autocast_dtype(kind)
             query, key, value = (one if one.dtype == torch.float64 else one.to(dtype) for one in (query, key, value))
         if dropout_p > 0:
-            raise ModelError(
-                f"attention drops {dropout_p:g} of its weights, which weft does not do over several ranks; set the "
-                "model's attention dropout to 0, or [axes] ring and ulysses to 1"
-            )
+            raise ModelError(ATTENTION_THAT_DROPS.message(dropout=dropout_p))
         if query.dim() != 4:
             # As heads of one sample: whatever they are, they are independent of each other.
             q, k, v = (one.reshape(1, -1, *one.shape[-2:]) for one in (query, key, value))
@@ -237,11 +229,7 @@ class SequenceParallel:
         num_samples, num_tokens = query.shape[0], query.shape[2]
         mine = None if torch.compiler.is_compiling() else _padding(mask, num_samples, num_tokens)
         if mine is None:
-            raise ModelError(
-                f"the model gives attention a mask of {tuple(mask.shape)} ({mask.dtype}) that it made from the "
-                f"{num_tokens} tokens of this rank, and weft cannot know what it says of other ranks' tokens; let the "
-                "model say is_causal=True instead, or give padding as a bool mask (samples, 1, 1, tokens)"
-            )
+            raise ModelError(MASKS_OF_ITS_OWN.message(shape=tuple(mask.shape), dtype=mask.dtype, num_tokens=num_tokens))
         before = self._now
         whole = self._join_mask(mine)
         if before.key_mask_BS is not None:

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from weft.errors import ModelError
 from weft.parallel.attention_kernels import Gradients
 from weft.parallel.split_attention import (
+    FORWARDS,
     Call,
     Pass,
     Results,
@@ -122,13 +123,19 @@ def attend_traced(
         v_BGTE,
         now.key_mask_BS,
         now.documents_BS,
-        [places.num_tokens, places.padded, q_BHTD.shape[1], k_BGTD.shape[1]],
+        [places.num_tokens, places.padded, q_BHTD.shape[1], k_BGTD.shape[1], *_shaped_by(_sources[number].axes)],
         places.layout,
         number,
         is_causal,
         scale,
     )[0]
     return made
+
+
+def _shaped_by(axes: SequenceAxes) -> list[int]:
+    """What decides the sizes of results besides the tensors. It must stand in the graph: compilers keep code on disk by
+    the graph, and would take that of another plan for this one's."""
+    return [axes.ring.size, axes.ulysses.size, axes.ulysses.index, list(FORWARDS).index(axes.variant)]
 
 
 @torch.library.custom_op("weft::attention", mutates_args=())
@@ -144,7 +151,7 @@ def attention(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`forward`. `counts`: real tokens, padded tokens, query heads, key heads."""
+    """`forward`. `counts`: real tokens, padded tokens, query heads, key heads, and `_shaped_by`."""
     call = _call((q, k, v), key_mask, documents, counts, layout, number, is_causal, scale)
     out, rest, received, of_heads = forward(q, k, v, call)
     return out.contiguous(), rest.contiguous(), received, of_heads.contiguous()
@@ -233,7 +240,7 @@ def _call(
     is_causal: bool,
     scale: float | None,
 ) -> Call:
-    axes, (num_tokens, padded, num_queries, num_keys) = _sources[number].axes, counts
+    axes, (num_tokens, padded, num_queries, num_keys, *_) = _sources[number].axes, counts
     places = Places(num_tokens=num_tokens, padded=padded, ring=axes.ring.size, ulysses=axes.ulysses.size, layout=layout)
     q, k, v = tensors
     return make_call(

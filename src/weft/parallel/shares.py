@@ -20,6 +20,7 @@ from weft.errors import ModelError, PlanError
 from weft.layout import Layout, Split
 from weft.mesh import Mesh
 from weft.plan.grid import Grid
+from weft.plan.model_refusals import SHARES_OF_TIED_WEIGHTS
 from weft.plan.splits import Count, Range, Region, entries, region_problems, share_of, shares
 
 AXIS = "tensor"
@@ -100,10 +101,7 @@ def share_tied(made: Shares, tied: Sequence[Sequence[str]], model: nn.Module) ->
         known = {id(_owner(model, name)) for name in names if name in made.splits or name.rpartition(".")[0] in layers}
         left = [name for name in names if id(_owner(model, name)) not in known]
         if len(cut) > 1 or (cut and left):
-            problems.append(
-                f"{' and '.join(names)} are one parameter, and are not to be cut alike over [axes] tensor; untie them, "
-                "or declare the same cut for each in weft_blueprint()"
-            )
+            problems.append(SHARES_OF_TIED_WEIGHTS.message(names=" and ".join(names)))
         splits |= {name: split for split in cut for name in names}
     if problems:
         raise ModelError(problems)
@@ -124,13 +122,13 @@ def _find_repeated(region: Region, tensor: int) -> list[Repeated]:
         for place, share in enumerate(each):
             first = 0
             for section in cut.sections:
-                mine = share_of(section.num_units, share, out_of)
+                start, stop = share_of(section.num_units, share, out_of)
                 theirs = [share_of(section.num_units, other, out_of) for other in each]
-                holders_of = [
-                    tuple(p for p, (start, stop) in enumerate(theirs) if start <= unit < stop) for unit in range(*mine)
-                ]
-                for holders, units in itertools.groupby(holders_of):
-                    length = len(list(units)) * section.unit
+                # Holders change only where somebody's share begins or ends.
+                edges = {edge for begin, end in theirs if begin < end for edge in (begin, end) if start < edge < stop}
+                for begin, end in itertools.pairwise(sorted({start, stop} | edges)):
+                    holders = tuple(p for p, (low, high) in enumerate(theirs) if low <= begin < high)
+                    length = (end - begin) * section.unit
                     if len(holders) > 1:
                         found.append(
                             Repeated(

@@ -165,7 +165,8 @@ class TensorParallel:
                 each = layer.in_channels // layer.groups
                 start, stop = self._share_of(layer.groups, region)
                 channels = (start * each, stop * each)
-            layer.forward = ColumnLayer(layer, self._axis(name), channels=channels).forward
+            is_shown = self._shown_holder(region) is not None
+            layer.forward = ColumnLayer(layer, self._axis(name), channels=channels, is_shown=is_shown).forward
 
     def _row(self, layer: Any, name: str, region: Region) -> Callable[..., Any]:
         if isinstance(layer, nn.Embedding):

@@ -25,6 +25,7 @@ from weft.comm.collectives import Pending, all_gather, all_reduce, reduce_scatte
 from weft.comm.group import Group
 from weft.errors import ModelError
 from weft.hosts import num_cores
+from weft.plan.model_refusals import AUTOCAST_OF_SHARES
 
 TOKEN_DIM = 1
 """Of activations (samples, tokens, features). What is between two regions treats every token by itself, so another
@@ -219,10 +220,7 @@ class JoinTokens(torch.autograd.Function):
 
 def _refuse_autocast(x: torch.Tensor) -> None:
     if torch.is_autocast_enabled(x.device.type):
-        raise ModelError(
-            "the model's code casts by itself (torch.autocast), which layers split over [axes] tensor do not follow; "
-            'leave it out and set [precision] compute = "bf16" or "fp16"'
-        )
+        raise ModelError(AUTOCAST_OF_SHARES.message())
 
 
 def product_gradients(

@@ -140,8 +140,9 @@ class ColumnLinear:
 class ColumnLayer:
     """Any other layer that is given something whole: its own code, on a share of its weights."""
 
-    def __init__(self, layer: nn.Module, axis: Axis, *, channels: Range | None = None) -> None:
-        """`channels`: a convolution by groups needs only those of its own groups."""
+    def __init__(self, layer: nn.Module, axis: Axis, *, channels: Range | None = None, is_shown: bool = False) -> None:
+        """`channels`: a convolution by groups needs only those of its own groups. `is_shown`: as for `ColumnGroup`."""
+        self.is_shown = is_shown
         self.layer = layer
         self.inner: Forward = layer.forward
         self.axis = axis
@@ -151,14 +152,19 @@ class ColumnLayer:
     def forward(self, input: Tensor) -> Any:
         if self.axis.draws is not None and self.layer.training and not self.axis.splits_tokens:
             self.axis.draws.enter()
-        if torch.compiler.is_compiling():
-            x = traced_spread(input, self.axis.number)
-        else:
-            x = spread(input, self.axis.group)
+        x = self._begin(input)
         if self.channels is not None:
             start, stop = self.channels
             x = x.narrow(self.channel_dim, start, stop - start)
         return self.inner(x)
+
+    def _begin(self, x: Tensor) -> Tensor:
+        axis, is_compiling = self.axis, torch.compiler.is_compiling()
+        if not axis.splits_tokens:
+            return traced_spread(x, axis.number) if is_compiling else spread(x, axis.group)
+        if self.is_shown if is_compiling else axis.tokens is not None and axis.tokens.is_showing:
+            return x  # the gather adds up what comes back
+        return traced_gather(x, axis.number)
 
 
 class RowLinear:
@@ -206,7 +212,9 @@ class RowLayer:
         else:
             made = self.inner(input)
             bias = None
-        if torch.compiler.is_compiling() or axis.keeps_products:
+        if axis.splits_tokens:
+            made = traced_scatter(made, axis.number)
+        elif torch.compiler.is_compiling() or axis.keeps_products:
             made = traced_add(made, axis.number)
         else:
             made = add(made, axis.group)

@@ -1,18 +1,20 @@
 """Every reason why a plan cannot run, all at once, as far as can be told from what is given.
 
 Four questions, in this order: is a field set that has no effect, or a value that is not built yet (two tables); do the
-values go together (`rules.py`); are there as many ranks as the axes need; does the batch
-fit. A plan that says something it does not do is refused like one that cannot run: silence would be a wrong answer.
-Bad values by themselves never get here, because no `Plan` is born with them.
+values go together (`rules.py`); are there as many ranks as the axes need; does the batch fit. A plan that says
+something it does not do is refused like one that cannot run: silence would be a wrong answer. Bad values by themselves
+never get here, because no `Plan` is born with them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 from weft.errors import PlanError
 from weft.plan.fields import facts_of, one_of
+from weft.plan.model_refusals import SMALL_BATCH, UNEVEN_STATISTICS
 from weft.plan.plan import CODECS, SECTIONS, Axes, Plan, said, value_at
 from weft.plan.rules import combination_problems
 
@@ -54,6 +56,12 @@ class _Switch:
 
     def is_on(self, value: object) -> bool:
         return value in self.values if self.values else isinstance(value, int) and value >= self.at_least
+
+    @property
+    def condition(self) -> str:
+        """What switches the fields on."""
+        section, name = self.path.split(".")
+        return f"[{section}] {name} = {one_of(self.values)}" if self.values else f"[{section}] {name} ≥ {self.at_least}"
 
     @property
     def advice(self) -> str:
@@ -110,6 +118,13 @@ _SWITCHES: tuple[tuple[str, _Switch], ...] = (
     ("codec.warmup_steps", _Switch("codec.name", CODECS)),
     ("precision.loss_scale", _Switch("precision.compute", ("fp16",))),
 )
+
+
+def conditions() -> Iterator[tuple[str, str]]:
+    """Of each field that does not always have an effect, as `[section] field`: what it needs."""
+    for path, found in groupby(_SWITCHES, lambda entry: entry[0]):
+        section, name = path.split(".")
+        yield f"[{section}] {name}", " and ".join(switch.condition for _, switch in found)
 
 
 def check(
@@ -219,17 +234,21 @@ def _nearest_split(num_ranks: int, replicate: int) -> tuple[int, int]:
 def _batch_problems(plan: Plan, global_batch: int, local_batch_statistics: bool) -> Iterator[str]:
     data_ranks, microbatches = plan.axes.replicate * plan.axes.data, plan.step.microbatches
     if global_batch < data_ranks:
-        yield (
-            f"a global batch of {global_batch} is smaller than the {data_ranks} data ranks (replicate "
-            f"{plan.axes.replicate} × data {plan.axes.data}), so some rank would never have a sample; use a global "
-            f"batch of at least {data_ranks}, or fewer ranks along data"
+        yield SMALL_BATCH.message(
+            global_batch=global_batch,
+            data_ranks=data_ranks,
+            replicate=plan.axes.replicate,
+            per_replica=plan.axes.data,
         )
     parts = data_ranks * microbatches
     if local_batch_statistics and plan.data.buffers != "synchronise" and global_batch % parts:
         below = global_batch // parts * parts
         sizes = (below, below + parts) if below else (parts,)
-        yield (
-            f"each rank normalises by its own samples with {said(plan, 'data.buffers')}, so parts must be equal, and "
-            f"a global batch of {global_batch} does not divide by {data_ranks} data ranks × {microbatches} "
-            f'microbatches = {parts}; use a global batch of {one_of(sizes)}, or [data] buffers = "synchronise"'
+        yield UNEVEN_STATISTICS.message(
+            plan,
+            global_batch=global_batch,
+            data_ranks=data_ranks,
+            microbatches=microbatches,
+            parts=parts,
+            sizes=one_of(sizes),
         )

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import json
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 from weft.errors import PlanError, WeftError, nearest
 
@@ -208,8 +209,13 @@ def section_name(section: type[Section]) -> str:
     return section.__name__.lower()
 
 
-def facts_of(section: type[Section]) -> dict[str, Facts]:
+def facts_of(section: type[Section]) -> Mapping[str, Facts]:
     """The section's fields in order, by name."""
+    return _facts_of(cast(Any, section))
+
+
+@functools.cache  # plans are made and checked by the thousand when one is looked for
+def _facts_of(section: Any) -> Mapping[str, Facts]:
     return {
         field.name: Facts(name=field.name, default=field.default, **field.metadata)
         for field in dataclasses.fields(section)

@@ -16,7 +16,8 @@ one call for all their microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 
 from weft.plan.actions import Action, Kind, Schedule
 
@@ -71,16 +72,19 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> Sched
     """Megatron's 1F1B with v chunks of the model on each rank: the bubble is v times smaller, the traffic v times more.
 
     Microbatches go in rounds of p: a round passes the first chunk, then the second, ...; backward the other way round.
-    Rank i warms up with (v−1)p + 2(p−1−i) forwards. In small letters the second chunk, stages 2 and 3 of four.
+    Those that do not fill a round make others longer: in a shorter one a rank would wait for its own next chunk, which
+    may never come. Rank i warms up with (v−1)r + 2(p−1−i) forwards, r being the first round, which is the longest. In
+    small letters the second chunk, stages 2 and 3 of four.
 
     rank 0 | F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 .  b2 .  b3 B2 B3
     rank 1 | .  F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3 .
     """
-    assert num_microbatches % num_ranks == 0, f"{num_microbatches} microbatches in rounds of {num_ranks}"
+    num_rounds = max(1, num_microbatches // num_ranks)
+    begins = [-(-number * num_microbatches // num_rounds) for number in range(num_rounds + 1)]
+    upward = _in_rounds(begins, num_chunks)
     ranks = []
     for rank in range(num_ranks):
-        num_warmup = (num_chunks - 1) * num_ranks + 2 * (num_ranks - 1 - rank)
-        upward = _in_rounds(num_ranks, num_microbatches, num_chunks)
+        num_warmup = (num_chunks - 1) * begins[1] + 2 * (num_ranks - 1 - rank)
         forwards = [_action("forward", chunk * num_ranks + rank, k) for chunk, k in upward]
         backwards = [_action("backward", (num_chunks - 1 - chunk) * num_ranks + rank, k) for chunk, k in upward]
         ranks.append(tuple(_in_turn(forwards, backwards, num_warmup)))
@@ -208,11 +212,9 @@ def forward_only(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> 
     rank 0 | F0 F1 f0 f1 F2 .  f2 .
     rank 1 | .  F0 F1 f0 f1 F2 .  f2
     """
+    begins = [*range(0, num_microbatches, num_ranks), num_microbatches]
     return tuple(
-        tuple(
-            _action("forward", chunk * num_ranks + rank, k)
-            for chunk, k in _in_rounds(num_ranks, num_microbatches, num_chunks)
-        )
+        tuple(_action("forward", chunk * num_ranks + rank, k) for chunk, k in _in_rounds(begins, num_chunks))
         for rank in range(num_ranks)
     )
 
@@ -269,13 +271,13 @@ def _in_turn(forwards: list[Action], backwards: list[Action], num_warmup: int) -
     yield from backwards[len(forwards) - num_warmup :]
 
 
-def _in_rounds(num_ranks: int, num_microbatches: int, num_chunks: int) -> list[tuple[int, int]]:
-    """(chunk, microbatch) in the order of the interleaved schedule: each round of p microbatches, chunk by chunk."""
+def _in_rounds(begins: Sequence[int], num_chunks: int) -> list[tuple[int, int]]:
+    """(chunk, microbatch) in the order of the interleaved schedule: each round, chunk by chunk; `begins` also ends."""
     return [
         (chunk, k)
-        for begin in range(0, num_microbatches, num_ranks)
+        for begin, end in itertools.pairwise(begins)
         for chunk in range(num_chunks)
-        for k in range(begin, min(begin + num_ranks, num_microbatches))
+        for k in range(begin, end)
     ]
 
 

@@ -24,6 +24,7 @@ import math
 from dataclasses import dataclass
 
 from weft.errors import ModelError
+from weft.plan.model_refusals import TOO_FEW_HEADS
 from weft.plan.splits import Range, share_of, shares
 
 LAYOUTS = ("zigzag", "contiguous")
@@ -173,10 +174,9 @@ def share_heads(num_queries: int, num_keys: int, *, ulysses: int, ring: int = 1)
         )
     if num_queries < ulysses:
         possible = max(number for number in range(1, num_queries + 1) if ulysses * ring % number == 0)
+        heads = f"{num_queries} head{'s' * (num_queries > 1)}"
         raise ModelError(
-            f"attention has {num_queries} head{'s' * (num_queries > 1)} on this rank, too few for [axes] ulysses = "
-            f"{ulysses}, which gives every rank at least one; use ulysses = {possible}, ring = "
-            f"{ulysses * ring // possible}"
+            TOO_FEW_HEADS.message(heads=heads, num_ranks=ulysses, possible=possible, ring=ulysses * ring // possible)
         )
     out_of = num_keys if num_keys >= ulysses else num_queries
     parts = shares(out_of, ulysses)

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from weft.errors import PlanError
+from weft.plan.model_refusals import TOO_FEW_UNITS
 
 Range = tuple[int, int]
 
@@ -152,10 +153,8 @@ def region_problems(region: Region, tensor: int) -> list[str]:
     numbers = dict(_numbers(region))
     largest, smallest = max(numbers), min(numbers)
     if largest < tensor:
-        return [
-            f"{numbers[largest]} has {largest} unit{'s' * (largest > 1)} to share out (heads, channels or rows), too "
-            f"few for [axes] tensor = {tensor}; {largest} ranks at most can split it"
-        ]
+        units = f"{largest} unit{'s' * (largest > 1)}"
+        return [TOO_FEW_UNITS.message(name=numbers[largest], units=units, num_ranks=tensor, num_units=largest)]
     problems = []
     out_of = region.num_units(tensor)
     for number, name in numbers.items():

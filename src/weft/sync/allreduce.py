@@ -97,7 +97,8 @@ class AllReduce(Counting, WholeGradients):
         views = self._buckets.views
         unused = [index for index, used in enumerate(self._used) if not used]
         for index in unused:
-            views[index].zero_()
+            if self._buckets.bucket_of[index] >= len(self._pending):  # else the others' sum is in there by now
+                views[index].zero_()
         self._fill_tail(loss_sum, count, unused)
         for bucket in self._buckets.buckets[len(self._pending) :]:
             self._pending.append(all_reduce(bucket.flat, self._group, wait=False))

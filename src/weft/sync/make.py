@@ -58,16 +58,17 @@ def place(
     cut: Cut | None = None,
     apart: Apart | None = None,
     stage_of: Mapping[str, int] | None = None,
+    initialise: bool = True,
 ) -> Sync:
     """Put a model on this rank's device, its parameters where its plan wants them, equal on all ranks; collective.
 
     `layouts` say which part of the whole each parameter is, and `cut` makes that part of one that still has no memory.
-    `apart` and `stage_of`, the stage of every block, are for pipelines.
+    `apart` and `stage_of`, the stage of every block, are for pipelines. Without `initialise`, values come later.
     """
     apart = apart or Apart()
     if layouts is None:
         layouts = {name: Layout(global_shape=tuple(p.shape)) for name, p in model.named_parameters()}
-    materialiser = Materialiser(model, mesh, cut)
+    materialiser = Materialiser(model, mesh, cut, initialise=initialise)
     if needs_flats(model, mesh):
         return _place_sharded(model, mesh, blueprint, layouts, materialiser, apart, stage_of)
     materialiser.fill_all()

@@ -10,15 +10,21 @@ saves or prunes calls it. All of this is for one rank, except listing.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from weft.errors import CheckpointError
+from weft.training.hugging_face_folder import CONFIG, GENERATION_CONFIG
 
 INDEX = "checkpoint.json"
+log = logging.getLogger("weft")
 _OWN_FILE = re.compile(r"checkpoint\.json|model\.safetensors\.index\.json|(model|optimizer|rank)-[\dof-]+\.safetensors")
+_ONLY_OURS = ("optimizer-", "rank-")
+"""How names begin that folders of other tools do not have."""
 
 
 def all_checkpoints(directory: Path) -> list[Path]:
@@ -30,14 +36,17 @@ def all_checkpoints(directory: Path) -> list[Path]:
 
 
 def prune(directory: Path, *, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints of a directory, and what killed saves left. For one rank only."""
+    """Delete all but the newest `keep` checkpoints of a directory, and what killed saves left. For one rank only.
+
+    What cannot be deleted stays, with a warning: it is no reason to end a run.
+    """
     for path in all_checkpoints(directory):
-        restore(path)
+        _try(restore, path)
     for path in all_checkpoints(directory)[:-keep]:
-        _delete(path)
+        _try(_delete, path)
     unfinished = [path for path in directory.glob("step-*") if path.name[5:].isdigit() and not (path / INDEX).exists()]
     for path in [*directory.glob(".step-*.partial"), *directory.glob(".step-*.old"), *filter(_is_ours, unfinished)]:
-        _delete(path)
+        _try(_delete, path)
 
 
 def publish(partial: Path, directory: Path) -> None:
@@ -48,8 +57,13 @@ def publish(partial: Path, directory: Path) -> None:
     if directory.exists():
         directory.rename(old)
     partial.rename(directory)
-    _sync_folder(directory.parent)
-    _delete(old)
+    try:
+        _sync_folder(directory.parent)
+    except OSError:  # whoever is told that nothing was saved finds it so
+        directory.rename(partial)
+        restore(directory)
+        raise
+    _try(_delete, old)
 
 
 def restore(directory: Path) -> None:
@@ -73,9 +87,23 @@ def _is_aside(directory: Path) -> bool:
 
 
 def _delete(path: Path) -> None:
-    """Delete a checkpoint: its index first, for without it the rest no longer counts, should that take long or fail."""
-    (path / INDEX).unlink(missing_ok=True)
+    """Delete a checkpoint: its index first, for without it the rest no longer counts, should that take long or fail.
+
+    Then what others' folders have too: with it, what is left could not be told from somebody's model. OSError if one of
+    these stays; where it is the index, the checkpoint is still whole.
+    """
+    for name in (INDEX, CONFIG, GENERATION_CONFIG):
+        (path / name).unlink(missing_ok=True)
+    for file in path.glob("model*"):
+        file.unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
+
+
+def _try(action: Callable[[Path], None], path: Path) -> None:
+    try:
+        action(path)
+    except OSError as error:
+        log.warning("%s stays as it is: %s", error.filename or path, error.strerror or error)
 
 
 def _sync_folder(path: Path) -> None:
@@ -91,4 +119,7 @@ def _is_ours(path: Path) -> bool:
     """Whether a folder is a checkpoint, or what is left of one, and may be deleted."""
     if not path.is_dir():
         return False
-    return (path / INDEX).is_file() or all(_OWN_FILE.fullmatch(entry.name) for entry in path.iterdir())
+    names = [entry.name for entry in path.iterdir()]
+    if INDEX in names or not names:
+        return True
+    return all(map(_OWN_FILE.fullmatch, names)) and any(name.startswith(_ONLY_OURS) for name in names)

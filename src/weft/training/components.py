@@ -20,7 +20,9 @@ from torch import nn
 from weft.errors import DataError, JobError, ModelError, WeftError, nearest
 from weft.models.convnet import ConvNet, ConvNetConfig
 from weft.models.gpt import GPT, GPTConfig
+from weft.models.hugging_face import HuggingFaceModel, read_hugging_face
 from weft.optim.schedule import by_name
+from weft.parallel.materialise import draw_seed, fill_alone
 from weft.plan.fields import statement, toml
 from weft.training import datasets
 from weft.training.datasets import Dataset
@@ -33,6 +35,8 @@ _MODELS: dict[str, tuple[type[nn.Module], Callable[..., Any]]] = {
     "convnet": (ConvNet, ConvNetConfig),
 }
 _DATASETS = ("standard-library", "text", "tokens", "digits")
+_USUAL_CONTEXT = 256
+"""Tokens of a sample for a Hugging Face model, which may have positions for far more than a small run wants."""
 _DATASET_SETTINGS: dict[str, tuple[Any, str]] = {
     "held_out": (int | float, "a number between 0 and 1"),
     "files": (list | str, "a list of file names, in quotes"),
@@ -46,6 +50,10 @@ class Prepared:
     """A job with everything but its weights."""
 
     make_model: Callable[[], nn.Module]
+    make_empty: Callable[[], nn.Module]
+    """The same for `parallelize`, which fills it: a Hugging Face model comes without memory, on the meta device."""
+    weights: Path | None
+    """A folder of pretrained weights for it."""
     loss: str | LossFunction
     train_data: Dataset
     held_out: Dataset | None
@@ -66,42 +74,85 @@ def prepare(job: Job, *, besides: Sequence[str] = ()) -> Prepared:
             problems.extend(error.problems)
             return None
 
-    make_model = attempt(lambda: _model(job.model))
+    described = attempt(lambda: _hugging_face(job.model))
+    make_model: Any = None
+    data: Any = None
+    if described is not None or job.model.key == "name":
+        make_model = attempt(lambda: _model(job.model) if described is None else functools.partial(_filled, described))
+        data = attempt(lambda: _data(job))  # which asks a model for its sizes
     loss = attempt(lambda: _loss(job.loss))
-    data = attempt(lambda: _data(job))
     optimizer = attempt(lambda: _optimizer(job.optimizer))
     schedule = attempt(lambda: _schedule(job))
     if data is not None and len(data[0]) < job.steps.global_batch:
         problems.append(
             f"the training data holds {len(data[0])} samples, one global batch needs {job.steps.global_batch}; "
-            "give more data, a smaller [steps] global_batch or a smaller [model] context"
+            "give more data, a smaller [steps] global_batch or a smaller context"
         )
     if problems:
         raise JobError(problems)
     return Prepared(
         make_model=make_model,
+        make_empty=make_model if described is None else described.build,
+        weights=None if described is None else described.weights,
         loss=loss,
         train_data=data[0],
         held_out=data[1],
         optimizer=optimizer,
         schedule=schedule,
-        writes_text=job.model.name == "gpt"
+        writes_text=(job.model.name == "gpt" or (described is not None and described.continues_text))
         and job.dataset.name in ("standard-library", "text")
-        and _size_of(job.model, "vocab_size") >= 128,
+        and (_sizes_of(job.model).vocab_size or 0) >= 128,
     )
 
 
 def context_of(job: Job) -> int:
     """Tokens a sample of a text or token dataset holds."""
-    context = job.dataset.settings.get("context", _size_of(job.model, "context"))
+    context = job.dataset.settings.get("context", _sizes_of(job.model).context)
     if isinstance(context, bool) or not isinstance(context, int):
         raise DataError(f"a sample holds {toml(context)} tokens of context; give a whole number")
     return context
 
 
-def _size_of(model: Part, name: str) -> Any:
-    """A size of the model as the job gives it, else as a GPT has it by default."""
-    return model.settings.get(name, inspect.signature(GPTConfig).parameters[name].default)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes:
+    """What of a model bears on its data, as far as the job says it; None: not known."""
+
+    context: Any
+    """Tokens of a sample, unless the dataset says otherwise."""
+    longest: Any
+    """Tokens the model can take."""
+    longest_name: str
+    vocab_size: Any
+
+
+def _sizes_of(model: Part) -> _Sizes:
+    if model.key == "hf":
+        described = read_hugging_face(Path(model.name), model.settings)
+        context = min(described.longest or _USUAL_CONTEXT, _USUAL_CONTEXT)
+        known = described.vocab_size
+        return _Sizes(
+            context=context, longest=described.longest, longest_name="max_position_embeddings", vocab_size=known
+        )
+    default = {name: one.default for name, one in inspect.signature(GPTConfig).parameters.items()}
+    context, known = (model.settings.get(name, default[name]) for name in ("context", "vocab_size"))
+    is_gpt = model.name == "gpt"
+    return _Sizes(
+        context=context,
+        longest=context if is_gpt else None,
+        longest_name="context",
+        vocab_size=known if is_gpt else None,
+    )
+
+
+def _filled(described: HuggingFaceModel) -> nn.Module:
+    model = described.build()
+    fill_alone(model, draw_seed(), torch.device("cpu"))
+    return model
+
+
+def _hugging_face(part: Part) -> HuggingFaceModel | None:
+    """None: the model is of another kind."""
+    return read_hugging_face(Path(part.name), part.settings) if part.key == "hf" else None
 
 
 def _model(part: Part) -> Callable[[], nn.Module]:
@@ -167,14 +218,24 @@ def _tokens(job: Job, *, file: str, dtype: str = "uint16", held_out: float = 0.0
 
 
 def _windows(job: Job, tokens: np.ndarray[Any, Any], held_out: float) -> tuple[Dataset, Dataset]:
-    context, problems = context_of(job), []
-    longest, known = _size_of(job.model, "context"), _size_of(job.model, "vocab_size")
-    if job.model.name == "gpt" and isinstance(longest, int) and context > longest:
-        problems.append(f"[dataset] context = {context} is longer than [model] context = {longest}; make them equal")
-    if job.model.name == "gpt" and isinstance(known, int) and (largest := datasets.max_token(tokens)) >= known:
+    context, sizes, problems = context_of(job), _sizes_of(job.model), []
+    if isinstance(sizes.longest, int) and context > sizes.longest:
+        problems.append(
+            f"[dataset] context = {context} is longer than [model] {sizes.longest_name} = {sizes.longest}; "
+            "make them equal"
+        )
+    known = sizes.vocab_size
+    if isinstance(known, int) and (largest := datasets.max_token(tokens)) >= known:
         problems.append(
             f"the data holds token {largest}, [model] vocab_size = {known} knows 0 to {known - 1}; "
             f"use vocab_size = {largest + 1} or more"
+        )
+    described = _hugging_face(job.model)
+    if described is not None and not described.continues_text:
+        problems.append(
+            f'[dataset] name = "{job.dataset.name}" has the next token as the target of each, and '
+            f"{described.kind.__name__} does not predict it from those before; give a dataset of your own "
+            "(module:function)"
         )
     if problems:
         raise DataError(problems)

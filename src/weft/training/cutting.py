@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from weft.blueprint import Blueprint
-from weft.comm.collectives import broadcast
 from weft.comm.group import Group
-from weft.comm.objects import gather_values
+from weft.comm.objects import gather_values, value_of_first
 from weft.errors import ModelError, PlanError
 from weft.mesh import Mesh
 from weft.parallel.balance import Unit, time_units
@@ -20,6 +19,7 @@ from weft.parallel.cut import CutModel, Outline, cut, outline
 from weft.parallel.materialise import Materialiser
 from weft.plan.cuts import FREE, BlockCost, balance, check_cuts, stage_problem
 from weft.plan.exchanges import FLUSH_FREE
+from weft.plan.model_refusals import PIPEDREAM_WITH_SHARED_WEIGHTS, VERSIONS_OF_MASTERS
 from weft.plan.plan import Plan
 from weft.sync.make import copy_from_first, needs_flats
 from weft.training.precision import Caller
@@ -28,23 +28,21 @@ from weft.training.trees import map_tensors
 
 def cut_model(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: Any) -> tuple[CutModel, Plan]:
     """Cut a model as a plan says, in place; collective. The plan that is returned says where."""
-    plan, device = mesh.plan, mesh.world.device
+    plan = mesh.plan
+    # Also in an imagined world, code between blocks may look at values of its own (positions, masks).
+    device = torch.device("cpu") if mesh.world.is_imagined else mesh.world.device
     if example is None:
         raise ModelError(
             f"[axes] pipeline = {plan.axes.pipeline} cuts the model by following a batch through it; give "
             "parallelize(..., example=inputs), the inputs of one micro-batch"
         )
     if plan.pipeline.schedule in FLUSH_FREE and needs_flats(model, mesh):
-        raise ModelError(
-            f'[pipeline] schedule = "{plan.pipeline.schedule}" keeps weight versions that the optimizer updates in '
-            "place, and a model with 16-bit parameters, or [data] offload, needs a master copy beside them; build the "
-            'model in float32 and leave offload out, or use "1f1b"'
-        )
+        raise ModelError(VERSIONS_OF_MASTERS.message(plan))
 
     def call(called: Callable[..., Any], inputs: Any) -> Any:
         return Caller(called, plan, widens=False)(inputs)
 
-    example = map_tensors(lambda tensor: tensor.to(device), example)
+    example = map_tensors(lambda tensor: _with_values(tensor, device), example)
     whole = outline(model, blueprint, plan, example, call=call, device=device)
     num_stages = plan.axes.pipeline * plan.pipeline.chunks
     problem = stage_problem(len(blueprint.blocks), pipeline=plan.axes.pipeline, chunks=plan.pipeline.chunks)
@@ -62,6 +60,10 @@ def cut_model(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: Any) 
     return made, plan
 
 
+def _with_values(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+
+
 def tied_groups(made: CutModel, mesh: Mesh) -> dict[str, Group]:
     """Of every parameter of this rank that other stages hold too: the ranks that do; collective."""
     # Asking for a group is collective: every rank asks for all of them, in one order.
@@ -74,9 +76,7 @@ def _refuse_shared(made: CutModel, plan: Plan) -> None:
     if plan.pipeline.schedule == "pipedream" and made.holders:
         raise ModelError(
             [
-                f'[pipeline] schedule = "pipedream" updates every stage by itself, and "{name}" is on the stages '
-                f"of ranks {', '.join(map(str, ranks))} of the pipeline; untie it (a GPT: tied = false), or use "
-                '"2bw" or "1f1b"'
+                PIPEDREAM_WITH_SHARED_WEIGHTS.message(name=name, ranks=", ".join(map(str, ranks)))
                 for name, ranks in made.holders.items()
             ]
         )
@@ -84,36 +84,37 @@ def _refuse_shared(made: CutModel, plan: Plan) -> None:
 
 def _balanced(whole: Outline, mesh: Mesh, num_stages: int) -> tuple[int, ...]:
     """Where stages take about the same time, as rank 0 measures it."""
-    plan, cuts = mesh.plan, torch.zeros(num_stages - 1, dtype=torch.int64, device=mesh.world.device)
-    if mesh.world.rank == 0:
-        units = [
-            Unit(
-                name=call.unit,
-                module=whole.twin.get_submodule(call.unit),
-                args=call.arguments[0],
-                kwargs=call.arguments[1],
-            )
-            for call in whole.flow.calls
-        ]
-        costs = dict(zip((call.place for call in whole.flow.calls), time_units(units, mesh.world.device), strict=True))
-        blocks = set(whole.blueprint.blocks)
-        by_block = {block: FREE for block in whole.blueprint.blocks}
-        before = after = FREE
-        seen_block = False
-        for call in whole.flow.calls:
-            cost = costs[call.place]
-            if call.unit in blocks:
-                by_block[call.unit], seen_block = _sum(by_block[call.unit], cost), True
-            elif seen_block:
-                after = _sum(after, cost)
-            else:
-                before = _sum(before, cost)
-        found = balance(
-            list(by_block.values()), num_stages, first=before, last=after, in_flight=_in_flight(plan, num_stages)
+
+    def find() -> list[int]:
+        first, blocks, last = _find_costs(whole, mesh.world.device)
+        in_flight = _in_flight(mesh.plan, num_stages)
+        return list(balance(blocks, num_stages, first=first, last=last, in_flight=in_flight))
+
+    return tuple(value_of_first(find, mesh.everyone("control"), mesh.world.device))
+
+
+def _find_costs(whole: Outline, device: torch.device) -> tuple[BlockCost, list[BlockCost], BlockCost]:
+    """What comes before the blocks, each of the blocks, and what comes after them."""
+    units = [
+        Unit(
+            name=call.unit,
+            module=whole.twin.get_submodule(call.unit),
+            args=call.arguments[0],
+            kwargs=call.arguments[1],
         )
-        cuts.copy_(torch.tensor(found))
-    broadcast(cuts, mesh.everyone("control"))
-    return tuple(cuts.tolist())
+        for call in whole.flow.calls
+    ]
+    by_block = {block: FREE for block in whole.blueprint.blocks}
+    before = after = FREE
+    seen_block = False
+    for call, cost in zip(whole.flow.calls, time_units(units, device), strict=True):
+        if call.unit in by_block:
+            by_block[call.unit], seen_block = _sum(by_block[call.unit], cost), True
+        elif seen_block:
+            after = _sum(after, cost)
+        else:
+            before = _sum(before, cost)
+    return before, list(by_block.values()), after
 
 
 def _sum(one: BlockCost, other: BlockCost) -> BlockCost:
@@ -157,7 +158,8 @@ def _materialise_shared(made: CutModel, mesh: Mesh) -> None:
     own = dict(made.model.named_parameters())
     shared = [name for name in groups if own[name].is_meta]
     if shared:
-        Materialiser(made.model, mesh).fill([own[name] for name in shared])
+        # Buffers are for who fills the rest, and refuses those that nobody does.
+        Materialiser(made.model, mesh, with_buffers=False).fill([own[name] for name in shared])
         filled = dict(made.model.named_parameters())
         for name in shared:
             copy_from_first([filled[name]], groups[name])

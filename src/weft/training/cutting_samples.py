@@ -14,7 +14,7 @@ from weft.mesh import Mesh
 from weft.parallel.rows import RowParallel
 from weft.parallel.sequence import SequenceParallel
 from weft.parallel.split_attention import make_axes
-from weft.plan.plan import said
+from weft.plan.model_refusals import image_problems
 from weft.training.cutters import Cutter
 from weft.training.imaging import RowCutter
 from weft.training.sequencing import TokenCutter
@@ -56,19 +56,6 @@ def cutters(mesh: Mesh, blueprint: Blueprint, example: Any) -> Callable[[nn.Modu
 
 
 def _refuse_with_images(mesh: Mesh) -> None:
-    plan = mesh.plan
-    problems = [
-        f"{said(plan, path)} does not go with images, which [axes] ring splits by rows; {instead}"
-        for path, is_set, instead in (
-            ("axes.ulysses", plan.axes.ulysses > 1, "give its ranks to ring"),
-            ("axes.pipeline", plan.axes.pipeline > 1, "give its ranks to ring or data"),
-            ("axes.tensor", plan.axes.tensor > 1, "give its ranks to ring or data"),
-            ("sequence.layout", plan.sequence.layout != "zigzag", "leave it out"),
-            ("sequence.variant", plan.sequence.variant != "ring", "leave it out"),
-            ("compile.blocks", plan.compile.blocks, "set it to false"),
-            ("data.buffers", plan.data.buffers != "synchronise", 'set it to "synchronise"'),
-        )
-        if is_set
-    ]
+    problems = list(image_problems(mesh.plan))
     if problems:
         raise PlanError(problems)

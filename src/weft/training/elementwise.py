@@ -23,6 +23,7 @@ _RATE = 1e-2
 @torch.no_grad()
 def is_elementwise(make_optimizer: OptimizerFactory, device: torch.device) -> bool | None:
     """True or False as tried; None where the optimizer cannot be tried at all (say, it needs a closure)."""
+    device = torch.device("cpu") if device.type == "meta" else device  # a trial needs values
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(6, 4, generator=generator).to(device, torch.float64)
     gradients = [torch.randn(6, 4, generator=generator).to(device, torch.float64) for _ in range(_NUM_STEPS)]

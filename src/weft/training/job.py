@@ -1,7 +1,8 @@
 """A job file: the model, the data, the optimizer, the number of steps, and which plan runs it.
 
     plan = "plan.toml"                            # without one: all ranks along the data axis
-    [model]      name = "gpt" | "convnet" | "module:function", loss, and the model's own sizes
+    [model]      name = "gpt" | "convnet" | "module:function", loss, and the model's own sizes; or, for a name,
+                 hf = a Hugging Face config.json or folder, and entries of its configuration to change
     [dataset]    name = "standard-library" | "text" | "tokens" | "digits" | "module:function", and its settings
     [optimizer]  name = "adamw" | any of torch.optim | "module:function", its settings, schedule
     [steps]      total, global_batch, seed, save_every, ...
@@ -29,6 +30,8 @@ class Part:
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
+    key: str = "name"
+    """What the name is called in the file: "name", or "hf" for the path of a Hugging Face model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +65,14 @@ class Job:
 
 _SECTIONS = ("model", "dataset", "optimizer", "steps")
 _SCHEDULE_SETTINGS = ("warmup_steps", "final")
-_TEXTS = (("model", "name"), ("model", "loss"), ("dataset", "name"), ("optimizer", "name"), ("optimizer", "schedule"))
+_TEXTS = (
+    ("model", "name"),
+    ("model", "hf"),
+    ("model", "loss"),
+    ("dataset", "name"),
+    ("optimizer", "name"),
+    ("optimizer", "schedule"),
+)
 
 
 def default_job() -> Job:
@@ -91,17 +101,19 @@ def parse_job(text: str, *, source: str = "job", directory: Path | None = None) 
         value = sections.get(section, {}).get(name, "")
         if not isinstance(value, str):
             problems.append(f"{statement(section, name, value)} must be text, in quotes")
+    if {"name", "hf"} <= sections.get("model", {}).keys():
+        problems.append("[model] has both a name and hf; a Hugging Face model needs no name, leave one of them out")
     plan = _plan_of(tables.get("plan"), directory or Path(), problems)
     if problems:
         raise JobError([f"{source}: {problem}" for problem in problems])
-    return _assemble(sections, plan)
+    return _assemble(sections, plan, directory or Path())
 
 
 def format_job(job: Job, *, plan: str) -> str:
     """A job as text that reads back as an equal job, with its plan in the file named."""
     steps = {name: getattr(job.steps, name) for name in facts_of(Steps)}
     tables = {
-        "model": {"name": job.model.name, "loss": job.loss, **job.model.settings},
+        "model": {job.model.key: job.model.name, "loss": job.loss, **job.model.settings},
         "dataset": {"name": job.dataset.name, **job.dataset.settings},
         "optimizer": {
             "name": job.optimizer.name,
@@ -118,19 +130,26 @@ def format_job(job: Job, *, plan: str) -> str:
     return "\n".join(blocks)
 
 
-def _assemble(sections: dict[str, dict[str, Any]], plan: Plan | None) -> Job:
+def _assemble(sections: dict[str, dict[str, Any]], plan: Plan | None, directory: Path) -> Job:
     model, dataset = dict(sections["model"]), dict(sections["dataset"])
     optimizer = dict(sections["optimizer"])
     schedule = {key: optimizer.pop(key) for key in _SCHEDULE_SETTINGS if key in optimizer}
     return Job(
         loss=model.pop("loss", "cross-entropy"),
-        model=Part(name=model.pop("name", "gpt"), settings=model),
+        model=_model_of(model, directory),
         dataset=Part(name=dataset.pop("name", "standard-library"), settings=dataset),
         schedule=Part(name=optimizer.pop("schedule", "constant"), settings=schedule),
         optimizer=Part(name=optimizer.pop("name", "adamw"), settings=optimizer),
         steps=Steps(**sections["steps"]),
         plan=plan,
     )
+
+
+def _model_of(table: dict[str, Any], directory: Path) -> Part:
+    if "hf" not in table:
+        return Part(name=table.pop("name", "gpt"), settings=table)
+    # Whole, because the job is written once more, where the run is.
+    return Part(key="hf", name=str((directory / table.pop("hf")).resolve()), settings=table)
 
 
 def _steps_problems(table: dict[str, Any]) -> list[str]:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from weft.comm.objects import gather_values
-from weft.errors import DataError, JobError, ModelError
+from weft.errors import CheckpointError, DataError, JobError, ModelError
 from weft.mesh import join_world
 from weft.plan.check import check
 from weft.plan.plan import Axes, Plan
@@ -113,13 +113,14 @@ def train(
     prepared = prepare(wanted, besides=check(plan, num_ranks=world.size, global_batch=wanted.steps.global_batch))
     torch.manual_seed(wanted.steps.seed)
     trainer = parallelize(
-        prepared.make_model(),
+        prepared.make_empty(),
         plan,
         loss=prepared.loss,
         optimizer=prepared.optimizer,
         schedule=prepared.schedule,
         global_batch=wanted.steps.global_batch,
         example=_example(prepared, plan, wanted.steps.global_batch),
+        weights=prepared.weights,
     )
     torch.manual_seed(wanted.steps.seed + 1 + world.rank)  # dropout must differ between ranks, weights must not
     directory = Path(gather_values(str(directory), trainer.mesh.everyone("control"), world.device)[0])
@@ -169,15 +170,20 @@ class _Run:
         self.metrics: MetricsFile | None = None
         self.recorder = Recorder(trainer.mesh)
         self.last_loss: float | None = None
+        self.being_saved: Path | None = None
+        """The checkpoint that nobody was told of yet."""
 
     def open(self, resume: bool) -> None:
         """Make the run's directory, or go on from what is in it."""
-        checkpoints = all_checkpoints(self.directory / CHECKPOINTS)
-        if not resume and (self.directory / JOB_FILE).exists():
+        # Agreed on by all ranks before anything is written: hosts that share a folder may not list the same yet.
+        mine = [path.name for path in all_checkpoints(self.directory / CHECKPOINTS)[-1:]]
+        looked = [(self.directory / JOB_FILE).exists(), mine]
+        seen = gather_values(looked, self.trainer.mesh.everyone("control"), self.trainer.mesh.world.device)
+        newest = max((name for _, names in seen for name in names), key=lambda name: int(name[5:]), default=None)
+        if not resume and any(holds_run for holds_run, _ in seen):
             raise JobError(f"{self.directory} holds a run already; resume it, or give another directory")
-        if resume and checkpoints:
-            self.trainer.load(checkpoints[-1])
-        gather_values(None, self.trainer.mesh.everyone("control"), self.trainer.mesh.world.device)  # all have looked
+        if resume and newest is not None:
+            self.trainer.load(self.directory / CHECKPOINTS / newest)
         if self.is_first:
             try:
                 (self.directory / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
@@ -198,6 +204,7 @@ class _Run:
             stopped = False
             for inputs, targets in self._batches():
                 self._step(inputs, targets)
+                self._note_saved()
                 stopped = stop.agreed()
                 done = self.trainer.steps_done
                 if stopped or done == steps.total:
@@ -205,9 +212,9 @@ class _Run:
                 if steps.evaluate_every and done % steps.evaluate_every == 0:
                     self._evaluate()
                 if steps.save_every and done % steps.save_every == 0:
-                    self._save()
+                    self._save(wait=False)
             seconds = time.perf_counter() - started_s
-            checkpoint = self._save()
+            checkpoint = self._save(wait=True)
             held_out, sample = (None, None) if stopped else (self._evaluate(), self._sample())
         if self.metrics is not None:
             self.metrics.close()
@@ -258,15 +265,31 @@ class _Run:
             self.metrics.write(record)
             self.observer.stepped(record)
 
-    def _save(self) -> Path:
+    def _save(self, *, wait: bool) -> Path:
+        """Save, after the save before; in the background unless `wait`."""
         self._tell(self.recorder.flush())
+        try:
+            self.trainer.wait_for_save()
+        except CheckpointError:  # of the save before, on all ranks alike, and logged; this one may succeed
+            if self.is_first:
+                log.warning("%s was not saved, so the next one is waited for", self.being_saved)
+            self.being_saved, wait = None, True  # a second failure ends the run
+        self._note_saved()
         path = self.directory / CHECKPOINTS / f"step-{self.trainer.steps_done}"
-        self.trainer.save(path)
-        if self.is_first:
-            prune(self.directory / CHECKPOINTS, keep=self.job.steps.keep)
-        self.observer.saved(path)
+        self.trainer.save(path, wait=wait)
+        self.being_saved = path
+        if wait:
+            self._note_saved()
         self.recorder.restart_clock()
         return path
+
+    def _note_saved(self) -> None:
+        """Once the last checkpoint is whole: say so, and delete old ones. One that is being saved is not touched."""
+        if not self.is_first or self.being_saved is None or not self.trainer.saving.is_over:
+            return
+        prune(self.directory / CHECKPOINTS, keep=self.job.steps.keep)
+        self.observer.saved(self.being_saved)
+        self.being_saved = None
 
     def _evaluate(self) -> float | None:
         if self.prepared.held_out is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +18,13 @@ from weft.parallel.apply import apply_plan
 from weft.parallel.batchnorm import has_batch_norms
 from weft.parallel.cut import CutModel
 from weft.parallel.flats import Piece
+from weft.parallel.hugging_face_inputs import leave_out_caches
+from weft.parallel.materialise import agreed_seed
 from weft.parallel.shares import Shares, counted_elements, model_tensors
 from weft.parallel.tensor import TensorParallel
 from weft.plan.check import require
 from weft.plan.exchanges import FLUSH_FREE
+from weft.plan.model_refusals import COMPILED_AS_A_WHOLE
 from weft.plan.plan import Plan
 from weft.plan.splits import Region
 from weft.sync.base import Apart, Sync
@@ -29,10 +33,12 @@ from weft.training.cutters import Cutter
 from weft.training.cutting import cut_model
 from weft.training.cutting_samples import cutters
 from weft.training.elementwise import OptimizerFactory, class_name, is_elementwise
+from weft.training.imagined import ImaginedTrainer, refuse_memory
 from weft.training.loss import LossFunction, resolve_loss
 from weft.training.probe import probe_split
 from weft.training.splitting import split_regions
 from weft.training.trainer import Trainer
+from weft.training.weights import load_weights
 
 ParameterGroups = Callable[[str, tuple[int, ...]], dict[str, Any]]
 
@@ -47,6 +53,7 @@ def parallelize(
     groups: ParameterGroups | None = None,
     global_batch: int | None = None,
     example: Any = None,
+    weights: str | Path | None = None,
     device: torch.device | str | None = None,
 ) -> Trainer:
     """Train a model as a plan says.
@@ -64,10 +71,17 @@ def parallelize(
                 tensor` unless it declares how, and by which the split model is compared with the whole one, also for
                 `[axes] ring` and `ulysses`. Where the plan has no cuts, blocks are timed, and alike ones may be cut
                 differently next time: to resume to the bit, give cuts
+    weights     a folder of *.safetensors, as Hugging Face stores them: each rank reads its part of them straight into
+                the split model, which is best built on the meta device, where no random values are drawn for it then
+    device      where this rank computes. "meta", alone or on torch's "fake" process group: nothing is run or read
+                (weights neither), and the trainer shows what this rank of a large world would hold
     """
     world = join_world(device)
     named_model: nn.Module = getattr(model, "_orig_mod", model)
     _refuse_model(named_model)
+    if world.is_imagined:
+        refuse_memory(named_model)
+    leave_out_caches(named_model)
     had_batch_norms = has_batch_norms(named_model)
     require(
         plan,
@@ -80,12 +94,14 @@ def parallelize(
     resolved_loss = resolve_loss(loss, compiled=plan.compile.blocks)
     mesh = make_mesh(plan, world)
     if model is not named_model and plan.axes.pipeline * plan.axes.tensor * plan.axes.sequence > 1:
-        raise ModelError(
-            "a model compiled as a whole cannot be cut; give the model itself and set [compile] blocks = true"
+        raise ModelError(COMPILED_AS_A_WHOLE.message())
+    with agreed_seed(named_model, mesh):
+        parts = _take_apart(named_model, mesh, example)
+        sync = _put_together(
+            named_model, mesh, parts, keep_output=resolved_loss.counts_targets, initialise=weights is None
         )
-    parts = _take_apart(named_model, mesh, example)
-    sync = _put_together(named_model, mesh, parts, keep_output=resolved_loss.counts_targets)
-    return Trainer(
+    make_trainer = ImaginedTrainer if world.is_imagined else Trainer
+    trainer = make_trainer(
         model=model,
         mesh=mesh,
         blueprint=parts.blueprint,
@@ -99,6 +115,9 @@ def parallelize(
         tensor=parts.tensor,
         cutter=parts.cutter,
     )
+    if weights is not None and not world.is_imagined:
+        load_weights(trainer, Path(weights))
+    return trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +163,7 @@ def _take_apart(model: nn.Module, mesh: Mesh, example: Any) -> _Parts:
     return _Parts(blueprint=blueprint, layouts=layouts, cut=cut, tensor=tensor, cutter=cutter)
 
 
-def _put_together(model: nn.Module, mesh: Mesh, parts: _Parts, *, keep_output: bool) -> Sync:
+def _put_together(model: nn.Module, mesh: Mesh, parts: _Parts, *, keep_output: bool, initialise: bool) -> Sync:
     """Put what this rank has where it belongs, and let it exchange; collective."""
     cut, tensor = parts.cut, parts.tensor
     sync = place(
@@ -155,6 +174,7 @@ def _put_together(model: nn.Module, mesh: Mesh, parts: _Parts, *, keep_output: b
         cut=None if tensor is None else tensor.cut_one,
         apart=_apart(cut, tensor, parts.layouts, mesh),
         stage_of=parts.stage_of,
+        initialise=initialise,
     )
     if tensor is not None:
         tensor.install(keep_output=keep_output)

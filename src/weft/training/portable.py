@@ -1,25 +1,69 @@
-"""A trainer's weights and optimizer state as whole tensors under the unsplit model's names, whatever the plan.
+"""A trainer's weights and optimizer state as parts of whole tensors under the unsplit model's names, whatever the plan.
 
-Writing, every rank is given the tensors it is to write, whole, while it never holds more of the others' than one flat
-buffer. Reading, every rank takes just its own part out of the files.
+Nothing is brought together: a rank knows where in each whole tensor lies what it holds, and writes or reads just that.
+What several ranks hold alike they share out, so that each byte is written once:
+
+    data 2:           rank 0 writes the first half of each tensor, rank 1 the second
+    data 2, ZeRO:     each writes the range it keeps
+    tensor 2:         each writes its rows or columns, and half of what the tensor axis does not split
+    tied over stages: the earlier stage writes
 """
 
 from __future__ import annotations
 
-import math
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError
-from weft.layout import Layout
+from weft.layout import Layout, Range, Runs
+from weft.plan.grid import Grid
 from weft.training.buffers import consensus_buffers, persistent_buffers
-from weft.training.held import Held, held_parameters, join, whole_tensors
-from weft.training.tensor_files import TensorReader
+from weft.training.held import held_parameters
+from weft.training.tensor_files import Entry, TensorReader, is_storable
 
 if TYPE_CHECKING:
     from weft.training.trainer import Trainer
+
+KINDS = MODEL, OPTIMIZER = "model", "optimizer"
+_ALIGNED_NUMEL = 1024
+"""Where replicas share a tensor out, their parts begin at multiples of this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What this rank writes of one tensor."""
+
+    kind: str
+    entry: Entry
+    """The whole tensor."""
+    tensor: torch.Tensor
+    """What this rank holds of it."""
+    span: Range
+    """The elements of that, flattened, which it writes."""
+    runs: tuple[Runs, ...]
+    """Where they belong in the whole; `here` is counted from the start of the span."""
+
+
+def share_of_replica(numel: int, place: int, num_replicas: int, number: int) -> Range:
+    """What one of some ranks writes of what they all hold. `number`, of the tensor, moves small ones from rank to rank.
+
+    share_of_replica(4000, 0, 2, 0) -> (0, 2048);   share_of_replica(4000, 0, 2, 1) -> (2048, 4000)
+    """
+    place = (place + number) % num_replicas
+    each = -(-numel // (num_replicas * _ALIGNED_NUMEL)) * _ALIGNED_NUMEL
+    return min(place * each, numel), min((place + 1) * each, numel)
+
+
+def replicas_of(layout: Layout, grid: Grid, rank: int) -> tuple[int, ...]:
+    """The ranks of a stage that hold the same part of a tensor as this one, itself included."""
+    sharing = set() if layout.flat_range is None else set(grid.axes.state_axes.split("+"))
+    divided = sharing | {split.axis for split in layout.splits} | {"pipeline"}
+    return grid.ranks_along(tuple(axis for axis in grid.axes.order if axis not in divided), rank)
 
 
 class Portable:
@@ -31,134 +75,165 @@ class Portable:
         self._held = held_parameters(trainer.named_model, trainer.sync, trainer.layouts)
         names = (*self._held, *persistent_buffers(trainer.named_model))
         mine = {name: list(trainer.layouts[name].global_shape) for name in names}
-        pipeline = trainer.mesh.group("pipeline", "control")
-        stages = gather_values(mine, pipeline, trainer.mesh.world.device)
+        self._pipeline = trainer.mesh.group("pipeline", "control")
+        stages = gather_values(mine, self._pipeline, trainer.mesh.world.device)
         self.shapes: dict[str, list[int]] = {}
         """Global shapes of the whole model's parameters and persistent buffers."""
-        for shapes in stages:
-            self.shapes = {**shapes, **self.shapes}
-        self._written_elsewhere = {name for shapes in stages[: pipeline.index] for name in shapes}
+        for shapes in reversed(stages):
+            self.shapes |= shapes
+        self._written_elsewhere = {name for shapes in stages[: self._pipeline.index] for name in shapes}
         """Held here too, but an earlier stage writes it."""
 
-    def model_sizes(self) -> dict[str, int]:
-        """Bytes of each whole tensor of the model that the ranks of this stage write."""
-        sizes = {name: _global_bytes(held, held.tensor) for name, held in self._held.items()}
-        for name, buffer in persistent_buffers(self._trainer.named_model).items():
-            sizes[name] = math.prod(self._trainer.layouts[name].global_shape) * buffer.element_size()
-        return {name: size for name, size in sizes.items() if name not in self._written_elsewhere}
+    def parts(self) -> tuple[list[Part], dict[str, list[Entry]]]:
+        """What this rank writes, and all tensors of the whole by kind; collective, and the latter is alike on all."""
+        kept, problems = self._kept()
+        mine = [(kind, entry.name, str(entry.dtype).removeprefix("torch."), entry.shape) for kind, entry, _, _ in kept]
+        mesh = self._trainer.mesh
+        found = gather_values(problems, mesh.everyone("control"), mesh.world.device)
+        if any(found):
+            raise CheckpointError(list(dict.fromkeys(problem for part in found for problem in part)))
+        stages = gather_values(mine, self._pipeline, mesh.world.device)
+        whole: dict[str, list[Entry]] = {kind: [] for kind in KINDS}
+        for table in stages:
+            for kind, name, dtype, shape in table:
+                whole[kind].append(Entry(name=name, dtype=getattr(torch, dtype), shape=tuple(shape)))
+        parts = [self._part(number, *one) for number, one in enumerate(kept)]
+        return [part for part in parts if part.runs], whole
 
-    def model_tensors(self, wanted: set[str]) -> dict[str, torch.Tensor]:
-        """Those tensors of the model that are wanted here; collective."""
-        buffers = consensus_buffers(self._trainer.named_model, self._trainer.mesh)
+    def _kept(self) -> tuple[list[tuple[str, Entry, torch.Tensor, Layout]], list[str]]:
+        """All that this rank holds and its stage writes: kind, the whole, what is held, and where that belongs.
+
+        And what cannot be written.
+        """
         mesh, layouts = self._trainer.mesh, self._trainer.layouts
-        tensors = _keep(whole_tensors(self._held, mesh, lambda name, held: held.tensor), wanted)
-        whole = ((name, join(buffer, layouts[name], mesh)) for name, buffer in buffers.items())
-        return tensors | {name: buffer for name, buffer in whole if name in wanted}
+        found = [(MODEL, name, held.tensor, held.layout) for name, held in self._held.items()]
+        buffers = consensus_buffers(self._trainer.named_model, mesh)
+        found += [(MODEL, name, buffer, layouts[name]) for name, buffer in buffers.items()]
+        states, problems = self._states()
+        for name, key, value in states:
+            layout = self._held[name].layout if self._is_split(name, value) else Layout(global_shape=value.shape)
+            found.append((OPTIMIZER, f"{name}/{key}", value, layout))
+        kept = []
+        for kind, name, tensor, layout in found:
+            parameter = name.rsplit("/", 1)[0] if kind == OPTIMIZER else name
+            if parameter in self._written_elsewhere:
+                continue
+            if not is_storable(tensor.dtype):
+                problems.append(f'"{name}" has dtype {tensor.dtype}, which safetensors cannot hold; use another')
+            kept.append((kind, Entry(name=name, dtype=tensor.dtype, shape=tuple(layout.global_shape)), tensor, layout))
+        return kept, problems
 
-    def optimizer_sizes(self) -> dict[str, int]:
-        """Bytes of each whole tensor of the optimizer's state, as "<parameter>/<state>"."""
-        return {
-            f"{name}/{key}": _global_bytes(self._held[name], value) if self._is_split(name, value) else value.nbytes
-            for name, key, value in self._states()
-            if name not in self._written_elsewhere
-        }
-
-    def optimizer_tensors(self, wanted: set[str]) -> dict[str, torch.Tensor]:
-        """Those tensors of the optimizer's state that are wanted here; collective."""
-        tensors: dict[str, torch.Tensor] = {}
-        states: dict[str, dict[str, torch.Tensor]] = {}
-        for name, key, value in self._states():
-            if self._is_split(name, value):
-                states.setdefault(key, {})[name] = value
-            elif f"{name}/{key}" in wanted:
-                tensors[f"{name}/{key}"] = value
-        for key, parts in sorted(states.items()):
-            gathered = whole_tensors(self._held, self._trainer.mesh, lambda name, held, parts=parts: parts.get(name))  # type: ignore[misc]
-            tensors |= _keep(((f"{name}/{key}", whole) for name, whole in gathered), wanted)
-        return tensors
+    def _part(self, number: int, kind: str, entry: Entry, tensor: torch.Tensor, layout: Layout) -> Part:
+        grid, rank = self._trainer.mesh.grid, self._trainer.mesh.world.rank
+        replicas = replicas_of(layout, grid, rank)
+        span = share_of_replica(tensor.numel(), replicas.index(rank), len(replicas), number)
+        if kind == MODEL and entry.name not in self._held:
+            # A buffer may differ between replicas; then a checkpoint has one of theirs, not pieces of several.
+            is_mine = (replicas.index(rank) + number) % len(replicas) == 0
+            span = (0, tensor.numel() if is_mine else 0)
+        runs = layout.runs(grid.axes.sizes, grid.coordinates(rank), span)
+        return Part(kind=kind, entry=entry, tensor=tensor.detach(), span=span, runs=tuple(runs))
 
     @torch.no_grad()
-    def load_model(self, reader: TensorReader) -> None:
-        """Take this rank's part of the model out of a checkpoint's files; collective."""
+    def read_model(self, reader: TensorReader, stored_as: Mapping[str, str] | None = None) -> None:
+        """Take this rank's part of the model out of files; it is not published yet. `stored_as`: names there, where
+        they differ."""
+        names = stored_as or {}
         for name, held in self._held.items():
-            held.tensor.copy_(self._read(reader, name, held.layout))
+            self._read(reader, names.get(name, name), held.tensor, held.layout)
         for name, buffer in persistent_buffers(self._trainer.named_model).items():
-            buffer.copy_(self._read(reader, name, self._trainer.layouts[name]))
-        self._trainer.sync.publish()
+            self._read(reader, names.get(name, name), buffer, self._trainer.layouts[name])
 
-    def load_optimizer(self, reader: TensorReader, entries: list[str]) -> None:
+    def load_optimizer(
+        self, reader: TensorReader, entries: Iterable[str], numbers: Mapping[str, Mapping[str, float]]
+    ) -> None:
         """Through the optimizer's own `load_state_dict`, which knows where each of its states must live."""
         optimizer = self._trainer.optimizer
         keys: dict[str, list[str]] = {}
+        # Of a 0-d parameter every state is 0-d; what other parameters keep, of any stage, says which are one number a
+        # tensor.
+        per_tensor = {"step"}
         for entry in entries:
             name, key = entry.rsplit("/", 1)
             if name in self._held:
                 keys.setdefault(name, []).append(key)
-        # Of a 0-d parameter every state is 0-d; what other parameters keep says which are one number a tensor.
-        per_tensor = {"step"} | {
-            key
-            for name, inside in keys.items()
-            if self._held[name].layout.global_shape
-            for key in inside
-            if not reader.shape(f"{name}/{key}")
-        }
+            if self.shapes[name] and not reader.entry(entry).shape:
+                per_tensor.add(key)
         name_of = {id(piece.tensor): piece.name for piece in self._trainer.sync.pieces}
         state, number = {}, 0
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 name = name_of[id(parameter)]
                 if name in keys:
-                    # Copied: what is read is a window on the file, which may soon be deleted.
                     state[number] = {
-                        key: (
-                            reader.read(f"{name}/{key}")
-                            if key in per_tensor
-                            else self._read(reader, f"{name}/{key}", self._held[name].layout)
-                        ).clone()
-                        for key in keys[name]
+                        key: self._read_state(reader, name, key, is_split=key not in per_tensor) for key in keys[name]
                     }
                 number += 1
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                group.update(numbers.get(name_of[id(parameter)], {}))
 
-    def _read(self, reader: TensorReader, entry: str, layout: Layout) -> torch.Tensor:
-        """This rank's part of a tensor in the files; whole where its shape says that it is no element's business."""
-        mesh = self._trainer.mesh
-        if layout.is_whole or reader.shape(entry) != layout.global_shape:
-            return reader.read(entry)
-        if not layout.splits:
-            assert layout.flat_range is not None
-            return reader.read_range(entry, *layout.flat_range)
-        sizes, coordinates = mesh.grid.axes.sizes, mesh.grid.coordinates(mesh.world.rank)
-        boxes = [(reader.read(entry, there), here) for there, here in layout.windows(sizes, coordinates)]
-        part = boxes[0][0].new_empty(layout.local_shape(sizes, coordinates))
-        for box, here in boxes:
-            part[here] = box
-        return part if layout.flat_range is None else part.flatten()[slice(*layout.flat_range)]
+    def optimizer_numbers(self) -> dict[str, dict[str, float]]:
+        """By parameter, what the optimizer counts in its parameter groups instead of its state; collective.
 
-    def _states(self) -> list[tuple[str, str, torch.Tensor]]:
-        """(parameter, state, this rank's tensor) of all the optimizer keeps."""
-        states = []
+        Numbers that it cannot be made with, such as a count of its own updates, are not the user's settings.
+        """
+        optimizer, made_with = self._trainer.optimizer, {"lr", "initial_lr"}
+        for kind in type(optimizer).__mro__:
+            if "__init__" in vars(kind):
+                made_with |= set(inspect.signature(vars(kind)["__init__"]).parameters)
+        name_of = {id(piece.tensor): piece.name for piece in self._trainer.sync.pieces}
+        mine: dict[str, dict[str, float]] = {}
+        for group in optimizer.param_groups:
+            own = {key: value for key, value in group.items() if key not in made_with and type(value) in (int, float)}
+            mine |= {name_of[id(parameter)]: own for parameter in group["params"] if own}
+        found: dict[str, dict[str, float]] = {}
+        for part in gather_values(mine, self._pipeline, self._trainer.mesh.world.device):
+            found |= part
+        return found
+
+    def _read_state(self, reader: TensorReader, name: str, key: str, *, is_split: bool) -> torch.Tensor:
+        """One state of one parameter, in the memory that it already has, if any."""
+        held, entry = self._held[name], reader.entry(f"{name}/{key}")
+        if not is_split or entry.shape != held.layout.global_shape:
+            return reader.read_whole(entry.name)
+        assert held.piece is not None
+        state = self._trainer.optimizer.state.get(held.piece, {}).get(key)
+        if not isinstance(state, torch.Tensor) or (state.shape, state.dtype) != (held.tensor.shape, entry.dtype):
+            state = torch.empty(held.tensor.shape, dtype=entry.dtype, device=held.tensor.device)
+        self._read(reader, entry.name, state, held.layout)
+        return state
+
+    def _read(self, reader: TensorReader, entry: str, part: torch.Tensor, layout: Layout) -> None:
+        grid = self._trainer.mesh.grid
+        reader.read(entry, part, layout.runs(grid.axes.sizes, grid.coordinates(self._trainer.mesh.world.rank)))
+
+    def _states(self) -> tuple[list[tuple[str, str, torch.Tensor]], list[str]]:
+        """(parameter, state, this rank's tensor) of all the optimizer keeps, and what of it cannot be saved."""
+        states, problems = [], []
+        kind = type(self._trainer.optimizer).__name__
         for name, held in self._held.items():
             kept = self._trainer.optimizer.state.get(held.piece, {}) if held.piece is not None else {}
             for key, value in kept.items():
-                if not isinstance(value, torch.Tensor | int | float):
-                    kind = type(self._trainer.optimizer).__name__
-                    raise CheckpointError(
-                        f'{kind} keeps a {type(value).__name__} "{key}" for "{name}", which weft cannot save; '
-                        "use an optimizer whose state is tensors and numbers"
-                    )
-                states.append((name, key, torch.as_tensor(value)))
-        return states
+                if isinstance(value, torch.Tensor | int | float):
+                    dtype = torch.float64 if isinstance(value, float) else None
+                    tensor = torch.as_tensor(value, dtype=dtype)
+                    states.append((name, key, tensor))
+                    if not (held.layout.is_whole or tensor.numel() == 1 or tensor.shape == held.tensor.shape):
+                        problems.append(
+                            f'{kind} keeps "{key}" of shape {list(tensor.shape)} for a part of "{name}" of shape '
+                            f"{list(held.tensor.shape)}, which weft cannot put together; use an optimizer whose state "
+                            "has one value an element or one a tensor, or a plan that does not split parameters "
+                            '([data] shard = "nothing", [axes] tensor = 1)'
+                        )
+                    continue
+                problems.append(
+                    f'{kind} keeps a {type(value).__name__} "{key}" for "{name}", which weft cannot save; '
+                    "use an optimizer whose state is tensors and numbers"
+                )
+        return states, problems
 
     def _is_split(self, name: str, value: torch.Tensor) -> bool:
         """Whether a state has one value an element, and so is shared out as the parameter is."""
         return not self._held[name].layout.is_whole and value.shape == self._held[name].tensor.shape
-
-
-def _global_bytes(held: Held, part: torch.Tensor) -> int:
-    return math.prod(held.layout.global_shape) * part.element_size()
-
-
-def _keep(tensors: object, wanted: set[str]) -> dict[str, torch.Tensor]:
-    """All are looked at, since making them is collective; only what is wanted is copied."""
-    return {name: tensor.clone() for name, tensor in tensors if name in wanted}  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ from weft.comm.collectives import all_reduce, broadcast
 from weft.comm.objects import gather_values
 from weft.errors import ModelError, WeftError
 from weft.mesh import Mesh
-from weft.parallel.materialise import is_on_meta
+from weft.parallel.materialise import fill_alone, is_on_meta
 from weft.parallel.shares import local_part
 from weft.parallel.tensor import TensorParallel
 from weft.plan.splits import Region
@@ -44,6 +44,9 @@ _MOST_TOKENS, _MOST_TOKENS_EACH = 1024, 256
 """Of the example, and on each rank: whole sequences may be longer than a rank can hold."""
 _SMALL = 1e-3
 """A gradient is measured against this part of the model's largest, if its own largest entry is smaller."""
+_MOST_FILLED_BYTES = 256 * 2**20
+"""Of a model on the meta device: every rank fills a copy of the whole, to try it."""
+_CPU = torch.device("cpu")
 
 
 def probe_split(
@@ -55,13 +58,20 @@ def probe_split(
     cutter: Cutter | None = None,
     make_cutter: Callable[[nn.Module], Cutter] | None = None,
 ) -> None:
-    """Refuse a model that a split changes; collective. Without an example, or memory, there is nothing to try.
+    """Refuse a model that a split changes; collective. What cannot be tried is said once.
 
     `cutter`, and what makes another for a copy: where ranks see parts of every sample.
     """
-    if example is None or is_on_meta(model):
-        _say_untried(mesh, "give parallelize(..., example=inputs) and a model that is not on the meta device")
+    if mesh.world.is_imagined:
         return
+    if example is None:
+        _say_untried(mesh, "there is no example; give parallelize(..., example=inputs)")
+        return
+    if is_on_meta(model):
+        filled = _filled_copy(model, mesh)
+        if filled is None:
+            return
+        model = filled
     device, is_first = mesh.world.device, mesh.world.rank == 0
     require_same_batch(mesh, example, (), what="example")
     few = split_tree(example, 0, min(num_samples(example), _MOST_SAMPLES))
@@ -130,10 +140,39 @@ def _pass_split(model: nn.Module, inputs: Any, mesh: Mesh, cutter: Cutter | None
     return found
 
 
+def _filled_copy(model: nn.Module, mesh: Mesh) -> nn.Module | None:
+    """A copy of a model on the meta device that has values; collective. None, and said why, if it cannot be had."""
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    if num_bytes > _MOST_FILLED_BYTES:
+        _say_untried(
+            mesh,
+            f"it is on the meta device, and its {num_bytes / 2**20:.0f} MiB are more than the "
+            f"{_MOST_FILLED_BYTES // 2**20} that each rank would fill for it",
+        )
+        return None
+    problem: str | None = None
+    copied: nn.Module | None = None
+    try:
+        copied = copy.deepcopy(model)
+        fill_alone(copied, 0, _CPU)
+    except Exception as error:  # others may have a copy; what has no first values may yet be read from a file
+        problem = "; ".join(error.problems) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
+    problems = gather_values(problem, mesh.everyone("control"), mesh.world.device)
+    problem = next((one for one in problems if one is not None), None)
+    if problem is not None:
+        _say_untried(mesh, f"a copy of it cannot be filled ({problem})")
+        return None
+    return copied
+
+
 def _say_untried(mesh: Mesh, why: str) -> None:
-    if (mesh.plan.tensor.sequence or mesh.sequence_size > 1) and mesh.world.rank == 0:
-        asked = _axes(mesh) if mesh.sequence_size > 1 else "[tensor] sequence = true"
-        log.warning("whether the model can be trained with %s was not tried: %s; or verify it in small", asked, why)
+    if mesh.world.rank == 0:
+        log.warning(
+            "whether the model, split over %s, computes what the whole one does was not tried: %s; run weft verify "
+            "on a small model of its kind",
+            _axes(mesh),
+            why,
+        )
 
 
 def _cut_copy(

@@ -13,6 +13,12 @@ from weft.errors import ModelError
 from weft.mesh import Mesh
 from weft.parallel.regions import find_regions
 from weft.parallel.tensor_layers import OutputMode
+from weft.plan.model_refusals import (
+    BLOCKS_LEFT_OUT_AT_RANDOM,
+    BLOCKS_NEEDED,
+    STATISTICS_OF_SOME_TOKENS,
+    WEIGHTS_INSIDE_AND_OUTSIDE,
+)
 from weft.plan.splits import Region
 from weft.training.precision import Caller
 from weft.training.trees import map_tensors
@@ -42,14 +48,10 @@ def split_regions(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: A
 def _refuse_unsplittable(model: nn.Module, blueprint: Blueprint) -> None:
     """What would train differently with split tokens, although it answers the same."""
     if not blueprint.blocks:
-        raise ModelError(
-            "[tensor] sequence = true splits activations between the blocks of a model, and no list of blocks was "
-            "found; give the model a weft_blueprint() that names them, or set sequence = false"
-        )
+        raise ModelError(BLOCKS_NEEDED.message(asked="[tensor] sequence = true", instead="sequence = false"))
     blocks = {name: model.get_submodule(name) for name in blueprint.blocks}
     problems = [
-        f'"{block_name}.{name}" normalises over the samples and tokens it sees, and with [tensor] sequence = true a '
-        "rank sees only its own; set sequence = false, or use another norm in the blocks"
+        STATISTICS_OF_SOME_TOKENS.message(name=f"{block_name}.{name}")
         for block_name, block in blocks.items()
         for name, module in block.named_modules()
         if isinstance(module, _NormBase)
@@ -58,8 +60,7 @@ def _refuse_unsplittable(model: nn.Module, blueprint: Blueprint) -> None:
     inside = {parameter for block in blocks.values() for parameter in block.parameters()}
     prefixes = tuple(f"{name}." for name in blocks)
     problems += [
-        f'"{path}.{name}" belongs to a block and to the model outside of its blocks; with [tensor] sequence = true its '
-        "gradients of the two differ in kind, so give each its own, or set sequence = false"
+        WEIGHTS_INSIDE_AND_OUTSIDE.message(name=f"{path}.{name}")
         for path, module in model.named_modules(remove_duplicate=False)
         if not f"{path}.".startswith(prefixes)
         for name, parameter in module.named_parameters(recurse=False)
@@ -72,8 +73,9 @@ def _refuse_unsplittable(model: nn.Module, blueprint: Blueprint) -> None:
 def left_out(model: nn.Module, asked: str, instead: str) -> list[str]:
     """What of a model leaves out blocks at random, which ranks that draw for their own tokens cannot do together."""
     return [
-        f'"{path or type(model).__name__}" has {name} = {value}, and leaves out blocks at random; with {asked} each '
-        f"rank draws for its own tokens, so set {name} = 0, or {instead}"
+        BLOCKS_LEFT_OUT_AT_RANDOM.message(
+            module=path or type(model).__name__, name=name, value=value, asked=asked, instead=instead
+        )
         for path, module in model.named_modules()
         for name, value in vars(module).items()
         if name.replace("_", "") in _LEAVES_OUT and isinstance(value, float) and value > 0

@@ -1,123 +1,221 @@
-"""Tensors in safetensors files: who writes which, with a checksum of every file, and reading back just a part.
+"""Safetensors files of which many ranks write parts: where each tensor lies is known before any of it is written.
 
-The names and shapes are the unsplit model's, so any tool that reads safetensors reads these.
+    8 bytes: the header's length │ header: JSON, {name: dtype, shape, first and last byte} │ tensors, no gaps
+
+Which tensors a file has depends on their names and sizes alone, never on the ranks. The names and shapes are the
+unsplit model's, so any tool that reads safetensors reads these.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
-import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import TracebackType
 
 import torch
 
 from weft.errors import CheckpointError
+from weft.layout import Runs
+from weft.training.tensor_bytes import Staging, read_at, read_runs, write_at
 
-_CHUNK_BYTES = 1 << 20
+MOST_FILE_BYTES = 5 * 10**9
+"""A file is not larger than this, unless one tensor is."""
+_MOST_HEADER_BYTES = 100 << 20
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_WORDS = {dtype: word for word, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileRecord:
-    """What a checkpoint's index says of one file."""
+class Entry:
+    """One tensor of a file."""
 
     name: str
-    num_bytes: int
-    crc32: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
-def share_out(sizes: Mapping[str, int], num_writers: int) -> list[list[str]]:
-    """Which writer writes which tensor: largest first, each to the writer with least to do."""
-    shares: list[list[str]] = [[] for _ in range(num_writers)]
-    loads = [0] * num_writers
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        lightest = loads.index(min(loads))
-        shares[lightest].append(name)
-        loads[lightest] += sizes[name]
-    return shares
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorFile:
+    """A file's content before it is written."""
+
+    name: str
+    entries: tuple[Entry, ...]
+    metadata: Mapping[str, str]
+    header: bytes = field(init=False, repr=False)
+    starts: Mapping[str, int] = field(init=False, repr=False)
+    """Of every tensor, its first byte in the file."""
+    num_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Wide dtypes first, as readers that map a file want every tensor at a multiple of its dtype's size.
+        ordered = sorted(self.entries, key=lambda entry: -entry.dtype.itemsize)
+        described: dict[str, object] = {"__metadata__": dict(self.metadata)} if self.metadata else {}
+        starts, place = {}, 0
+        for entry in ordered:
+            starts[entry.name] = place
+            offsets = [place, place + entry.num_bytes]
+            described[entry.name] = {
+                "dtype": _WORDS[entry.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": offsets,
+            }
+            place = offsets[1]
+        text = json.dumps(described, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        header = len(text).to_bytes(8, "little") + text
+        object.__setattr__(self, "header", header)
+        object.__setattr__(self, "starts", {name: len(header) + start for name, start in starts.items()})
+        object.__setattr__(self, "num_bytes", len(header) + place)
+
+    def create(self, folder: Path) -> None:
+        """Make the file with its header and its full length; the tensors are yet to be written."""
+        file = os.open(folder / self.name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        try:
+            os.truncate(file, self.num_bytes)
+            write_at(file, memoryview(self.header), 0)
+        finally:
+            os.close(file)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> FileRecord:
-    """Write tensors to a file that is safely on the disk when this returns."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata)
-    except SafetensorError as error:  # it wraps what the system said, such as a full disk
-        raise OSError(0, str(error), str(path)) from error
-    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes files for its user alone, whatever the umask
-    return seal(path)
-
-
-def seal(path: Path) -> FileRecord:
-    """Force a file to the disk and take its checksum."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return FileRecord(name=path.name, num_bytes=path.stat().st_size, crc32=checksum_file(path))
-
-
-def checksum_file(path: Path) -> int:
-    value = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            value = zlib.crc32(chunk, value)
-    return value
+def pack(kind: str, entries: Iterable[Entry], most_bytes: int) -> list[TensorFile]:
+    """Share tensors out over files in the order of their names, where block 10 comes after block 9."""
+    files: list[list[Entry]] = []
+    room = 0
+    for entry in sorted(entries, key=lambda entry: _natural(entry.name)):
+        if not files or entry.num_bytes > room:
+            files.append([])
+            room = most_bytes
+        files[-1].append(entry)
+        room -= entry.num_bytes
+    return [
+        TensorFile(
+            name=f"{kind}-{number:05d}-of-{len(files):05d}.safetensors",
+            entries=tuple(inside),
+            metadata={"format": "pt"},  # transformers insists on it
+        )
+        for number, inside in enumerate(files, start=1)
+    ]
 
 
-def find_damage(directory: Path, record: FileRecord) -> str | None:
-    """What is wrong with a file, or None."""
-    path = directory / record.name
-    try:
-        found_bytes = path.stat().st_size
-        if found_bytes != record.num_bytes:
-            return f"{path} has {found_bytes} bytes, its index says {record.num_bytes}; it is cut short or replaced"
-        found = checksum_file(path)
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror}"
-    if found != record.crc32:
-        return f"{path} is damaged: its checksum is {found:08x}, its index says {record.crc32:08x}"
-    return None
+def is_storable(dtype: torch.dtype) -> bool:
+    return dtype in _WORDS
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(word), "") if word.isdigit() else (-1, word) for word in re.split(r"(\d+)", name) if word]
 
 
 class TensorReader:
-    """Reads tensors, or regions of them, out of the files of a checkpoint; each file is opened once."""
+    """Reads tensors, or parts of them, out of files; each file is opened once. Use it as a context."""
 
-    def __init__(self, directory: Path, file_of: Mapping[str, str]) -> None:
-        self._directory = directory
-        self._file_of = file_of
-        self._open: dict[str, object] = {}
+    def __init__(self, folder: Path, file_names: Iterable[str], device: torch.device) -> None:
+        """Opens the files and reads their headers: OSError or CheckpointError if that fails."""
+        self._folder = folder
+        self._staging = Staging(device)
+        self._files: dict[str, int] = {}
+        self._places: dict[str, tuple[str, Entry, int]] = {}
+        try:
+            for name in file_names:
+                self._open(name)
+        except BaseException:
+            self.close()
+            raise
 
-    def read(self, name: str, region: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """A tensor, or a region of it."""
-        if region is None:
-            whole: torch.Tensor = self._file(name).get_tensor(name)
-            return whole
-        part: torch.Tensor = self._file(name).get_slice(name)[region]
-        return part
+    def __enter__(self) -> TensorReader:
+        return self
 
-    def read_range(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Some elements of the flattened tensor; only the rows that hold them are read."""
-        shape = self.shape(name)
-        row = math.prod(shape[1:])
-        if not shape or row == 0:
-            return self.read(name).flatten()[start:stop]
-        first, last = start // row, -(-stop // row)
-        rows = self.read(name, (slice(first, max(last, first)),))
-        return rows.flatten()[start - first * row : stop - first * row]
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file(name).get_slice(name).get_shape())
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
 
-    def _file(self, name: str) -> Any:
-        from safetensors import safe_open
+    @property
+    def names(self) -> list[str]:
+        return list(self._places)
 
-        file_name = self._file_of.get(name)
-        if file_name is None:
-            raise CheckpointError(f'{self._directory} holds no tensor "{name}"')
-        if file_name not in self._open:
-            self._open[file_name] = safe_open(self._directory / file_name, framework="pt")
-        return self._open[file_name]
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def entry(self, name: str) -> Entry:
+        return self._places[name][1]
+
+    def read(self, name: str, part: torch.Tensor, runs: Iterable[Runs]) -> None:
+        """Read runs of a tensor into this rank's part of it."""
+        file_name, entry, start = self._places[name]
+        try:
+            read_runs(self._files[file_name], start, entry.dtype, part, runs, self._staging)
+        except OSError as error:
+            problem = f"{self._folder / file_name} cannot be read: {error.strerror}"
+            raise CheckpointError(problem) from error
+
+    def read_whole(self, name: str) -> torch.Tensor:
+        """A tensor in host memory of its own."""
+        entry = self.entry(name)
+        whole = torch.empty(entry.shape, dtype=entry.dtype)
+        self.read(name, whole, [Runs(there=0, here=0, numel=whole.numel())] if whole.numel() else [])
+        return whole
+
+    def metadata(self, file_name: str) -> dict[str, str]:
+        """What a file says besides its tensors."""
+        return _read_header(self._files[file_name], self._folder / file_name)[1]
+
+    def _open(self, file_name: str) -> None:
+        path = self._folder / file_name
+        file = self._files[file_name] = os.open(path, os.O_RDONLY)
+        for entry, start in _read_header(file, path)[0]:
+            self._places[entry.name] = file_name, entry, start
+
+
+def _read_header(file: int, path: Path) -> tuple[list[tuple[Entry, int]], dict[str, str]]:
+    """Every tensor of a file with its first byte, and the metadata."""
+    file_bytes = os.fstat(file).st_size
+    try:
+        first = bytearray(8)
+        read_at(file, memoryview(first), 0)
+        header_bytes = int.from_bytes(first, "little")
+        if header_bytes > min(file_bytes - 8, _MOST_HEADER_BYTES):
+            raise ValueError(f"a header of {header_bytes} bytes in a file of {file_bytes}")
+        text = bytearray(header_bytes)
+        read_at(file, memoryview(text), 8)
+        described = json.loads(bytes(text))
+        metadata = described.pop("__metadata__", {})
+        found = []
+        for name, one in described.items():
+            if one["dtype"] not in _DTYPES:
+                raise ValueError(f'"{name}" has dtype {one["dtype"]}, which is not known')
+            entry = Entry(name=name, dtype=_DTYPES[one["dtype"]], shape=tuple(one["shape"]))
+            start, stop = one["data_offsets"]
+            if stop - start != entry.num_bytes or start < 0 or 8 + header_bytes + stop > file_bytes:
+                raise ValueError(f'"{name}" would take bytes {start} to {stop}, which does not fit it or the file')
+            found.append((entry, 8 + header_bytes + start))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
+    return found, metadata

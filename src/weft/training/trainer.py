@@ -46,18 +46,12 @@ from weft.training.data import Batches
 from weft.training.divergence import DivergenceCheck
 from weft.training.generate import generate_tokens, pick_token
 from weft.training.gradients import join_norm
-from weft.training.loss import (
-    Count,
-    Loss,
-    SplitCrossEntropy,
-    forward,
-    loss_terms,
-    no_loss,
-)
+from weft.training.loss import Count, Loss, SplitCrossEntropy, forward, loss_terms, no_loss
 from weft.training.microbatches import Microbatches
 from weft.training.modes import evaluating
 from weft.training.pipelined import Pipelined
 from weft.training.precision import Caller
+from weft.training.saving import Saving
 from weft.training.sequencing import TokenCutter
 from weft.training.splitting import KeepingShares
 from weft.training.streaming import Streaming
@@ -139,6 +133,7 @@ class Trainer:
             counts_targets=loss.counts_targets,
         )
         self.pipelined = None if cut is None else self._make_pipelined(cut)
+        self.saving = Saving(mesh.world.device)
 
     def _make_pipelined(self, cut: CutModel) -> Pipelined:
         kind = Streaming if self.plan.pipeline.schedule in FLUSH_FREE else Pipelined
@@ -321,14 +316,20 @@ class Trainer:
             return output
         return gather_logits(output, self.tensor.output, self.tensor.group)
 
-    def save(self, directory: str | Path) -> None:
-        """Write a checkpoint; collective. The directory appears only when it is whole."""
+    def save(self, directory: str | Path, *, wait: bool = True) -> None:
+        """Write a checkpoint; collective. The directory appears only when it is whole: when this returns, or later
+        without `wait`, while training goes on."""
         self.flush()
-        checkpoint.save(self, Path(directory))
+        self.saving.save(self, Path(directory), wait=wait)
+
+    def wait_for_save(self) -> None:
+        """Until the last checkpoint is whole; raises what went wrong with it."""
+        self.saving.wait()
 
     def load(self, directory: str | Path) -> None:
         """Go on from a checkpoint of this model, written under any plan; collective."""
         self.flush()
+        self.wait_for_save()
         checkpoint.load(self, Path(directory))
 
     def check_divergence(self) -> None:

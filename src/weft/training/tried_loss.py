@@ -19,6 +19,7 @@ from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
 from weft.errors import ModelError
 from weft.parallel.vocabulary import IGNORED_TARGET
+from weft.plan.model_refusals import LOSS_OVER_TOKENS
 from weft.training.loss import Loss, LossFunction, are_samples_counted, count_targets, loss_terms
 from weft.training.trees import map_output, map_tensors, output_tensors, tensors_of
 
@@ -60,12 +61,7 @@ class _Tried:
         all_reduce(everywhere, self._group, op="max")
         self._is_tried, worst = bool(everywhere[0]), float(everywhere[1])
         if worst > 1:
-            raise ModelError(
-                "the loss of some tokens and that of the others do not add up to the loss of all: they differ by "
-                f"{worst:.0f} times what rounding allows. So ranks that share a sequence cannot each take it of their "
-                "own; let every token's part of it depend on that token only (shift targets in the data, take means "
-                "over tokens), or set [axes] ring and ulysses to 1"
-            )
+            raise ModelError(LOSS_OVER_TOKENS.message(excess=worst))
 
 
 def _excess(loss: Loss, output: Any, targets: Any) -> float | None:

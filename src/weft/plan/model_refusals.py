@@ -1,0 +1,264 @@
+"""Every combination of plan values with a kind of model, batch or machine that is refused.
+
+A model that weft fails to understand (a layer it does not know, an example that is missing) is not here: no value of
+the plan is wrong then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from weft.plan.plan import Plan
+from weft.plan.refusals import Refusal, Rule, values_if
+
+
+def image_problems(plan: Plan) -> Iterator[str]:
+    """What of this plan does not go with images, which the ring axis splits by rows."""
+    for rule in IMAGE_RULES:
+        yield from rule.problems(plan)
+
+
+# --- batches and machines ---------------------------------------------------------------------------------------------
+
+SMALL_BATCH = Refusal(
+    combination="a global batch smaller than [axes] replicate × data",
+    why="a global batch of {global_batch} is smaller than the {data_ranks} data ranks (replicate {replicate} × data "
+    "{per_replica}), so some rank would never have a sample",
+    remedy="use a global batch of at least {data_ranks}, or fewer ranks along data",
+)
+UNEVEN_STATISTICS = Refusal(
+    combination='BatchNorm with [data] buffers = "broadcast" or "local", and a batch that parts do not divide',
+    why="each rank normalises by its own samples with {data.buffers}, so parts must be equal, and a global batch of "
+    "{global_batch} does not divide by {data_ranks} data ranks × {microbatches} microbatches = {parts}",
+    remedy='use a global batch of {sizes}, or [data] buffers = "synchronise"',
+)
+SHARED_MEMORY_ON_A_DEVICE = Refusal(
+    combination='[comm] transport = "shared" on a GPU',
+    why='[comm] transport = "shared" is for tensors in host memory, and this rank computes on {device}',
+    remedy='use "auto" or "c10d"',
+)
+
+# --- models without blocks, and models compiled by somebody else -----------------------------------------------------
+
+BLOCKS_NEEDED = Refusal(
+    combination="[axes] pipeline > 1, [recompute] policy, [compile] blocks or [tensor] sequence with a model that has "
+    "no list of blocks",
+    why="{asked} needs a model with a list of blocks, and none was found",
+    remedy="put its layers into an nn.Sequential or nn.ModuleList, give it a weft_blueprint() that names them, or set "
+    "{instead}",
+)
+COMPILED_AS_A_WHOLE = Refusal(
+    combination="[axes] pipeline, tensor, ring or ulysses > 1 with a model that went through torch.compile",
+    why="a model compiled as a whole cannot be cut",
+    remedy="give the model itself and set [compile] blocks = true",
+)
+
+# --- pipelines --------------------------------------------------------------------------------------------------------
+
+VERSIONS_OF_MASTERS = Refusal(
+    combination='[pipeline] schedule = "pipedream" or "2bw" with 16-bit parameters or [data] offload',
+    why="{pipeline.schedule} keeps weight versions that the optimizer updates in place, and a model with 16-bit "
+    "parameters, or [data] offload, needs a master copy beside them",
+    remedy='build the model in float32 and leave offload out, or use "1f1b"',
+)
+PIPEDREAM_WITH_SHARED_WEIGHTS = Refusal(
+    combination='[pipeline] schedule = "pipedream" with a weight that several stages share',
+    why='[pipeline] schedule = "pipedream" updates every stage by itself, and "{name}" is on the stages of ranks '
+    "{ranks} of the pipeline",
+    remedy='untie it (a GPT: tied = false), or use "2bw" or "1f1b"',
+)
+STATISTICS_ON_SEVERAL_STAGES = Refusal(
+    combination="[axes] pipeline > 1 with a BatchNorm that several stages call",
+    why='"{name}" holds a BatchNorm and is called on stages {stages}, which would each keep statistics of their own',
+    remedy="use another norm, a BatchNorm for each call, or cut so that one stage calls it",
+)
+BUFFERS_OF_EVERY_STAGE = Refusal(
+    combination="[axes] pipeline > 1 with a model that writes into a buffer outside of its blocks",
+    why='the model\'s own code, outside its blocks, writes into its buffer "{name}", which every stage of a pipeline '
+    "has",
+    remedy="move that code and the buffer into a block, or train without a pipeline",
+)
+BLOCKS_THAT_ASK_FOR_VALUES = Refusal(
+    combination="[axes] pipeline > 1 with a block whose shapes depend on values",
+    why='"{name}" cannot be followed without values ({error}); a pipeline needs to know the shapes a block returns '
+    "before it runs",
+    remedy="decide by shapes, not by values, or train without a pipeline",
+)
+
+# --- the tensor axis --------------------------------------------------------------------------------------------------
+
+AUTOCAST_OF_SHARES = Refusal(
+    combination="[axes] tensor > 1 with a model that uses torch.autocast in its own code",
+    why="the model's code casts by itself (torch.autocast), which layers split over [axes] tensor do not follow",
+    remedy='leave it out and set [precision] compute = "bf16" or "fp16"',
+)
+SHARES_OF_TIED_WEIGHTS = Refusal(
+    combination="[axes] tensor > 1 with a weight that has two names, to be cut in two ways",
+    why="{names} are one parameter, and are not to be cut alike over [axes] tensor",
+    remedy="untie them, or declare the same cut for each in weft_blueprint()",
+)
+TOO_FEW_UNITS = Refusal(
+    combination="[axes] tensor with a layer that has fewer heads, channels or rows",
+    why="{name} has {units} to share out (heads, channels or rows), too few for [axes] tensor = {num_ranks}",
+    remedy="{num_units} ranks at most can split it",
+)
+STATISTICS_OF_SOME_TOKENS = Refusal(
+    combination="[tensor] sequence = true with blocks that normalise over samples (BatchNorm, InstanceNorm)",
+    why='"{name}" normalises over the samples and tokens it sees, and with [tensor] sequence = true a rank sees only '
+    "its own",
+    remedy="set sequence = false, or use another norm in the blocks",
+)
+WEIGHTS_INSIDE_AND_OUTSIDE = Refusal(
+    combination="[tensor] sequence = true with a weight that is shared between a block and the rest",
+    why='"{name}" belongs to a block and to the model outside of its blocks; with [tensor] sequence = true its '
+    "gradients of the two differ in kind",
+    remedy="give each its own, or set sequence = false",
+)
+BLOCKS_LEFT_OUT_AT_RANDOM = Refusal(
+    combination="[tensor] sequence = true, [axes] ring or ulysses > 1 with blocks left out at random (layer drop)",
+    why='"{module}" has {name} = {value}, and leaves out blocks at random; with {asked} each rank draws for its own '
+    "tokens",
+    remedy="set {name} = 0, or {instead}",
+)
+
+# --- sequences --------------------------------------------------------------------------------------------------------
+
+TOO_FEW_HEADS = Refusal(
+    combination="[axes] ulysses with fewer heads",
+    why="attention has {heads} on this rank, too few for [axes] ulysses = {num_ranks}, which gives every rank at least "
+    "one",
+    remedy="use ulysses = {possible}, ring = {ring}",
+)
+ATTENTION_THAT_DROPS = Refusal(
+    combination="[axes] ring or ulysses > 1 with dropout inside attention",
+    why="attention drops {dropout:g} of its weights, which weft does not do over several ranks",
+    remedy="set the model's attention dropout to 0, or [axes] ring and ulysses to 1",
+)
+CROSS_ATTENTION = Refusal(
+    combination="[axes] ring or ulysses > 1 with cross-attention (an encoder and a decoder)",
+    why="attention of {num_queries} queries to {num_keys} keys: with [axes] ring or ulysses > 1 weft splits "
+    "self-attention only, where both are as many",
+    remedy="set them to 1 for models with cross-attention",
+)
+MASKS_OF_ITS_OWN = Refusal(
+    combination="[axes] ring or ulysses > 1 with a mask that the model makes itself, other than causal or padding",
+    why="the model gives attention a mask of {shape} ({dtype}) that it made from the {num_tokens} tokens of this rank, "
+    "and weft cannot know what it says of other ranks' tokens",
+    remedy="let the model say is_causal=True instead, or give padding as a bool mask (samples, 1, 1, tokens)",
+)
+TOKENS_OF_ITS_OWN = Refusal(
+    combination="[axes] ring or ulysses > 1 with a model that adds tokens or leaves some out",
+    why="attention of {num_tokens} tokens where this rank has {num_mine}: the model adds tokens of its own, or leaves "
+    "some out, which ranks that share a sequence would each do for their part",
+    remedy="set [axes] ring and ulysses to 1, or [tensor] sequence = false where that is on",
+)
+LOSS_OVER_TOKENS = Refusal(
+    combination="[axes] ring or ulysses > 1 with a loss of a token that depends on other tokens",
+    why="the loss of some tokens and that of the others do not add up to the loss of all: they differ by {excess:.0f} "
+    "times what rounding allows. So ranks that share a sequence cannot each take it of their own",
+    remedy="let every token's part of it depend on that token only (shift targets in the data, take means over "
+    "tokens), or set [axes] ring and ulysses to 1",
+)
+
+# --- images split by rows ---------------------------------------------------------------------------------------------
+
+IMAGE_RULES: tuple[Rule, ...] = (
+    Rule(
+        combination="[axes] ring and ulysses > 1 with images",
+        why="{axes.ulysses} does not go with images, which [axes] ring splits by rows and which have no heads to share "
+        "out",
+        remedy="give its ranks to ring",
+        broken=lambda plan, _: values_if(plan.axes.ulysses > 1),
+    ),
+    Rule(
+        combination="[axes] ring and pipeline > 1 with images",
+        why="{axes.pipeline} does not go with images, which [axes] ring splits by rows: stages pass on whole "
+        "activations",
+        remedy="give its ranks to ring or data",
+        broken=lambda plan, _: values_if(plan.axes.pipeline > 1),
+    ),
+    Rule(
+        combination="[axes] ring and tensor > 1 with images",
+        why="{axes.tensor} does not go with images, which [axes] ring splits by rows: layers split over both are not "
+        "built",
+        remedy="give its ranks to ring or data",
+        broken=lambda plan, _: values_if(plan.axes.tensor > 1),
+    ),
+    Rule(
+        combination="[sequence] layout with images",
+        why="{sequence.layout} does not go with images, which [axes] ring splits by rows in one way only",
+        remedy="leave it out",
+        broken=lambda plan, _: values_if(plan.sequence.layout != "zigzag"),
+    ),
+    Rule(
+        combination="[sequence] variant with images",
+        why="{sequence.variant} does not go with images, which [axes] ring splits by rows in one way only",
+        remedy="leave it out",
+        broken=lambda plan, _: values_if(plan.sequence.variant != "ring"),
+    ),
+    Rule(
+        combination="[axes] ring > 1 and [compile] blocks = true with images",
+        why="{compile.blocks} does not go with images, which [axes] ring splits by rows: a compiler does not follow "
+        "how layers ask their neighbours for rows",
+        remedy="set it to false",
+        broken=lambda plan, _: values_if(plan.compile.blocks),
+    ),
+    Rule(
+        combination='[axes] ring > 1 and [data] buffers = "broadcast" or "local" with images',
+        why="{data.buffers} does not go with images, which [axes] ring splits by rows: no rank has a whole image to "
+        "take statistics of",
+        remedy='set it to "synchronise"',
+        broken=lambda plan, _: values_if(plan.data.buffers != "synchronise"),
+    ),
+)
+STATISTICS_BEHIND_THE_ROWS = Refusal(
+    combination="[axes] ring > 1 with images and a BatchNorm behind the layers that keep rows apart",
+    why='BatchNorm "{name}" comes where images are no longer split by rows, so that [axes] ring = {num_ranks} would '
+    "count every sample {num_ranks} times",
+    remedy="move it before what makes maps whole (flatten, interpolate, functions weft does not know), use another "
+    "norm, or ring = 1",
+)
+CHANNELS_DROPPED_BY_ROWS = Refusal(
+    combination="[axes] ring > 1 with images and dropout of whole channels (Dropout2d)",
+    why="{function} drops whole channels, and ranks that split an image by rows over [axes] ring would each drop "
+    "others",
+    remedy="use Dropout, or ring = 1",
+)
+ROWS_OVERWRITTEN = Refusal(
+    combination="[axes] ring > 1 with images that the model overwrites in place",
+    why="the model overwrites an image that is split by rows ({function}), which [axes] ring cannot follow",
+    remedy="use a form of {instead} that makes a new tensor",
+)
+
+# --- BatchNorm, recomputation, ZeRO-3 ---------------------------------------------------------------------------------
+
+STATISTICS_OF_ITS_OWN = Refusal(
+    combination='[data] buffers = "synchronise" with a BatchNorm that has a forward of its own',
+    why='"{name}" is a {kind}, a BatchNorm with a forward of its own, whose statistics weft cannot take over all ranks',
+    remedy='use one of torch\'s own, or set [data] buffers = "broadcast" or "local"',
+)
+COMPILED_STATISTICS = Refusal(
+    combination='[compile] blocks = true and [data] buffers = "synchronise" with a BatchNorm inside of a block',
+    why='[compile] blocks = true cannot compile "{name}", a BatchNorm that exchanges its statistics with other ranks',
+    remedy='set [compile] blocks = false, or [data] buffers = "broadcast" or "local"',
+)
+BUFFERS_RECOMPUTED = Refusal(
+    combination="[recompute] policy with a block that changes a buffer other than BatchNorm's",
+    why='{buffer} in block "{block}" changes when the block runs, so that computing the block again would give another '
+    "answer",
+    remedy='set [recompute] policy = "none", or keep it out of the blocks',
+)
+PRODUCTS_OVERWRITTEN = Refusal(
+    combination='[recompute] policy = "selective", not compiled, with a block that overwrites a product in place',
+    why='block "{name}" overwrites the result of a matrix product or convolution in place, which [recompute] policy = '
+    '"selective" keeps',
+    remedy='use an operator that is not in place, or policy = "full"',
+)
+HIDDEN_OUTPUTS = Refusal(
+    combination='[data] shard = "parameters" or [axes] pipeline > 1 with a block that returns an object of some class',
+    why="{block} returns a {kind}, in which weft cannot see tensors",
+    remedy="with {asked} let it return them in {instead}",
+)
+
+MODEL_REFUSALS: tuple[Refusal, ...] = tuple(value for value in vars().values() if isinstance(value, Refusal))
+"""All of the above, in this order."""

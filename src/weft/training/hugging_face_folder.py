@@ -1,0 +1,61 @@
+"""A model's folder as Hugging Face keeps it: its config, and its weights in one safetensors file or in several.
+
+Nothing here needs transformers: a model that has a config says itself what belongs in the file.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from weft.errors import CheckpointError
+
+WEIGHTS_INDEX = "model.safetensors.index.json"
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+_SINGLE = "model.safetensors"
+
+
+def weights_index(weight_map: dict[str, str], num_bytes: int) -> str:
+    """Which file has which tensor."""
+    return json.dumps({"metadata": {"total_size": num_bytes}, "weight_map": weight_map}, indent=1)
+
+
+def config_files(model: nn.Module) -> dict[str, str]:
+    """By name, what transformers needs besides the weights; nothing for a model that is not its own."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_json_string"):
+        return {}
+    content: dict[str, Any] = json.loads(config.to_json_string())
+    content["architectures"] = [type(model).__name__]
+    files = {CONFIG: json.dumps(content, indent=2, sort_keys=True) + "\n"}
+    generation: Any = getattr(model, "generation_config", None)
+    if hasattr(generation, "to_json_string"):
+        files[GENERATION_CONFIG] = generation.to_json_string()
+    return files
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The safetensors files with a model's weights; a folder without any is refused."""
+    index = folder / WEIGHTS_INDEX
+    try:
+        if index.is_file():
+            return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} cannot be read: {error}") from error
+    if (folder / _SINGLE).is_file():
+        return [_SINGLE]
+    found = sorted(path.name for path in folder.glob("*.safetensors"))
+    if found:
+        return found
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; give the local folder that holds the model's weights")
+    pickles = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
+    if pickles:
+        raise CheckpointError(
+            f"{folder} holds weights as pickles only ({pickles[0]}), which can run any code and not be read in parts; "
+            "convert them once, with transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)"
+        )
+    raise CheckpointError(f"{folder} holds no *.safetensors file; give the local folder that holds the model's weights")

@@ -1,0 +1,59 @@
+"""Gradients that are nothing but rounding are set to zero on both sides of a comparison, before the update.
+
+A bias in front of BatchNorm has no gradient, by the maths; what is computed for it is noise, another one in every order
+of additions. Adam divides by its size, and would make two different noises into two different weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from weft.comm.collectives import all_reduce
+from weft.mesh import Mesh
+from weft.training.elementwise import OptimizerFactory
+
+_NOISE = 1e-12
+"""A gradient all of whose entries are below this part of the model's largest is rounding."""
+
+
+class Silenced:
+    """Makes the same optimizer, which sees zero where a gradient is rounding."""
+
+    def __init__(self, optimizer: OptimizerFactory, *, stages: Sequence[int] = (), by_stage: bool = False) -> None:
+        """`by_stage`: stages update by themselves, so each knows its own gradients only; `stages` of all parameters,
+        where one process has those of several."""
+        self._optimizer = optimizer
+        self._stages = stages
+        self._by_stage = by_stage
+        self.mesh: Mesh | None = None
+        """Of ranks that share gradients out: a part may be all rounding where the whole is not."""
+
+    def __call__(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
+        made = self._optimizer(parameters)
+        made.register_step_pre_hook(self._silence)
+        return made
+
+    @torch.no_grad()
+    def _silence(self, made: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        gradients = [p.grad for group in made.param_groups for p in group["params"]]
+        largest = torch.zeros(1 + max(self._stages, default=0), dtype=torch.float64)
+        sizes = torch.zeros(len(gradients), dtype=torch.float64)
+        stages = torch.tensor(self._stages or [0] * len(gradients), dtype=torch.int64)
+        for number, gradient in enumerate(gradients):
+            if gradient is not None and gradient.numel():
+                sizes[number] = float(gradient.abs().max())
+        largest.scatter_reduce_(0, stages, sizes, "amax")
+        if self.mesh is not None:
+            sizes, largest, stages = (one.to(self.mesh.world.device) for one in (sizes, largest, stages))
+            sharing = (self.mesh.batch_group("control"), self.mesh.group("tensor", "control"))
+            for group in sharing:
+                all_reduce(sizes, group, op="max")
+            for group in sharing if self._by_stage else (self.mesh.everyone("control"),):
+                all_reduce(largest, group, op="max")
+        for gradient, is_noise in zip(gradients, (sizes < _NOISE * largest[stages]).tolist(), strict=True):
+            if gradient is not None and is_noise:
+                gradient.zero_()

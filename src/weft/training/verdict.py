@@ -1,0 +1,164 @@
+"""What `verify` found: the worst of everything that was compared, the first thing that differs, and how far a lossy
+plan is from what it stands in for.
+
+Plain values, the same on every rank, with nothing of torch in them: they travel between processes and into files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.errors import VerifyError
+
+LARGEST_LOSS_DEVIATION = 0.05
+"""A plan of 16-bit numbers whose loss is further from float32's than this does not merely round."""
+
+LARGEST_GRADIENT_DEVIATION = 0.4
+"""And whose gradients are further than this, all together: twice as much is 1 away, half as much 0.5, and rounding to
+bf16 or fp16 less than 0.01 in the models that were measured."""
+
+_MOST_LISTED = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """How far one thing was from the reference, at worst."""
+
+    what: str
+    """loss, gradient, weight or buffer."""
+    name: str
+    error: float
+    """The largest difference, relative to the largest entry of the reference tensor."""
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """Why a tensor is probably off."""
+
+    kind: str
+    """factor, not summed, stale, missing, extra, not a number, swapped, rows, unpublished, random, or unknown."""
+    text: str
+    """A sentence without a full stop."""
+    axes: tuple[str, ...] = ()
+    """The axes of the plan that it points to, likeliest first; "microbatches" may be among them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The first thing that differs, in the order in which things happen."""
+
+    step: int
+    phase: str
+    """forward, backward, exchange, update or buffers."""
+    what: str
+    name: str
+    error: float
+    ranks: tuple[int, ...]
+    """Whose are off."""
+    places: str
+    """The same in words: where these ranks are along the axes."""
+    cause: Cause
+
+    def __str__(self) -> str:
+        thing = f"{self.what} {self.name}".rstrip()
+        return (
+            f"the first difference: {thing}, step {self.step}, phase {self.phase}, off by {self.error:.1e} on "
+            f"{self.places}. Likely cause: {self.cause.text}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deviation:
+    """How far a plan that is not exact is from what it stands in for: measured, and no mistake by itself."""
+
+    against: str
+    """What it was compared with."""
+    loss: float
+    """The largest relative difference of a step's loss."""
+    gradient: float | None = None
+    """The largest relative difference of a step's gradients, all together, in the Euclidean norm."""
+    movement: float | None = None
+    """How far the weights ended from the other's, relative to how far those moved."""
+    limit: float | None = None
+    """The largest difference of the loss that passes; None: any finite one."""
+    num_skipped: int = 0
+    """Steps that changed nothing, because a gradient was not finite."""
+    num_steps: int = 0
+    """Of the plan as it stands."""
+
+    @property
+    def problem(self) -> str | None:
+        if not self.loss < float("inf"):
+            return f"the plan as it stands gives a loss that is not finite, where {self.against} does not"
+        if self.limit is not None and self.loss > self.limit:
+            return (
+                f"the plan as it stands gives a loss that is {self.loss:.1%} from {self.against}, and {self.limit:.0%} "
+                "is allowed; no rounding explains that"
+            )
+        if self.num_steps and self.num_skipped == self.num_steps:
+            return (
+                f"all {self.num_steps} steps of the plan as it stands were skipped, because a gradient was not finite, "
+                "so its gradients were not compared; give more steps, or a smaller [precision] loss_scale"
+            )
+        if self.limit is not None and self.gradient is not None and not self.gradient <= LARGEST_GRADIENT_DEVIATION:
+            return (
+                f"the plan as it stands gives gradients that are {self.gradient:.1%} from {self.against}, and "
+                f"{LARGEST_GRADIENT_DEVIATION:.0%} is allowed; no rounding explains that"
+            )
+        return None
+
+    def __str__(self) -> str:
+        parts = [f"loss {self.loss:.1e}"]
+        if self.gradient is not None:
+            parts.append(f"gradients {self.gradient:.1e}")
+        if self.movement is not None:
+            parts.append(f"weights {self.movement:.1e} of their way")
+        skipped = f" ({self.num_skipped} steps skipped)" if self.num_skipped else ""
+        return f"deviation from {self.against}: {', '.join(parts)}{skipped}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """The outcome, the same on every rank: the worst difference of each tensor, worst first."""
+
+    num_steps: int
+    tolerance: float
+    differences: tuple[Difference, ...]
+    rule: str = "one process"
+    """Whose answer the plan was held to."""
+    first: Finding | None = None
+    """None where everything is equal."""
+    deviation: Deviation | None = None
+    """Of a lossy plan."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the plan obeys its rule, whatever its deviation."""
+        return all(difference.error <= self.tolerance for difference in self.differences)
+
+    @property
+    def ok(self) -> bool:
+        return self.is_equal and (self.deviation is None or self.deviation.problem is None)
+
+    def worst(self, what: str) -> Difference:
+        return next(difference for difference in self.differences if difference.what == what)
+
+    def require(self) -> Verification:
+        """Raise VerifyError with the first difference and the worst ones; returns itself where there is none."""
+        if not self.ok:
+            raise VerifyError(self.problems())
+        return self
+
+    def problems(self) -> list[str]:
+        """The first thing that differs, then what is off most, each a sentence."""
+        problems = [] if self.first is None else [str(self.first)]
+        if self.deviation is not None and self.deviation.problem is not None:
+            problems.append(self.deviation.problem)
+        wrong = [difference for difference in self.differences if not difference.error <= self.tolerance]
+        return problems + [
+            f"{d.what} {d.name} is off by {d.error:.1e} on rank {d.rank} after step {d.step}, "
+            f"{self.tolerance:.0e} is allowed; this plan does not give the answer of {self.rule} for this model"
+            for d in wrong[: _MOST_LISTED - len(problems)]
+        ]

@@ -1,0 +1,116 @@
+"""The plans that `gpu_smoke.py` runs: every axis alone, two axes at once, and what goes over or beside them.
+
+An axis alone has all ranks; two axes at once have 2 and the rest, so they need 4 ranks or more. Names say what is in a
+plan, for a run of only some of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from weft.plan.plan import Axes, Compile, Data, Pipeline, Plan, Precision, Recompute, Sequence, Step, Tensor
+
+SCHEDULES = ("naive", "gpipe", "1f1b", "zero-bubble", "pipedream", "2bw")
+COMPILED = "compiled"
+"""In the name of a case that takes long, and is only run by name."""
+
+ZERO_1, ZERO_2, ZERO_3 = (Data(shard=shard) for shard in ("optimizer", "gradients", "parameters"))
+BF16, FP16 = Precision(compute="bf16"), Precision(compute="fp16")
+FULL, SELECTIVE = Recompute(policy="full"), Recompute(policy="selective")
+
+ON_DATA: dict[str, dict[str, Any]] = {
+    "data": {},
+    "zero 1": {"data": ZERO_1},
+    "zero 2": {"data": ZERO_2},
+    "zero 3": {"data": ZERO_3},
+    "zero 3, gathered for every microbatch": {"data": Data(shard="parameters", reshard="microbatch")},
+    "zero 3, bf16, recomputed": {"data": ZERO_3, "precision": BF16, "recompute": SELECTIVE},
+    "zero 3, recomputed": {"data": ZERO_3, "recompute": FULL},
+    "zero 3, offloaded": {"data": Data(shard="parameters", offload=True)},
+    "fp16": {"precision": FP16},
+    "bf16, offloaded": {"data": Data(offload=True), "precision": Precision(compute="bf16", accumulate="bf16")},
+}
+ON_TENSOR: dict[str, dict[str, Any]] = {
+    "tensor": {},
+    "tensor, split tokens": {"tensor": Tensor(sequence=True)},
+    "tensor, bf16, recomputed": {"precision": BF16, "recompute": SELECTIVE},
+    "tensor, split tokens, recomputed": {"tensor": Tensor(sequence=True), "recompute": FULL},
+    f"tensor, {COMPILED}": {"compile": Compile(blocks=True)},
+}
+ON_RING: dict[str, dict[str, Any]] = {
+    "ring": {},
+    "ring, contiguous, zero 2": {"sequence": Sequence(layout="contiguous"), "data": ZERO_2},
+    "ring self-attention": {"sequence": Sequence(variant="ring-self-attention")},
+    "ring, bf16": {"precision": BF16},
+    "ring, recomputed": {"recompute": FULL},
+    f"ring, {COMPILED}": {"compile": Compile(blocks=True)},
+}
+ON_ULYSSES: dict[str, dict[str, Any]] = {
+    "ulysses": {},
+    "ulysses, bf16, recomputed": {"precision": BF16, "recompute": SELECTIVE},
+}
+TWO_AXES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "replicate x data, zero 2": ("replicate", "data", {"data": ZERO_2}),
+    "replicate x data, zero 3": ("replicate", "data", {"data": ZERO_3}),
+    "pipeline x data, interleaved, zero 1": (
+        "pipeline",
+        "data",
+        {"pipeline": Pipeline(schedule="interleaved", chunks=2), "data": ZERO_1},
+    ),
+    "pipeline x data, zero 3": ("pipeline", "data", {"data": ZERO_3}),
+    "data outside x pipeline inside": ("data", "pipeline", {}),
+    "pipeline x tensor": ("pipeline", "tensor", {}),
+    "pipeline x tensor, zero-bubble, split tokens": (
+        "pipeline",
+        "tensor",
+        {"pipeline": Pipeline(schedule="zero-bubble"), "tensor": Tensor(sequence=True)},
+    ),
+    "pipeline x tensor, bf16, recomputed": ("pipeline", "tensor", {"precision": BF16, "recompute": FULL}),
+    "data x tensor, zero 3": ("data", "tensor", {"data": ZERO_3}),
+    "data x tensor, zero 3, bf16, split tokens": (
+        "data",
+        "tensor",
+        {"data": ZERO_3, "precision": BF16, "tensor": Tensor(sequence=True)},
+    ),
+    "data x ring": ("data", "ring", {}),
+    "data x ulysses, zero 3": ("data", "ulysses", {"data": ZERO_3}),
+    "ring x ulysses": ("ring", "ulysses", {}),
+    "ring x ulysses, bf16, recomputed": ("ring", "ulysses", {"precision": BF16, "recompute": SELECTIVE}),
+    "ring x tensor": ("ring", "tensor", {}),
+    "ulysses x tensor": ("ulysses", "tensor", {}),
+    "pipeline x ring": ("pipeline", "ring", {}),
+    "pipeline x ulysses, zero-bubble": ("pipeline", "ulysses", {"pipeline": Pipeline(schedule="zero-bubble")}),
+}
+ELSEWHERE = (
+    ("zero 3", "pipeline x tensor"),
+    ("pipeline x tensor", "ring x ulysses"),
+    ("ring x ulysses", "data x tensor, zero 3"),
+    ("data x tensor, zero 3", "pipeline, zero-bubble"),
+    ("pipeline, zero-bubble", "replicate x data, zero 3"),
+    ("tensor", "data"),
+)
+"""Saved under the first, loaded under the second."""
+
+
+def all_plans(num_ranks: int) -> dict[str, Plan]:
+    """By name; every one for this number of ranks."""
+    base = Plan(step=Step(microbatches=2, clip_norm=1.0))
+    plans = {}
+    for axis, changes_of in (("data", ON_DATA), ("tensor", ON_TENSOR), ("ring", ON_RING), ("ulysses", ON_ULYSSES)):
+        plans |= {name: replace(base, axes=Axes(**{axis: num_ranks}), **kw) for name, kw in changes_of.items()}
+    plans |= {f"pipeline, {schedule}": pipeline_plan(base, schedule, num_ranks) for schedule in SCHEDULES}
+    for name, (outer, inner, changes) in TWO_AXES.items() if num_ranks >= 4 and num_ranks % 2 == 0 else ():
+        default = Axes().order
+        order = default
+        if default.index(outer) > default.index(inner):
+            order = (outer, *(axis for axis in default if axis != outer))
+        plans[name] = replace(base, axes=Axes(**{outer: 2, inner: num_ranks // 2}, order=order), **changes)
+    return plans
+
+
+def pipeline_plan(base: Plan, schedule: str, num_ranks: int) -> Plan:
+    # PipeDream knows no norm of a whole gradient, and 2BW needs a microbatch a stage.
+    clip_norm = 0.0 if schedule == "pipedream" else base.step.clip_norm
+    step = Step(microbatches=max(num_ranks, 2), clip_norm=clip_norm)
+    return replace(base, axes=Axes(pipeline=num_ranks), pipeline=Pipeline(schedule=schedule), step=step)

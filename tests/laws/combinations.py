@@ -1,0 +1,198 @@
+"""The fields of a plan that combine, and a sample of their combinations: `combinations.json`, one row a line.
+
+Models, optimizers and batches count as fields too. Whoever adds a field, or lifts a refusal, finds the sample anew
+(minutes): `PYTHONPATH=tests python tests/laws/combinations.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from oracle import ADAMW, SGD, MakeOptimizer, small_convnet, small_gpt
+from pairwise import Pair, Row, sample
+from torch import nn
+
+from weft.plan.check import _idle, check
+from weft.plan.fields import facts_of
+from weft.plan.plan import AXES, SECTIONS, Plan
+
+FILE = Path(__file__).with_suffix(".json")
+NUM_RANKS = (4, 8)
+
+DATA_OUTSIDE = ("data", "pipeline", "replicate", "ulysses", "ring", "tensor")
+TENSOR_OUTSIDE = ("tensor", "ulysses", "ring", "data", "replicate", "pipeline")
+
+PLAN_FIELDS: dict[str, tuple[object, ...]] = {
+    **{f"axes.{axis}": (1, 2) for axis in AXES},
+    "axes.order": (AXES, DATA_OUTSIDE, TENSOR_OUTSIDE),
+    "step.microbatches": (1, 2, 4),
+    "step.clip_norm": (0.0, 0.1),
+    "pipeline.schedule": ("1f1b", "naive", "gpipe", "interleaved", "zero-bubble", "pipedream", "2bw"),
+    "pipeline.chunks": (1, 2),
+    "pipeline.cuts": ((), (2,), (1, 2, 3)),
+    "pipeline.vertical_sync": (False, True),
+    "tensor.sequence": (False, True),
+    "sequence.layout": ("zigzag", "contiguous"),
+    "sequence.variant": ("ring", "ring-self-attention"),
+    "data.shard": ("nothing", "optimizer", "gradients", "parameters"),
+    "data.reshard": ("step", "microbatch"),
+    "data.offload": (False, True),
+    "data.buffers": ("synchronise", "broadcast"),
+    "data.check_every": (0, 1),
+    "precision.compute": ("model", "bf16", "fp16"),
+    "precision.reduce": ("fp32", "bf16"),
+    "precision.accumulate": ("fp32", "bf16"),
+    "recompute.policy": ("none", "selective", "full"),
+    "comm.transport": ("auto", "c10d"),
+    "comm.bucket_bytes": (26214400, 999),
+}
+
+OTHERWISE = {
+    "compile.blocks": "seconds of compiling a row; tests/multirank/test_compiled.py",
+    "precision.loss_scale": "only for fp16: tests/multirank/test_loss_scale.py",
+}
+"""Fields that are tested elsewhere, and why."""
+
+
+def small_llama() -> nn.Module:
+    """As Hugging Face ships it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=17,
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=16,
+    )
+    return LlamaForCausalLM(config)
+
+
+MODELS: dict[str, Any] = {
+    "untied gpt": functools.partial(
+        small_gpt, num_layers=4, heads=8, positions="learned", tied=False, norm="layer", bias=True
+    ),
+    "gpt": functools.partial(small_gpt, num_layers=4, heads=8, kv_heads=4),
+    "convnet": functools.partial(small_convnet, num_blocks=4),
+    "llama": small_llama,
+}
+OPTIMIZERS: dict[str, MakeOptimizer] = {"sgd": SGD, "adamw": ADAMW}
+BATCHES = {"even": (8, 8), "uneven": (13, 3)}
+
+FIELDS = {**PLAN_FIELDS, "model": tuple(MODELS), "optimizer": tuple(OPTIMIZERS), "batches": tuple(BATCHES)}
+
+
+def make_plan(row: Row) -> Plan:
+    plan, sections = Plan(), {path.split(".")[0] for path in PLAN_FIELDS}
+    return replace(
+        plan,
+        **{
+            section: replace(
+                getattr(plan, section),
+                **{path.split(".")[1]: row[path] for path in PLAN_FIELDS if path.startswith(f"{section}.")},
+            )
+            for section in sections
+        },
+    )
+
+
+def settle(row: Row) -> Row | None:
+    """What of a row has an effect, or None where weft refuses it."""
+    plan = make_plan(row)
+    while idle := _idle(plan):
+        if "axes.replicate" in idle:
+            return None
+        for path in idle:
+            section, name = path.split(".")
+            row = {**row, path: facts_of(SECTIONS[section])[name].default}
+        plan = make_plan(row)
+    if check(plan) or model_refuses(row):
+        return None
+    return row
+
+
+def model_refuses(row: Row) -> bool:
+    """Where a plan that is sound cannot be had with these models."""
+    num_stages = row["axes.pipeline"] * row["pipeline.chunks"]  # type: ignore[operator]
+    is_split = any(row[f"axes.{axis}"] != 1 for axis in ("pipeline", "tensor", "ulysses"))
+    if num_stages > 4:
+        return True
+    if row["pipeline.schedule"] == "pipedream" and row["model"] == "gpt":
+        return True  # a tied weight is on two stages, each of which updates by itself
+    if row["model"] == "llama":  # in float64 it casts to float32, which verify cannot undo there: rounding shows
+        return row["recompute.policy"] == "selective"
+    if row["model"] != "convnet":
+        return False
+    if row["data.buffers"] != "synchronise" and row["axes.data"] * row["axes.replicate"] > 1:  # type: ignore[operator]
+        return True  # does not give one process's answer, and says so
+    return bool(
+        row["tensor.sequence"]
+        or row["axes.ulysses"] != 1
+        or row["sequence.layout"] != "zigzag"
+        or row["sequence.variant"] != "ring"
+        or (row["axes.ring"] != 1 and is_split)
+    )
+
+
+def name_of(row: Row) -> str:
+    """What of a row is not the default."""
+    named = [f"{axis} {row[f'axes.{axis}']}" for axis in AXES if row[f"axes.{axis}"] != 1]
+    default = Plan()
+    for path in PLAN_FIELDS:
+        section, field = path.split(".")
+        if section != "axes" and row[path] != getattr(getattr(default, section), field):
+            named.append(f"{field} {row[path]}")
+    order = {DATA_OUTSIDE: ["data outside"], TENSOR_OUTSIDE: ["tensor outside"]}.get(row["axes.order"], [])  # type: ignore[call-overload]
+    return ", ".join([*named, *order, *(str(row[name]) for name in ("model", "optimizer", "batches"))])
+
+
+def find_rows() -> tuple[list[Row], list[Pair]]:
+    """The sample, and the pairs of values that never meet."""
+    shapes: list[Row] = [
+        {f"axes.{axis}": size for axis, size in zip(AXES, sizes, strict=True)}
+        for sizes in itertools.product((1, 2), repeat=len(AXES))
+        if math.prod(sizes) in NUM_RANKS
+    ]
+    return sample(FIELDS, settle, together=shapes, cost=cost_of)
+
+
+def cost_of(row: Row) -> float:
+    """About as long as it takes on a machine with fewer cores than ranks; a plan that rounds is run twice."""
+    default = Plan().precision
+    rounds = any(row[f"precision.{name}"] != getattr(default, name) for name in ("compute", "reduce", "accumulate"))
+    return num_ranks_of(row) * (1 + rounds)
+
+
+def num_ranks_of(row: Row) -> int:
+    return math.prod(int(row[f"axes.{axis}"]) for axis in AXES)  # type: ignore[call-overload]
+
+
+def read_rows() -> tuple[list[Row], list[Pair]]:
+    """What was found when the sample was made."""
+    kept = json.loads(FILE.read_text())
+    rows = [{name: _as_tuple(value) for name, value in row.items()} for row in kept["rows"]]
+    return rows, [((one[0], _as_tuple(one[1])), (two[0], _as_tuple(two[1]))) for one, two in kept["never"]]
+
+
+def _as_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def write_rows() -> None:
+    rows, never = find_rows()
+    lines = {"rows": [json.dumps(row) for row in rows], "never": [json.dumps(pair) for pair in never]}
+    blocks = [f'"{name}": [\n' + ",\n".join(inside) + "\n]" for name, inside in lines.items()]
+    FILE.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
+    print(f"{len(rows)} rows, {len(never)} pairs that never meet: {FILE}")
+
+
+if __name__ == "__main__":
+    write_rows()

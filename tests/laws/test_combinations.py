@@ -1,0 +1,94 @@
+"""Every two values of a plan that can meet are run together on 4 or 8 ranks, and each time equal one process.
+
+The rows are not chosen by hand: `combinations.json` is a small sample of all plans in which every pair of values occurs
+(`pairwise.py`). What is in no row must be what weft refuses.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from combinations import (
+    BATCHES,
+    FIELDS,
+    MODELS,
+    NUM_RANKS,
+    OPTIMIZERS,
+    OTHERWISE,
+    PLAN_FIELDS,
+    make_plan,
+    name_of,
+    num_ranks_of,
+    read_rows,
+    settle,
+)
+from oracle import Batch, image_batch, token_batch
+from pairwise import Row, pairs_of
+from ranks import ranks
+
+from weft.plan.check import _BUILT
+from weft.plan.fields import facts_of
+from weft.plan.plan import SECTIONS
+from weft.training.verify import verify
+
+ROWS, NEVER = read_rows()
+
+
+def make_batch(row: Row, size: int, seed: int) -> Batch:
+    return (image_batch if row["model"] == "convnet" else token_batch)(size, seed=seed)
+
+
+def check_row(row: Row) -> None:
+    verify(
+        MODELS[row["model"]](),
+        make_plan(row),
+        loss="cross-entropy",
+        optimizer=OPTIMIZERS[row["optimizer"]],
+        batches=[make_batch(row, size, seed) for seed, size in enumerate(BATCHES[row["batches"]])],
+        dtype=torch.float64,
+        device="cpu",
+    ).require()
+
+
+@ranks(4)
+def on_4(row: Row) -> None:
+    check_row(row)
+
+
+@ranks(8)
+def on_8(row: Row) -> None:
+    check_row(row)
+
+
+ON_RANKS = dict(zip(NUM_RANKS, (on_4, on_8), strict=True))
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=name_of(row)) for row in ROWS])
+def test_a_plan_gives_the_answer_of_one_process(row: Row) -> None:
+    ON_RANKS[num_ranks_of(row)](row=row)
+
+
+def test_every_row_is_a_plan_in_which_everything_has_an_effect() -> None:
+    assert len(ROWS) >= 60
+    for row in ROWS:
+        assert settle(row) == row, name_of(row)
+
+
+def test_every_pair_of_values_meets_or_is_known_not_to() -> None:
+    met = {pair for row in ROWS for pair in pairs_of(row)}
+    wanted = {
+        ((one, left), (other, right))
+        for one, other in itertools.combinations(FIELDS, 2)
+        for left in FIELDS[one]
+        for right in FIELDS[other]
+    }
+    assert met <= wanted and not met & set(NEVER)
+    assert wanted - met == set(NEVER)
+
+
+def test_every_field_of_a_plan_is_here_or_somewhere_else() -> None:
+    known = {f"{section}.{field}" for section, kind in SECTIONS.items() for field in facts_of(kind)}
+    assert known == PLAN_FIELDS.keys() | OTHERWISE.keys() | _BUILT.keys()
+    assert not PLAN_FIELDS.keys() & OTHERWISE.keys()

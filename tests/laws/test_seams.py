@@ -1,0 +1,168 @@
+"""Exchanges that are still to come fit where they will stand: between replicas, around whatever sums inside of one.
+
+Two stand-ins are written against the contract of `sync/base.py` alone: replicas that train by themselves and meet every
+second step, and replicas that send each other rounded gradients. Each must equal its own rule, carried out in plain
+torch, when inside a replica layers, tokens, blocks or training state are shared out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from oracle import (
+    SGD,
+    Batch,
+    cross_entropy,
+    cut_evenly,
+    make_trainer,
+    sequence_plan,
+    small_gpt,
+    tensor_plan,
+    token_batch,
+)
+from ranks import ranks
+from torch import nn
+
+from weft.comm.collectives import all_reduce
+from weft.comm.group import Group
+from weft.mesh import Mesh
+from weft.parallel.shares import local_part
+from weft.plan.plan import Plan
+from weft.sync import make
+from weft.sync.base import Sync, Totals
+from weft.training import parallelize
+from weft.training.held import held_parameters
+
+NUM_REPLICAS, NUM_STEPS, EVERY, GRAINS = 2, 4, 2, 64
+
+
+def in_stages(plan: Plan) -> Plan:
+    return replace(plan, axes=replace(plan.axes, pipeline=2))
+
+
+PLANS = {
+    "tensor 2, zero 1": tensor_plan(2, replicate=2, shard="optimizer", microbatches=2),
+    "pipeline 2, zero 2": in_stages(tensor_plan(1, replicate=2, shard="gradients", microbatches=2)),
+    "ring 2, zero 3": sequence_plan(ring=2, replicate=2, shard="parameters"),
+    "data 2, zero 3": tensor_plan(1, data=2, replicate=2, shard="parameters", microbatches=2),
+}
+
+
+class Between:
+    """A sync inside of a replica, and what its rank exchanges with its counterparts in the others."""
+
+    def __init__(self, inside: Sync, mesh: Mesh) -> None:
+        self.inside = inside
+        self.replicas = mesh.group("replicate", "between")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inside, name)
+
+    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool) -> Totals:
+        totals = self.inside.finish(loss_sum, count, with_norm=with_norm)
+        sums = torch.stack([totals.loss_sum.double(), totals.count.double()])
+        all_reduce(sums, self.replicas)
+        return Totals(loss_sum=sums[0], count=sums[1], norm=totals.norm)
+
+
+class Meeting(Between):
+    """Replicas that take the mean of their weights now and then."""
+
+    num_updates = 0
+
+    def publish(self) -> None:
+        self.num_updates += 1
+        if self.num_updates % EVERY == 0:
+            for piece in self.inside.pieces:
+                all_reduce(piece.tensor.data, self.replicas)
+                piece.tensor.data /= self.replicas.size
+        self.inside.publish()
+
+
+class Rounding(Between):
+    """Replicas that add up gradients of few digits."""
+
+    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool) -> Totals:
+        totals = super().finish(loss_sum, count, with_norm=with_norm)
+        for piece in self.inside.pieces:
+            assert piece.tensor.grad is not None
+            rounded(piece.tensor.grad)
+            all_reduce(piece.tensor.grad, self.replicas)
+        return totals
+
+
+def rounded(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.mul_(GRAINS).round_().div_(GRAINS)
+
+
+def meeting_alone(models: list[nn.Module], step: int) -> None:
+    if step % EVERY == 0:
+        for same in zip(*(model.parameters() for model in models), strict=True):
+            mean = torch.stack([parameter.detach() for parameter in same]).mean(0)
+            for parameter in same:
+                parameter.data.copy_(mean)
+
+
+def rounding_alone(models: list[nn.Module]) -> None:
+    for same in zip(*(model.parameters() for model in models), strict=True):
+        total = sum(rounded(parameter.grad) for parameter in same)
+        for parameter in same:
+            parameter.grad = total.clone()
+
+
+def train_replicas(batches: list[Batch], kind: type[Between]) -> list[nn.Module]:
+    """The rule of a stand-in: every replica in plain torch, on its part of each batch."""
+    torch.manual_seed(1)
+    models: list[nn.Module] = [small_model() for _ in range(NUM_REPLICAS)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    optimizers = [SGD(model.parameters()) for model in models]
+    for step, batch in enumerate(batches, start=1):
+        count = batch[1].numel()
+        for model, optimizer, (inputs, targets) in zip(
+            models, optimizers, cut_evenly(batch, NUM_REPLICAS), strict=True
+        ):
+            optimizer.zero_grad()
+            (cross_entropy(model(inputs), targets)[0] / count).backward()
+        if kind is Rounding:
+            rounding_alone(models)
+        for optimizer in optimizers:
+            optimizer.step()
+        if kind is Meeting:
+            meeting_alone(models, step)
+    return models
+
+
+def small_model() -> nn.Module:
+    return small_gpt(num_layers=2, heads=4).double()
+
+
+def only_inside(mesh: Mesh) -> tuple[Group, list[Group]]:
+    return mesh.state_group("gradients"), []
+
+
+@ranks(4)
+@pytest.mark.parametrize("kind", [Meeting, Rounding])
+@pytest.mark.parametrize("name", PLANS)
+def test_what_replicas_exchange_is_independent_of_what_is_inside(name: str, kind: type[Between]) -> None:
+    batches = [token_batch(8, seed=seed) for seed in range(NUM_STEPS)]
+    place: Callable[..., Sync] = parallelize.place
+    torch.manual_seed(1)
+    wrapped = mock.patch.object(
+        parallelize, "place", lambda model, mesh, *a, **k: kind(place(model, mesh, *a, **k), mesh)
+    )
+    with mock.patch.object(make, "_groups", only_inside), wrapped:
+        trainer = make_trainer(small_model(), PLANS[name], example=batches[0][0][:2])
+    for batch in batches:
+        trainer.step(*cut_evenly(batch, trainer.data_size)[trainer.data_rank])
+    mine = train_replicas(batches, kind)[trainer.mesh.index("replicate")]
+    true = dict(mine.named_parameters())
+    grid, rank = trainer.mesh.grid, trainer.mesh.world.rank
+    for parameter_name, held in held_parameters(trainer.named_model, trainer.sync, trainer.layouts).items():
+        part = local_part(true[parameter_name].detach(), held.layout, grid, rank)
+        assert torch.allclose(held.tensor, part, rtol=0, atol=1e-12), parameter_name

@@ -1,0 +1,152 @@
+"""Save here, load there: whatever plan wrote a checkpoint, any other goes on from it, and would write the same files.
+
+Functions that are decorated with `@ranks` but not called test_... are parts of a test that needs several world sizes:
+each plan writes once, then each plan reads what three others wrote.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from oracle import (
+    ADAMW,
+    data_plan,
+    make_trainer,
+    pipeline_plan,
+    sequence_plan,
+    small_gpt,
+    tensor_plan,
+    token_batch,
+    train_on_tokens,
+)
+from ranks import ranks
+
+from weft.plan.plan import Plan
+from weft.training import checkpoint, snapshot
+from weft.training.trainer import Trainer
+
+NUM_BEFORE, NUM_AFTER = 2, 2
+PLANS = {
+    "alone": data_plan(1),
+    "data 2": data_plan(2),
+    "zero 3": data_plan(2, shard="parameters"),
+    "tensor 2": tensor_plan(2),
+    "pipeline 2": pipeline_plan(2, microbatches=2, cuts=(1,)),
+    "ring 2": sequence_plan(ring=2),
+    "hybrid": data_plan(2, replicate=2, shard="parameters"),
+    "tensor 2 x zero 2": tensor_plan(2, data=2, shard="gradients"),
+    "pipeline 2 x tensor 2": tensor_plan(2, pipeline=2, microbatches=2, cuts=(1,)),
+    "ring 2 x zero 3": sequence_plan(ring=2, data=2, shard="parameters"),
+    "pipeline 2 x zero 1 x tensor 2": tensor_plan(2, pipeline=2, data=2, microbatches=2, cuts=(1,), shard="optimizer"),
+}
+OFFSETS = 1, 4, 7
+"""How far down the list the plans are that each plan reads from: 33 pairs, every plan once with all kinds of others."""
+
+
+def make(name: str) -> Trainer:
+    torch.manual_seed(3)
+    model = small_gpt(heads=4, kv_heads=2, bias=True, norm="layer").double()
+    return make_trainer(model, PLANS[name], optimizer=ADAMW, example=token_batch(2)[0])
+
+
+def plans_of(num_ranks: int) -> list[tuple[str, Plan]]:
+    return [(name, plan) for name, plan in PLANS.items() if plan.axes.num_ranks == num_ranks]
+
+
+def write(folder: Path, num_ranks: int) -> None:
+    for name, _ in plans_of(num_ranks):
+        trainer = make(name)
+        train_on_tokens(trainer, NUM_BEFORE)
+        with mock.patch.object(snapshot, "MOST_FILE_BYTES", 20_000):
+            trainer.save(folder / name)
+        losses = train_on_tokens(trainer, NUM_AFTER)
+        if trainer.mesh.world.rank == 0:
+            (folder / f"{name}.json").write_text(json.dumps(losses))
+
+
+def portable_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name.startswith(("model", "optimizer"))}
+
+
+def read(folder: Path, num_ranks: int) -> None:
+    names = list(PLANS)
+    for name, _ in plans_of(num_ranks):
+        trainer = make(name)
+        for offset in OFFSETS:
+            saved = names[(names.index(name) + offset) % len(names)]
+            with mock.patch.object(checkpoint.log, "warning"):
+                trainer.load(folder / saved)
+            assert trainer.steps_done == NUM_BEFORE
+            with mock.patch.object(snapshot, "MOST_FILE_BYTES", 20_000):
+                trainer.save(folder / f"{saved} by {name}")
+            assert portable_files(folder / f"{saved} by {name}") == portable_files(folder / saved), (saved, name)
+            losses = json.loads((folder / f"{saved}.json").read_text())
+            assert train_on_tokens(trainer, NUM_AFTER) == pytest.approx(losses, rel=1e-10), (saved, name)
+
+
+@ranks(2)
+def write_on_two(folder: Path, num_ranks: int) -> None:
+    write(folder, num_ranks)
+
+
+@ranks(4)
+def write_on_four(folder: Path, num_ranks: int) -> None:
+    write(folder, num_ranks)
+
+
+@ranks(8)
+def write_on_eight(folder: Path, num_ranks: int) -> None:
+    write(folder, num_ranks)
+
+
+@ranks(2)
+def read_on_two(folder: Path, num_ranks: int) -> None:
+    read(folder, num_ranks)
+
+
+@ranks(4)
+def read_on_four(folder: Path, num_ranks: int) -> None:
+    read(folder, num_ranks)
+
+
+@ranks(8)
+def read_on_eight(folder: Path, num_ranks: int) -> None:
+    read(folder, num_ranks)
+
+
+WRITE = {1: write, 2: write_on_two, 4: write_on_four, 8: write_on_eight}
+READ = {1: read, 2: read_on_two, 4: read_on_four, 8: read_on_eight}
+
+
+def test_any_plan_goes_on_from_what_any_other_saved(tmp_path: Path) -> None:
+    assert sum(len(plans_of(num_ranks)) for num_ranks in WRITE) == len(PLANS)
+    for num_ranks, write_there in WRITE.items():
+        write_there(folder=tmp_path, num_ranks=num_ranks)
+    for num_ranks, read_there in READ.items():
+        read_there(folder=tmp_path, num_ranks=num_ranks)
+
+
+@ranks(2)
+def test_a_checkpoint_of_the_first_format_is_read(tmp_path: Path) -> None:
+    """One checksum a file instead of one a piece."""
+    trainer = make("tensor 2")
+    train_on_tokens(trainer, NUM_BEFORE)
+    trainer.save(tmp_path / "saved")
+    losses = train_on_tokens(trainer, NUM_AFTER)
+    if trainer.mesh.world.rank == 0:
+        path = tmp_path / "saved" / "checkpoint.json"
+        index = json.loads(path.read_text())
+        index["format"] = 1
+        for record in index["files"]:
+            (record["crc32"],) = record["crc32"]
+            del record["piece_bytes"]
+        index["crc32"] = checkpoint.index_checksum(index)
+        path.write_text(json.dumps(index))
+    torch.distributed.barrier()
+    again = make("tensor 2")
+    again.load(tmp_path / "saved")
+    assert train_on_tokens(again, NUM_AFTER) == losses

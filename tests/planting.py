@@ -1,0 +1,118 @@
+"""Faults planted on purpose, and what `verify` says of them.
+
+A plant is what a real mistake would leave: gradients that were summed where a mean belongs, an exchange that somebody
+forgot, a share that went to the wrong rank. Each is a patch that is undone before the test ends, because the ranks go
+on to other tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import SGD, small_gpt, token_batch
+
+from weft.comm.collectives import Pending
+from weft.comm.group import Group, Traffic
+from weft.plan.plan import Plan
+from weft.training import verify as verify_module
+from weft.training.parallelize import parallelize
+from weft.training.trainer import Trainer
+from weft.training.verdict import Finding
+from weft.training.verify import verify
+
+Patch = pytest.MonkeyPatch
+Plant = Callable[[Patch, Trainer], None]
+"""What is done to the trainer that verify has made, or to weft itself."""
+
+
+def find(plan: Plan, plant: Plant, *, num_steps: int = 1, optimizer: Any = SGD, **model: Any) -> Finding:
+    """What verify says of a plan with a plant in it; without the plant it passes."""
+
+    def run() -> Any:
+        made = small_gpt(**{"num_layers": 2, **model})
+        batches = [token_batch(8, seed=seed) for seed in range(num_steps)]
+        return verify(made, plan, loss="cross-entropy", optimizer=optimizer, batches=batches, device="cpu")
+
+    assert run().require().first is None
+    with pytest.MonkeyPatch.context() as patch:
+
+        def planted(*args: Any, **kwargs: Any) -> Trainer:
+            # Only now: what the forward pass of a split model computes is compared before, by `parallelize` itself.
+            trainer = parallelize(*args, **kwargs)
+            plant(patch, trainer)
+            return trainer
+
+        patch.setattr(verify_module, "parallelize", planted)
+        outcome = run()
+    assert not outcome.ok and outcome.first is not None
+    everybodys: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybodys, str(outcome.first))
+    assert len(set(everybodys)) == 1
+    return outcome.first
+
+
+def after_exchange(change: Callable[[Trainer], None]) -> Plant:
+    """What is done to gradients when their exchange is over."""
+
+    def plant(patch: Patch, trainer: Trainer) -> None:
+        finish = trainer.sync.finish
+
+        def finish_and_change(*args: Any, **kwargs: Any) -> Any:
+            totals = finish(*args, **kwargs)
+            with torch.no_grad():
+                change(trainer)
+            return totals
+
+        trainer.sync.finish = finish_and_change  # type: ignore[method-assign]
+
+    return plant
+
+
+def scaled(factor: float) -> Plant:
+    def scale(trainer: Trainer) -> None:
+        for piece in trainer.sync.pieces:
+            if piece.tensor.grad is not None:
+                piece.tensor.grad *= factor
+
+    return after_exchange(scale)
+
+
+def in_exchange(where: str, factor: float, *, axis: str, position: int = 0, **given: Any) -> Plant:
+    """A collective along one axis, as one file of weft calls it, is given a tensor that is too large.
+
+    `given`: only calls with these keyword arguments.
+    """
+
+    def plant(patch: Patch, trainer: Trainer) -> None:
+        *module, name = where.split(".")
+        real = getattr(__import__(".".join(module), fromlist=["_"]), name)
+
+        def exchange(*args: Any, **kwargs: Any) -> Any:
+            group = next(one for one in args if isinstance(one, Group))
+            if axis in group.axis and all(kwargs.get(key) == value for key, value in given.items()):
+                args[position].mul_(factor)
+            return real(*args, **kwargs)
+
+        patch.setattr(where, exchange)
+
+    return plant
+
+
+def without(where: str, axis: str) -> Plant:
+    """An exchange along an axis that nobody does."""
+
+    def plant(patch: Patch, trainer: Trainer) -> None:
+        *module, name = where.split(".")
+        real = getattr(__import__(".".join(module), fromlist=["_"]), name)
+
+        def exchange(tensor: Any, group: Group, **kwargs: Any) -> Any:
+            is_skipped = axis in group.axis and group.purpose == "gradients"
+            return Pending(None, Traffic()) if is_skipped else real(tensor, group, **kwargs)
+
+        patch.setattr(where, exchange)
+
+    return plant
