@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from weft.comm.group import Group, Traffic
 from weft.layout import part_of
-from weft.mesh import Mesh
+from weft.mesh import WORLD, Mesh, World
 from weft.models.convnet import ConvNet, ConvNetConfig
 from weft.models.gpt import GPT, GPTConfig
 from weft.plan.plan import Axes, Comm, Data, Pipeline, Plan, Step
@@ -31,17 +31,18 @@ from weft.plan.plan import Tensor as TensorSection
 from weft.training.parallelize import parallelize
 from weft.training.trainer import Trainer
 
-groups_made: dict[tuple[Axes, str, tuple[int, ...], int, str, str], Group] = {}
+groups_made: dict[tuple[str, str, World, str, str], Group] = {}
 make_group = Mesh._make_group
 
 
 def kept_group(mesh: Mesh, axis: str, purpose: str) -> Group:
-    """A group of an earlier mesh with the same axes, counted anew.
+    """A group of an earlier mesh in which the same ranks were together along an axis of that name, counted anew.
 
-    Making a group takes tens of milliseconds and three threads that live as long as the rank. Of a rank, the axes, the
-    transport and the hosts say everything; worlds that are only imagined have several ranks in one process.
+    Making a group takes tens of milliseconds and three threads that live as long as the rank. Beside who is together,
+    the transport and the hosts say everything; worlds that are only imagined have several ranks in one process.
     """
-    key = (mesh.grid.axes, mesh.plan.comm.transport, mesh.world.hosts, mesh.world.rank, axis, purpose)
+    together = "" if axis == WORLD else repr(mesh.grid.groups(tuple(axis.partition(":")[0].split("+"))))
+    key = (together, mesh.plan.comm.transport, mesh.world, axis, purpose)
     if key not in groups_made:
         groups_made[key] = make_group(mesh, axis, purpose)
     made = groups_made[key]

@@ -472,13 +472,12 @@ LONG_ROWS = {
 """Others have all that these have, in other company."""
 
 
-IN_SINGLE = {f"examples/{name}.toml" for name in ("data-parallel", "zero", "pipeline", "tensor", "tensor-pipeline")}
+IN_SINGLE = {f"examples/{name}.toml" for name in ("data-parallel", "zero", "tensor-pipeline")}
 
 
 def is_sampled(case: Case) -> bool:
     """Whether the sample of `test_combinations.py` has all that is in a row, in other company."""
-    sizes = case.plan.axes.sizes.values()
-    return case.plan.axes.num_ranks >= 4 and max(sizes) == 2 and case.model in SAMPLED_MODELS
+    return max(case.plan.axes.sizes.values()) == 2 and case.model in SAMPLED_MODELS
 
 
 SAMPLED_MODELS = {"rotary tied gpt", "learned untied gpt", "grouped gpt", "convnet", "deep gpt", "deep convnet"}
@@ -490,7 +489,7 @@ def runs() -> list[Any]:
     assert LONG_ROWS <= CASES.keys()
     found = []
     for name, case in CASES.items():
-        is_long = [pytest.mark.long] * (name in LONG_ROWS or (is_sampled(case) and not name.startswith("examples/")))
+        is_long = [pytest.mark.long] * (name in LONG_ROWS or (is_sampled(case) and name not in IN_SINGLE))
         found.append(pytest.param(name, torch.float64, id=f"{name}-double", marks=is_long))
         marks = [] if name in IN_SINGLE else [pytest.mark.long]
         found.append(pytest.param(name, torch.float32, id=f"{name}-single", marks=marks))

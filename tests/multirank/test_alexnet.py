@@ -6,6 +6,7 @@ import functools
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from oracle import ADAMW, make_trainer
 from ranks import ranks
@@ -27,6 +28,7 @@ def images(num_samples: int, *, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return made, torch.randint(10, (num_samples,), generator=generator)
 
 
+@pytest.mark.long
 @ranks(2)
 def test_two_towers_are_one_net() -> None:
     verify(

@@ -133,6 +133,7 @@ def test_every_tensor_of_hybrid_sharding(shard: str) -> None:
     check_account(lambda: GPT(SMALL), plan, *text_batch(SMALL, 2))
 
 
+@pytest.mark.long
 @ranks(2)
 @pytest.mark.parametrize("shard", WAITING)
 def test_every_tensor_of_a_model_whose_layers_wait_for_other_ranks(shard: str) -> None:

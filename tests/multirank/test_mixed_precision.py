@@ -120,6 +120,7 @@ def test_a_step_by_hand(num_ranks: int, compute: str, shard: str, microbatches: 
     ON_RANKS[num_ranks](compute=compute, shard=shard, microbatches=microbatches, accumulate=accumulate, reduce=reduce)
 
 
+@pytest.mark.long
 @ranks(4)
 @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
@@ -228,6 +229,7 @@ def test_gradients_travel_in_the_format_of_the_plan(shard: str, reduce: str) -> 
     assert trainer.mesh.traffic["data"].sent_bytes - before == sharded_bytes(flats, plan)["data"]
 
 
+@pytest.mark.long
 @ranks(2)
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("compute", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])

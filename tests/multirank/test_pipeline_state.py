@@ -181,6 +181,7 @@ def load_on_4(plan: Plan, folder: Path) -> None:
     load_and_go_on(plan, folder, saves=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "saved",
     [pytest.param(name, marks=[pytest.mark.long] if name in ("interleaved, zero 1", "1f1b") else []) for name in SAVED],

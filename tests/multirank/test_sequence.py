@@ -53,6 +53,7 @@ def test_two_ranks(changes: dict[str, Any], split: str) -> None:
     verified(sequence_plan(**SPLITS[split], clip_norm=0.5), **changes)
 
 
+@pytest.mark.long
 @ranks(4)
 @pytest.mark.parametrize("split", BOTH)
 @pytest.mark.parametrize("changes", [{"heads": 4, "kv_heads": 2}, {"hidden": 24, "heads": 6, "kv_heads": 2}])

@@ -41,6 +41,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.long
 @ranks(4)
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_checkpoint_goes_on_under_another_plan(pair: tuple[str, str], tmp_path: Path) -> None:

@@ -92,12 +92,14 @@ def test_two_stages(schedule: str, optimizer: str) -> None:
     check_table(check(plan_of(schedule, 2, 3), sizes, optimizer=OPTIMIZERS[optimizer], schedule=RATE, flushes=(4, 5)))
 
 
+@pytest.mark.long
 @ranks(3)
 @MOSTLY
 def test_three_stages(schedule: str) -> None:
     check_table(check(plan_of(schedule, 3, 3), (6, 7, 5, 9, 6, 7), optimizer=SGD, schedule=RATE, flushes=(4,)))
 
 
+@pytest.mark.long
 @ranks(4)
 @SCHEDULES
 def test_four_stages(schedule: str) -> None:
@@ -115,6 +117,7 @@ def test_many_steps(schedule: str, microbatches: int) -> None:
     check(plan_of(schedule, 4, microbatches), sizes, optimizer=ADAMW, flushes=(3, 4, 9))
 
 
+@pytest.mark.long
 @ranks(4)
 @MOSTLY
 def test_beside_data_parallelism(schedule: str) -> None:

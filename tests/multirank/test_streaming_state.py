@@ -66,6 +66,7 @@ PLANS = {
 }
 
 
+@pytest.mark.long
 @ranks(2)
 @pytest.mark.parametrize(
     ("before", "after"),

@@ -41,6 +41,7 @@ def test_two_ranks(changes: dict[str, Any], sequence: bool) -> None:
     verified(tensor_plan(2, sequence=sequence, clip_norm=0.5), **changes)
 
 
+@pytest.mark.long
 @ranks(4)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("changes", [{"heads": 4}, {"hidden": 24, "heads": 6, "kv_heads": 2}])

@@ -57,6 +57,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.long
 @ranks(4)
 @pytest.mark.parametrize(("here", "there"), PAIRS)
 def test_a_checkpoint_of_one_plan_goes_on_under_another(here: str, there: str, tmp_path: Path) -> None:

@@ -136,6 +136,7 @@ def test_two_ranks(name: str) -> None:
     verified(name, tensor_plan(2, clip_norm=0.5))
 
 
+@pytest.mark.long
 @ranks(4)
 @pytest.mark.parametrize("name", ["nanoGPT", "Llama", pytest.param("convnet", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
