@@ -18,6 +18,7 @@ from combinations import (
     OPTIMIZERS,
     OTHERWISE,
     PLAN_FIELDS,
+    cost_of,
     make_plan,
     name_of,
     num_ranks_of,
@@ -65,13 +66,20 @@ def on_8(row: Row) -> None:
 ON_RANKS = dict(zip(NUM_RANKS, (on_4, on_8), strict=True))
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=name_of(row)) for row in ROWS])
+NUM_EVERY_TIME = 60
+DEAREST = sorted(ROWS, key=cost_of)[NUM_EVERY_TIME:]
+"""Run by `make test-long`."""
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=name_of(row), marks=[pytest.mark.long] * (row in DEAREST)) for row in ROWS]
+)
 def test_a_plan_gives_the_answer_of_one_process(row: Row) -> None:
     ON_RANKS[num_ranks_of(row)](row=row)
 
 
 def test_every_row_is_a_plan_in_which_everything_has_an_effect() -> None:
-    assert len(ROWS) >= 60
+    assert len(ROWS) >= NUM_EVERY_TIME
     for row in ROWS:
         assert settle(row) == row, name_of(row)
 

@@ -161,6 +161,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.5)
 
 
+@pytest.mark.long
 @ranks(2)
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("compute", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])

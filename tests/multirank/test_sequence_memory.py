@@ -77,6 +77,7 @@ def test_two_ranks() -> None:
     check(sequence_plan(ulysses=2), ONE_RANK + TWICE)
 
 
+@pytest.mark.long
 @ranks(4)
 def test_four_ranks() -> None:
     check(sequence_plan(ring=4), ONE_RANK)

@@ -55,6 +55,7 @@ def test_two_stages_obey_their_rule(schedule: str) -> None:
     check(flush_free(schedule, 2, 3), (6, 7, 5, 9), optimizer=ADAMW, schedule=RATE)
 
 
+@pytest.mark.long
 @ranks(4)
 @pytest.mark.parametrize("schedule", ["vertical sync", "2bw"])
 def test_four_stages_obey_their_rule(schedule: str) -> None:
