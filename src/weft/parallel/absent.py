@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.errors import ModelError
@@ -53,6 +54,10 @@ class Absent(torch.Tensor):
 
     def __deepcopy__(self, memo: Any) -> Absent:
         return self
+
+
+class AbsentModule(nn.Module):
+    """Marks a module whose parameters are on another stage; `isinstance` tells it from a real one."""
 
 
 def is_absent(value: object) -> bool:

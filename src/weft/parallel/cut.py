@@ -16,7 +16,9 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from weft.blueprint import Blueprint
+from weft.comm.group import Group
 from weft.errors import ModelError
+from weft.mesh import Mesh
 from weft.parallel.batchnorm import has_batch_norms
 from weft.parallel.flow import Flow, find_units, follow, make_twin
 from weft.parallel.passage import Passage, install_gates, keep_only
@@ -197,3 +199,10 @@ def signature(inputs: Any) -> Any:
         (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), repr(leaf)) for leaf in leaves
     )
     return described, str(tree)
+
+
+def tied_groups(made: CutModel, mesh: Mesh) -> dict[str, Group]:
+    """Of every parameter of this rank that other stages hold too: the ranks that do; collective."""
+    # Asking for a group is collective: every rank asks for all of them, in one order.
+    asked = {name: mesh.group(f"pipeline:{','.join(map(str, on))}", "tied") for name, on in made.holders.items()}
+    return {name: group for name, group in asked.items() if group.ranks}

@@ -22,7 +22,6 @@ from weft.comm.objects import gather_values
 from weft.errors import ModelError
 from weft.mesh import Mesh
 from weft.parallel.first_values import FirstValues, is_unfilled, unfilled_like
-from weft.parallel.shares import model_tensors
 from weft.parallel.units import Members
 
 _PORTION_BYTES = 256 * 2**20
@@ -30,6 +29,12 @@ _PORTION_BYTES = 256 * 2**20
 
 Replacements = dict[nn.Parameter, nn.Parameter]
 Cut = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+def model_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers by name."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 def is_on_meta(model: nn.Module) -> bool:

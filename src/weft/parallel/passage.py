@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from weft.errors import ModelError
-from weft.parallel.absent import Absent, to_meta
+from weft.parallel.absent import Absent, AbsentModule, to_meta
 from weft.parallel.flow import Flow, Value
 from weft.parallel.stages import Stages
 
@@ -161,7 +161,7 @@ class Gate:
         return self.passage.enter(self.unit, self.inner, args, kwargs)
 
 
-class Foreign(nn.Module):
+class Foreign(AbsentModule):
     """Stands in for a unit of another rank: no parameters, no computation, the same attributes."""
 
     def __init__(self, unit: str, original: nn.Module, passage: Passage, device: torch.device) -> None:

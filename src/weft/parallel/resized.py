@@ -17,18 +17,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from weft.errors import ModelError
-from weft.plan.splits import Resized, Size
+from weft.plan.splits import SIZED, Resized, Size
 
 Forward = Callable[..., Any]
-
-SIZED = frozenset(
-    {
-        *("view", "reshape", "unflatten", "expand", "broadcast_to", "repeat", "tile", "repeat_interleave"),
-        *("split", "split_with_sizes", "narrow", "__getitem__", "__setitem__"),
-        *("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty"),
-    }
-)
-"""Names of functions that are given sizes."""
 
 
 class Resizing:

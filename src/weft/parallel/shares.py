@@ -9,7 +9,7 @@ import copy
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -141,12 +141,6 @@ def _find_repeated(region: Region, tensor: int) -> list[Repeated]:
                         )
                     first += length
     return found
-
-
-def model_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers by name."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def set_count(model: nn.Module, count: Count, shared: Range, out_of: int) -> None:

@@ -26,10 +26,11 @@ from weft.comm.collectives import all_reduce, broadcast
 from weft.comm.group import Group
 from weft.errors import ModelError
 from weft.mesh import Mesh
-from weft.parallel.passage import Foreign
+from weft.parallel.absent import AbsentModule
+from weft.parallel.materialise import model_tensors
 from weft.parallel.randomness import Seeds, ShareDraws, has_dropout
 from weft.parallel.resized import Resizing
-from weft.parallel.shares import AXIS, Shares, make_shares, model_tensors, set_count, share_tied
+from weft.parallel.shares import AXIS, Shares, make_shares, set_count, share_tied
 from weft.parallel.tensor_layers import (
     Axis,
     ColumnGroup,
@@ -211,7 +212,7 @@ class TensorParallel:
         module = self.model
         for step in name.split("."):
             inside = module._modules.get(step)
-            if inside is None or isinstance(inside, Foreign):
+            if inside is None or isinstance(inside, AbsentModule):
                 return False
             module = inside
         return True

@@ -80,6 +80,16 @@ class Size:
     """As for `Count`."""
 
 
+SIZED = frozenset(
+    {
+        *("view", "reshape", "unflatten", "expand", "broadcast_to", "repeat", "tile", "repeat_interleave"),
+        *("split", "split_with_sizes", "narrow", "__getitem__", "__setitem__"),
+        *("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty"),
+    }
+)
+"""Names of functions that are given sizes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedCall:
     """A call of a function that is given sizes (view, reshape, split, expand), in the own code of a module."""

@@ -20,14 +20,16 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError
+from weft.mesh import Mesh
 from weft.plan.text import format_plan
 from weft.training.checkpoint_folders import INDEX, restore
+from weft.training.checkpoint_state import TrainerState
 from weft.training.checksums import FileRecord, find_damage
 from weft.training.portable import KINDS, OPTIMIZER, Portable
 from weft.training.rank_part import load_rank_part
@@ -36,17 +38,13 @@ from weft.training.snapshot import FORMAT
 from weft.training.tensor_files import TensorReader
 from weft.training.together import together
 
-if TYPE_CHECKING:
-    from weft.mesh import Mesh
-    from weft.training.trainer import Trainer
-
 _READABLE = (1, FORMAT)
 """In format 1 a file has one checksum, and which tensors it has depends on who wrote it; its tensors are the same."""
 
 log = logging.getLogger("weft")
 
 
-def load(trainer: Trainer, directory: Path) -> None:
+def load(trainer: TrainerState, directory: Path) -> None:
     """Bring a trainer to where a checkpoint was taken; collective. Nothing changes unless the checkpoint is whole."""
     world, portable = trainer.mesh.world, Portable(trainer)
     everyone = trainer.mesh.everyone("control")
@@ -116,7 +114,7 @@ def require_undamaged(directory: Path, index: dict[str, Any], mesh: Mesh) -> Non
         )
 
 
-def _refuse_other_model(trainer: Trainer, portable: Portable, index: dict[str, Any], directory: Path) -> None:
+def _refuse_other_model(trainer: TrainerState, portable: Portable, index: dict[str, Any], directory: Path) -> None:
     """Every difference between the checkpoint's model and optimizer and these, in one error."""
     mine, theirs = portable.shapes, index["shapes"]
     problems = [f'"{name}" is missing from the checkpoint' for name in mine if name not in theirs]

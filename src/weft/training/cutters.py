@@ -5,18 +5,11 @@ What is cut, and what a pass must know of the whole, differs between the two; wh
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-
-from weft.comm.objects import gather_values
-from weft.errors import DataError
-from weft.mesh import Mesh
-from weft.training.divergence import checksum
-from weft.training.trees import tensors_of
 
 MakeWhole = Callable[[Sequence[int]], Tensor]
 
@@ -56,26 +49,3 @@ class Cutter(Protocol):
 
     def around(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """How the model is called."""
-
-
-def require_same_batch(mesh: Mesh, inputs: Any, targets: Any, *, what: str = "batch") -> None:
-    """Refuse ranks that are given different samples although they compute the same ones together; collective.
-
-    Their answers would be those of no sample at all, and nobody would notice.
-    """
-    group = mesh.group("pipeline+ring+ulysses+tensor", "control")
-    if group.size == 1:
-        return
-    mine = zlib.crc32(b"")
-    for tensor in tensors_of((inputs, targets)):
-        mine = zlib.crc32(checksum(tensor).cpu().numpy().tobytes(), mine)
-        mine = zlib.crc32(repr(tuple(tensor.shape)).encode(), mine)
-    seen = gather_values(mine, group, mesh.world.device)
-    odd = [rank for rank, value in zip(group.ranks, seen, strict=True) if value != seen[0]]
-    if odd:
-        axes = ", ".join(f"{axis} = {size}" for axis, size in mesh.grid.axes.sizes.items() if size > 1)
-        raise DataError(
-            f"rank {', '.join(map(str, odd))} was given another {what} than rank {group.ranks[0]}, and they compute "
-            f"one together ([axes] {axes}); split data by trainer.data_rank of trainer.data_size, as weft.batches "
-            "does, not by rank"
-        )

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from weft.blueprint import Blueprint
-from weft.comm.group import Group
 from weft.comm.objects import gather_values, value_of_first
 from weft.errors import ModelError, PlanError
 from weft.mesh import Mesh
 from weft.parallel.balance import Unit, time_units
-from weft.parallel.cut import CutModel, Outline, cut, outline
+from weft.parallel.cut import CutModel, Outline, cut, outline, tied_groups
 from weft.parallel.materialise import Materialiser
 from weft.plan.cuts import FREE, BlockCost, balance, check_cuts, stage_problem
 from weft.plan.exchanges import FLUSH_FREE
@@ -62,13 +61,6 @@ def cut_model(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: Any) 
 
 def _with_values(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
-
-
-def tied_groups(made: CutModel, mesh: Mesh) -> dict[str, Group]:
-    """Of every parameter of this rank that other stages hold too: the ranks that do; collective."""
-    # Asking for a group is collective: every rank asks for all of them, in one order.
-    asked = {name: mesh.group(f"pipeline:{','.join(map(str, on))}", "tied") for name, on in made.holders.items()}
-    return {name: group for name, group in asked.items() if group.ranks}
 
 
 def _refuse_shared(made: CutModel, plan: Plan) -> None:

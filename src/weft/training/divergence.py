@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,10 +17,11 @@ from torch import nn
 from weft.comm.collectives import all_gather
 from weft.comm.group import Group
 from weft.comm.objects import gather_values
-from weft.errors import DivergenceError
+from weft.errors import DataError, DivergenceError
 from weft.layout import Layout
 from weft.mesh import Mesh
 from weft.sync.base import Sync
+from weft.training.trees import tensors_of
 
 _ROW = 64
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -147,3 +149,26 @@ def _gather(values: torch.Tensor, group: Group) -> torch.Tensor:
     table = values.new_empty(group.size, values.numel())
     all_gather(table.view(-1), values, group)
     return table
+
+
+def require_same_batch(mesh: Mesh, inputs: Any, targets: Any, *, what: str = "batch") -> None:
+    """Refuse ranks that are given different samples although they compute the same ones together; collective.
+
+    Their answers would be those of no sample at all, and nobody would notice.
+    """
+    group = mesh.group("pipeline+ring+ulysses+tensor", "control")
+    if group.size == 1:
+        return
+    mine = zlib.crc32(b"")
+    for tensor in tensors_of((inputs, targets)):
+        mine = zlib.crc32(checksum(tensor).cpu().numpy().tobytes(), mine)
+        mine = zlib.crc32(repr(tuple(tensor.shape)).encode(), mine)
+    seen = gather_values(mine, group, mesh.world.device)
+    odd = [rank for rank, value in zip(group.ranks, seen, strict=True) if value != seen[0]]
+    if odd:
+        axes = ", ".join(f"{axis} = {size}" for axis, size in mesh.grid.axes.sizes.items() if size > 1)
+        raise DataError(
+            f"rank {', '.join(map(str, odd))} was given another {what} than rank {group.ranks[0]}, and they compute "
+            f"one together ([axes] {axes}); split data by trainer.data_rank of trainer.data_size, as weft.batches "
+            "does, not by rank"
+        )

@@ -19,8 +19,8 @@ from weft.parallel.batchnorm import has_batch_norms
 from weft.parallel.cut import CutModel
 from weft.parallel.flats import Piece
 from weft.parallel.hugging_face_inputs import leave_out_caches
-from weft.parallel.materialise import agreed_seed
-from weft.parallel.shares import Shares, counted_elements, model_tensors
+from weft.parallel.materialise import agreed_seed, model_tensors
+from weft.parallel.shares import Shares, counted_elements
 from weft.parallel.tensor import TensorParallel
 from weft.plan.check import require
 from weft.plan.exchanges import FLUSH_FREE

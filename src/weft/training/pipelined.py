@@ -19,7 +19,7 @@ from weft.comm.collectives import all_reduce, broadcast
 from weft.comm.p2p import receive
 from weft.errors import DataError
 from weft.mesh import Mesh
-from weft.parallel.cut import CutModel
+from weft.parallel.cut import CutModel, tied_groups
 from weft.parallel.pipeline import Pipeline, make_channels, open_pairs
 from weft.parallel.randomness import Seeds
 from weft.parallel.recording import Recording
@@ -28,7 +28,6 @@ from weft.plan.actions import Action
 from weft.plan.exchanges import evaluation_of, schedule_of
 from weft.sync.base import Sync, Totals
 from weft.training.counts import TargetCount, refuse_no_targets
-from weft.training.cutting import tied_groups
 from weft.training.gradients import join_norm
 from weft.training.loss import Count, Loss, loss_terms, no_loss
 from weft.training.passes import Looking, Part, Passes

@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,11 +22,9 @@ from weft.errors import CheckpointError
 from weft.layout import Layout, Range, Runs
 from weft.plan.grid import Grid
 from weft.training.buffers import consensus_buffers, persistent_buffers
+from weft.training.checkpoint_state import TrainerState
 from weft.training.held import held_parameters
 from weft.training.tensor_files import Entry, TensorReader, is_storable
-
-if TYPE_CHECKING:
-    from weft.training.trainer import Trainer
 
 KINDS = MODEL, OPTIMIZER = "model", "optimizer"
 _ALIGNED_NUMEL = 1024
@@ -69,7 +66,7 @@ def replicas_of(layout: Layout, grid: Grid, rank: int) -> tuple[int, ...]:
 class Portable:
     """The portable part of a checkpoint of one trainer."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: TrainerState) -> None:
         """Collective."""
         self._trainer = trainer
         self._held = held_parameters(trainer.named_model, trainer.sync, trainer.layouts)

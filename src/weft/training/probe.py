@@ -28,7 +28,8 @@ from weft.parallel.materialise import fill_alone, is_on_meta
 from weft.parallel.shares import local_part
 from weft.parallel.tensor import TensorParallel
 from weft.plan.splits import Region
-from weft.training.cutters import Cutter, require_same_batch
+from weft.training.cutters import Cutter
+from weft.training.divergence import require_same_batch
 from weft.training.loss import forward
 from weft.training.trees import map_tensors, num_samples, split_tree
 from weft.training.trial import GRADIENT, CannotCopyError, Trial, run_pass, try_whole, widened

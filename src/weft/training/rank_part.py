@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from weft.training.buffers import persistent_buffers
+from weft.training.checkpoint_state import TrainerState
 from weft.training.tensor_files import TensorReader
-
-if TYPE_CHECKING:
-    from weft.training.trainer import Trainer
 
 _BUFFER, _PIPELINE = "buffer/", "pipeline/"
 
@@ -25,7 +23,7 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def take_rank_part(trainer: Trainer) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def take_rank_part(trainer: TrainerState) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Tensors, those of the model not copied, and metadata."""
     tensors = {"rng/cpu": torch.get_rng_state()}
     if trainer.mesh.world.device.type == "cuda":
@@ -45,7 +43,7 @@ def take_rank_part(trainer: Trainer) -> tuple[dict[str, torch.Tensor], dict[str,
 
 
 @torch.no_grad()
-def load_rank_part(trainer: Trainer, directory: Path) -> None:
+def load_rank_part(trainer: TrainerState, directory: Path) -> None:
     """Go on from what `take_rank_part` took on this rank."""
     name, device = rank_file(trainer.mesh.world.rank), trainer.mesh.world.device
     with TensorReader(directory, [name], device) as reader:

@@ -21,22 +21,19 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from weft.comm.group import Group, Traffic
 from weft.errors import CheckpointError
 from weft.training.checkpoint_folders import INDEX, publish, refuse_foreign, restore
+from weft.training.checkpoint_state import TrainerState
 from weft.training.checksums import PIECE_BYTES, FileRecord, checksums, pieces_of
-from weft.training.copies import HostCopies
-from weft.training.snapshot import Snapshot, Stretch, take
+from weft.training.snapshot import HostCopies, Snapshot, Stretch, take
 from weft.training.tensor_bytes import Staging, flat_range, write_runs
 from weft.training.tensor_files import TensorFile
 from weft.training.together import together
-
-if TYPE_CHECKING:
-    from weft.training.trainer import Trainer
 
 log = logging.getLogger("weft")
 
@@ -178,7 +175,7 @@ class Saving:
         # The thread first: it notes what went wrong just before it ends.
         return (self._thread is None or not self._thread.is_alive()) and self._error is None
 
-    def save(self, trainer: Trainer, directory: Path, *, wait: bool) -> None:
+    def save(self, trainer: TrainerState, directory: Path, *, wait: bool) -> None:
         """Collective, after what is still being saved. With `wait` the checkpoint is whole when this returns."""
         self.wait()
         # What a thread beside the steps waits for is none of theirs, so it is not counted with theirs.

@@ -6,22 +6,49 @@ training may go on while it is written; without, the parameters themselves are w
 
 from __future__ import annotations
 
+import itertools
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from weft.layout import Range, Runs
 from weft.plan.text import format_plan
-from weft.training.copies import HostCopies
+from weft.training.checkpoint_state import TrainerState
 from weft.training.hugging_face_folder import WEIGHTS_INDEX, config_files, weights_index
 from weft.training.portable import KINDS, MODEL, Portable
 from weft.training.rank_part import rank_file, take_rank_part
+from weft.training.tensor_bytes import flat_range
 from weft.training.tensor_files import MOST_FILE_BYTES, Entry, TensorFile, pack
 
-if TYPE_CHECKING:
-    from weft.training.trainer import Trainer
+_ALIGNED_BYTES = 64
+
+
+class HostCopies:
+    """A buffer that holds copies of one list of tensors at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_on_gpu = device.type == "cuda"
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    @torch.no_grad()
+    def hold(self, parts: Sequence[tuple[torch.Tensor, Range]]) -> list[torch.Tensor]:
+        """Copies of ranges of flattened tensors, as they are now. The last ones are overwritten."""
+        sizes = [(stop - start) * tensor.element_size() for tensor, (start, stop) in parts]
+        *places, end = itertools.accumulate((-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in sizes), initial=0)
+        if self._memory.numel() < end:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
+            self._memory = torch.empty(end, dtype=torch.uint8, pin_memory=self._is_on_gpu)
+        copies = []
+        for (tensor, span), place, size in zip(parts, places, sizes, strict=True):
+            copy = self._memory[place : place + size].view(tensor.dtype)
+            copies.append(copy.copy_(flat_range(tensor, *span), non_blocking=True))
+        if self._is_on_gpu:
+            torch.cuda.synchronize()
+        return copies
+
 
 FORMAT = 2
 
@@ -54,7 +81,7 @@ class Snapshot:
     device: torch.device
 
 
-def take(trainer: Trainer, copies: HostCopies | None) -> Snapshot:
+def take(trainer: TrainerState, copies: HostCopies | None) -> Snapshot:
     """What a checkpoint is to hold; collective. With `copies`, training may go on and change everything."""
     world, portable = trainer.mesh.world, Portable(trainer)
     parts, whole = portable.parts()

@@ -28,7 +28,7 @@ from weft.comm.objects import gather_values
 from weft.errors import DataError
 from weft.layout import Layout
 from weft.mesh import Mesh
-from weft.parallel.cut import CutModel
+from weft.parallel.cut import CutModel, tied_groups
 from weft.parallel.randomness import PlaceSeeds, Seeds
 from weft.parallel.recording import Recording
 from weft.parallel.tensor import TensorParallel
@@ -40,10 +40,9 @@ from weft.sync.base import Sync
 from weft.training import checkpoint
 from weft.training.buffers import BufferPolicy
 from weft.training.counts import TargetCount, refuse_no_targets
-from weft.training.cutters import Cutter, require_same_batch
-from weft.training.cutting import tied_groups
+from weft.training.cutters import Cutter
 from weft.training.data import Batches
-from weft.training.divergence import DivergenceCheck
+from weft.training.divergence import DivergenceCheck, require_same_batch
 from weft.training.generate import generate_tokens, pick_token
 from weft.training.gradients import join_norm
 from weft.training.loss import Count, Loss, SplitCrossEntropy, forward, loss_terms, no_loss

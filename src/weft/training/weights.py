@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Container, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -19,20 +19,18 @@ from weft.errors import CheckpointError, LaunchError
 from weft.training.buffers import persistent_buffers
 from weft.training.checkpoint import read_index, require_undamaged
 from weft.training.checkpoint_folders import INDEX, restore
+from weft.training.checkpoint_state import TrainerState
 from weft.training.hugging_face_folder import weight_files
 from weft.training.portable import Portable
 from weft.training.tensor_files import TensorReader
 from weft.training.together import together
-
-if TYPE_CHECKING:
-    from weft.training.trainer import Trainer
 
 _MOST_SHOWN = 8
 
 log = logging.getLogger("weft")
 
 
-def load_weights(trainer: Trainer, folder: str | Path) -> None:
+def load_weights(trainer: TrainerState, folder: str | Path) -> None:
     """Fill a trainer's model with the weights in a folder, under any plan; collective.
 
     `*.safetensors` as Hugging Face stores them, with or without an index; or one of weft's own checkpoints. Missing and
@@ -97,7 +95,7 @@ def _spellings(name: str, prefix: str) -> Iterable[str]:
     return [name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"]
 
 
-def _require_fitting(trainer: Trainer, reader: TensorReader, stored_as: dict[str, str], folder: Path) -> None:
+def _require_fitting(trainer: TrainerState, reader: TensorReader, stored_as: dict[str, str], folder: Path) -> None:
     """Refuse what is missing or misshapen anywhere, in one error; log once what nobody wants. Collective."""
     model, layouts, world = trainer.named_model, trainer.layouts, trainer.mesh.world
     problems = []

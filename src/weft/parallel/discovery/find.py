@@ -22,11 +22,10 @@ from torch import nn
 
 from weft.blueprint import find_blueprint
 from weft.parallel.discovery.choice import Choice, Refusal
-from weft.parallel.discovery.facts import Facts
 from weft.parallel.discovery.features import Digit, Dim, digits, leaves
 from weft.parallel.discovery.follow import follow
 from weft.parallel.discovery.packing import take_best
-from weft.parallel.discovery.records import Layer, Record
+from weft.parallel.discovery.records import Facts, Layer, Record
 from weft.parallel.discovery.regions import Candidate, make_candidate
 from weft.plan.splits import Count, Cut, Region, Section, region_problems
 

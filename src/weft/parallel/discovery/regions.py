@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from weft.parallel.discovery.choice import Choice, Refusal
-from weft.parallel.discovery.facts import Facts
 from weft.parallel.discovery.features import Digit, digits, length
 from weft.parallel.discovery.layers import is_transposed
-from weft.parallel.discovery.records import UNKNOWN, Layer
+from weft.parallel.discovery.records import UNKNOWN, Facts, Layer
 from weft.parallel.discovery.sizes import Sizes
 from weft.plan.splits import Cut, Region, Section, entries, region_problems, region_shares
 

@@ -10,10 +10,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from weft.parallel.discovery.choice import Choice, Refusal, matching_units
-from weft.parallel.discovery.facts import Facts
 from weft.parallel.discovery.features import Dim, length
 from weft.parallel.discovery.lengths import Compute, Local, local_value, plain
-from weft.parallel.discovery.records import Held, Layer, NotedCall
+from weft.parallel.discovery.records import Facts, Held, Layer, NotedCall
 from weft.plan.splits import Count, Range, Region, Resized, Size, SizedCall, share_of, shares
 
 _ESSENTIAL = ("num_groups", "groups", "nf")

@@ -1,0 +1,72 @@
+"""The parts of a trainer that checkpoints read and write, as a contract: `checkpoint/` does not import the trainer."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from weft.layout import Layout
+from weft.mesh import Mesh
+from weft.plan.plan import Plan
+from weft.sync.base import Sync
+
+
+class Stateful(Protocol):
+    """A part with plain values that must be kept to continue to the bit."""
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+
+class Seeded(Protocol):
+    """A source of dropout seeds."""
+
+    base: int | None
+
+
+class Counting(Protocol):
+    """The number of targets that gradients are divided by."""
+
+    shared: float | torch.Tensor | None
+
+
+class InFlight(Protocol):
+    """A pipeline that may hold microbatches and older weights between two steps."""
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]: ...
+
+    def load_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None: ...
+
+
+class TrainerState(Protocol):
+    """A trainer, as far as checkpoints are concerned."""
+
+    mesh: Mesh
+    optimizer: torch.optim.Optimizer
+    sync: Sync
+    layouts: dict[str, Layout]
+    steps_done: int
+    data_position: int
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def named_model(self) -> nn.Module: ...
+
+    @property
+    def seeds(self) -> Seeded: ...
+
+    @property
+    def counts(self) -> Counting: ...
+
+    @property
+    def update(self) -> Stateful: ...
+
+    @property
+    def pipelined(self) -> InFlight | None: ...
+
+    def wait_for_save(self) -> None: ...
