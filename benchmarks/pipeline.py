@@ -54,8 +54,8 @@ from torch.multiprocessing.spawn import start_processes
 from weft.comm.objects import gather_values
 from weft.measure.process import PeakPss, read_pss_bytes
 from weft.models.gpt import GPTConfig
-from weft.plan.exchanges import FLUSH_FREE, schedule_of
-from weft.plan.schedules import live_activations
+from weft.plan.pipeline.communication import FLUSH_FREE, schedule_of
+from weft.plan.pipeline.schedules import live_activations
 from weft.report.timeline import side_by_side
 from weft.training.datasets import TokenWindows, split_held_out, standard_library_text
 from weft.units import format_bytes

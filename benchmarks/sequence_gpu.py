@@ -33,7 +33,7 @@ from torch.profiler import ProfilerActivity, profile
 from weft.parallel.attention_masks import Masks, make_masks
 from weft.parallel.ring import backward_steps, forward_steps
 from weft.parallel.rotation import Steps, finish, local_rotations
-from weft.plan.sequence import Places, make_places
+from weft.plan.partition.sequence import Places, make_places
 
 HEADS, HEAD_DIM, FEWER_KEY_HEADS = 16, 128, 4
 GOAL = 0.85

@@ -27,9 +27,9 @@ from weft.mesh import World, make_mesh
 from weft.models.gpt import GPT, GPTConfig
 from weft.parallel.sequence_attention import Pass, attend
 from weft.parallel.split_attention import make_axes
+from weft.plan.partition.sequence import make_places
 from weft.plan.plan import Axes, Comm, Plan
 from weft.plan.plan import Sequence as SequenceSection
-from weft.plan.sequence import make_places
 
 aten = torch.ops.aten
 HEADS, HEAD_DIM = 8, 64

@@ -16,9 +16,9 @@ from pipeline_sides import sgd
 from torch import nn
 
 import weft
-from weft.plan.exchanges import schedule_of
+from weft.plan.pipeline.communication import schedule_of
+from weft.plan.pipeline.timeline import Timeline
 from weft.plan.plan import Plan
-from weft.plan.timeline import Timeline
 from weft.planning.simulate import Durations, simulate
 
 FORWARD_S, INPUT_GRAD_S, WEIGHT_GRAD_S = 0.06, 0.06, 0.06

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import weft
 from weft.blueprint import Blueprint
-from weft.plan.splits import Count, Cut, Region, Section
+from weft.plan.partition.tensor import Count, Cut, Region, Section
 from weft.training.datasets import TensorSamples, digits
 
 TOWERS = 2

@@ -18,7 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from weft.parallel.resized import Resizing
 from weft.parallel.shares import set_count
-from weft.plan.splits import Cut, Region, entries, region_shares, share_of
+from weft.plan.partition.tensor import Cut, Region, entries, region_shares, share_of
 
 
 class Meeting:

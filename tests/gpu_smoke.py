@@ -36,7 +36,7 @@ from weft.layout import part_of
 from weft.mesh import World, join_world, leave_world, make_mesh
 from weft.models.convnet import ConvNet, ConvNetConfig
 from weft.models.gpt import GPT, GPTConfig
-from weft.plan.exchanges import FLUSH_FREE
+from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Axes, Data, Plan, Precision
 
 SIZES = GPTConfig(vocab_size=64, context=16, num_layers=4, hidden=32, heads=4, kv_heads=2, tied=False)

@@ -14,7 +14,7 @@ from weft.comm.group import Group
 from weft.mesh import Mesh, join_world
 from weft.parallel.batchnorm import synchronise_batch_norms
 from weft.parallel.rows import RowParallel
-from weft.plan.grid import Grid
+from weft.plan.partition.grid import Grid
 from weft.plan.plan import Axes, Comm, Plan
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from weft.parallel.hugging_face_attention import use_registry
 from weft.parallel.hugging_face_inputs import inputs_of
 from weft.parallel.sequence_attention import Pass
-from weft.plan.sequence import make_places
+from weft.plan.partition.sequence import make_places
 
 NUM_TOKENS, VOCABULARY = 12, 30
 ORDER = torch.tensor([0, 1, 2, 9, 10, 11, 3, 4, 5, 6, 7, 8])

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from weft.errors import ModelError
-from weft.plan.splits import Region
+from weft.plan.partition.tensor import Region
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

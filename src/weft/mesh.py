@@ -29,8 +29,8 @@ from weft.comm.shared import SharedWire
 from weft.errors import LaunchError, PlanError
 from weft.hosts import host_id, num_cores, number_hosts
 from weft.plan.check import require
-from weft.plan.grid import Grid
 from weft.plan.model_refusals import SHARED_MEMORY_ON_A_DEVICE
+from weft.plan.partition.grid import Grid
 from weft.plan.plan import Plan
 
 log = logging.getLogger("weft")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from emulated import Ended, needs_lab, run_script
 
-from weft.plan.wire import between_hosts_bytes
+from weft.plan.partition.wire import between_hosts_bytes
 
 pytestmark = needs_lab
 

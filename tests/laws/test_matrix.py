@@ -33,7 +33,7 @@ from ranks import ranks
 from torch import Tensor, nn
 
 from weft.models.gpt import GPT
-from weft.plan.exchanges import FLUSH_FREE
+from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Plan, Recompute
 from weft.plan.text import read_plan
 from weft.training.verify import verify

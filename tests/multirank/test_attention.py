@@ -19,9 +19,9 @@ from weft.errors import ModelError
 from weft.mesh import join_world
 from weft.parallel.sequence_attention import Pass, SequenceAxes, attend, attend_traced, register
 from weft.parallel.split_attention import make_axes
-from weft.plan.grid import Grid
+from weft.plan.partition.grid import Grid
+from weft.plan.partition.sequence import Places, make_places
 from weft.plan.plan import Axes, Comm, Plan
-from weft.plan.sequence import Places, make_places
 
 SCALE = 0.3
 HEADS = [(4, 4, 8, 8), (6, 2, 8, 8), (4, 1, 7, 5), (15, 3, 4, 4)]

@@ -20,7 +20,7 @@ from weft.comm.group import Group
 from weft.comm.objects import gather_values
 from weft.comm.p2p import receive, send
 from weft.mesh import Mesh, World, join_world, make_mesh
-from weft.plan.wire import Collective, sent_bytes
+from weft.plan.partition.wire import Collective, sent_bytes
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8)
 both_transports = pytest.mark.parametrize("transport", ["shared", "c10d"])

@@ -1,4 +1,5 @@
-"""The bytes a step sends against what `plan/wire.py` predicts, to the byte: models, buckets, micro-batches, dtypes."""
+"""The bytes a step sends against what `plan/partition/wire.py` predicts, to the byte: models, buckets, micro-batches,
+dtypes."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from ranks import ranks
 from torch import Tensor, nn
 
 from weft.comm.buckets import member_of
-from weft.plan.wire import batch_norm_bytes, gradient_all_reduce_bytes
+from weft.plan.partition.wire import batch_norm_bytes, gradient_all_reduce_bytes
 from weft.training.trainer import Trainer
 
 

@@ -18,7 +18,7 @@ from weft.comm import collectives
 from weft.comm.group import Group
 from weft.comm.room import Room
 from weft.mesh import World, join_world, make_mesh
-from weft.plan.wire import sent_bytes
+from weft.plan.partition.wire import sent_bytes
 from weft.training.verify import verify
 
 EVEN, INTERLEAVED, UNEVEN = (0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1)

@@ -22,7 +22,7 @@ from oracle import (
 )
 from ranks import ranks
 
-from weft.plan.wire import ShardedFlat, sharded_bytes
+from weft.plan.partition.wire import ShardedFlat, sharded_bytes
 from weft.training.verify import verify
 
 FIXED_SCALE = 256

@@ -20,7 +20,7 @@ from ranks import ranks
 from torch import Tensor, nn
 
 from weft.errors import DataError
-from weft.plan.exchanges import schedule_of
+from weft.plan.pipeline.communication import schedule_of
 from weft.plan.plan import Plan
 from weft.training.verify import verify
 

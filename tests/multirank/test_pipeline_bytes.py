@@ -1,4 +1,5 @@
-"""The bytes of a pipeline: what is counted equals what `plan/wire.py` foretells, and the formula behind it."""
+"""The bytes of a pipeline: what is counted equals what `plan/partition/wire.py` foretells, and the formula behind
+it."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ import pytest
 from oracle import make_trainer, pipeline_plan, small_gpt, token_batch
 from ranks import ranks
 
+from weft.plan.partition.wire import Boundary, pipeline_bytes
 from weft.plan.plan import Plan
-from weft.plan.wire import Boundary, pipeline_bytes
 
 
 def check(plan: Plan, *, tied: bool) -> None:

@@ -14,8 +14,8 @@ from ranks import ranks
 from torch import nn
 
 from weft.errors import ModelError
+from weft.plan.partition.wire import sent_bytes
 from weft.plan.plan import Plan, Recompute
-from weft.plan.wire import sent_bytes
 
 POLICIES = ["selective", "full"]
 

@@ -1,4 +1,5 @@
-"""What images split by rows send is what `plan/rows.py` says, and what they keep falls with the number of ranks."""
+"""What images split by rows send is what `plan/partition/rows.py` says, and what they keep falls with the number of
+ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from weft.comm.group import Group
 from weft.measure.liveness import LiveBytes
 from weft.parallel.row_tensor import RowTensor
 from weft.parallel.rows import RowParallel
-from weft.plan.rows import Window, exchange_for, halo_bytes, join_bytes
-from weft.plan.wire import sent_bytes
+from weft.plan.partition.rows import Window, exchange_for, halo_bytes, join_bytes
+from weft.plan.partition.wire import sent_bytes
 
 SAMPLES, WIDTH, ITEM_BYTES = 2, 11, 8
 

@@ -1,4 +1,5 @@
-"""The bytes of sequence parallelism: what is counted is what `plan/wire.py` foretells, and the formulas behind it."""
+"""The bytes of sequence parallelism: what is counted is what `plan/partition/wire.py` foretells, and the formulas
+behind it."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from oracle import make_trainer, sequence_plan, small_gpt
 from ranks import ranks
 from test_sequence import text
 
+from weft.plan.partition.sequence import make_places, share_heads
+from weft.plan.partition.wire import Member, SplitAttention, attention_bytes, gradient_all_reduce_bytes
 from weft.plan.plan import Plan, Recompute
-from weft.plan.sequence import make_places, share_heads
-from weft.plan.wire import Member, SplitAttention, attention_bytes, gradient_all_reduce_bytes
 
 SAMPLES, HIDDEN, LAYERS, ITEM_BYTES = 2, 24, 2, 8
 

@@ -1,7 +1,7 @@
 """What sharded training costs and keeps: bytes on the wire and in memory are the formulas', to the byte or within 2 %.
 
-The formulas are those of the ZeRO paper, padding included on the wire (`plan/wire.py`). That every plan gives one
-process's answer is the matrix's business (`tests/laws`).
+The formulas are those of the ZeRO paper, padding included on the wire (`plan/partition/wire.py`). That every plan gives
+one process's answer is the matrix's business (`tests/laws`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from weft.mesh import Mesh
 from weft.models.gpt import GPT, GPTConfig
+from weft.plan.partition.wire import ShardedFlat, batch_norm_bytes, sent_bytes, sharded_bytes
 from weft.plan.plan import Plan, Precision
-from weft.plan.wire import ShardedFlat, batch_norm_bytes, sent_bytes, sharded_bytes
 from weft.sync.sharded import Sharded
 from weft.training.trainer import Trainer
 

@@ -32,7 +32,7 @@ from torch.func import functional_call
 from weft.blueprint import find_blueprint
 from weft.errors import DataError, ModelError
 from weft.parallel.randomness import PlaceSeeds
-from weft.plan.exchanges import schedule_of
+from weft.plan.pipeline.communication import schedule_of
 from weft.plan.plan import Plan
 from weft.training.streaming import later
 from weft.training.trainer import Trainer

@@ -15,7 +15,7 @@ from sequential import Weights
 from streamed import Net, assert_same, batches_of, expect, make_streaming, run, stream_plan, streaming
 from torch import Tensor
 
-from weft.plan.exchanges import FLUSH_FREE
+from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.training.trainer import Trainer
 
 SCHEDULES = pytest.mark.parametrize("schedule", ["pipedream", "2bw"])

@@ -1,4 +1,5 @@
-"""The bytes of tensor parallelism: what is counted equals what `plan/wire.py` foretells, and the formulas behind it."""
+"""The bytes of tensor parallelism: what is counted equals what `plan/partition/wire.py` foretells, and the formulas
+behind it."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import pytest
 from oracle import cross_entropy, make_trainer, small_gpt, tensor_plan, token_batch
 from ranks import ranks
 
+from weft.plan.partition.wire import SplitLayers, sent_bytes, tensor_bytes
 from weft.plan.plan import Plan, Recompute
-from weft.plan.wire import SplitLayers, sent_bytes, tensor_bytes
 
 SAMPLES, TOKENS, HIDDEN, VOCABULARY, LAYERS, ITEM_BYTES = 2, 8, 16, 17, 2, 8
 ACTIVATION_BYTES = SAMPLES * TOKENS * HIDDEN * ITEM_BYTES

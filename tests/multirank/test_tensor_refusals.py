@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from weft.blueprint import Blueprint
 from weft.errors import WeftError
 from weft.models.gpt import GPT
+from weft.plan.partition.tensor import Cut, Region, Section
 from weft.plan.plan import Plan
-from weft.plan.splits import Cut, Region, Section
 
 
 class Mixing(nn.Module):

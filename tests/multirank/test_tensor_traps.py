@@ -27,8 +27,8 @@ from torch.utils.checkpoint import checkpoint
 from weft.blueprint import Blueprint
 from weft.errors import ModelError
 from weft.models.gpt import GPT
+from weft.plan.partition.tensor import Region
 from weft.plan.plan import Plan
-from weft.plan.splits import Region
 from weft.training.verify import verify
 
 

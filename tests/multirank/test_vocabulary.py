@@ -24,8 +24,8 @@ from weft.comm.objects import gather_values
 from weft.mesh import World, join_world, make_mesh
 from weft.parallel import vocabulary
 from weft.parallel.vocabulary import Share, gather_logits, split_cross_entropy_sum
-from weft.plan.splits import shares
-from weft.plan.wire import sent_bytes
+from weft.plan.partition.tensor import shares
+from weft.plan.partition.wire import sent_bytes
 
 SIZES = (17, 18, 100)
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from weft.blueprint import find_blueprint
 from weft.parallel.balance import Unit, time_units
 from weft.parallel.recompute import recompute_blocks
-from weft.plan.cuts import balance, check_cuts
+from weft.plan.pipeline.stage_cuts import balance, check_cuts
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ import pytest
 from weft.measure.fit import Line, fit_line
 from weft.measure.shapes import Shape, group_shapes, host_pairs
 from weft.plan.check import check
-from weft.plan.wire import sent_bytes
+from weft.plan.partition.wire import sent_bytes
 from weft.profiles.cluster import COLLECTIVES, Cluster, ClusterError, Device, Link, Timing
 from weft.profiles.cluster_text import format_cluster, parse_cluster, read_cluster, reference, write_cluster
 from weft.profiles.presets import PRESETS, preset

@@ -10,7 +10,7 @@ from fractions import Fraction
 import pytest
 
 from weft.errors import PlanError
-from weft.plan.cuts import FREE, BlockCost, balance, check_cuts, stage_problem
+from weft.plan.pipeline.stage_cuts import FREE, BlockCost, balance, check_cuts, stage_problem
 
 TIE = Fraction(102, 100)
 

@@ -37,7 +37,7 @@ from weft.errors import ModelError
 from weft.models.convnet import ConvNet, ConvNetConfig
 from weft.models.gpt import GPT, GPTConfig
 from weft.parallel.discovery.find import discover, explain
-from weft.plan.splits import Region
+from weft.plan.partition.tensor import Region
 
 
 def tokens() -> Tensor:

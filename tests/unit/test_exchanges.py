@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weft.plan.actions import EVERY, Action, Schedule
-from weft.plan.exchanges import FLUSH_FREE, evaluation_of, schedule_of
+from weft.plan.pipeline.actions import EVERY, Action, Schedule
+from weft.plan.pipeline.communication import FLUSH_FREE, evaluation_of, schedule_of
 from weft.plan.plan import Axes, Data, Pipeline, Plan, Step
 from weft.planning.simulate import Durations, simulate
 

@@ -12,7 +12,7 @@ from discovered import run_split
 from weft.blueprint import find_blueprint
 from weft.models.gpt import GPT, GPTConfig
 from weft.models.gpt_regions import gpt_regions
-from weft.plan.splits import Count, Cut, Region, Section
+from weft.plan.partition.tensor import Count, Cut, Region, Section
 
 SIZES = dict(vocab_size=37, context=16, num_layers=2, hidden=24, heads=6, mlp_hidden=20)
 

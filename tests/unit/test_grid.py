@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from weft.plan.grid import Grid
+from weft.plan.partition.grid import Grid
 from weft.plan.plan import AXES, Axes
 
 SIXTY_FOUR = dict(data=4, replicate=2, pipeline=2, tensor=2, ulysses=1, ring=2)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from weft.errors import ModelError
 from weft.parallel.hugging_face import hugging_face_regions
-from weft.plan.splits import Count, Cut, Region, Section, region_problems
+from weft.plan.partition.tensor import Count, Cut, Region, Section, region_problems
 
 SIZES = dict(
     vocab_size=50, hidden_size=48, intermediate_size=36, num_hidden_layers=2, num_attention_heads=12,

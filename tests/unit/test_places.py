@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from weft.errors import ModelError
-from weft.plan.sequence import LAYOUTS, Places, allowed_pairs, make_places, rectangles, share_heads
+from weft.plan.partition.sequence import LAYOUTS, Places, allowed_pairs, make_places, rectangles, share_heads
 
 SIZES = [
     (num_tokens, ring, ulysses, layout, multiple)

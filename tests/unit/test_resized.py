@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from weft.errors import ModelError
 from weft.parallel.resized import Resizing
-from weft.plan.splits import Resized, Size, SizedCall
+from weft.plan.partition.tensor import Resized, Size, SizedCall
 
 
 class Inner(nn.Module):

@@ -13,7 +13,7 @@ from weft.parallel.attention_masks import Masks, make_masks
 from weft.parallel.ring import backward_steps, forward_steps
 from weft.parallel.ring_self_attention import self_attention_backward_steps, self_attention_forward_steps
 from weft.parallel.rotation import Arrival, LocalRotation, finish, local_rotations
-from weft.plan.sequence import LAYOUTS, Places, make_places
+from weft.plan.partition.sequence import LAYOUTS, Places, make_places
 
 VARIANTS = {
     "ring": (forward_steps, backward_steps),

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from weft.plan.rows import (
+from weft.plan.partition.rows import (
     Exchange,
     Window,
     exchange_for,
@@ -19,8 +19,8 @@ from weft.plan.rows import (
     widest_part,
     window_counts,
 )
-from weft.plan.splits import shares
-from weft.plan.wire import sent_bytes
+from weft.plan.partition.tensor import shares
+from weft.plan.partition.wire import sent_bytes
 
 
 def windows(number: int) -> Iterator[tuple[Window, int, int]]:

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from weft.plan import schedules
-from weft.plan.actions import Schedule
-from weft.plan.exchanges import with_exchanges
-from weft.plan.schedules import live_activations, live_versions
+from weft.plan.pipeline import schedules
+from weft.plan.pipeline.actions import Schedule
+from weft.plan.pipeline.communication import with_exchanges
+from weft.plan.pipeline.schedules import live_activations, live_versions
 from weft.planning.simulate import Durations, simulate
 
 TABLES: list[tuple[Callable[..., Schedule], dict[str, Any], str]] = [

@@ -17,8 +17,8 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
-from weft.plan import schedules
-from weft.plan.actions import Action
+from weft.plan.pipeline import schedules
+from weft.plan.pipeline.actions import Action
 
 STAGES = range(1, 9)
 MICROBATCHES = range(1, 13)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from weft.plan.shards import ALIGNED_NUMEL, Flat, flat_numel
+from weft.plan.partition.zero import ALIGNED_NUMEL, Flat, flat_numel
 
 AWKWARD = [
     Flat(numels=(), num_parts=3),

@@ -6,10 +6,10 @@ from fractions import Fraction
 
 import pytest
 
-from weft.plan import schedules
-from weft.plan.actions import Action, Schedule
-from weft.plan.exchanges import with_exchanges
-from weft.plan.timeline import Span, Timeline
+from weft.plan.pipeline import schedules
+from weft.plan.pipeline.actions import Action, Schedule
+from weft.plan.pipeline.communication import with_exchanges
+from weft.plan.pipeline.timeline import Span, Timeline
 from weft.planning.simulate import Durations, simulate
 
 STAGES = range(1, 9)

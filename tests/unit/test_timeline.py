@@ -8,8 +8,8 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from weft.errors import DataError
-from weft.plan.actions import Action, Kind
-from weft.plan.timeline import Span, Timeline
+from weft.plan.pipeline.actions import Action, Kind
+from weft.plan.pipeline.timeline import Span, Timeline
 from weft.report import colours
 from weft.report.timeline import draw, side_by_side
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from weft.errors import DataError
-from weft.plan.actions import Action, Kind
-from weft.plan.timeline import Span, Timeline
+from weft.plan.pipeline.actions import Action, Kind
+from weft.plan.pipeline.timeline import Span, Timeline
 from weft.report import trace
 
 

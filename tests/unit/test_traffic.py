@@ -6,7 +6,7 @@ import sys
 import threading
 
 from weft.comm.group import Traffic
-from weft.plan.wire import sent_bytes
+from weft.plan.partition.wire import sent_bytes
 
 
 def test_two_threads_lose_no_count() -> None:

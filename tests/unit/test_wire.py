@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.plan.plan import Axes, Data, Plan, Step
-from weft.plan.shards import Flat
-from weft.plan.wire import (
+from weft.plan.partition.wire import (
     SHARDED_TAIL_ITEM_BYTES,
     SHARDED_TAIL_WORDS,
     TAIL_WORDS,
@@ -22,6 +20,8 @@ from weft.plan.wire import (
     sharded_bytes,
     tail_of,
 )
+from weft.plan.partition.zero import Flat
+from weft.plan.plan import Axes, Data, Plan, Step
 
 MB = 1 << 20
 

@@ -1,7 +1,7 @@
 """Flat buffers for gradients: many tensors travel as a few, and each tensor is a view into one of them.
 
-The last member is the tail (`plan/wire.py`): the loss, the count of targets and the flags of used parameters ride
-along with the gradients instead of costing a collective of their own.
+The last member is the tail (`plan/partition/wire.py`): the loss, the count of targets and the flags of used parameters
+ride along with the gradients instead of costing a collective of their own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.comm.room import Room, bytes_for
-from weft.plan.wire import Member, assign_buckets, tail_of
+from weft.plan.partition.wire import Member, assign_buckets, tail_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from weft.comm.peers import parts_to_add, start_all_gather, start_reduce_scatter
 from weft.comm.reduction import REDUCE_OPS, Reduction, add_into
 from weft.comm.shared import SharedWire
 from weft.comm.unseen import unseen
-from weft.plan.wire import Collective, sent_bytes
+from weft.plan.partition.wire import Collective, sent_bytes
 
 # torch 2.13 renamed the flat forms and warns about the old names, which are the only ones 2.11 has.
 _all_gather_flat: Callable[..., _Work | None] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

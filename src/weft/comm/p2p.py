@@ -12,7 +12,7 @@ import torch.distributed as dist
 from weft.comm.collectives import Pending
 from weft.comm.group import Group
 from weft.comm.unseen import unseen
-from weft.plan.wire import sent_bytes
+from weft.plan.partition.wire import sent_bytes
 
 
 def send(tensor: torch.Tensor, group: Group, *, to: int, tag: int = 0) -> Pending:

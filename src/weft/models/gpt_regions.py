@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from weft.plan.splits import Count, Cut, Region, Section
+from weft.plan.partition.tensor import Count, Cut, Region, Section
 
 if TYPE_CHECKING:
     from weft.models.gpt import GPTConfig

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.plan.sequence import Places, Rectangle
+from weft.plan.partition.sequence import Places, Rectangle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

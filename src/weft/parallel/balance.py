@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from weft.plan.cuts import BlockCost
+from weft.plan.pipeline.stage_cuts import BlockCost
 
 log = logging.getLogger("weft")
 

@@ -25,7 +25,7 @@ from weft.comm.collectives import Pending, all_gather, broadcast
 from weft.comm.group import Group
 from weft.comm.room import Room, bytes_for, common_empty
 from weft.layout import Layout
-from weft.plan.shards import Flat
+from weft.plan.partition.zero import Flat
 
 _ABSENT_NUMEL = 7919
 """A prime that no layer is likely to have as a width."""

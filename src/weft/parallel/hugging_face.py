@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from weft.errors import ModelError
-from weft.plan.splits import Count, Cut, Region, Section
+from weft.plan.partition.tensor import Count, Cut, Region, Section
 
 COLUMN, ROW = "colwise", "rowwise"
 GATHERED_COLUMN, SPLIT_ROW = "colwise_gather_output", "rowwise_split_input"

@@ -30,7 +30,7 @@ from weft.parallel.cut import CutModel, Route
 from weft.parallel.flow import Form, Value
 from weft.parallel.recording import Recording
 from weft.parallel.split_backward import SplitBackward
-from weft.plan.actions import Action
+from weft.plan.pipeline.actions import Action
 
 _TAGS_A_BOUNDARY = 256
 _TAGS_OF_MICROBATCHES = 4096

@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from weft.plan.actions import EVERY, Action, Kind
-from weft.plan.timeline import Span
+from weft.plan.pipeline.actions import EVERY, Action, Kind
+from weft.plan.pipeline.timeline import Span
 
 _MOST_KEPT = 100_000
 

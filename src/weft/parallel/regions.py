@@ -17,7 +17,7 @@ from weft.blueprint import Blueprint
 from weft.errors import ModelError
 from weft.parallel.discovery.find import find
 from weft.parallel.hugging_face import hugging_face_regions
-from weft.plan.splits import Region
+from weft.plan.partition.tensor import Region
 
 log = logging.getLogger("weft")
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from weft.errors import ModelError
-from weft.plan.splits import SIZED, Resized, Size
+from weft.plan.partition.tensor import SIZED, Resized, Size
 
 Forward = Callable[..., Any]
 

@@ -26,7 +26,7 @@ from weft.parallel.attention_kernels import (
 from weft.parallel.attention_masks import Masks
 from weft.parallel.merging import Merged
 from weft.parallel.rotation import Pair, Part, Rotation, Steps, travel, travel_back
-from weft.plan.sequence import Places, rectangles
+from weft.plan.partition.sequence import Places, rectangles
 
 
 def forward_steps(

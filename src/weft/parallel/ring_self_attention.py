@@ -19,7 +19,7 @@ from torch import Tensor
 from weft.parallel.attention_kernels import Gradients, accumulator_dtype, by_group
 from weft.parallel.attention_masks import Masks
 from weft.parallel.rotation import Part, Rotation, Steps, travel, travel_back
-from weft.plan.sequence import Places, Rectangle, rectangles
+from weft.plan.partition.sequence import Places, Rectangle, rectangles
 
 
 def self_attention_forward_steps(

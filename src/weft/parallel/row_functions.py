@@ -26,8 +26,8 @@ from weft.comm.collectives import Pending, all_gather, all_reduce, reduce_scatte
 from weft.comm.group import Group
 from weft.comm.p2p import receive, send
 from weft.parallel.row_tensor import HEIGHT_DIM, Rows
-from weft.plan.rows import Exchange, overlap, widest_part
-from weft.plan.splits import Range, shares
+from weft.plan.partition.rows import Exchange, overlap, widest_part
+from weft.plan.partition.tensor import Range, shares
 
 Gradients = tuple[torch.Tensor | None, ...]
 Slab = tuple[int, torch.Tensor]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from weft.comm.group import Group
-from weft.plan.splits import Range, shares
+from weft.plan.partition.tensor import Range, shares
 
 HEIGHT_DIM = 2
 """Of images and maps (samples, channels, height, width), the only ones that have windows."""

@@ -27,8 +27,8 @@ from weft.parallel.hugging_face_attention import use_registry
 from weft.parallel.positions import Numbered, Tables
 from weft.parallel.sequence_attention import Pass, SequenceAxes, attend, attend_traced, register
 from weft.plan.model_refusals import ATTENTION_THAT_DROPS, CROSS_ATTENTION, MASKS_OF_ITS_OWN, TOKENS_OF_ITS_OWN
-from weft.plan.sequence import Places, make_places
-from weft.plan.splits import Range
+from weft.plan.partition.sequence import Places, make_places
+from weft.plan.partition.tensor import Range
 
 _WHOLE: Callable[..., Tensor] = F.scaled_dot_product_attention
 _NAME = "scaled_dot_product_attention"

@@ -29,7 +29,7 @@ from weft.parallel.split_attention import (
     kept_tensors,
     make_call,
 )
-from weft.plan.sequence import Places
+from weft.plan.partition.sequence import Places
 
 __all__ = ["Pass", "SequenceAxes", "Source", "attend", "attend_traced", "register"]
 

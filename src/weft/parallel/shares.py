@@ -19,9 +19,9 @@ from torch import nn
 from weft.errors import ModelError, PlanError
 from weft.layout import Layout, Split
 from weft.mesh import Mesh
-from weft.plan.grid import Grid
 from weft.plan.model_refusals import SHARES_OF_TIED_WEIGHTS
-from weft.plan.splits import Count, Range, Region, entries, region_problems, share_of, shares
+from weft.plan.partition.grid import Grid
+from weft.plan.partition.tensor import Count, Range, Region, entries, region_problems, share_of, shares
 
 AXIS = "tensor"
 

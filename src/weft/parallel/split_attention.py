@@ -30,7 +30,7 @@ from weft.parallel.ring import backward_steps, forward_steps
 from weft.parallel.ring_self_attention import self_attention_backward_steps, self_attention_forward_steps
 from weft.parallel.rotation import WireRotation, finish
 from weft.parallel.ulysses import heads_of, to_heads, to_tokens
-from weft.plan.sequence import HeadShares, Places, share_heads
+from weft.plan.partition.sequence import HeadShares, Places, share_heads
 
 FORWARDS = {"ring": forward_steps, "ring-self-attention": self_attention_forward_steps}
 BACKWARDS = {"ring": backward_steps, "ring-self-attention": self_attention_backward_steps}

@@ -1,8 +1,9 @@
 """Tensor parallelism: one layer on many ranks.
 
-Which layers are split, and how, is plain data (`plan/splits.py`): declared by the model's blueprint, read off the plan
-that a Hugging Face config ships, or found from the flow of data between the layers (`discovery/`). Here it is applied
-to a model in place: every rank keeps its share of the weights, and the layers at both ends of a region exchange.
+Which layers are split, and how, is plain data (`plan/partition/tensor.py`): declared by the model's blueprint, read off
+the plan that a Hugging Face config ships, or found from the flow of data between the layers (`discovery/`). Here it is
+applied to a model in place: every rank keeps its share of the weights, and the layers at both ends of a region
+exchange.
 
     f, g and the layers fused with them       tensor_functions.py; for compilers tensor_ops.py
     who stands in a layer's forward           tensor_layers.py
@@ -46,7 +47,7 @@ from weft.parallel.tensor_layers import (
 from weft.parallel.tensor_ops import number_of
 from weft.parallel.tokens import Shown, TokenSplit, split_between
 from weft.parallel.vocabulary import Share
-from weft.plan.splits import Range, Region, entries, share_of
+from weft.plan.partition.tensor import Range, Region, entries, share_of
 
 
 class TensorParallel:

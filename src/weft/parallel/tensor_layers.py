@@ -21,7 +21,7 @@ from weft.parallel.randomness import ShareDraws
 from weft.parallel.tensor_functions import add, columns, find_rows, lookup, row, spread
 from weft.parallel.tensor_ops import kept_row, traced_add, traced_gather, traced_scatter, traced_spread
 from weft.parallel.vocabulary import Share, gather_logits
-from weft.plan.splits import Range
+from weft.plan.partition.tensor import Range
 
 Forward = Callable[..., Any]
 

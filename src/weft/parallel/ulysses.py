@@ -6,8 +6,8 @@
 Queries, keys and values go in one message. It is packed so that what arrives, all tokens in order, is used by the
 kernels as it lies; the way back is packed so that heads come out in order.
 
-Which rank has which heads is said in `plan/sequence.py`. Shares need not be equal, and where there are fewer key heads
-than ranks, some go to several ranks and their gradients are added up.
+Which rank has which heads is said in `plan/partition/sequence.py`. Shares need not be equal, and where there are fewer
+key heads than ranks, some go to several ranks and their gradients are added up.
 
 Dims: B samples, H query heads, G key heads, T tokens of one rank, U·T those of all; D and E entries of a key and value.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from weft.comm.collectives import all_to_all
 from weft.comm.group import Group
-from weft.plan.splits import Range
+from weft.plan.partition.tensor import Range
 
 Shared = tuple[Tensor, tuple[Range, ...]]
 """A tensor of heads, and which of them each rank has."""

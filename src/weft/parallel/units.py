@@ -18,8 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from weft.blueprint import Blueprint
 from weft.parallel.flats import FlatKind
+from weft.plan.partition.wire import Member, shard_buckets
 from weft.plan.plan import Plan
-from weft.plan.wire import Member, shard_buckets
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from weft.comm.collectives import all_gather, all_reduce
 from weft.comm.group import Group
-from weft.plan.splits import shares
+from weft.plan.partition.tensor import shares
 
 IGNORED_TARGET = -100
 

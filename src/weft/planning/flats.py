@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from weft.plan.partition.wire import Member, shard_buckets
+from weft.plan.partition.zero import Flat, pick
 from weft.plan.plan import Plan
-from weft.plan.shards import Flat, pick
-from weft.plan.wire import Member, shard_buckets
 from weft.profiles.model import ModelProfile, ParameterProfile
 
 _MOST_IN_FLIGHT = 2

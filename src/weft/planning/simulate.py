@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, fields
 
-from weft.plan.actions import Action, Schedule
-from weft.plan.exchanges import source_of
-from weft.plan.timeline import Span, Timeline
+from weft.plan.pipeline.actions import Action, Schedule
+from weft.plan.pipeline.communication import source_of
+from weft.plan.pipeline.timeline import Span, Timeline
 
 Seconds = float | tuple[float, ...]
 """The same for all stages, or one for each."""

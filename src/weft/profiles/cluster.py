@@ -20,7 +20,7 @@ from typing import ClassVar, get_args
 
 from weft.errors import ClusterError, WeftError
 from weft.plan.fields import Choice, Real, Section, Whole, declare, one_of
-from weft.plan.wire import Collective, sent_bytes
+from weft.plan.partition.wire import Collective, sent_bytes
 
 LINKS = ("shared-memory", "loopback", "device", "network")
 TRANSPORTS = ("c10d", "shared")
@@ -158,7 +158,7 @@ class Cluster:
         return min(found, key=lambda link: link.time_s(1 << 20)).kind
 
     def time_s(self, collective: Collective, num_bytes: float, *, num_ranks: int, link: str) -> float:
-        """Seconds a collective takes on a buffer, counted as `plan/wire.py` counts it, over links of a kind.
+        """Seconds a collective takes on a buffer, counted as `plan/partition/wire.py` counts it, over links of a kind.
 
         Of several transports the faster one counts. Between hosts the slowest pair does: a group waits for its last.
         """

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from html import escape
 
 from weft.errors import DataError
-from weft.plan.actions import EVERY, Kind
-from weft.plan.timeline import Span, Timeline
+from weft.plan.pipeline.actions import EVERY, Kind
+from weft.plan.pipeline.timeline import Span, Timeline
 from weft.report.colours import HUES, hatches, style_sheet
 from weft.units import format_seconds
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from weft.errors import DataError
-from weft.plan.actions import EVERY, Action, Kind
+from weft.plan.pipeline.actions import EVERY, Action, Kind
+from weft.plan.pipeline.timeline import Span, Timeline
 from weft.plan.text import write_text
-from weft.plan.timeline import Span, Timeline
 
 LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "input-grad": "I", "weight-grad": "W"}
 LANES = ("compute", "out", "in")

@@ -30,7 +30,7 @@ from weft.comm.native import copy
 from weft.comm.room import Room
 from weft.errors import ModelError
 from weft.parallel.flats import Piece
-from weft.plan.wire import TAIL_WORDS
+from weft.plan.partition.wire import TAIL_WORDS
 from weft.sync.base import Apart, Counting, Totals, WholeGradients
 
 _COUNT_RADIX = 4096

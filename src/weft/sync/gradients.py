@@ -17,7 +17,7 @@ from weft.comm.group import Group
 from weft.comm.native import copy
 from weft.comm.room import Room, bytes_for
 from weft.parallel.flats import FlatParameters
-from weft.plan.shards import pick
+from weft.plan.partition.zero import pick
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

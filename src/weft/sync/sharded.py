@@ -28,7 +28,7 @@ from weft.comm.room import Room
 from weft.errors import ModelError
 from weft.parallel.flats import FlatParameters, Piece
 from weft.parallel.gathering import Gathers
-from weft.plan.wire import SHARDED_TAIL_WORDS
+from weft.plan.partition.wire import SHARDED_TAIL_WORDS
 from weft.sync.base import Apart, Counted, Counting, Totals, norm_of
 from weft.sync.gradients import GradientPool, Gradients, GradientSettings, Reduction, gradient_room
 

@@ -16,9 +16,9 @@ from weft.mesh import Mesh
 from weft.parallel.balance import Unit, time_units
 from weft.parallel.cut import CutModel, Outline, cut, outline, tied_groups
 from weft.parallel.materialise import Materialiser
-from weft.plan.cuts import FREE, BlockCost, balance, check_cuts, stage_problem
-from weft.plan.exchanges import FLUSH_FREE
 from weft.plan.model_refusals import PIPEDREAM_WITH_SHARED_WEIGHTS, VERSIONS_OF_MASTERS
+from weft.plan.pipeline.communication import FLUSH_FREE
+from weft.plan.pipeline.stage_cuts import FREE, BlockCost, balance, check_cuts, stage_problem
 from weft.plan.plan import Plan
 from weft.sync.make import copy_from_first, needs_flats
 from weft.training.precision import Caller

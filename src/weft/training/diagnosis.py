@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weft.plan.grid import Grid
+from weft.plan.partition.grid import Grid
 from weft.plan.plan import Plan
 from weft.training.verdict import Cause
 

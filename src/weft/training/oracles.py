@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from weft.comm.objects import gather_values
-from weft.plan.exchanges import FLUSH_FREE
+from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Plan
 from weft.training.delayed_reference import DelayedVersions
 from weft.training.reference import Key, OneProcess

@@ -23,10 +23,10 @@ from weft.parallel.materialise import agreed_seed, model_tensors
 from weft.parallel.shares import Shares, counted_elements
 from weft.parallel.tensor import TensorParallel
 from weft.plan.check import require
-from weft.plan.exchanges import FLUSH_FREE
 from weft.plan.model_refusals import COMPILED_AS_A_WHOLE
+from weft.plan.partition.tensor import Region
+from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Plan
-from weft.plan.splits import Region
 from weft.sync.base import Apart, Sync
 from weft.sync.make import find_layouts, place
 from weft.training.cutters import Cutter

@@ -13,7 +13,7 @@ import torch
 from weft.parallel.cut import CutModel, Route
 from weft.parallel.randomness import Seeds
 from weft.parallel.stage_gathering import StageGathering
-from weft.plan.actions import Action
+from weft.plan.pipeline.actions import Action
 from weft.training.loss import Count
 from weft.training.trees import num_samples
 

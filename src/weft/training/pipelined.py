@@ -24,8 +24,8 @@ from weft.parallel.pipeline import Pipeline, make_channels, open_pairs
 from weft.parallel.randomness import Seeds
 from weft.parallel.recording import Recording
 from weft.parallel.stage_gathering import StageGathering
-from weft.plan.actions import Action
-from weft.plan.exchanges import evaluation_of, schedule_of
+from weft.plan.pipeline.actions import Action
+from weft.plan.pipeline.communication import evaluation_of, schedule_of
 from weft.sync.base import Sync, Totals
 from weft.training.counts import TargetCount, refuse_no_targets
 from weft.training.gradients import join_norm

@@ -27,7 +27,7 @@ from weft.mesh import Mesh
 from weft.parallel.materialise import fill_alone, is_on_meta
 from weft.parallel.shares import local_part
 from weft.parallel.tensor import TensorParallel
-from weft.plan.splits import Region
+from weft.plan.partition.tensor import Region
 from weft.training.cutters import Cutter
 from weft.training.divergence import require_same_batch
 from weft.training.loss import forward

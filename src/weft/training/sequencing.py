@@ -24,8 +24,8 @@ from weft.parallel.batchnorm import has_batch_norms
 from weft.parallel.hugging_face_inputs import inputs_of
 from weft.parallel.sequence import SequenceParallel
 from weft.parallel.sequence_attention import Pass
-from weft.plan.sequence import Places
-from weft.plan.splits import Range
+from weft.plan.partition.sequence import Places
+from weft.plan.partition.tensor import Range
 from weft.training.cutters import MakeWhole
 from weft.training.trees import Arguments, map_output, map_tensors, named_tensors, num_samples
 

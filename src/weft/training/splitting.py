@@ -19,7 +19,7 @@ from weft.plan.model_refusals import (
     STATISTICS_OF_SOME_TOKENS,
     WEIGHTS_INSIDE_AND_OUTSIDE,
 )
-from weft.plan.splits import Region
+from weft.plan.partition.tensor import Region
 from weft.training.precision import Caller
 from weft.training.trees import map_tensors
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from weft.parallel.versions import Versions
-from weft.plan.actions import EVERY, Action
-from weft.plan.exchanges import schedule_of
-from weft.plan.schedules import version_slots
+from weft.plan.pipeline.actions import EVERY, Action
+from weft.plan.pipeline.communication import schedule_of
+from weft.plan.pipeline.schedules import version_slots
 from weft.sync.base import Totals
 from weft.training.counts import refuse_no_targets
 from weft.training.loss import Count

@@ -33,9 +33,9 @@ from weft.parallel.randomness import PlaceSeeds, Seeds
 from weft.parallel.recording import Recording
 from weft.parallel.tensor import TensorParallel
 from weft.parallel.vocabulary import gather_logits
-from weft.plan.exchanges import FLUSH_FREE
+from weft.plan.pipeline.communication import FLUSH_FREE
+from weft.plan.pipeline.timeline import Timeline
 from weft.plan.plan import Plan
-from weft.plan.timeline import Timeline
 from weft.sync.base import Sync
 from weft.training import checkpoint
 from weft.training.buffers import BufferPolicy

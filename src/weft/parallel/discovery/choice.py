@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from weft.parallel.discovery.features import Digit, Dim, Layout, digits, leaves
 from weft.parallel.discovery.lengths import Local
-from weft.plan.splits import Range, Section, share_of
+from weft.plan.partition.tensor import Range, Section, share_of
 
 
 class Refusal(Exception):

@@ -27,7 +27,7 @@ from weft.parallel.discovery.follow import follow
 from weft.parallel.discovery.packing import take_best
 from weft.parallel.discovery.records import Facts, Layer, Record
 from weft.parallel.discovery.regions import Candidate, make_candidate
-from weft.plan.splits import Count, Cut, Region, Section, region_problems
+from weft.plan.partition.tensor import Count, Cut, Region, Section, region_problems
 
 MAX_CHOICES = 32
 """Ways to share out the parts of a fused layer that are tried."""

@@ -16,7 +16,7 @@ from weft.parallel.discovery.features import Digit, digits, length
 from weft.parallel.discovery.layers import is_transposed
 from weft.parallel.discovery.records import UNKNOWN, Facts, Layer
 from weft.parallel.discovery.sizes import Sizes
-from weft.plan.splits import Cut, Region, Section, entries, region_problems, region_shares
+from weft.plan.partition.tensor import Cut, Region, Section, entries, region_problems, region_shares
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -13,7 +13,7 @@ from weft.parallel.discovery.choice import Choice, Refusal, matching_units
 from weft.parallel.discovery.features import Dim, length
 from weft.parallel.discovery.lengths import Compute, Local, local_value, plain
 from weft.parallel.discovery.records import Facts, Held, Layer, NotedCall
-from weft.plan.splits import Count, Range, Region, Resized, Size, SizedCall, share_of, shares
+from weft.plan.partition.tensor import Count, Range, Region, Resized, Size, SizedCall, share_of, shares
 
 _ESSENTIAL = ("num_groups", "groups", "nf")
 """Attributes that code computes with; others are for show."""

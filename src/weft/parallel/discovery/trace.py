@@ -25,7 +25,7 @@ from weft.parallel.discovery.lengths import Check, Compute, Length
 from weft.parallel.discovery.operation import Operation
 from weft.parallel.discovery.records import UNKNOWN, End, Held, Layer, NotedCall, Record, Use
 from weft.parallel.discovery.rules import EXPANDING, HARMLESS, ROOTLESS, RULES, UNARY
-from weft.plan.splits import SIZED
+from weft.plan.partition.tensor import SIZED
 
 SHAPES = ("shape", "size", "numel", "nelement", "__len__")
 

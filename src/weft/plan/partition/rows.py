@@ -1,8 +1,8 @@
 """Images split by height: which rows each rank has, which it needs of others, and what they cost on the wire.
 
-Every map of a model, whatever its height, is shared out like `shares` of `plan/splits.py`: contiguous rows, the first
-ranks with one more where it does not divide. An operation that looks at a window of rows needs, at the edges of a
-rank's part, rows that others have (a *halo*):
+Every map of a model, whatever its height, is shared out like `shares` of `plan/partition/tensor.py`: contiguous rows,
+the first ranks with one more where it does not divide. An operation that looks at a window of rows needs, at the edges
+of a rank's part, rows that others have (a *halo*):
 
     height 8, 2 ranks, kernel 3, padding 1
 
@@ -18,8 +18,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from weft.plan.splits import Range, shares
-from weft.plan.wire import sent_bytes
+from weft.plan.partition.tensor import Range, shares
+from weft.plan.partition.wire import sent_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from weft.errors import ModelError
 from weft.plan.model_refusals import TOO_FEW_HEADS
-from weft.plan.splits import Range, share_of, shares
+from weft.plan.partition.tensor import Range, share_of, shares
 
 LAYOUTS = ("zigzag", "contiguous")
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from weft.plan.partition.sequence import HeadShares, Places
+from weft.plan.partition.zero import Flat
 from weft.plan.plan import Plan
-from weft.plan.sequence import HeadShares, Places
-from weft.plan.shards import Flat
 
 Collective = Literal[
     "all-reduce",

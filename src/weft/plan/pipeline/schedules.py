@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from weft.plan.actions import Action, Kind, Schedule
+from weft.plan.pipeline.actions import Action, Kind, Schedule
 
 
 def naive(num_stages: int, num_microbatches: int) -> Schedule:

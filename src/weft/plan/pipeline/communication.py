@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
-from weft.plan import schedules
-from weft.plan.actions import Action, Schedule
+from weft.plan.pipeline import schedules
+from weft.plan.pipeline.actions import Action, Schedule
 from weft.plan.plan import Plan
 
 FLUSH_FREE = ("pipedream", "2bw")

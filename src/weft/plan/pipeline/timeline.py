@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from weft.plan.actions import Action
+from weft.plan.pipeline.actions import Action
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
