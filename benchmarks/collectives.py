@@ -33,11 +33,11 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from weft.comm import collectives
+from weft.comm.exchange_buffers import Room, bytes_for
+from weft.comm.gloo import parts_to_add, start_all_gather, start_reduce_scatter
 from weft.comm.group import Group
-from weft.comm.native import find_kernels
-from weft.comm.peers import parts_to_add, start_all_gather, start_reduce_scatter
-from weft.comm.reduction import add_into
-from weft.comm.room import Room, bytes_for
+from weft.comm.shared_memory.native import find_kernels
+from weft.comm.shared_memory.reduction import add_into
 from weft.mesh import join_world, make_mesh
 from weft.plan.plan import Axes, Comm, Plan
 from weft.units import format_bytes

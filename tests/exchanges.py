@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from weft.comm import collectives
-from weft.comm.connect import WAYS, Connection
+from weft.comm.exchange_buffers import Room
 from weft.comm.group import Group
 from weft.comm.p2p import receive, send
-from weft.comm.room import Room
-from weft.comm.segments import Way
+from weft.comm.shared_memory.connect import WAYS, Connection
+from weft.comm.shared_memory.segments import Way
 from weft.mesh import Mesh, World, join_world, make_mesh
 from weft.plan.plan import Axes, Comm, Plan
 

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from weft.comm.connect import Connection, SharedMemoryError, timeout_s
+from weft.comm.fake_world import is_imagined, ranks_a_host, refuse_half_imagined
 from weft.comm.group import Group, Traffic
-from weft.comm.imagined import is_imagined, ranks_a_host, refuse_half_imagined
-from weft.comm.levels import Levels
-from weft.comm.shared import SharedWire
+from weft.comm.shared_memory.connect import Connection, SharedMemoryError, timeout_s
+from weft.comm.shared_memory.transport import SharedWire
+from weft.comm.two_level import Levels
 from weft.errors import LaunchError, PlanError
 from weft.hosts import host_id, num_cores, number_hosts
 from weft.plan.check import require

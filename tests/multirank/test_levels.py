@@ -15,8 +15,8 @@ from ranks import ranks
 from torch import Tensor
 
 from weft.comm import collectives
+from weft.comm.exchange_buffers import Room
 from weft.comm.group import Group
-from weft.comm.room import Room
 from weft.mesh import World, join_world, make_mesh
 from weft.plan.partition.wire import sent_bytes
 from weft.training.verify import verify

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from exchanges import kept_group, new_group, values
 from ranks import ranks
 
-from weft.comm.mailbox import NUM_ENVELOPES
 from weft.comm.p2p import receive, send
+from weft.comm.shared_memory.mailbox import NUM_ENVELOPES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)
 both = pytest.mark.parametrize("transport", ["shared", "c10d"])

@@ -15,8 +15,8 @@ from oracle import small_convnet
 from ranks import ranks
 from torch import nn
 
-from weft.comm.arena import Arena
-from weft.comm.meeting import Meeting
+from weft.comm.shared_memory.arena import Arena
+from weft.comm.shared_memory.barrier import Meeting
 from weft.measure.model import profile_model
 from weft.measure.process import PeakPss, read_pss_bytes
 from weft.models.gpt import GPT, GPTConfig

@@ -24,10 +24,10 @@ from exchanges import (
 from ranks import ranks
 
 from weft.comm import collectives
-from weft.comm.connect import WAYS
+from weft.comm.exchange_buffers import Room
 from weft.comm.p2p import receive, send
-from weft.comm.room import Room
-from weft.comm.segments import Way
+from weft.comm.shared_memory.connect import WAYS
+from weft.comm.shared_memory.segments import Way
 
 NAMES = Path("/dev/shm")
 SIZES = (1, 63, 5000, 17_001)
@@ -133,10 +133,10 @@ def test_what_a_system_lacks_changes_no_bit(without: str) -> None:
     size, me = dist.get_world_size(), dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
         if without == "futex":
-            patch.setattr("weft.comm.signals._find_futex", lambda: None)
+            patch.setattr("weft.comm.shared_memory.counters._find_futex", lambda: None)
         elif without == "compiler" or (without == "compiler on one rank" and me == 1):
-            patch.setattr("weft.comm.native.find_kernels", lambda: None)
-            patch.setattr("weft.comm.reduction.find_kernels", lambda: None)
+            patch.setattr("weft.comm.shared_memory.native.find_kernels", lambda: None)
+            patch.setattr("weft.comm.shared_memory.reduction.find_kernels", lambda: None)
         ways: tuple[Way, ...] = ("named",) if without == "memory without a name" else WAYS
         group = new_group("shared", f"without {without}", ways=ways)
         room = Room(group, torch.device("cpu"), num_bytes=2**23)

@@ -19,9 +19,9 @@ from ranks import ranks
 
 from weft import hosts
 from weft.comm import collectives
-from weft.comm.connect import Connection
+from weft.comm.exchange_buffers import Room
 from weft.comm.group import Group
-from weft.comm.room import Room
+from weft.comm.shared_memory.connect import Connection
 from weft.errors import LaunchError, PlanError
 from weft.mesh import World, join_world, make_mesh
 from weft.plan.plan import Axes, Comm, Plan
@@ -75,7 +75,7 @@ def check_one_notice(notices: Notices, *, about: str) -> None:
 
 def fail_on(rank: int, what: str, patch: pytest.MonkeyPatch) -> None:
     if dist.get_rank() == rank:
-        patch.setattr(f"weft.comm.connect.{what}", refuse)
+        patch.setattr(f"weft.comm.shared_memory.connect.{what}", refuse)
 
 
 @ranks(3)

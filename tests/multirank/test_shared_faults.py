@@ -21,10 +21,10 @@ from torch import Tensor
 
 from weft.comm import collectives
 from weft.comm.collectives import Pending
+from weft.comm.exchange_buffers import Room, common_empty
 from weft.comm.group import Group
-from weft.comm.mailbox import NUM_ENVELOPES
 from weft.comm.p2p import receive, send
-from weft.comm.room import Room, common_empty
+from weft.comm.shared_memory.mailbox import NUM_ENVELOPES
 
 CPU = torch.device("cpu")
 
@@ -104,7 +104,7 @@ def test_a_dead_rank_is_noticed_within_a_second() -> None:
 def test_a_late_rank_is_given_up_and_gets_no_wrong_number() -> None:
     """For the one that gave up the group is of no use any more: what it adds up next is not what the other does."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weft.comm.connect.timeout_s", lambda handle: 0.3)
+        patch.setattr("weft.comm.shared_memory.connect.timeout_s", lambda handle: 0.3)
         group = new_group("shared", "late")
     if group.index == 0:
         with pytest.raises(RuntimeError, match="Timed out waiting 300ms for rank 1"):

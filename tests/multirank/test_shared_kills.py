@@ -30,9 +30,9 @@ import torch.distributed as dist  # noqa: E402
 from exchanges import new_group  # noqa: E402
 
 from weft.comm import collectives  # noqa: E402
-from weft.comm.native import find_kernels  # noqa: E402
+from weft.comm.exchange_buffers import Room, common_empty  # noqa: E402
 from weft.comm.p2p import receive, send  # noqa: E402
-from weft.comm.room import Room, common_empty  # noqa: E402
+from weft.comm.shared_memory.native import find_kernels  # noqa: E402
 
 NAMES = Path("/dev/shm")
 NUM_RANKS = 2

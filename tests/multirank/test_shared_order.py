@@ -17,9 +17,9 @@ from torch import Tensor
 
 from weft.comm import collectives
 from weft.comm.collectives import Pending
+from weft.comm.exchange_buffers import Room, common_empty
 from weft.comm.group import Group
 from weft.comm.p2p import receive, send
-from weft.comm.room import Room, common_empty
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8)
 NUMELS = (1, 63, 64, 65, 255, 256, 257, 1000, 1025, 3000)
@@ -30,8 +30,8 @@ NUMELS = (1, 63, 64, 65, 255, 256, 257, 1000, 1025, 3000)
 def tiny_slots() -> Iterator[None]:
     """Slots of 4 KB, so that small tensors, which are quickly made and compared, need many of them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weft.comm.meeting.SLOT_BYTES", 4096)
-        patch.setattr("weft.comm.shared.SMALL_BYTES", 256)
+        patch.setattr("weft.comm.shared_memory.barrier.SLOT_BYTES", 4096)
+        patch.setattr("weft.comm.shared_memory.transport.SMALL_BYTES", 256)
         for module in ("native", "reduction"):
             patch.setattr(f"weft.comm.{module}.LEAST_BYTES", 64)
         yield
@@ -186,7 +186,7 @@ def test_two_ranks_in_any_order(start: int) -> None:
 def test_three_ranks_in_any_order(futex: bool) -> None:
     with tiny_slots(), pytest.MonkeyPatch.context() as patch:
         if not futex:
-            patch.setattr("weft.comm.signals._find_futex", lambda: None)
+            patch.setattr("weft.comm.shared_memory.counters._find_futex", lambda: None)
         Draw(new_group("shared", f"order {futex}"), seed=3).run(150)
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from weft.comm import arena as arena_module
-from weft.comm.arena import ALIGNMENT_BYTES, Arena
-from weft.comm.segments import Maker, open_segment
+from weft.comm.shared_memory import arena as arena_module
+from weft.comm.shared_memory.arena import ALIGNMENT_BYTES, Arena
+from weft.comm.shared_memory.segments import Maker, open_segment
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex128)
 

@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from weft.comm.background import Background, Work
+from weft.comm.shared_memory.worker import Background, Work
 
 
 class Gate:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.comm import native, reduction
-from weft.comm.native import LEAST_BYTES, copy, find_kernels
-from weft.comm.reduction import add_into, reduce_into
+from weft.comm.shared_memory import native, reduction
+from weft.comm.shared_memory.native import LEAST_BYTES, copy, find_kernels
+from weft.comm.shared_memory.reduction import add_into, reduce_into
 
 NUMELS = (1, 2, 7, 1023, 1024, 1025, 5000, 40_000)
 needs_compiler = pytest.mark.skipif(shutil.which(os.environ.get("CC", "cc")) is None, reason="needs a C compiler")

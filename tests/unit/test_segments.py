@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.comm import segments
-from weft.comm.segments import Maker, Ticket, Way, open_segment
+from weft.comm.shared_memory import segments
+from weft.comm.shared_memory.segments import Maker, Ticket, Way, open_segment
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc and /dev/shm")
 both_ways = pytest.mark.parametrize("way", ["anonymous", "named"] if hasattr(os, "memfd_create") else ["named"])
@@ -193,7 +193,7 @@ def test_a_name_that_is_taken_is_not_removed(monkeypatch: pytest.MonkeyPatch, un
 
 SMALL_ROOM = """
 import os
-from weft.comm.segments import Maker
+from weft.comm.shared_memory.segments import Maker
 Maker(2**19, "named")
 try:
     Maker(2**21, "named")

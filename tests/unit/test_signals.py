@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from weft.comm import signals
-from weft.comm.signals import LINE_BYTES, Counter, Peer
+from weft.comm.shared_memory import counters as signals
+from weft.comm.shared_memory.counters import LINE_BYTES, Counter, Peer
 
 LAST = 2**32 - 1
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.comm.room import Room, bytes_for
+from weft.comm.exchange_buffers import Room, bytes_for
 from weft.plan.partition.wire import Member, assign_buckets, tail_of
 
 

@@ -15,12 +15,12 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from weft.comm.gloo import parts_to_add, start_all_gather, start_reduce_scatter
 from weft.comm.group import Group, Traffic
-from weft.comm.levels import Levels
-from weft.comm.peers import parts_to_add, start_all_gather, start_reduce_scatter
-from weft.comm.reduction import REDUCE_OPS, Reduction, add_into
-from weft.comm.shared import SharedWire
-from weft.comm.unseen import unseen
+from weft.comm.hide_from_modes import unseen
+from weft.comm.shared_memory.reduction import REDUCE_OPS, Reduction, add_into
+from weft.comm.shared_memory.transport import SharedWire
+from weft.comm.two_level import Levels
 from weft.plan.partition.wire import Collective, sent_bytes
 
 # torch 2.13 renamed the flat forms and warns about the old names, which are the only ones 2.11 has.

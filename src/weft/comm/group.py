@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from weft.comm.connect import Connection
-from weft.comm.levels import Levels
-from weft.comm.shared import SharedWire
+from weft.comm.shared_memory.connect import Connection
+from weft.comm.shared_memory.transport import SharedWire
+from weft.comm.two_level import Levels
 
 
 @dataclass(slots=True)

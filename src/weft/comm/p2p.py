@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from weft.comm.collectives import Pending
 from weft.comm.group import Group
-from weft.comm.unseen import unseen
+from weft.comm.hide_from_modes import unseen
 from weft.plan.partition.wire import sent_bytes
 
 

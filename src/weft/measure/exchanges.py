@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 
 from weft.comm import collectives
+from weft.comm.exchange_buffers import Room, bytes_for
 from weft.comm.group import Group
 from weft.comm.p2p import receive, send
-from weft.comm.room import Room, bytes_for
 from weft.measure.timing import Run
 
 TIMED = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast")

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.comm.arena import round_up
 from weft.comm.collectives import Pending, all_gather
+from weft.comm.exchange_buffers import common_empty
 from weft.comm.group import Group
-from weft.comm.room import common_empty
+from weft.comm.shared_memory.arena import round_up
 
 
 class CommonBlocks:

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from weft.comm.collectives import Pending, all_gather, broadcast
+from weft.comm.exchange_buffers import Room, bytes_for, common_empty
 from weft.comm.group import Group
-from weft.comm.room import Room, bytes_for, common_empty
 from weft.layout import Layout
 from weft.plan.partition.zero import Flat
 

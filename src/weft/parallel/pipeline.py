@@ -23,8 +23,8 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 
 from weft.comm.collectives import Pending
 from weft.comm.group import Group
-from weft.comm.mailbox import Mailbox
 from weft.comm.p2p import receive, send
+from weft.comm.shared_memory.mailbox import Mailbox
 from weft.errors import ModelError
 from weft.parallel.cut import CutModel, Route
 from weft.parallel.flow import Form, Value

@@ -25,9 +25,9 @@ import torch
 
 from weft.comm.buckets import Buckets, bucket_room, make_buckets
 from weft.comm.collectives import Pending, all_reduce, broadcast
+from weft.comm.exchange_buffers import Room
 from weft.comm.group import Group
-from weft.comm.native import copy
-from weft.comm.room import Room
+from weft.comm.shared_memory.native import copy
 from weft.errors import ModelError
 from weft.parallel.flats import Piece
 from weft.plan.partition.wire import TAIL_WORDS

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from weft.comm.collectives import Pending, all_reduce, reduce_scatter, uses_messages
+from weft.comm.exchange_buffers import Room, bytes_for
 from weft.comm.group import Group
-from weft.comm.native import copy
-from weft.comm.room import Room, bytes_for
+from weft.comm.shared_memory.native import copy
 from weft.parallel.flats import FlatParameters
 from weft.plan.partition.zero import pick
 

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from weft.comm.collectives import Pending, all_reduce
+from weft.comm.exchange_buffers import Room
 from weft.comm.group import Group
-from weft.comm.room import Room
 from weft.errors import ModelError
 from weft.parallel.flats import FlatParameters, Piece
 from weft.parallel.gathering import Gathers

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from weft.comm.agree import together
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError
 from weft.mesh import Mesh
@@ -36,7 +37,6 @@ from weft.training.rank_part import load_rank_part
 from weft.training.saving import index_checksum
 from weft.training.snapshot import FORMAT
 from weft.training.tensor_files import TensorReader
-from weft.training.together import together
 
 _READABLE = (1, FORMAT)
 """In format 1 a file has one checksum, and which tensors it has depends on who wrote it; its tensors are the same."""

@@ -1,6 +1,6 @@
 """The trainer of one rank of a world that is only imagined: it knows what the rank would hold, and runs nothing.
 
-Cutting, sharing out and laying out were done as for a real run, with meta tensors (`comm/imagined.py`), so layouts,
+Cutting, sharing out and laying out were done as for a real run, with meta tensors (`comm/fake_world.py`), so layouts,
 stages, groups and the optimizer's pieces are those that the rank would have. Bytes are read off these tensors. What
 comes and goes within a step (activations, gathered parameters, gradients on their way) has no tensor here and is not
 counted.

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from weft.comm.agree import together
 from weft.comm.group import Group, Traffic
 from weft.errors import CheckpointError
 from weft.training.checkpoint_folders import INDEX, publish, refuse_foreign, restore
@@ -33,7 +34,6 @@ from weft.training.checksums import PIECE_BYTES, FileRecord, checksums, pieces_o
 from weft.training.snapshot import HostCopies, Snapshot, Stretch, take
 from weft.training.tensor_bytes import Staging, flat_range, write_runs
 from weft.training.tensor_files import TensorFile
-from weft.training.together import together
 
 log = logging.getLogger("weft")
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from weft.comm.agree import together
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError, LaunchError
 from weft.training.buffers import persistent_buffers
@@ -23,7 +24,6 @@ from weft.training.checkpoint_state import TrainerState
 from weft.training.hugging_face_folder import weight_files
 from weft.training.portable import Portable
 from weft.training.tensor_files import TensorReader
-from weft.training.together import together
 
 _MOST_SHOWN = 8
 

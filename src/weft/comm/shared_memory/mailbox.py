@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from weft.comm.segments import Maker, Segment, Ticket, Way, forget_name, open_segment
-from weft.comm.signals import LINE_BYTES, Counter, Peer
+from weft.comm.shared_memory.counters import LINE_BYTES, Counter, Peer
+from weft.comm.shared_memory.segments import Maker, Segment, Ticket, Way, forget_name, open_segment
 
 NUM_ENVELOPES = 256
 """Messages from one rank to another that nobody has received yet; one more waits for the first to be."""

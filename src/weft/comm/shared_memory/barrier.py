@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import torch
 
-from weft.comm.arena import Arena, round_up
-from weft.comm.segments import Segment
-from weft.comm.signals import LINE_BYTES, Counter, Peer
+from weft.comm.shared_memory.arena import Arena, round_up
+from weft.comm.shared_memory.counters import LINE_BYTES, Counter, Peer
+from weft.comm.shared_memory.segments import Segment
 
 SLOT_BYTES = 2**22
 _CACHED_BYTES = 2**20

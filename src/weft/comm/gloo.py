@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from weft.comm.group import Group
-from weft.comm.messages import Messages, exchange
+from weft.comm.pairwise import Messages, exchange
 
 
 def start_all_gather(output: torch.Tensor, tensor: torch.Tensor, group: Group) -> Messages:

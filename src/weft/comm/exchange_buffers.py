@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
-from weft.comm.arena import ALIGNMENT_BYTES, Arena, round_up
-from weft.comm.connect import SharedMemoryError
 from weft.comm.group import Group
+from weft.comm.shared_memory.arena import ALIGNMENT_BYTES, Arena, round_up
+from weft.comm.shared_memory.connect import SharedMemoryError
 
 
 class Room:

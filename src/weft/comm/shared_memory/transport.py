@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from weft.comm.arena import Arena
-from weft.comm.background import Background, Work
-from weft.comm.mailbox import Mailbox
-from weft.comm.meeting import DESCRIPTION_WORDS, Arrival, Meeting
-from weft.comm.native import copy
-from weft.comm.reduction import Reduction, add_into, reduce_into
-from weft.comm.segments import Segment
+from weft.comm.shared_memory.arena import Arena
+from weft.comm.shared_memory.barrier import DESCRIPTION_WORDS, Arrival, Meeting
+from weft.comm.shared_memory.mailbox import Mailbox
+from weft.comm.shared_memory.native import copy
+from weft.comm.shared_memory.reduction import Reduction, add_into, reduce_into
+from weft.comm.shared_memory.segments import Segment
+from weft.comm.shared_memory.worker import Background, Work
 
 SMALL_BYTES = 2**15
 """Up to here everybody does all the work, and one meeting is enough."""

@@ -12,7 +12,7 @@ from collections import deque
 
 import torch
 
-from weft.comm.segments import Segment
+from weft.comm.shared_memory.segments import Segment
 
 ALIGNMENT_BYTES = 128
 _MOST_VIEWS = 4096

@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from weft.comm.background import Background, Work
-from weft.comm.messages import Messages, exchange
-from weft.comm.reduction import REDUCE_OPS, Reduction, add_into
-from weft.comm.shared import SMALL_BYTES, SharedWire
+from weft.comm.pairwise import Messages, exchange
+from weft.comm.shared_memory.reduction import REDUCE_OPS, Reduction, add_into
+from weft.comm.shared_memory.transport import SMALL_BYTES, SharedWire
+from weft.comm.shared_memory.worker import Background, Work
 
 
 class Levels:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.comm.mailbox import Mailbox, mailbox_bytes
-from weft.comm.meeting import Meeting, control_bytes
-from weft.comm.native import find_kernels
-from weft.comm.reduction import REDUCE_OPS, Reduction
-from weft.comm.segments import Maker, Segment, Ticket, Way, open_segment
-from weft.comm.shared import SharedWire
-from weft.comm.signals import Peer
+from weft.comm.shared_memory.barrier import Meeting, control_bytes
+from weft.comm.shared_memory.counters import Peer
+from weft.comm.shared_memory.mailbox import Mailbox, mailbox_bytes
+from weft.comm.shared_memory.native import find_kernels
+from weft.comm.shared_memory.reduction import REDUCE_OPS, Reduction
+from weft.comm.shared_memory.segments import Maker, Segment, Ticket, Way, open_segment
+from weft.comm.shared_memory.transport import SharedWire
 
 WAYS: tuple[Way, ...] = ("anonymous", "named")
 _MESSAGE_BYTES = 1024

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from weft.comm.native import LEAST_BYTES, find_kernels
+from weft.comm.shared_memory.native import LEAST_BYTES, find_kernels
 
 Reduction = Literal["sum", "max", "min"]
 
