@@ -11,8 +11,8 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+from weft.models.hugging_face_inputs import inputs_of
 from weft.parallel.hugging_face_attention import use_registry
-from weft.parallel.hugging_face_inputs import inputs_of
 from weft.parallel.sequence_attention import Pass
 from weft.plan.partition.sequence import make_places
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from weft.blueprint import find_blueprint
 from weft.errors import ModelError
-from weft.parallel.absent import Absent
-from weft.parallel.flow import WRITTEN, Flow, Value, find_units, follow, make_twin
 from weft.parallel.stages import owners, share_out, stage_of_blocks
+from weft.parallel.tracing.dataflow import WRITTEN, Flow, Value, find_units, follow, make_twin
+from weft.parallel.tracing.placeholder import Absent
 
 CPU = torch.device("cpu")
 

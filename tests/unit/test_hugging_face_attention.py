@@ -14,8 +14,8 @@ from shuffled import GROUPED, NUM_TOKENS, ORDER, Wrapped, build, pass_of, shuffl
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, find_packed_sequence_indices
 
+from weft.models.hugging_face_inputs import documents_of, inputs_of
 from weft.parallel.hugging_face_attention import NAME, use_registry
-from weft.parallel.hugging_face_inputs import documents_of, inputs_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

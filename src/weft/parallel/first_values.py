@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.parallel.hugging_face_inputs import hugging_face_class
+from weft.models.hugging_face_inputs import hugging_face_class
 
 _NEITHER = 2
 """The byte of a boolean that is neither 0 nor 1, as none is that somebody wrote."""

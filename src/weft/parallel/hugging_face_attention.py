@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from weft.errors import ModelError
-from weft.parallel.hugging_face_inputs import by_name, hugging_face_class, makes_own_positions, without_cache
+from weft.models.hugging_face_inputs import by_name, hugging_face_class, makes_own_positions, without_cache
 from weft.parallel.sequence_attention import Pass
 
 NAME = "weft_sequence"

@@ -27,9 +27,9 @@ from weft.comm.p2p import receive, send
 from weft.comm.shared_memory.mailbox import Mailbox
 from weft.errors import ModelError
 from weft.parallel.cut import CutModel, Route
-from weft.parallel.flow import Form, Value
 from weft.parallel.recording import Recording
 from weft.parallel.split_backward import SplitBackward
+from weft.parallel.tracing.dataflow import Form, Value
 from weft.plan.pipeline.actions import Action
 
 _TAGS_A_BOUNDARY = 256

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from weft.blueprint import Positions
 from weft.errors import ModelError
-from weft.parallel.absent import Absent
+from weft.parallel.tracing.placeholder import Absent
 
 
 class Tables:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from weft.blueprint import Blueprint
-from weft.parallel.flow import find_units
+from weft.parallel.tracing.dataflow import find_units
 
 _MASK = (1 << 63) - 1
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.errors import ModelError
-from weft.parallel.flow import WRITTEN, Call, Flow, Value
+from weft.parallel.tracing.dataflow import WRITTEN, Call, Flow, Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,6 @@ from weft.comm.collectives import all_reduce, broadcast
 from weft.comm.group import Group
 from weft.errors import ModelError
 from weft.mesh import Mesh
-from weft.parallel.absent import AbsentModule
 from weft.parallel.materialise import model_tensors
 from weft.parallel.randomness import Seeds, ShareDraws, has_dropout
 from weft.parallel.resized import Resizing
@@ -46,6 +45,7 @@ from weft.parallel.tensor_layers import (
 )
 from weft.parallel.tensor_ops import number_of
 from weft.parallel.tokens import Shown, TokenSplit, split_between
+from weft.parallel.tracing.placeholder import AbsentModule
 from weft.parallel.vocabulary import Share
 from weft.plan.partition.tensor import Range, Region, entries, share_of
 

@@ -14,11 +14,11 @@ from weft.blueprint import Blueprint, find_blueprint
 from weft.errors import ModelError
 from weft.layout import Layout
 from weft.mesh import Mesh, join_world, make_mesh
+from weft.models.hugging_face_inputs import leave_out_caches
 from weft.parallel.apply import apply_plan
 from weft.parallel.batchnorm import has_batch_norms
 from weft.parallel.cut import CutModel
 from weft.parallel.flats import Piece
-from weft.parallel.hugging_face_inputs import leave_out_caches
 from weft.parallel.materialise import agreed_seed, model_tensors
 from weft.parallel.shares import Shares, counted_elements
 from weft.parallel.tensor import TensorParallel

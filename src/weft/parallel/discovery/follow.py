@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from weft.errors import ModelError
-from weft.parallel.absent import to_meta
 from weft.parallel.discovery.records import NotedCall, Record
 from weft.parallel.discovery.trace import Tracer
+from weft.parallel.tracing.placeholder import to_meta
 
 CACHES = ("past_key_values",)
 """What Hugging Face models return for the next token's sake, and no loss looks at."""

@@ -26,7 +26,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 from weft.blueprint import Blueprint
 from weft.errors import ModelError
-from weft.parallel.absent import Absent, absorb, is_absent, is_in_place, to_meta
+from weft.parallel.tracing.placeholder import Absent, absorb, is_absent, is_in_place, to_meta
 from weft.plan.model_refusals import BLOCKS_THAT_ASK_FOR_VALUES, BUFFERS_OF_EVERY_STAGE, HIDDEN_OUTPUTS
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
