@@ -19,7 +19,7 @@ from sequential import Run, Weights, pipedream, two_bw
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from weft.parallel.randomness import PlaceSeeds
+from weft.parallel.state.rng import PlaceSeeds
 from weft.plan.plan import Axes, Data, Pipeline, Plan, Recompute, Step
 from weft.training.streaming import Streaming
 from weft.training.trainer import Trainer

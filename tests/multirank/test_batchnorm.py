@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from weft.comm.group import Group
 from weft.errors import ModelError
 from weft.mesh import join_world, make_mesh
-from weft.parallel.batchnorm import SynchronisedBatchNorm, synchronise_batch_norms
-from weft.training.buffers import consensus_buffers
+from weft.parallel.state.batchnorm import SynchronisedBatchNorm, synchronise_batch_norms
+from weft.parallel.state.buffers import consensus_buffers
 
 KINDS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
     "1d": (nn.BatchNorm1d, (3,)),

@@ -22,9 +22,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from weft.comm.objects import gather_values
+from weft.parallel.state.buffers import persistent_buffers
 from weft.plan.text import format_plan
 from weft.training import snapshot
-from weft.training.buffers import persistent_buffers
 from weft.training.checkpoint import read_index
 from weft.training.parallelize import OptimizerFactory
 from weft.training.trainer import Trainer

@@ -16,7 +16,7 @@ from ranks import ranks
 from torch import Tensor
 
 from weft.errors import ModelError, WeftError
-from weft.parallel.materialise import draw_seed, fill_alone
+from weft.parallel.state.materialise import draw_seed, fill_alone
 from weft.plan.plan import Plan
 from weft.training import probe
 from weft.training.held import held_parameters

@@ -16,7 +16,7 @@ from ranks import ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from weft.parallel.flats import FlatParameters
+from weft.parallel.zero.flat_parameters import FlatParameters
 from weft.plan.plan import Plan, Recompute
 from weft.training.trainer import Trainer
 

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.comm.collectives import all_gather
 from weft.errors import ModelError
-from weft.parallel.batchnorm import synchronise_batch_norms
 from weft.parallel.row_tensor import RowTensor
 from weft.parallel.rows import RowParallel
+from weft.parallel.state.batchnorm import synchronise_batch_norms
 
 
 def overwrite_some(x: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from torch.func import functional_call
 
 from weft.blueprint import find_blueprint
 from weft.errors import DataError, ModelError
-from weft.parallel.randomness import PlaceSeeds
+from weft.parallel.state.rng import PlaceSeeds
 from weft.plan.pipeline.communication import schedule_of
 from weft.plan.plan import Plan
 from weft.training.streaming import later

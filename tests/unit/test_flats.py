@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from weft.blueprint import find_blueprint
 from weft.comm.group import Group, Traffic
-from weft.parallel.flats import FlatKind, FlatParameters
-from weft.parallel.units import make_members
+from weft.parallel.zero.flat_parameters import FlatKind, FlatParameters
+from weft.parallel.zero.grouping import make_members
 from weft.plan.plan import Plan, Precision
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from families import make_config, make_family
 
 from weft.errors import ModelError, WeftError
 from weft.models.hugging_face import read_hugging_face
-from weft.parallel.materialise import fill_alone
+from weft.parallel.state.materialise import fill_alone
 from weft.plan.plan import Axes, Plan
 from weft.plan.text import write_plan
 from weft.training.components import context_of, prepare

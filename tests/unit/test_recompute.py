@@ -26,8 +26,8 @@ from weft.errors import ModelError
 from weft.models.gpt import GPT, gpt2_124m
 from weft.parallel import recompute
 from weft.parallel.apply import compile_blocks
-from weft.parallel.batchnorm import synchronise_batch_norms
 from weft.parallel.recompute import recompute_blocks
+from weft.parallel.state.batchnorm import synchronise_batch_norms
 
 POLICIES = ["none", "selective", "full"]
 

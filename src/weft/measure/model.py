@@ -27,8 +27,8 @@ from torch._subclasses.fake_tensor import (
 from weft.blueprint import Blueprint, find_blueprint
 from weft.errors import ModelError
 from weft.measure.recorder import SIZES, Recorder
-from weft.parallel.batchnorm import has_batch_norms
-from weft.parallel.units import cast_between_layers, flat_kinds, make_members
+from weft.parallel.state.batchnorm import has_batch_norms
+from weft.parallel.zero.grouping import cast_between_layers, flat_kinds, make_members
 from weft.plan.plan import Data, Plan, Precision
 from weft.profiles.model import ModelProfile, ParameterProfile, Segment, Size
 from weft.training.loss import Loss, LossFunction, resolve_loss

@@ -20,8 +20,8 @@ from torch import nn
 from weft.blueprint import Blueprint
 from weft.errors import ModelError
 from weft.mesh import Mesh
-from weft.parallel.batchnorm import SynchronisedBatchNorm, synchronise_batch_norms
 from weft.parallel.recompute import find_blocks, recompute_blocks
+from weft.parallel.state.batchnorm import SynchronisedBatchNorm, synchronise_batch_norms
 from weft.plan.model_refusals import COMPILED_STATISTICS
 
 

@@ -19,11 +19,11 @@ from weft.blueprint import Blueprint
 from weft.comm.group import Group
 from weft.errors import ModelError
 from weft.mesh import Mesh
-from weft.parallel.batchnorm import has_batch_norms
 from weft.parallel.passage import Passage, install_gates, keep_only
 from weft.parallel.stages import Stages, owners, share_out, stage_of_blocks
+from weft.parallel.state.batchnorm import has_batch_norms
 from weft.parallel.tracing.dataflow import Flow, find_units, follow, make_twin
-from weft.parallel.units import cast_between_layers, flat_kinds
+from weft.parallel.zero.grouping import cast_between_layers, flat_kinds
 from weft.plan.model_refusals import BLOCKS_NEEDED, STATISTICS_ON_SEVERAL_STAGES
 from weft.plan.plan import Plan
 

@@ -23,9 +23,9 @@ import torch.nn.functional as F
 
 from weft.errors import ModelError
 from weft.parallel import row_norms, row_shapes, row_sums, row_windows
-from weft.parallel.randomness import mix
 from weft.parallel.row_join import elementwise, join_first, marked
 from weft.parallel.row_tensor import Function, RowTensor, Rule, mark, rows_of
+from weft.parallel.state.rng import mix
 from weft.plan.model_refusals import CHANNELS_DROPPED_BY_ROWS
 
 OWNERS: tuple[type | ModuleType, ...] = (torch, torch.Tensor, F, torch._C._nn, torch.special)

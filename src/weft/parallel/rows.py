@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.comm.group import Group
 from weft.errors import ModelError
-from weft.parallel.batchnorm import SynchronisedBatchNorm
 from weft.parallel.row_join import joined
 from weft.parallel.row_tensor import HEIGHT_DIM, Rows, RowTensor, mark
+from weft.parallel.state.batchnorm import SynchronisedBatchNorm
 from weft.plan.model_refusals import STATISTICS_BEHIND_THE_ROWS
 
 

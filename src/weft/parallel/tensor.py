@@ -27,10 +27,10 @@ from weft.comm.collectives import all_reduce, broadcast
 from weft.comm.group import Group
 from weft.errors import ModelError
 from weft.mesh import Mesh
-from weft.parallel.materialise import model_tensors
-from weft.parallel.randomness import Seeds, ShareDraws, has_dropout
 from weft.parallel.resized import Resizing
 from weft.parallel.shares import AXIS, Shares, make_shares, set_count, share_tied
+from weft.parallel.state.materialise import model_tensors
+from weft.parallel.state.rng import Seeds, ShareDraws, has_dropout
 from weft.parallel.tensor_layers import (
     Axis,
     ColumnGroup,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from weft.comm.group import Group
-from weft.parallel.randomness import ShareDraws
+from weft.parallel.state.rng import ShareDraws
 from weft.parallel.tensor_functions import add, columns, find_rows, lookup, row, spread
 from weft.parallel.tensor_ops import kept_row, traced_add, traced_gather, traced_scatter, traced_spread
 from weft.parallel.vocabulary import Share, gather_logits

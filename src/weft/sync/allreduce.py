@@ -29,7 +29,7 @@ from weft.comm.exchange_buffers import Room
 from weft.comm.group import Group
 from weft.comm.shared_memory.native import copy
 from weft.errors import ModelError
-from weft.parallel.flats import Piece
+from weft.parallel.zero.flat_parameters import Piece
 from weft.plan.partition.wire import TAIL_WORDS
 from weft.sync.base import Apart, Counting, Totals, WholeGradients
 

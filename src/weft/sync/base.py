@@ -32,8 +32,8 @@ from torch import nn
 from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
 from weft.layout import Layout, Range
-from weft.parallel.flats import FlatParameters, Piece
-from weft.parallel.gathering import Gathers
+from weft.parallel.zero.flat_parameters import FlatParameters, Piece
+from weft.parallel.zero.gather import Gathers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from weft.comm.collectives import Pending, all_reduce, reduce_scatter, uses_mess
 from weft.comm.exchange_buffers import Room, bytes_for
 from weft.comm.group import Group
 from weft.comm.shared_memory.native import copy
-from weft.parallel.flats import FlatParameters
+from weft.parallel.zero.flat_parameters import FlatParameters
 from weft.plan.partition.zero import pick
 
 

@@ -20,12 +20,12 @@ from weft.comm.group import Group
 from weft.errors import ModelError
 from weft.layout import Layout
 from weft.mesh import Mesh
-from weft.parallel.batchnorm import has_batch_norms
-from weft.parallel.flats import FlatParameters
-from weft.parallel.gathering import Gathering, Unit
-from weft.parallel.materialise import Cut, Materialiser
-from weft.parallel.stage_gathering import StageGathering
-from weft.parallel.units import DTYPES, Members, cast_between_layers, flat_kinds, make_members
+from weft.parallel.state.batchnorm import has_batch_norms
+from weft.parallel.state.materialise import Cut, Materialiser
+from weft.parallel.zero.flat_parameters import FlatParameters
+from weft.parallel.zero.gather import Gathering, Unit
+from weft.parallel.zero.gather_by_stage import StageGathering
+from weft.parallel.zero.grouping import DTYPES, Members, cast_between_layers, flat_kinds, make_members
 from weft.sync.allreduce import AllReduce
 from weft.sync.base import Alone, Apart, Sync, whole_pieces
 from weft.sync.gradients import GradientSettings

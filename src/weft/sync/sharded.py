@@ -6,7 +6,7 @@
 (1) A gradient is copied into a flat buffer laid out like the parameters'. (2) A full buffer leaves when all before it
 have left, and this rank receives the sum of its part only, which the replicas (hybrid sharding) then add up among each
 other. (3) The optimizer updates this rank's part of every parameter; (4) parameters are gathered again, at once at
-stages 1 and 2, when a block needs them at stage 3 (`parallel/gathering.py`).
+stages 1 and 2, when a block needs them at stage 3 (`parallel/zero/gather.py`).
 
 With one part only and several replicas this is plain data parallelism, in any mix of number formats: gradients add up
 over micro-batches in `accumulate`, travel in `reduce`, and are given to the optimizer in the master's dtype.
@@ -26,8 +26,8 @@ from weft.comm.collectives import Pending, all_reduce
 from weft.comm.exchange_buffers import Room
 from weft.comm.group import Group
 from weft.errors import ModelError
-from weft.parallel.flats import FlatParameters, Piece
-from weft.parallel.gathering import Gathers
+from weft.parallel.zero.flat_parameters import FlatParameters, Piece
+from weft.parallel.zero.gather import Gathers
 from weft.plan.partition.wire import SHARDED_TAIL_WORDS
 from weft.sync.base import Apart, Counted, Counting, Totals, norm_of
 from weft.sync.gradients import GradientPool, Gradients, GradientSettings, Reduction, gradient_room

@@ -22,7 +22,7 @@ from weft.models.convnet import ConvNet, ConvNetConfig
 from weft.models.gpt import GPT, GPTConfig
 from weft.models.hugging_face import HuggingFaceModel, read_hugging_face
 from weft.optim.schedule import by_name
-from weft.parallel.materialise import draw_seed, fill_alone
+from weft.parallel.state.materialise import draw_seed, fill_alone
 from weft.plan.fields import statement, toml
 from weft.training import datasets
 from weft.training.datasets import Dataset

@@ -15,7 +15,7 @@ from weft.errors import ModelError, PlanError
 from weft.mesh import Mesh
 from weft.parallel.balance import Unit, time_units
 from weft.parallel.cut import CutModel, Outline, cut, outline, tied_groups
-from weft.parallel.materialise import Materialiser
+from weft.parallel.state.materialise import Materialiser
 from weft.plan.model_refusals import PIPEDREAM_WITH_SHARED_WEIGHTS, VERSIONS_OF_MASTERS
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.pipeline.stage_cuts import FREE, BlockCost, balance, check_cuts, stage_problem

@@ -16,7 +16,7 @@ from torch import nn
 from weft.comm.collectives import all_gather, broadcast
 from weft.layout import Layout
 from weft.mesh import Mesh
-from weft.parallel.flats import FlatParameters
+from weft.parallel.zero.flat_parameters import FlatParameters
 from weft.sync.base import Sync
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from weft.errors import LaunchError, ModelError
-from weft.parallel.flats import FlatParameters
-from weft.parallel.units import DTYPES
+from weft.parallel.zero.flat_parameters import FlatParameters
+from weft.parallel.zero.grouping import DTYPES
 from weft.planning.memory import Memory
 from weft.training.trainer import Trainer
 

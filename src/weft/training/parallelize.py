@@ -16,12 +16,12 @@ from weft.layout import Layout
 from weft.mesh import Mesh, join_world, make_mesh
 from weft.models.hugging_face_inputs import leave_out_caches
 from weft.parallel.apply import apply_plan
-from weft.parallel.batchnorm import has_batch_norms
 from weft.parallel.cut import CutModel
-from weft.parallel.flats import Piece
-from weft.parallel.materialise import agreed_seed, model_tensors
 from weft.parallel.shares import Shares, counted_elements
+from weft.parallel.state.batchnorm import has_batch_norms
+from weft.parallel.state.materialise import agreed_seed, model_tensors
 from weft.parallel.tensor import TensorParallel
+from weft.parallel.zero.flat_parameters import Piece
 from weft.plan.check import require
 from weft.plan.model_refusals import COMPILED_AS_A_WHOLE
 from weft.plan.partition.tensor import Region

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from weft.parallel.cut import CutModel, Route
-from weft.parallel.randomness import Seeds
-from weft.parallel.stage_gathering import StageGathering
+from weft.parallel.state.rng import Seeds
+from weft.parallel.zero.gather_by_stage import StageGathering
 from weft.plan.pipeline.actions import Action
 from weft.training.loss import Count
 from weft.training.trees import num_samples

@@ -21,9 +21,9 @@ from weft.errors import DataError
 from weft.mesh import Mesh
 from weft.parallel.cut import CutModel, tied_groups
 from weft.parallel.pipeline import Pipeline, make_channels, open_pairs
-from weft.parallel.randomness import Seeds
 from weft.parallel.recording import Recording
-from weft.parallel.stage_gathering import StageGathering
+from weft.parallel.state.rng import Seeds
+from weft.parallel.zero.gather_by_stage import StageGathering
 from weft.plan.pipeline.actions import Action
 from weft.plan.pipeline.communication import evaluation_of, schedule_of
 from weft.sync.base import Sync, Totals

@@ -20,8 +20,8 @@ import torch
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError
 from weft.layout import Layout, Range, Runs
+from weft.parallel.state.buffers import consensus_buffers, persistent_buffers
 from weft.plan.partition.grid import Grid
-from weft.training.buffers import consensus_buffers, persistent_buffers
 from weft.training.checkpoint_state import TrainerState
 from weft.training.held import held_parameters
 from weft.training.tensor_files import Entry, TensorReader, is_storable

@@ -1,9 +1,10 @@
 """Mixed precision around the model: what goes in and comes out, and the scale of the loss under fp16.
 
-Parameters are cast where they are stored (`parallel/flats.py`). Here floating-point inputs are cast to the same format,
-and outputs back to float32, so that a loss is never taken in 16 bits. fp16 holds nothing below 6e-8, where most
-gradients of a large model are: the loss is multiplied by a scale before the backward pass, and gradients are divided by
-it after. A scale that makes a gradient overflow halves, and the step is skipped; after a run of good steps it doubles.
+Parameters are cast where they are stored (`parallel/zero/flat_parameters.py`). Here floating-point inputs are cast to
+the same format, and outputs back to float32, so that a loss is never taken in 16 bits. fp16 holds nothing below 6e-8,
+where most gradients of a large model are: the loss is multiplied by a scale before the backward pass, and gradients are
+divided by it after. A scale that makes a gradient overflow halves, and the step is skipped; after a run of good steps
+it doubles.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from weft.parallel.units import DTYPES
+from weft.parallel.zero.grouping import DTYPES
 from weft.plan.plan import Plan
 from weft.training.loss import forward
 from weft.training.trees import map_output, map_tensors

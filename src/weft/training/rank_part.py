@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from weft.training.buffers import persistent_buffers
+from weft.parallel.state.buffers import persistent_buffers
 from weft.training.checkpoint_state import TrainerState
 from weft.training.tensor_files import TensorReader
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from weft.blueprint import Positions
 from weft.errors import DataError, ModelError
 from weft.models.hugging_face_inputs import inputs_of
-from weft.parallel.batchnorm import has_batch_norms
 from weft.parallel.sequence import SequenceParallel
 from weft.parallel.sequence_attention import Pass
+from weft.parallel.state.batchnorm import has_batch_norms
 from weft.plan.partition.sequence import Places
 from weft.plan.partition.tensor import Range
 from weft.training.cutters import MakeWhole

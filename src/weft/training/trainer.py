@@ -29,8 +29,9 @@ from weft.errors import DataError
 from weft.layout import Layout
 from weft.mesh import Mesh
 from weft.parallel.cut import CutModel, tied_groups
-from weft.parallel.randomness import PlaceSeeds, Seeds
 from weft.parallel.recording import Recording
+from weft.parallel.state.buffers import BufferPolicy
+from weft.parallel.state.rng import PlaceSeeds, Seeds
 from weft.parallel.tensor import TensorParallel
 from weft.parallel.vocabulary import gather_logits
 from weft.plan.pipeline.communication import FLUSH_FREE
@@ -38,7 +39,6 @@ from weft.plan.pipeline.timeline import Timeline
 from weft.plan.plan import Plan
 from weft.sync.base import Sync
 from weft.training import checkpoint
-from weft.training.buffers import BufferPolicy
 from weft.training.counts import TargetCount, refuse_no_targets
 from weft.training.cutters import Cutter
 from weft.training.data import Batches

@@ -29,7 +29,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from weft.comm.collectives import all_reduce, broadcast
 from weft.comm.objects import gather_values
 from weft.layout import part_of
-from weft.parallel.materialise import draw_seed, fill_alone, is_on_meta
+from weft.parallel.state.materialise import draw_seed, fill_alone, is_on_meta
 from weft.plan.plan import Plan, Precision
 from weft.training.comparing import compare_tensors, difference
 from weft.training.deviation import of_rule, rounding

@@ -17,7 +17,7 @@ from torch import nn
 from weft.comm.agree import together
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError, LaunchError
-from weft.training.buffers import persistent_buffers
+from weft.parallel.state.buffers import persistent_buffers
 from weft.training.checkpoint import read_index, require_undamaged
 from weft.training.checkpoint_folders import INDEX, restore
 from weft.training.checkpoint_state import TrainerState

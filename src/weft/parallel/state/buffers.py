@@ -1,6 +1,6 @@
 """What happens to a model's buffers between ranks after a step, as the plan says.
 
-synchronise   BatchNorm already computed the same ones everywhere (`parallel/batchnorm.py`): nothing to do
+synchronise   BatchNorm already computed the same ones everywhere (`parallel/state/batchnorm.py`): nothing to do
 broadcast     each rank normalises by its own samples; rank 0's running statistics become everybody's
 local         each rank keeps its own; a checkpoint holds their mean
 """

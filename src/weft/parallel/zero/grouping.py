@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from weft.blueprint import Blueprint
-from weft.parallel.flats import FlatKind
+from weft.parallel.zero.flat_parameters import FlatKind
 from weft.plan.partition.wire import Member, shard_buckets
 from weft.plan.plan import Plan
 

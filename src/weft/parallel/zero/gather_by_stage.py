@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from weft.parallel.gathering import Unit
+from weft.parallel.zero.gather import Unit
 
 
 class StageGathering:

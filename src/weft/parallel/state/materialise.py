@@ -21,8 +21,8 @@ from weft.comm.collectives import broadcast
 from weft.comm.objects import gather_values
 from weft.errors import ModelError
 from weft.mesh import Mesh
-from weft.parallel.first_values import FirstValues, is_unfilled, unfilled_like
-from weft.parallel.units import Members
+from weft.parallel.state.init_values import FirstValues, is_unfilled, unfilled_like
+from weft.parallel.zero.grouping import Members
 
 _PORTION_BYTES = 256 * 2**20
 """Of whole tensors that have memory at once, where a rank keeps a part of each."""

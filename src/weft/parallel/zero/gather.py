@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from weft.errors import ModelError
-from weft.parallel.flats import FlatParameters
+from weft.parallel.zero.flat_parameters import FlatParameters
 from weft.plan.model_refusals import HIDDEN_OUTPUTS
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device, torch.layout)
