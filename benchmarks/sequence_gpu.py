@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-from weft.parallel.attention_masks import Masks, make_masks
-from weft.parallel.ring import backward_steps, forward_steps
-from weft.parallel.rotation import Steps, finish, local_rotations
+from weft.parallel.attention.masks import Masks, make_masks
+from weft.parallel.attention.ring import backward_steps, forward_steps
+from weft.parallel.attention.ring_exchange import Steps, finish, local_rotations
 from weft.plan.partition.sequence import Places, make_places
 
 HEADS, HEAD_DIM, FEWER_KEY_HEADS = 16, 128, 4

@@ -25,8 +25,8 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 import weft
 from weft.mesh import World, make_mesh
 from weft.models.gpt import GPT, GPTConfig
-from weft.parallel.sequence_attention import Pass, attend
-from weft.parallel.split_attention import make_axes
+from weft.parallel.attention.attention import Pass, attend
+from weft.parallel.attention.attention_call import make_axes
 from weft.plan.partition.sequence import make_places
 from weft.plan.plan import Axes, Comm, Plan
 from weft.plan.plan import Sequence as SequenceSection

@@ -12,8 +12,8 @@ import transformers
 from torch import Tensor, nn
 
 from weft.models.hugging_face_inputs import inputs_of
-from weft.parallel.hugging_face_attention import use_registry
-from weft.parallel.sequence_attention import Pass
+from weft.parallel.attention.attention import Pass
+from weft.parallel.sequence.hugging_face import use_registry
 from weft.plan.partition.sequence import make_places
 
 NUM_TOKENS, VOCABULARY = 12, 30

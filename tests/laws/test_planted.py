@@ -13,7 +13,8 @@ from planting import Patch, after_exchange, find, in_exchange, scaled, without
 from ranks import ranks
 
 from weft.comm.group import Group
-from weft.parallel import ring, split_attention
+from weft.parallel.attention import attention_call as split_attention
+from weft.parallel.attention import ring
 from weft.parallel.pipeline import Pipeline
 from weft.sync.allreduce import AllReduce
 from weft.training.trainer import Trainer

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from weft.errors import ModelError
 from weft.mesh import join_world
-from weft.parallel.sequence_attention import Pass, SequenceAxes, attend, attend_traced, register
-from weft.parallel.split_attention import make_axes
+from weft.parallel.attention.attention import Pass, SequenceAxes, attend, attend_traced, register
+from weft.parallel.attention.attention_call import make_axes
 from weft.plan.partition.grid import Grid
 from weft.plan.partition.sequence import Places, make_places
 from weft.plan.plan import Axes, Comm, Plan

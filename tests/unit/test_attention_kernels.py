@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.parallel import attention_kernels
-from weft.parallel.attention_kernels import CPU, PRODUCTS, Kernel, attend_block, attend_block_backward
+from weft.parallel.attention import kernels as attention_kernels
+from weft.parallel.attention.kernels import CPU, PRODUCTS, Kernel, attend_block, attend_block_backward
 
 SCALE = 0.3
 SHAPES = [(4, 4, 6, 6, 8, 8), (6, 2, 5, 9, 8, 8), (4, 1, 7, 7, 7, 5), (3, 3, 9, 2, 4, 6), (2, 1, 40, 40, 3, 3)]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, find_packed_sequence_indices
 
 from weft.models.hugging_face_inputs import documents_of, inputs_of
-from weft.parallel.hugging_face_attention import NAME, use_registry
+from weft.parallel.sequence.hugging_face import NAME, use_registry
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -12,7 +12,7 @@ from shuffled import ORDER, Shuffled, Wrapped, build, pass_of, shuffled_logits, 
 from transformers.masking_utils import create_causal_mask
 
 from weft.errors import ModelError
-from weft.parallel.hugging_face_attention import NAME, use_registry
+from weft.parallel.sequence.hugging_face import NAME, use_registry
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.parallel.attention_masks import Masks, make_masks
-from weft.parallel.ring import backward_steps, forward_steps
-from weft.parallel.ring_self_attention import self_attention_backward_steps, self_attention_forward_steps
-from weft.parallel.rotation import Arrival, LocalRotation, finish, local_rotations
+from weft.parallel.attention.masks import Masks, make_masks
+from weft.parallel.attention.ring import backward_steps, forward_steps
+from weft.parallel.attention.ring_exchange import Arrival, LocalRotation, finish, local_rotations
+from weft.parallel.attention.ring_self_attention import self_attention_backward_steps, self_attention_forward_steps
 from weft.plan.partition.sequence import LAYOUTS, Places, make_places
 
 VARIANTS = {

@@ -11,9 +11,9 @@ from torch import nn
 from weft.blueprint import Blueprint
 from weft.errors import ModelError, PlanError
 from weft.mesh import Mesh
+from weft.parallel.attention.attention_call import make_axes
 from weft.parallel.rows import RowParallel
-from weft.parallel.sequence import SequenceParallel
-from weft.parallel.split_attention import make_axes
+from weft.parallel.sequence.sequence_parallel import SequenceParallel
 from weft.plan.model_refusals import image_problems
 from weft.training.cutters import Cutter
 from weft.training.imaging import RowCutter

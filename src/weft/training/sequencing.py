@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from weft.blueprint import Positions
 from weft.errors import DataError, ModelError
 from weft.models.hugging_face_inputs import inputs_of
-from weft.parallel.sequence import SequenceParallel
-from weft.parallel.sequence_attention import Pass
+from weft.parallel.attention.attention import Pass
+from weft.parallel.sequence.sequence_parallel import SequenceParallel
 from weft.parallel.state.batchnorm import has_batch_norms
 from weft.plan.partition.sequence import Places
 from weft.plan.partition.tensor import Range

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from weft.errors import ModelError
 from weft.models.hugging_face_inputs import by_name, hugging_face_class, makes_own_positions, without_cache
-from weft.parallel.sequence_attention import Pass
+from weft.parallel.attention.attention import Pass
 
 NAME = "weft_sequence"
 _REMEDY = "or set [axes] ring and ulysses to 1"

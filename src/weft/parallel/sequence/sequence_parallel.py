@@ -23,9 +23,9 @@ from weft.blueprint import Positions
 from weft.comm.collectives import all_gather
 from weft.errors import ModelError
 from weft.mesh import Mesh
-from weft.parallel.hugging_face_attention import use_registry
-from weft.parallel.positions import Numbered, Tables
-from weft.parallel.sequence_attention import Pass, SequenceAxes, attend, attend_traced, register
+from weft.parallel.attention.attention import Pass, SequenceAxes, attend, attend_traced, register
+from weft.parallel.sequence.hugging_face import use_registry
+from weft.parallel.sequence.positions import Numbered, Tables
 from weft.plan.model_refusals import ATTENTION_THAT_DROPS, CROSS_ATTENTION, MASKS_OF_ITS_OWN, TOKENS_OF_ITS_OWN
 from weft.plan.partition.sequence import Places, make_places
 from weft.plan.partition.tensor import Range

@@ -16,9 +16,9 @@ import math
 import torch
 from torch import Tensor
 
-from weft.parallel.attention_kernels import Gradients, accumulator_dtype, by_group
-from weft.parallel.attention_masks import Masks
-from weft.parallel.rotation import Part, Rotation, Steps, travel, travel_back
+from weft.parallel.attention.kernels import Gradients, accumulator_dtype, by_group
+from weft.parallel.attention.masks import Masks
+from weft.parallel.attention.ring_exchange import Part, Rotation, Steps, travel, travel_back
 from weft.plan.partition.sequence import Places, Rectangle, rectangles
 
 

@@ -23,13 +23,13 @@ from torch import Tensor
 
 from weft.comm.group import Group
 from weft.mesh import Mesh
-from weft.parallel.attention_kernels import Gradients, accumulator_dtype
-from weft.parallel.attention_masks import make_masks
-from weft.parallel.common_blocks import CommonBlocks
-from weft.parallel.ring import backward_steps, forward_steps
-from weft.parallel.ring_self_attention import self_attention_backward_steps, self_attention_forward_steps
-from weft.parallel.rotation import WireRotation, finish
-from weft.parallel.ulysses import heads_of, to_heads, to_tokens
+from weft.parallel.attention.kernels import Gradients, accumulator_dtype
+from weft.parallel.attention.masks import make_masks
+from weft.parallel.attention.ring import backward_steps, forward_steps
+from weft.parallel.attention.ring_exchange import WireRotation, finish
+from weft.parallel.attention.ring_self_attention import self_attention_backward_steps, self_attention_forward_steps
+from weft.parallel.attention.ring_shared_memory import CommonBlocks
+from weft.parallel.attention.ulysses import heads_of, to_heads, to_tokens
 from weft.plan.partition.sequence import HeadShares, Places, share_heads
 
 FORWARDS = {"ring": forward_steps, "ring-self-attention": self_attention_forward_steps}

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from weft.errors import ModelError
-from weft.parallel.attention_kernels import Gradients
-from weft.parallel.split_attention import (
+from weft.parallel.attention.attention_call import (
     FORWARDS,
     Call,
     Pass,
@@ -29,6 +28,7 @@ from weft.parallel.split_attention import (
     kept_tensors,
     make_call,
 )
+from weft.parallel.attention.kernels import Gradients
 from weft.plan.partition.sequence import Places
 
 __all__ = ["Pass", "SequenceAxes", "Source", "attend", "attend_traced", "register"]

@@ -16,16 +16,16 @@ from collections.abc import Iterator
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.parallel.attention_kernels import (
+from weft.parallel.attention.kernels import (
     Gradients,
     accumulator_dtype,
     attend_block,
     attend_block_backward,
     lay_out,
 )
-from weft.parallel.attention_masks import Masks
-from weft.parallel.merging import Merged
-from weft.parallel.rotation import Pair, Part, Rotation, Steps, travel, travel_back
+from weft.parallel.attention.masks import Masks
+from weft.parallel.attention.merge import Merged
+from weft.parallel.attention.ring_exchange import Pair, Part, Rotation, Steps, travel, travel_back
 from weft.plan.partition.sequence import Places, rectangles
 
 

@@ -59,7 +59,7 @@ class Merged:
 def _fused_merge() -> Fused | None:
     """The kernel, if it can be made here; tried on a few numbers, because that takes a compiler."""
     try:
-        from weft.parallel.merge_kernel import merge
+        from weft.parallel.attention.merge_triton import merge
 
         some = torch.zeros(1, 1, 1, 8, device="cuda")
         merge(some, some[..., 0].clone(), some, some[..., 0].clone(), some)

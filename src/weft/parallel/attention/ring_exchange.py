@@ -32,8 +32,8 @@ from torch import Tensor
 from weft.comm.collectives import Pending
 from weft.comm.group import Group
 from weft.comm.p2p import Together, exchange
-from weft.parallel.attention_kernels import accumulator_dtype
-from weft.parallel.common_blocks import CommonBlocks
+from weft.parallel.attention.kernels import accumulator_dtype
+from weft.parallel.attention.ring_shared_memory import CommonBlocks
 
 BLOCKS, SUMS = 0, 1
 """Tags of the two kinds of messages, which are under way at the same time."""
