@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
 from weft.mesh import Mesh, join_world
-from weft.parallel.rows import RowParallel
+from weft.parallel.spatial.spatial_parallel import RowParallel
 from weft.parallel.state.batchnorm import synchronise_batch_norms
 from weft.plan.partition.grid import Grid
 from weft.plan.plan import Axes, Comm, Plan

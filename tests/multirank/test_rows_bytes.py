@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from weft.comm.group import Group
 from weft.measure.liveness import LiveBytes
-from weft.parallel.row_tensor import RowTensor
-from weft.parallel.rows import RowParallel
+from weft.parallel.spatial.row_tensor import RowTensor
+from weft.parallel.spatial.spatial_parallel import RowParallel
 from weft.plan.partition.rows import Window, exchange_for, halo_bytes, join_bytes
 from weft.plan.partition.wire import sent_bytes
 

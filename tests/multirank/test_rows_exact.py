@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.blueprint import Blueprint
 from weft.parallel.recompute import recompute_blocks
-from weft.parallel.rows import RowParallel
+from weft.parallel.spatial.spatial_parallel import RowParallel
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.comm.collectives import all_gather
 from weft.errors import ModelError
-from weft.parallel.row_tensor import RowTensor
-from weft.parallel.rows import RowParallel
+from weft.parallel.spatial.row_tensor import RowTensor
+from weft.parallel.spatial.spatial_parallel import RowParallel
 from weft.parallel.state.batchnorm import synchronise_batch_norms
 
 

@@ -12,8 +12,8 @@ from weft.blueprint import Blueprint
 from weft.errors import ModelError, PlanError
 from weft.mesh import Mesh
 from weft.parallel.attention.attention_call import make_axes
-from weft.parallel.rows import RowParallel
 from weft.parallel.sequence.sequence_parallel import SequenceParallel
+from weft.parallel.spatial.spatial_parallel import RowParallel
 from weft.plan.model_refusals import image_problems
 from weft.training.cutters import Cutter
 from weft.training.imaging import RowCutter

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from weft.parallel.rows import RowParallel
+from weft.parallel.spatial.spatial_parallel import RowParallel
 from weft.training.cutters import MakeWhole
 
 

@@ -10,7 +10,7 @@ of a rank's part, rows that others have (a *halo*):
     rank 1 makes rows 4-7    its windows cover   3 .. 8     row 3 comes from rank 0, row 8 is padding
 
 Where parts are thin, strides large or heights uneven, rows come from further than the next rank, and a rank may have
-none at all. Everything here is arithmetic over whole numbers; `parallel/row_functions.py` does what it says.
+none at all. Everything here is arithmetic over whole numbers; `parallel/spatial/halo.py` does what it says.
 """
 
 from __future__ import annotations

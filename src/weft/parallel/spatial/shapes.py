@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from weft.parallel.row_join import aligned, join_first, marked
-from weft.parallel.row_tensor import Function, Rows, RowTensor, Rule, mark, rows_of
+from weft.parallel.spatial.join import aligned, join_first, marked
+from weft.parallel.spatial.row_tensor import Function, Rows, RowTensor, Rule, mark, rows_of
 
 STRIDES = (1_000_003, 1_000_033, 1_000_037, 1_000_039, 1_000_081, 1_000_099, 1_000_117, 1_000_121)
 """Primes, so that no stride comes out as another's multiple: each dim is known by its own."""

@@ -13,8 +13,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from weft.errors import ModelError
-from weft.parallel.row_functions import join
-from weft.parallel.row_tensor import Function, Rows, RowTensor, mark, rows_of
+from weft.parallel.spatial.halo import join
+from weft.parallel.spatial.row_tensor import Function, Rows, RowTensor, mark, rows_of
 from weft.plan.model_refusals import ROWS_OVERWRITTEN
 
 

@@ -22,9 +22,12 @@ import torch
 import torch.nn.functional as F
 
 from weft.errors import ModelError
-from weft.parallel import row_norms, row_shapes, row_sums, row_windows
-from weft.parallel.row_join import elementwise, join_first, marked
-from weft.parallel.row_tensor import Function, RowTensor, Rule, mark, rows_of
+from weft.parallel.spatial import conv_pool as row_windows
+from weft.parallel.spatial import norms as row_norms
+from weft.parallel.spatial import reductions as row_sums
+from weft.parallel.spatial import shapes as row_shapes
+from weft.parallel.spatial.join import elementwise, join_first, marked
+from weft.parallel.spatial.row_tensor import Function, RowTensor, Rule, mark, rows_of
 from weft.parallel.state.rng import mix
 from weft.plan.model_refusals import CHANNELS_DROPPED_BY_ROWS
 

@@ -15,9 +15,9 @@ from typing import Any, TypeGuard
 import torch
 import torch.nn.functional as F
 
-from weft.parallel.row_functions import fetch, kept_in_parts
-from weft.parallel.row_join import join_first
-from weft.parallel.row_tensor import HEIGHT_DIM, Function, RowTensor, Rule, mark, rows_of, rows_of_images
+from weft.parallel.spatial.halo import fetch, kept_in_parts
+from weft.parallel.spatial.join import join_first
+from weft.parallel.spatial.row_tensor import HEIGHT_DIM, Function, RowTensor, Rule, mark, rows_of, rows_of_images
 from weft.plan.partition.rows import Window, exchange_for, window_counts
 
 Sizes = int | Sequence[int]

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from weft.parallel.row_functions import added
-from weft.parallel.row_join import join_first
-from weft.parallel.row_tensor import Function, Rows, RowTensor, Rule, mark, rows_of_images, wide_dtype
+from weft.parallel.spatial.halo import added
+from weft.parallel.spatial.join import join_first
+from weft.parallel.spatial.row_tensor import Function, Rows, RowTensor, Rule, mark, rows_of_images, wide_dtype
 
 
 class NormaliseGroups(torch.autograd.Function):

@@ -15,9 +15,18 @@ from typing import Any
 
 import torch
 
-from weft.parallel.row_functions import add_ranks
-from weft.parallel.row_join import elementwise, join_first, marked
-from weft.parallel.row_tensor import HEIGHT_DIM, Function, Rows, RowTensor, Rule, rows_of, rows_of_images, wide_dtype
+from weft.parallel.spatial.halo import add_ranks
+from weft.parallel.spatial.join import elementwise, join_first, marked
+from weft.parallel.spatial.row_tensor import (
+    HEIGHT_DIM,
+    Function,
+    Rows,
+    RowTensor,
+    Rule,
+    rows_of,
+    rows_of_images,
+    wide_dtype,
+)
 
 
 def along(place: int, default: int | None = None) -> Rule:

@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from weft.comm.collectives import Pending, all_gather, all_reduce, reduce_scatter
 from weft.comm.group import Group
 from weft.comm.p2p import receive, send
-from weft.parallel.row_tensor import HEIGHT_DIM, Rows
+from weft.parallel.spatial.row_tensor import HEIGHT_DIM, Rows
 from weft.plan.partition.rows import Exchange, overlap, widest_part
 from weft.plan.partition.tensor import Range, shares
 

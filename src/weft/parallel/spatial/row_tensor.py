@@ -69,7 +69,7 @@ class RowTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        from weft.parallel.row_rules import apply_rule  # the rules need this class
+        from weft.parallel.spatial.rules import apply_rule  # the rules need this class
 
         named = {name: value for name, value in (kwargs or {}).items() if name != "out" or value is not None}
         if not args and "input" in named:  # as rules expect it

@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.comm.group import Group
 from weft.errors import ModelError
-from weft.parallel.row_join import joined
-from weft.parallel.row_tensor import HEIGHT_DIM, Rows, RowTensor, mark
+from weft.parallel.spatial.join import joined
+from weft.parallel.spatial.row_tensor import HEIGHT_DIM, Rows, RowTensor, mark
 from weft.parallel.state.batchnorm import SynchronisedBatchNorm
 from weft.plan.model_refusals import STATISTICS_BEHIND_THE_ROWS
 
