@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import weft
-from weft.parallel.shares import local_part
+from weft.parallel.tensor.shares import local_part
 from weft.plan.plan import Axes, Comm, Compile, Data, Pipeline, Plan, Step
 from weft.training.held import held_parameters
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from weft.parallel.resized import Resizing
-from weft.parallel.shares import set_count
+from weft.parallel.tensor.local_sizes import Resizing
+from weft.parallel.tensor.shares import set_count
 from weft.plan.partition.tensor import Cut, Region, entries, region_shares, share_of
 
 

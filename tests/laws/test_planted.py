@@ -73,7 +73,7 @@ def test_pipeline_and_not_data_of_the_same_degree() -> None:
     assert first.ranks == (0, 1) and first.name.startswith("blocks.0.")
 
 
-TENSOR_BACKWARD = in_exchange("weft.parallel.tensor_functions.all_reduce", 2.0, axis="tensor", wait=True)
+TENSOR_BACKWARD = in_exchange("weft.parallel.tensor.functions.all_reduce", 2.0, axis="tensor", wait=True)
 
 
 @ranks(2)
@@ -100,7 +100,7 @@ def test_data_and_not_tensor_of_the_same_degree() -> None:
 @ranks(2)
 def test_tensor_forward() -> None:
     """A row layer's results are too large: the loss is off, and no factor is left to see, but one axis is there."""
-    first = find(tensor_plan(2), in_exchange("weft.parallel.tensor_functions.all_reduce", 2.0, axis="tensor"))
+    first = find(tensor_plan(2), in_exchange("weft.parallel.tensor.functions.all_reduce", 2.0, axis="tensor"))
     assert (first.what, first.phase, first.cause.axes) == ("loss", "forward", ("tensor",))
     assert "these exchange in a forward pass: tensor" in first.cause.text
 

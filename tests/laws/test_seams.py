@@ -31,7 +31,7 @@ from torch import nn
 from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
 from weft.mesh import Mesh
-from weft.parallel.shares import local_part
+from weft.parallel.tensor.shares import local_part
 from weft.plan.plan import Plan
 from weft.sync import make
 from weft.sync.base import Sync, Totals

@@ -144,7 +144,7 @@ def without_dropout(model: Any) -> Any:
 
 def assert_parts_of(trainer: Any, whole: dict[str, Tensor]) -> None:
     """What a rank holds is its part of these tensors."""
-    from weft.parallel.shares import local_part
+    from weft.parallel.tensor.shares import local_part
 
     mesh = trainer.mesh
     held = held_parameters(trainer.named_model, trainer.sync, trainer.layouts)

@@ -27,7 +27,7 @@ from torch import nn
 
 from weft.errors import DataError, DivergenceError
 from weft.models.gpt import GPT
-from weft.parallel.shares import local_part
+from weft.parallel.tensor.shares import local_part
 from weft.plan.plan import Plan, Precision
 from weft.training.held import Held, held_parameters, whole_tensors
 from weft.training.trainer import Trainer

@@ -22,8 +22,8 @@ from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
 from weft.comm.objects import gather_values
 from weft.mesh import World, join_world, make_mesh
-from weft.parallel import vocabulary
-from weft.parallel.vocabulary import Share, gather_logits, split_cross_entropy_sum
+from weft.parallel.tensor import cross_entropy as vocabulary
+from weft.parallel.tensor.cross_entropy import Share, gather_logits, split_cross_entropy_sum
 from weft.plan.partition.tensor import shares
 from weft.plan.partition.wire import sent_bytes
 

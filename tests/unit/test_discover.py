@@ -36,7 +36,7 @@ from unseen import (
 from weft.errors import ModelError
 from weft.models.convnet import ConvNet, ConvNetConfig
 from weft.models.gpt import GPT, GPTConfig
-from weft.parallel.discovery.find import discover, explain
+from weft.parallel.tensor.discovery.find import discover, explain
 from weft.plan.partition.tensor import Region
 
 

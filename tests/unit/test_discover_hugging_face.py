@@ -10,7 +10,7 @@ import transformers
 from discovered import run_split
 from torch import Tensor, nn
 
-from weft.parallel.discovery.find import discover
+from weft.parallel.tensor.discovery.find import discover
 
 SIZES: dict[str, Any] = dict(
     vocab_size=50, hidden_size=24, num_hidden_layers=1, num_attention_heads=6, intermediate_size=36,

@@ -10,7 +10,7 @@ import torch
 from discovered import run_split
 from torch import Tensor, nn
 
-from weft.parallel.discovery.find import discover
+from weft.parallel.tensor.discovery.find import discover
 
 B, T, C = 2, 4, 12
 Step = Callable[["Program", list[Tensor]], Tensor]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from discovered import run_split
 from torch import Tensor, nn
 
-from weft.parallel.discovery.find import discover
+from weft.parallel.tensor.discovery.find import discover
 
 B, T, C, N = 2, 6, 8, 24
 Code = Callable[[Any, Tensor], Tensor]

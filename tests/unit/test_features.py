@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from weft.parallel.discovery.features import (
+from weft.parallel.tensor.discovery.features import (
     Digit,
     Dim,
     block,

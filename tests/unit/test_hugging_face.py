@@ -11,7 +11,7 @@ from discovered import run_split
 from torch import Tensor, nn
 
 from weft.errors import ModelError
-from weft.parallel.hugging_face import hugging_face_regions
+from weft.parallel.tensor.hugging_face_plan import hugging_face_regions
 from weft.plan.partition.tensor import Count, Cut, Region, Section, region_problems
 
 SIZES = dict(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import ModelError
-from weft.parallel.resized import Resizing
+from weft.parallel.tensor.local_sizes import Resizing
 from weft.plan.partition.tensor import Resized, Size, SizedCall
 
 

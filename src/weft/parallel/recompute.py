@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from weft.blueprint import Blueprint
 from weft.errors import ModelError
 from weft.parallel.attention import attention  # noqa: F401  (it makes the operator)
-from weft.parallel.tensor_ops import KEPT_OPERATORS
+from weft.parallel.tensor.operators import KEPT_OPERATORS
 from weft.plan.model_refusals import BLOCKS_NEEDED, BUFFERS_RECOMPUTED, PRODUCTS_OVERWRITTEN
 
 Forward = Callable[..., Any]

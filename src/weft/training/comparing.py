@@ -18,7 +18,7 @@ from weft.comm.collectives import broadcast
 from weft.comm.group import Group
 from weft.comm.objects import gather_values
 from weft.layout import Layout
-from weft.parallel.shares import local_part
+from weft.parallel.tensor.shares import local_part
 from weft.training.held import held_parameters
 from weft.training.oracles import Oracle
 from weft.training.reference import Key

@@ -15,7 +15,7 @@ from weft.comm.collectives import all_reduce, broadcast
 from weft.comm.objects import gather_values
 from weft.layout import part_of
 from weft.mesh import Mesh
-from weft.parallel.shares import local_part
+from weft.parallel.tensor.shares import local_part
 from weft.training.comparing import own_tensors, receive
 from weft.training.oracles import Oracle
 from weft.training.reference import Key, OneProcess

@@ -17,7 +17,7 @@ from weft.comm.collectives import all_reduce
 from weft.comm.objects import gather_values
 from weft.layout import Layout
 from weft.mesh import Mesh
-from weft.parallel.shares import local_part
+from weft.parallel.tensor.shares import local_part
 from weft.training.comparing import Own, own_tensors, receive
 from weft.training.diagnosis import EXPLAINED, Look, Survey, diagnose, diagnose_loss, places
 from weft.training.oracles import Oracle

@@ -17,10 +17,10 @@ from weft.mesh import Mesh, join_world, make_mesh
 from weft.models.hugging_face_inputs import leave_out_caches
 from weft.parallel.apply import apply_plan
 from weft.parallel.cut import CutModel
-from weft.parallel.shares import Shares, counted_elements
 from weft.parallel.state.batchnorm import has_batch_norms
 from weft.parallel.state.materialise import agreed_seed, model_tensors
-from weft.parallel.tensor import TensorParallel
+from weft.parallel.tensor.shares import Shares, counted_elements
+from weft.parallel.tensor.tensor_parallel import TensorParallel
 from weft.parallel.zero.flat_parameters import Piece
 from weft.plan.check import require
 from weft.plan.model_refusals import COMPILED_AS_A_WHOLE

@@ -24,9 +24,9 @@ from weft.comm.collectives import all_reduce, broadcast
 from weft.comm.objects import gather_values
 from weft.errors import ModelError, WeftError
 from weft.mesh import Mesh
-from weft.parallel.shares import local_part
 from weft.parallel.state.materialise import fill_alone, is_on_meta
-from weft.parallel.tensor import TensorParallel
+from weft.parallel.tensor.shares import local_part
+from weft.parallel.tensor.tensor_parallel import TensorParallel
 from weft.plan.partition.tensor import Region
 from weft.training.cutters import Cutter
 from weft.training.divergence import require_same_batch

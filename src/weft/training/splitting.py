@@ -11,8 +11,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from weft.blueprint import Blueprint
 from weft.errors import ModelError
 from weft.mesh import Mesh
-from weft.parallel.regions import find_regions
-from weft.parallel.tensor_layers import OutputMode
+from weft.parallel.tensor.find_regions import find_regions
+from weft.parallel.tensor.layers import OutputMode
 from weft.plan.model_refusals import (
     BLOCKS_LEFT_OUT_AT_RANDOM,
     BLOCKS_NEEDED,

@@ -32,8 +32,8 @@ from weft.parallel.cut import CutModel, tied_groups
 from weft.parallel.recording import Recording
 from weft.parallel.state.buffers import BufferPolicy
 from weft.parallel.state.rng import PlaceSeeds, Seeds
-from weft.parallel.tensor import TensorParallel
-from weft.parallel.vocabulary import gather_logits
+from weft.parallel.tensor.cross_entropy import gather_logits
+from weft.parallel.tensor.tensor_parallel import TensorParallel
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.pipeline.timeline import Timeline
 from weft.plan.plan import Plan

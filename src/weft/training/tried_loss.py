@@ -18,7 +18,7 @@ import torch
 from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
 from weft.errors import ModelError
-from weft.parallel.vocabulary import IGNORED_TARGET
+from weft.parallel.tensor.cross_entropy import IGNORED_TARGET
 from weft.plan.model_refusals import LOSS_OVER_TOKENS
 from weft.training.loss import Loss, LossFunction, are_samples_counted, count_targets, loss_terms
 from weft.training.trees import map_output, map_tensors, output_tensors, tensors_of

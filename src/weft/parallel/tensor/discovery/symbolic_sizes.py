@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from weft.parallel.discovery.features import Dim, length
+from weft.parallel.tensor.discovery.features import Dim, length
 
 Local = Callable[[Dim], int]
 """How long a dim is on some rank."""

@@ -27,11 +27,10 @@ from weft.comm.collectives import all_reduce, broadcast
 from weft.comm.group import Group
 from weft.errors import ModelError
 from weft.mesh import Mesh
-from weft.parallel.resized import Resizing
-from weft.parallel.shares import AXIS, Shares, make_shares, set_count, share_tied
 from weft.parallel.state.materialise import model_tensors
 from weft.parallel.state.rng import Seeds, ShareDraws, has_dropout
-from weft.parallel.tensor_layers import (
+from weft.parallel.tensor.cross_entropy import Share
+from weft.parallel.tensor.layers import (
     Axis,
     ColumnGroup,
     ColumnLayer,
@@ -43,10 +42,11 @@ from weft.parallel.tensor_layers import (
     WholeOutput,
     is_transposed_linear,
 )
-from weft.parallel.tensor_ops import number_of
-from weft.parallel.tokens import Shown, TokenSplit, split_between
+from weft.parallel.tensor.local_sizes import Resizing
+from weft.parallel.tensor.megatron_sequence import Shown, TokenSplit, split_between
+from weft.parallel.tensor.operators import number_of
+from weft.parallel.tensor.shares import AXIS, Shares, make_shares, set_count, share_tied
 from weft.parallel.tracing.placeholder import AbsentModule
-from weft.parallel.vocabulary import Share
 from weft.plan.partition.tensor import Range, Region, entries, share_of
 
 

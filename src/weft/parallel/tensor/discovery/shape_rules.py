@@ -6,9 +6,20 @@ from typing import Any
 
 import torch
 
-from weft.parallel.discovery.features import Dim, Layout, cut, fresh, is_whole, join, length, peel, reshape, whole
-from weft.parallel.discovery.lengths import Length, plain
-from weft.parallel.discovery.operation import Operation
+from weft.parallel.tensor.discovery.features import (
+    Dim,
+    Layout,
+    cut,
+    fresh,
+    is_whole,
+    join,
+    length,
+    peel,
+    reshape,
+    whole,
+)
+from weft.parallel.tensor.discovery.operation import Operation
+from weft.parallel.tensor.discovery.symbolic_sizes import Length, plain
 
 Made = list[Layout] | None
 """Layouts of the tensors that a function returns; None: the function is not understood."""

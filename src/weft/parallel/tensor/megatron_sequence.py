@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from weft.comm.group import Group
 from weft.errors import DataError, ModelError
 from weft.parallel.state.rng import ShareDraws
-from weft.parallel.tensor_functions import TOKEN_DIM, join_tokens, split_tokens
-from weft.parallel.tensor_ops import number_of, traced_gather
+from weft.parallel.tensor.functions import TOKEN_DIM, join_tokens, split_tokens
+from weft.parallel.tensor.operators import number_of, traced_gather
 
 
 class TokenSplit:

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from weft.errors import ModelError
-from weft.parallel.discovery.records import NotedCall, Record
-from weft.parallel.discovery.trace import Tracer
+from weft.parallel.tensor.discovery.records import NotedCall, Record
+from weft.parallel.tensor.discovery.trace import Tracer
 from weft.parallel.tracing.placeholder import to_meta
 
 CACHES = ("past_key_values",)

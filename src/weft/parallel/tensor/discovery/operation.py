@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weft.parallel.discovery.features import Dim, Layout, block, length, unify
-from weft.parallel.discovery.lengths import Local, local_value
-from weft.parallel.discovery.records import GivenSize, Layer, NotedCall
+from weft.parallel.tensor.discovery.features import Dim, Layout, block, length, unify
+from weft.parallel.tensor.discovery.records import GivenSize, Layer, NotedCall
+from weft.parallel.tensor.discovery.symbolic_sizes import Local, local_value
 
 if TYPE_CHECKING:
-    from weft.parallel.discovery.trace import Tracer
+    from weft.parallel.tensor.discovery.trace import Tracer
 
 
 @dataclass(slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weft.comm.collectives import all_reduce as exchange
 from weft.comm.group import Group
-from weft.parallel.tensor_functions import TOKEN_DIM, Gradients, gather_tokens, product_gradients, scatter_tokens
+from weft.parallel.tensor.functions import TOKEN_DIM, Gradients, gather_tokens, product_gradients, scatter_tokens
 
 # Operators outlive any model and are given no objects, so this is known to the process; groups live as long as it.
 _groups: list[Group] = []

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from torch import nn
 
-from weft.parallel.discovery.features import Digit, Dim, Layout, leaves
-from weft.parallel.discovery.lengths import Check, Length
+from weft.parallel.tensor.discovery.features import Digit, Dim, Layout, leaves
+from weft.parallel.tensor.discovery.symbolic_sizes import Check, Length
 
 UNKNOWN = 1
 """Root of what was made by something that was not seen."""

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from weft.parallel.discovery.choice import Choice, Refusal
-from weft.parallel.discovery.features import Digit, digits, length
-from weft.parallel.discovery.layers import is_transposed
-from weft.parallel.discovery.records import UNKNOWN, Facts, Layer
-from weft.parallel.discovery.sizes import Sizes
+from weft.parallel.tensor.discovery.choice import Choice, Refusal
+from weft.parallel.tensor.discovery.features import Digit, digits, length
+from weft.parallel.tensor.discovery.layer_rules import is_transposed
+from weft.parallel.tensor.discovery.records import UNKNOWN, Facts, Layer
+from weft.parallel.tensor.discovery.region_sizes import Sizes
 from weft.plan.partition.tensor import Cut, Region, Section, entries, region_problems, region_shares
 
 

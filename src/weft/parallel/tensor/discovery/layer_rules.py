@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from weft.parallel.discovery.features import Layout, fresh, is_whole, length, peel, whole
-from weft.parallel.discovery.lengths import Length
-from weft.parallel.discovery.operation import Operation
-from weft.parallel.discovery.records import Layer, Use
-from weft.parallel.discovery.shapes import Made
+from weft.parallel.tensor.discovery.features import Layout, fresh, is_whole, length, peel, whole
+from weft.parallel.tensor.discovery.operation import Operation
+from weft.parallel.tensor.discovery.records import Layer, Use
+from weft.parallel.tensor.discovery.shape_rules import Made
+from weft.parallel.tensor.discovery.symbolic_sizes import Length
 
 if TYPE_CHECKING:
-    from weft.parallel.discovery.trace import Tracer
+    from weft.parallel.tensor.discovery.trace import Tracer
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 COUNTED = {"in_features": "inputs", "in_channels": "inputs", "nx": "inputs", "num_embeddings": "rows"}

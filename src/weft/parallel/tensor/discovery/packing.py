@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.parallel.discovery.features import Layout, leaves
-from weft.parallel.discovery.regions import Candidate
+from weft.parallel.tensor.discovery.candidates import Candidate
+from weft.parallel.tensor.discovery.features import Layout, leaves
 
 MAX_TRIES = 20_000
 ACROSS_BLOCKS = 0.5

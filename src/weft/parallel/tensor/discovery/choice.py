@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from weft.parallel.discovery.features import Digit, Dim, Layout, digits, leaves
-from weft.parallel.discovery.lengths import Local
+from weft.parallel.tensor.discovery.features import Digit, Dim, Layout, digits, leaves
+from weft.parallel.tensor.discovery.symbolic_sizes import Local
 from weft.plan.partition.tensor import Range, Section, share_of
 
 

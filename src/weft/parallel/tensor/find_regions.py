@@ -15,8 +15,8 @@ from torch import nn
 
 from weft.blueprint import Blueprint
 from weft.errors import ModelError
-from weft.parallel.discovery.find import find
-from weft.parallel.hugging_face import hugging_face_regions
+from weft.parallel.tensor.discovery.find import find
+from weft.parallel.tensor.hugging_face_plan import hugging_face_regions
 from weft.plan.partition.tensor import Region
 
 log = logging.getLogger("weft")

@@ -21,12 +21,12 @@ from typing import Any
 from torch import nn
 
 from weft.blueprint import find_blueprint
-from weft.parallel.discovery.choice import Choice, Refusal
-from weft.parallel.discovery.features import Digit, Dim, digits, leaves
-from weft.parallel.discovery.follow import follow
-from weft.parallel.discovery.packing import take_best
-from weft.parallel.discovery.records import Facts, Layer, Record
-from weft.parallel.discovery.regions import Candidate, make_candidate
+from weft.parallel.tensor.discovery.candidates import Candidate, make_candidate
+from weft.parallel.tensor.discovery.choice import Choice, Refusal
+from weft.parallel.tensor.discovery.features import Digit, Dim, digits, leaves
+from weft.parallel.tensor.discovery.follow import follow
+from weft.parallel.tensor.discovery.packing import take_best
+from weft.parallel.tensor.discovery.records import Facts, Layer, Record
 from weft.plan.partition.tensor import Count, Cut, Region, Section, region_problems
 
 MAX_CHOICES = 32

@@ -18,12 +18,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from weft.parallel.discovery.features import Dim, Layout, block, fresh, is_whole, leaves, length, whole
-from weft.parallel.discovery.layers import enter_layers, weight_layout
-from weft.parallel.discovery.lengths import Check, Compute, Length
-from weft.parallel.discovery.operation import Operation
-from weft.parallel.discovery.records import UNKNOWN, End, Held, Layer, NotedCall, Record, Use
-from weft.parallel.discovery.rules import EXPANDING, HARMLESS, ROOTLESS, RULES, UNARY
+from weft.parallel.tensor.discovery.features import Dim, Layout, block, fresh, is_whole, leaves, length, whole
+from weft.parallel.tensor.discovery.layer_rules import enter_layers, weight_layout
+from weft.parallel.tensor.discovery.operation import Operation
+from weft.parallel.tensor.discovery.records import UNKNOWN, End, Held, Layer, NotedCall, Record, Use
+from weft.parallel.tensor.discovery.rules import EXPANDING, HARMLESS, ROOTLESS, RULES, UNARY
+from weft.parallel.tensor.discovery.symbolic_sizes import Check, Compute, Length
 from weft.parallel.tracing.placeholder import is_in_place, to_meta
 from weft.plan.partition.tensor import SIZED
 

@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from weft.parallel.discovery.choice import Choice, Refusal, matching_units
-from weft.parallel.discovery.features import Dim, length
-from weft.parallel.discovery.lengths import Compute, Local, local_value, plain
-from weft.parallel.discovery.records import Facts, Held, Layer, NotedCall
+from weft.parallel.tensor.discovery.choice import Choice, Refusal, matching_units
+from weft.parallel.tensor.discovery.features import Dim, length
+from weft.parallel.tensor.discovery.records import Facts, Held, Layer, NotedCall
+from weft.parallel.tensor.discovery.symbolic_sizes import Compute, Local, local_value, plain
 from weft.plan.partition.tensor import Count, Range, Region, Resized, Size, SizedCall, share_of, shares
 
 _ESSENTIAL = ("num_groups", "groups", "nf")

@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import torch
 
-from weft.parallel.discovery import layers as layers
-from weft.parallel.discovery import shapes as shapes
-from weft.parallel.discovery.features import Dim, Layout, cut, fresh, length, peel, whole
-from weft.parallel.discovery.lengths import plain
-from weft.parallel.discovery.operation import Operation
-from weft.parallel.discovery.shapes import Made
+from weft.parallel.tensor.discovery import layer_rules as layers
+from weft.parallel.tensor.discovery import shape_rules as shapes
+from weft.parallel.tensor.discovery.features import Dim, Layout, cut, fresh, length, peel, whole
+from weft.parallel.tensor.discovery.operation import Operation
+from weft.parallel.tensor.discovery.shape_rules import Made
+from weft.parallel.tensor.discovery.symbolic_sizes import plain
 
 HARMLESS = frozenset(
     "dim ndim ndimension dtype device requires_grad requires_grad_ is_floating_point is_complex is_contiguous "

@@ -18,9 +18,9 @@ from torch.nn.modules.conv import _ConvNd
 
 from weft.comm.group import Group
 from weft.parallel.state.rng import ShareDraws
-from weft.parallel.tensor_functions import add, columns, find_rows, lookup, row, spread
-from weft.parallel.tensor_ops import kept_row, traced_add, traced_gather, traced_scatter, traced_spread
-from weft.parallel.vocabulary import Share, gather_logits
+from weft.parallel.tensor.cross_entropy import Share, gather_logits
+from weft.parallel.tensor.functions import add, columns, find_rows, lookup, row, spread
+from weft.parallel.tensor.operators import kept_row, traced_add, traced_gather, traced_scatter, traced_spread
 from weft.plan.partition.tensor import Range
 
 Forward = Callable[..., Any]
