@@ -15,7 +15,7 @@ from ranks import ranks
 from weft.comm.group import Group
 from weft.parallel.attention import attention_call as split_attention
 from weft.parallel.attention import ring
-from weft.parallel.pipeline import Pipeline
+from weft.parallel.pipeline.executor import Pipeline
 from weft.sync.allreduce import AllReduce
 from weft.training.trainer import Trainer
 

@@ -15,7 +15,7 @@ from oracle import small_gpt
 from torch import Tensor, nn
 
 from weft.blueprint import find_blueprint
-from weft.parallel.balance import Unit, time_units
+from weft.parallel.pipeline.block_costs import Unit, time_units
 from weft.parallel.recompute import recompute_blocks
 from weft.plan.pipeline.stage_cuts import balance, check_cuts
 

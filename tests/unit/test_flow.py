@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from weft.blueprint import find_blueprint
 from weft.errors import ModelError
-from weft.parallel.stages import owners, share_out, stage_of_blocks
+from weft.parallel.pipeline.stages import owners, share_out, stage_of_blocks
 from weft.parallel.tracing.dataflow import WRITTEN, Flow, Value, find_units, follow, make_twin
 from weft.parallel.tracing.placeholder import Absent
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from weft.blueprint import find_blueprint
 from weft.errors import ModelError
-from weft.parallel.cut import CutModel, cut, outline
+from weft.parallel.pipeline.cut_model import CutModel, cut, outline
 from weft.parallel.tracing.dataflow import Value
 from weft.parallel.tracing.placeholder import Absent
 from weft.plan.plan import Axes, Plan

@@ -18,9 +18,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.blueprint import find_blueprint
-from weft.parallel import split_backward
+from weft.parallel.pipeline import split_backward
+from weft.parallel.pipeline.split_backward import SplitBackward
 from weft.parallel.recompute import recompute_blocks
-from weft.parallel.split_backward import SplitBackward
 
 DOUBLE = torch.float64
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import CheckpointError
-from weft.parallel.versions import Versions
+from weft.parallel.pipeline.weight_versions import Versions
 
 
 def three_layers(**settings: Any) -> tuple[nn.Sequential, Versions]:

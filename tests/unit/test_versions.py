@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from weft.parallel.versions import Versions
+from weft.parallel.pipeline.weight_versions import Versions
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)

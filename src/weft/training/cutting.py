@@ -13,8 +13,8 @@ from weft.blueprint import Blueprint
 from weft.comm.objects import gather_values, value_of_first
 from weft.errors import ModelError, PlanError
 from weft.mesh import Mesh
-from weft.parallel.balance import Unit, time_units
-from weft.parallel.cut import CutModel, Outline, cut, outline, tied_groups
+from weft.parallel.pipeline.block_costs import Unit, time_units
+from weft.parallel.pipeline.cut_model import CutModel, Outline, cut, outline, tied_groups
 from weft.parallel.state.materialise import Materialiser
 from weft.plan.model_refusals import PIPEDREAM_WITH_SHARED_WEIGHTS, VERSIONS_OF_MASTERS
 from weft.plan.pipeline.communication import FLUSH_FREE

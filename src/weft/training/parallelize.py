@@ -16,7 +16,7 @@ from weft.layout import Layout
 from weft.mesh import Mesh, join_world, make_mesh
 from weft.models.hugging_face_inputs import leave_out_caches
 from weft.parallel.apply import apply_plan
-from weft.parallel.cut import CutModel
+from weft.parallel.pipeline.cut_model import CutModel
 from weft.parallel.state.batchnorm import has_batch_norms
 from weft.parallel.state.materialise import agreed_seed, model_tensors
 from weft.parallel.tensor.shares import Shares, counted_elements

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from weft.parallel.cut import CutModel, Route
+from weft.parallel.pipeline.cut_model import CutModel, Route
 from weft.parallel.state.rng import Seeds
 from weft.parallel.zero.gather_by_stage import StageGathering
 from weft.plan.pipeline.actions import Action

@@ -19,9 +19,9 @@ from weft.comm.collectives import all_reduce, broadcast
 from weft.comm.p2p import receive
 from weft.errors import DataError
 from weft.mesh import Mesh
-from weft.parallel.cut import CutModel, tied_groups
-from weft.parallel.pipeline import Pipeline, make_channels, open_pairs
-from weft.parallel.recording import Recording
+from weft.parallel.pipeline.cut_model import CutModel, tied_groups
+from weft.parallel.pipeline.executor import Pipeline, make_channels, open_pairs
+from weft.parallel.pipeline.recording import Recording
 from weft.parallel.state.rng import Seeds
 from weft.parallel.zero.gather_by_stage import StageGathering
 from weft.plan.pipeline.actions import Action

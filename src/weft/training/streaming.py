@@ -1,9 +1,9 @@
 """A step of a pipeline that is never empty: PipeDream and PipeDream-2BW.
 
 A step feeds its microbatches and returns; their backward passes are done in later steps, on the weights their forward
-passes used (`parallel/versions.py`). PipeDream updates after every microbatch, 2BW after every step's worth of them. A
-loss is returned once its microbatches are through on all stages: `nan` until the first ones are. `flush` runs what is
-still under way to its end.
+passes used (`parallel/pipeline/weight_versions.py`). PipeDream updates after every microbatch, 2BW after every step's
+worth of them. A loss is returned once its microbatches are through on all stages: `nan` until the first ones are.
+`flush` runs what is still under way to its end.
 
 Stages come to the same update in different steps. So a batch without targets is not refused there, where the stages
 before would wait for one that has given up, but when its loss would be returned: in the same call on every rank.
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from weft.parallel.versions import Versions
+from weft.parallel.pipeline.weight_versions import Versions
 from weft.plan.pipeline.actions import EVERY, Action
 from weft.plan.pipeline.communication import schedule_of
 from weft.plan.pipeline.schedules import version_slots

@@ -28,8 +28,8 @@ from weft.comm.objects import gather_values
 from weft.errors import DataError
 from weft.layout import Layout
 from weft.mesh import Mesh
-from weft.parallel.cut import CutModel, tied_groups
-from weft.parallel.recording import Recording
+from weft.parallel.pipeline.cut_model import CutModel, tied_groups
+from weft.parallel.pipeline.recording import Recording
 from weft.parallel.state.buffers import BufferPolicy
 from weft.parallel.state.rng import PlaceSeeds, Seeds
 from weft.parallel.tensor.cross_entropy import gather_logits

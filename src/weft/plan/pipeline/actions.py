@@ -1,7 +1,8 @@
 """What a rank does in a pipeline, one thing at a time: the words in which every schedule is written.
 
-A schedule (`schedules.py`) is one list of actions a rank. The same list is executed (`parallel/pipeline.py`), timed
-(`planning/simulate.py`) and drawn (`report/timeline.py`), so that what is planned, measured and seen cannot differ.
+A schedule (`schedules.py`) is one list of actions a rank. The same list is executed (`parallel/pipeline/executor.py`),
+timed (`planning/simulate.py`) and drawn (`report/timeline.py`), so that what is planned, measured and seen cannot
+differ.
 
 Stages are numbered along the model. With one chunk a rank, stage s is on rank s; with more (interleaved), rank r of p
 holds the stages r, r + p, r + 2p, ...

@@ -1,8 +1,8 @@
 """When each rank did what: the one record that simulation, tracing and drawing share.
 
-`planning/simulate.py` foretells a timeline and `parallel/pipeline.py` records one; because both are spans of the same
-actions, they can be compared span by span and drawn side by side. Seconds count from any common zero: the first span
-need not begin at 0, and only differences are ever used.
+`planning/simulate.py` foretells a timeline and `parallel/pipeline/executor.py` records one; because both are spans of
+the same actions, they can be compared span by span and drawn side by side. Seconds count from any common zero: the
+first span need not begin at 0, and only differences are ever used.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from weft.blueprint import Blueprint
 from weft.comm.group import Group
 from weft.errors import ModelError
 from weft.mesh import Mesh
-from weft.parallel.passage import Passage, install_gates, keep_only
-from weft.parallel.stages import Stages, owners, share_out, stage_of_blocks
+from weft.parallel.pipeline.run_stage import Passage, install_gates, keep_only
+from weft.parallel.pipeline.stages import Stages, owners, share_out, stage_of_blocks
 from weft.parallel.state.batchnorm import has_batch_norms
 from weft.parallel.tracing.dataflow import Flow, find_units, follow, make_twin
 from weft.parallel.zero.grouping import cast_between_layers, flat_kinds

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from weft.errors import ModelError
-from weft.parallel.stages import Stages
+from weft.parallel.pipeline.stages import Stages
 from weft.parallel.tracing.dataflow import Flow, Value
 from weft.parallel.tracing.placeholder import Absent, AbsentModule, to_meta
 

@@ -26,9 +26,9 @@ from weft.comm.group import Group
 from weft.comm.p2p import receive, send
 from weft.comm.shared_memory.mailbox import Mailbox
 from weft.errors import ModelError
-from weft.parallel.cut import CutModel, Route
-from weft.parallel.recording import Recording
-from weft.parallel.split_backward import SplitBackward
+from weft.parallel.pipeline.cut_model import CutModel, Route
+from weft.parallel.pipeline.recording import Recording
+from weft.parallel.pipeline.split_backward import SplitBackward
 from weft.parallel.tracing.dataflow import Form, Value
 from weft.plan.pipeline.actions import Action
 
