@@ -35,7 +35,7 @@ def test_data(factor: float) -> None:
 @ranks(2)
 def test_replicate() -> None:
     plan = data_plan(1, shard="gradients", replicate=2)
-    first = find(plan, in_exchange("weft.sync.gradients.all_reduce", 2.0, axis="replicate"))
+    first = find(plan, in_exchange("weft.sync.zero_gradients.all_reduce", 2.0, axis="replicate"))
     assert (first.what, first.cause.kind, first.cause.axes) == ("gradient", "factor", ("replicate",))
 
 
@@ -43,7 +43,7 @@ def test_replicate() -> None:
 @pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
 def test_the_axis_that_zero_shards_over(shard: str) -> None:
     plan = data_plan(2, shard=shard)
-    first = find(plan, in_exchange("weft.sync.gradients.reduce_scatter", 2.0, axis="data", position=1))
+    first = find(plan, in_exchange("weft.sync.zero_gradients.reduce_scatter", 2.0, axis="data", position=1))
     assert (first.what, first.cause.kind, first.cause.axes) == ("gradient", "factor", ("data",))
 
 
@@ -150,7 +150,9 @@ def test_ring_times_ulysses() -> None:
 
 @ranks(2)
 def test_replicas_that_were_not_summed() -> None:
-    first = find(data_plan(1, shard="gradients", replicate=2), without("weft.sync.gradients.all_reduce", "replicate"))
+    first = find(
+        data_plan(1, shard="gradients", replicate=2), without("weft.sync.zero_gradients.all_reduce", "replicate")
+    )
     assert (first.what, first.phase, first.cause.kind) == ("gradient", "exchange", "not summed"), first
     assert first.cause.axes == ("replicate",) and "whose sum is the true one" in first.cause.text
 

@@ -20,7 +20,7 @@ from weft.mesh import Mesh
 from weft.models.gpt import GPT, GPTConfig
 from weft.plan.partition.wire import ShardedFlat, batch_norm_bytes, sent_bytes, sharded_bytes
 from weft.plan.plan import Plan, Precision
-from weft.sync.sharded import Sharded
+from weft.sync.zero import Sharded
 from weft.training.trainer import Trainer
 
 STAGES = ONE, TWO, THREE = "optimizer", "gradients", "parameters"

@@ -1,7 +1,7 @@
 """The buffers in which parameters and gradients will lie under a plan: their sizes, as `sync/make.py` makes them.
 
 Number formats are those of `parallel/zero/grouping.py`, the comings and goings of gradients those of
-`sync/gradients.py` and `sync/sharded.py`; a test holds the two accounts against each other.
+`sync/zero_gradients.py` and `sync/zero.py`; a test holds the two accounts against each other.
 """
 
 from __future__ import annotations

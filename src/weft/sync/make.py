@@ -28,8 +28,8 @@ from weft.parallel.zero.gather_by_stage import StageGathering
 from weft.parallel.zero.grouping import DTYPES, Members, cast_between_layers, flat_kinds, make_members
 from weft.sync.allreduce import AllReduce
 from weft.sync.base import Alone, Apart, Sync, whole_pieces
-from weft.sync.gradients import GradientSettings
-from weft.sync.sharded import Sharded
+from weft.sync.zero import Sharded
+from weft.sync.zero_gradients import GradientSettings
 
 log = logging.getLogger("weft")
 

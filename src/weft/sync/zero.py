@@ -30,7 +30,7 @@ from weft.parallel.zero.flat_parameters import FlatParameters, Piece
 from weft.parallel.zero.gather import Gathers
 from weft.plan.partition.wire import SHARDED_TAIL_WORDS
 from weft.sync.base import Apart, Counted, Counting, Totals, norm_of
-from weft.sync.gradients import GradientPool, Gradients, GradientSettings, Reduction, gradient_room
+from weft.sync.zero_gradients import GradientPool, Gradients, GradientSettings, Reduction, gradient_room
 
 _MOST_IN_FLIGHT = 2
 """Reductions under way at once: enough to keep the wire busy, few enough to bound the memory of transient buffers."""
