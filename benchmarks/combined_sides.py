@@ -31,9 +31,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 import weft
+from weft.checkpoint.local_parts import held_parameters
 from weft.parallel.tensor.shares import local_part
 from weft.plan.plan import Axes, Comm, Compile, Data, Pipeline, Plan, Step
-from weft.training.held import held_parameters
 
 SHAPE = (2, 2, 2)
 """Pipeline, data and tensor, outermost first, as weft's own order has them."""

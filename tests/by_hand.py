@@ -23,8 +23,8 @@ import torch
 from oracle import Batch, cross_entropy
 from torch import Tensor, nn
 
+from weft.checkpoint.local_parts import Held, held_parameters, whole_tensors
 from weft.plan.plan import Plan, Precision
-from weft.training.held import Held, held_parameters, whole_tensors
 from weft.training.trainer import Trainer
 from weft.training.trees import split_microbatches
 

@@ -11,8 +11,9 @@ import torch
 from oracle import ADAMW, cut_evenly, data_plan, make_trainer, small_gpt, token_batch
 from torch import Tensor
 
+from weft.checkpoint import folders as checkpoint_folders
+from weft.checkpoint import save as saving
 from weft.errors import CheckpointError
-from weft.training import checkpoint_folders, saving
 from weft.training.trainer import Trainer
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from command import Outcome, Workspace, finish, start
 
-from weft.training.checkpoint_folders import all_checkpoints
+from weft.checkpoint.folders import all_checkpoints
 
 RunHere = Callable[..., Outcome]
 Reference = tuple[Path, Outcome]

@@ -32,11 +32,11 @@ from command import (
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from weft.checkpoint.folders import all_checkpoints
 from weft.cli import train as train_command
 from weft.cli.main import app
 from weft.plan.plan import Axes, Plan
 from weft.plan.text import read_plan
-from weft.training.checkpoint_folders import all_checkpoints
 from weft.training.components import prepare
 from weft.training.job import default_job, read_job
 from weft.training.loop import read_run

@@ -28,6 +28,7 @@ from oracle import (
 from ranks import ranks
 from torch import nn
 
+from weft.checkpoint.local_parts import held_parameters
 from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
 from weft.mesh import Mesh
@@ -36,7 +37,6 @@ from weft.plan.plan import Plan
 from weft.sync import make
 from weft.sync.base import Sync, Totals
 from weft.training import parallelize
-from weft.training.held import held_parameters
 
 NUM_REPLICAS, NUM_STEPS, EVERY, GRAINS = 2, 4, 2, 64
 

@@ -21,11 +21,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from weft.checkpoint import snapshot
+from weft.checkpoint.load import read_index
 from weft.comm.objects import gather_values
 from weft.parallel.state.buffers import persistent_buffers
 from weft.plan.text import format_plan
-from weft.training import snapshot
-from weft.training.checkpoint import read_index
 from weft.training.parallelize import OptimizerFactory
 from weft.training.trainer import Trainer
 

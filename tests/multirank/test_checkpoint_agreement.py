@@ -18,9 +18,11 @@ from oracle import SGD, data_plan, make_trainer, small_gpt
 from ranks import ranks
 from safetensors.torch import load_file
 
+from weft.checkpoint import folders as checkpoint_folders
+from weft.checkpoint import save as saving
+from weft.checkpoint.folders import INDEX, all_checkpoints, prune
 from weft.errors import CheckpointError, JobError
-from weft.training import checkpoint_folders, loop, saving
-from weft.training.checkpoint_folders import INDEX, all_checkpoints, prune
+from weft.training import loop
 from weft.training.job import default_job
 from weft.training.trainer import Trainer
 
@@ -66,7 +68,7 @@ def test_two_checkpoints_are_not_mixed(tmp_path: Path) -> None:
 def test_a_rank_that_cannot_read_is_known_to_all(tmp_path: Path, error: Exception) -> None:
     trainer = trainer_of(2)
     trainer.save(tmp_path / "a")
-    broken = mock.patch("weft.training.portable.Portable._read", mock.Mock(side_effect=error))
+    broken = mock.patch("weft.checkpoint.portable.Portable._read", mock.Mock(side_effect=error))
     with broken if trainer.mesh.world.rank == 1 else nullcontext():
         with pytest.raises(CheckpointError, match="rank 1 cannot read"):
             trainer.load(tmp_path / "a")

@@ -24,11 +24,11 @@ from oracle import (
 from ranks import ranks
 from torch import nn
 
+from weft.checkpoint import save as saving
+from weft.checkpoint.load import read_index
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError
 from weft.plan.plan import Plan
-from weft.training import saving
-from weft.training.checkpoint import read_index
 from weft.training.trainer import Trainer
 
 PLANS = {

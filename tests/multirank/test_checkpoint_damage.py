@@ -18,9 +18,10 @@ from faults import MOMENTS, failing, refused, train, trainer_of
 from oracle import SGD, data_plan, make_trainer, small_gpt
 from ranks import ranks
 
+from weft.checkpoint import load as checkpoint
+from weft.checkpoint import snapshot
+from weft.checkpoint.folders import all_checkpoints, prune
 from weft.errors import CheckpointError
-from weft.training import checkpoint, snapshot
-from weft.training.checkpoint_folders import all_checkpoints, prune
 from weft.training.trainer import Trainer
 
 

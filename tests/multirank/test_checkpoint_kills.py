@@ -18,8 +18,8 @@ import torch
 from faults import MOMENTS, failing, refused, train, trainer_of
 from ranks import ranks
 
-from weft.training import saving
-from weft.training.checkpoint_folders import all_checkpoints, prune
+from weft.checkpoint import save as saving
+from weft.checkpoint.folders import all_checkpoints, prune
 from weft.training.trainer import Trainer
 
 

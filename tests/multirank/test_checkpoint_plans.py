@@ -25,8 +25,9 @@ from oracle import (
 )
 from ranks import ranks
 
+from weft.checkpoint import load as checkpoint
+from weft.checkpoint import snapshot
 from weft.plan.plan import Plan
-from weft.training import checkpoint, snapshot
 from weft.training.trainer import Trainer
 
 NUM_BEFORE, NUM_AFTER = 2, 2

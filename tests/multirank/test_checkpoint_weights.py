@@ -15,11 +15,11 @@ from ranks import ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from weft.checkpoint import pretrained as weights
+from weft.checkpoint.pretrained import load_weights
 from weft.errors import CheckpointError
 from weft.plan.plan import Plan
-from weft.training import weights
 from weft.training.trainer import Trainer
-from weft.training.weights import load_weights
 
 transformers = pytest.importorskip("transformers")
 

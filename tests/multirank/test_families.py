@@ -15,11 +15,11 @@ from oracle import make_trainer, pipeline_plan, sequence_plan, tensor_plan
 from ranks import ranks
 from torch import Tensor
 
+from weft.checkpoint.local_parts import held_parameters
 from weft.errors import ModelError, WeftError
 from weft.parallel.state.materialise import draw_seed, fill_alone
 from weft.plan.plan import Plan
 from weft.training import probe
-from weft.training.held import held_parameters
 from weft.training.parallelize import parallelize
 
 ENCODERS = ("bert", "bert classifier", "roberta", "distilbert", "vit")

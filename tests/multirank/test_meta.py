@@ -26,10 +26,10 @@ from ranks import ranks
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from weft.checkpoint.local_parts import held_parameters, whole_tensors
 from weft.errors import ModelError
 from weft.models.gpt import GPT, GPTConfig
 from weft.plan.plan import Plan, Precision
-from weft.training.held import held_parameters, whole_tensors
 from weft.training.trainer import Trainer
 
 STAGES = ("nothing", "optimizer", "gradients", "parameters")

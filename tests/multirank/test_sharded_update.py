@@ -23,9 +23,9 @@ from oracle import (
 from ranks import ranks
 from torch import Tensor, nn
 
+from weft.checkpoint.local_parts import held_parameters, whole_tensors
 from weft.errors import DivergenceError
 from weft.plan.plan import Plan, Precision
-from weft.training.held import held_parameters, whole_tensors
 from weft.training.trainer import Trainer
 
 STAGES = ("optimizer", "gradients", "parameters")

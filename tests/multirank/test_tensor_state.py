@@ -25,11 +25,11 @@ from ranks import ranks
 from safetensors.torch import load_file
 from torch import nn
 
+from weft.checkpoint.local_parts import Held, held_parameters, whole_tensors
 from weft.errors import DataError, DivergenceError
 from weft.models.gpt import GPT
 from weft.parallel.tensor.shares import local_part
 from weft.plan.plan import Plan, Precision
-from weft.training.held import Held, held_parameters, whole_tensors
 from weft.training.trainer import Trainer
 
 gpt = functools.partial(small_gpt, heads=4, kv_heads=1, norm="layer", bias=True)
@@ -67,7 +67,7 @@ def test_a_checkpoint_of_one_plan_goes_on_under_another(here: str, there: str, t
     expected = train_on_tokens(saved, 2)
     other = gpt_trainer(PLANS[there])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weft.training.checkpoint.log.warning", lambda *_: None)
+        patch.setattr("weft.checkpoint.load.log.warning", lambda *_: None)
         other.load(tmp_path / "saved")
     assert train_on_tokens(other, 2) == pytest.approx(expected, rel=1e-9)
 

@@ -14,13 +14,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from weft.checkpoint import file_io as tensor_bytes
+from weft.checkpoint.checksums import FileRecord, checksums, find_damage, pieces_of
+from weft.checkpoint.file_io import Staging, write_runs
+from weft.checkpoint.portable import share_of_replica
+from weft.checkpoint.safetensors import Entry, TensorFile, TensorReader, pack
 from weft.errors import CheckpointError
 from weft.layout import Layout, Runs, Split
-from weft.training import tensor_bytes
-from weft.training.checksums import FileRecord, checksums, find_damage, pieces_of
-from weft.training.portable import share_of_replica
-from weft.training.tensor_bytes import Staging, write_runs
-from weft.training.tensor_files import Entry, TensorFile, TensorReader, pack
 
 HOST = torch.device("cpu")
 TENSORS = {

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from weft.checkpoint.local_parts import held_parameters
 from weft.comm.collectives import broadcast
 from weft.comm.group import Group
 from weft.comm.objects import gather_values
 from weft.layout import Layout
 from weft.parallel.tensor.shares import local_part
-from weft.training.held import held_parameters
 from weft.training.oracles import Oracle
 from weft.training.reference import Key
 from weft.training.streaming import Streaming

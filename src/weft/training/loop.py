@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from weft.checkpoint.folders import all_checkpoints, prune
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError, DataError, JobError, ModelError
 from weft.mesh import join_world
@@ -28,7 +29,6 @@ from weft.plan.check import check
 from weft.plan.plan import Axes, Plan
 from weft.plan.text import read_plan, write_plan
 from weft.report.trace import write as write_trace
-from weft.training.checkpoint_folders import all_checkpoints, prune
 from weft.training.components import Prepared, context_of, prepare
 from weft.training.data import batches
 from weft.training.datasets import fetch, fingerprint

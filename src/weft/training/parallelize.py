@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from weft.blueprint import Blueprint, find_blueprint
+from weft.checkpoint.pretrained import load_weights
 from weft.errors import ModelError
 from weft.layout import Layout
 from weft.mesh import Mesh, join_world, make_mesh
@@ -38,7 +39,6 @@ from weft.training.loss import LossFunction, resolve_loss
 from weft.training.probe import probe_split
 from weft.training.splitting import split_regions
 from weft.training.trainer import Trainer
-from weft.training.weights import load_weights
 
 ParameterGroups = Callable[[str, tuple[int, ...]], dict[str, Any]]
 

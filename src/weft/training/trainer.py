@@ -23,6 +23,8 @@ import torch
 from torch import nn
 
 from weft.blueprint import Blueprint
+from weft.checkpoint import load as checkpoint
+from weft.checkpoint.save import Saving
 from weft.comm.collectives import all_reduce, broadcast
 from weft.comm.objects import gather_values
 from weft.errors import DataError
@@ -38,7 +40,6 @@ from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.pipeline.timeline import Timeline
 from weft.plan.plan import Plan
 from weft.sync.base import Sync
-from weft.training import checkpoint
 from weft.training.counts import TargetCount, refuse_no_targets
 from weft.training.cutters import Cutter
 from weft.training.data import Batches
@@ -50,7 +51,6 @@ from weft.training.microbatches import Microbatches
 from weft.training.modes import evaluating
 from weft.training.pipelined import Pipelined
 from weft.training.precision import Caller
-from weft.training.saving import Saving
 from weft.training.sequencing import TokenCutter
 from weft.training.splitting import KeepingShares
 from weft.training.streaming import Streaming

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
+from weft.checkpoint.file_io import flat_range
+from weft.checkpoint.hugging_face import WEIGHTS_INDEX, config_files, weights_index
+from weft.checkpoint.portable import KINDS, MODEL, Portable
+from weft.checkpoint.rank_state import rank_file, take_rank_part
+from weft.checkpoint.safetensors import MOST_FILE_BYTES, Entry, TensorFile, pack
+from weft.checkpoint.state import TrainerState
 from weft.layout import Range, Runs
 from weft.plan.text import format_plan
-from weft.training.checkpoint_state import TrainerState
-from weft.training.hugging_face_folder import WEIGHTS_INDEX, config_files, weights_index
-from weft.training.portable import KINDS, MODEL, Portable
-from weft.training.rank_part import rank_file, take_rank_part
-from weft.training.tensor_bytes import flat_range
-from weft.training.tensor_files import MOST_FILE_BYTES, Entry, TensorFile, pack
 
 _ALIGNED_BYTES = 64
 

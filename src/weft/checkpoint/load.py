@@ -24,19 +24,19 @@ from typing import Any
 
 import torch
 
+from weft.checkpoint.checksums import FileRecord, find_damage
+from weft.checkpoint.folders import INDEX, restore
+from weft.checkpoint.portable import KINDS, OPTIMIZER, Portable
+from weft.checkpoint.rank_state import load_rank_part
+from weft.checkpoint.safetensors import TensorReader
+from weft.checkpoint.save import index_checksum
+from weft.checkpoint.snapshot import FORMAT
+from weft.checkpoint.state import TrainerState
 from weft.comm.agree import together
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError
 from weft.mesh import Mesh
 from weft.plan.text import format_plan
-from weft.training.checkpoint_folders import INDEX, restore
-from weft.training.checkpoint_state import TrainerState
-from weft.training.checksums import FileRecord, find_damage
-from weft.training.portable import KINDS, OPTIMIZER, Portable
-from weft.training.rank_part import load_rank_part
-from weft.training.saving import index_checksum
-from weft.training.snapshot import FORMAT
-from weft.training.tensor_files import TensorReader
 
 _READABLE = (1, FORMAT)
 """In format 1 a file has one checksum, and which tensors it has depends on who wrote it; its tensors are the same."""

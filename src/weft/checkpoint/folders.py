@@ -17,8 +17,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from weft.checkpoint.hugging_face import CONFIG, GENERATION_CONFIG
 from weft.errors import CheckpointError
-from weft.training.hugging_face_folder import CONFIG, GENERATION_CONFIG
 
 INDEX = "checkpoint.json"
 log = logging.getLogger("weft")

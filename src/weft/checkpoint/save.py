@@ -25,15 +25,15 @@ from typing import Any
 
 import torch
 
+from weft.checkpoint.checksums import PIECE_BYTES, FileRecord, checksums, pieces_of
+from weft.checkpoint.file_io import Staging, flat_range, write_runs
+from weft.checkpoint.folders import INDEX, publish, refuse_foreign, restore
+from weft.checkpoint.safetensors import TensorFile
+from weft.checkpoint.snapshot import HostCopies, Snapshot, Stretch, take
+from weft.checkpoint.state import TrainerState
 from weft.comm.agree import together
 from weft.comm.group import Group, Traffic
 from weft.errors import CheckpointError
-from weft.training.checkpoint_folders import INDEX, publish, refuse_foreign, restore
-from weft.training.checkpoint_state import TrainerState
-from weft.training.checksums import PIECE_BYTES, FileRecord, checksums, pieces_of
-from weft.training.snapshot import HostCopies, Snapshot, Stretch, take
-from weft.training.tensor_bytes import Staging, flat_range, write_runs
-from weft.training.tensor_files import TensorFile
 
 log = logging.getLogger("weft")
 

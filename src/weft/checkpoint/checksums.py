@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weft.checkpoint.file_io import read_at
 from weft.layout import part_of
-from weft.training.tensor_bytes import read_at
 
 PIECE_BYTES = 16 << 20
 _READ_BYTES = 1 << 20

@@ -14,16 +14,16 @@ from typing import Any
 
 from torch import nn
 
+from weft.checkpoint.folders import INDEX, restore
+from weft.checkpoint.hugging_face import weight_files
+from weft.checkpoint.load import read_index, require_undamaged
+from weft.checkpoint.portable import Portable
+from weft.checkpoint.safetensors import TensorReader
+from weft.checkpoint.state import TrainerState
 from weft.comm.agree import together
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError, LaunchError
 from weft.parallel.state.buffers import persistent_buffers
-from weft.training.checkpoint import read_index, require_undamaged
-from weft.training.checkpoint_folders import INDEX, restore
-from weft.training.checkpoint_state import TrainerState
-from weft.training.hugging_face_folder import weight_files
-from weft.training.portable import Portable
-from weft.training.tensor_files import TensorReader
 
 _MOST_SHOWN = 8
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from weft.checkpoint.safetensors import TensorReader
+from weft.checkpoint.state import TrainerState
 from weft.parallel.state.buffers import persistent_buffers
-from weft.training.checkpoint_state import TrainerState
-from weft.training.tensor_files import TensorReader
 
 _BUFFER, _PIPELINE = "buffer/", "pipeline/"
 

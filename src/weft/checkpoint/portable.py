@@ -17,14 +17,14 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.checkpoint.local_parts import held_parameters
+from weft.checkpoint.safetensors import Entry, TensorReader, is_storable
+from weft.checkpoint.state import TrainerState
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError
 from weft.layout import Layout, Range, Runs
 from weft.parallel.state.buffers import consensus_buffers, persistent_buffers
 from weft.plan.partition.grid import Grid
-from weft.training.checkpoint_state import TrainerState
-from weft.training.held import held_parameters
-from weft.training.tensor_files import Entry, TensorReader, is_storable
 
 KINDS = MODEL, OPTIMIZER = "model", "optimizer"
 _ALIGNED_NUMEL = 1024

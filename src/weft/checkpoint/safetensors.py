@@ -19,9 +19,9 @@ from types import TracebackType
 
 import torch
 
+from weft.checkpoint.file_io import Staging, read_at, read_runs, write_at
 from weft.errors import CheckpointError
 from weft.layout import Runs
-from weft.training.tensor_bytes import Staging, read_at, read_runs, write_at
 
 MOST_FILE_BYTES = 5 * 10**9
 """A file is not larger than this, unless one tensor is."""
