@@ -18,11 +18,11 @@ from oracle import SGD, small_gpt, token_batch
 from weft.comm.collectives import Pending
 from weft.comm.group import Group, Traffic
 from weft.plan.plan import Plan
-from weft.training import verify as verify_module
 from weft.training.parallelize import parallelize
 from weft.training.trainer import Trainer
-from weft.training.verdict import Finding
-from weft.training.verify import verify
+from weft.verification import verify as verify_module
+from weft.verification.verdict import Finding
+from weft.verification.verify import verify
 
 Patch = pytest.MonkeyPatch
 Plant = Callable[[Patch, Trainer], None]

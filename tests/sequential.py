@@ -2,8 +2,8 @@
 
 Weights after v updates are `history[v]`. A microbatch's gradient is taken at weights put together from the history,
 stage by stage, in one call of the whole model; torch's own optimizer then updates the newest weights with it. There is
-no pipeline here. The rule itself, which version a gradient is taken at, is that of `training/delayed_reference.py`, by
-which `weft verify` judges too. Losses are scaled by whoever gives `loss_of`.
+no pipeline here. The rule itself, which version a gradient is taken at, is that of `verification/delayed_weights.py`,
+by which `weft verify` judges too. Losses are scaled by whoever gives `loss_of`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.training.delayed_reference import Weights, gradients_at, version_used
+from weft.verification.delayed_weights import Weights, gradients_at, version_used
 
 LossOf = Callable[[Weights, Any], Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

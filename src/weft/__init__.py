@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from weft.training.loop import train
     from weft.training.parallelize import parallelize
     from weft.training.trainer import Trainer
-    from weft.training.verify import verify
+    from weft.verification.verify import verify
 
 __version__ = "0.1.0.dev0"
 
@@ -42,7 +42,7 @@ _NEED_TORCH = {
     "batches": "weft.training.data",
     "parallelize": "weft.training.parallelize",
     "train": "weft.training.loop",
-    "verify": "weft.training.verify",
+    "verify": "weft.verification.verify",
 }
 
 

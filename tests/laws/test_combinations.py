@@ -32,7 +32,7 @@ from ranks import ranks
 from weft.plan.check import _BUILT
 from weft.plan.fields import facts_of
 from weft.plan.plan import SECTIONS
-from weft.training.verify import verify
+from weft.verification.verify import verify
 
 ROWS, NEVER = read_rows()
 

@@ -36,7 +36,7 @@ from weft.models.gpt import GPT
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Plan, Recompute
 from weft.plan.text import read_plan
-from weft.training.verify import verify
+from weft.verification.verify import verify
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "plans"
 NUM_STEPS_IN_SINGLE = 10

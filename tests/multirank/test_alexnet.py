@@ -12,7 +12,7 @@ from oracle import ADAMW, make_trainer
 from ranks import ranks
 
 from weft.plan.text import read_plan
-from weft.training.verify import verify
+from weft.verification.verify import verify
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.errors import ModelError
 from weft.plan.plan import Compile, Plan
-from weft.training.verify import verify
+from weft.verification.verify import verify
 
 WIDTH = 8
 

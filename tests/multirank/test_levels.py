@@ -19,7 +19,7 @@ from weft.comm.exchange_buffers import Room
 from weft.comm.group import Group
 from weft.mesh import World, join_world, make_mesh
 from weft.plan.partition.wire import sent_bytes
-from weft.training.verify import verify
+from weft.verification.verify import verify
 
 EVEN, INTERLEAVED, UNEVEN = (0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1)
 SIZES = (1, 63, 1000, 12_345, 700_001)

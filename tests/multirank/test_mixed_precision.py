@@ -23,7 +23,7 @@ from oracle import (
 from ranks import ranks
 
 from weft.plan.partition.wire import ShardedFlat, sharded_bytes
-from weft.training.verify import verify
+from weft.verification.verify import verify
 
 FIXED_SCALE = 256
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from weft.errors import DataError
 from weft.plan.pipeline.communication import schedule_of
 from weft.plan.plan import Plan
-from weft.training.verify import verify
+from weft.verification.verify import verify
 
 gpt: Callable[..., nn.Module] = functools.partial(small_gpt, num_layers=4)
 convnet: Callable[..., nn.Module] = functools.partial(small_convnet, num_blocks=4)

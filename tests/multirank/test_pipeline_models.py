@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from weft.blueprint import Blueprint
 from weft.plan.plan import Plan
-from weft.training.verify import verify
+from weft.verification.verify import verify
 
 
 class UNet(Stack):

@@ -9,7 +9,7 @@ from ranks import ranks
 from torch import Tensor, nn
 
 from weft.errors import DataError, ModelError
-from weft.training.verify import verify
+from weft.verification.verify import verify
 
 
 class Table(nn.Module):

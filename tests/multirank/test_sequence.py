@@ -10,7 +10,7 @@ from oracle import ADAMW, Batch, make_trainer, sequence_plan, small_gpt
 from ranks import ranks
 
 from weft.plan.plan import Plan
-from weft.training.verify import Verification, verify
+from weft.verification.verify import Verification, verify
 
 LAYERNORMS = {"norm": "layer", "bias": True, "positions": "learned"}
 SPLITS = {"ring": {"ring": 2}, "ulysses": {"ulysses": 2}}

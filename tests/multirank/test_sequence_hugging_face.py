@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from weft.errors import ModelError
 from weft.plan.plan import Plan, Recompute
-from weft.training.verify import verify
+from weft.verification.verify import verify
 
 SIZES: dict[str, Any] = dict(
     vocab_size=17, hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4,

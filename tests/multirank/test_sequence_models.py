@@ -15,7 +15,7 @@ from ranks import ranks
 
 from weft.errors import DataError, ModelError, WeftError
 from weft.plan.plan import Plan
-from weft.training.verify import verify
+from weft.verification.verify import verify
 
 RING, ULYSSES = sequence_plan(ring=2), sequence_plan(ulysses=2)
 

@@ -15,7 +15,7 @@ from torch import nn
 from weft.errors import DivergenceError
 from weft.plan.plan import Compile, Plan, Precision
 from weft.training.trainer import Trainer
-from weft.training.verify import verify
+from weft.verification.verify import verify
 
 
 def gpt_trainer(plan: Plan, model: nn.Module | None = None, **changes: Any) -> Trainer:

@@ -9,7 +9,7 @@ from oracle import ADAMW, small_gpt, tensor_plan, token_batch
 from ranks import ranks
 
 from weft.plan.plan import Plan
-from weft.training.verify import Verification, verify
+from weft.verification.verify import Verification, verify
 
 LAYERNORMS = {"norm": "layer", "bias": True, "positions": "learned"}
 

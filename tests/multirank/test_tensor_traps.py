@@ -29,7 +29,7 @@ from weft.errors import ModelError
 from weft.models.gpt import GPT
 from weft.plan.partition.tensor import Region
 from weft.plan.plan import Plan
-from weft.training.verify import verify
+from weft.verification.verify import verify
 
 
 def verified(model: nn.Module, plan: Plan, batches: list[Any]) -> None:

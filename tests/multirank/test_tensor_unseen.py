@@ -13,7 +13,7 @@ from ranks import ranks
 from torch import Tensor, nn
 
 from weft.plan.plan import Plan
-from weft.training.verify import Verification, verify
+from weft.verification.verify import Verification, verify
 
 VOCABULARY, HIDDEN, HEADS = 17, 16, 4
 

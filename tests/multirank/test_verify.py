@@ -19,10 +19,10 @@ from weft.comm.group import Traffic
 from weft.errors import PlanError, VerifyError
 from weft.sync.allreduce import AllReduce
 from weft.sync.base import Totals
-from weft.training import verify as verify_module
 from weft.training.parallelize import parallelize
 from weft.training.trainer import Trainer
-from weft.training.verify import Verification, verify
+from weft.verification import verify as verify_module
+from weft.verification.verify import Verification, verify
 
 
 def run(model: nn.Module | None = None, *, batches: list[Any] | None = None, **changes: Any) -> Verification:

@@ -16,11 +16,11 @@ from streamed import ADAMW, Net, batches_of, stream_plan
 
 from weft.errors import VerifyError
 from weft.plan.plan import Plan
-from weft.training import verify as verify_module
-from weft.training.oracles import rule_of
 from weft.training.trainer import Trainer
-from weft.training.verdict import Deviation
-from weft.training.verify import Verification, verify
+from weft.verification import verify as verify_module
+from weft.verification.oracles import rule_of
+from weft.verification.verdict import Deviation
+from weft.verification.verify import Verification, verify
 
 RATE = [1.0, 0.5, 0.25, 0.8, 0.7, 0.1].__getitem__
 
@@ -83,7 +83,7 @@ def test_a_version_that_is_not_the_rules_is_found() -> None:
     plan = flush_free("pipedream", 2, 3)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weft.training.delayed_reference.version_used", lambda *args, **kwargs: args[3])
+        patch.setattr("weft.verification.delayed_weights.version_used", lambda *args, **kwargs: args[3])
         outcome = run(Net(), plan, batches_of(6, 7, 5))
     assert not outcome.ok and outcome.first is not None
     assert (outcome.first.what, outcome.first.step) in (("weight", 1), ("loss", 1)), outcome.first

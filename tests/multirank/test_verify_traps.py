@@ -12,9 +12,10 @@ from oracle import SGD, data_plan, small_gpt, token_batch
 from ranks import ranks
 from torch import Tensor, nn
 
-from weft.training import comparing, examining
-from weft.training.comparing import Own
-from weft.training.verify import Verification, verify
+from weft.verification import compare as comparing
+from weft.verification import examine as examining
+from weft.verification.compare import Own
+from weft.verification.verify import Verification, verify
 
 
 def run(model: nn.Module) -> Verification:

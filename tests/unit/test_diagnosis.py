@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from weft.plan.plan import Axes, Plan, Step
-from weft.training.diagnosis import Look, Survey, diagnose, diagnose_loss, places
-from weft.training.verdict import Cause
+from weft.verification.diagnosis import Look, Survey, diagnose, diagnose_loss, places
+from weft.verification.verdict import Cause
 
 TWO_BY_TWO = Plan(axes=Axes(data=2, tensor=2))
 

@@ -30,7 +30,7 @@ from weft.errors import PlanError
 from weft.plan.plan import Plan
 from weft.training import precision
 from weft.training.precision import Caller, LossScale
-from weft.training.verify import verify
+from weft.verification.verify import verify
 
 HALVES = ["bf16", "fp16"]
 

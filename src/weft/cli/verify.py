@@ -22,7 +22,7 @@ from weft.plan.plan import Axes, Plan
 
 if TYPE_CHECKING:
     from weft.training.job import Job
-    from weft.training.verdict import Verification
+    from weft.verification.verdict import Verification
 
 
 class Format(StrEnum):
@@ -87,7 +87,7 @@ def _run_rank(
     from weft.mesh import join_world, leave_world
     from weft.training.components import prepare
     from weft.training.datasets import fetch
-    from weft.training.verify import verify
+    from weft.verification.verify import verify
 
     world, prepared = join_world(), prepare(job)
     needed = num_steps * global_batch

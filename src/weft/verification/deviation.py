@@ -16,12 +16,12 @@ from weft.comm.objects import gather_values
 from weft.layout import part_of
 from weft.mesh import Mesh
 from weft.parallel.tensor.shares import local_part
-from weft.training.comparing import own_tensors, receive
-from weft.training.oracles import Oracle
-from weft.training.reference import Key, OneProcess
 from weft.training.trainer import Trainer
 from weft.training.trees import map_tensors, num_samples, split_tree
-from weft.training.verdict import LARGEST_LOSS_DEVIATION, Deviation
+from weft.verification.compare import own_tensors, receive
+from weft.verification.one_process import Key, OneProcess
+from weft.verification.oracles import Oracle
+from weft.verification.verdict import LARGEST_LOSS_DEVIATION, Deviation
 
 Batch = tuple[Any, Any]
 

@@ -18,12 +18,12 @@ from weft.comm.objects import gather_values
 from weft.layout import Layout
 from weft.mesh import Mesh
 from weft.parallel.tensor.shares import local_part
-from weft.training.comparing import Own, own_tensors, receive
-from weft.training.diagnosis import EXPLAINED, Look, Survey, diagnose, diagnose_loss, places
-from weft.training.oracles import Oracle
-from weft.training.reference import Key
 from weft.training.trainer import Trainer
-from weft.training.verdict import Cause, Difference, Finding
+from weft.verification.compare import Own, own_tensors, receive
+from weft.verification.diagnosis import EXPLAINED, Look, Survey, diagnose, diagnose_loss, places
+from weft.verification.one_process import Key
+from weft.verification.oracles import Oracle
+from weft.verification.verdict import Cause, Difference, Finding
 
 _PHASES = {"loss": "forward", "gradient": "backward", "weight": "update", "buffer": "buffers"}
 """Of what is compared, in the order in which it happens in a step."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from weft.plan.partition.grid import Grid
 from weft.plan.plan import Plan
-from weft.training.verdict import Cause
+from weft.verification.verdict import Cause
 
 EXPLAINED = 1e-3
 """An explanation holds if it leaves less than this part of the difference."""

@@ -19,8 +19,8 @@ from torch.func import functional_call
 
 from weft.plan.plan import Plan
 from weft.training.loss import Loss, count_targets, forward, loss_terms
-from weft.training.reference import Key, MakeOptimizer, microbatch_rows, take_rows
 from weft.training.trees import num_samples
+from weft.verification.one_process import Key, MakeOptimizer, microbatch_rows, take_rows
 
 Weights = dict[str, Tensor]
 

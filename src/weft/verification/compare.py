@@ -20,11 +20,11 @@ from weft.comm.group import Group
 from weft.comm.objects import gather_values
 from weft.layout import Layout
 from weft.parallel.tensor.shares import local_part
-from weft.training.oracles import Oracle
-from weft.training.reference import Key
 from weft.training.streaming import Streaming
 from weft.training.trainer import Trainer
-from weft.training.verdict import Difference
+from weft.verification.one_process import Key
+from weft.verification.oracles import Oracle
+from weft.verification.verdict import Difference
 
 _ZERO_GRADIENT = 1e-6
 """A tensor whose true values are all (nearly) zero is measured against this part of the model's largest value."""

@@ -16,9 +16,9 @@ import torch
 from weft.comm.objects import gather_values
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Plan
-from weft.training.delayed_reference import DelayedVersions
-from weft.training.reference import Key, OneProcess
 from weft.training.trainer import Trainer
+from weft.verification.delayed_weights import DelayedVersions
+from weft.verification.one_process import Key, OneProcess
 
 
 class Oracle(Protocol):

@@ -31,19 +31,19 @@ from weft.comm.objects import gather_values
 from weft.layout import part_of
 from weft.parallel.state.materialise import draw_seed, fill_alone, is_on_meta
 from weft.plan.plan import Plan, Precision
-from weft.training.comparing import compare_tensors, difference
-from weft.training.deviation import of_rule, rounding
 from weft.training.elementwise import OptimizerFactory
-from weft.training.examining import Losses, examine
 from weft.training.loss import LossFunction, resolve_loss
-from weft.training.oracles import Oracle, Rule, find_stages, rule_of
 from weft.training.parallelize import ParameterGroups, parallelize
-from weft.training.reference import Key, OneProcess
-from weft.training.silencing import Silenced
 from weft.training.trainer import Trainer
 from weft.training.trees import map_tensors, num_samples, split_tree
-from weft.training.unrounded import unrounded
-from weft.training.verdict import Cause, Deviation, Difference, Finding, Verification
+from weft.verification.compare import compare_tensors, difference
+from weft.verification.deviation import of_rule, rounding
+from weft.verification.examine import Losses, examine
+from weft.verification.keep_float64 import unrounded
+from weft.verification.one_process import Key, OneProcess
+from weft.verification.oracles import Oracle, Rule, find_stages, rule_of
+from weft.verification.verdict import Cause, Deviation, Difference, Finding, Verification
+from weft.verification.zero_noise import Silenced
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 """The largest error by dtype. In float32 only losses are held to it; rounding may amplify in single weights."""
