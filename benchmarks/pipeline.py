@@ -57,7 +57,7 @@ from weft.models.gpt import GPTConfig
 from weft.plan.pipeline.communication import FLUSH_FREE, schedule_of
 from weft.plan.pipeline.schedules import live_activations
 from weft.report.timeline import side_by_side
-from weft.training.datasets import TokenWindows, split_held_out, standard_library_text
+from weft.training.data.datasets import TokenWindows, split_held_out, standard_library_text
 from weft.units import format_bytes
 
 Run = Callable[[], object]

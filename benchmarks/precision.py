@@ -30,8 +30,8 @@ import torch
 import weft
 from weft.models.gpt import GPT, GPTConfig, gpt2_124m
 from weft.plan.plan import Compile, Data, Plan, Precision, Recompute, Step
-from weft.training.datasets import TokenWindows, standard_library_text
-from weft.training.precision import LossScale
+from weft.training.data.datasets import TokenWindows, standard_library_text
+from weft.training.step.precision import LossScale
 from weft.units import format_bytes
 
 Batch = tuple[torch.Tensor, torch.Tensor]

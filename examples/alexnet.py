@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import weft
 from weft.blueprint import Blueprint
 from weft.plan.partition.tensor import Count, Cut, Region, Section
-from weft.training.datasets import TensorSamples, digits
+from weft.training.data.datasets import TensorSamples, digits
 
 TOWERS = 2
 IMAGE_SIZE = 64

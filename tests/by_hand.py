@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from weft.checkpoint.local_parts import Held, held_parameters, whole_tensors
 from weft.plan.plan import Plan, Precision
+from weft.training.data.trees import split_microbatches
 from weft.training.trainer import Trainer
-from weft.training.trees import split_microbatches
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}

@@ -21,9 +21,9 @@ from torch.func import functional_call
 
 from weft.parallel.state.rng import PlaceSeeds
 from weft.plan.plan import Axes, Data, Pipeline, Plan, Recompute, Step
-from weft.training.streaming import Streaming
+from weft.training.data.trees import split_microbatches
+from weft.training.step.pipeline_stream import Streaming
 from weft.training.trainer import Trainer
-from weft.training.trees import split_microbatches
 
 VOCABULARY, CLASSES, HIDDEN, LENGTH, NUM_BLOCKS = 11, 5, 6, 4, 5
 CUTS = {2: (2,), 3: (1, 3), 4: (1, 2, 4)}

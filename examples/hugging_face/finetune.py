@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import weft
-from weft.training.datasets import TokenWindows, fetch, standard_library_text
+from weft.training.data.datasets import TokenWindows, fetch, standard_library_text
 
 NUM_STEPS, GLOBAL_BATCH, CONTEXT = 20, 16, 128
 

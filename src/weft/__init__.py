@@ -15,7 +15,7 @@ from weft.profiles.cluster import Cluster
 from weft.profiles.model import ModelProfile
 
 if TYPE_CHECKING:
-    from weft.training.data import batches
+    from weft.training.data.batches import batches
     from weft.training.loop import train
     from weft.training.parallelize import parallelize
     from weft.training.trainer import Trainer
@@ -39,7 +39,7 @@ __all__ = [
 
 _NEED_TORCH = {
     "Trainer": "weft.training.trainer",
-    "batches": "weft.training.data",
+    "batches": "weft.training.data.batches",
     "parallelize": "weft.training.parallelize",
     "train": "weft.training.loop",
     "verify": "weft.verification.verify",

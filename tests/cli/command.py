@@ -24,7 +24,7 @@ import os
 import time
 from pathlib import Path
 
-from weft.training.datasets import TokenWindows, split_held_out, text_files
+from weft.training.data.datasets import TokenWindows, split_held_out, text_files
 
 HERE = Path(__file__).parent
 

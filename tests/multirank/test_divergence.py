@@ -13,7 +13,7 @@ from ranks import ranks
 from torch import Tensor
 
 from weft.errors import DivergenceError
-from weft.training.divergence import checksum
+from weft.training.step.divergence import checksum
 from weft.training.trainer import Trainer
 
 

@@ -13,7 +13,7 @@ from oracle import cross_entropy, cut_evenly, data_plan, make_trainer, small_gpt
 from ranks import ranks
 from torch import Tensor, nn
 
-from weft.training import precision
+from weft.training.step import precision
 from weft.training.trainer import Trainer
 
 

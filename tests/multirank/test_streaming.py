@@ -34,9 +34,9 @@ from weft.errors import DataError, ModelError
 from weft.parallel.state.rng import PlaceSeeds
 from weft.plan.pipeline.communication import schedule_of
 from weft.plan.plan import Plan
-from weft.training.streaming import later
+from weft.training.data.trees import split_microbatches
+from weft.training.step.pipeline_stream import later
 from weft.training.trainer import Trainer
-from weft.training.trees import split_microbatches
 
 SCHEDULES = pytest.mark.parametrize(
     "schedule", ["pipedream", pytest.param("vertical sync", marks=pytest.mark.long), "2bw"]

@@ -29,7 +29,7 @@ from ranks import ranks
 from torch import Tensor, nn
 
 from weft.errors import DataError
-from weft.training.trees import map_tensors
+from weft.training.data.trees import map_tensors
 
 # ---- how samples are spread over ranks ----
 

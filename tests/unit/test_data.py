@@ -13,9 +13,9 @@ import torch
 
 from weft.errors import DataError
 from weft.layout import part_of
-from weft.training.data import Batches, batches, permutation, prefetch
-from weft.training.datasets import TensorSamples
-from weft.training.trees import num_samples, split_microbatches, split_tree, stack_samples, tensors_of
+from weft.training.data.batches import Batches, batches, permutation, prefetch
+from weft.training.data.datasets import TensorSamples
+from weft.training.data.trees import num_samples, split_microbatches, split_tree, stack_samples, tensors_of
 
 
 @dataclass

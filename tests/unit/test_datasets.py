@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from weft.errors import DataError, JobError, ModelError
-from weft.training import datasets
-from weft.training.datasets import (
+from weft.training.data import datasets
+from weft.training.data.datasets import (
     TensorSamples,
     TokenWindows,
     digits,

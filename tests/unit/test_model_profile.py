@@ -18,7 +18,7 @@ from weft.measure.model import profile_model
 from weft.models.gpt import GPT, GPTConfig
 from weft.parallel.recompute import recompute_blocks
 from weft.profiles.model import ModelProfile, ParameterProfile, Segment, Size
-from weft.training.loss import cross_entropy_sum
+from weft.training.step.loss import cross_entropy_sum
 
 B, T, C, V, L = 3, 8, 16, 17, 2  # samples, and small_gpt's sizes
 HEADS, MLP_WIDTH = 2, 24

@@ -28,8 +28,8 @@ from torch.utils._pytree import register_pytree_node
 
 from weft.errors import PlanError
 from weft.plan.plan import Plan
-from weft.training import precision
-from weft.training.precision import Caller, LossScale
+from weft.training.step import precision
+from weft.training.step.precision import Caller, LossScale
 from weft.verification.verify import verify
 
 HALVES = ["bf16", "fp16"]

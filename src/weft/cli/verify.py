@@ -86,7 +86,7 @@ def _run_rank(
 
     from weft.mesh import join_world, leave_world
     from weft.training.components import prepare
-    from weft.training.datasets import fetch
+    from weft.training.data.datasets import fetch
     from weft.verification.verify import verify
 
     world, prepared = join_world(), prepare(job)

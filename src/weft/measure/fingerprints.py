@@ -74,7 +74,7 @@ def _data_hashes(path: Path, dataset: Any) -> dict[str, str]:
         files = [file for name in patterns for file in (sorted(glob.glob(str(name))) or [str(name)])]
         return {f"data {file}": hash_file(Path(file)) for file in dict.fromkeys(files)}
     from weft.training.components import prepare
-    from weft.training.datasets import fingerprint
+    from weft.training.data.datasets import fingerprint
     from weft.training.job import read_job
 
     try:

@@ -31,9 +31,9 @@ from weft.parallel.state.batchnorm import has_batch_norms
 from weft.parallel.zero.grouping import cast_between_layers, flat_kinds, make_members
 from weft.plan.plan import Data, Plan, Precision
 from weft.profiles.model import ModelProfile, ParameterProfile, Segment, Size
-from weft.training.loss import Loss, LossFunction, resolve_loss
-from weft.training.precision import Caller
-from weft.training.trees import map_tensors, num_samples, tensors_of
+from weft.training.data.trees import map_tensors, num_samples, tensors_of
+from weft.training.step.loss import Loss, LossFunction, resolve_loss
+from weft.training.step.precision import Caller
 
 _VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 

@@ -24,11 +24,11 @@ from weft.models.hugging_face import HuggingFaceModel, read_hugging_face
 from weft.optim.schedule import by_name
 from weft.parallel.state.materialise import draw_seed, fill_alone
 from weft.plan.fields import statement, toml
-from weft.training import datasets
-from weft.training.datasets import Dataset
+from weft.training.data import datasets
+from weft.training.data.datasets import Dataset
 from weft.training.imports import call_function, load_function, setting_problems
 from weft.training.job import Job, Part
-from weft.training.loss import LossFunction, resolve_loss
+from weft.training.step.loss import LossFunction, resolve_loss
 
 _MODELS: dict[str, tuple[type[nn.Module], Callable[..., Any]]] = {
     "gpt": (GPT, GPTConfig),

@@ -21,8 +21,8 @@ from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.pipeline.stage_cuts import FREE, BlockCost, balance, check_cuts, stage_problem
 from weft.plan.plan import Plan
 from weft.sync.make import copy_from_first, needs_flats
-from weft.training.precision import Caller
-from weft.training.trees import map_tensors
+from weft.training.data.trees import map_tensors
+from weft.training.step.precision import Caller
 
 
 def cut_model(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: Any) -> tuple[CutModel, Plan]:

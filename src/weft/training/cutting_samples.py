@@ -15,11 +15,11 @@ from weft.parallel.attention.attention_call import make_axes
 from weft.parallel.sequence.sequence_parallel import SequenceParallel
 from weft.parallel.spatial.spatial_parallel import RowParallel
 from weft.plan.model_refusals import image_problems
-from weft.training.cutters import Cutter
-from weft.training.imaging import RowCutter
-from weft.training.sequencing import TokenCutter
+from weft.training.data.sample_split import Cutter
+from weft.training.data.split_rows import RowCutter
+from weft.training.data.split_tokens import TokenCutter
+from weft.training.data.trees import tensors_of
 from weft.training.splitting import left_out
-from weft.training.trees import tensors_of
 
 log = logging.getLogger("weft")
 

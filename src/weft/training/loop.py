@@ -30,8 +30,8 @@ from weft.plan.plan import Axes, Plan
 from weft.plan.text import read_plan, write_plan
 from weft.report.trace import write as write_trace
 from weft.training.components import Prepared, context_of, prepare
-from weft.training.data import batches
-from weft.training.datasets import fetch, fingerprint
+from weft.training.data.batches import batches
+from weft.training.data.datasets import fetch, fingerprint
 from weft.training.job import Job, default_job, format_job, read_job
 from weft.training.metrics import MetricsFile, Recorder, StepRecord, units_of
 from weft.training.parallelize import parallelize

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from weft.mesh import Mesh
-from weft.training.trees import tensors_of
+from weft.training.data.trees import tensors_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,10 +28,10 @@ from weft.parallel.state.materialise import fill_alone, is_on_meta
 from weft.parallel.tensor.shares import local_part
 from weft.parallel.tensor.tensor_parallel import TensorParallel
 from weft.plan.partition.tensor import Region
-from weft.training.cutters import Cutter
-from weft.training.divergence import require_same_batch
-from weft.training.loss import forward
-from weft.training.trees import map_tensors, num_samples, split_tree
+from weft.training.data.sample_split import Cutter
+from weft.training.data.trees import map_tensors, num_samples, split_tree
+from weft.training.step.divergence import require_same_batch
+from weft.training.step.loss import forward
 from weft.training.trial import GRADIENT, CannotCopyError, Trial, run_pass, try_whole, widened
 
 log = logging.getLogger("weft")

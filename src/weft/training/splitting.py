@@ -20,8 +20,8 @@ from weft.plan.model_refusals import (
     WEIGHTS_INSIDE_AND_OUTSIDE,
 )
 from weft.plan.partition.tensor import Region
-from weft.training.precision import Caller
-from weft.training.trees import map_tensors
+from weft.training.data.trees import map_tensors
+from weft.training.step.precision import Caller
 
 _LEAVES_OUT = frozenset({"layerdrop", "stochasticdepth", "stochasticdepthprob", "dropblock", "dropblocks"})
 """What models call the probability that a block is left out, without underscores."""

@@ -40,23 +40,23 @@ from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.pipeline.timeline import Timeline
 from weft.plan.plan import Plan
 from weft.sync.base import Sync
-from weft.training.counts import TargetCount, refuse_no_targets
-from weft.training.cutters import Cutter
-from weft.training.data import Batches
-from weft.training.divergence import DivergenceCheck, require_same_batch
-from weft.training.generate import generate_tokens, pick_token
-from weft.training.gradients import join_norm
-from weft.training.loss import Count, Loss, SplitCrossEntropy, forward, loss_terms, no_loss
-from weft.training.microbatches import Microbatches
-from weft.training.modes import evaluating
-from weft.training.pipelined import Pipelined
-from weft.training.precision import Caller
-from weft.training.sequencing import TokenCutter
+from weft.training.data.batches import Batches
+from weft.training.data.sample_split import Cutter
+from weft.training.data.split_tokens import TokenCutter
+from weft.training.data.trees import num_samples
 from weft.training.splitting import KeepingShares
-from weft.training.streaming import Streaming
-from weft.training.trees import num_samples
+from weft.training.step.clipping import join_norm
+from weft.training.step.divergence import DivergenceCheck, require_same_batch
+from weft.training.step.evaluating import evaluating
+from weft.training.step.generate import generate_tokens, pick_token
+from weft.training.step.loss import Count, Loss, SplitCrossEntropy, forward, loss_terms, no_loss
+from weft.training.step.microbatches import Microbatches
+from weft.training.step.pipeline_step import Pipelined
+from weft.training.step.pipeline_stream import Streaming
+from weft.training.step.precision import Caller
+from weft.training.step.target_count import TargetCount, refuse_no_targets
+from weft.training.step.update import Update
 from weft.training.tried_loss import tried
-from weft.training.update import Update
 
 
 class Trainer:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.training.cutters import MakeWhole
-from weft.training.loss import forward
-from weft.training.modes import evaluating
-from weft.training.trees import map_tensors, output_tensors
+from weft.training.data.sample_split import MakeWhole
+from weft.training.data.trees import map_tensors, output_tensors
+from weft.training.step.evaluating import evaluating
+from weft.training.step.loss import forward
 
 GRADIENT = "the gradient of "
 _NOISE = 0.1

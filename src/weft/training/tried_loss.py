@@ -20,8 +20,8 @@ from weft.comm.group import Group
 from weft.errors import ModelError
 from weft.parallel.tensor.cross_entropy import IGNORED_TARGET
 from weft.plan.model_refusals import LOSS_OVER_TOKENS
-from weft.training.loss import Loss, LossFunction, are_samples_counted, count_targets, loss_terms
-from weft.training.trees import map_output, map_tensors, output_tensors, tensors_of
+from weft.training.data.trees import map_output, map_tensors, output_tensors, tensors_of
+from weft.training.step.loss import Loss, LossFunction, are_samples_counted, count_targets, loss_terms
 
 _TOKEN_DIM = 1
 _MOST_SAMPLES, _MOST_TOKENS = 2, 64

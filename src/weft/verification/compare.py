@@ -20,7 +20,7 @@ from weft.comm.group import Group
 from weft.comm.objects import gather_values
 from weft.layout import Layout
 from weft.parallel.tensor.shares import local_part
-from weft.training.streaming import Streaming
+from weft.training.step.pipeline_stream import Streaming
 from weft.training.trainer import Trainer
 from weft.verification.one_process import Key
 from weft.verification.oracles import Oracle

@@ -16,8 +16,8 @@ from weft.comm.objects import gather_values
 from weft.layout import part_of
 from weft.mesh import Mesh
 from weft.parallel.tensor.shares import local_part
+from weft.training.data.trees import map_tensors, num_samples, split_tree
 from weft.training.trainer import Trainer
-from weft.training.trees import map_tensors, num_samples, split_tree
 from weft.verification.compare import own_tensors, receive
 from weft.verification.one_process import Key, OneProcess
 from weft.verification.oracles import Oracle

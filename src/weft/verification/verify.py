@@ -31,11 +31,11 @@ from weft.comm.objects import gather_values
 from weft.layout import part_of
 from weft.parallel.state.materialise import draw_seed, fill_alone, is_on_meta
 from weft.plan.plan import Plan, Precision
+from weft.training.data.trees import map_tensors, num_samples, split_tree
 from weft.training.elementwise import OptimizerFactory
-from weft.training.loss import LossFunction, resolve_loss
 from weft.training.parallelize import ParameterGroups, parallelize
+from weft.training.step.loss import LossFunction, resolve_loss
 from weft.training.trainer import Trainer
-from weft.training.trees import map_tensors, num_samples, split_tree
 from weft.verification.compare import compare_tensors, difference
 from weft.verification.deviation import of_rule, rounding
 from weft.verification.examine import Losses, examine

@@ -21,7 +21,7 @@ from weft.errors import DataError, DivergenceError
 from weft.layout import Layout
 from weft.mesh import Mesh
 from weft.sync.base import Sync
-from weft.training.trees import tensors_of
+from weft.training.data.trees import tensors_of
 
 _ROW = 64
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from weft.errors import DataError
-from weft.training.cutters import Cutter
-from weft.training.loss import Count, are_samples_counted, count_targets
-from weft.training.trees import map_tensors, num_samples, split_microbatches
+from weft.training.data.sample_split import Cutter
+from weft.training.data.trees import map_tensors, num_samples, split_microbatches
+from weft.training.step.loss import Count, are_samples_counted, count_targets
 
 
 class Microbatches:

@@ -26,8 +26,8 @@ from weft.parallel.sequence.sequence_parallel import SequenceParallel
 from weft.parallel.state.batchnorm import has_batch_norms
 from weft.plan.partition.sequence import Places
 from weft.plan.partition.tensor import Range
-from weft.training.cutters import MakeWhole
-from weft.training.trees import Arguments, map_output, map_tensors, named_tensors, num_samples
+from weft.training.data.sample_split import MakeWhole
+from weft.training.data.trees import Arguments, map_output, map_tensors, named_tensors, num_samples
 
 log = logging.getLogger("weft")
 

@@ -14,8 +14,8 @@ from weft.parallel.pipeline.cut_model import CutModel, Route
 from weft.parallel.state.rng import Seeds
 from weft.parallel.zero.gather_by_stage import StageGathering
 from weft.plan.pipeline.actions import Action
-from weft.training.loss import Count
-from weft.training.trees import num_samples
+from weft.training.data.trees import num_samples
+from weft.training.step.loss import Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

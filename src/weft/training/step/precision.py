@@ -16,8 +16,8 @@ import torch
 
 from weft.parallel.zero.grouping import DTYPES
 from weft.plan.plan import Plan
-from weft.training.loss import forward
-from weft.training.trees import map_output, map_tensors
+from weft.training.data.trees import map_output, map_tensors
+from weft.training.step.loss import forward
 
 _HALF = (torch.float16, torch.bfloat16)
 _FIRST_SCALE = 2.0**16

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from weft.parallel.spatial.spatial_parallel import RowParallel
-from weft.training.cutters import MakeWhole
+from weft.training.data.sample_split import MakeWhole
 
 
 class RowCutter:

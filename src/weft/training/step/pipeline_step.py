@@ -27,11 +27,11 @@ from weft.parallel.zero.gather_by_stage import StageGathering
 from weft.plan.pipeline.actions import Action
 from weft.plan.pipeline.communication import evaluation_of, schedule_of
 from weft.sync.base import Sync, Totals
-from weft.training.counts import TargetCount, refuse_no_targets
-from weft.training.gradients import join_norm
-from weft.training.loss import Count, Loss, loss_terms, no_loss
-from weft.training.passes import Looking, Part, Passes
-from weft.training.update import Update
+from weft.training.step.clipping import join_norm
+from weft.training.step.loss import Count, Loss, loss_terms, no_loss
+from weft.training.step.pipeline_passes import Looking, Part, Passes
+from weft.training.step.target_count import TargetCount, refuse_no_targets
+from weft.training.step.update import Update
 
 Microbatches = list[tuple[Any, Any, Count]]
 _GRADIENTS = ("backward", "weight-grad")

@@ -29,7 +29,7 @@ import numpy as np
 
 from weft.errors import DataError
 from weft.layout import part_of
-from weft.training.datasets import Batch, Dataset, Indices, fetch
+from weft.training.data.datasets import Batch, Dataset, Indices, fetch
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from weft.errors import DataError, nearest
-from weft.training.trees import Tree, map_tensors, named_tensors, split_tree, stack_samples
+from weft.training.data.trees import Tree, map_tensors, named_tensors, split_tree, stack_samples
 
 Indices = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.integer[Any]]

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from weft.comm.group import Group
 from weft.errors import ModelError, nearest
 from weft.parallel.tensor.cross_entropy import IGNORED_TARGET, Share, split_cross_entropy_sum
-from weft.training.trees import Arguments, output_tensors, tensors_of
+from weft.training.data.trees import Arguments, output_tensors, tensors_of
 
 LossFunction = Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, torch.Tensor | int | float]]
 Count = int | float | torch.Tensor

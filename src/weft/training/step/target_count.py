@@ -14,7 +14,7 @@ import torch
 from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
 from weft.errors import DataError
-from weft.training.loss import Count
+from weft.training.step.loss import Count
 
 
 class TargetCount:

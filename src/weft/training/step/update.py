@@ -14,8 +14,8 @@ import torch
 
 from weft.plan.plan import Plan
 from weft.sync.base import Sync
-from weft.training.gradients import clipping, multiply
-from weft.training.precision import LossScale
+from weft.training.step.clipping import clipping, multiply
+from weft.training.step.precision import LossScale
 
 log = logging.getLogger("weft")
 

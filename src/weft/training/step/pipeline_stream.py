@@ -23,10 +23,10 @@ from weft.plan.pipeline.actions import EVERY, Action
 from weft.plan.pipeline.communication import schedule_of
 from weft.plan.pipeline.schedules import version_slots
 from weft.sync.base import Totals
-from weft.training.counts import refuse_no_targets
-from weft.training.loss import Count
-from weft.training.passes import Part
-from weft.training.pipelined import Microbatches, Pipelined
+from weft.training.step.loss import Count
+from weft.training.step.pipeline_passes import Part
+from weft.training.step.pipeline_step import Microbatches, Pipelined
+from weft.training.step.target_count import refuse_no_targets
 
 
 @dataclass(slots=True, kw_only=True)
