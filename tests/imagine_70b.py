@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import weft
 from weft.models.gpt import GPT, GPTConfig
 from weft.plan.plan import Axes, Data, Pipeline, Plan, Precision, Step, Tensor
-from weft.training.imagined import ImaginedTrainer
+from weft.training.meta_trainer import ImaginedTrainer
 
 SIZES = {"vocab_size": 32000, "context": 4096, "layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "mlp": 28672}
 

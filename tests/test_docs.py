@@ -22,7 +22,7 @@ from weft.plan.plan import SECTIONS
 from weft.plan.reference import _marked, refusals
 from weft.plan.rules import RULES
 from weft.plan.text import parse_plan, read_plan
-from weft.training.job import parse_job
+from weft.training.run.job import parse_job
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

@@ -16,8 +16,8 @@ from weft.profiles.model import ModelProfile
 
 if TYPE_CHECKING:
     from weft.training.data.batches import batches
-    from weft.training.loop import train
     from weft.training.parallelize import parallelize
+    from weft.training.run.loop import train
     from weft.training.trainer import Trainer
     from weft.verification.verify import verify
 
@@ -41,7 +41,7 @@ _NEED_TORCH = {
     "Trainer": "weft.training.trainer",
     "batches": "weft.training.data.batches",
     "parallelize": "weft.training.parallelize",
-    "train": "weft.training.loop",
+    "train": "weft.training.run.loop",
     "verify": "weft.verification.verify",
 }
 

@@ -99,7 +99,7 @@ def launch(
 
 def _start_server() -> None:
     """Start the process that ranks are forked from. Ctrl-C must not reach it in the middle of its imports."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["weft.training.loop", "weft.launch"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["weft.training.run.loop", "weft.launch"])
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which it inherits
     try:
         forkserver.ensure_running()

@@ -37,9 +37,9 @@ from weft.cli import train as train_command
 from weft.cli.main import app
 from weft.plan.plan import Axes, Plan
 from weft.plan.text import read_plan
-from weft.training.components import prepare
-from weft.training.job import default_job, read_job
-from weft.training.loop import read_run
+from weft.training.run.components import prepare
+from weft.training.run.job import default_job, read_job
+from weft.training.run.loop import read_run
 
 RunHere = Callable[..., Outcome]
 Reference = tuple[Path, Outcome]

@@ -22,8 +22,8 @@ from weft.checkpoint import folders as checkpoint_folders
 from weft.checkpoint import save as saving
 from weft.checkpoint.folders import INDEX, all_checkpoints, prune
 from weft.errors import CheckpointError, JobError
-from weft.training import loop
-from weft.training.job import default_job
+from weft.training.run import loop
+from weft.training.run.job import default_job
 from weft.training.trainer import Trainer
 
 

@@ -19,8 +19,8 @@ from weft.checkpoint.local_parts import held_parameters
 from weft.errors import ModelError, WeftError
 from weft.parallel.state.materialise import draw_seed, fill_alone
 from weft.plan.plan import Plan
-from weft.training import probe
 from weft.training.parallelize import parallelize
+from weft.training.setup import probe
 
 ENCODERS = ("bert", "bert classifier", "roberta", "distilbert", "vit")
 ENCODER_PLANS = ("data", "zero 3", "zero 3 full", "1f1b", "interleaved", "zero-bubble", "tensor")

@@ -14,8 +14,8 @@ from ranks import ranks
 
 from weft.plan.plan import Axes, Data, Plan
 from weft.plan.text import write_plan
-from weft.training.job import Part, read_job
-from weft.training.loop import train
+from weft.training.run.job import Part, read_job
+from weft.training.run.loop import train
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hugging_face"
 PLANS = ("zero", "pipeline-tensor", "ring-data")

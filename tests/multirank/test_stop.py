@@ -14,8 +14,8 @@ from oracle import data_plan
 from ranks import ranks
 
 from weft.mesh import Mesh, join_world, make_mesh
-from weft.training import stop as stop_module
-from weft.training.stop import StopRequest
+from weft.training.run import stop as stop_module
+from weft.training.run.stop import StopRequest
 
 
 def mesh_of(num_ranks: int) -> Mesh:

@@ -26,7 +26,7 @@ from weft.training.data.datasets import (
     text_files,
     token_file,
 )
-from weft.training.imports import call_function, load_function
+from weft.training.run.imports import call_function, load_function
 
 
 def test_windows_follow_each_other_and_targets_are_shifted_by_one() -> None:

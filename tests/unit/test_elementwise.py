@@ -14,7 +14,7 @@ from torch import nn
 
 from weft.errors import PlanError
 from weft.plan.plan import Plan, Precision
-from weft.training.elementwise import is_elementwise
+from weft.training.setup.probe_optimizer import is_elementwise
 
 CPU = torch.device("cpu")
 optim = torch.optim

@@ -16,8 +16,8 @@ from weft.models.hugging_face import read_hugging_face
 from weft.parallel.state.materialise import fill_alone
 from weft.plan.plan import Axes, Plan
 from weft.plan.text import write_plan
-from weft.training.components import context_of, prepare
-from weft.training.job import format_job, parse_job, read_job
+from weft.training.run.components import context_of, prepare
+from weft.training.run.job import format_job, parse_job, read_job
 
 CPU = torch.device("cpu")
 TEXT = '\n[dataset]\nname = "text"\nfiles = "corpus.txt"\nheld_out = 0.5\n[steps]\nglobal_batch = 4\n'

@@ -15,9 +15,9 @@ from weft.plan.check import check
 from weft.plan.fields import toml
 from weft.plan.plan import Axes, Plan
 from weft.plan.text import write_plan
-from weft.training.components import context_of, prepare
-from weft.training.job import Job, Part, Steps, default_job, format_job, parse_job, read_job
-from weft.training.loop import read_run
+from weft.training.run.components import context_of, prepare
+from weft.training.run.job import Job, Part, Steps, default_job, format_job, parse_job, read_job
+from weft.training.run.loop import read_run
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "jobs"
 

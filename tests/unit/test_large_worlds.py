@@ -22,7 +22,7 @@ from weft.layout import Layout
 from weft.mesh import join_world, make_mesh
 from weft.models.gpt import GPT, GPTConfig
 from weft.plan.plan import Axes, Comm, Data, Pipeline, Plan, Precision, Step, Tensor
-from weft.training.imagined import ImaginedTrainer
+from weft.training.meta_trainer import ImaginedTrainer
 from weft.training.parallelize import parallelize
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)

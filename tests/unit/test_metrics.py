@@ -12,7 +12,7 @@ import torch
 from oracle import data_plan
 
 from weft.mesh import Mesh, join_world, make_mesh
-from weft.training.metrics import MetricsFile, Recorder, StepRecord, peak_memory_bytes, units_of
+from weft.training.run.metrics import MetricsFile, Recorder, StepRecord, peak_memory_bytes, units_of
 
 
 def record(step: int, loss: float = 1.0) -> StepRecord:

@@ -8,7 +8,7 @@
       optimizer-00001-of-00002.safetensors  "<parameter>/<state>"
       rank-00000.safetensors                plan-bound: random state, exchange state, buffers a rank keeps for itself
 
-`saving.py` writes them; this file reads them. Loading checks every file's checksums (once, shared out over the ranks)
+`save.py` writes them; this file reads them. Loading checks every file's checksums (once, shared out over the ranks)
 before it changes anything; then every rank reads just its own parts. The same plan goes on to the bit; another plan
 uses the portable part and says so.
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from weft.training.job import Job
-from weft.training.loop import Summary
-from weft.training.metrics import StepRecord
+from weft.training.run.job import Job
+from weft.training.run.loop import Summary
+from weft.training.run.metrics import StepRecord
 from weft.training.trainer import Trainer
 from weft.units import format_bytes, format_count, format_seconds
 

@@ -15,7 +15,7 @@ from weft.plan.check import check
 from weft.plan.plan import Axes, Plan
 
 if TYPE_CHECKING:
-    from weft.training.job import Job
+    from weft.training.run.job import Job
 
 
 def command(
@@ -47,7 +47,7 @@ def command(
         _refuse_ranks(ranks, int(os.environ["WORLD_SIZE"]))
         _run_rank(folder=None, attempt=attempt, job=job, directory=directory, resume=resume is not None, trace=trace)
         return
-    from weft.training.components import prepare
+    from weft.training.run.components import prepare
 
     plan = job.plan or Plan(axes=Axes(data=ranks or default_num_ranks()))
     num_ranks = ranks or plan.axes.num_ranks
@@ -63,8 +63,8 @@ def _job_and_directory(
     job_file: Path | None, output: Path | None, resume: Path | None, steps: int | None, *, restarted: bool
 ) -> tuple[Job, Path]:
     """What to train and where; a launcher that starts its ranks again finds the run it began there."""
-    from weft.training.job import default_job, read_job
-    from weft.training.loop import JOB_FILE, read_run
+    from weft.training.run.job import default_job, read_job
+    from weft.training.run.loop import JOB_FILE, read_run
 
     if resume is not None and (job_file is not None or output is not None):
         raise JobError("--resume takes the job and the output from the run's directory; leave the others out")
@@ -107,7 +107,7 @@ def _run_rank(*, folder: Path | None, attempt: int, job: Job, directory: Path, r
     """What every rank does. A rank that was started again goes on from the last checkpoint."""
     from weft.cli.progress import TerminalObserver
     from weft.mesh import leave_world
-    from weft.training.loop import train
+    from weft.training.run.loop import train
 
     observer = TerminalObserver(attempt=attempt) if os.environ.get("RANK", "0") == "0" else None
     stop_file = None if folder is None else folder / STOP_FILE

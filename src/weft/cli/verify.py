@@ -21,7 +21,7 @@ from weft.plan.check import check
 from weft.plan.plan import Axes, Plan
 
 if TYPE_CHECKING:
-    from weft.training.job import Job
+    from weft.training.run.job import Job
     from weft.verification.verdict import Verification
 
 
@@ -51,8 +51,8 @@ def command(
     """
     del traceback  # read by main()
     from weft.plan.text import read_plan
-    from weft.training.components import prepare
-    from weft.training.job import default_job, read_job
+    from weft.training.run.components import prepare
+    from weft.training.run.job import default_job, read_job
 
     job = default_job() if job_file is None else read_job(job_file)
     given = read_plan(plan_file) if plan_file is not None else job.plan
@@ -85,8 +85,8 @@ def _run_rank(
     import torch
 
     from weft.mesh import join_world, leave_world
-    from weft.training.components import prepare
     from weft.training.data.datasets import fetch
+    from weft.training.run.components import prepare
     from weft.verification.verify import verify
 
     world, prepared = join_world(), prepare(job)

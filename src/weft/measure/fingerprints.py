@@ -73,9 +73,9 @@ def _data_hashes(path: Path, dataset: Any) -> dict[str, str]:
     if patterns:
         files = [file for name in patterns for file in (sorted(glob.glob(str(name))) or [str(name)])]
         return {f"data {file}": hash_file(Path(file)) for file in dict.fromkeys(files)}
-    from weft.training.components import prepare
     from weft.training.data.datasets import fingerprint
-    from weft.training.job import read_job
+    from weft.training.run.components import prepare
+    from weft.training.run.job import read_job
 
     try:
         return {"data (sampled)": f"{fingerprint(prepare(read_job(path)).train_data):08x}"}

@@ -110,7 +110,8 @@ class _SecondRun:
     """While a block is recomputed, its norms move copies of their running statistics, which are then forgotten.
 
     Their outputs do not depend on those in training, so the second run repeats the first. What the selective policy
-    kept is used up by a run, unless the backward pass keeps its graph and may thus come again (`split_backward.py`).
+    kept is used up by a run, unless the backward pass keeps its graph and may thus come again
+    (`parallel/pipeline/split_backward.py`).
     """
 
     def __init__(self, name: str, norms: list[_NormBase], inside: AbstractContextManager[Any]) -> None:

@@ -30,13 +30,13 @@ from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Plan
 from weft.sync.base import Apart, Sync
 from weft.sync.make import find_layouts, place
-from weft.training.cutting import cut_model
-from weft.training.cutting_samples import cutters
 from weft.training.data.sample_split import Cutter
-from weft.training.elementwise import OptimizerFactory, class_name, is_elementwise
-from weft.training.imagined import ImaginedTrainer, refuse_memory
-from weft.training.probe import probe_split
-from weft.training.splitting import split_regions
+from weft.training.meta_trainer import ImaginedTrainer, refuse_memory
+from weft.training.setup.choose_sample_split import cutters
+from weft.training.setup.cut_stages import cut_model
+from weft.training.setup.probe import probe_split
+from weft.training.setup.probe_optimizer import OptimizerFactory, class_name, is_elementwise
+from weft.training.setup.split_layers import split_regions
 from weft.training.step.loss import LossFunction, resolve_loss
 from weft.training.trainer import Trainer
 

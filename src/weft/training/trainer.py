@@ -4,9 +4,9 @@
                      ├─ micro-batch 1: ...                      ├─ sync.finish ─ scale, clip ─ optimizer ─ checks
                      └─ last one: exchange overlaps backward ───┘
 
-Gradients are sums over targets divided by one number that all ranks share (`counts.py`), so the mean over the global
-batch is exact for unequal, short and empty parts. With a pipeline the schedule takes the place of the loop over
-micro-batches (`pipelined.py`, `streaming.py`).
+Gradients are sums over targets divided by one number that all ranks share (`training/step/target_count.py`), so the
+mean over the global batch is exact for unequal, short and empty parts. With a pipeline the schedule takes the place of
+the loop over micro-batches (`training/step/pipeline_step.py`, `training/step/pipeline_stream.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from weft.training.data.batches import Batches
 from weft.training.data.sample_split import Cutter
 from weft.training.data.split_tokens import TokenCutter
 from weft.training.data.trees import num_samples
-from weft.training.splitting import KeepingShares
+from weft.training.setup.probe_loss import tried
+from weft.training.setup.split_layers import KeepingShares
 from weft.training.step.clipping import join_norm
 from weft.training.step.divergence import DivergenceCheck, require_same_batch
 from weft.training.step.evaluating import evaluating
@@ -56,7 +57,6 @@ from weft.training.step.pipeline_stream import Streaming
 from weft.training.step.precision import Caller
 from weft.training.step.target_count import TargetCount, refuse_no_targets
 from weft.training.step.update import Update
-from weft.training.tried_loss import tried
 
 
 class Trainer:

@@ -1,7 +1,7 @@
 """This rank's gradients, weights and buffers beside those of one process, which rank 0 sends one by one.
 
 Nothing but the errors is kept: a right plan, the usual case, must not pay for what only a wrong one needs
-(`examining.py`).
+(`examine.py`).
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """`verify`: a plan against one process, on the user's own model: every loss, every gradient, every weight.
 
-Rank 0 trains a second copy of the model by itself on the whole global batch (`reference.py`), all ranks train theirs
-under the plan, and after every step each rank compares what it holds with the reference (`comparing.py`). In float64 a
+Rank 0 trains a second copy of the model by itself on the whole global batch (`one_process.py`), all ranks train theirs
+under the plan, and after every step each rank compares what it holds with the reference (`compare.py`). In float64 a
 logic error stands out by ten orders of magnitude from a different order of additions. The first thing that differs is
-looked at closely (`examining.py`), and a likely cause named (`diagnosis.py`).
+looked at closely (`examine.py`), and a likely cause named (`diagnosis.py`).
 
-Dropout is switched off for it, and gradients that are nothing but rounding are set to zero (`silencing.py`). Number
-formats are the comparison's own, not the plan's nor the model's, which may cast its norms to float32 (`unrounded.py`):
-that would hide what this is looking for.
+Dropout is switched off for it, and gradients that are nothing but rounding are set to zero (`zero_noise.py`). Number
+formats are the comparison's own, not the plan's nor the model's, which may cast its norms to float32
+(`keep_float64.py`): that would hide what this is looking for.
 
 A plan that obeys a rule of its own is held to that rule (`oracles.py`), and a lossy one is then measured as it stands
 (`deviation.py`).
@@ -32,8 +32,8 @@ from weft.layout import part_of
 from weft.parallel.state.materialise import draw_seed, fill_alone, is_on_meta
 from weft.plan.plan import Plan, Precision
 from weft.training.data.trees import map_tensors, num_samples, split_tree
-from weft.training.elementwise import OptimizerFactory
 from weft.training.parallelize import ParameterGroups, parallelize
+from weft.training.setup.probe_optimizer import OptimizerFactory
 from weft.training.step.loss import LossFunction, resolve_loss
 from weft.training.trainer import Trainer
 from weft.verification.compare import compare_tensors, difference

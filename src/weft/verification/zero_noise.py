@@ -13,7 +13,7 @@ import torch
 
 from weft.comm.collectives import all_reduce
 from weft.mesh import Mesh
-from weft.training.elementwise import OptimizerFactory
+from weft.training.setup.probe_optimizer import OptimizerFactory
 
 _NOISE = 1e-12
 """A gradient all of whose entries are below this part of the model's largest is rounding."""

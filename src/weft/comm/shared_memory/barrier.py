@@ -1,6 +1,6 @@
 """Where ranks of one host meet: counters to wait for each other, tables to say what about, slots to put things.
 
-Ranks *meet* by counters (`signals.py`). In a table each says what it is about to exchange, and the others must think
+Ranks *meet* by counters (`counters.py`). In a table each says what it is about to exchange, and the others must think
 the same. A slot, or a table, is written again only after a meeting later than the one that followed its last use; hence
 there are two of each.
 """

@@ -7,7 +7,7 @@
     all-reduce, slots      1 copy in, meet | 2 sum my slice into my slot | 3 meet, copy out | again with the other slot
     small                  1 copy in, meet | 2 everybody sums everything
 
-An exchange in which peers read a rank's own tensors ends with a meeting (`meeting.py`).
+An exchange in which peers read a rank's own tensors ends with a meeting (`barrier.py`).
 """
 
 from __future__ import annotations

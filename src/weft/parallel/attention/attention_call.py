@@ -6,7 +6,7 @@
 Kept for the backward pass: queries, keys and values as attention uses them, its output there, and one tensor more, the
 log-sum-exp (ring) or the probabilities (ring self-attention). With ulysses the first three are one message as received.
 
-Here is neither autograd nor a compiler; for these there is `sequence_attention.py`.
+Here is neither autograd nor a compiler; for these there is `attention.py`.
 
 Dims: B samples, H query heads, G key heads, T tokens of this rank, S tokens of the whole padded sequence; D and E
 entries of a key and a value.

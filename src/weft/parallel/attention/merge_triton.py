@@ -1,6 +1,6 @@
 """Two outputs of attention merged by their log-sum-exps in one pass through a GPU's memory; needs Triton.
 
-See `merging.py`, which does the same in torch's functions, and imports this where it can be used.
+See `merge.py`, which does the same in torch's functions, and imports this where it can be used.
 """
 
 import triton

@@ -4,9 +4,10 @@ A rank has the output of its queries over the keys seen so far, with its log-sum
 merge into the output over all of them, exactly, so no rank ever holds more than its own and one visiting block, and no
 row of scores. Merged outputs and sums of gradients are float32 where inputs have 16 bits.
 
-How blocks travel is in `rotation.py`. A block of which a rank may see nothing is passed on and costs no computation.
+How blocks travel is in `ring_exchange.py`. A block of which a rank may see nothing is passed on and costs no
+computation.
 
-Dims as in `attention_kernels.py`; T is the number of tokens of one ring rank.
+Dims as in `kernels.py`; T is the number of tokens of one ring rank.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ block's gradient at home needs no journey, so the sum begins at the first rank t
 last hop: size - 1 hops for gradients too, one fewer than if it set out from home. It travels in float32 if blocks have
 16 bits.
 
-Ranks of one host that share memory let blocks lie where they are (`common_blocks.py`); only sums of gradients travel.
+Ranks of one host that share memory let blocks lie where they are (`ring_shared_memory.py`); only sums of gradients
+travel.
 
 Work is written as steps that pause before they wait. A rank runs its own to the end; a ring that is all in one process,
 for measuring and for tests, runs those of all places in turn.

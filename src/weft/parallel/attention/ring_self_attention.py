@@ -4,7 +4,7 @@ The forerunner of ring attention, kept as a named variant: it needs no log-sum-e
 T × S probabilities a head between forward and backward, so memory is still quadratic in the length of the sequence.
 Columns are in the order of ring ranks, not of the sequence; for a sum this makes no difference.
 
-Backward keys and values go round together, and their gradients behind them, as in `rotation.py`.
+Backward keys and values go round together, and their gradients behind them, as in `ring_exchange.py`.
 
 Dims as in `ring.py`; S = ring · T, and R = H / G query heads look at each key head.
 """

@@ -1,8 +1,8 @@
 """A model cut into stages, of which this rank holds some: what is needed to run them on any batch.
 
-The model is followed once for every shape of batch (`flow.py`): training, evaluation and generation each bring their
-own, and all ranks, seeing the same inputs, come to the same answer without a message. That is how shapes are agreed on
-once and not at every step.
+The model is followed once for every shape of batch (`parallel/tracing/dataflow.py`): training, evaluation and
+generation each bring their own, and all ranks, seeing the same inputs, come to the same answer without a message. That
+is how shapes are agreed on once and not at every step.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ of it is left, and generating or evaluating whole sequences goes its usual way. 
 Of the rank's own tokens no mask is made: causality, padding and documents are known whole to `attend`. Whatever else
 would bear on attention (windows, dropout, sinks, biases, caches, masks of the user's) is refused, never dropped.
 Their rule for packed documents must not see the position_ids of a part of the tokens, which jump where the part does:
-it is off meanwhile, and followed on the whole sequence instead (`hugging_face_inputs.py`).
+it is off meanwhile, and followed on the whole sequence instead (`models/hugging_face_inputs.py`).
 """
 
 from __future__ import annotations

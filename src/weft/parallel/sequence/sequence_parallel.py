@@ -3,8 +3,9 @@
 Everything else in a transformer treats a token by itself, so the model's own code runs unchanged on fewer tokens. Two
 things it must be told: where in the sequence its tokens are (`Positions` of the blueprint), and what the other ranks'
 keys and values are. For the latter, while a pass is under way, `F.scaled_dot_product_attention` is a function that
-attends over all ranks (`sequence_attention.py`). A model that attends in another way, or looks at its neighbours
-elsewhere, computes something else than whole, which the probe finds before the first step (`training/probe.py`).
+attends over all ranks (`parallel/attention/attention.py`). A model that attends in another way, or looks at its
+neighbours elsewhere, computes something else than whole, which the probe finds before the first step
+(`training/setup/probe.py`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ are sums, which ranks add up instead of making the map whole.
     mean, sum, global average pooling      one all-reduce of what is left over
     softmax, amax, var, ... along height   the map is made whole
 
-Norms over rows are sums, too, and have a file of their own (`row_norms.py`).
+Norms over rows are sums, too, and have a file of their own (`norms.py`).
 """
 
 from __future__ import annotations

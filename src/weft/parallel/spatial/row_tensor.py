@@ -6,7 +6,7 @@ switched on around the forward pass would miss those. Shapes are those of the wh
 out of them (`x.view(B, -1)`, `size=skip.shape[2:]`, `torch.zeros(x.shape)`) are right on every rank, and alike.
 
 Memory holds this rank's rows and nothing else. Rules that run on them see them as they are, because inside of a rule
-these tensors are ordinary ones. What each function does is in `row_rules.py` and beside it.
+these tensors are ordinary ones. What each function does is in `rules.py` and beside it.
 """
 
 from __future__ import annotations

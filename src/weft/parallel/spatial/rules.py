@@ -2,8 +2,8 @@
 
     asked about      shapes are the whole image's; the rest (dtype, device, strides) is that of this rank's rows
     element by element, casts, other dims     each rank computes its rows
-    windows          convolutions and pools fetch the rows they miss (`row_windows.py`)
-    sums             means, global pools and norms over rows add up what ranks have (`row_sums.py`, `row_norms.py`)
+    windows          convolutions and pools fetch the rows they miss (`conv_pool.py`)
+    sums             means, global pools and norms over rows add up what ranks have (`reductions.py`, `norms.py`)
     everything else  the map is made whole first, on every rank, and stays so: a function that is not known is never
                      run on a part
 

@@ -1,11 +1,11 @@
 """Giving a model that was built on the meta device memory and first values, if need be one flat buffer at a time.
 
 A model larger than a rank's memory is built under `torch.device("meta")`: all shapes, no memory. While a flat buffer is
-made, only its parameters have memory, and the layers concerned fill them (`first_values.py`), inner layers first, the
+made, only its parameters have memory, and the layers concerned fill them (`init_values.py`), inner layers first, the
 model itself last. Everything else is on the meta device meanwhile, where it does nothing. New memory is full of NaN, so
 what nobody filled is found and named. Random numbers follow from torch's seed, the same on all ranks, and from a
 tensor's name: every rank computes the same values, under any plan (but for layers that draw elsewhere and copy in, see
-`first_values.py`), and keeps its part of them.
+`init_values.py`), and keeps its part of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Who runs which microbatch when: every schedule as a pure function to one list of compute actions a rank.
 
-The functions know nothing of messages, replicas or ZeRO: `exchanges.py` adds those, in the same way to every schedule.
-Nor do they know how long anything takes; a rank does the next action of its list as soon as its input is there.
+The functions know nothing of messages, replicas or ZeRO: `communication.py` adds those, in the same way to every
+schedule. Nor do they know how long anything takes; a rank does the next action of its list as soon as its input is
+there.
 
 In the drawings time runs to the right, one column an action, a dot is idle. F, B, I, W: forward, backward, and its two
 halves input-grad and weight-grad; the number is the microbatch. They are what `planning/simulate.py` makes of the

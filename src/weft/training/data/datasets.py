@@ -3,7 +3,7 @@
 A dataset is anything with `len(dataset)` and `dataset[index] -> (inputs, targets)`, as torch's map datasets are. weft's
 own fetch a whole batch at once with `take`, which for small samples is far faster than one by one. They say so by
 their base class and not by the mere name `take`, which other libraries use for other things. Nothing is downloaded, and
-files of tokens are mapped, never read whole. Who gets which sample when is decided in `data.py`.
+files of tokens are mapped, never read whole. Who gets which sample when is decided in `batches.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A model is followed once, on the meta device (`trace.py`); of every layer it is then known where each digit of
 its features goes, and what is done to it on the way (`features.py`). Digits that reach other layers untouched can be
-shared out; each set of digits that must be shared out together is a candidate (`regions.py`). A layer can
+shared out; each set of digits that must be shared out together is a candidate (`candidates.py`). A layer can
 have one role only, so of candidates that are in each other's way those are taken that split most parameters.
 
     regions = discover(model, lambda twin: twin(tokens), tensor=4)

@@ -19,7 +19,7 @@ from weft.training.data.sample_split import Cutter
 from weft.training.data.split_rows import RowCutter
 from weft.training.data.split_tokens import TokenCutter
 from weft.training.data.trees import tensors_of
-from weft.training.splitting import left_out
+from weft.training.setup.split_layers import left_out
 
 log = logging.getLogger("weft")
 

@@ -29,13 +29,13 @@ from weft.plan.check import check
 from weft.plan.plan import Axes, Plan
 from weft.plan.text import read_plan, write_plan
 from weft.report.trace import write as write_trace
-from weft.training.components import Prepared, context_of, prepare
 from weft.training.data.batches import batches
 from weft.training.data.datasets import fetch, fingerprint
-from weft.training.job import Job, default_job, format_job, read_job
-from weft.training.metrics import MetricsFile, Recorder, StepRecord, units_of
 from weft.training.parallelize import parallelize
-from weft.training.stop import StopRequest
+from weft.training.run.components import Prepared, context_of, prepare
+from weft.training.run.job import Job, default_job, format_job, read_job
+from weft.training.run.metrics import MetricsFile, Recorder, StepRecord, units_of
+from weft.training.run.stop import StopRequest
 from weft.training.trainer import Trainer
 
 JOB_FILE, PLAN_FILE, METRICS_FILE, CHECKPOINTS = "job.toml", "plan.toml", "metrics.jsonl", "checkpoints"

@@ -6,7 +6,7 @@ backward through the whole model, and one through a split copy of it, tell: outp
 a difference beyond rounding is refused before a single step was spent on it.
 
 It is done in evaluation mode, because dropout would differ; what only training does is not seen. How a model is tried
-is in `trial.py`.
+is in `probe_pass.py`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from weft.parallel.tensor.tensor_parallel import TensorParallel
 from weft.plan.partition.tensor import Region
 from weft.training.data.sample_split import Cutter
 from weft.training.data.trees import map_tensors, num_samples, split_tree
+from weft.training.setup.probe_pass import GRADIENT, CannotCopyError, Trial, run_pass, try_whole, widened
 from weft.training.step.divergence import require_same_batch
 from weft.training.step.loss import forward
-from weft.training.trial import GRADIENT, CannotCopyError, Trial, run_pass, try_whole, widened
 
 log = logging.getLogger("weft")
 
