@@ -77,7 +77,8 @@ def test_the_drawn_house_stands() -> None:
     tree = (ROOT / "docs" / "design.md").read_text().split("src/weft/\n")[1].split("```")[0]
     room, missing = "", []
     for line in tree.splitlines():
-        if match := re.match(r"  (\w+)/", line):
+        if match := re.match(r"  ([\w/]+)/ ", line):
+            assert (ROOT / "src/weft" / match.group(1)).is_dir(), line
             room = match.group(1)
         elif re.match(r"  \w", line):
             room = ""

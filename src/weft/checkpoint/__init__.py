@@ -1,0 +1,1 @@
+"""Save, load, pretrained weights: files that do not depend on the plan."""

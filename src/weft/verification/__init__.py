@@ -1,0 +1,1 @@
+"""A plan against one process: reference runs, comparison, diagnosis, verdict."""

@@ -1,0 +1,1 @@
+"""The transport between CPU ranks of one host: segments, counters, mailboxes, compiled sums."""

@@ -1,0 +1,1 @@
+"""Attention over a sequence that several ranks hold: ring, Ulysses, kernels, masks."""

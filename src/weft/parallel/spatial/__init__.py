@@ -1,0 +1,1 @@
+"""Images split by rows: a tensor subclass with halo exchange."""

@@ -1,0 +1,1 @@
+"""Weights, buffers and random numbers that must not depend on the plan."""

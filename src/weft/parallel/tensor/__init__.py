@@ -1,0 +1,1 @@
+"""Tensor parallelism: shares of layers, their exchanges, Megatron sequence parallelism, vocabulary-parallel loss."""

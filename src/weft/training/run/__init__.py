@@ -1,0 +1,1 @@
+"""One run from a job file to its end: loop, components, metrics, stop."""

@@ -1,0 +1,1 @@
+"""The parts of one step: microbatches, loss, scaling, clipping, update, pipeline steps."""
