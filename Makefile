@@ -12,7 +12,7 @@ test: .venv
 
 test-long: .venv
 	$(BIN)/pytest -m long
-	$(BIN)/pytest --transport c10d tests/multirank tests/laws
+	$(BIN)/pytest --transport c10d -m 'ranks and not long'
 
 check: .venv
 	$(BIN)/ruff check .

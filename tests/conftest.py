@@ -1,4 +1,4 @@
-"""What every test starts from: seed 0, one thread, and `from ranks import ranks` within reach.
+"""Common start of every test: seed 0 and one thread. The helpers are on the path by pyproject.toml.
 
 Warnings are errors by pyproject.toml, in the parent and in the ranks.
 """
@@ -6,8 +6,6 @@ Warnings are errors by pyproject.toml, in the parent and in the ranks.
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,13 +14,9 @@ import torch
 # oneDNN reads this at its first product, here and in every rank.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
-HERE = str(Path(__file__).parent)
-if HERE not in sys.path:
-    sys.path.insert(0, HERE)
-
-from rank_process import seed_everything  # noqa: E402
-from ranks import close_pools  # noqa: E402
-from transport import VARIABLE, apply_transport  # noqa: E402
+from rank_process import seed_everything
+from ranks import close_pools
+from transport import VARIABLE, apply_transport
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -54,8 +54,8 @@ PLAN_FIELDS: dict[str, tuple[object, ...]] = {
 
 OTHERWISE = {
     "comm.transport": "all of these once more through sockets: make test-long",
-    "compile.blocks": "seconds of compiling a row; tests/multirank/test_gathering.py and others",
-    "precision.loss_scale": "only for fp16: tests/multirank/test_loss_scale.py",
+    "compile.blocks": "seconds of compiling a row; tests/zero/test_gather.py and others",
+    "precision.loss_scale": "only for fp16: tests/training/test_loss_scale.py",
 }
 """Fields that are tested elsewhere, and why."""
 

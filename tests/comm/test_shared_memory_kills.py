@@ -4,7 +4,7 @@ them stays: no memory, no name, no semaphore, no process.
 Memory without a name cannot stay, whatever happens. A name can, if the rank that made it is killed before the others
 have opened it; so these are counted. Run as a script (way, starts, seed) it says what stayed:
 
-    python tests/multirank/test_shared_kills.py named 300 0
+    python tests/comm/test_shared_memory_kills.py named 300 0
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script
+for helpers in ("helpers", "helpers/oracles"):  # as a script
+    sys.path.insert(0, str(Path(__file__).parents[1] / helpers))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

@@ -1,6 +1,6 @@
 """One rank of 1,024 parallelizes a 70B model, in a process of its own: prints what that took and what it got, as JSON.
 
-python tests/imagine_70b.py llama 517 '{"data": {"shard": "parameters"}}'
+python tests/helpers/imagine_70b.py llama 517 '{"data": {"shard": "parameters"}}'
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import torch._dynamo  # noqa: F401
 import torch.distributed.device_mesh  # noqa: F401
 import transformers.models.llama.modeling_llama  # noqa: F401
 
-SOURCE = Path(__file__).parents[1] / "src"
+SOURCE = Path(__file__).parents[2] / "src"
 
 for path in sorted(SOURCE.glob("weft/**/*.py")):
     parts = path.relative_to(SOURCE).with_suffix("").parts

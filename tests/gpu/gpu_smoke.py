@@ -1,7 +1,7 @@
 """A short run of the multi-rank promises on CUDA tensors, for a machine with a GPU; `make test` needs none.
 
-    torchrun --nproc-per-node 4 tests/gpu_smoke.py        # on one GPU: gloo; on as many as ranks: NCCL
-    torchrun --nproc-per-node 4 tests/gpu_smoke.py ring   # only what has this in its name; "compiled" only so
+    torchrun --nproc-per-node 4 tests/gpu/gpu_smoke.py        # on one GPU: gloo; on as many as ranks: NCCL
+    torchrun --nproc-per-node 4 tests/gpu/gpu_smoke.py ring   # only what has this in its name; "compiled" only so
 
 On 2 ranks every axis is run, on 4 pairs of axes, too (`gpu_cases.py`). Of each plan: float64 against one process
 (`weft.verify`), unequal parts included; the plan in its own number format against a plain loop; a checkpoint, which

@@ -235,7 +235,7 @@ def ranks(
             run_on_ranks(task, world, fresh=fresh or bool(dies), timeout_s=timeout_s, dies=dies)
 
         on_ranks.body = body  # type: ignore[attr-defined]
-        return pytest.mark.timeout(START_TIMEOUT_S + timeout_s)(on_ranks)
+        return pytest.mark.ranks(pytest.mark.timeout(START_TIMEOUT_S + timeout_s)(on_ranks))
 
     return decorate
 

@@ -1,6 +1,6 @@
 """Parameters in flat buffers: what is a window on what, what a rank keeps of each, and what is left when it is gone.
 
-Groups here have several ranks and no handle, so nothing travels; what ranks exchange is tested in tests/multirank.
+Groups here have several ranks and no handle, so nothing travels; the files beside this one test what ranks exchange.
 """
 
 from __future__ import annotations
