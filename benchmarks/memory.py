@@ -107,7 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--shard", nargs="+", choices=SHARDS, default=SHARDS)
-    parser.add_argument("--samples", type=int, default=1, help="of a micro-batch")
+    parser.add_argument("--samples", type=int, default=1, help="of a microbatch")
     parser.add_argument("--tokens", type=int, default=256, help="of a sample")
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--compute", choices=("model", "bf16"), default="model")

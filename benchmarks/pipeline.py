@@ -166,9 +166,11 @@ def learn(schedule: str, num_ranks: int, num_microbatches: int) -> str:
 
 def time_to_loss(schedule: str, num_ranks: int, num_microbatches: int, *, seed: int, rate: float) -> tuple[float, int]:
     train, held_out = split_held_out(standard_library_text(), 0.05, TASK.context)
-    windows, unseen = TokenWindows(train, TASK.context), TokenWindows(held_out, TASK.context)
+    windows, hide_from_modes = TokenWindows(train, TASK.context), TokenWindows(held_out, TASK.context)
     chance = torch.Generator().manual_seed(seed)
-    evaluated = unseen.take(torch.randint(len(unseen), (64,), generator=torch.Generator().manual_seed(0)).numpy())
+    evaluated = hide_from_modes.take(
+        torch.randint(len(hide_from_modes), (64,), generator=torch.Generator().manual_seed(0)).numpy()
+    )
 
     def draw() -> Batch:
         return windows.take(torch.randint(len(windows), (4 * num_microbatches,), generator=chance).numpy())
@@ -244,11 +246,11 @@ def measure(side_name: str, schedule: str, num_ranks: int, num_microbatches: int
     peaks = [torch.zeros(1) for _ in range(num_ranks)]
     dist.all_gather(peaks, peak)
     line = f"{schedule:>11s} {side_name:>5s}  peak {' '.join(f'{format_bytes(float(p)):>9s}' for p in peaks)}"
-    if side.trainer is None or side.trainer.pipelined is None:
+    if side.trainer is None or side.trainer.pipeline_step is None:
         return line
-    pipelined = side.trainer.pipelined
-    versions = getattr(pipelined, "versions", None)
-    mine = (pipelined.pipeline.most_in_flight, 0 if versions is None else versions.num_bytes)
+    pipeline_step = side.trainer.pipeline_step
+    versions = getattr(pipeline_step, "versions", None)
+    mine = (pipeline_step.pipeline.most_in_flight, 0 if versions is None else versions.num_bytes)
     told = gather_values(mine, side.trainer.mesh.group("pipeline", "control"), torch.device("cpu"))
     in_flight = tuple(count for count, _ in told)
     line += f"; in flight {in_flight}, foretold {live_activations(schedule_of(plan))}"

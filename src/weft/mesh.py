@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from weft.comm.fake_world import is_imagined, ranks_a_host, refuse_half_imagined
+from weft.comm.fake_world import is_fake, ranks_per_host, refuse_half_fake
 from weft.comm.group import Group, Traffic
 from weft.comm.shared_memory.connect import Connection, SharedMemoryError, timeout_s
-from weft.comm.shared_memory.transport import SharedWire
-from weft.comm.two_level import Levels
+from weft.comm.shared_memory.transport import SharedTransport
+from weft.comm.two_level import TwoLevel
 from weft.errors import LaunchError, PlanError
 from weft.hosts import host_id, num_cores, number_hosts
 from weft.plan.check import require
@@ -55,7 +55,7 @@ class World:
     """Of every rank, the number of its host."""
 
     @property
-    def is_imagined(self) -> bool:
+    def is_fake(self) -> bool:
         """Nothing can be run: tensors have no values, and other ranks, if any, do not exist."""
         return self.device.type == "meta"
 
@@ -134,7 +134,7 @@ class Mesh:
             groups = tuple(tuple(ranks[place] for place in chosen) for ranks in groups)
             mine = next((ranks for ranks in groups if self.world.rank in ranks), ())
         index = mine.index(self.world.rank) if mine else -1
-        has_others = len(groups[0]) > 1 and not self.world.is_imagined
+        has_others = len(groups[0]) > 1 and not self.world.is_fake
         # A thread beside the steps must not touch a GPU's streams: its messages stay on the host.
         backend = "gloo" if purpose == "saving" and self.world.device.type == "cuda" else None
         handle = _make_handle(groups, mine, name, backend) if has_others else None
@@ -187,7 +187,7 @@ class Mesh:
         dist.all_reduce(is_complete, dist.ReduceOp.MIN, group.handle)
         if not is_complete:
             return group
-        levels = Levels(
+        levels = TwoLevel(
             self._by_host(group.ranks),
             group.index,
             wire=wire,
@@ -197,7 +197,7 @@ class Mesh:
         )
         return replace(group, levels=levels, connection=connection)
 
-    def _connect(self, connection: Connection, name: str) -> SharedWire | None:
+    def _connect(self, connection: Connection, name: str) -> SharedTransport | None:
         here = self.world.hosts.count(self.world.hosts[self.world.rank])
         try:
             return connection.connect(spin=here <= num_cores(), name=name)
@@ -246,10 +246,10 @@ def join_world(device: torch.device | str | None = None, *, timeout_s: float = 1
         torch.cuda.set_device(chosen)
     if not dist.is_initialized() and launched and int(os.environ["WORLD_SIZE"]) > 1:
         _init_process_group(chosen, timeout_s)
-    refuse_half_imagined(chosen)
+    refuse_half_fake(chosen)
     if not dist.is_initialized():
         return World(rank=0, size=1, local_rank=0, device=chosen)
-    if is_imagined():
+    if is_fake():
         return _imagine_world(chosen)
     return World(
         rank=dist.get_rank(),
@@ -261,7 +261,7 @@ def join_world(device: torch.device | str | None = None, *, timeout_s: float = 1
 
 
 def _imagine_world(device: torch.device) -> World:
-    rank, size, each = dist.get_rank(), dist.get_world_size(), ranks_a_host()
+    rank, size, each = dist.get_rank(), dist.get_world_size(), ranks_per_host()
     hosts = tuple(other // each for other in range(size))
     return World(rank=rank, size=size, local_rank=rank % each, device=device, hosts=hosts)
 

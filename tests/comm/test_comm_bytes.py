@@ -1,4 +1,4 @@
-"""The bytes a step sends against what `plan/partition/wire.py` predicts, to the byte: models, buckets, micro-batches,
+"""The bytes a step sends against what `plan/partition/wire.py` predicts, to the byte: models, buckets, microbatches,
 dtypes."""
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from weft.comm.shared_memory.worker import Background, Work
+from weft.comm.shared_memory.worker import Work, Worker
 
 
 class Gate:
@@ -30,7 +30,7 @@ def fail() -> None:
 
 
 def test_tasks_run_in_the_order_in_which_they_were_given() -> None:
-    background, done, gate = Background("test"), [], Gate()
+    background, done, gate = Worker("test"), [], Gate()
     works = [background.start(gate)]
     works += [background.start(lambda number=number: done.append(number)) for number in range(50)]  # type: ignore[misc]
     assert gate.entered.wait(30) and not done, "the caller goes on while the first task waits"
@@ -46,7 +46,7 @@ def test_tasks_run_in_the_order_in_which_they_were_given() -> None:
 
 
 def test_only_what_need_not_be_waited_for_takes_a_thread() -> None:
-    background, threads = Background("test"), []
+    background, threads = Worker("test"), []
     background.run(lambda: threads.append(threading.current_thread()))
     background.start(lambda: threads.append(threading.current_thread())).wait()
     background.run(lambda: threads.append(threading.current_thread()))
@@ -55,7 +55,7 @@ def test_only_what_need_not_be_waited_for_takes_a_thread() -> None:
 
 
 def test_no_task_records_gradients() -> None:
-    background, seen = Background("test"), []
+    background, seen = Worker("test"), []
     background.run(lambda: seen.append(torch.is_grad_enabled()))
     background.start(lambda: seen.append(torch.is_grad_enabled())).wait()
     assert seen == [False, False] and torch.is_grad_enabled()
@@ -65,7 +65,7 @@ def test_no_task_records_gradients() -> None:
 @pytest.mark.parametrize("then", ["run", "start"])
 def test_nothing_is_exchanged_after_a_failure(first: str, then: str) -> None:
     """A task that failed half way has left its ranks out of step: the next would add up the wrong tensors."""
-    background, done = Background("test"), []
+    background, done = Worker("test"), []
     with pytest.raises(RuntimeError, match="rank 1 is gone"):
         if first == "run":
             background.run(fail)
@@ -81,7 +81,7 @@ def test_nothing_is_exchanged_after_a_failure(first: str, then: str) -> None:
 
 
 def test_tasks_behind_one_that_fails_fail_too() -> None:
-    background, done, gate = Background("test"), [], Gate()
+    background, done, gate = Worker("test"), [], Gate()
     works = [background.start(task) for task in (gate, fail, lambda: done.append(1))]
     gate.opened.set()
     works[0].wait()
@@ -109,7 +109,7 @@ def test_who_has_waited_finds_the_tasks_memory_free(monkeypatch: pytest.MonkeyPa
         gate()
         tensor.add_(1)
 
-    work = Background("test").start(task)
+    work = Worker("test").start(task)
     del task, tensor
     gate.opened.set()
     work.wait()
@@ -118,7 +118,7 @@ def test_who_has_waited_finds_the_tasks_memory_free(monkeypatch: pytest.MonkeyPa
 
 def test_an_interrupted_wait_does_not_let_the_next_task_overtake() -> None:
     """Ctrl-C strikes while a task waits for those before it; the next one must still wait for them."""
-    background, done, gate = Background("test"), [], Gate()
+    background, done, gate = Worker("test"), [], Gate()
     background.start(gate)
 
     def interrupt(*_: object) -> None:
@@ -139,7 +139,7 @@ def test_an_interrupted_wait_does_not_let_the_next_task_overtake() -> None:
 
 def test_the_thread_ends_with_its_queue() -> None:
     before = threading.active_count()
-    background = Background("test")
+    background = Worker("test")
     background.start(lambda: None).wait()
     (thread,) = [one for one in threading.enumerate() if one.name == "test" and one.is_alive()][-1:]
     del background

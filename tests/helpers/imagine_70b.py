@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import weft
 from weft.models.gpt import GPT, GPTConfig
 from weft.plan.plan import Axes, Data, Pipeline, Plan, Precision, Step, Tensor
-from weft.training.meta_trainer import ImaginedTrainer
+from weft.training.meta_trainer import MetaTrainer
 
 SIZES = {"vocab_size": 32000, "context": 4096, "layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "mlp": 28672}
 
@@ -57,7 +57,7 @@ def make_plan(given: dict[str, Any]) -> Plan:
     )
 
 
-def tiling_problems(trainer: ImaginedTrainer) -> list[str]:
+def tiling_problems(trainer: MetaTrainer) -> list[str]:
     """What of this stage's tensors the ranks along tensor and data do not have exactly once together."""
     problems = []
     for flat in trainer.sync.flats:
@@ -78,10 +78,10 @@ def tiling_problems(trainer: ImaginedTrainer) -> list[str]:
     return problems
 
 
-def stage_problems(trainer: ImaginedTrainer, names: list[str]) -> list[str]:
+def stage_problems(trainer: MetaTrainer, names: list[str]) -> list[str]:
     """Whether every parameter is on one stage, and this rank has those of its own stages."""
-    assert trainer.pipelined is not None
-    cut = trainer.pipelined._cut
+    assert trainer.pipeline_step is not None
+    cut = trainer.pipeline_step._cut
     problems = [f"{name} is on stages {cut.stages_of.get(name)}" for name in names if len(cut.stages_of[name]) != 1]
     mine = {name for name in names if not cut.stages_of[name].isdisjoint(cut.my_stages)}
     held = {name for flat in trainer.sync.flats for name in flat.names}
@@ -105,7 +105,7 @@ def main(kind: str, rank: int, given: dict[str, Any]) -> dict[str, Any]:
         device="meta",
     )
     parallelize_s = time.process_time() - began
-    assert isinstance(trainer, ImaginedTrainer)
+    assert isinstance(trainer, MetaTrainer)
     layouts, axes = trainer.layouts, trainer.mesh.grid
     place = axes.axes.sizes, axes.coordinates(rank)
     return {

@@ -162,20 +162,20 @@ def example_model(name: str, plan: Plan) -> str:
 CASES = {
     # one rank: the trainer itself, accumulation and clipping
     "alone": row(data_plan(1), "rotary tied gpt", UNEVEN),
-    "alone, 3 micro-batches, clipped": row(data_plan(1, microbatches=3, clip_norm=0.1), "learned untied gpt", UNEVEN),
-    "alone, convnet, 2 micro-batches": row(data_plan(1, microbatches=2), "convnet", SHORT),
+    "alone, 3 microbatches, clipped": row(data_plan(1, microbatches=3, clip_norm=0.1), "learned untied gpt", UNEVEN),
+    "alone, convnet, 2 microbatches": row(data_plan(1, microbatches=2), "convnet", SHORT),
     # data 2
     "data 2": row(data_plan(2), "rotary tied gpt", EVEN),
     "data 2, AdamW": row(data_plan(2), "rotary tied gpt", UNEVEN, ADAMW),
     "data 2, uneven, clipped": row(data_plan(2, clip_norm=0.1), "learned untied gpt", UNEVEN),
-    "data 2, 2 micro-batches": row(data_plan(2, microbatches=2), "grouped gpt", UNEVEN),
-    "data 2, 3 micro-batches": row(data_plan(2, microbatches=3, clip_norm=0.2), "rotary tied gpt", SHORT),
+    "data 2, 2 microbatches": row(data_plan(2, microbatches=2), "grouped gpt", UNEVEN),
+    "data 2, 3 microbatches": row(data_plan(2, microbatches=3, clip_norm=0.2), "rotary tied gpt", SHORT),
     "data 2, frozen": row(data_plan(2, microbatches=2, clip_norm=0.1), "frozen gpt", UNEVEN),
     "data 2, unused": row(data_plan(2, microbatches=2), "gpt with unused", UNEVEN, ADAMW),
     "data 2, a bucket a parameter": row(data_plan(2, bucket_bytes=1), "gpt with unused", SHORT),
     "data 2, convnet": row(data_plan(2), "convnet", UNEVEN),
-    "data 2, convnet, 2 micro-batches": row(data_plan(2, microbatches=2, clip_norm=0.1), "convnet", SHORT),
-    "data 2, convnet, 3 micro-batches": row(data_plan(2, microbatches=3), "convnet", (13, 5, 2)),
+    "data 2, convnet, 2 microbatches": row(data_plan(2, microbatches=2, clip_norm=0.1), "convnet", SHORT),
+    "data 2, convnet, 3 microbatches": row(data_plan(2, microbatches=3), "convnet", (13, 5, 2)),
     "data 2, frozen convnet": row(data_plan(2, bucket_bytes=500), "frozen convnet", UNEVEN, ADAMW),
     "data 2, biased convnet": row(data_plan(2), "biased convnet", UNEVEN * 2, ADAMW),
     "data 2, group norm": row(data_plan(2, microbatches=2), "group-normed convnet", UNEVEN),
@@ -184,15 +184,15 @@ CASES = {
     # data 4
     "data 4": row(data_plan(4), "grouped gpt", EVEN),
     "data 4, uneven, clipped": row(data_plan(4, clip_norm=0.1), "learned untied gpt", UNEVEN),
-    "data 4, 3 micro-batches, small buckets": row(data_plan(4, microbatches=3, bucket_bytes=999), "frozen gpt", SHORT),
+    "data 4, 3 microbatches, small buckets": row(data_plan(4, microbatches=3, bucket_bytes=999), "frozen gpt", SHORT),
     "data 4, unused": row(data_plan(4), "gpt with unused", SHORT),
     "data 4, convnet": row(data_plan(4, clip_norm=0.1), "convnet", UNEVEN),
-    "data 4, convnet, 2 micro-batches": row(data_plan(4, microbatches=2), "convnet", SHORT),
+    "data 4, convnet, 2 microbatches": row(data_plan(4, microbatches=2), "convnet", SHORT),
     # ZeRO 1: the optimizer's work is shared out
     "zero 1, forced on one rank": row(data_plan(1, shard=ONE, microbatches=2), "rotary tied gpt", UNEVEN, ADAMW),
     "zero 1, data 2": row(data_plan(2, shard=ONE), "rotary tied gpt", UNEVEN, ADAMW),
     "zero 1, data 2, clipped, unused": row(data_plan(2, shard=ONE, clip_norm=0.1), "gpt with unused", SHORT, ADAMW),
-    "zero 1, data 2, 3 micro-batches, frozen": row(
+    "zero 1, data 2, 3 microbatches, frozen": row(
         data_plan(2, shard=ONE, microbatches=3, bucket_bytes=999, clip_norm=0.1), "frozen gpt", SHORT
     ),
     "zero 1, data 2, convnet": row(data_plan(2, shard=ONE, microbatches=2), "convnet", UNEVEN),
@@ -201,7 +201,7 @@ CASES = {
     # ZeRO 2: gradients too
     "zero 2, forced on one rank": row(data_plan(1, shard=TWO, microbatches=2), "rotary tied gpt", UNEVEN, ADAMW),
     "zero 2, data 2": row(data_plan(2, shard=TWO), "rotary tied gpt", EVEN, ADAMW),
-    "zero 2, data 2, 3 micro-batches, clipped": row(
+    "zero 2, data 2, 3 microbatches, clipped": row(
         data_plan(2, shard=TWO, microbatches=3, clip_norm=0.1, bucket_bytes=5000), "learned untied gpt", UNEVEN
     ),
     "zero 2, data 2, unused": row(data_plan(2, shard=TWO, microbatches=2), "gpt with unused", UNEVEN, ADAMW),
@@ -211,16 +211,16 @@ CASES = {
     # ZeRO 3: and the parameters themselves
     "zero 3, forced on one rank": row(data_plan(1, shard=THREE), "rotary tied gpt", UNEVEN, ADAMW),
     "zero 3, data 2": row(data_plan(2, shard=THREE), "rotary tied gpt", UNEVEN, ADAMW),
-    "zero 3, data 2, 3 micro-batches a step": row(
+    "zero 3, data 2, 3 microbatches a step": row(
         data_plan(2, shard=THREE, microbatches=3, clip_norm=0.1), "learned untied gpt", UNEVEN
     ),
-    "zero 3, data 2, 3 micro-batches": row(
+    "zero 3, data 2, 3 microbatches": row(
         data_plan(2, shard=THREE, microbatches=3, reshard="microbatch", clip_norm=0.1), "rotary tied gpt", SHORT, ADAMW
     ),
     "zero 3, data 2, unused": row(data_plan(2, shard=THREE, microbatches=2), "gpt with unused", UNEVEN, ADAMW),
     "zero 3, data 2, frozen": row(data_plan(2, shard=THREE, microbatches=2, reshard="microbatch"), "frozen gpt", SHORT),
     "zero 3, data 2, convnet": row(data_plan(2, shard=THREE), "convnet", UNEVEN),
-    "zero 3, data 2, convnet, 2 micro-batches": row(
+    "zero 3, data 2, convnet, 2 microbatches": row(
         data_plan(2, shard=THREE, microbatches=2, reshard="microbatch"), "frozen convnet", SHORT, ADAMW
     ),
     "zero 3, data 3": row(data_plan(3, shard=THREE, microbatches=2, clip_norm=0.2), "grouped gpt", (8, 2, 7)),
@@ -283,7 +283,7 @@ CASES = {
     ),
     # split layers
     "tensor 2": row(tensor_plan(2, clip_norm=0.1), "rotary tied gpt", SHORT, ADAMW),
-    "tensor 2, 3 micro-batches": row(tensor_plan(2, microbatches=3, sequence=True), "learned untied gpt", UNEVEN),
+    "tensor 2, 3 microbatches": row(tensor_plan(2, microbatches=3, sequence=True), "learned untied gpt", UNEVEN),
     "tensor 2, unused": row(tensor_plan(2, microbatches=2), "gpt with unused", UNEVEN, ADAMW),
     "tensor 2, frozen": row(tensor_plan(2, clip_norm=0.1, sequence=True), "frozen gpt", SHORT),
     "tensor 2, convnet": row(tensor_plan(2, microbatches=2), "frozen convnet", SHORT, ADAMW),
@@ -322,7 +322,7 @@ CASES = {
     "sockets, tensor 2, data 2": row(tensor_plan(2, data=2, transport="c10d", sequence=True), "grouped gpt", SHORT),
     # sequences
     "ring 2": row(sequence_plan(ring=2, clip_norm=0.1), "rotary tied gpt", SHORT, ADAMW),
-    "ring 2, contiguous, 3 micro-batches": row(
+    "ring 2, contiguous, 3 microbatches": row(
         sequence_plan(ring=2, layout="contiguous", microbatches=3), "learned untied gpt", UNEVEN
     ),
     "ring 2, self-attention": row(sequence_plan(ring=2, variant="ring-self-attention"), "grouped gpt", SHORT),
@@ -430,15 +430,15 @@ ON_RANKS = {1: check, 2: on_2, 3: on_3, 4: on_4, 8: on_8}
 
 
 LONG_ROWS = {
-    "alone, convnet, 2 micro-batches",
+    "alone, convnet, 2 microbatches",
     "data 2",
-    "data 2, 3 micro-batches",
+    "data 2, 3 microbatches",
     "data 2, a bucket a parameter",
     "data 2, convnet",
-    "data 2, convnet, 3 micro-batches",
+    "data 2, convnet, 3 microbatches",
     "data 4",
     "data 4, unused",
-    "data 4, convnet, 2 micro-batches",
+    "data 4, convnet, 2 microbatches",
     "zero 1, data 3",
     "zero 1, data 2, convnet",
     "zero 2, data 2",

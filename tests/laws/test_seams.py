@@ -70,7 +70,7 @@ class Between:
         return Totals(loss_sum=sums[0], count=sums[1], norm=totals.norm)
 
 
-class Meeting(Between):
+class Barrier(Between):
     """Replicas that take the mean of their weights now and then."""
 
     num_updates = 0
@@ -133,7 +133,7 @@ def train_replicas(batches: list[Batch], kind: type[Between]) -> list[nn.Module]
             rounding_alone(models)
         for optimizer in optimizers:
             optimizer.step()
-        if kind is Meeting:
+        if kind is Barrier:
             meeting_alone(models, step)
     return models
 
@@ -147,7 +147,7 @@ def only_inside(mesh: Mesh) -> tuple[Group, list[Group]]:
 
 
 @ranks(4)
-@pytest.mark.parametrize("kind", [Meeting, Rounding])
+@pytest.mark.parametrize("kind", [Barrier, Rounding])
 @pytest.mark.parametrize("name", PLANS)
 def test_what_replicas_exchange_is_independent_of_what_is_inside(name: str, kind: type[Between]) -> None:
     batches = [token_batch(8, seed=seed) for seed in range(NUM_STEPS)]

@@ -251,15 +251,15 @@ def test_a_copy_runs_its_own_blocks(
         compile_blocks(model, find_blueprint(model))
     tokens = token_batch(2)[0]
     before = model(tokens)
-    twin = make(model)
-    assert torch.equal(twin(tokens), before)
+    meta_copy = make(model)
+    assert torch.equal(meta_copy(tokens), before)
     with torch.no_grad():
-        for parameter in twin.blocks.parameters():
+        for parameter in meta_copy.blocks.parameters():
             parameter.zero_()
-    twin(tokens).sum().backward()
-    assert torch.equal(model(tokens), before) and not torch.equal(twin(tokens), before)
+    meta_copy(tokens).sum().backward()
+    assert torch.equal(model(tokens), before) and not torch.equal(meta_copy(tokens), before)
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(parameter.grad is not None for parameter in twin.parameters())
+    assert all(parameter.grad is not None for parameter in meta_copy.parameters())
 
 
 class InPlace(nn.Module):

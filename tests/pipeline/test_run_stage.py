@@ -15,7 +15,7 @@ from weft.blueprint import find_blueprint
 from weft.errors import ModelError
 from weft.parallel.pipeline.cut_model import CutModel, cut, outline
 from weft.parallel.tracing.dataflow import Value
-from weft.parallel.tracing.placeholder import Absent
+from weft.parallel.tracing.placeholder import Placeholder
 from weft.plan.plan import Axes, Plan
 
 
@@ -85,7 +85,7 @@ def test_gradients_flow_through_what_is_written_into() -> None:
 
 def test_units_of_other_stages_show_their_attributes_and_cannot_be_called() -> None:
     part = cut_for(Stack(), (2,), torch.randn(2, HIDDEN), rank=1)
-    assert isinstance(part.model.stem.weight, Absent)
+    assert isinstance(part.model.stem.weight, Placeholder)
     assert part.model.stem.out_features == HIDDEN and len(part.model.blocks) == 4
     with pytest.raises(ModelError, match='this rank does not hold "stem"'):
         part.model(torch.randn(2, HIDDEN))

@@ -10,25 +10,25 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import CheckpointError
-from weft.parallel.pipeline.weight_versions import Versions
+from weft.parallel.pipeline.weight_versions import WeightVersions
 
 
-def three_layers(**settings: Any) -> tuple[nn.Sequential, Versions]:
+def three_layers(**settings: Any) -> tuple[nn.Sequential, WeightVersions]:
     """Three convolutions: the second is frozen, the third has the first one's weight."""
     torch.manual_seed(0)
     shared = nn.Conv2d(2, 2, 1).to(memory_format=torch.channels_last)
     model = nn.Sequential(shared, nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1))
     model[1].requires_grad_(False)
     model[2].weight = shared.weight
-    return model, Versions(model, dict(model.named_parameters(remove_duplicate=False)), **settings)
+    return model, WeightVersions(model, dict(model.named_parameters(remove_duplicate=False)), **settings)
 
 
-def run_once(model: nn.Module, versions: Versions) -> Tensor:
+def run_once(model: nn.Module, versions: WeightVersions) -> Tensor:
     with versions.lent(versions.newest):
         return model(torch.ones(1, 2, 3, 3)).square().sum()
 
 
-def update(versions: Versions, *, fail: bool = False) -> None:
+def update(versions: WeightVersions, *, fail: bool = False) -> None:
     versions.take_gradients(versions.newest)
     with versions.advance():
         torch.optim.SGD(versions.heads, lr=0.1).step()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from weft.parallel.pipeline.weight_versions import Versions
+from weft.parallel.pipeline.weight_versions import WeightVersions
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
@@ -75,7 +75,7 @@ class Pipeline:
         self.versions = []
         for i, stage in enumerate(self.stages):
             num_slots, lag = needs(i)
-            self.versions.append(Versions(stage, dict(stage.named_parameters()), num_slots=num_slots, lag=lag))
+            self.versions.append(WeightVersions(stage, dict(stage.named_parameters()), num_slots=num_slots, lag=lag))
         self.optimizers = [optimizer(versions.heads) for versions in self.versions]
         self.in_flight: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.losses: list[float] = []

@@ -157,7 +157,7 @@ def test_buffers_of_gradients_on_their_way() -> None:
     assert buffers("gradients", comm=one_each) == 5 * block + 2 * root
     assert buffers("optimizer", comm=one_each) == 2 * block + root  # whole gradients are kept anyway
     assert buffers("nothing") == 0
-    # Stage 3 that keeps gradients whole over micro-batches borrows all of them.
+    # Stage 3 that keeps gradients whole over microbatches borrows all of them.
     assert buffers("parameters", step=Step(microbatches=2)) == 5 * block + root + 2 * block + root
     # What adds up in float32 and travels in bfloat16 is copied.
     narrow = Precision(reduce="bf16")

@@ -16,7 +16,7 @@ from ranks import ranks
 from torch import nn
 
 from weft.comm.shared_memory.arena import Arena
-from weft.comm.shared_memory.barrier import Meeting
+from weft.comm.shared_memory.barrier import Barrier
 from weft.measure.model import profile_model
 from weft.measure.process import PeakPss, read_pss_bytes
 from weft.models.gpt import GPT, GPTConfig
@@ -38,7 +38,7 @@ def live_bytes() -> float:
     things = gc.get_objects()
     arenas = [thing for thing in things if type(thing) is Arena]
     windows = [arena._rows[0] for arena in arenas]  # on all of a segment, whose tensors are counted by themselves
-    windows += [thing._slot_memory for thing in things if type(thing) is Meeting]
+    windows += [thing._slot_memory for thing in things if type(thing) is Barrier]
     skipped = {window.untyped_storage()._cdata for window in windows}
     # Of plain tensors: what a compiler keeps of an earlier test is fake, and has no memory.
     found = {thing.untyped_storage()._cdata: thing for thing in things if type(thing) in (torch.Tensor, nn.Parameter)}
@@ -64,7 +64,7 @@ def train(model: nn.Module, plan: Plan, inputs: torch.Tensor, targets: torch.Ten
 
 
 def predict(model: nn.Module, plan: Plan, inputs: torch.Tensor, targets: torch.Tensor) -> Memory:
-    """For the micro-batches into which the plan cuts this batch."""
+    """For the microbatches into which the plan cuts this batch."""
     samples = len(inputs) // plan.step.microbatches
     profile = profile_model(model, inputs[:samples], targets[:samples], compute=plan.precision.compute)
     return predict_memory(plan, profile)

@@ -40,12 +40,12 @@ def trained_by(plan: Plan, num_layers: int, num_tokens: int) -> Trainer:
 def pass_through(trainer: Trainer, num_tokens: int) -> None:
     """A forward pass of a whole sequence."""
     inputs = torch.zeros(SAMPLES, num_tokens, dtype=torch.int64)
-    if trainer.cutter is None:
+    if trainer.sample_split is None:
         trainer.model(inputs)
         return
-    cut = trainer.cutter.cut_inputs(inputs)
-    with trainer.cutter.active():
-        trainer.cutter.enter(cut)
+    cut = trainer.sample_split.cut_inputs(inputs)
+    with trainer.sample_split.active():
+        trainer.sample_split.enter(cut)
         trainer.model(**cut, **cut.beside)
 
 

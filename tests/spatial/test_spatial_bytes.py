@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from weft.comm.group import Group
 from weft.measure.liveness import LiveBytes
 from weft.parallel.spatial.row_tensor import RowTensor
-from weft.parallel.spatial.spatial_parallel import RowParallel
+from weft.parallel.spatial.spatial_parallel import SpatialParallel
 from weft.plan.partition.rows import Window, exchange_for, halo_bytes, join_bytes
 from weft.plan.partition.wire import sent_bytes
 
@@ -46,7 +46,7 @@ def check_bytes(num_ranks: int, height: int, leave: Callable[[Tensor], Tensor], 
     """`left`: bytes that leaving the picture sends, in both passes, of a map of this height."""
     group, model = rows_group(num_ranks), Halos()
     before = group.traffic.sent_bytes
-    output = RowParallel(group).call(lambda x: leave(model(x)), images(height, samples=SAMPLES, width=WIDTH))
+    output = SpatialParallel(group).call(lambda x: leave(model(x)), images(height, samples=SAMPLES, width=WIDTH))
     output.sum().backward()
     expected = 0
     for number, (window, channels) in enumerate(zip(Halos.WINDOWS, (3, 4, 4), strict=True)):
@@ -103,7 +103,7 @@ def test_what_needs_no_other_rank_sends_nothing() -> None:
     for name, function in STAY.items():
         group = rows_group(2)
         whole = images(7)
-        made = function(RowParallel(group).split(whole))
+        made = function(SpatialParallel(group).split(whole))
         assert isinstance(made, RowTensor), name
         assert (group.traffic.num_calls, made.shape) == (0, function(whole).shape), name
 
@@ -112,7 +112,7 @@ def kept_bytes(group: Group | None) -> int:
     """What a stack of convolutions keeps for the backward pass, besides weights and the whole input."""
     layers = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(inplace=True)) for _ in range(4)]
     model, inputs = nn.Sequential(*layers, nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1)), torch.randn(1, 4, 64, 32)
-    call = model if group is None else functools.partial(RowParallel(group).call, model)
+    call = model if group is None else functools.partial(SpatialParallel(group).call, model)
     with LiveBytes(others=[inputs, *model.parameters()], made=lambda operator, tensor: None) as live:
         output = call(inputs)
         kept = live.live_bytes

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.blueprint import Blueprint
 from weft.parallel.recompute import recompute_blocks
-from weft.parallel.spatial.spatial_parallel import RowParallel
+from weft.parallel.spatial.spatial_parallel import SpatialParallel
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
@@ -222,7 +222,7 @@ def test_blocks_recomputed_by_plan(policy: str) -> None:
 @ranks(2)
 def test_sums_of_narrow_numbers_are_taken_wide() -> None:
     """As torch does inside: 40,000 ones have no sum in 16 bits, and a mean."""
-    rows, ones = RowParallel(rows_group(2)), torch.ones(1, 2, 200, 200, dtype=torch.float16)
+    rows, ones = SpatialParallel(rows_group(2)), torch.ones(1, 2, 200, 200, dtype=torch.float16)
     for function in (lambda x: x.mean((2, 3)), lambda x: F.adaptive_avg_pool2d(x, 1), lambda x: F.group_norm(x + 1, 1)):
         made = rows.call(function, ones)
         assert made.dtype == torch.float16

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from weft.comm.collectives import all_gather
 from weft.errors import ModelError
 from weft.parallel.spatial.row_tensor import RowTensor
-from weft.parallel.spatial.spatial_parallel import RowParallel
+from weft.parallel.spatial.spatial_parallel import SpatialParallel
 from weft.parallel.state.batchnorm import synchronise_batch_norms
 
 
@@ -49,7 +49,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 
 @ranks(2)
 def test_what_would_be_wrong_is_refused() -> None:
-    rows = RowParallel(rows_group(2))
+    rows = SpatialParallel(rows_group(2))
     for function, problem in REFUSED.values():
         with pytest.raises(ModelError, match=problem):
             rows.call(function, images(6))
@@ -57,7 +57,7 @@ def test_what_would_be_wrong_is_refused() -> None:
 
 @ranks(2)
 def test_inputs_must_have_images_of_one_height() -> None:
-    rows = RowParallel(rows_group(2))
+    rows = SpatialParallel(rows_group(2))
     with pytest.raises(ModelError, match="there are none"):
         rows.call(lambda x: x, torch.zeros(2, 3))
     with pytest.raises(ModelError, match="there are heights 4, 6"):
@@ -69,7 +69,7 @@ def test_inputs_must_have_images_of_one_height() -> None:
 @ranks(2)
 def test_batch_norm_counts_every_sample_once() -> None:
     group = rows_group(2)
-    rows = RowParallel(group)
+    rows = SpatialParallel(group)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.LazyBatchNorm1d()).double()
     model(images(6))
     synchronise_batch_norms(model, group)
@@ -90,7 +90,7 @@ def test_evaluation_is_that_of_one_process() -> None:
     model(images(6, channels=1))
     model.eval()
     expected = model(images(5, channels=1))
-    rows = RowParallel(rows_group(2))
+    rows = SpatialParallel(rows_group(2))
     rows.prepare(model)
     torch.testing.assert_close(rows.call(model, images(5, channels=1)), expected)
     torch.testing.assert_close(rows.call(lambda x: F.dropout2d(x, training=False), images(6)), images(6))
@@ -107,7 +107,7 @@ def test_rows_overwritten_after_a_window_are_noticed() -> None:
         y.mul_(2)
         return z
 
-    output = RowParallel(rows_group(2)).call(model, x)
+    output = SpatialParallel(rows_group(2)).call(model, x)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
 
@@ -126,7 +126,7 @@ class OwnSquare(torch.autograd.Function):
 @ranks(2)
 def test_functions_with_a_backward_of_their_own_are_refused() -> None:
     """Their gradients are of some rows, and what they kept says that it is the whole."""
-    output = RowParallel(rows_group(2)).call(OwnSquare.apply, images(6).requires_grad_())
+    output = SpatialParallel(rows_group(2)).call(OwnSquare.apply, images(6).requires_grad_())
     torch.testing.assert_close(output.detach(), images(6) ** 2)
     with pytest.raises(ModelError, match=r"autograd.Function .* \(mul\)"):
         output.sum().backward()
@@ -135,7 +135,7 @@ def test_functions_with_a_backward_of_their_own_are_refused() -> None:
 @ranks(2)
 def test_dropout_differs_between_ranks_and_leaves_their_streams_alike() -> None:
     group = rows_group(2)
-    rows = RowParallel(group)
+    rows = SpatialParallel(group)
     torch.manual_seed(3)
     whole = torch.ones(2, 8, 9, 50)
     dropped = rows.call(lambda x: F.dropout(x, 0.25), whole)
@@ -155,7 +155,7 @@ def test_dropout_is_drawn_again_as_it_was(inplace: bool) -> None:
     def block(x: Tensor) -> Tensor:
         return F.dropout(x * 1, 0.5, inplace=inplace) ** 2
 
-    output = RowParallel(rows_group(2)).call(lambda x: checkpoint(block, x, use_reentrant=False), x)
+    output = SpatialParallel(rows_group(2)).call(lambda x: checkpoint(block, x, use_reentrant=False), x)
     output.sum().backward()
     assert x.grad is not None
     own = slice(0, 3) if torch.distributed.get_rank() == 0 else slice(3, 6)

@@ -164,10 +164,10 @@ def test_a_synchronised_model_can_be_copied() -> None:
     """For a moving average of weights, say; the copy exchanges through the same group."""
     model = small_convnet()
     trainer = make_trainer(model, data_plan(2))
-    twin = copy.deepcopy(model)
+    meta_copy = copy.deepcopy(model)
     images = image_batch(4)[0].float()[trainer.data_rank :: 2]
-    torch.testing.assert_close(twin(images), model(images))
-    assert twin.stem_norm.weft_group is model.stem_norm.weft_group
+    torch.testing.assert_close(meta_copy(images), model(images))
+    assert meta_copy.stem_norm.weft_group is model.stem_norm.weft_group
 
 
 @ranks(2)
@@ -209,7 +209,7 @@ def test_a_batch_norm_with_a_forward_of_its_own_is_refused_by_name() -> None:
 @ranks(2)
 @pytest.mark.parametrize("clip_norm", [0.0, 0.1])
 def test_a_convnet_on_whole_batches(clip_norm: float) -> None:
-    """One micro-batch: plain torch on the whole batch, running statistics included, also for unequal parts."""
+    """One microbatch: plain torch on the whole batch, running statistics included, also for unequal parts."""
     model = small_convnet().double()
     alone = copy.deepcopy(model)
     steps = [image_batch(6), image_batch(5, seed=1), image_batch(2, seed=2), image_batch(6, seed=3)]
@@ -239,7 +239,7 @@ def test_samples_without_a_target_still_count_for_the_statistics(loss: str) -> N
 
 @ranks(2)
 def test_a_rank_with_fewer_samples_than_microbatches_keeps_in_step() -> None:
-    """Rank 1 has one sample for three micro-batches: it exchanges statistics in all, and uses nothing in two."""
+    """Rank 1 has one sample for three microbatches: it exchanges statistics in all, and uses nothing in two."""
     model = small_convnet().double()
     trainer = make_trainer(model, data_plan(2, microbatches=3))
     for number in range(3):
@@ -340,14 +340,14 @@ def test_broadcast_gives_everybody_the_buffers_of_rank_0() -> None:
 @ranks(2)
 def test_local_leaves_every_rank_its_own_buffers() -> None:
     model = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(36, 5)).double()
-    twin = copy.deepcopy(model)
+    meta_copy = copy.deepcopy(model)
     trainer = make_trainer(model, data_plan(2, buffers="local", check_every=1), optimizer=ADAMW)
     assert type(model[0]) is nn.BatchNorm2d
     for number in range(2):
         step = cut_evenly(image_batch(6, seed=number), 2)[trainer.data_rank]
         trainer.step(*step)
-        twin[0](step[0])
-    for name, buffer in twin[0].named_buffers():
+        meta_copy[0](step[0])
+    for name, buffer in meta_copy[0].named_buffers():
         torch.testing.assert_close(model[0].get_buffer(name), buffer, rtol=1e-12, atol=1e-12)
     means = gathered(model[0].running_mean)
     assert not torch.equal(means[0], means[1])
@@ -362,13 +362,13 @@ def test_local_leaves_every_rank_its_own_buffers() -> None:
 def test_local_statistics_give_each_rank_its_own_gradient_and_their_sum_to_all() -> None:
     """What torch's DDP does: every rank a batch of its own, gradients averaged."""
     model = small_convnet().double()
-    twin = copy.deepcopy(model)
+    meta_copy = copy.deepcopy(model)
     trainer = make_trainer(model, data_plan(2, buffers="local"))
     parts = cut_evenly(image_batch(6), 2)
     trainer.step(*parts[trainer.data_rank])
-    total = sum(cross_entropy(copy_of(twin)(images), classes)[0] for images, classes in parts)
+    total = sum(cross_entropy(copy_of(meta_copy)(images), classes)[0] for images, classes in parts)
     (total / 6).backward()
-    for name, parameter in twin.named_parameters():
+    for name, parameter in meta_copy.named_parameters():
         torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=1e-9, atol=1e-12)
 
 

@@ -76,8 +76,8 @@ def routed(route: Sequence[int], seed: int = 0) -> tuple[Tensor, Tensor]:
     [
         (["0000", "0000", "0022"], 1),  # 1 and 2 used by nobody: their gradient stays None, until somebody does
         (["0011", "1100", "0101"], 1),  # disjoint on the two ranks, by turns
-        (["0012", "2101", "2222"], 2),  # different in every micro-batch
-        (["1000", "0001", "0100"], 2),  # used in an early micro-batch only, on one rank only
+        (["0012", "2101", "2222"], 2),  # different in every microbatch
+        (["1000", "0001", "0100"], 2),  # used in an early microbatch only, on one rank only
         (["2212", "0000"], 2),
     ],
 )
@@ -221,7 +221,7 @@ def test_a_gradient_has_the_strides_of_its_parameter(fused: bool) -> None:
 @ranks(2)
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_accumulation_exchanges_once(microbatches: int) -> None:
-    """As many collectives with four micro-batches as with one: one a bucket."""
+    """As many collectives with four microbatches as with one: one a bucket."""
     trainer = make_trainer(MLP(), data_plan(2, microbatches=microbatches, bucket_bytes=1))
     traffic = trainer.mesh.traffic["data"]
     for number in range(4):

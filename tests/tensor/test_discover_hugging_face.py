@@ -61,6 +61,6 @@ def test_it_is_split_right(kind: str) -> None:
         nn.init.normal_(parameter, std=0.2)
     tokens = torch.randint(0, 50, (2, 7))
     for tensor in (2, 4):
-        regions = discover(model, lambda twin: twin(tokens), tensor=tensor)
+        regions = discover(model, lambda meta_copy: meta_copy(tokens), tensor=tensor)
         assert len(regions) == num_regions
         assert run_split(model, regions, tensor, tokens) < 1e-5  # some of their norms work in float32

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import ModelError
-from weft.parallel.tensor.local_sizes import Resizing
+from weft.parallel.tensor.local_sizes import LocalSizes
 from weft.plan.partition.tensor import Resized, Size, SizedCall
 
 
@@ -46,7 +46,7 @@ def quarter(units: int) -> int:
 
 def make(calls: tuple[SizedCall, ...] = CALLS) -> Heads:
     module = Heads()
-    module.forward = Resizing(module, Resized(module="heads", calls=calls), quarter).forward
+    module.forward = LocalSizes(module, Resized(module="heads", calls=calls), quarter).forward
     return module
 
 
@@ -65,7 +65,7 @@ def test_a_number_for_each_of_others_shrinks_by_both() -> None:
         for call in CALLS
     )
     module = Heads()
-    module.forward = Resizing(module, Resized(module="heads", calls=calls), {8: 2, 2: 1}.__getitem__).forward
+    module.forward = LocalSizes(module, Resized(module="heads", calls=calls), {8: 2, 2: 1}.__getitem__).forward
     x = torch.randn(3, 4)
     assert torch.equal(module(x), x)
 
@@ -89,7 +89,7 @@ def test_two_regions_in_one_module_change_their_own_sizes() -> None:
         SizedCall(function=call.function, sizes=call.sizes if k >= 2 else ()) for k, call in enumerate(CALLS)
     )
     for calls in (first, second):
-        module.forward = Resizing(module, Resized(module="heads", calls=calls), quarter).forward
+        module.forward = LocalSizes(module, Resized(module="heads", calls=calls), quarter).forward
     x = torch.randn(3, 2)
     assert torch.equal(module(x), x)
 
@@ -98,6 +98,6 @@ def test_a_module_inside_another_has_its_own_sizes() -> None:
     module = make()
     inner = module.inner
     calls = (SizedCall(function="view"), SizedCall(function="view"))
-    inner.forward = Resizing(inner, Resized(module="heads.inner", calls=calls), quarter).forward
+    inner.forward = LocalSizes(inner, Resized(module="heads.inner", calls=calls), quarter).forward
     x = torch.randn(3, 2)
     assert torch.equal(module(x), x)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from weft.blueprint import find_blueprint
 from weft.errors import ModelError
 from weft.parallel.pipeline.stages import owners, share_out, stage_of_blocks
-from weft.parallel.tracing.dataflow import WRITTEN, Flow, Value, find_units, follow, make_twin
-from weft.parallel.tracing.placeholder import Absent
+from weft.parallel.tracing.dataflow import WRITTEN, Flow, Value, find_units, follow, make_meta_copy
+from weft.parallel.tracing.placeholder import Placeholder
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def flow_of(model: nn.Module, *inputs: Any) -> Flow:
     units = find_units(model, find_blueprint(model))
     batch = inputs or (torch.randn(2, HIDDEN),)
-    return follow(make_twin(model, units, CPU), units, lambda twin: twin(*batch), CPU)
+    return follow(make_meta_copy(model, units, CPU), units, lambda meta_copy: meta_copy(*batch), CPU)
 
 
 def needs(flow: Flow, unit: str, number: int = 0) -> set[str]:
@@ -162,10 +162,10 @@ def test_batch_norms_are_followed_with_any_number_of_samples(samples: int) -> No
 
 
 def test_an_absent_tensor_has_everything_but_values() -> None:
-    absent = Absent(torch.empty(2, 3, device="meta"), CPU)
+    absent = Placeholder(torch.empty(2, 3, device="meta"), CPU)
     assert absent.shape == (2, 3) and absent.device == CPU and absent.dtype == torch.float32
     joined = torch.cat([absent, torch.ones(1, 3)])
-    assert isinstance(joined, Absent) and joined.shape == (3, 3) and joined.device == CPU
+    assert isinstance(joined, Placeholder) and joined.shape == (3, 3) and joined.device == CPU
     assert absent.to(device="cpu").to("cpu", torch.float64).T.shape == (3, 2)
     assert (torch.ones(3) + absent).sum(0).shape == (3,)
     with pytest.raises(ModelError, match="value of another stage"):

@@ -22,7 +22,7 @@ from weft.layout import Layout
 from weft.mesh import join_world, make_mesh
 from weft.models.gpt import GPT, GPTConfig
 from weft.plan.plan import Axes, Comm, Data, Pipeline, Plan, Precision, Step, Tensor
-from weft.training.meta_trainer import ImaginedTrainer
+from weft.training.meta_trainer import MetaTrainer
 from weft.training.parallelize import parallelize
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
@@ -44,16 +44,16 @@ def tiny(config: GPTConfig = TINY) -> GPT:
         return GPT(config)
 
 
-def look(plan: Plan, rank: int, model: Any = None, **changes: Any) -> ImaginedTrainer:
+def look(plan: Plan, rank: int, model: Any = None, **changes: Any) -> MetaTrainer:
     """A trainer as one rank of the plan's ranks would have it."""
     given = {"example": torch.zeros(1, 32, dtype=torch.int64), "device": "meta", **changes}
     with imagined(rank, plan.axes.num_ranks):
         made = parallelize(model or tiny(), plan, loss="cross-entropy", optimizer=ADAMW, **given)
-    assert isinstance(made, ImaginedTrainer)
+    assert isinstance(made, MetaTrainer)
     return made
 
 
-def mark(holders: torch.Tensor, layout: Layout, trainer: ImaginedTrainer) -> int:
+def mark(holders: torch.Tensor, layout: Layout, trainer: MetaTrainer) -> int:
     """Add one to every element of a whole tensor that a rank has; returns how many these are."""
     grid = trainer.mesh.grid
     sizes, coordinates = grid.axes.sizes, grid.coordinates(trainer.mesh.world.rank)

@@ -50,7 +50,7 @@ def check(compute: str, shard: str, microbatches: int, accumulate: str, reduce: 
     by_hand = ByHand(model, DTYPES[compute], scale=scale)
     trainer = make_trainer(model, plan, optimizer=adamw)
     # In float32: every addition, and the factor at the end. In 16 bits: what the plan asks for and no more, which is
-    # one rounding a micro-batch to accumulate; in the exchange one to send, and one for each other rank to add.
+    # one rounding a microbatch to accumulate; in the exchange one to send, and one for each other rank to add.
     single = {"fp32": num_ranks * microbatches + 2}
     roundings = dict(single)
     if num_ranks * microbatches > 1:
@@ -61,7 +61,7 @@ def check(compute: str, shard: str, microbatches: int, accumulate: str, reduce: 
     for step in range(2):
         parts = cut_evenly(token_batch(5 * num_ranks, seed=step), num_ranks)
         loss = float(trainer.step(*parts[trainer.data_rank]))
-        # One float32 number a micro-batch on both sides, added up in float64.
+        # One float32 number a microbatch on both sides, added up in float64.
         assert loss == pytest.approx(by_hand.step(parts, microbatches), rel=1e-6)
         assert worst_excess(trainer, by_hand, roundings) <= 1
         is_coarse = is_coarse or worst_excess(trainer, by_hand, single) > 1
@@ -88,7 +88,7 @@ ON_RANKS = {1: check, 2: on_2, 4: on_4}
 
 ALL = ("fp32 fp32", "fp32 16", "16 fp32", "16 16")
 FEW = {1: ("fp32 fp32", "16 fp32"), 3: ("fp32 fp32", "16 16")}
-"""By micro-batches: the formats in which three or more ranks could differ from two."""
+"""By microbatches: the formats in which three or more ranks could differ from two."""
 
 CASES = [
     pytest.param(
@@ -134,7 +134,7 @@ def test_hybrid_sharding_by_hand(shard: str, compute: str, reduce: str) -> None:
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_model_that_is_16_bit_itself(dtype: torch.dtype, shard: str) -> None:
-    """No masters: gradients add up in float32 over micro-batches and ranks, then are what the model is."""
+    """No masters: gradients add up in float32 over microbatches and ranks, then are what the model is."""
     model = small_gpt().to(dtype)
     alone = copy.deepcopy(model)
     trainer = make_trainer(model, data_plan(2, shard=shard, microbatches=3), optimizer=sgd)

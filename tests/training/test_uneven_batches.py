@@ -79,7 +79,7 @@ def test_an_empty_batch_is_refused_by_one_process_too() -> None:
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("loss", ["built-in", "mean", "sum and count"])
 def test_ignored_targets_anywhere(loss: str, microbatches: int) -> None:
-    """Unevenly spread, all on one rank, a whole micro-batch of them, and all but one in the run."""
+    """Unevenly spread, all on one rank, a whole microbatch of them, and all but one in the run."""
     steps = [token_batch(8, seed=seed) for seed in range(4)]
     steps[0][1][0, :5] = steps[0][1][5, 2:] = -100
     steps[1][1][4:] = -100

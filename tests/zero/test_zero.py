@@ -20,7 +20,7 @@ from weft.mesh import Mesh
 from weft.models.gpt import GPT, GPTConfig
 from weft.plan.partition.wire import ShardedFlat, batch_norm_bytes, sent_bytes, sharded_bytes
 from weft.plan.plan import Plan, Precision
-from weft.sync.zero import Sharded
+from weft.sync.zero import ZeroSync
 from weft.training.trainer import Trainer
 
 STAGES = ONE, TWO, THREE = "optimizer", "gradients", "parameters"
@@ -164,7 +164,7 @@ def storages(tensors: list[Tensor]) -> int:
 def state_bytes(trainer: Trainer) -> float:
     """All that a rank keeps from one step to the next, while the passes of a step run; its share of common memory."""
     sync = trainer.sync
-    assert isinstance(sync, Sharded)
+    assert isinstance(sync, ZeroSync)
     sync.begin()
     common = [flat for flat in sync.flats if flat.is_common]
     tensors = [tensor for flat in sync.flats for tensor in (flat.whole, flat.mine, flat.master)]

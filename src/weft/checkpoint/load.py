@@ -77,8 +77,8 @@ def load(trainer: TrainerState, directory: Path) -> None:
     if index["plan"] == format_plan(trainer.plan):
         together(everyone, "read", directory, lambda: load_rank_part(trainer, directory))
         return
-    if trainer.pipelined is not None:
-        trainer.pipelined.load_state({}, {})
+    if trainer.pipeline_step is not None:
+        trainer.pipeline_step.load_state({}, {})
     torch.manual_seed(index["seed"] + world.rank)
     if world.rank == 0:
         log.warning("%s was written under another plan: weights, optimizer and data position are used, to rounding; "

@@ -36,7 +36,7 @@ def load_weights(trainer: TrainerState, folder: str | Path) -> None:
     `*.safetensors` as Hugging Face stores them, with or without an index; or one of weft's own checkpoints. Missing and
     misshapen tensors are one error on all ranks, before anything changes; extra ones are logged.
     """
-    if trainer.mesh.world.is_imagined:
+    if trainer.mesh.world.is_fake:
         raise LaunchError("load_weights() needs values, and this rank is only imagined; start the ranks with torchrun")
     trainer.wait_for_save()
     folder, world, everyone = Path(folder), trainer.mesh.world, trainer.mesh.everyone("control")
@@ -59,8 +59,8 @@ def load_weights(trainer: TrainerState, folder: str | Path) -> None:
         _require_fitting(trainer, reader, stored_as, folder)
         together(everyone, "read", folder, lambda: portable.read_model(reader, stored_as))
         trainer.sync.publish()
-        if trainer.pipelined is not None:
-            trainer.pipelined.load_state({}, {})
+        if trainer.pipeline_step is not None:
+            trainer.pipeline_step.load_state({}, {})
     finally:
         for reader in readers:
             reader.close()

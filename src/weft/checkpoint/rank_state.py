@@ -30,8 +30,8 @@ def take_rank_part(trainer: TrainerState) -> tuple[dict[str, torch.Tensor], dict
         tensors["rng/cuda"] = torch.cuda.get_rng_state()
     tensors |= {f"{_BUFFER}{name}": buffer for name, buffer in persistent_buffers(trainer.named_model).items()}
     in_flight: dict[str, Any] = {}
-    if trainer.pipelined is not None:
-        kept, in_flight = trainer.pipelined.state()
+    if trainer.pipeline_step is not None:
+        kept, in_flight = trainer.pipeline_step.state()
         tensors |= {f"{_PIPELINE}{name}": tensor for name, tensor in kept.items()}
     shared = None if trainer.counts.shared is None else float(trainer.counts.shared)
     values = {
@@ -54,9 +54,9 @@ def load_rank_part(trainer: TrainerState, directory: Path) -> None:
         for entry, buffer in persistent_buffers(trainer.named_model).items():
             buffer.copy_(reader.read_whole(f"{_BUFFER}{entry}"))
         kept = [entry for entry in reader.names if entry.startswith(_PIPELINE)]
-        if trainer.pipelined is not None:
+        if trainer.pipeline_step is not None:
             older = {entry.removeprefix(_PIPELINE): reader.read_whole(entry) for entry in kept}
-            trainer.pipelined.load_state(older, values["pipeline"])
+            trainer.pipeline_step.load_state(older, values["pipeline"])
     trainer.counts.shared = values["shared_count"]
     trainer.sync.load_state(values["sync"])
     if "update" in values:  # of an older checkpoint

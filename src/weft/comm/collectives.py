@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from weft.comm.gloo import parts_to_add, start_all_gather, start_reduce_scatter
 from weft.comm.group import Group, Traffic
-from weft.comm.hide_from_modes import unseen
+from weft.comm.hide_from_modes import hide_from_modes
 from weft.comm.shared_memory.reduction import REDUCE_OPS, Reduction, add_into
-from weft.comm.shared_memory.transport import SharedWire
-from weft.comm.two_level import Levels
+from weft.comm.shared_memory.transport import SharedTransport
+from weft.comm.two_level import TwoLevel
 from weft.plan.partition.wire import Collective, sent_bytes
 
 # torch 2.13 renamed the flat forms and warns about the old names, which are the only ones 2.11 has.
@@ -52,7 +52,7 @@ class Pending:
         if self._work is None:
             return
         started = time.perf_counter() if since is None else since
-        with unseen():
+        with hide_from_modes():
             self._work.wait()
             if self._after is not None:
                 self._after()
@@ -269,7 +269,7 @@ def _share(
     collective: Collective,
     buffer_bytes: int,
     wait: bool,
-    wire: SharedWire | Levels,
+    wire: SharedTransport | TwoLevel,
     task: Callable[[], None],
     after: Callable[[], None] | None = None,
     sent: int | None = None,
@@ -301,7 +301,7 @@ def _run(
     counted = sent_bytes(collective, buffer_bytes, group.size) if sent is None else sent
     traffic.add(num_calls=1, sent_bytes=counted)
     started = time.perf_counter()
-    with unseen():
+    with hide_from_modes():
         pending = Pending(start(), traffic, after)
     if wait:
         pending.wait(since=started)

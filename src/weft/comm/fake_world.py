@@ -18,26 +18,26 @@ from weft.errors import LaunchError
 _RANKS_A_HOST = 8
 
 
-def is_imagined() -> bool:
+def is_fake() -> bool:
     """Whether the other ranks of this world do not exist."""
     return dist.is_initialized() and dist.get_backend() == "fake"
 
 
-def refuse_half_imagined(device: torch.device) -> None:
+def refuse_half_fake(device: torch.device) -> None:
     """Real tensors would stay what they are where ranks should exchange them, and be silently wrong."""
     size = dist.get_world_size() if dist.is_initialized() else 1
-    if is_imagined() and device.type != "meta":
+    if is_fake() and device.type != "meta":
         raise LaunchError(
             f'the process group is torch\'s "fake" one, whose other {size - 1} ranks do not exist, and this rank is to '
             f'compute on {device}; give parallelize(..., device="meta"), or start real ranks with torchrun'
         )
-    if device.type == "meta" and size > 1 and not is_imagined():
+    if device.type == "meta" and size > 1 and not is_fake():
         raise LaunchError(
             f"the {size} ranks of this run are real, and the meta device has no values that they could exchange; give "
             'another device, or imagine the ranks: torch.distributed.init_process_group("fake", ...) in one process'
         )
 
 
-def ranks_a_host() -> int:
+def ranks_per_host() -> int:
     """Ranks on each imagined host: torchrun's word, or as many as machines have GPUs."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", _RANKS_A_HOST))

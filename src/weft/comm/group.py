@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.shared_memory.connect import Connection
-from weft.comm.shared_memory.transport import SharedWire
-from weft.comm.two_level import Levels
+from weft.comm.shared_memory.transport import SharedTransport
+from weft.comm.two_level import TwoLevel
 
 
 @dataclass(slots=True)
@@ -48,9 +48,9 @@ class Group:
     handle: dist.ProcessGroup | None
     """None when there is nobody to exchange with: alone, or where the others are only imagined."""
     traffic: Traffic
-    shared: SharedWire | None = None
+    shared: SharedTransport | None = None
     """The memory of the one host all ranks are on; None where they are not, or do not use it."""
-    levels: Levels | None = None
+    levels: TwoLevel | None = None
     """Where ranks are on several hosts, some of them together: how they exchange in two levels."""
     connection: Connection | None = None
     """By which ranks of this host get more memory that they share."""
@@ -61,17 +61,17 @@ class Group:
     def size(self) -> int:
         return len(self.ranks)
 
-    def wire(self, tensor: torch.Tensor) -> SharedWire | None:
+    def wire(self, tensor: torch.Tensor) -> SharedTransport | None:
         """Shared memory, if this tensor can go through it."""
         return self.shared if tensor.device.type == "cpu" else None
 
-    def level_wire(self, tensor: torch.Tensor, *, is_even: bool = False) -> Levels | None:
+    def level_wire(self, tensor: torch.Tensor, *, is_even: bool = False) -> TwoLevel | None:
         """Two levels, if this tensor can go by them; `is_even`: and all hosts have as many ranks."""
         levels = self.levels if tensor.device.type == "cpu" else None
         return None if levels is None or (is_even and not levels.is_even) else levels
 
     @property
-    def host_wire(self) -> SharedWire | None:
+    def host_wire(self) -> SharedTransport | None:
         """The memory that this rank shares with those of the group that are on its host."""
         return self.shared if self.levels is None else self.levels.wire
 

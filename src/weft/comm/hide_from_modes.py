@@ -14,6 +14,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 _NOTHING = nullcontext()
 
 
-def unseen() -> AbstractContextManager[object]:
+def hide_from_modes() -> AbstractContextManager[object]:
     """No mode sees what is done in here; costs nothing where there is none."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NOTHING

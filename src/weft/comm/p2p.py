@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from weft.comm.collectives import Pending
 from weft.comm.group import Group
-from weft.comm.hide_from_modes import unseen
+from weft.comm.hide_from_modes import hide_from_modes
 from weft.plan.partition.wire import sent_bytes
 
 
@@ -20,7 +20,7 @@ def send(tensor: torch.Tensor, group: Group, *, to: int, tag: int = 0) -> Pendin
     group.traffic.add(num_calls=1, sent_bytes=sent_bytes("send", tensor.nbytes, group.size))
     wire = group.wire(tensor)
     if wire is not None:
-        with unseen():
+        with hide_from_modes():
             wire.mailbox.send(tensor, to=to, tag=tag)
         return Pending(None, group.traffic)
     message = tensor.cpu() if group.through_host and tensor.is_cuda else tensor.contiguous()
@@ -34,7 +34,7 @@ def receive(tensor: torch.Tensor, group: Group, *, source: int, tag: int = 0) ->
     group.traffic.add(num_calls=1)
     wire = group.wire(tensor)
     if wire is not None:
-        with unseen():
+        with hide_from_modes():
             return Pending(wire.mailbox.receive(tensor, source=source, tag=tag), group.traffic)
     if not (group.through_host and tensor.is_cuda):
         return Pending(dist.irecv(tensor, group.ranks[source], group.handle, tag), group.traffic)

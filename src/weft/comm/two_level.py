@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 from weft.comm.pairwise import Messages, exchange
 from weft.comm.shared_memory.reduction import REDUCE_OPS, Reduction, add_into
-from weft.comm.shared_memory.transport import SMALL_BYTES, SharedWire
-from weft.comm.shared_memory.worker import Background, Work
+from weft.comm.shared_memory.transport import SMALL_BYTES, SharedTransport
+from weft.comm.shared_memory.worker import Work, Worker
 
 
-class Levels:
+class TwoLevel:
     """The ranks of a group by host, seen from one of them."""
 
     def __init__(
@@ -32,7 +32,7 @@ class Levels:
         places: Sequence[Sequence[int]],
         index: int,
         *,
-        wire: SharedWire | None,
+        wire: SharedTransport | None,
         across: dist.ProcessGroup | None,
         across_ranks: Sequence[int],
         name: str,
@@ -48,7 +48,7 @@ class Levels:
         self._here = self.places[self._host].index(index)
         self._across = across
         self._across_ranks = tuple(across_ranks)
-        self._background = Background(name)
+        self._background = Worker(name)
         self.is_even = len({len(inside) for inside in self.places}) == 1
         """All hosts have as many ranks: then each of them has its counterparts."""
 

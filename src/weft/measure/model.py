@@ -1,7 +1,7 @@
 """From a model to its profile, without its memory: one training step on fake tensors, watched storage by storage.
 
 The step is the trainer's: forward, loss, backward, every gradient of a parameter taken away as soon as it is there
-(a sync keeps gradients in buffers of its own). It is run twice, with the given micro-batch and with one of twice the
+(a sync keeps gradients in buffers of its own). It is run twice, with the given microbatch and with one of twice the
 samples, so that what grows with samples is told apart from what does not. The model may be anywhere, also on the meta
 device; neither it nor the random state is changed.
 
@@ -47,7 +47,7 @@ def profile_model(
     compute: str = "model",
     device: torch.device | str | None = None,
 ) -> ModelProfile:
-    """Describe a model by one micro-batch, of which only shapes and dtypes matter.
+    """Describe a model by one microbatch, of which only shapes and dtypes matter.
 
     loss     as given to `parallelize`
     compute  the plan's `[precision] compute`

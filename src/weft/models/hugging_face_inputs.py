@@ -120,7 +120,7 @@ def leave_out_caches(model: nn.Module) -> None:
     """Let the Hugging Face models in a model keep no keys for a next token unless they are asked to.
 
     Most configurations have them do it in every pass. A block that is recomputed would find its own keys there, a
-    stage of a pipeline would keep those of every micro-batch, and a block that is timed alone those of another.
+    stage of a pipeline would keep those of every microbatch, and a block that is timed alone those of another.
     """
     kind = hugging_face_class()
     waiting = [model] if kind is not None else []
@@ -209,7 +209,7 @@ def _makes_cache(model: Any, asked: bool | None) -> bool:
 
 
 def _outside_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """All modules but the many in lists of layers; this is asked of every micro-batch."""
+    """All modules but the many in lists of layers; this is asked of every microbatch."""
     yield model
     for child in model.children():
         if not isinstance(child, nn.ModuleList):

@@ -34,11 +34,11 @@ class Sharding:
     num_replicas: int
     """Ranks that keep the same part."""
     stays_whole: bool
-    """ZeRO-3: parameters and gradients are whole from a step's first micro-batch to its last."""
+    """ZeRO-3: parameters and gradients are whole from a step's first microbatch to its last."""
     keeps_gradients: bool
     """The memory of whole gradients is kept from step to step."""
     num_rounds: int
-    """Micro-batches of a step that gradients leave after, as far as a second one needs other buffers than the first."""
+    """Microbatches of a step that gradients leave after, as far as a second one needs other buffers than the first."""
     most_in_flight: int
     """Reductions under way at once."""
     on_host: bool
@@ -65,7 +65,7 @@ class ParameterFlat:
     master_bytes: int
     """what the optimizer updates: another tensor where this differs,"""
     accumulate_bytes: int
-    """gradients as they add up over micro-batches,"""
+    """gradients as they add up over microbatches,"""
     reduce_bytes: int
     """gradients as they travel."""
     trainable: bool
@@ -220,7 +220,7 @@ def _pool_bytes(sharding: Sharding, flats: Sequence[ParameterFlat]) -> int:
 
 
 def _whole_bytes(sharding: Sharding, flat: ParameterFlat) -> int:
-    """Bytes an element of whole gradients, which need not add up where they leave after every micro-batch."""
+    """Bytes an element of whole gradients, which need not add up where they leave after every microbatch."""
     adds_up = sharding.keeps_gradients or sharding.stays_whole
     return flat.accumulate_bytes if adds_up else flat.reduce_bytes
 

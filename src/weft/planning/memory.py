@@ -7,7 +7,7 @@ comes and goes:
     update                                 temporaries of the optimizer, gradients cast to the master's dtype
 
 State, gradient buffers and gathered parameters are counted as they are allocated, padding included. Activations are
-measured at the profile's micro-batch and scaled to the plan's. Where a block is recomputed, its backward pass is taken
+measured at the profile's microbatch and scaled to the plan's. Where a block is recomputed, its backward pass is taken
 to hold all that it saves without recomputation, which leaves out the order in which that comes and goes.
 Not counted: what the framework itself takes (libraries, a CUDA context), fragmentation, and the model as it was before
 `parallelize` took its parameters over (build it on the meta device if that is what does not fit).
@@ -27,7 +27,7 @@ from weft.units import format_bytes
 
 _WHAT = {
     "parameters": "as the model computes with them",
-    "gradients": "kept over micro-batches",
+    "gradients": "kept over microbatches",
     "master": "what the optimizer updates, where it is not the parameters themselves",
     "optimizer": "the optimizer's moments",
     "buffers": "running statistics and tables of the model",

@@ -1,4 +1,4 @@
-"""What a planner must know of a model, as plain data: its parameters, and what one micro-batch leaves in memory.
+"""What a planner must know of a model, as plain data: its parameters, and what one microbatch leaves in memory.
 
 A training step passes through the model's segments in this order and back; the memory of a segment is measured once
 (`measure/model.py`) and added up for any plan (`planning/memory.py`):
@@ -40,14 +40,14 @@ class ParameterProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Bytes that grow with the number of samples in a micro-batch."""
+    """Bytes that grow with the number of samples in a microbatch."""
 
     fixed_bytes: int = 0
     """What does not grow: gradients of weights, attention masks."""
     sample_bytes: int = 0
 
     def at(self, samples: int) -> int:
-        """Bytes with a micro-batch of this many samples."""
+        """Bytes with a microbatch of this many samples."""
         return max(self.fixed_bytes + self.sample_bytes * samples, 0)
 
 
@@ -78,7 +78,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
-    """A model and one micro-batch of it."""
+    """A model and one microbatch of it."""
 
     parameters: tuple[ParameterProfile, ...]
     """In the order of registration."""
@@ -99,7 +99,7 @@ class ModelProfile:
     device: str = "cpu"
     """The kind of device it was measured for, which decides which kernels run and what they save."""
     samples: int = 1
-    """Samples of the micro-batch that was measured; sizes are exact there and linear around it."""
+    """Samples of the microbatch that was measured; sizes are exact there and linear around it."""
 
     def __post_init__(self) -> None:
         problems = []

@@ -2,11 +2,11 @@
 
 `training/trainer.py` calls it in this order, every step, on every rank:
 
-    begin()                      before the first micro-batch: the last step's gradients are let go
-    arm()                        before the last micro-batch's forward: from now on gradients may leave when ready
-    pass_by()                    instead of a forward and backward, by a rank without samples in this micro-batch
-    end_microbatch()             after every micro-batch
-    finish(loss_sum, count)      after the last micro-batch, also by a rank that had no data at all
+    begin()                      before the first microbatch: the last step's gradients are let go
+    arm()                        before the last microbatch's forward: from now on gradients may leave when ready
+    pass_by()                    instead of a forward and backward, by a rank without samples in this microbatch
+    end_microbatch()             after every microbatch
+    finish(loss_sum, count)      after the last microbatch, also by a rank that had no data at all
     publish()                    after the optimizer's update, unless it was skipped
 
 In a pipeline the schedule says when a stage's gradients are complete: `arm(names)` comes before the last backward pass
@@ -89,11 +89,11 @@ class Sync(Protocol):
     def take_held(self) -> None:
         """The gradients that were held are complete now."""
 
-    def pass_by(self) -> None:
-        """Take part in what a micro-batch's forward and backward passes exchange, without samples."""
+    def skip_microbatch(self) -> None:
+        """Take part in what a microbatch's forward and backward passes exchange, without samples."""
 
     def end_microbatch(self) -> None:
-        """A micro-batch's backward pass is over."""
+        """A microbatch's backward pass is over."""
 
     def ignoring(self) -> AbstractContextManager[object]:
         """Backward passes in here only keep this rank in step with the others; their gradients count for nothing."""
@@ -182,7 +182,7 @@ class WholeGradients:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def pass_by(self) -> None:
+    def skip_microbatch(self) -> None:
         pass
 
     def end_microbatch(self) -> None:

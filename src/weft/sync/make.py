@@ -2,7 +2,7 @@
 
 one data rank, the model's own precision        `Alone`; also a stage of a pipeline with nothing to train
 several, the model's own precision               `AllReduce`
-anything sharded, cast, narrowed or offloaded    `Sharded`, with as many parts as ranks share one copy
+anything sharded, cast, narrowed or offloaded    `ZeroSync`, with as many parts as ranks share one copy
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weft.parallel.zero.gather_by_stage import StageGathering
 from weft.parallel.zero.grouping import DTYPES, Members, cast_between_layers, flat_kinds, make_members
 from weft.sync.allreduce import AllReduce
 from weft.sync.base import Alone, Apart, Sync, whole_pieces
-from weft.sync.zero import Sharded
+from weft.sync.zero import ZeroSync
 from weft.sync.zero_gradients import GradientSettings
 
 log = logging.getLogger("weft")
@@ -104,7 +104,7 @@ def _place_sharded(
     materialiser: Materialiser,
     apart: Apart,
     stage_of: Mapping[str, int] | None,
-) -> Sharded:
+) -> ZeroSync:
     plan, device = mesh.plan, mesh.world.device
     stage = ("nothing", "optimizer", "gradients", "parameters").index(plan.data.shard)
     stays_whole = stage == 3 and plan.data.reshard == "step" and plan.step.microbatches > 1
@@ -127,7 +127,7 @@ def _place_sharded(
         every_microbatch=not is_whole and not stays_whole and mesh.size("pipeline") == 1,
         keep_whole=is_whole,
     )
-    sync = Sharded(
+    sync = ZeroSync(
         flats,
         group=reductions,
         replicas=replicas,
@@ -188,7 +188,7 @@ def _make_flat(
 
 
 def _add_gathering(
-    sync: Sharded,
+    sync: ZeroSync,
     model: nn.Module,
     blueprint: Blueprint,
     members: Sequence[Members],

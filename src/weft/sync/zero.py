@@ -9,7 +9,7 @@ other. (3) The optimizer updates this rank's part of every parameter; (4) parame
 stages 1 and 2, when a block needs them at stage 3 (`parallel/zero/gather.py`).
 
 With one part only and several replicas this is plain data parallelism, in any mix of number formats: gradients add up
-over micro-batches in `accumulate`, travel in `reduce`, and are given to the optimizer in the master's dtype.
+over microbatches in `accumulate`, travel in `reduce`, and are given to the optimizer in the master's dtype.
 The tail (loss, count, squared norm, flags of used parameters) is a message of its own: all ranks need all of it.
 """
 
@@ -36,7 +36,7 @@ _MOST_IN_FLIGHT = 2
 """Reductions under way at once: enough to keep the wire busy, few enough to bound the memory of transient buffers."""
 
 
-class Sharded(Counting):
+class ZeroSync(Counting):
     """Reduces gradients to the part each rank keeps, and gathers parameters after the update."""
 
     def __init__(
@@ -153,9 +153,9 @@ class Sharded(Counting):
             self._gradients[turn].set_ready(member)
         self._launch_full()
 
-    def pass_by(self) -> None:
+    def skip_microbatch(self) -> None:
         if self.gathering is not None:
-            self.gathering.pass_by()
+            self.gathering.skip_microbatch()
 
     def end_microbatch(self) -> None:
         if self.gathering is not None:

@@ -1,7 +1,7 @@
 """The gradients of one flat buffer of parameters: where they add up, what travels, and what the optimizer is given.
 
 whole    this rank's own gradients of all members, in the dtype they add up in (or, where they leave after every
-         micro-batch, travel in); kept, or borrowed from a pool for as long as they are needed
+         microbatch, travel in); kept, or borrowed from a pool for as long as they are needed
 part     this rank's part of the sum over ranks; a window on `whole` where that is kept anyway
 """
 
@@ -25,11 +25,11 @@ class GradientSettings:
     """What a plan says of gradients."""
 
     accumulate: torch.dtype
-    """Of sums over micro-batches; a wider parameter's own dtype wins over float32."""
+    """Of sums over microbatches; a wider parameter's own dtype wins over float32."""
     reduce: torch.dtype
     """Of what travels; a wider parameter's own dtype wins over float32."""
     every_microbatch: bool
-    """Reduced after every micro-batch, or after the last."""
+    """Reduced after every microbatch, or after the last."""
     keep_whole: bool
     """Whether the memory of whole gradients is kept from step to step."""
 

@@ -32,7 +32,7 @@ def refuse_memory(model: nn.Module) -> None:
         )
 
 
-class ImaginedTrainer(Trainer):
+class MetaTrainer(Trainer):
     """What `parallelize(..., device="meta")` returns."""
 
     def state_memory(self) -> Memory:

@@ -30,9 +30,9 @@ from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Plan
 from weft.sync.base import Apart, Sync
 from weft.sync.make import find_layouts, place
-from weft.training.data.sample_split import Cutter
-from weft.training.meta_trainer import ImaginedTrainer, refuse_memory
-from weft.training.setup.choose_sample_split import cutters
+from weft.training.data.sample_split import SampleSplit
+from weft.training.meta_trainer import MetaTrainer, refuse_memory
+from weft.training.setup.choose_sample_split import choose_sample_split
 from weft.training.setup.cut_stages import cut_model
 from weft.training.setup.probe import probe_split
 from weft.training.setup.probe_optimizer import OptimizerFactory, class_name, is_elementwise
@@ -67,7 +67,7 @@ def parallelize(
     schedule    step -> factor of the learning rate
     groups      (name, global shape) -> settings of the optimizer for this parameter, such as {"weight_decay": 0.0}
     global_batch  given, a plan that cannot divide it is refused here
-    example     inputs of one micro-batch, by which the model is cut for `[axes] pipeline`, its layers for `[axes]
+    example     inputs of one microbatch, by which the model is cut for `[axes] pipeline`, its layers for `[axes]
                 tensor` unless it declares how, and by which the split model is compared with the whole one, also for
                 `[axes] ring` and `ulysses`. Where the plan has no cuts, blocks are timed, and alike ones may be cut
                 differently next time: to resume to the bit, give cuts
@@ -79,7 +79,7 @@ def parallelize(
     world = join_world(device)
     named_model: nn.Module = getattr(model, "_orig_mod", model)
     _refuse_model(named_model)
-    if world.is_imagined:
+    if world.is_fake:
         refuse_memory(named_model)
     leave_out_caches(named_model)
     had_batch_norms = has_batch_norms(named_model)
@@ -100,7 +100,7 @@ def parallelize(
         sync = _put_together(
             named_model, mesh, parts, keep_output=resolved_loss.counts_targets, initialise=weights is None
         )
-    make_trainer = ImaginedTrainer if world.is_imagined else Trainer
+    make_trainer = MetaTrainer if world.is_fake else Trainer
     trainer = make_trainer(
         model=model,
         mesh=mesh,
@@ -113,9 +113,9 @@ def parallelize(
         empty_forward=mesh.data_size > 1 and plan.data.buffers == "synchronise" and had_batch_norms,
         cut=parts.cut,
         tensor=parts.tensor,
-        cutter=parts.cutter,
+        sample_split=parts.sample_split,
     )
-    if weights is not None and not world.is_imagined:
+    if weights is not None and not world.is_fake:
         load_weights(trainer, Path(weights))
     return trainer
 
@@ -129,7 +129,7 @@ class _Parts:
     """Of every parameter and buffer: what the axes leave of it here."""
     cut: CutModel | None
     tensor: TensorParallel | None
-    cutter: Cutter | None
+    sample_split: SampleSplit | None
 
     @property
     def stage_of(self) -> dict[str, int] | None:
@@ -143,14 +143,14 @@ def _take_apart(model: nn.Module, mesh: Mesh, example: Any) -> _Parts:
     """Keep this rank's stages of a model, and its shares of their layers; collective."""
     plan, blueprint = mesh.plan, find_blueprint(model)
     regions: tuple[Region, ...] = ()
-    make_cutter = cutters(mesh, blueprint, example)
-    cutter = None if make_cutter is None else make_cutter(model)
+    make_cutter = choose_sample_split(mesh, blueprint, example)
+    sample_split = None if make_cutter is None else make_cutter(model)
     if plan.axes.tensor > 1:
         regions = split_regions(model, mesh, blueprint, example)
     if plan.axes.tensor * plan.axes.sequence > 1:
-        probe_split(model, mesh, blueprint, regions, example, cutter, make_cutter)
-    if cutter is not None and example is not None:
-        example = cutter.cut_inputs(example)
+        probe_split(model, mesh, blueprint, regions, example, sample_split, make_cutter)
+    if sample_split is not None and example is not None:
+        example = sample_split.cut_inputs(example)
     cut: CutModel | None = None
     if plan.axes.pipeline > 1:
         cut, mesh.plan = cut_model(model, mesh, blueprint, example)
@@ -160,7 +160,7 @@ def _take_apart(model: nn.Module, mesh: Mesh, example: Any) -> _Parts:
     layouts = {name: shares.layout(name, one.shape) for name, one in model_tensors(model)}
     if tensor is not None:
         tensor.cut()
-    return _Parts(blueprint=blueprint, layouts=layouts, cut=cut, tensor=tensor, cutter=cutter)
+    return _Parts(blueprint=blueprint, layouts=layouts, cut=cut, tensor=tensor, sample_split=sample_split)
 
 
 def _put_together(model: nn.Module, mesh: Mesh, parts: _Parts, *, keep_output: bool, initialise: bool) -> Sync:
@@ -179,8 +179,8 @@ def _put_together(model: nn.Module, mesh: Mesh, parts: _Parts, *, keep_output: b
     if tensor is not None:
         tensor.install(keep_output=keep_output)
     apply_plan(model, mesh, parts.blueprint)
-    if parts.cutter is not None:
-        parts.cutter.prepare(model)
+    if parts.sample_split is not None:
+        parts.sample_split.prepare(model)
     if tensor is not None:
         tensor.split_tokens(parts.stage_of)
     if cut is not None:

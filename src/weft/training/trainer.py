@@ -1,12 +1,12 @@
 """The trainer: one step of a parallel model, from this rank's part of a batch to updated weights.
 
-    inputs, targets ─┬─ micro-batch 0: forward, loss, backward ─┐
-                     ├─ micro-batch 1: ...                      ├─ sync.finish ─ scale, clip ─ optimizer ─ checks
+    inputs, targets ─┬─ microbatch 0: forward, loss, backward ─┐
+                     ├─ microbatch 1: ...                      ├─ sync.finish ─ scale, clip ─ optimizer ─ checks
                      └─ last one: exchange overlaps backward ───┘
 
 Gradients are sums over targets divided by one number that all ranks share (`training/step/target_count.py`), so the
 mean over the global batch is exact for unequal, short and empty parts. With a pipeline the schedule takes the place of
-the loop over micro-batches (`training/step/pipeline_step.py`, `training/step/pipeline_stream.py`).
+the loop over microbatches (`training/step/pipeline_step.py`, `training/step/pipeline_stream.py`).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from weft.plan.pipeline.timeline import Timeline
 from weft.plan.plan import Plan
 from weft.sync.base import Sync
 from weft.training.data.batches import Batches
-from weft.training.data.sample_split import Cutter
-from weft.training.data.split_tokens import TokenCutter
+from weft.training.data.sample_split import SampleSplit
+from weft.training.data.split_tokens import SequenceSplit
 from weft.training.data.trees import num_samples
 from weft.training.setup.probe_loss import tried
 from weft.training.setup.split_layers import KeepingShares
@@ -52,8 +52,8 @@ from weft.training.step.evaluating import evaluating
 from weft.training.step.generate import generate_tokens, pick_token
 from weft.training.step.loss import Count, Loss, SplitCrossEntropy, forward, loss_terms, no_loss
 from weft.training.step.microbatches import Microbatches
-from weft.training.step.pipeline_step import Pipelined
-from weft.training.step.pipeline_stream import Streaming
+from weft.training.step.pipeline_step import PipelineStep
+from weft.training.step.pipeline_stream import PipelineStream
 from weft.training.step.precision import Caller
 from weft.training.step.target_count import TargetCount, refuse_no_targets
 from weft.training.step.update import Update
@@ -76,10 +76,10 @@ class Trainer:
         empty_forward: bool,
         cut: CutModel | None = None,
         tensor: TensorParallel | None = None,
-        cutter: Cutter | None = None,
+        sample_split: SampleSplit | None = None,
     ) -> None:
-        """`cut`: the model, where a pipeline cuts it into stages; `tensor`: where its layers are shared out; `cutter`:
-        where ranks have parts of every sample."""
+        """`cut`: the model, where a pipeline cuts it into stages; `tensor`: where its layers are shared out;
+        `sample_split`: where ranks have parts of every sample."""
         self.model = model
         self.mesh = mesh
         self.blueprint = blueprint
@@ -97,17 +97,17 @@ class Trainer:
         self.tensor = tensor
         if tensor is not None and tensor.output is not None:
             loss = replace(loss, function=SplitCrossEntropy(share=tensor.output, group=tensor.group))
-        if isinstance(cutter, TokenCutter):
-            loss = tried(loss, mesh.group("ring+ulysses", "control"), cutter.sequence.paused)
+        if isinstance(sample_split, SequenceSplit):
+            loss = tried(loss, mesh.group("ring+ulysses", "control"), sample_split.sequence.paused)
         self._tensor_group = mesh.group("tensor", "control")
         self._loss = loss
         self._call: Callable[[Any], Any] = Caller(model, mesh.plan, widens=not loss.counts_targets)
         if tensor is not None and tensor.output is not None:
             self._call = KeepingShares(self._call, tensor.output_mode)
-        self.cutter = cutter
-        self._draw_rank = mesh.data_rank if cutter is None or cutter.draws_alike else mesh.sample_rank
-        if cutter is not None:
-            self._call = cutter.around(self._call)
+        self.sample_split = sample_split
+        self._draw_rank = mesh.data_rank if sample_split is None or sample_split.draws_alike else mesh.sample_rank
+        if sample_split is not None:
+            self._call = sample_split.around(self._call)
         self._empty_forward = empty_forward
         self._has_compared = False
         self._buffers = BufferPolicy(self.named_model, mesh)
@@ -121,21 +121,23 @@ class Trainer:
         """Of the whole model."""
         self._draws = PlaceSeeds(self.named_model, blueprint, self.seeds) if cut is None else None
         # Under tensor parallelism what all ranks have must be dropped alike, also by code that says nothing of it.
-        self._needs_seeds = self._draws is None or self._draws.is_needed or tensor is not None or cutter is not None
+        self._needs_seeds = (
+            self._draws is None or self._draws.is_needed or tensor is not None or sample_split is not None
+        )
         if tensor is not None:
             tensor.draw_with(self.seeds)
         self._microbatches = Microbatches(
             mesh.plan.step.microbatches,
             mesh.world.device,
-            cutter,
+            sample_split,
             has_loss=mesh.index("pipeline") == mesh.size("pipeline") - 1,
             counts_targets=loss.counts_targets,
         )
-        self.pipelined = None if cut is None else self._make_pipelined(cut)
+        self.pipeline_step = None if cut is None else self._make_pipelined(cut)
         self.saving = Saving(mesh.world.device)
 
-    def _make_pipelined(self, cut: CutModel) -> Pipelined:
-        kind = Streaming if self.plan.pipeline.schedule in FLUSH_FREE else Pipelined
+    def _make_pipelined(self, cut: CutModel) -> PipelineStep:
+        kind = PipelineStream if self.plan.pipeline.schedule in FLUSH_FREE else PipelineStep
         return kind(
             cut=cut,
             mesh=self.mesh,
@@ -197,8 +199,8 @@ class Trainer:
         if self.seeds.base is None and self._needs_seeds:
             self.seeds.base = self._draw_seed()
         with self._passes():
-            if self.pipelined is not None:
-                loss = self.pipelined.step(microbatches, step=self.steps_done)
+            if self.pipeline_step is not None:
+                loss = self.pipeline_step.step(microbatches, step=self.steps_done)
             else:
                 loss = self._step(microbatches)
         self._end_step()
@@ -241,9 +243,9 @@ class Trainer:
 
     def flush(self) -> None:
         """Finish what schedules that never empty their pipeline have in flight; collective. Others have nothing."""
-        if self.pipelined is not None:
+        if self.pipeline_step is not None:
             with self._passes():
-                self.pipelined.flush()
+                self.pipeline_step.flush()
 
     def keep_trace(self) -> None:
         """From now on keep when things were done of every step, not of the latest only (up to some 100,000 actions)."""
@@ -276,12 +278,12 @@ class Trainer:
                 if number == 0:
                     require_same_batch(self.mesh, *batch)
                 microbatches = self._microbatches.cut(*batch)
-                if self.pipelined is not None:
-                    self.pipelined.look(microbatches, lambda part, output: add(output, part.targets, part.count))
+                if self.pipeline_step is not None:
+                    self.pipeline_step.look(microbatches, lambda part, output: add(output, part.targets, part.count))
                     continue
                 for inputs_part, targets_part, count in microbatches:
                     if num_samples(inputs_part) == 0:
-                        self.sync.pass_by()
+                        self.sync.skip_microbatch()
                         continue
                     self._enter(inputs_part)
                     add(self._call(inputs_part), targets_part, count)
@@ -305,8 +307,8 @@ class Trainer:
     def _next_token(self, window: Sequence[int], temperature: float, generator: torch.Generator) -> int:
         inputs = torch.tensor([window], dtype=torch.int64, device=self.mesh.world.device)
         pick = functools.partial(pick_token, temperature=temperature, generator=generator)
-        if self.pipelined is not None:
-            return self.pipelined.token(inputs, pick)
+        if self.pipeline_step is not None:
+            return self.pipeline_step.token(inputs, pick)
         return pick(forward(self.model, inputs))
 
     def whole_output(self, output: Any) -> Any:
@@ -337,17 +339,17 @@ class Trainer:
 
     def _passes(self) -> AbstractContextManager[None]:
         """Passes of the model happen in here."""
-        return nullcontext() if self.cutter is None else self.cutter.active()
+        return nullcontext() if self.sample_split is None else self.sample_split.active()
 
     def _enter(self, inputs: Any) -> None:
-        """A pass of a micro-batch begins, forward or backward."""
-        if self.cutter is not None:
-            self.cutter.enter(inputs)
+        """A pass of a microbatch begins, forward or backward."""
+        if self.sample_split is not None:
+            self.sample_split.enter(inputs)
 
     def _run_empty(self, inputs: Any) -> None:
-        """A micro-batch without samples adds nothing, but where layers exchange in their forward, others wait."""
+        """A microbatch without samples adds nothing, but where layers exchange in their forward, others wait."""
         if not self._empty_forward:
-            self.sync.pass_by()
+            self.sync.skip_microbatch()
             return
         self._enter(inputs)
         with self.sync.ignoring():
@@ -360,7 +362,7 @@ class Trainer:
         return int(drawn)
 
     def _random(self, microbatch: int) -> AbstractContextManager[None]:
-        """Random states of one micro-batch's forward pass, the same for any number of stages."""
+        """Random states of one microbatch's forward pass, the same for any number of stages."""
         if self._draws is None or not self._needs_seeds:
             return nullcontext()
         return self._draws.during(step=self.steps_done, microbatch=microbatch, data_rank=self._draw_rank)
@@ -380,11 +382,11 @@ class Trainer:
             if batch is not None:
                 yield batch
                 continue
-            if self.pipelined is not None:
-                self.pipelined.pass_by(self.plan.step.microbatches)
+            if self.pipeline_step is not None:
+                self.pipeline_step.skip_microbatch(self.plan.step.microbatches)
                 continue
             for _ in range(self.plan.step.microbatches):
-                self.sync.pass_by()
+                self.sync.skip_microbatch()
 
     def _end_step(self) -> None:
         self.steps_done += 1

@@ -20,7 +20,7 @@ from weft.comm.group import Group
 from weft.comm.objects import gather_values
 from weft.layout import Layout
 from weft.parallel.tensor.shares import local_part
-from weft.training.step.pipeline_stream import Streaming
+from weft.training.step.pipeline_stream import PipelineStream
 from weft.training.trainer import Trainer
 from weft.verification.one_process import Key
 from weft.verification.oracles import Oracle
@@ -46,7 +46,7 @@ def own_tensors(trainer: Trainer, *, is_settled: bool) -> Iterator[Own]:
 
     While steps are still under way, gradients and buffers may be of any of them.
     """
-    version = trainer.pipelined.versions.newest if isinstance(trainer.pipelined, Streaming) else 0
+    version = trainer.pipeline_step.versions.newest if isinstance(trainer.pipeline_step, PipelineStream) else 0
     held = held_parameters(trainer.named_model, trainer.sync, trainer.layouts)
     for name, one in held.items():
         if is_settled:

@@ -1,4 +1,4 @@
-"""One process training the same model on the same micro-batches: what every lossless plan must equal.
+"""One process training the same model on the same microbatches: what every lossless plan must equal.
 
 It is written as plainly as a training loop can be, and shares no code with the trainer but how a model is called, the
 meaning of a loss and the cutting of a batch, so that a mistake in the one does not hide in the other.
@@ -119,7 +119,7 @@ class OneProcess:
 
 
 def microbatch_rows(plan: Plan, total: int) -> list[list[int]]:
-    """The rows of each micro-batch: the union of what every data rank has in its micro-batch of that number."""
+    """The rows of each microbatch: the union of what every data rank has in its microbatch of that number."""
     num_ranks, num_microbatches = plan.axes.replicate * plan.axes.data, plan.step.microbatches
     rows: list[list[int]] = [[] for _ in range(num_microbatches)]
     for rank in range(num_ranks):

@@ -93,7 +93,7 @@ def recomputed(plan: Plan, policy: str) -> Plan:
     return dataclasses.replace(plan, recompute=Recompute(policy=policy))
 
 
-def pipelined(num_stages: int = 2, **settings: Any) -> Plan:
+def pipeline_step(num_stages: int = 2, **settings: Any) -> Plan:
     return pipeline_plan(num_stages, **{"microbatches": 2, **settings})
 
 
@@ -103,10 +103,10 @@ PLANS: dict[str, tuple[int, Plan]] = {
     "zero 3": (2, sequence_plan(data=2, shard="parameters", microbatches=2, reshard="microbatch")),
     "zero 3 full": (2, recomputed(sequence_plan(data=2, shard="parameters"), "full")),
     "zero 3 selective": (2, recomputed(sequence_plan(data=2, shard="parameters"), "selective")),
-    "1f1b": (2, pipelined()),
-    "interleaved": (2, pipelined(schedule="interleaved", chunks=2, cuts=(1, 2, 3))),
-    "zero-bubble": (2, pipelined(schedule="zero-bubble")),
-    "1f1b full": (2, recomputed(pipelined(), "full")),
+    "1f1b": (2, pipeline_step()),
+    "interleaved": (2, pipeline_step(schedule="interleaved", chunks=2, cuts=(1, 2, 3))),
+    "zero-bubble": (2, pipeline_step(schedule="zero-bubble")),
+    "1f1b full": (2, recomputed(pipeline_step(), "full")),
     "tensor": (2, sequence_plan(tensor=2)),
     "tensor sequence": (2, sequence_plan(tensor=2, split_tokens=True)),
     "tensor sequence full": (2, recomputed(sequence_plan(tensor=2, split_tokens=True), "full")),

@@ -1,7 +1,7 @@
 """Mixed precision by hand, in one process and plain torch, and how far sums in other orders and formats may be from it.
 
 The loop (`ByHand`) keeps float32 masters, runs the model on a 16-bit copy of them and updates the masters with AdamW.
-Given the same micro-batches, each backward pass gives the same 16-bit gradients as on the ranks, to the bit. What may
+Given the same microbatches, each backward pass gives the same 16-bit gradients as on the ranks, to the bit. What may
 differ is their sum: every addition and every change of format rounds by at most `UNIT` of that format. The loop adds up
 in float64, and adds up sizes beside it, so the bound on a sum's error is exact and holds for each entry:
 

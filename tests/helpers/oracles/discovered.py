@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from weft.parallel.tensor.local_sizes import Resizing
+from weft.parallel.tensor.local_sizes import LocalSizes
 from weft.parallel.tensor.shares import set_count
 from weft.plan.partition.tensor import Cut, Region, entries, region_shares, share_of
 
 
-class Meeting:
+class Barrier:
     """Where the ranks add up what they have."""
 
     def __init__(self, tensor: int) -> None:
@@ -40,7 +40,7 @@ class Spread(torch.autograd.Function):
     """Whole going in; gradients of shares are added up coming back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, meeting: Meeting, rank: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, meeting: Barrier, rank: int) -> Tensor:
         ctx.where = meeting, rank
         return x.view_as(x)
 
@@ -54,7 +54,7 @@ class Add(torch.autograd.Function):
     """Shares are added up going in; the gradient of a sum is everybody's coming back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, meeting: Meeting, rank: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, meeting: Barrier, rank: int) -> Tensor:
         return meeting.add_up(rank, x)
 
     @staticmethod
@@ -65,7 +65,7 @@ class Add(torch.autograd.Function):
 class Rank:
     """One rank's copy of a model."""
 
-    def __init__(self, model: nn.Module, regions: Sequence[Region], tensor: int, rank: int, meeting: Meeting) -> None:
+    def __init__(self, model: nn.Module, regions: Sequence[Region], tensor: int, rank: int, meeting: Barrier) -> None:
         self.model = copy.deepcopy(model)
         self.rank, self.meeting = rank, meeting
         self.ranges: dict[str, tuple[int, tuple[tuple[int, int], ...]]] = {}
@@ -83,7 +83,7 @@ class Rank:
                 set_count(self.model, count, self.shared, out_of)
             for resized in region.resized:
                 module = self.model.get_submodule(resized.module)
-                module.forward = Resizing(module, resized, self._units(self.shared, out_of)).forward
+                module.forward = LocalSizes(module, resized, self._units(self.shared, out_of)).forward
 
     @staticmethod
     def _units(shared: tuple[int, int], out_of: int) -> Callable[[int], int]:
@@ -166,7 +166,7 @@ def run_split(model: nn.Module, regions: Sequence[Region], tensor: int, *inputs:
     torch.manual_seed(1)
     cotangent = torch.randn_like(output)
     output.backward(cotangent)
-    meeting = Meeting(tensor)
+    meeting = Barrier(tensor)
     ranks = [Rank(model, regions, tensor, rank, meeting) for rank in range(tensor)]
     is_split = any(region.is_output for region in regions)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
 from weft.mesh import Mesh, join_world
-from weft.parallel.spatial.spatial_parallel import RowParallel
+from weft.parallel.spatial.spatial_parallel import SpatialParallel
 from weft.parallel.state.batchnorm import synchronise_batch_norms
 from weft.plan.partition.grid import Grid
 from weft.plan.plan import Axes, Comm, Plan
@@ -45,7 +45,7 @@ def check(model: nn.Module, inputs: Tensor, num_ranks: int) -> None:
     model = model.double()
     alone, group = copy.deepcopy(model), rows_group(num_ranks)
     synchronise_batch_norms(model, group)
-    rows = RowParallel(group)
+    rows = SpatialParallel(group)
     rows.prepare(model)
     expected, true = graded(alone, alone, inputs)
     output, found = graded(lambda whole: rows.call(model, whole), model, inputs)

@@ -1,6 +1,6 @@
 """A training loop without any of weft, and small models, for tests that hold weft's trainer against plain torch.
 
-`train_alone` sees whole batches, never a micro-batch or a rank; `train_parallel` is given each rank's part of the same
+`train_alone` sees whole batches, never a microbatch or a rank; `train_parallel` is given each rank's part of the same
 batches. Both say what they saw after every step, and `assert_same` compares the two. A loss here returns (sum, count),
 which is how one process would average over everything; what a trainer is given instead is the test's choice.
 

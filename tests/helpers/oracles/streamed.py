@@ -22,7 +22,7 @@ from torch.func import functional_call
 from weft.parallel.state.rng import PlaceSeeds
 from weft.plan.plan import Axes, Data, Pipeline, Plan, Recompute, Step
 from weft.training.data.trees import split_microbatches
-from weft.training.step.pipeline_stream import Streaming
+from weft.training.step.pipeline_stream import PipelineStream
 from weft.training.trainer import Trainer
 
 VOCABULARY, CLASSES, HIDDEN, LENGTH, NUM_BLOCKS = 11, 5, 6, 4, 5
@@ -108,9 +108,9 @@ def make_streaming(plan: Plan, model: nn.Module | None = None, **changes: Any) -
     return make_trainer(model or Net(), plan, **{"example": batch_of(3, seed=0)[0], **changes})
 
 
-def streaming(trainer: Trainer) -> Streaming:
-    assert isinstance(trainer.pipelined, Streaming)
-    return trainer.pipelined
+def streaming(trainer: Trainer) -> PipelineStream:
+    assert isinstance(trainer.pipeline_step, PipelineStream)
+    return trainer.pipeline_step
 
 
 def run(trainer: Trainer, batches: Sequence[Batch], *, flushes: Collection[int] = ()) -> list[float]:

@@ -36,7 +36,7 @@ def control_bytes(num_ranks: int) -> int:
     return num_ranks * LINE_BYTES + round_up(8 * words) + 2 * num_ranks * SLOT_BYTES
 
 
-class Meeting:
+class Barrier:
     """One group's ranks, all on one host, seen from one of them."""
 
     def __init__(self, memory: memoryview, *, index: int, peers: Sequence[Peer], timeout_s: float, spin: bool) -> None:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.comm.shared_memory.barrier import Meeting, control_bytes
+from weft.comm.shared_memory.barrier import Barrier, control_bytes
 from weft.comm.shared_memory.counters import Peer
 from weft.comm.shared_memory.mailbox import Mailbox, mailbox_bytes
 from weft.comm.shared_memory.native import find_kernels
 from weft.comm.shared_memory.reduction import REDUCE_OPS, Reduction
 from weft.comm.shared_memory.segments import Maker, Segment, Ticket, Way, open_segment
-from weft.comm.shared_memory.transport import SharedWire
+from weft.comm.shared_memory.transport import SharedTransport
 
 WAYS: tuple[Way, ...] = ("anonymous", "named")
 _MESSAGE_BYTES = 1024
@@ -43,7 +43,7 @@ class Connection:
         self._ranks = ranks
         self._index = index
         self._ways = ways
-        self._wire: SharedWire | None = None
+        self._wire: SharedTransport | None = None
 
     @property
     def is_first(self) -> bool:
@@ -75,7 +75,7 @@ class Connection:
             reasons.append(said["problem"] or problem or "a rank cannot open what another one made")
         raise SharedMemoryError("; ".join(reasons))
 
-    def connect(self, *, spin: bool, name: str) -> SharedWire:
+    def connect(self, *, spin: bool, name: str) -> SharedTransport:
         """Let the group exchange through shared memory."""
         find_kernels()  # built now if ever, and not while others wait in an exchange
         size = len(self._ranks)
@@ -91,9 +91,9 @@ class Connection:
         mailbox = Mailbox(
             segment.part(first, rest), index=self._index, peers=peers, timeout_s=patience_s, spin=spin, way=way
         )
-        meeting = Meeting(segment.part(0, first), index=self._index, peers=peers, timeout_s=patience_s, spin=spin)
+        meeting = Barrier(segment.part(0, first), index=self._index, peers=peers, timeout_s=patience_s, spin=spin)
         dist.barrier(self._handle)  # a rank that had ended before its peers looked its process up would not be missed
-        self._wire = SharedWire(meeting, mailbox, name=name)
+        self._wire = SharedTransport(meeting, mailbox, name=name)
         return self._wire
 
     def _reduce(self, tensor: torch.Tensor, op: Reduction) -> None:

@@ -17,26 +17,26 @@ from collections.abc import Callable, Sequence
 import torch
 
 from weft.comm.shared_memory.arena import Arena
-from weft.comm.shared_memory.barrier import DESCRIPTION_WORDS, Arrival, Meeting
+from weft.comm.shared_memory.barrier import DESCRIPTION_WORDS, Arrival, Barrier
 from weft.comm.shared_memory.mailbox import Mailbox
 from weft.comm.shared_memory.native import copy
 from weft.comm.shared_memory.reduction import Reduction, add_into, reduce_into
 from weft.comm.shared_memory.segments import Segment
-from weft.comm.shared_memory.worker import Background, Work
+from weft.comm.shared_memory.worker import Work, Worker
 
 SMALL_BYTES = 2**15
 """Up to here everybody does all the work, and one meeting is enough."""
 
 
-class SharedWire:
+class SharedTransport:
     """One group's ranks, all on one host, exchanging through its memory."""
 
-    def __init__(self, meeting: Meeting, mailbox: Mailbox, *, name: str) -> None:
+    def __init__(self, meeting: Barrier, mailbox: Mailbox, *, name: str) -> None:
         self.mailbox = mailbox
         self._meeting = meeting
         self._index = meeting.index
         self.size = meeting.size
-        self._background = Background(name)
+        self._background = Worker(name)
 
     def add_arena(self, segment: Segment, *, is_common: bool) -> Arena:
         """Memory for tensors to be exchanged in place. Ranks add theirs together."""

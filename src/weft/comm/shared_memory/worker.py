@@ -42,7 +42,7 @@ class Work:
 Task = tuple[Callable[[], None], Work]
 
 
-class Background:
+class Worker:
     """One queue and the thread that empties it."""
 
     def __init__(self, name: str) -> None:

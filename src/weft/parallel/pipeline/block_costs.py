@@ -199,12 +199,12 @@ def _copied(module: nn.Module, device: torch.device) -> Iterator[nn.Module]:
         made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
     for buffer in module.buffers():
         made[id(buffer)] = torch.ones_like(buffer, device=device) if buffer.is_meta else buffer.to(device, copy=True)
-    twin = copy.deepcopy(module, made)
+    meta_copy = copy.deepcopy(module, made)
     try:
-        yield twin
+        yield meta_copy
     finally:
         # Modules may refer to themselves (recomputed blocks do), and such circles live until the next collection.
-        twin.to("meta")
+        meta_copy.to("meta")
 
 
 def _make_input(leaf: Any, device: torch.device) -> Any:

@@ -22,7 +22,7 @@ from weft.mesh import Mesh
 from weft.parallel.pipeline.run_stage import Passage, install_gates, keep_only
 from weft.parallel.pipeline.stages import Stages, owners, share_out, stage_of_blocks
 from weft.parallel.state.batchnorm import has_batch_norms
-from weft.parallel.tracing.dataflow import Flow, find_units, follow, make_twin
+from weft.parallel.tracing.dataflow import Flow, find_units, follow, make_meta_copy
 from weft.parallel.zero.grouping import cast_between_layers, flat_kinds
 from weft.plan.model_refusals import BLOCKS_NEEDED, STATISTICS_ON_SEVERAL_STAGES
 from weft.plan.plan import Plan
@@ -47,7 +47,7 @@ class Outline:
     """A whole model as it is before it is cut: its units, and what flows through them for one example."""
 
     model: nn.Module
-    twin: nn.Module
+    meta_copy: nn.Module
     blueprint: Blueprint
     units: tuple[str, ...]
     call: CallModel
@@ -64,17 +64,19 @@ def outline(
         raise ModelError(BLOCKS_NEEDED.message(asked=asked, instead="[axes] pipeline = 1"))
     units = find_units(model, blueprint)
     kinds = flat_kinds(model, plan)
-    twin = make_twin(model, units, device, {name: kind.compute for name, kind in kinds.items()})
+    meta_copy = make_meta_copy(model, units, device, {name: kind.compute for name, kind in kinds.items()})
     if plan.precision.compute != "model":
-        cast_between_layers(twin)
-    flow = follow(twin, units, lambda copied: call(copied, example), device)
+        cast_between_layers(meta_copy)
+    flow = follow(meta_copy, units, lambda copied: call(copied, example), device)
     uncalled = [block for block in blueprint.blocks if not any(made.unit == block for made in flow.calls)]
     if len(uncalled) == len(blueprint.blocks):
         raise ModelError(
             f'the model has a list of blocks ("{blueprint.blocks[0]}", ...) but its forward pass calls none of them; '
             "give it a weft_blueprint() that names the blocks it calls, or set [axes] pipeline = 1"
         )
-    return Outline(model=model, twin=twin, blueprint=blueprint, units=units, call=call, device=device, flow=flow)
+    return Outline(
+        model=model, meta_copy=meta_copy, blueprint=blueprint, units=units, call=call, device=device, flow=flow
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,9 +106,9 @@ class CutModel:
         if key not in self._routes:
             if len(self._routes) >= _MOST_ROUTES:
                 self._routes.clear()
-            twin, call = self._outline.twin, self._outline.call
-            twin.train(self.model.training)
-            flow = follow(twin, self._outline.units, lambda copied: call(copied, inputs), self._outline.device)
+            meta_copy, call = self._outline.meta_copy, self._outline.call
+            meta_copy.train(self.model.training)
+            flow = follow(meta_copy, self._outline.units, lambda copied: call(copied, inputs), self._outline.device)
             self._routes[key] = self._check(
                 Route(flow=flow, stages=share_out(flow, self._block_stages, self.num_stages))
             )
@@ -115,7 +117,7 @@ class CutModel:
     @property
     def whole(self) -> nn.Module:
         """The whole model, without memory."""
-        return self._outline.twin
+        return self._outline.meta_copy
 
     def open_gates(self) -> None:
         """Let units compute when their stage is run; after everything else has been done to the model."""
@@ -160,7 +162,7 @@ def cut(whole: Outline, cuts: Sequence[int], *, rank: int, num_ranks: int) -> Cu
         _block_stages=block_stages,
     )
     mine = frozenset(name for name, ranks in held_by.items() if rank in ranks)
-    keep_only(whole.model, whole.twin, cut_model._is_here(), mine, cut_model.passage, whole.device)
+    keep_only(whole.model, whole.meta_copy, cut_model._is_here(), mine, cut_model.passage, whole.device)
     return cut_model
 
 

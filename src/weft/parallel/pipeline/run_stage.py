@@ -1,9 +1,9 @@
 """One microbatch's way through one stage: the model's own code, in which the units of other stages do not compute.
 
 A stage calls the whole model with the whole inputs. Its own units compute. A unit of another stage hands out what was
-received from there, or stands in with an `Absent`. Once the stage's last unit has computed, the rest of the model's
-code is skipped. So a model is cut without being rewritten: what it does between its units happens where it is needed,
-with the user's own lines.
+received from there, or stands in with an `Placeholder`. Once the stage's last unit has computed, the rest of the
+model's code is skipped. So a model is cut without being rewritten: what it does between its units happens where it is
+needed, with the user's own lines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from weft.errors import ModelError
 from weft.parallel.pipeline.stages import Stages
 from weft.parallel.tracing.dataflow import Flow, Value
-from weft.parallel.tracing.placeholder import Absent, AbsentModule, to_meta
+from weft.parallel.tracing.placeholder import Placeholder, PlaceholderModule, to_meta
 
 Forward = Callable[..., Any]
 
@@ -161,7 +161,7 @@ class Gate:
         return self.passage.enter(self.unit, self.inner, args, kwargs)
 
 
-class Foreign(AbsentModule):
+class PlaceholderUnit(PlaceholderModule):
     """Stands in for a unit of another rank: no parameters, no computation, the same attributes."""
 
     def __init__(self, unit: str, original: nn.Module, passage: Passage, device: torch.device) -> None:
@@ -175,7 +175,7 @@ class Foreign(AbsentModule):
         except AttributeError:
             found = getattr(self.__dict__["_original"], name)
             if isinstance(found, torch.Tensor):
-                return Absent(to_meta(found.detach()), self.__dict__["_device"])
+                return Placeholder(to_meta(found.detach()), self.__dict__["_device"])
             return found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +184,7 @@ class Foreign(AbsentModule):
 
 def keep_only(
     model: nn.Module,
-    twin: nn.Module,
+    meta_copy: nn.Module,
     units: Mapping[str, bool],
     parameters: frozenset[str],
     passage: Passage,
@@ -201,7 +201,7 @@ def keep_only(
         if is_here:
             continue
         holder, _, child = unit.rpartition(".")
-        foreign = Foreign(unit, twin.get_submodule(unit), passage, device)
+        foreign = PlaceholderUnit(unit, meta_copy.get_submodule(unit), passage, device)
         for name, parameter in model.get_submodule(unit).named_parameters(remove_duplicate=False):
             if id(parameter) in kept_ids:
                 _put(foreign, name, parameter)
@@ -212,7 +212,7 @@ def keep_only(
         if outside and id(parameter) not in kept_ids:
             module = model.get_submodule(holder)
             del module._parameters[child]
-            module.__dict__[child] = Absent(to_meta(parameter.detach()), device)
+            module.__dict__[child] = Placeholder(to_meta(parameter.detach()), device)
 
 
 def _put(foreign: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -221,7 +221,7 @@ def _put(foreign: nn.Module, name: str, parameter: nn.Parameter) -> None:
     for step in path.split(".") if path else ():
         if step not in foreign._modules:
             above = foreign.__dict__
-            foreign._modules[step] = Foreign(
+            foreign._modules[step] = PlaceholderUnit(
                 f"{above['_unit']}.{step}", getattr(above["_original"], step), above["_passage"], above["_device"]
             )
         inside = foreign._modules[step]

@@ -47,7 +47,7 @@ class _Slot:
     version: int | None = None
 
 
-class Versions:
+class WeightVersions:
     """The weights of a stage in several versions, counted in updates from the start of training.
 
     The schedule says which version a pass uses. How many slots that takes, and how far a pass that has yet to begin

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from weft.blueprint import Positions
 from weft.errors import ModelError
-from weft.parallel.tracing.placeholder import Absent
+from weft.parallel.tracing.placeholder import Placeholder
 
 
 class Tables:
@@ -57,7 +57,7 @@ class Numbered:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         numbers = self._numbers()
-        if numbers is None or any(isinstance(given, Absent) for given in (*args, *kwargs.values())):
+        if numbers is None or any(isinstance(given, Placeholder) for given in (*args, *kwargs.values())):
             return None
         given = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
         if given is None or not given.dim() or given.shape[-1] != len(numbers):

@@ -31,7 +31,7 @@ from weft.parallel.state.batchnorm import SynchronisedBatchNorm
 from weft.plan.model_refusals import STATISTICS_BEHIND_THE_ROWS
 
 
-class RowParallel:
+class SpatialParallel:
     """Runs models on images of which each rank of a group has its rows."""
 
     def __init__(self, group: Group) -> None:

@@ -1,4 +1,4 @@
-"""BatchNorm whose statistics are those of the whole micro-batch over the data axis, so that it equals one process.
+"""BatchNorm whose statistics are those of the whole microbatch over the data axis, so that it equals one process.
 
 torch's SyncBatchNorm does the same, on GPUs only. Every rank contributes its count, mean and sum of squared deviations,
 which are merged without cancellation (Chan et al.), so that unequal and empty parts are exact. One all-gather of 2C + 1

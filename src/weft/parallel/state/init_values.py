@@ -26,7 +26,7 @@ _NEITHER = 2
 """The byte of a boolean that is neither 0 nor 1, as none is that somebody wrote."""
 
 
-class FirstValues:
+class InitValues:
     """How the tensors of one model get their values."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:

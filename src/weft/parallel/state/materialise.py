@@ -21,7 +21,7 @@ from weft.comm.collectives import broadcast
 from weft.comm.objects import gather_values
 from weft.errors import ModelError
 from weft.mesh import Mesh
-from weft.parallel.state.init_values import FirstValues, is_unfilled, unfilled_like
+from weft.parallel.state.init_values import InitValues, is_unfilled, unfilled_like
 from weft.parallel.zero.grouping import Members
 
 _PORTION_BYTES = 256 * 2**20
@@ -44,7 +44,7 @@ def is_on_meta(model: nn.Module) -> bool:
 @contextmanager
 def agreed_seed(model: nn.Module, mesh: Mesh) -> Iterator[None]:
     """While a model gets its first values, all ranks have one random state, drawn from the first one's; collective."""
-    if mesh.world.is_imagined:
+    if mesh.world.is_fake:
         yield
         return
     device = mesh.world.device
@@ -70,7 +70,7 @@ def draw_seed() -> int:
 
 def fill_alone(model: nn.Module, seed: int, device: torch.device) -> None:
     """Give a whole model on the meta device the first values that ranks give their parts of it."""
-    values = FirstValues(model, seed)
+    values = InitValues(model, seed)
     empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     values.fill_buffers(device)
     new_of = {p: _make_like(p, device) for p in model.parameters() if p.is_meta}
@@ -106,15 +106,15 @@ class Materialiser:
         self._initialises = initialise
         self._made: Replacements = {}
         self._buffers: dict[str, torch.Tensor] = {}
-        self._is_needed = is_on_meta(model) and not mesh.world.is_imagined
-        if mesh.world.is_imagined:  # nothing gets values, but everything its shape
+        self._is_needed = is_on_meta(model) and not mesh.world.is_fake
+        if mesh.world.is_fake:  # nothing gets values, but everything its shape
             self._keep_shares(dict(model_tensors(model)))
         if not self._is_needed:
             return
         self._places = _find_places(model)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._stand_ins = {p: _make_like(p, torch.device("meta")) for p in model.parameters() if not p.is_meta}
-        self._values = FirstValues(model, torch.initial_seed())
+        self._values = InitValues(model, torch.initial_seed())
         if not with_buffers:
             return
         empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]

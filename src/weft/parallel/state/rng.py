@@ -1,7 +1,7 @@
 """Random numbers that do not depend on the plan: dropout draws the same for any number of stages, and recomputed.
 
 Random states are set before and after every unit from what is the same under every plan: the run's seed, the step, the
-sample's micro-batch and data rank, and the unit's place in the model. So it does not matter which process runs a unit,
+sample's microbatch and data rank, and the unit's place in the model. So it does not matter which process runs a unit,
 nor what it ran before. States are given back when the pass is over: a user's own random numbers are not touched.
 """
 

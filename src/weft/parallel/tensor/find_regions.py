@@ -47,7 +47,7 @@ def find_regions(
     if call is None:
         raise ModelError(
             f"[axes] tensor = {tensor} needs to know how the model splits: it declares no regions in "
-            "weft_blueprint(), so give parallelize(..., example=inputs), the inputs of one micro-batch, to follow"
+            "weft_blueprint(), so give parallelize(..., example=inputs), the inputs of one microbatch, to follow"
         )
     found = find(model, call, tensor=tensor, whole_between=whole_between)
     reasons = [f"{name}: {reason}" for name, reason in found.reasons.items()]

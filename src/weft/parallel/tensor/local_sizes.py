@@ -22,7 +22,7 @@ from weft.plan.partition.tensor import SIZED, Resized, Size
 Forward = Callable[..., Any]
 
 
-class Resizing:
+class LocalSizes:
     """Whose forward stands in for a module's. Not a closure, so that a copy of the model runs the copy's modules."""
 
     def __init__(self, module: nn.Module, resized: Resized, length: Callable[[int], int]) -> None:

@@ -42,11 +42,11 @@ from weft.parallel.tensor.layers import (
     WholeOutput,
     is_transposed_linear,
 )
-from weft.parallel.tensor.local_sizes import Resizing
+from weft.parallel.tensor.local_sizes import LocalSizes
 from weft.parallel.tensor.megatron_sequence import Shown, TokenSplit, split_between
 from weft.parallel.tensor.operators import number_of
 from weft.parallel.tensor.shares import AXIS, Shares, make_shares, set_count, share_tied
-from weft.parallel.tracing.placeholder import AbsentModule
+from weft.parallel.tracing.placeholder import PlaceholderModule
 from weft.plan.partition.tensor import Range, Region, entries, share_of
 
 
@@ -146,7 +146,7 @@ class TensorParallel:
             set_count(model, count, *self._share(region))
         for resized in region.resized:
             module = model.get_submodule(resized.module)
-            module.forward = Resizing(module, resized, Lengths(*self._share(region))).forward
+            module.forward = LocalSizes(module, resized, Lengths(*self._share(region))).forward
 
     def _install_columns(self, names: Sequence[str], region: Region) -> None:
         layers: list[Any] = [self.model.get_submodule(name) for name in names]
@@ -213,7 +213,7 @@ class TensorParallel:
         module = self.model
         for step in name.split("."):
             inside = module._modules.get(step)
-            if inside is None or isinstance(inside, AbsentModule):
+            if inside is None or isinstance(inside, PlaceholderModule):
                 return False
             module = inside
         return True

@@ -3,7 +3,7 @@
 A *unit* is a block, or another child of the modules that hold the blocks: an embedding, a last norm, a head. What the
 model's code does between units (adding positions, pooling, choosing a mask) is followed too: of every tensor it makes
 it is known from which units' outputs, and from which of the model's own parameters, it was made. Nothing is computed:
-units run on the meta device, and what depends on them is `Absent`.
+units run on the meta device, and what depends on them is `Placeholder`.
 
 torch.export would find the same, and takes seconds where this takes some 13 ms a GPT block; it also refuses code that
 looks at its inputs' values, which here are real.
@@ -26,7 +26,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 from weft.blueprint import Blueprint
 from weft.errors import ModelError
-from weft.parallel.tracing.placeholder import Absent, absorb, is_absent, is_in_place, to_meta
+from weft.parallel.tracing.placeholder import Placeholder, absorb, is_in_place, is_placeholder, to_meta
 from weft.plan.model_refusals import BLOCKS_THAT_ASK_FOR_VALUES, BUFFERS_OF_EVERY_STAGE, HIDDEN_OUTPUTS
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
@@ -68,7 +68,7 @@ class Call:
     parameters: frozenset[str]
     """The model's own parameters that its arguments were made from."""
     outputs: tuple[Any, ...]
-    """Leaves of the output's tree: an `Absent` for each tensor, other leaves as they are."""
+    """Leaves of the output's tree: an `Placeholder` for each tensor, other leaves as they are."""
     tree: TreeSpec
     arguments: tuple[Any, Any]
     """Positional and by name, with meta tensors: what it takes to call the unit alone."""
@@ -122,7 +122,7 @@ def _has_state(module: nn.Module) -> bool:
     return any(name not in part._non_persistent_buffers_set for part in module.modules() for name in part._buffers)
 
 
-def make_twin(
+def make_meta_copy(
     model: nn.Module, units: Sequence[str], device: torch.device, dtypes: Mapping[str, torch.dtype] | None = None
 ) -> nn.Module:
     """A copy of a model whose parameters, and buffers inside units, have no memory; other buffers are the model's.
@@ -139,17 +139,17 @@ def make_twin(
     return copy.deepcopy(model, memo)
 
 
-def follow(twin: nn.Module, units: Sequence[str], call: Callable[[nn.Module], Any], device: torch.device) -> Flow:
+def follow(meta_copy: nn.Module, units: Sequence[str], call: Callable[[nn.Module], Any], device: torch.device) -> Flow:
     """Follow one forward pass of a twin. `call` calls the model with a batch, which may have values or none."""
-    for module in twin.modules():
+    for module in meta_copy.modules():
         if isinstance(module, _BatchNorm):
             module.eval()  # shapes are the same, and one sample of many on all data ranks is no reason to refuse
-    follower = _Follower(twin, units, device)
-    kept = [(buffer, buffer.clone()) for buffer in twin.buffers() if not buffer.is_meta]
+    follower = _Follower(meta_copy, units, device)
+    kept = [(buffer, buffer.clone()) for buffer in meta_copy.buffers() if not buffer.is_meta]
     ours = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with ours, follower.watching(), torch.no_grad(), _Randomness() as randomness, follower:
-        output = call(twin)
-    _refuse_written_buffers(twin, follower)
+        output = call(meta_copy)
+    _refuse_written_buffers(meta_copy, follower)
     for buffer, before in kept:  # they and random states are the user's own, and this was no step
         buffer.copy_(before)
     needs, parameters = follower.roots(output)
@@ -164,9 +164,9 @@ def follow(twin: nn.Module, units: Sequence[str], call: Callable[[nn.Module], An
     )
 
 
-def _refuse_written_buffers(twin: nn.Module, follower: _Follower) -> None:
+def _refuse_written_buffers(meta_copy: nn.Module, follower: _Follower) -> None:
     """State of the model itself that its own code changes would change on every stage, or on some, at its own pace."""
-    now = {name: id(buffer) for name, buffer in twin.named_buffers()}
+    now = {name: id(buffer) for name, buffer in meta_copy.named_buffers()}
     changed = [n for number, n in follower.buffers.items() if number in follower.written_into or now.get(n) != number]
     if changed:
         raise ModelError([BUFFERS_OF_EVERY_STAGE.message(name=name) for name in changed])
@@ -179,21 +179,21 @@ _NONE: Roots = (frozenset(), frozenset())
 class _Follower(TorchFunctionMode):
     """Sees every function of torch that is called between units, and knows what each tensor was made from."""
 
-    def __init__(self, twin: nn.Module, units: Sequence[str], device: torch.device) -> None:
+    def __init__(self, meta_copy: nn.Module, units: Sequence[str], device: torch.device) -> None:
         super().__init__()
-        self._units = {name: twin.get_submodule(name) for name in units}
+        self._units = {name: meta_copy.get_submodule(name) for name in units}
         self._trained = {n for n, unit in self._units.items() if any(p.requires_grad for p in unit.parameters())}
         self._device = device
         self._roots: dict[int, Roots] = {}
         self._alive: list[torch.Tensor] = []  # an id means nothing once its tensor is gone
         self._writes: dict[int, list[Roots]] = {}  # by memory, in order
         self._num_writes: dict[int, int] = {}  # of each tensor: those that its roots know of
-        self._versions: dict[Value, tuple[Absent, int]] = {}
+        self._versions: dict[Value, tuple[Placeholder, int]] = {}
         self._requires_grad: set[Value | str] = set()
         inside = {id(buffer) for unit in self._units.values() for buffer in unit.buffers()}
         self.buffers = {
             id(buffer): f"{path}.{name}" if path else name
-            for path, module in twin.named_modules()
+            for path, module in meta_copy.named_modules()
             for name, buffer in module._buffers.items()
             if buffer is not None and id(buffer) not in inside and name not in module._non_persistent_buffers_set
         }
@@ -203,7 +203,7 @@ class _Follower(TorchFunctionMode):
         self._is_in_unit = False
         self.calls: list[Call] = []
         self.forms: dict[Value, Form] = {}
-        for name, parameter in twin.named_parameters():
+        for name, parameter in meta_copy.named_parameters():
             self._remember(parameter, (frozenset(), frozenset({name})))
             if parameter.requires_grad:
                 self._requires_grad.add(name)
@@ -214,7 +214,7 @@ class _Follower(TorchFunctionMode):
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if self._is_in_unit:  # whose own functions are nobody's business here
             return _without_values(func, args, kwargs or {}, operands)
-        if any(is_absent(operand) for operand in operands):
+        if any(is_placeholder(operand) for operand in operands):
             result = absorb(func, args, kwargs or {})
         else:
             result = func(*args, **(kwargs or {}))
@@ -303,7 +303,7 @@ class _Follower(TorchFunctionMode):
         outputs: list[Any] = []
         for leaf, found in enumerate(leaves):
             if isinstance(found, torch.Tensor):
-                value, made = Value(place, name, leaf), Absent(to_meta(found), self._device)
+                value, made = Value(place, name, leaf), Placeholder(to_meta(found), self._device)
                 form = Form(
                     shape=tuple(made.shape), dtype=made.dtype, requires_grad=learns and made.dtype.is_floating_point
                 )
@@ -371,5 +371,5 @@ def _draws_nothing(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 def _storage_of(tensor: torch.Tensor) -> int:
     """What tells tensors apart that do not share memory."""
-    storage: int = (tensor.meta if isinstance(tensor, Absent) else tensor).untyped_storage()._cdata
+    storage: int = (tensor.meta if isinstance(tensor, Placeholder) else tensor).untyped_storage()._cdata
     return storage

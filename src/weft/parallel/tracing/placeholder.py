@@ -1,8 +1,8 @@
 """Tensors that are on another stage: shape, dtype and device of a value, without the value.
 
-A stage runs the model's own code from its beginning, and what other stages compute is not there. An `Absent` stands in
-for it: whatever is computed with one is absent too, at the price of a shape. So the code between a model's blocks runs
-as it was written, and only what really depends on a value that is elsewhere can fail, with a reason.
+A stage runs the model's own code from its beginning, and what other stages compute is not there. An `Placeholder`
+stands in for it: whatever is computed with one is absent too, at the price of a shape. So the code between a model's
+blocks runs as it was written, and only what really depends on a value that is elsewhere can fail, with a reason.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _MAKES_TENSORS = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
 _META = torch.device("meta")
 
 
-class Absent(torch.Tensor):
+class Placeholder(torch.Tensor):
     """A tensor of another stage, of which this one knows what any tensor shows without its values."""
 
     meta: torch.Tensor
     _shape: tuple[int, ...]
 
     @staticmethod
-    def __new__(cls, meta: torch.Tensor, device: torch.device) -> Absent:
-        made: Absent = torch.Tensor._make_wrapper_subclass(
+    def __new__(cls, meta: torch.Tensor, device: torch.device) -> Placeholder:
+        made: Placeholder = torch.Tensor._make_wrapper_subclass(
             cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device
         )
         made.meta = meta.detach()
@@ -52,17 +52,17 @@ class Absent(torch.Tensor):
         del tensor_contents
         return f"Absent({tuple(self.shape)}, {self.dtype})"
 
-    def __deepcopy__(self, memo: Any) -> Absent:
+    def __deepcopy__(self, memo: Any) -> Placeholder:
         return self
 
 
-class AbsentModule(nn.Module):
+class PlaceholderModule(nn.Module):
     """Marks a module whose parameters are on another stage; `isinstance` tells it from a real one."""
 
 
-def is_absent(value: object) -> bool:
+def is_placeholder(value: object) -> bool:
     """Whether something has no values here: absent, or on the meta device."""
-    return isinstance(value, Absent) or (isinstance(value, torch.Tensor) and value.is_meta)
+    return isinstance(value, Placeholder) or (isinstance(value, torch.Tensor) and value.is_meta)
 
 
 @torch.no_grad()
@@ -87,13 +87,13 @@ def absorb(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
             f"values of ({_first_line(error)}); move that code into a block, or train without a pipeline"
         ) from error
     if is_in_place(name) and args:  # what is written into has the shape it had
-        if isinstance(args[0], Absent) and args[0].meta.shape != torch.Size(args[0]._shape):
+        if isinstance(args[0], Placeholder) and args[0].meta.shape != torch.Size(args[0]._shape):
             raise ModelError(
                 f'"{name}" changes the shape of a tensor in place between the model\'s blocks, where it is on another '
                 f'stage; use "{name.rstrip("_")}"'
             )
         return None if name == "__setitem__" else args[0]
-    return tree_map(lambda leaf: Absent(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, result)
+    return tree_map(lambda leaf: Placeholder(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, result)
 
 
 _absorbed: dict[Any, Any] = {}
@@ -117,7 +117,7 @@ def _absorb_again(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappi
 
 
 def _describe(value: Any) -> Any:
-    if isinstance(value, Absent):
+    if isinstance(value, Placeholder):
         return value.meta.shape, value.meta.stride(), value.meta.dtype
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype
@@ -133,7 +133,7 @@ def is_in_place(name: str) -> bool:
 
 def to_meta(value: Any) -> Any:
     """The same leaf of a tree of operands, without values."""
-    if isinstance(value, Absent):
+    if isinstance(value, Placeholder):
         return value.meta
     if isinstance(value, torch.Tensor):
         return (

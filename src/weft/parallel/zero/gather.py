@@ -62,7 +62,7 @@ class Gathers(Protocol):
     """What a sync asks of whoever lets parameters come and go."""
 
     is_last: bool
-    """The micro-batch is the step's last one."""
+    """The microbatch is the step's last one."""
 
     def begin_step(self) -> None:
         """Nothing is whole."""
@@ -70,8 +70,8 @@ class Gathers(Protocol):
     def end_microbatch(self) -> None:
         """A backward pass is over."""
 
-    def pass_by(self) -> None:
-        """Take part in the exchanges of a micro-batch without computing anything."""
+    def skip_microbatch(self) -> None:
+        """Take part in the exchanges of a microbatch without computing anything."""
 
 
 class Gathering:
@@ -86,7 +86,7 @@ class Gathering:
         self._blocks = tuple(blocks)
         self._stay_whole = stay_whole
         self._block_done = block_done
-        # What happens in the two passes, until a micro-batch shows that it is something else: i, block i begins to be
+        # What happens in the two passes, until a microbatch shows that it is something else: i, block i begins to be
         # gathered; ~i, its backward pass is over.
         self._forward_order = list(range(len(self._blocks)))
         self._backward_order = [] if stay_whole else _usual_backward(len(self._blocks))
@@ -102,7 +102,7 @@ class Gathering:
             block.module.register_forward_hook(_uncompiled(self._make_after(index)))
 
     def begin_step(self) -> None:
-        """Nothing is whole, and no micro-batch is the last one yet."""
+        """Nothing is whole, and no microbatch is the last one yet."""
         self.is_last = False
         self._free_all()
 
@@ -115,8 +115,8 @@ class Gathering:
         if not self._stay_whole or self.is_last:
             self._free_all()
 
-    def pass_by(self) -> None:
-        """Take part in the exchanges of a micro-batch without computing anything: what the last one here made, again.
+    def skip_microbatch(self) -> None:
+        """Take part in the exchanges of a microbatch without computing anything: what the last one here made, again.
 
         Reductions too start where they did: who waits for a reduction would not take part in the next gather.
         """

@@ -60,5 +60,5 @@ class StageGathering:
     def end_microbatch(self) -> None:
         """The schedule gives parameters back."""
 
-    def pass_by(self) -> None:
+    def skip_microbatch(self) -> None:
         """A microbatch without samples is on the schedule like any other."""

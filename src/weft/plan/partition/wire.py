@@ -342,7 +342,7 @@ def _num_reductions(plan: Plan) -> int:
 def batch_norm_bytes(channels: Sequence[int], *, item_bytes: int, microbatches: int, data: int) -> int:
     """Bytes a rank sends over the data axis in one step for synchronised BatchNorms of these numbers of channels.
 
-    Each of them, for each micro-batch: a mean, a sum of squared deviations and a count gathered forward, two sums
+    Each of them, for each microbatch: a mean, a sum of squared deviations and a count gathered forward, two sums
     reduced backward. `item_bytes` is that of the statistics: 8 for a float64 model, else 4.
     """
     forward = (sent_bytes("all-gather", data * (2 * number + 1) * item_bytes, data) for number in channels)

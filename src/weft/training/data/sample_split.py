@@ -14,14 +14,14 @@ from torch import Tensor, nn
 MakeWhole = Callable[[Sequence[int]], Tensor]
 
 
-class Cutter(Protocol):
+class SampleSplit(Protocol):
     """Where ranks have parts of every sample: tokens of sequences, or rows of images."""
 
     draws_alike: bool
     """Ranks of one sample draw the same random numbers, instead of each its own for its part."""
 
     def cut(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        """This rank's part of a micro-batch."""
+        """This rank's part of a microbatch."""
 
     def cut_inputs(self, inputs: Any) -> Any:
         """This rank's part of some inputs."""

@@ -12,16 +12,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from weft.parallel.spatial.spatial_parallel import RowParallel
+from weft.parallel.spatial.spatial_parallel import SpatialParallel
 from weft.training.data.sample_split import MakeWhole
 
 
-class RowCutter:
+class RowSplit:
     """Lets a model run on this rank's rows."""
 
     draws_alike = True
 
-    def __init__(self, rows: RowParallel) -> None:
+    def __init__(self, rows: SpatialParallel) -> None:
         self._rows = rows
 
     def prepare(self, model: nn.Module) -> None:

@@ -49,7 +49,7 @@ class _Whole:
     documents_BS: Tensor | None = None
 
 
-class TokenCutter:
+class SequenceSplit:
     """Cuts what a model is given, and lets it attend over all ranks meanwhile."""
 
     draws_alike = False
@@ -95,7 +95,7 @@ class TokenCutter:
         return self._num_real(inputs.now.places)
 
     def cut(self, inputs: Any, targets: Any) -> tuple[Arguments, Any]:
-        """This rank's tokens of a micro-batch."""
+        """This rank's tokens of a microbatch."""
         cut = self.cut_inputs(inputs)
         self._refuse_targets(targets, cut.now.places)
         self._look_at_names(cut)

@@ -138,7 +138,7 @@ def train(
 
 
 def _example(prepared: Prepared, plan: Plan, global_batch: int) -> Any:
-    """Inputs of one micro-batch, to cut a model by."""
+    """Inputs of one microbatch, to cut a model by."""
     if plan.axes.pipeline * plan.axes.tensor * plan.axes.sequence == 1:
         return None
     parts = plan.axes.data * plan.axes.replicate * plan.step.microbatches

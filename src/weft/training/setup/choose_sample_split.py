@@ -13,18 +13,18 @@ from weft.errors import ModelError, PlanError
 from weft.mesh import Mesh
 from weft.parallel.attention.attention_call import make_axes
 from weft.parallel.sequence.sequence_parallel import SequenceParallel
-from weft.parallel.spatial.spatial_parallel import RowParallel
+from weft.parallel.spatial.spatial_parallel import SpatialParallel
 from weft.plan.model_refusals import image_problems
-from weft.training.data.sample_split import Cutter
-from weft.training.data.split_rows import RowCutter
-from weft.training.data.split_tokens import TokenCutter
+from weft.training.data.sample_split import SampleSplit
+from weft.training.data.split_rows import RowSplit
+from weft.training.data.split_tokens import SequenceSplit
 from weft.training.data.trees import tensors_of
 from weft.training.setup.split_layers import left_out
 
 log = logging.getLogger("weft")
 
 
-def cutters(mesh: Mesh, blueprint: Blueprint, example: Any) -> Callable[[nn.Module], Cutter] | None:
+def choose_sample_split(mesh: Mesh, blueprint: Blueprint, example: Any) -> Callable[[nn.Module], SampleSplit] | None:
     """What makes a cutter for a model, or for a copy of it; None where every rank has whole samples."""
     if mesh.sequence_size == 1:
         return None
@@ -36,11 +36,11 @@ def cutters(mesh: Mesh, blueprint: Blueprint, example: Any) -> Callable[[nn.Modu
                 "inputs, and after it has left the images, is done whole on every rank",
                 mesh.size("ring"),
             )
-        return lambda model: RowCutter(RowParallel(mesh.group("ring", "rows")))
+        return lambda model: RowSplit(SpatialParallel(mesh.group("ring", "rows")))
 
     axes = make_axes(mesh)
 
-    def cut_tokens(model: nn.Module) -> Cutter:
+    def cut_tokens(model: nn.Module) -> SampleSplit:
         problems = left_out(model, "[axes] ring or ulysses > 1", "set them to 1")
         if problems:
             raise ModelError(problems)
@@ -50,7 +50,7 @@ def cutters(mesh: Mesh, blueprint: Blueprint, example: Any) -> Callable[[nn.Modu
                 "[axes] ring and ulysses split sequences, and nothing is known of where the model learns positions; "
                 "give parallelize(..., example=inputs), by which it is tried, or declare Positions in weft_blueprint()"
             )
-        return TokenCutter(model, sequence, mesh.world.device)
+        return SequenceSplit(model, sequence, mesh.world.device)
 
     return cut_tokens
 

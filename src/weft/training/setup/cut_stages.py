@@ -29,11 +29,11 @@ def cut_model(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: Any) 
     """Cut a model as a plan says, in place; collective. The plan that is returned says where."""
     plan = mesh.plan
     # Also in an imagined world, code between blocks may look at values of its own (positions, masks).
-    device = torch.device("cpu") if mesh.world.is_imagined else mesh.world.device
+    device = torch.device("cpu") if mesh.world.is_fake else mesh.world.device
     if example is None:
         raise ModelError(
             f"[axes] pipeline = {plan.axes.pipeline} cuts the model by following a batch through it; give "
-            "parallelize(..., example=inputs), the inputs of one micro-batch"
+            "parallelize(..., example=inputs), the inputs of one microbatch"
         )
     if plan.pipeline.schedule in FLUSH_FREE and needs_flats(model, mesh):
         raise ModelError(VERSIONS_OF_MASTERS.message(plan))
@@ -90,7 +90,7 @@ def _find_costs(whole: Outline, device: torch.device) -> tuple[BlockCost, list[B
     units = [
         Unit(
             name=call.unit,
-            module=whole.twin.get_submodule(call.unit),
+            module=whole.meta_copy.get_submodule(call.unit),
             args=call.arguments[0],
             kwargs=call.arguments[1],
         )

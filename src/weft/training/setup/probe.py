@@ -28,7 +28,7 @@ from weft.parallel.state.materialise import fill_alone, is_on_meta
 from weft.parallel.tensor.shares import local_part
 from weft.parallel.tensor.tensor_parallel import TensorParallel
 from weft.plan.partition.tensor import Region
-from weft.training.data.sample_split import Cutter
+from weft.training.data.sample_split import SampleSplit
 from weft.training.data.trees import map_tensors, num_samples, split_tree
 from weft.training.setup.probe_pass import GRADIENT, CannotCopyError, Trial, run_pass, try_whole, widened
 from weft.training.step.divergence import require_same_batch
@@ -56,14 +56,14 @@ def probe_split(
     blueprint: Blueprint,
     regions: tuple[Region, ...],
     example: Any,
-    cutter: Cutter | None = None,
-    make_cutter: Callable[[nn.Module], Cutter] | None = None,
+    sample_split: SampleSplit | None = None,
+    make_cutter: Callable[[nn.Module], SampleSplit] | None = None,
 ) -> None:
     """Refuse a model that a split changes; collective. What cannot be tried is said once.
 
-    `cutter`, and what makes another for a copy: where ranks see parts of every sample.
+    `sample_split`, and what makes another for a copy: where ranks see parts of every sample.
     """
-    if mesh.world.is_imagined:
+    if mesh.world.is_fake:
         return
     if example is None:
         _say_untried(mesh, "there is no example; give parallelize(..., example=inputs)")
@@ -76,8 +76,8 @@ def probe_split(
     device, is_first = mesh.world.device, mesh.world.rank == 0
     require_same_batch(mesh, example, (), what="example")
     few = split_tree(example, 0, min(num_samples(example), _MOST_SAMPLES))
-    if cutter is not None:
-        few = cutter.shorten(few, min(_MOST_TOKENS_EACH * mesh.sequence_size, _MOST_TOKENS))
+    if sample_split is not None:
+        few = sample_split.shorten(few, min(_MOST_TOKENS_EACH * mesh.sequence_size, _MOST_TOKENS))
         if few is None:
             _say_untried(mesh, "the example has too few tokens, or no samples")
             return
@@ -111,29 +111,29 @@ def probe_split(
     tensor.install(keep_output=False)
     tensor.split_tokens(None)
     if make_cutter is not None:
-        cutter = make_cutter(tensor.model)
-        cutter.prepare(tensor.model)
+        sample_split = make_cutter(tensor.model)
+        sample_split.prepare(tensor.model)
     try:
-        split = _pass_split(tensor.model, widened(few) if is_wide else few, mesh, cutter)
+        split = _pass_split(tensor.model, widened(few) if is_wide else few, mesh, sample_split)
     except WeftError:
         raise
     except Exception as error:  # others may wait for this rank, as they would in a step
         raise ModelError(
             f"split over {_axes(mesh)}, the model fails on the example ({type(error).__name__}: {error}){_advice(mesh)}"
         ) from error
-    _compare(whole, split, tensor, mesh, cutter, narrowed=casts)
+    _compare(whole, split, tensor, mesh, sample_split, narrowed=casts)
 
 
-def _pass_split(model: nn.Module, inputs: Any, mesh: Mesh, cutter: Cutter | None) -> dict[str, torch.Tensor]:
+def _pass_split(model: nn.Module, inputs: Any, mesh: Mesh, sample_split: SampleSplit | None) -> dict[str, torch.Tensor]:
     """The same of a split model; gradients are those of all ranks that have parts of the samples."""
     device = mesh.world.device
-    if cutter is None:
+    if sample_split is None:
         return run_pass(model, map_tensors(lambda leaf: leaf.to(device), inputs))
-    cut = map_tensors(lambda leaf: leaf.to(device), cutter.cut_inputs(inputs))
-    with cutter.active():
-        cutter.enter(cut)
-        call = cutter.around(lambda given: forward(model, given))
-        found = run_pass(model, cut, call=call, part=cutter.part_of_output)
+    cut = map_tensors(lambda leaf: leaf.to(device), sample_split.cut_inputs(inputs))
+    with sample_split.active():
+        sample_split.enter(cut)
+        call = sample_split.around(lambda given: forward(model, given))
+        found = run_pass(model, cut, call=call, part=sample_split.part_of_output)
     for what, tensor in found.items():
         if what.startswith(GRADIENT):
             found[what] = tensor.contiguous()
@@ -240,7 +240,7 @@ def _compare(
     split: dict[str, torch.Tensor],
     tensor: TensorParallel,
     mesh: Mesh,
-    cutter: Cutter | None,
+    sample_split: SampleSplit | None,
     *,
     narrowed: bool,
 ) -> None:
@@ -259,7 +259,7 @@ def _compare(
             mine = split.get(what, torch.zeros_like(expected))
         else:
             mine = split.get(what, torch.zeros_like(true))
-            expected = true if cutter is None else cutter.part_of_whole(true)
+            expected = true if sample_split is None else sample_split.part_of_whole(true)
         measured[number, 1] = _largest(true)
         if mesh.data_rank == 0:  # others may have been given another example
             is_alike = mine.shape == expected.shape

@@ -34,7 +34,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTerms:
-    """One micro-batch's loss: the sum over its targets is value · multiplier."""
+    """One microbatch's loss: the sum over its targets is value · multiplier."""
 
     value: torch.Tensor
     multiplier: Count

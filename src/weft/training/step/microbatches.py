@@ -1,4 +1,4 @@
-"""From a rank's batch to its micro-batches: cut, counted, and on the device."""
+"""From a rank's batch to its microbatches: cut, counted, and on the device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from weft.errors import DataError
-from weft.training.data.sample_split import Cutter
+from weft.training.data.sample_split import SampleSplit
 from weft.training.data.trees import map_tensors, num_samples, split_microbatches
 from weft.training.step.loss import Count, are_samples_counted, count_targets
 
@@ -17,12 +17,12 @@ class Microbatches:
     """How one trainer cuts what it is given."""
 
     def __init__(
-        self, num: int, device: torch.device, cutter: Cutter | None, *, has_loss: bool, counts_targets: bool
+        self, num: int, device: torch.device, sample_split: SampleSplit | None, *, has_loss: bool, counts_targets: bool
     ) -> None:
         """`has_loss`: on this rank; one without need not count. `counts_targets`: as of the loss."""
         self._num = num
         self._device = device
-        self._cutter = cutter
+        self._cutter = sample_split
         self._has_loss = has_loss
         self._counts_targets = counts_targets
 

@@ -38,7 +38,7 @@ _GRADIENTS = ("backward", "weight-grad")
 """The kinds of action after which gradients of parameters may be complete."""
 
 
-class Pipelined(Passes):
+class PipelineStep(Passes):
     """Trains a model that is cut into stages."""
 
     def __init__(
@@ -226,7 +226,7 @@ class Pipelined(Passes):
         self.pipeline.recording.begin_step()
         self.pipeline.run(self._evaluation(len(microbatches)), looking)
 
-    def pass_by(self, num_microbatches: int) -> None:
+    def skip_microbatch(self, num_microbatches: int) -> None:
         """Take part in what the other data ranks' forward passes exchange."""
         self.pipeline.run([a for a in self._evaluation(num_microbatches) if a.kind in ("gather", "release")], self)
 

@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from weft.parallel.pipeline.weight_versions import Versions
+from weft.parallel.pipeline.weight_versions import WeightVersions
 from weft.plan.pipeline.actions import EVERY, Action
 from weft.plan.pipeline.communication import schedule_of
 from weft.plan.pipeline.schedules import version_slots
 from weft.sync.base import Totals
 from weft.training.step.loss import Count
 from weft.training.step.pipeline_passes import Part
-from weft.training.step.pipeline_step import Microbatches, Pipelined
+from weft.training.step.pipeline_step import Microbatches, PipelineStep
 from weft.training.step.target_count import refuse_no_targets
 
 
@@ -44,7 +44,7 @@ class _Batch:
     is_handed_over: bool = False
 
 
-class Streaming(Pipelined):
+class PipelineStream(PipelineStep):
     """Trains without ever waiting for the pipeline to empty."""
 
     def __init__(self, **parts: Any) -> None:
@@ -53,7 +53,7 @@ class Streaming(Pipelined):
         num_slots, lag = version_slots(
             plan.pipeline.schedule, self._control.size, stage, vertical_sync=plan.pipeline.vertical_sync
         )
-        self._versions = Versions(
+        self._versions = WeightVersions(
             self._cut.model, dict(self._cut.model.named_parameters()), num_slots=num_slots, lag=lag
         )
         self._at_once = 1 if plan.pipeline.schedule == "pipedream" else plan.step.microbatches
@@ -71,7 +71,7 @@ class Streaming(Pipelined):
         self._steady: tuple[int, tuple[Action, ...]] | None = None
 
     @property
-    def versions(self) -> Versions:
+    def versions(self) -> WeightVersions:
         return self._versions
 
     def step(self, microbatches: Microbatches, *, step: int) -> torch.Tensor:

@@ -24,9 +24,9 @@ CACHES = ("past_key_values",)
 
 def follow(model: nn.Module, call: Callable[[nn.Module], Any], *, whole_between: Collection[str] = ()) -> Record:
     """Follow one forward pass. What enters and leaves the modules `whole_between` stays whole."""
-    twin = _make_twin(model)
+    meta_copy = _make_twin(model)
     device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), torch.device("cpu"))
-    tracer = Tracer(twin, device)
+    tracer = Tracer(meta_copy, device)
     watch = _Watch(tracer)
     for name, module in tracer.record.modules.items():
         if not isinstance(module, torch.jit.ScriptModule):
@@ -35,7 +35,7 @@ def follow(model: nn.Module, call: Callable[[nn.Module], Any], *, whole_between:
     with drawing, torch.enable_grad(), tracer, _Unseen(tracer):
         torch.manual_seed(0)  # a model that decides at random does so alike on all ranks
         try:
-            output = call(twin)
+            output = call(meta_copy)
         except ModelError:
             raise
         except Exception as error:
@@ -54,11 +54,11 @@ def _make_twin(model: nn.Module) -> nn.Module:
     for parameter in model.parameters():
         bare = to_meta(parameter.detach())
         memo[id(parameter)] = nn.Parameter(bare, requires_grad=bare.is_floating_point() or bare.is_complex())
-    twin = copy.deepcopy(model, memo)
-    for module in twin.modules():
+    meta_copy = copy.deepcopy(model, memo)
+    for module in meta_copy.modules():
         if isinstance(module, _BatchNorm):
             module.eval()  # shapes are the same, and one sample is no reason to refuse
-    return twin
+    return meta_copy
 
 
 class _Watch:
@@ -112,7 +112,9 @@ class _Unseen(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         self.tracer.is_inside = True
         try:
-            self.tracer.unseen([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
+            self.tracer.hide_from_modes(
+                [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            )
             return func(*args, **(kwargs or {}))
         finally:
             self.tracer.is_inside = False

@@ -38,10 +38,10 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module) not in LAYERS
 
 
-def enter_layers(tracer: Tracer, twin: nn.Module) -> int:
+def enter_layers(tracer: Tracer, meta_copy: nn.Module) -> int:
     """Note all layers of a model, the numbers in whose attributes are those of shares; the number of bits used."""
     num_bits = 1  # the first stands for what is unknown
-    names = {id(parameter): name for name, parameter in twin.named_parameters()}
+    names = {id(parameter): name for name, parameter in meta_copy.named_parameters()}
     for name, module in tracer.record.modules.items():
         if not is_layer(module):
             continue

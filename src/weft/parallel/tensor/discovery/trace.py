@@ -33,7 +33,7 @@ SHAPES = ("shape", "size", "numel", "nelement", "__len__")
 class Tracer(TorchFunctionMode):
     """Sees every function of torch that a model calls."""
 
-    def __init__(self, twin: nn.Module, device: torch.device) -> None:
+    def __init__(self, meta_copy: nn.Module, device: torch.device) -> None:
         """`device`: where the model's code is to think that it runs, so that what it makes itself has values."""
         super().__init__()
         self._device = device
@@ -43,7 +43,7 @@ class Tracer(TorchFunctionMode):
         """Of each of them, so far."""
         self.is_inside = False
         """A function that has been seen is running, and what it calls itself is its own affair."""
-        self.record = Record(modules=dict(twin.named_modules()))
+        self.record = Record(modules=dict(meta_copy.named_modules()))
         self.owners: dict[int, list[Layer]] = {}
         """Layers by their weights and biases; several where those are tied."""
         self._layouts: dict[int, Layout] = {}
@@ -51,13 +51,13 @@ class Tracer(TorchFunctionMode):
         self._alive: list[torch.Tensor] = []  # an id means nothing once its tensor is gone
         self._given: set[int] = set()
         self._order = 0
-        num_bits = enter_layers(self, twin)
-        self._enter_held(twin, num_bits)
+        num_bits = enter_layers(self, meta_copy)
+        self._enter_held(meta_copy, num_bits)
 
-    def _enter_held(self, twin: nn.Module, num_bits: int) -> None:
+    def _enter_held(self, meta_copy: nn.Module, num_bits: int) -> None:
         """Parameters and buffers, each dim of which may be shared out unless a layer has it."""
-        parameters = dict(twin.named_parameters())
-        for name, tensor in (*parameters.items(), *twin.named_buffers()):
+        parameters = dict(meta_copy.named_parameters())
+        for name, tensor in (*parameters.items(), *meta_copy.named_buffers()):
             is_layers = id(tensor) in self.owners
             reason = "its weight is used outside the layer"
             layout = tuple(whole(size, reason) if is_layers else fresh(size) for size in tensor.shape)
@@ -117,7 +117,7 @@ class Tracer(TorchFunctionMode):
         for dim in self.layout(tensor):
             block(dim, reason)
 
-    def unseen(self, tensors: list[torch.Tensor]) -> None:
+    def hide_from_modes(self, tensors: list[torch.Tensor]) -> None:
         """An operator was called by something that is no function of torch: compiled code, say."""
         for tensor in tensors:
             self.block(tensor, self._unfollowed())
