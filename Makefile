@@ -1,8 +1,10 @@
 # Two commands on a fresh machine: `make train` and `make test`. Each makes .venv first if it is missing.
 PYTHON ?= python3
 BIN := .venv/bin
+# What exchanges by itself; the other packages exchange through these, and `tests/laws` runs all of them together.
+THROUGH_SOCKETS := tests/comm tests/sync tests/zero tests/pipeline tests/laws
 
-.PHONY: train test test-long check format clean
+.PHONY: train test test-long test-timing check format clean
 
 train: .venv
 	$(BIN)/weft train
@@ -11,8 +13,12 @@ test: .venv
 	$(BIN)/pytest
 
 test-long: .venv
-	$(BIN)/pytest -m long
-	$(BIN)/pytest --transport c10d -m 'ranks and not long'
+	$(BIN)/pytest -m 'long and not timing'
+	$(BIN)/pytest --transport c10d -m 'ranks and not long and not timing' $(THROUGH_SOCKETS)
+
+# Depends on how fast and how idle the machine is, so continuous integration leaves it out.
+test-timing: .venv
+	$(BIN)/pytest -m timing
 
 check: .venv
 	$(BIN)/ruff check .
