@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from discovered import run_split
-from hide_from_modes import (
+from unseen import (
     AlexNet,
     B,
     BiasedAttention,
