@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from discovered import run_split
+from torch import Tensor, nn
 from unseen import (
     AlexNet,
     B,
@@ -31,12 +32,11 @@ from unseen import (
     V,
     Vision,
 )
-from torch import Tensor, nn
 
 from weft.errors import ModelError
 from weft.models.convnet import ConvNet, ConvNetConfig
 from weft.models.gpt import GPT, GPTConfig
-from weft.parallel.tensor.discovery.find import discover, explain
+from weft.parallel.tensor.discovery.find import find
 from weft.plan.partition.tensor import Region
 
 
@@ -61,7 +61,7 @@ def ready(model: nn.Module) -> nn.Module:
 
 def split(model: nn.Module, inputs: Tensor, tensor: int) -> tuple[Region, ...]:
     """The regions of a model, which are right."""
-    regions = discover(ready(model), lambda meta_copy: meta_copy(inputs), tensor=tensor)
+    regions = find(ready(model), lambda meta_copy: meta_copy(inputs), tensor=tensor).regions
     assert run_split(model, regions, tensor, inputs) < 1e-10
     return regions
 
@@ -192,13 +192,13 @@ def test_our_gpt_without_its_declaration() -> None:
 def test_what_leaves_a_stage_is_whole() -> None:
     layers = nn.Sequential(nn.Linear(C, 48), nn.ReLU(), nn.Linear(48, C))
     x = torch.randn(2, C)
-    assert discover(layers, lambda meta_copy: meta_copy(x), tensor=2, whole_between=("1",)) == ()
-    assert len(discover(layers, lambda meta_copy: meta_copy(x), tensor=2)) == 1
+    assert find(layers, lambda meta_copy: meta_copy(x), tensor=2, whole_between=("1",)).regions == ()
+    assert len(find(layers, lambda meta_copy: meta_copy(x), tensor=2).regions) == 1
 
 
 def test_a_vocabulary_is_split_where_it_pays_and_all_its_names_agree() -> None:
     def regions(model: nn.Module) -> list[str]:
-        return roles(discover(model, lambda meta_copy: meta_copy(tokens()), tensor=2))
+        return roles(find(model, lambda meta_copy: meta_copy(tokens()), tensor=2).regions)
 
     model = Language(Residual(FusedAttention("3HD"), PlainMLP()), tied=True)
     assert [line for line in regions(model) if line in ENDS] == list(ENDS)
@@ -209,7 +209,7 @@ def test_a_vocabulary_is_split_where_it_pays_and_all_its_names_agree() -> None:
     assert not [line for line in regions(model) if line in ENDS]
     narrow = Language(tied=False)
     narrow.tokens, narrow.head = nn.Embedding(8, C), nn.Linear(C, 8)
-    assert discover(narrow, lambda meta_copy: meta_copy(tokens() % 8), tensor=2) == ()
+    assert find(narrow, lambda meta_copy: meta_copy(tokens() % 8), tensor=2).regions == ()
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_an_output_stays_a_share_if_it_is_returned_as_it_was_made(
 ) -> None:
     model = Language()
     model.prior, model.scale = nn.Parameter(torch.randn(V)), nn.Parameter(torch.randn(1))
-    regions = discover(model, lambda meta_copy: work(meta_copy, meta_copy(tokens())), tensor=2)
+    regions = find(model, lambda meta_copy: work(meta_copy, meta_copy(tokens())), tensor=2).regions
     assert any(region.is_output for region in regions) == is_split
 
 
@@ -239,7 +239,7 @@ def test_nothing_of_the_model_or_of_random_numbers_is_changed() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     attributes = model.head.out_features, type(model.head.out_features), "forward" in vars(model.head)
     state = torch.get_rng_state()
-    discover(model, lambda meta_copy: meta_copy(tokens_of(state)) + torch.rand(()), tensor=2)
+    find(model, lambda meta_copy: meta_copy(tokens_of(state)) + torch.rand(()), tensor=2)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert attributes == (V, int, False)
@@ -260,13 +260,13 @@ def test_what_cannot_be_followed_says_where() -> None:
 
     model = nn.Sequential(nn.Linear(C, C), Curious())
     with pytest.raises(ModelError, match=r'"1" cannot be followed without values .* declare its `regions`'):
-        discover(model, lambda meta_copy: meta_copy(torch.randn(2, C)), tensor=2)
+        find(model, lambda meta_copy: meta_copy(torch.randn(2, C)), tensor=2)
 
 
 def test_layers_that_stay_whole_have_a_reason() -> None:
     model = Vision()
-    lines = explain(model, lambda meta_copy: meta_copy(torch.randn(2, 3, 8, 8)), tensor=8)
-    assert lines == [
+    found = find(model, lambda meta_copy: meta_copy(torch.randn(2, 3, 8, 8)), tensor=8)
+    assert [f"{name}: {reason}" for name, reason in found.reasons.items()] == [
         'patch: its 24 features: layer_norm in "blocks.0.norm1" needs all of them',
         "blocks.0.attn.qkv: the 6 of its 3 · 6 · 4 features: 6 are too few for 8 ranks",
         'blocks.0.attn.proj: its 24 features: layer_norm in "blocks.0.norm1" needs all of them',

@@ -10,7 +10,7 @@ import transformers
 from discovered import run_split
 from torch import Tensor, nn
 
-from weft.parallel.tensor.discovery.find import discover
+from weft.parallel.tensor.discovery.find import find
 
 SIZES: dict[str, Any] = dict(
     vocab_size=50, hidden_size=24, num_hidden_layers=1, num_attention_heads=6, intermediate_size=36,
@@ -61,6 +61,6 @@ def test_it_is_split_right(kind: str) -> None:
         nn.init.normal_(parameter, std=0.2)
     tokens = torch.randint(0, 50, (2, 7))
     for tensor in (2, 4):
-        regions = discover(model, lambda meta_copy: meta_copy(tokens), tensor=tensor)
+        regions = find(model, lambda meta_copy: meta_copy(tokens), tensor=tensor).regions
         assert len(regions) == num_regions
         assert run_split(model, regions, tensor, tokens) < 1e-5  # some of their norms work in float32

@@ -10,7 +10,7 @@ import torch
 from discovered import run_split
 from torch import Tensor, nn
 
-from weft.parallel.tensor.discovery.find import discover
+from weft.parallel.tensor.discovery.find import find
 
 B, T, C = 2, 4, 12
 Step = Callable[["Program", list[Tensor]], Tensor]
@@ -116,5 +116,5 @@ def test_a_random_program_is_split_right(seed: int) -> None:
     x = torch.randn(B, T, C, dtype=torch.float64)
     largest = float(program(x).detach().abs().max())
     for tensor in (2, 3):
-        regions = discover(program, lambda meta_copy: meta_copy(x), tensor=tensor)
+        regions = find(program, lambda meta_copy: meta_copy(x), tensor=tensor).regions
         assert run_split(program, regions, tensor, x) < 1e-9 * max(largest, 1.0)

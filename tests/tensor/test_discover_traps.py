@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from discovered import run_split
 from torch import Tensor, nn
 
-from weft.parallel.tensor.discovery.find import discover
+from weft.parallel.tensor.discovery.find import find
 
 B, T, C, N = 2, 6, 8, 24
 Code = Callable[[Any, Tensor], Tensor]
@@ -190,7 +190,7 @@ def test_it_is_left_whole_or_split_right(name: str) -> None:
     model = {**WHOLE, **SPLIT}[name]().double()
     x = torch.randn(B, T, C, dtype=torch.float64)
     for tensor in (2, 3):
-        regions = discover(model, lambda meta_copy: meta_copy(x), tensor=tensor)
+        regions = find(model, lambda meta_copy: meta_copy(x), tensor=tensor).regions
         assert bool(regions) == (name in SPLIT)
         assert run_split(model, regions, tensor, x) < 1e-10
 
@@ -199,7 +199,7 @@ def test_compiled_code_is_not_trusted() -> None:
     with pytest.warns(DeprecationWarning):
         compiled = torch.jit.script(_scripted)
     model = Between(lambda m, x: m.last(compiled(m.first(x))))
-    assert discover(model, lambda meta_copy: meta_copy(torch.randn(B, T, C)), tensor=2) == ()
+    assert find(model, lambda meta_copy: meta_copy(torch.randn(B, T, C)), tensor=2).regions == ()
 
 
 def _scripted(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Digits: what views, slices and meetings make of the features of a dim."""
+"""Digits: the effect of views, slices and unification on the features of a dim."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from weft.parallel.tensor.discovery.features import (
     join,
     leaves,
     length,
-    peel,
     reshape,
+    split_outer,
     unify,
     whole,
 )
@@ -136,12 +136,12 @@ def test_a_cut_inside_a_unit_blocks_it() -> None:
     assert is_whole(features)
 
 
-def test_peeling_takes_whole_digits_or_parts_of_them() -> None:
+def test_splitting_takes_whole_digits_or_parts_of_them() -> None:
     dim = (Digit(6), Digit(5))
-    halves = peel(dim, 3)
+    halves = split_outer(dim, 3)
     assert halves is not None and [sizes(half) for half in halves] == [[3], [2, 5]]
-    assert peel(dim, 7) is None
-    assert peel((), 2) is None
+    assert split_outer(dim, 7) is None
+    assert split_outer((), 2) is None
 
 
 def decode(dim: Dim, place: int) -> dict[Digit, int]:
