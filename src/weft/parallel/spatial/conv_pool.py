@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from weft.parallel.spatial.halo import fetch_halo, kept_in_parts
 from weft.parallel.spatial.join import JOIN
-from weft.parallel.spatial.row_tensor import HEIGHT_DIM, Function, RowTensor, Rule, mark, rows_of, rows_of_images
+from weft.parallel.spatial.row_tensor import HEIGHT_DIM, Function, RowTensor, mark, rows_of, rows_of_images
 from weft.plan.partition.rows import Window, exchange_for, window_counts
 
 Sizes = int | Sequence[int]
@@ -163,11 +163,3 @@ def _pair(sizes: Sizes) -> tuple[int, int]:
         return sizes, sizes
     height, width = sizes if len(sizes) == 2 else (*sizes, *sizes)
     return height, width
-
-
-RULES: tuple[tuple[list[str], Rule], ...] = (
-    (["conv2d"], conv2d),
-    (["max_pool2d"], max_pool2d),
-    (["avg_pool2d"], avg_pool2d),
-    (["pad"], pad),
-)

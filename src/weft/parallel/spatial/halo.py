@@ -30,8 +30,6 @@ from weft.plan.partition.rows import Exchange, overlap, widest_part
 from weft.plan.partition.tensor import Range
 
 Gradients = tuple[torch.Tensor | None, ...]
-Slab = tuple[int, Range, torch.Tensor]
-"""A peer, the rows of the map that it sends or gets, and memory for them."""
 
 
 class FetchHalo(torch.autograd.Function):
@@ -40,41 +38,34 @@ class FetchHalo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, exchange: Exchange, group: Group, fill: float) -> torch.Tensor:
         ctx.exchange, ctx.group, ctx.num_own = exchange, group, x.shape[HEIGHT_DIM]
-        me, height = group.index, exchange.height
-        (first, _), (start, stop) = exchange.have[me], exchange.spans[me]
+        have, (start, stop) = exchange.have[group.index], exchange.spans[group.index]
         covered = _empty_like(x, stop - start)
-        outgoing = [(m.target, m.rows, _slab(x, m.rows, first).contiguous()) for m in exchange.moves if m.source == me]
-        incoming = [(m.source, m.rows, _empty_slab(x, m.num_rows)) for m in exchange.moves if m.target == me]
-        pending = _exchange(outgoing, incoming, group)
-        for outside in ((start, min(stop, 0)), (max(start, height), stop)):
+        moves = [(move.source, move.target, move.rows) for move in exchange.moves]
+        incoming, pending = _exchange(x, have[0], moves, group)
+        for outside in ((start, min(stop, 0)), (max(start, exchange.height), stop)):
             if outside[0] < outside[1]:
                 _slab(covered, outside, start).fill_(fill)
-        own = overlap(exchange.have[me], (start, stop))
-        _slab(covered, own, start).copy_(_slab(x, own, first))
+        own = overlap(have, (start, stop))
+        _slab(covered, own, start).copy_(_slab(x, own, have[0]))
         for one in pending:
             one.wait()
-        for _, rows, slab in incoming:
+        for rows, slab in incoming:
             _slab(covered, rows, start).copy_(slab)
         return covered
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
-        exchange, group = ctx.exchange, ctx.group
-        me = group.index
-        (first, _), (start, stop) = exchange.have[me], exchange.spans[me]
-        outgoing = [
-            (m.source, m.rows, _slab(gradient, m.rows, start).contiguous()) for m in exchange.moves if m.target == me
-        ]
-        incoming = [(m.target, m.rows, _empty_slab(gradient, m.num_rows)) for m in exchange.moves if m.source == me]
-        pending = _exchange(outgoing, incoming, group)
+        have, span = ctx.exchange.have[ctx.group.index], ctx.exchange.spans[ctx.group.index]
+        moves = [(move.target, move.source, move.rows) for move in ctx.exchange.moves]
+        incoming, pending = _exchange(gradient, span[0], moves, ctx.group)
         into_x = _empty_like(gradient, ctx.num_own).zero_()
-        own = overlap(exchange.have[me], (start, stop))
-        _slab(into_x, own, first).copy_(_slab(gradient, own, start))
+        own = overlap(have, span)
+        _slab(into_x, own, have[0]).copy_(_slab(gradient, own, span[0]))
         for one in pending:
             one.wait()
-        for _, rows, slab in incoming:
-            _slab(into_x, rows, first).add_(slab)
+        for rows, slab in incoming:
+            _slab(into_x, rows, have[0]).add_(slab)
         return into_x, None, None, None
 
 
@@ -178,12 +169,6 @@ def _slab(x: torch.Tensor, rows: Range, first: int) -> torch.Tensor:
     return x.narrow(HEIGHT_DIM, rows[0] - first if num_rows else 0, num_rows)
 
 
-def _empty_slab(x: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Memory for rows of a map."""
-    samples, channels, _, width = x.shape
-    return x.new_empty((samples, channels, num_rows, width))
-
-
 def _empty_like(x: torch.Tensor, num_rows: int) -> torch.Tensor:
     """A map in the memory format of x, which decides how fast a GPU convolves it."""
     is_last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
@@ -196,15 +181,28 @@ def _empty_like(x: torch.Tensor, num_rows: int) -> torch.Tensor:
     )
 
 
-def _exchange(outgoing: list[Slab], incoming: list[Slab], group: Group) -> list[Pending]:
-    """Start all messages of this rank, in an order in which no backend deadlocks."""
-    messages = [(peer, peer < group.index, True, slab) for peer, _, slab in outgoing]
-    messages += [(peer, peer > group.index, False, slab) for peer, _, slab in incoming]
+def _exchange(
+    x: torch.Tensor, first: int, moves: list[tuple[int, int, Range]], group: Group
+) -> tuple[list[tuple[Range, torch.Tensor]], list[Pending]]:
+    """Start this rank's messages among (source, target, rows), in an order in which no backend deadlocks.
+
+    x begins at row `first`. Returns the rows that arrive, with their memory, and the messages to wait for.
+    """
+    samples, channels, _, width = x.shape
+    incoming, messages = [], []
+    for source, target, rows in moves:
+        if source == group.index:
+            messages.append((target, target < group.index, True, _slab(x, rows, first).contiguous()))
+        if target == group.index:
+            slab = x.new_empty((samples, channels, rows[1] - rows[0], width))
+            incoming.append((rows, slab))
+            messages.append((source, source > group.index, False, slab))
     messages.sort(key=lambda message: message[:2])
-    return [
+    pending = [
         send(slab, group, to=peer) if is_sent else receive(slab, group, source=peer)
         for peer, _, is_sent, slab in messages
     ]
+    return incoming, pending
 
 
 def _widened(part: torch.Tensor, rows: Rows) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from weft.parallel.spatial.halo import added
 from weft.parallel.spatial.join import JOIN
-from weft.parallel.spatial.row_tensor import Function, Rows, RowTensor, Rule, mark, rows_of_images, wide_dtype
+from weft.parallel.spatial.row_tensor import Function, Rows, RowTensor, mark, rows_of_images, wide_dtype
 
 
 class NormaliseGroups(torch.autograd.Function):
@@ -97,6 +97,3 @@ def instance_norm(
     if running_mean is not None or not use_input_stats:
         return JOIN
     return group_norm(func, input, input.shape[1], weight, bias, eps)
-
-
-RULES: tuple[tuple[list[str], Rule], ...] = ((["group_norm"], group_norm), (["instance_norm"], instance_norm))

@@ -17,7 +17,6 @@ import torch
 from weft.parallel.spatial.halo import add_ranks
 from weft.parallel.spatial.join import JOIN, elementwise, marked
 from weft.parallel.spatial.row_tensor import HEIGHT_DIM, Function, RowTensor, Rule, rows_of, rows_of_images, wide_dtype
-from weft.parallel.tracing.torch_functions import ALONG_DIM, REDUCTIONS
 
 
 def along(place: int, default: int | None = None) -> Rule:
@@ -100,15 +99,3 @@ def _dims(dims: Any, num_dims: int) -> list[int]:
     if dims is None or (not isinstance(dims, int) and not len(dims)):
         return list(range(num_dims))
     return [dim % num_dims for dim in ([dims] if isinstance(dims, int) else dims)]
-
-
-RULES: tuple[tuple[list[str], Rule], ...] = (
-    ([*REDUCTIONS, *ALONG_DIM], along(1)),
-    (["normalize"], along(2, 1)),
-    (["glu"], along(1, -1)),
-    (["sum", "mean"], total),
-    (["adaptive_avg_pool2d"], global_pool),
-    (["layer_norm", "rms_norm"], last_norm),
-    (["linear"], linear),
-    (["matmul", "__matmul__"], matmul),
-)

@@ -1,10 +1,4 @@
-"""The rule of every torch function that accepts images split by rows, in one table.
-
-    metadata         shapes are the whole image's; dtype, device and strides are those of this rank's rows
-    entry by entry, casts, other dims     each rank computes its rows
-    windows          convolutions and pools fetch the rows they miss (`conv_pool.py`)
-    sums             means, global pools and norms over rows are summed over ranks (`reductions.py`, `norms.py`)
-    everything else  the map is gathered on every rank and stays whole: an unknown function never runs on a part
+"""The rule of every torch function that accepts images split by rows, in one table (see README.md).
 
 Refused because silently wrong: unknown in-place functions, functions whose random numbers must agree on all ranks, and
 BatchNorm outside its module.
@@ -13,7 +7,7 @@ BatchNorm outside its module.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -25,7 +19,7 @@ from weft.parallel.spatial import conv_pool, norms, reductions, shapes
 from weft.parallel.spatial.join import JOIN, elementwise, join_first, marked
 from weft.parallel.spatial.row_tensor import Function, RowTensor, Rule, mark, rows_of
 from weft.parallel.state.rng import mix
-from weft.parallel.tracing.torch_functions import BROADCAST, CASTS, CHANNEL_DROPOUTS, METADATA, POINTWISE
+from weft.parallel.tracing import torch_functions as kinds
 from weft.plan.model_refusals import CHANNELS_DROPPED_BY_ROWS
 
 OWNERS: tuple[type | ModuleType, ...] = (torch, torch.Tensor, F, torch._C._nn, torch.special)
@@ -76,23 +70,34 @@ def rule_for(func: Function) -> Rule:
     return _table().get(func, _join)
 
 
+def _rules() -> Iterator[tuple[Iterable[str], Rule]]:
+    yield (*kinds.POINTWISE, *kinds.BROADCAST, *OPERATORS), elementwise
+    yield (*kinds.CASTS, "detach_", "requires_grad_", "alias"), cast
+    yield (*kinds.METADATA, *BESIDE), ask
+    yield ("size", "numel", "nelement", "__len__"), ask_whole
+    yield ("local_response_norm", "prelu"), channelwise
+    yield kinds.CHANNEL_DROPOUTS, channel_dropout
+    yield (*kinds.REDUCTIONS, *kinds.ALONG_DIM), reductions.along(1)
+    yield ("normalize",), reductions.along(2, 1)
+    yield ("glu",), reductions.along(1, -1)
+    yield ("sum", "mean"), reductions.total
+    yield ("adaptive_avg_pool2d",), reductions.global_pool
+    yield ("layer_norm", "rms_norm"), reductions.last_norm
+    yield ("matmul", "__matmul__"), reductions.matmul
+    yield "permute transpose swapaxes swapdims movedim moveaxis unsqueeze select unbind".split(), shapes.view
+    yield ("chunk", "split", "__getitem__"), shapes.view
+    yield ("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"), shapes.reshape
+    yield ("expand", "expand_as", "broadcast_to"), shapes.expand
+    yield ("cat", "concat", "concatenate"), shapes.cat
+    windows: list[Rule] = [conv_pool.conv2d, conv_pool.max_pool2d, conv_pool.avg_pool2d, conv_pool.pad]
+    others: list[Rule] = [norms.group_norm, norms.instance_norm, reductions.linear, shapes.squeeze, shapes.stack]
+    yield from (((rule.__name__,), rule) for rule in (*windows, *others, dropout, batch_norm))
+
+
 @functools.cache
 def _table() -> dict[Function, Rule]:
     table: dict[Function, Rule] = {}
-    for names, rule in (
-        ([*POINTWISE, *BROADCAST, *OPERATORS], elementwise),
-        ([*CASTS, "detach_", "requires_grad_", "alias"], cast),
-        (["local_response_norm", "prelu"], channelwise),
-        ([*METADATA, *BESIDE], ask),
-        (CHANNEL_DROPOUTS, channel_dropout),
-        (["size", "numel", "nelement", "__len__"], ask_whole),
-        (["dropout"], dropout),
-        (["batch_norm"], batch_norm),
-        *norms.RULES,
-        *shapes.RULES,
-        *reductions.RULES,
-        *conv_pool.RULES,
-    ):
+    for names, rule in _rules():
         table.update((function, rule) for name in names for function in functions_named(name))
     # A recomputed block is given gradients of this rank's rows and asks for gradients of rows.
     return {**table, torch.autograd.backward: ask, torch.autograd.grad: ask, torch.Tensor.backward: ask}

@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from weft.parallel.spatial.join import JOIN, aligned, marked
-from weft.parallel.spatial.row_tensor import Function, Rows, RowTensor, Rule, mark, rows_of
+from weft.parallel.spatial.row_tensor import Function, Rows, RowTensor, mark, rows_of
 
 STRIDES = (1_000_003, 1_000_033, 1_000_037, 1_000_039, 1_000_081, 1_000_099, 1_000_117, 1_000_121)
 """Primes: no stride is a multiple of another, so each identifies its dim."""
@@ -141,16 +141,3 @@ def _alike(tensors: Any) -> tuple[Rows, list[torch.Tensor]] | None:
         return None
     found = aligned(list(tensors), is_broadcast=False)
     return None if found is None else (rows, found[1])
-
-
-RULES: tuple[tuple[list[str], Rule], ...] = (
-    (
-        "permute transpose swapaxes swapdims movedim moveaxis unsqueeze select unbind chunk split __getitem__".split(),
-        view,
-    ),
-    (["squeeze"], squeeze),
-    ("view reshape flatten unflatten view_as reshape_as".split(), reshape),
-    (["expand", "expand_as", "broadcast_to"], expand),
-    (["cat", "concat", "concatenate"], cat),
-    (["stack"], stack),
-)

@@ -6,7 +6,6 @@ combined with shards, sizes in the model's code.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -132,11 +131,9 @@ class CandidateMaker:
                 sources |= use.sources
         if sources & UNKNOWN:
             raise Refusal("they are combined with a whole tensor of unknown origin")
-        for bit in _bits(sources):
-            layer, state = self.index.layer_by_bit.get(bit), self.index.state_by_bit.get(bit)
-            if state is not None and state.name not in self.state:
-                self.partial.add(state.name)
-            if layer is not None and layer.name not in self.columns:
+        self.partial |= {one.name for one in record.state if one.bit & sources and one.name not in self.state}
+        for layer in record.layers.values():
+            if layer.bit & sources and layer.name not in self.columns:
                 if layer.refused or layer.tied or layer.name in self.rows or isinstance(layer.module, nn.Embedding):
                     raise Refusal(f'they are combined with the whole output of "{layer.name}", which needs gradients')
                 self.columns[layer.name] = layer
@@ -196,13 +193,6 @@ class CandidateMaker:
                     shared = sum(section.length for section in sections if section.num_units >= self.index.tensor)
                     total += parameter.numel() // parameter.shape[cuts[full].dim] * shared
         return total
-
-
-def _bits(sources: int) -> Iterable[int]:
-    while sources:
-        bit = sources & -sources
-        yield bit
-        sources ^= bit
 
 
 def _output_dims(layer: Layer) -> dict[str, int]:

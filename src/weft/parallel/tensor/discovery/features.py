@@ -1,13 +1,4 @@
-"""Digits: an algebra that tracks which features of a layer are where along the dims of a tensor.
-
-A dim of 768 features that a view turns into 12 heads of 64 is a number of two *digits*, like hours and minutes: one of
-12, and one of 64. Views, permutations and slices move digits. An operation that mixes the values of a digit *blocks*
-it; where two tensors are combined entry by entry their digits become *the same*. A digit that nothing blocks can be
-split over ranks.
-
-    features of a fused projection     768·3  =  768 + 768 + 768          split: parts, one after another
-    each of them                          768 =  12 · 64                  view:  factors, outermost first
-    scores = q @ k.transpose(-1, -2)             64 is blocked, the 12 of q and the 12 of k are the same
+"""Digits: an algebra that tracks which features of a layer are where along the dims of a tensor (see README.md).
 
 A dim is a tuple of digits, outermost first; a dim of one entry is the empty tuple. Digits are refined as more is seen
 and never merged again: `digits` returns the current refinement of a dim.

@@ -1,14 +1,8 @@
 """How an ordinary model splits over the tensor axis, found from the dataflow of its features.
 
-A model is followed once on the meta device (`trace.py`), which records where each digit of every layer's features goes
-(`features.py`). Digits that reach other layers unmixed can be split; each set of digits that must be split together is
-a candidate (`candidates.py`). Among candidates in conflict, those that split most parameters are taken (`packing.py`).
-
-    found = find(model, lambda meta_copy: meta_copy(tokens), tensor=4)
-    found.regions    # what is split
-    found.reasons    # why the other layers stay whole
-
-A split is found if it is right; whether it pays is not asked here.
+A model is followed once (`trace.py`). Digits of features that reach other layers unmixed can be split; each set of
+digits that must be split together is a candidate (`candidates.py`), and among candidates in conflict those that split
+most parameters are taken (`packing.py`). A split is found if it is right; whether it pays is not asked here.
 """
 
 from __future__ import annotations
@@ -26,7 +20,7 @@ from weft.parallel.tensor.discovery.choice import Choice, Refusal
 from weft.parallel.tensor.discovery.features import Digit, Dim, digits, leaves
 from weft.parallel.tensor.discovery.follow import follow
 from weft.parallel.tensor.discovery.packing import take_best
-from weft.parallel.tensor.discovery.records import Layer, RecordIndex
+from weft.parallel.tensor.discovery.records import RecordIndex
 from weft.plan.partition.tensor import Count, Cut, Region, Section, region_problems
 
 MAX_CHOICES = 32
@@ -161,13 +155,21 @@ def _vocabularies(index: RecordIndex, candidates: list[Candidate]) -> list[Candi
         done |= set(group)
         members = [layers[name] for name in group]
         heads = [one for one in candidates if one.layers <= set(group) and one.regions[0].is_output]
-        num_rows, width = layer.module.weight.shape  # type: ignore[misc]
+        num_rows, width = layer.module._parameters["weight"].shape  # type: ignore[union-attr]
         is_worth_it = num_rows >= width or bool(heads)
         fits = all(one.takes_model_input or any(one.name in head.layers for head in heads) for one in members)
         is_counted = any(index.checks[digit] or index.modules[digit] for digit in leaves(layer.rows))
         if not (is_worth_it and fits) or is_counted or any(one.refused for one in members):
             continue
-        regions = [_rows_of(one) for one in members if one.takes_model_input]
+        regions = [
+            Region(
+                rows=(one.name,),
+                cuts=(Cut(name=one.names["weight"], dim=0, sections=(Section(num_units=num_rows),)),),
+                counts=(Count(module=one.name, attribute="num_embeddings", num_units=num_rows),),
+            )
+            for one in members
+            if one.takes_model_input
+        ]
         if region_problems(regions[0], index.tensor):
             continue
         regions += [region for head in heads for region in head.regions]
@@ -182,13 +184,3 @@ def _vocabularies(index: RecordIndex, candidates: list[Candidate]) -> list[Candi
             )
         )
     return found
-
-
-def _rows_of(layer: Layer) -> Region:
-    name = layer.names["weight"]
-    num_rows = layer.module.weight.shape[0]  # type: ignore[index]
-    return Region(
-        rows=(layer.name,),
-        cuts=(Cut(name=name, dim=0, sections=(Section(num_units=num_rows),)),),  # type: ignore[arg-type]
-        counts=(Count(module=layer.name, attribute="num_embeddings", num_units=num_rows),),  # type: ignore[arg-type]
-    )

@@ -162,7 +162,7 @@ def _call(op: Operation, layer: Layer, x: torch.Tensor, *, inputs: int | None, o
     for parameter in layer.module.parameters(recurse=False):
         # x may be a shard along other dims: heads that a view made part of the batch.
         tracer.record.uses.append(Use(sources=tracer.sources(parameter), carried=(), made=(layout[:outputs],)))
-    layer.order = layer.order or tracer.next_order()
+    layer.order = layer.order or next(tracer.orders)
     layer.called_with += (id(x),)
     if inputs is not None:
         op.unify(layout[inputs], layer.inputs)

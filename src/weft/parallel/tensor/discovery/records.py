@@ -137,8 +137,6 @@ class RecordIndex:
                 symbolic = size.value.dims if isinstance(size.value, SymbolicInt) else ()
                 for leaf in (leaf for dim in (*symbolic, *size.dims) for leaf in leaves(dim)):
                     self.modules[leaf].add(module)
-        self.layer_by_bit = {layer.bit: layer for layer in layers}
-        self.state_by_bit = {state.bit: state for state in record.state if state.bit}
 
 
 def _index(entries: Iterable[tuple[T, Iterable[Dim]]]) -> dict[Digit, list[T]]:

@@ -17,17 +17,9 @@ from weft.parallel.tensor.discovery.features import Dim, cut, fresh, length, spl
 from weft.parallel.tensor.discovery.operation import Operation
 from weft.parallel.tensor.discovery.shape_rules import Made
 from weft.parallel.tensor.discovery.symbolic_sizes import plain
-from weft.parallel.tracing.torch_functions import (
-    ALONG_DIM,
-    BROADCAST,
-    CASTS,
-    CHANNEL_DROPOUTS,
-    METADATA,
-    POINTWISE,
-    REDUCTIONS,
-)
+from weft.parallel.tracing import torch_functions as kinds
 
-HARMLESS = frozenset(METADATA) | frozenset(
+HARMLESS = frozenset(kinds.METADATA) | frozenset(
     "ndim dtype device requires_grad requires_grad_ is_meta is_cuda is_cpu is_sparse is_nested is_quantized is_leaf "
     "layout grad_fn grad itemsize _version names output_nr _backward_hooks get_default_dtype is_grad_enabled "
     "_set_grad_enabled is_autocast_enabled set_autocast_enabled get_autocast_dtype set_autocast_dtype "
@@ -45,13 +37,13 @@ VALUELESS = frozenset(
 )
 """Functions that read a tensor's shape or device, but not its values."""
 
-UNARY = frozenset((*POINTWISE, *CASTS)) | frozenset(
+UNARY = frozenset((*kinds.POINTWISE, *kinds.CASTS)) | frozenset(
     "alpha_dropout angle bernoulli conj data deg2rad dropout exponential fill imag invert log_normal normal pin_memory "
     "rad2deg rand_like randn_like real resolve_conj rrelu short signbit uniform zero".split()
 )
 """Functions that work entry by entry on the first operand alone."""
 
-KEEPING = dict.fromkeys((*ALONG_DIM, "logcumsumexp", "sort", "argsort"), 1)
+KEEPING = dict.fromkeys((*kinds.ALONG_DIM, "logcumsumexp", "sort", "argsort"), 1)
 KEEPING |= {"roll": 2, "normalize": 2, "gumbel_softmax": 4}
 """Functions that mix entries along some dims and keep the shape, with the position of the argument that names them."""
 
@@ -160,19 +152,13 @@ def last_norm(op: Operation) -> Made:
 
 
 def channel_norm(op: Operation) -> Made:
-    """batch_norm and instance_norm: per channel."""
-    for place, dim in enumerate(op.first):
-        if place != 1 and not (place == 0 and op.name == "instance_norm"):
-            op.block(dim)
-    for tensor in op.tensors()[1:]:
-        op.unify(op.first[1], op.layout(tensor)[0])
-    return [op.first]
-
-
-def group_norm(op: Operation) -> Made:
-    is_counted = type(op.tracer.record.modules[op.tracer.module]) is nn.GroupNorm  # its attribute is adapted
-    halves = split_outer(op.first[1], op.get(1, "num_groups")) if is_counted else None
-    for dim in (*op.first[2:], *((op.first[1],) if halves is None else (halves[1],))):
+    """batch_norm, instance_norm and group_norm: per channel or group of channels."""
+    blocked = [*op.first[2:], *(op.first[:1] if op.name == "batch_norm" else ())]
+    if op.name == "group_norm":
+        is_counted = type(op.tracer.record.modules[op.tracer.module]) is nn.GroupNorm  # its attribute is adapted
+        halves = split_outer(op.first[1], op.get(1, "num_groups")) if is_counted else None
+        blocked.append(op.first[1] if halves is None else halves[1])
+    for dim in blocked:
         op.block(dim)
     for tensor in op.tensors()[1:]:
         op.unify(op.first[1], op.layout(tensor)[0])
@@ -222,10 +208,9 @@ def glu(op: Operation) -> Made:
     return [(*op.first[:dim], value, *op.first[dim + 1 :])]
 
 
-def uniform(op: Operation) -> Made:
+def constant(op: Operation) -> Made:
     """Constant tensors, which can be split along any dim."""
-    is_method = op.name.startswith("new_")
-    given = op.sizes(1 if is_method else 0, "size")
+    given = op.sizes(1 if op.name.startswith("new_") else 0, "size")
     made = tuple(fresh(size) for size in op.result.shape)
     for (place, value), dim in zip(given, made, strict=False):
         op.sized(place, value, (dim,))
@@ -238,51 +223,45 @@ def triangle(op: Operation) -> Made:
     return [op.first]
 
 
-def _names(rule: Callable[[Operation], Made], names: str | Iterable[str]) -> dict[str, Callable[[Operation], Made]]:
+Rule = Callable[[Operation], Made]
+
+
+def _names(rule: Rule, names: str | Iterable[str]) -> dict[str, Rule]:
     return dict.fromkeys(names.split() if isinstance(names, str) else names, rule)
 
 
-RULES: dict[str, Callable[[Operation], Made]] = {
+_SAME_NAME: tuple[Rule, ...] = (einsum, pad, prelu, glu, layers.linear, layers.addmm, layers.embedding)
+_SAME_NAME += (shapes.repeat_interleave, shapes.unbind, shapes.select, shapes.narrow, shapes.stack)
+
+RULES: dict[str, Rule] = {
+    **{rule.__name__: rule for rule in _SAME_NAME},
     **_names(unary, UNARY),
-    **_names(broadcast, BROADCAST),
+    **_names(broadcast, kinds.BROADCAST),
     **_names(broadcast, "and copy floordiv isclose logaddexp logaddexp2 mod nextafter or truediv xor"),
     **_names(keeping, KEEPING),
-    **_names(reducing, REDUCTIONS),
+    **_names(reducing, kinds.REDUCTIONS),
     **_names(
         reducing, "sum mean nansum nanmean norm median std_mean var_mean aminmax count_nonzero linalg_vector_norm"
     ),
     **_names(matmul, "matmul mm bmm mv dot rmatmul baddbmm"),
-    **_names(einsum, "einsum"),
     **_names(attention, "scaled_dot_product_attention"),
     **_names(last_norm, "layer_norm rms_norm"),
-    **_names(channel_norm, "batch_norm instance_norm"),
-    **_names(group_norm, "group_norm"),
+    **_names(channel_norm, "batch_norm instance_norm group_norm"),
     **_names(
         pooling, [f"{kind}pool{n}d" for n in (1, 2, 3) for kind in ("max_", "avg_", "adaptive_max_", "adaptive_avg_")]
     ),
     **_names(pooling, "interpolate upsample"),
-    **_names(channel_dropout, CHANNEL_DROPOUTS),
-    **_names(pad, "pad"),
-    **_names(prelu, "prelu"),
-    **_names(glu, "glu"),
+    **_names(channel_dropout, kinds.CHANNEL_DROPOUTS),
     **_names(triangle, "tril triu"),
-    **_names(uniform, "zeros ones full empty new_zeros new_ones new_full new_empty"),
-    **_names(layers.linear, "linear"),
-    **_names(layers.addmm, "addmm"),
+    **_names(constant, "zeros ones full empty new_zeros new_ones new_full new_empty"),
     **_names(layers.convolution, "conv1d conv2d conv3d"),
-    **_names(layers.embedding, "embedding"),
     **_names(shapes.view, "view reshape flatten unflatten ravel squeeze unsqueeze view_as reshape_as"),
     **_names(shapes.permute, "transpose swapaxes swapdims permute t T H mT mH adjoint movedim moveaxis"),
     **_names(shapes.expand, "expand expand_as broadcast_to"),
     **_names(shapes.repeat, "repeat tile"),
-    **_names(shapes.repeat_interleave, "repeat_interleave"),
     **_names(shapes.split, "split split_with_sizes chunk tensor_split"),
-    **_names(shapes.unbind, "unbind"),
-    **_names(shapes.select, "select"),
-    **_names(shapes.narrow, "narrow"),
     **_names(shapes.index, "getitem setitem"),
     **_names(shapes.cat, "cat concat concatenate"),
-    **_names(shapes.stack, "stack"),
     **_names(shapes.as_complex, "view_as_complex"),
     **_names(shapes.as_real, "view_as_real"),
 }

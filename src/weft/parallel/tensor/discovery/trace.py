@@ -1,15 +1,13 @@
 """A tracer that follows the features of every layer through one forward pass.
 
 The model's own code runs on the meta device, at the size of the whole model. For every torch function that it calls,
-`RULES` say what happens to the digits (`features.py`) of the operands; a function without a rule blocks them all. So a
-split that is found is right for any model, and nothing is guessed from names.
-
-Tensors also have *sources*: the layers and parameters that they were computed from, which get their gradients. A whole
-tensor combined with shards has only a part of its gradient on each rank; its sources say whose gradients to sum.
+`RULES` say what happens to the digits of the operands; a function without a rule blocks them all. So a split that is
+found is right for any model, and nothing is guessed from names.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -50,7 +48,7 @@ class Tracer(TorchFunctionMode):
         self._sources: dict[int, int] = {}  # by storage
         self._alive: list[torch.Tensor] = []  # ids are unique among live tensors only
         self._model_inputs: set[int] = set()
-        self._order = 0
+        self.orders = itertools.count(1)
         num_bits = enter_layers(self, meta_copy)
         parameters = dict(meta_copy.named_parameters())
         for name, tensor in (*parameters.items(), *meta_copy.named_buffers()):
@@ -112,10 +110,6 @@ class Tracer(TorchFunctionMode):
     @property
     def unfollowed(self) -> str:
         return f'something in "{self.module}" cannot be followed'
-
-    def next_order(self) -> int:
-        self._order += 1
-        return self._order
 
     def note(self, dims: tuple[Dim, ...], compute: Compute, expected: Any) -> None:
         """Record a result from sizes that must be the same on all ranks."""
