@@ -34,35 +34,19 @@ def random_layer(draw: random.Random, channels: int) -> nn.Module:
     reach = dilation * (kernel - 1) + 1
     match draw.choice(["conv", "conv", "same", "depthwise", "max", "average"]):
         case "conv":
-            padding = draw.randint(reach // 2, reach)
-            return nn.Conv2d(
-                channels,
-                channels,
-                (kernel, 3),
-                stride=(draw.randint(1, 3), 1),
-                padding=(padding, 1),
-                dilation=(dilation, 1),
-                groups=draw.choice([1, 2]),
-            )
+            padding, stride = draw.randint(reach // 2, reach), draw.randint(1, 3)
+            groups = draw.choice([1, 2])
+            return nn.Conv2d(channels, channels, (kernel, 3), (stride, 1), (padding, 1), (dilation, 1), groups)
         case "same":
             return nn.Conv2d(channels, channels, (kernel, 2), padding="same", dilation=dilation)
         case "depthwise":
             return nn.Conv2d(channels, channels, 3, padding=1, groups=channels)
         case "max":
-            return nn.MaxPool2d(
-                (kernel, 2),
-                stride=(draw.randint(1, 3), 1),
-                padding=(kernel // 2, 1),
-                ceil_mode=draw.random() < 0.5,
-            )
-    return nn.AvgPool2d(
-        (kernel, 2),
-        stride=(draw.randint(1, 3), 1),
-        padding=(kernel // 2, 1),
-        ceil_mode=draw.random() < 0.5,
-        count_include_pad=draw.random() < 0.5,
-        divisor_override=draw.choice([None, None, 3]),
-    )
+            stride, ceil = draw.randint(1, 3), draw.random() < 0.5
+            return nn.MaxPool2d((kernel, 2), (stride, 1), (kernel // 2, 1), ceil_mode=ceil)
+    stride, ceil, counts = draw.randint(1, 3), draw.random() < 0.5, draw.random() < 0.5
+    divisor = draw.choice([None, None, 3])
+    return nn.AvgPool2d((kernel, 2), (stride, 1), (kernel // 2, 1), ceil, counts, divisor)
 
 
 def check_random_stacks(num_ranks: int, num_stacks: int) -> None:

@@ -9,28 +9,20 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import unseen
 from discovered import run_split
 from torch import Tensor, nn
 from unseen import (
-    AlexNet,
     B,
-    BiasedAttention,
     C,
     FusedAttention,
     GatedMLP,
-    GroupedEinsum,
     H,
     Language,
-    LlamaAttention,
-    LoRAAttention,
-    NanoAttention,
-    PalmBlock,
     PlainMLP,
     Residual,
-    Separable,
     T,
     V,
-    Vision,
 )
 
 from weft.errors import ModelError
@@ -82,7 +74,7 @@ ENDS = (" > tokens", "head > ")
 
 @pytest.mark.parametrize("tensor", [2, 3, 4])
 def test_a_transformer_gets_megatrons_splits(tensor: int) -> None:
-    model = Language(Residual(NanoAttention(), PlainMLP()))
+    model = Language(Residual(unseen.NanoAttention(), PlainMLP()))
     regions = split(model, tokens(), tensor)
     assert roles(regions) == [ENDS[0], "blocks.0.attn.c_attn > blocks.0.attn.c_proj", MLP, ENDS[1]]
     attention, mlp, head = regions[1:]
@@ -100,7 +92,7 @@ def test_a_transformer_gets_megatrons_splits(tensor: int) -> None:
 @pytest.mark.parametrize("key_heads", [1, 2, 3])
 @pytest.mark.parametrize("how", ["repeat_kv", "interleave", "gqa"])
 def test_grouped_heads_are_split_together_or_repeated(how: str, key_heads: int, tensor: int) -> None:
-    model = Language(Residual(LlamaAttention(key_heads, how), GatedMLP(fused=True)), tied=True)
+    model = Language(Residual(unseen.LlamaAttention(key_heads, how), GatedMLP(fused=True)), tied=True)
     embedding, head, attention, mlp = split(model, tokens(), tensor)
     assert roles((embedding, head, attention)) == [*ENDS, ATTENTION]
     assert embedding.cuts == head.cuts and embedding.cuts[0].name == "tokens.weight"
@@ -123,31 +115,31 @@ def test_fused_projections_are_cut_by_heads_in_any_order(order: str, sections: l
 
 def test_query_heads_in_a_dim_of_their_own() -> None:
     for tensor, heads in ((3, [(3, 8)]), (6, [(6, 4)])):
-        (region,) = split(GroupedEinsum(), activations(), tensor)
+        (region,) = split(unseen.GroupedEinsum(), activations(), tensor)
         assert units(region)["q.weight"] == heads and units(region)["kv.weight"] == [(3, 4)] * 2
 
 
 def test_heads_reach_into_parameters_and_buffers() -> None:
-    attention, _ = split(Residual(BiasedAttention(), PlainMLP()), activations(), 2)
+    attention, _ = split(Residual(unseen.BiasedAttention(), PlainMLP()), activations(), 2)
     cuts = {cut.name: cut.dim for cut in attention.cuts}
     assert cuts["attn.scale"] == cuts["attn.table"] == cuts["attn.slopes"] == 0
     assert not attention.partial
 
 
 def test_a_narrow_path_beside_a_layer_is_split_with_it() -> None:
-    regions = split(Residual(LoRAAttention(), PlainMLP()), activations(), 2)
+    regions = split(Residual(unseen.LoRAAttention(), PlainMLP()), activations(), 2)
     assert roles(regions)[0] == "attn.q_proj.base attn.k_proj attn.v_proj + attn.q_proj.b > attn.o_proj"
 
 
 def test_attention_and_mlp_of_one_projection() -> None:
-    (region,) = split(PalmBlock(), activations(), 3)
+    (region,) = split(unseen.PalmBlock(), activations(), 3)
     assert units(region)["fused.weight"] == [(H, 4), (1, 4), (1, 4), (24, 1), (24, 1)]
     assert region.rows == ("out", "down")
 
 
 def test_a_vision_transformer_and_torchs_own_layer() -> None:
     inputs = torch.randn(2, 3, 8, 8, dtype=torch.float64)
-    assert len(split(Vision(), inputs, 2)) == 4
+    assert len(split(unseen.Vision(), inputs, 2)) == 4
     encoder = nn.TransformerEncoderLayer(C, H, 48, dropout=0.0, batch_first=True)
     assert roles(split(encoder, activations(), 2)) == ["linear1 > linear2"]
 
@@ -174,10 +166,10 @@ def test_convolutions_are_split_by_channels_inside_each_block(batch_norm: bool) 
 
 
 def test_convolutions_by_groups_are_towers() -> None:
-    tall, small = split(AlexNet(), images(8)(), 2)
+    tall, small = split(unseen.AlexNet(), images(8)(), 2)
     assert roles((tall, small)) == ["features.6 > classifier.0", "classifier.2 > classifier.4"]
     assert units(tall)["features.8.weight"] == [(2, 12)] and units(tall)["classifier.0.weight"] == [(2, 32)]
-    (region,) = split(Separable(), images(4)(), 4)
+    (region,) = split(unseen.Separable(), images(4)(), 4)
     assert roles((region,)) == ["wide > narrow"]
     assert {"own.weight", "norm.running_var", "slope.weight", "groups.bias"} <= set(units(region))
 
@@ -235,7 +227,7 @@ def test_an_output_stays_a_share_if_it_is_returned_as_it_was_made(
 
 
 def test_nothing_of_the_model_or_of_random_numbers_is_changed() -> None:
-    model = Language(Residual(LoRAAttention(), PlainMLP()))
+    model = Language(Residual(unseen.LoRAAttention(), PlainMLP()))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     attributes = model.head.out_features, type(model.head.out_features), "forward" in vars(model.head)
     state = torch.get_rng_state()
@@ -264,7 +256,7 @@ def test_what_cannot_be_followed_says_where() -> None:
 
 
 def test_layers_that_stay_whole_have_a_reason() -> None:
-    model = Vision()
+    model = unseen.Vision()
     found = find(model, lambda meta_copy: meta_copy(torch.randn(2, 3, 8, 8)), tensor=8)
     assert [f"{name}: {reason}" for name, reason in found.reasons.items()] == [
         'patch: its 24 features: layer_norm in "blocks.0.norm1" needs all of them',

@@ -31,17 +31,13 @@ def joined(value: Any) -> Any:
 
 def join_first(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gather whatever is split, then call a function with the whole tensors, on every rank."""
-    if overwrites_rows(func, args, kwargs):
-        name = func.__name__
+    name = getattr(func, "__name__", "")
+    bare = name.partition(".")[0]  # of torch.ops.aten.relu_.default, too
+    is_in_place = bare == "__setitem__" or (bare.endswith("_") and not bare.endswith("__"))
+    if isinstance(kwargs.get("out"), RowTensor) or (is_in_place and isinstance(args[0], RowTensor)):
         raise ModelError(ROWS_OVERWRITTEN.message(function=name, instead=name.strip("_")))
     args, kwargs = tree_map(joined, (args, kwargs))
     return func(*args, **kwargs)
-
-
-def overwrites_rows(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    name = getattr(func, "__name__", "").partition(".")[0]  # of torch.ops.aten.relu_.default, too
-    is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    return isinstance(kwargs.get("out"), RowTensor) or (is_in_place and isinstance(args[0], RowTensor))
 
 
 def aligned(tensors: list[torch.Tensor], *, is_broadcast: bool = True) -> tuple[Rows, list[torch.Tensor]] | None:

@@ -96,20 +96,12 @@ def _rules() -> Iterator[tuple[Iterable[str], Rule]]:
 
 @functools.cache
 def _table() -> dict[Function, Rule]:
-    table: dict[Function, Rule] = {}
-    for names, rule in _rules():
-        table.update((function, rule) for name in names for function in functions_named(name))
+    """Rules of every form of a function: of torch, of tensors, of torch.nn.functional, and in place."""
+    names = ((form, rule) for names, rule in _rules() for name in names for form in (name, f"{name}_"))
+    found = ((getattr(owner, form, None), rule) for form, rule in names for owner in OWNERS)
+    table = {function: rule for function, rule in found if callable(function)}
     # A recomputed block is given gradients of this rank's rows and asks for gradients of rows.
     return {**table, torch.autograd.backward: ask, torch.autograd.grad: ask, torch.Tensor.backward: ask}
-
-
-def functions_named(name: str) -> Iterator[Function]:
-    """Every form of a function: of torch, of tensors, of torch.nn.functional, and in place."""
-    for form in (name, f"{name}_"):
-        for owner in OWNERS:
-            found = getattr(owner, form, None)
-            if callable(found):
-                yield found
 
 
 def cast(func: Function, *args: Any, **kwargs: Any) -> Any:

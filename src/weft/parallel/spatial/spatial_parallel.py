@@ -1,16 +1,13 @@
 """Spatial parallelism: images split by height over ranks, the sequence axis of vision models.
 
-Each rank holds some rows of every feature map and fetches the neighbours' rows that its convolutions and pools need.
-Activation memory falls with the number of ranks; weights are replicated. After global pooling, flattening or an unknown
-function, all ranks continue alike on the whole tensor.
-
     rows = SpatialParallel(mesh.group("ring", "rows"))
     rows.prepare(model)                      # once, after its BatchNorms are synchronised
     output = rows.call(model, images)        # the whole output, on every rank
 
-Every rank then has a part of the parameters' gradients and a replica of the loss and the count of samples: the trainer
-sums all of them over ranks and divides by the sum of counts. All ranks must draw the same random numbers from torch's
-generator, because they compute alike after a join.
+Activation memory falls with the number of ranks; weights are replicated. Every rank has a part of the parameters'
+gradients and a replica of the loss and the count of samples: the trainer sums all of them over ranks and divides by the
+sum of counts. All ranks must draw the same random numbers from torch's generator, because they compute alike after a
+join.
 """
 
 from __future__ import annotations

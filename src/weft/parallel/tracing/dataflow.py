@@ -109,22 +109,19 @@ def find_units(model: nn.Module, blueprint: Blueprint) -> tuple[str, ...]:
     A child without parameters or persistent buffers (dropout, a table of rotations) is no unit: it runs on every stage
     whose code needs it.
     """
-    holders = {""}
-    for block in blueprint.blocks:
-        parts = block.split(".")
-        holders |= {".".join(parts[:end]) for end in range(len(parts))}
-    units = []
-    for name, module in model.named_modules():
-        is_child = name != "" and name.rpartition(".")[0] in holders and name not in holders
-        if is_child and (name in blueprint.blocks or _has_state(module)):
-            units.append(name)
-    return tuple(units)
+    paths = [block.split(".") for block in blueprint.blocks]
+    holders = {"", *(".".join(parts[:end]) for parts in paths for end in range(len(parts)))}
+    return tuple(
+        name
+        for name, module in model.named_modules()
+        if name.rpartition(".")[0] in holders and name not in holders
+        if name in blueprint.blocks or _has_state(module)
+    )
 
 
 def _has_state(module: nn.Module) -> bool:
-    if any(True for _ in module.parameters()):
-        return True
-    return any(name not in part._non_persistent_buffers_set for part in module.modules() for name in part._buffers)
+    persistent = (n not in part._non_persistent_buffers_set for part in module.modules() for n in part._buffers)
+    return any(True for _ in module.parameters()) or any(persistent)
 
 
 def make_meta_copy(

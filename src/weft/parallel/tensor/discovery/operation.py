@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import torch
 
 from weft.parallel.tensor.discovery.features import Dim, Layout, block, length, unify
 from weft.parallel.tensor.discovery.records import GivenSize, Layer, RecordedCall
-from weft.parallel.tensor.discovery.symbolic_sizes import Local, local_value
+from weft.parallel.tensor.discovery.symbolic_sizes import local_value, plain
 
 if TYPE_CHECKING:
     from weft.parallel.tensor.discovery.trace import Tracer
@@ -88,19 +88,19 @@ class Operation:
         if self.call is not None:
             self.call.sizes.append(GivenSize(place=place, value=value, dims=tuple(dims)))
         else:
-            self.same(lambda local: local_value(value, local) == sum(local(dim) for dim in dims), dims, expected=True)
+            self.tracer.note(
+                tuple(dims), lambda local: local_value(value, local) == sum(local(dim) for dim in dims), True
+            )
 
-    def same(self, compute: Any, dims: Sequence[Dim], *, expected: Any) -> None:
-        """A result from sizes that must be the same on every rank."""
-        self.tracer.note(tuple(dims), compute, expected)
+    def sized_each(self, given: Iterable[tuple[tuple[int | str, ...], Any]], dims: Iterable[Dim]) -> None:
+        """Arguments with their places are the lengths of dims; -1 stands for a length that torch infers."""
+        for (place, value), dim in zip(given, dims, strict=False):
+            if plain(value) != -1:
+                self.sized(place, value, (dim,))
 
     def equal(self, dims: Sequence[Dim]) -> None:
         """Dims of one length must have one length on every rank."""
-
-        def compute(local: Local) -> bool:
-            return len({local(dim) for dim in dims}) == 1
-
-        self.same(compute, dims, expected=True)
+        self.tracer.note(tuple(dims), lambda local: len({local(dim) for dim in dims}) == 1, True)
 
     def sizes(self, place: int, name: str) -> list[tuple[tuple[int | str, ...], Any]]:
         """Sizes given one by one or as a list, each with its place."""

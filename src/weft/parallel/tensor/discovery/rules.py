@@ -212,8 +212,7 @@ def constant(op: Operation) -> Made:
     """Constant tensors, which can be split along any dim."""
     given = op.sizes(1 if op.name.startswith("new_") else 0, "size")
     made = tuple(fresh(size) for size in op.result.shape)
-    for (place, value), dim in zip(given, made, strict=False):
-        op.sized(place, value, (dim,))
+    op.sized_each(given, made)
     return [made]
 
 

@@ -32,20 +32,13 @@ def view(op: Operation) -> Made:
         return None
     made = reshape(op.first, op.result.shape, op.why("mixes them with others"))
     if op.name in ("view", "reshape"):
-        for (place, value), dim in zip(op.sizes(1, "size" if op.name == "view" else "shape"), made, strict=False):
-            if plain(value) != -1:
-                op.sized(place, value, (dim,))
+        op.sized_each(op.sizes(1, "size" if op.name == "view" else "shape"), made)
     elif op.name == "unflatten":
-        first = op.dim(op.get(1, "dim"))
-        sizes = op.get(2, "sizes")
-        name: int | str = "sizes" if "sizes" in op.kwargs else 2
-        for index, value in enumerate(sizes):
-            if plain(value) != -1:
-                op.sized((name, index), value, (made[first + index],))
+        op.sized_each(op.sizes(2, "sizes"), made[op.dim(op.get(1, "dim")) :])
     elif op.name == "squeeze" and len(op.args) == 1 and not op.kwargs:
         for dim in op.first:
             if length(dim) > 1:
-                op.same(lambda local, dim=dim: local(dim) == 1, (dim,), expected=False)
+                op.tracer.note((dim,), lambda local, dim=dim: local(dim) == 1, False)
     elif op.name in ("view_as", "reshape_as"):
         for theirs, mine in zip(op.operand(1), made, strict=True):
             op.equal((theirs, mine))
@@ -69,10 +62,8 @@ def expand(op: Operation) -> Made:
     if op.name == "expand_as":
         for theirs, mine in zip(op.operand(1), made, strict=True):
             op.equal((theirs, mine))
-        return [made]
-    for (place, value), dim in zip(op.sizes(1, "size"), made, strict=True):
-        if plain(value) != -1:
-            op.sized(place, value, (dim,))
+    else:
+        op.sized_each(op.sizes(1, "size"), made)
     return [made]
 
 
@@ -121,8 +112,7 @@ def split(op: Operation) -> Made:
     elif op.name == "tensor_split":
         return None
     else:
-        for (place, value), piece in zip(op.sizes(1, name), pieces, strict=True):
-            op.sized(place, value, (piece,))
+        op.sized_each(op.sizes(1, name), pieces)
     return [_with(op.first, dim, piece) for piece in pieces]
 
 
@@ -252,7 +242,7 @@ def _one(op: Operation, dim: Dim, place: Any) -> Dim:
     start = plain(place) % size
     before, piece, after = _around(op, dim, start, start + 1)
     others = after if plain(place) < 0 else before
-    op.same(lambda local: [local(other) for other in others], others, expected=[*map(length, others)])
+    op.tracer.note(tuple(others), lambda local: [local(other) for other in others], [*map(length, others)])
     return piece
 
 
