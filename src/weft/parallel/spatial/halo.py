@@ -4,11 +4,8 @@
     join         own rows -> the whole map on every rank    backward: ranks' gradients are added, each gets its own rows
     add_ranks    a sum over own rows -> the sum over all    backward: ranks' gradients are added
 
-Whatever follows a join or a sum is computed alike on every rank and counted once per rank; so are losses and samples,
-and the trainer divides by both. Hence the ranks' gradients are added and not averaged.
-
-Messages between two ranks are issued in the order of their peers, the lower rank sending first, so that no backend that
-works in order can deadlock.
+Every rank computes whatever follows a join or a sum, and counts losses and samples of all rows; the trainer divides
+the sums of both. Hence the ranks' gradients are added and not averaged.
 """
 
 from __future__ import annotations
@@ -184,9 +181,10 @@ def _empty_like(x: torch.Tensor, num_rows: int) -> torch.Tensor:
 def _exchange(
     x: torch.Tensor, first: int, moves: list[tuple[int, int, Range]], group: Group
 ) -> tuple[list[tuple[Range, torch.Tensor]], list[Pending]]:
-    """Start this rank's messages among (source, target, rows), in an order in which no backend deadlocks.
+    """Start this rank's messages among (source, target, rows); x begins at row `first`.
 
-    x begins at row `first`. Returns the rows that arrive, with their memory, and the messages to wait for.
+    They are issued in the order of peers, the lower rank sending first, so that no backend that works in order can
+    deadlock. Returns the rows that arrive, with their memory, and the messages to wait for.
     """
     samples, channels, _, width = x.shape
     incoming, messages = [], []

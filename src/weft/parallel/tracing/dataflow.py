@@ -228,8 +228,10 @@ class _Follower(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         operands = tensor_leaves((args, kwargs))
-        if self._is_in_unit:
-            return _without_values(func, args, kwargs or {}, operands)
+        if self._is_in_unit:  # on meta tensors, also where the unit makes a mask without a device, which has values
+            if any(tensor.is_meta for tensor in operands) and any(not t.is_meta and t.dim() for t in operands):
+                args, kwargs = tree_map(to_meta, args), tree_map(to_meta, dict(kwargs or {}))
+            return func(*args, **(kwargs or {}))
         if any(is_placeholder(operand) for operand in operands):
             result = absorb(func, args, kwargs or {})
         else:
@@ -354,24 +356,9 @@ class _Randomness(TorchDispatchMode):
         self.is_random = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args, kwargs or {}):
-            self.is_random = True
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            names = [argument.name for argument in func._schema.arguments]
+            given = dict(zip(names, args, strict=False)) | (kwargs or {})
+            # Attention is tagged as random even without dropout.
+            self.is_random |= "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
         return func(*args, **(kwargs or {}))
-
-
-def _without_values(
-    func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], operands: Sequence[torch.Tensor]
-) -> Any:
-    """Call a function inside a unit on meta tensors, also where a mask made without a device has values."""
-    if any(tensor.is_meta for tensor in operands) and any(not t.is_meta and t.dim() for t in operands):
-        args, kwargs = tree_map(to_meta, args), tree_map(to_meta, dict(kwargs))
-    return func(*args, **kwargs)
-
-
-def _draws_nothing(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Attention is tagged as random even without dropout."""
-    names = [argument.name for argument in func._schema.arguments]
-    if "dropout_p" not in names:
-        return False
-    place = names.index("dropout_p")
-    return bool((args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)) == 0.0)

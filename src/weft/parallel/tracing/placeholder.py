@@ -53,11 +53,9 @@ class Placeholder(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        del types, args, kwargs
         raise ModelError(f"{func} needs values that are on another stage")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        del tensor_contents
         return f"Placeholder({tuple(self.shape)}, {self.dtype})"
 
     def __deepcopy__(self, memo: Any) -> Placeholder:

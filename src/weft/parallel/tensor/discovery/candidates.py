@@ -127,7 +127,7 @@ class CandidateMaker:
         sources = 0
         for number in {n for digit in choice.everything for n in self.index.uses[digit]}:
             use = record.uses[number]
-            if choice.found_in(use.made) - choice.found_in((use.carried,)):
+            if choice.found_in(use.made) - choice.found_in((use.layout,)):
                 sources |= use.sources
         if sources & UNKNOWN:
             raise Refusal("they are combined with a whole tensor of unknown origin")

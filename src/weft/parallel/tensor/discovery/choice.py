@@ -11,7 +11,7 @@ from weft.parallel.tensor.discovery.symbolic_sizes import Local
 from weft.plan.partition.tensor import Section
 
 UnitCount = Callable[[int], int]
-"""Returns how many of so many units a rank has."""
+"""Returns the size of a rank's share of a number of units."""
 
 
 class Refusal(Exception):

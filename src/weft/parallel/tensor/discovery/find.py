@@ -29,7 +29,7 @@ MAX_CHOICES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What splits, and why the rest does not."""
+    """The regions of a model, and why its other layers stay whole."""
 
     regions: tuple[Region, ...]
     reasons: dict[str, str]
@@ -62,7 +62,7 @@ def find(
                 if digit.reason is None:
                     nearly.add(layer.name)
     reasons |= {
-        name: f"its weight is that of {' and '.join(record.layers[name].tied)}, which cannot be split alike"
+        name: f"its weight is that of {' and '.join(record.layers[name].tied)}, which cannot be split the same way"
         for candidate in candidates.values()
         for name in candidate.layers
         if record.layers[name].tied

@@ -81,8 +81,7 @@ def weight_layout(layer: Layer, parameter: torch.Tensor) -> Layout:
 
 
 def linear(op: Operation) -> Made:
-    x, weight, bias = op.tensor(0, "input"), op.tensor(1, "weight"), op.tensor(2, "bias")
-    assert x is not None and weight is not None
+    x, weight, bias = op.get(0, "input"), op.get(1, "weight"), op.get(2, "bias")
     layer = _layer(op, weight)
     if layer is not None:
         return _call(op, layer, x, inputs=x.dim() - 1, outputs=x.dim() - 1)
@@ -96,8 +95,7 @@ def linear(op: Operation) -> Made:
 
 def addmm(op: Operation) -> Made:
     """Includes the transposed linear layer of GPT-2."""
-    added, x, weight = op.tensor(0, "input"), op.tensor(1, "mat1"), op.tensor(2, "mat2")
-    assert added is not None and x is not None and weight is not None
+    added, x, weight = op.get(0, "input"), op.get(1, "mat1"), op.get(2, "mat2")
     layer = _layer(op, weight)
     if layer is not None:
         return _call(op, layer, x, inputs=1, outputs=1)
@@ -108,8 +106,7 @@ def addmm(op: Operation) -> Made:
 
 def convolution(op: Operation) -> Made:
     """Channels are features; pixels stay whole."""
-    x, weight = op.tensor(0, "input"), op.tensor(1, "weight")
-    assert x is not None and weight is not None
+    x, weight = op.get(0, "input"), op.get(1, "weight")
     layer = _layer(op, weight)
     if layer is None:
         return None
@@ -134,8 +131,7 @@ def convolution(op: Operation) -> Made:
 
 
 def embedding(op: Operation) -> Made:
-    ids, weight = op.tensor(0, "input"), op.tensor(1, "weight")
-    assert ids is not None and weight is not None
+    ids, weight = op.get(0, "input"), op.get(1, "weight")
     layer = _layer(op, weight)
     if layer is None:
         op.block(op.layout(weight)[0], "looks some of them up")
@@ -161,7 +157,7 @@ def _call(op: Operation, layer: Layer, x: torch.Tensor, *, inputs: int | None, o
     tracer.add_end(x)
     for parameter in layer.module.parameters(recurse=False):
         # x may be a shard along other dims: heads that a view made part of the batch.
-        tracer.record.uses.append(Use(sources=tracer.sources(parameter), carried=(), made=(layout[:outputs],)))
+        tracer.record.uses.append(Use(sources=tracer.sources(parameter), layout=(), made=(layout[:outputs],)))
     layer.order = layer.order or next(tracer.orders)
     layer.called_with += (id(x),)
     if inputs is not None:

@@ -41,13 +41,11 @@ def _neighbours(candidates: Sequence[Candidate], layouts: Sequence[Layout]) -> N
         for digit in candidate.digits:
             owner.setdefault(digit, set()).add(place)
     groups = list(wanted.values())
-    for layout in layouts:
-        groups.append({place for dim in layout for leaf in leaves(dim) for place in owner.get(leaf, ())})
+    groups += [{place for dim in one for leaf in leaves(dim) for place in owner.get(leaf, ())} for one in layouts]
     neighbours: Neighbours = {place: set() for place in range(len(candidates))}
     for group in groups:
-        if len(group) > 1:
-            for place in group:
-                neighbours[place] |= group - {place}
+        for place in group:
+            neighbours[place] |= group - {place}
     return neighbours
 
 
@@ -84,12 +82,10 @@ class _Search:
         """Connected components."""
         groups, rest = [], set(left)
         while rest:
-            waiting, group = [min(rest)], set()
-            while waiting:
-                place = waiting.pop()
-                if place not in group:
-                    group.add(place)
-                    waiting += self.neighbours[place] & rest
+            group, border = set[int](), {min(rest)}
+            while border:
+                group |= border
+                border = set().union(*(self.neighbours[place] for place in border)) & rest - group
             groups.append(frozenset(group))
             rest -= group
         return groups

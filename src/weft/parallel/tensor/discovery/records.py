@@ -62,19 +62,12 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """A tensor with a gradient, as operand of a function."""
-
-    sources: int
-    carried: Layout
-    made: tuple[Layout, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class End:
-    """A tensor with a gradient at the end of its path: a layer, the model's output, an unknown function."""
+    """A tensor with a gradient, where it is used."""
 
     sources: int
     layout: Layout
+    made: tuple[Layout, ...] = ()
+    """Layouts of a function's results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +99,9 @@ class Record:
     layouts: list[Layout] = field(default_factory=list)
     """Layouts of all tensors with more than one splittable digit."""
     uses: list[Use] = field(default_factory=list)
-    ends: list[End] = field(default_factory=list)
+    """Operands of functions."""
+    ends: list[Use] = field(default_factory=list)
+    """Tensors that are not followed further: inputs of layers, outputs of the model, operands of unknown functions."""
     checks: list[Check] = field(default_factory=list)
     calls: dict[str, list[list[RecordedCall]]] = field(default_factory=dict)
     """Calls per module and forward pass of it."""

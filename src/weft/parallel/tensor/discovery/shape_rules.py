@@ -27,7 +27,6 @@ Made = list[Layout] | None
 
 
 def view(op: Operation) -> Made:
-    """The same entries in the same order."""
     if isinstance(op.get(1, "dtype"), torch.dtype):
         return None
     made = reshape(op.first, op.result.shape, op.why("mixes them with others"))
@@ -36,9 +35,8 @@ def view(op: Operation) -> Made:
     elif op.name == "unflatten":
         op.sized_each(op.sizes(2, "sizes"), made[op.dim(op.get(1, "dim")) :])
     elif op.name == "squeeze" and len(op.args) == 1 and not op.kwargs:
-        for dim in op.first:
-            if length(dim) > 1:
-                op.tracer.note((dim,), lambda local, dim=dim: local(dim) == 1, False)
+        kept = tuple(dim for dim in op.first if length(dim) > 1)
+        op.tracer.note(kept, lambda local: any(local(dim) == 1 for dim in kept), False)
     elif op.name in ("view_as", "reshape_as"):
         for theirs, mine in zip(op.operand(1), made, strict=True):
             op.equal((theirs, mine))
@@ -94,7 +92,6 @@ def repeat_interleave(op: Operation) -> Made:
 
 
 def split(op: Operation) -> Made:
-    """Pieces along a dim."""
     dim = op.dim(op.get(2, "dim", 0))
     sizes = [piece.shape[dim] for piece in op.result]
     if 0 in sizes:
@@ -178,7 +175,6 @@ def index(op: Operation) -> Made:
 
 
 def cat(op: Operation) -> Made:
-    """Concatenation."""
     tensors = op.get(0, "tensors")
     layouts = [op.layout(tensor) for tensor in tensors if tensor.shape != (0,)]  # torch ignores these
     if len({len(layout) for layout in layouts}) > 1:

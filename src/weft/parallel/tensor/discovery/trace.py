@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from weft.parallel.tensor.discovery.features import Dim, Layout, block, fresh, is_whole, leaves, length, whole
 from weft.parallel.tensor.discovery.layer_rules import enter_layers, weight_layout
 from weft.parallel.tensor.discovery.operation import Operation
-from weft.parallel.tensor.discovery.records import UNKNOWN, End, Layer, Record, RecordedCall, StateTensor, Use
+from weft.parallel.tensor.discovery.records import UNKNOWN, Layer, Record, RecordedCall, StateTensor, Use
 from weft.parallel.tensor.discovery.rules import EXPANDING, HARMLESS, RULES, UNARY, VALUELESS
 from weft.parallel.tensor.discovery.symbolic_sizes import Check, Compute, SymbolicInt
 from weft.parallel.tracing.placeholder import is_in_place, storage_id, tensor_leaves, to_meta
@@ -101,7 +101,7 @@ class Tracer(TorchFunctionMode):
     def add_end(self, tensor: torch.Tensor) -> None:
         """Record that a tensor is not followed further."""
         if self.sources(tensor):
-            self.record.ends.append(End(sources=self.sources(tensor), layout=self.layout(tensor)))
+            self.record.ends.append(Use(sources=self.sources(tensor), layout=self.layout(tensor)))
 
     def block(self, tensor: torch.Tensor, reason: str) -> None:
         for dim in self.layout(tensor):
@@ -168,7 +168,8 @@ class Tracer(TorchFunctionMode):
         """Apply the rule of a function; returns the sources of its result."""
         made = tensor_leaves(operation.result)
         layouts = _layouts_made(operation)
-        if layouts is None or not _fits(layouts, made):
+        fits = layouts is not None and [[*map(length, one)] for one in layouts] == [[*one.shape] for one in made]
+        if layouts is None or not fits:
             for tensor in operands:
                 self.block(tensor, operation.why("is not known to keep features apart"))
                 self.add_end(tensor)
@@ -196,8 +197,8 @@ class Tracer(TorchFunctionMode):
                 layer.refused = operation.why("uses its weight or bias, outside the layer")
             own = self.sources(tensor)
             if own and (len(operands) > 1 or operation.name in EXPANDING):
-                carried = operation.layouts[id(tensor)]
-                self.record.uses.append(Use(sources=own, carried=carried, made=(*layouts, *written)))
+                layout = operation.layouts[id(tensor)]
+                self.record.uses.append(Use(sources=own, layout=layout, made=(*layouts, *written)))
             sources |= own
         return sources
 
@@ -232,10 +233,3 @@ def _canonical(name: str) -> str:
         bare = name[2:-2]
         return bare[1:] if bare[:1] in "ir" and bare[1:] in RULES and bare not in RULES else bare
     return name.rstrip("_")
-
-
-def _fits(layouts: list[Layout], made: list[torch.Tensor]) -> bool:
-    return len(layouts) == len(made) and all(
-        tuple(length(dim) for dim in layout) == tuple(tensor.shape)
-        for layout, tensor in zip(layouts, made, strict=True)
-    )
