@@ -168,12 +168,12 @@ def follow(meta_copy: nn.Module, units: Sequence[str], call: Callable[[nn.Module
     _refuse_written_buffers(meta_copy, follower)
     for buffer, before in kept:  # buffers and random states are the user's own
         buffer.copy_(before)
-    needs, parameters = follower.sources(output)
+    sources = follower.sources(output)
     return Flow(
         calls=tuple(follower.calls),
         forms=follower.forms,
-        output_needs=needs,
-        output_parameters=parameters,
+        output_needs=_outputs(sources),
+        output_parameters=_parameters(sources),
         written=follower.written(),
         is_random=randomness.is_random,
         by_name={(made.unit, made.number): made for made in follower.calls},
@@ -188,8 +188,16 @@ def _refuse_written_buffers(meta_copy: nn.Module, follower: _Follower) -> None:
         raise ModelError([BUFFERS_OF_EVERY_STAGE.message(name=name) for name in changed])
 
 
-Sources = tuple[frozenset[Value], frozenset[str]]
-_NONE: Sources = (frozenset(), frozenset())
+Sources = frozenset[Value | str]
+"""Outputs of units, and names of the model's own parameters."""
+
+
+def _outputs(sources: Sources) -> frozenset[Value]:
+    return frozenset(one for one in sources if isinstance(one, Value))
+
+
+def _parameters(sources: Sources) -> frozenset[str]:
+    return frozenset(one for one in sources if isinstance(one, str))
 
 
 class _Follower(TorchFunctionMode):
@@ -220,7 +228,7 @@ class _Follower(TorchFunctionMode):
         self.calls: list[Call] = []
         self.forms: dict[Value, Form] = {}
         for name, parameter in meta_copy.named_parameters():
-            self._remember(parameter, (frozenset(), frozenset({name})))
+            self._remember(parameter, frozenset({name}))
             if parameter.requires_grad:
                 self._requires_grad.add(name)
 
@@ -239,7 +247,7 @@ class _Follower(TorchFunctionMode):
         sources = self.sources(operands)
         into = operands[:1] if is_in_place(getattr(func, "__name__", "")) else tree_leaves((kwargs or {}).get("out"))
         self.written_into.update(id(tensor) for tensor in into)
-        if sources != _NONE:
+        if sources:
             for tensor in into:
                 if isinstance(tensor, torch.Tensor):
                     self._write(tensor, sources)
@@ -265,18 +273,15 @@ class _Follower(TorchFunctionMode):
         """The sources of all tensors of a tree."""
         found: list[Sources] = []
         for leaf in tensor_leaves(tree):
-            found += [self._sources[id(leaf)]] if id(leaf) in self._sources else []
+            found.append(self._sources.get(id(leaf), frozenset()))
             found += self._writes.get(storage_id(leaf), [])[self._num_writes.get(id(leaf), 0) :]
-        if len(found) < 2:
-            return found[0] if found else _NONE
-        return frozenset().union(*(values for values, _ in found)), frozenset().union(*(names for _, names in found))
+        return frozenset().union(*found)
 
     def _remember(self, tensor: torch.Tensor, sources: Sources) -> None:
-        before = self._sources.get(id(tensor), _NONE)
         if id(tensor) not in self._sources:
             self._alive.append(tensor)
             self._num_writes[id(tensor)] = len(self._writes.get(storage_id(tensor), ()))
-        self._sources[id(tensor)] = (before[0] | sources[0], before[1] | sources[1])
+        self._sources[id(tensor)] = self._sources.get(id(tensor), frozenset()) | sources
 
     def _write(self, tensor: torch.Tensor, sources: Sources) -> None:
         """Add sources to all existing tensors that share a tensor's storage."""
@@ -297,7 +302,7 @@ class _Follower(TorchFunctionMode):
         return stand_in
 
     def _note(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        needs, parameters = self.sources((args, kwargs))
+        sources = self.sources((args, kwargs))
         arguments = tree_map(to_meta, (args, kwargs))
         given = [
             (leaf, meta, meta._version)
@@ -314,8 +319,8 @@ class _Follower(TorchFunctionMode):
         self._counts[name] += 1
         for argument, meta, before in given:
             if meta._version > before:
-                self._write(argument, (frozenset({Value(place, name, WRITTEN)}), frozenset()))
-        learns = not self._requires_grad.isdisjoint(needs | parameters) or name in self._trained
+                self._write(argument, frozenset({Value(place, name, WRITTEN)}))
+        learns = not self._requires_grad.isdisjoint(sources) or name in self._trained
         outputs: list[Any] = []
         for leaf, found in enumerate(leaves):
             if isinstance(found, torch.Tensor):
@@ -324,7 +329,7 @@ class _Follower(TorchFunctionMode):
                 self.forms[value] = Form(shape=tuple(made.shape), dtype=made.dtype, requires_grad=requires_grad)
                 if requires_grad:
                     self._requires_grad.add(value)
-                self._remember(made, (frozenset({value}), frozenset()))
+                self._remember(made, frozenset({value}))
                 self._versions[value] = made, made.meta._version
                 outputs.append(made)
             elif isinstance(found, _PLAIN):
@@ -338,8 +343,8 @@ class _Follower(TorchFunctionMode):
                 place=place,
                 unit=name,
                 number=number,
-                needs=needs,
-                parameters=parameters,
+                needs=_outputs(sources),
+                parameters=_parameters(sources),
                 outputs=tuple(outputs),
                 tree=tree,
                 arguments=arguments,
