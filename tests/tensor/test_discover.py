@@ -12,18 +12,7 @@ import torch
 import unseen
 from discovered import run_split
 from torch import Tensor, nn
-from unseen import (
-    B,
-    C,
-    FusedAttention,
-    GatedMLP,
-    H,
-    Language,
-    PlainMLP,
-    Residual,
-    T,
-    V,
-)
+from unseen import B, C, FusedAttention, GatedMLP, H, Language, PlainMLP, Residual, T, V
 
 from weft.errors import ModelError
 from weft.models.convnet import ConvNet, ConvNetConfig
@@ -231,14 +220,10 @@ def test_nothing_of_the_model_or_of_random_numbers_is_changed() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     attributes = model.head.out_features, type(model.head.out_features), "forward" in vars(model.head)
     state = torch.get_rng_state()
-    find(model, lambda meta_copy: meta_copy(tokens_of(state)) + torch.rand(()), tensor=2)
+    find(model, lambda meta_copy: meta_copy(state[: B * T].view(B, T).long() % V) + torch.rand(()), tensor=2)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert attributes == (V, int, False)
-
-
-def tokens_of(state: Tensor) -> Tensor:
-    return state[: B * T].view(B, T).long() % V
 
 
 def test_what_cannot_be_followed_says_where() -> None:

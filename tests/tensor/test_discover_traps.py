@@ -78,6 +78,11 @@ def tells_heads_apart(m: Any, x: Tensor) -> Tensor:
     return m.last(torch.cat([heads[:, :, k] * k for k in range(6)], -1).roll(1, -1))
 
 
+def heads_in_the_batch(m: Any, x: Tensor) -> Tensor:
+    h = m.first(x).view(B, T, 6, 4).transpose(1, 2).reshape(B * 6, T, 4).softmax(1)
+    return m.last(h.view(B, 6, T, 4).transpose(1, 2).reshape(B, T, N))
+
+
 WHOLE: dict[str, Callable[[], Between]] = {
     "softmax": lambda: Between(lambda m, x: m.last(m.first(x).softmax(-1))),
     "layer norm": lambda: Between(lambda m, x: m.last(m.norm(m.first(x))), norm=nn.LayerNorm(N)),
@@ -141,18 +146,7 @@ SPLIT: dict[str, Callable[[], Between]] = {
     "another order": lambda: Between(
         lambda m, x: m.last((m.first(x).view(B, T, 6, 4) * m.g(x).view(B, T, 4, 6).mT).flatten(2)), g=nn.Linear(C, N)
     ),
-    "heads in the batch": lambda: Between(
-        lambda m, x: m.last(
-            m.first(x)
-            .view(B, T, 6, 4)
-            .transpose(1, 2)
-            .reshape(B * 6, T, 4)
-            .softmax(1)
-            .view(B, 6, T, 4)
-            .transpose(1, 2)
-            .reshape(B, T, N)
-        )
-    ),
+    "heads in the batch": lambda: Between(heads_in_the_batch),
     "a layer for each head": lambda: Between(
         lambda m, x: m.last(m.own(m.first(x).unflatten(-1, (6, 4))).flatten(2)), own=nn.Linear(4, 4)
     ),

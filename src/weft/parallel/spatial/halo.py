@@ -169,13 +169,9 @@ def _slab(x: torch.Tensor, rows: Range, first: int) -> torch.Tensor:
 def _empty_like(x: torch.Tensor, num_rows: int) -> torch.Tensor:
     """A map in the memory format of x, which decides how fast a GPU convolves it."""
     is_last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+    form = torch.channels_last if is_last else torch.contiguous_format
     samples, channels, _, width = x.shape
-    return torch.empty(
-        (samples, channels, num_rows, width),
-        dtype=x.dtype,
-        device=x.device,
-        memory_format=torch.channels_last if is_last else torch.contiguous_format,
-    )
+    return torch.empty((samples, channels, num_rows, width), dtype=x.dtype, device=x.device, memory_format=form)
 
 
 def _exchange(

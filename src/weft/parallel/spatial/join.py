@@ -43,10 +43,8 @@ def join_first(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def aligned(tensors: list[torch.Tensor], *, is_broadcast: bool = True) -> tuple[Rows, list[torch.Tensor]] | None:
     """This rank's rows of tensors that are combined entry by entry; None if their heights do not align.
 
-    `is_broadcast`: a whole tensor of height 1 goes with any number of rows.
-
-    Whole tensors of full height are cut. The gradient of such a cut covers this rank's rows only, and is summed over
-    ranks where the tensor was made, as for everything whole.
+    Whole tensors of full height are cut; their gradients cover this rank's rows only, and are summed over ranks as for
+    everything whole. `is_broadcast`: a whole tensor of height 1 goes with any number of rows.
     """
     first = next(tensor for tensor in tensors if isinstance(tensor, RowTensor))
     rows, num_dims = first.weft_rows, max(tensor.dim() for tensor in tensors)

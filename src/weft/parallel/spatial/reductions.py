@@ -74,20 +74,16 @@ def global_pool(func: Function, input: torch.Tensor, output_size: Any) -> Any:
 
 def last_norm(func: Function, x: Any, normalized_shape: Any, *others: Any, **kwargs: Any) -> Any:
     num_dims = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
-    return _on_last_dims(num_dims, func, x, normalized_shape, *others, **kwargs)
-
-
-def linear(func: Function, *args: Any, **kwargs: Any) -> Any:
-    return _on_last_dims(1, func, *args, **kwargs)
+    return on_last_dims(num_dims, func, x, normalized_shape, *others, **kwargs)
 
 
 def matmul(func: Function, *args: Any, **kwargs: Any) -> Any:
     """A product with a matrix on the right is a linear layer; others need whole maps."""
     is_linear = len(args) == 2 and isinstance(args[0], RowTensor) and args[1].dim() == 2
-    return linear(func, *args, **kwargs) if is_linear else JOIN
+    return on_last_dims(1, func, *args, **kwargs) if is_linear else JOIN
 
 
-def _on_last_dims(num_dims: int, func: Function, *args: Any, **kwargs: Any) -> Any:
+def on_last_dims(num_dims: int, func: Function, *args: Any, **kwargs: Any) -> Any:
     rows = rows_of(args[0]) if args else None
     if rows is None or any(rows_of(one) is not None for one in (*args[1:], *kwargs.values())):
         return JOIN

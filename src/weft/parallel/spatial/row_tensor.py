@@ -67,11 +67,7 @@ class RowTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Function,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Function, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         from weft.parallel.spatial.rules import apply_rule  # the rules need this class
 
@@ -83,8 +79,7 @@ class RowTensor(torch.Tensor):
 
 
 def mark(local: torch.Tensor, rows: Rows) -> RowTensor:
-    """Turn a tensor that nothing else refers to into this rank's rows. Its class is changed in place, without a view,
-    so that later in-place writes cost no copy."""
+    """Turn a tensor that nothing else refers to into this rank's rows; a view would make in-place writes cost a copy."""
     assert local.shape[rows.dim] == rows.num_own, f"{tuple(local.shape)} is not {rows.num_own} rows of {rows}"
     local.__class__ = RowTensor
     assert isinstance(local, RowTensor)

@@ -83,6 +83,7 @@ def _rules() -> Iterator[tuple[Iterable[str], Rule]]:
     yield ("sum", "mean"), reductions.total
     yield ("adaptive_avg_pool2d",), reductions.global_pool
     yield ("layer_norm", "rms_norm"), reductions.last_norm
+    yield ("linear",), functools.partial(reductions.on_last_dims, 1)
     yield ("matmul", "__matmul__"), reductions.matmul
     yield "permute transpose swapaxes swapdims movedim moveaxis unsqueeze select unbind".split(), shapes.view
     yield ("chunk", "split", "__getitem__"), shapes.view
@@ -90,7 +91,7 @@ def _rules() -> Iterator[tuple[Iterable[str], Rule]]:
     yield ("expand", "expand_as", "broadcast_to"), shapes.expand
     yield ("cat", "concat", "concatenate"), shapes.cat
     windows: list[Rule] = [conv_pool.conv2d, conv_pool.max_pool2d, conv_pool.avg_pool2d, conv_pool.pad]
-    others: list[Rule] = [norms.group_norm, norms.instance_norm, reductions.linear, shapes.squeeze, shapes.stack]
+    others: list[Rule] = [norms.group_norm, norms.instance_norm, shapes.squeeze, shapes.stack]
     yield from (((rule.__name__,), rule) for rule in (*windows, *others, dropout, batch_norm))
 
 

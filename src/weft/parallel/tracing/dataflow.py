@@ -165,39 +165,31 @@ def follow(meta_copy: nn.Module, units: Sequence[str], call: Callable[[nn.Module
     ours = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with ours, follower.watching(), torch.no_grad(), _Randomness() as randomness, follower:
         output = call(meta_copy)
-    _refuse_written_buffers(meta_copy, follower)
     for buffer, before in kept:  # buffers and random states are the user's own
         buffer.copy_(before)
-    sources = follower.sources(output)
+    now = {name: id(buffer) for name, buffer in meta_copy.named_buffers()}
+    changed = [n for number, n in follower.buffers.items() if number in follower.written_into or now.get(n) != number]
+    if changed:  # each stage that runs this code would change its own replica
+        raise ModelError([BUFFERS_OF_EVERY_STAGE.message(name=name) for name in changed])
+    needs, parameters = _by_kind(follower.sources(output))
     return Flow(
         calls=tuple(follower.calls),
         forms=follower.forms,
-        output_needs=_outputs(sources),
-        output_parameters=_parameters(sources),
+        output_needs=needs,
+        output_parameters=parameters,
         written=follower.written(),
         is_random=randomness.is_random,
         by_name={(made.unit, made.number): made for made in follower.calls},
     )
 
 
-def _refuse_written_buffers(meta_copy: nn.Module, follower: _Follower) -> None:
-    """Refuse code between units that changes persistent buffers: it would run on every stage, or on some."""
-    now = {name: id(buffer) for name, buffer in meta_copy.named_buffers()}
-    changed = [n for number, n in follower.buffers.items() if number in follower.written_into or now.get(n) != number]
-    if changed:
-        raise ModelError([BUFFERS_OF_EVERY_STAGE.message(name=name) for name in changed])
-
-
 Sources = frozenset[Value | str]
 """Outputs of units, and names of the model's own parameters."""
 
 
-def _outputs(sources: Sources) -> frozenset[Value]:
-    return frozenset(one for one in sources if isinstance(one, Value))
-
-
-def _parameters(sources: Sources) -> frozenset[str]:
-    return frozenset(one for one in sources if isinstance(one, str))
+def _by_kind(sources: Sources) -> tuple[frozenset[Value], frozenset[str]]:
+    names = frozenset(one for one in sources if isinstance(one, str))
+    return frozenset(one for one in sources if isinstance(one, Value)), names
 
 
 class _Follower(TorchFunctionMode):
@@ -303,6 +295,7 @@ class _Follower(TorchFunctionMode):
 
     def _note(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         sources = self.sources((args, kwargs))
+        needs, parameters = _by_kind(sources)
         arguments = tree_map(to_meta, (args, kwargs))
         given = [
             (leaf, meta, meta._version)
@@ -343,8 +336,8 @@ class _Follower(TorchFunctionMode):
                 place=place,
                 unit=name,
                 number=number,
-                needs=_outputs(sources),
-                parameters=_parameters(sources),
+                needs=needs,
+                parameters=parameters,
                 outputs=tuple(outputs),
                 tree=tree,
                 arguments=arguments,

@@ -103,42 +103,32 @@ def absorb(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     return tree_map(lambda leaf: Placeholder(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, result)
 
 
-class _TensorLike(NamedTuple):
-    """Everything about an operand that decides the shape of a result."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-class _Plain(NamedTuple):
-    """Any other argument, with its type, because 1 == 1.0 == True."""
+class _Described(NamedTuple):
+    """An argument by type, because 1 == 1.0 == True, and value; a tensor by the metadata that decides result shapes."""
 
     kind: type
     value: Any
 
 
-def _describe(value: Any) -> Any:
-    """A hashable description of arguments that keeps no tensor alive."""
+def _describe(value: Any) -> _Described:
+    """A hashable description of an argument that keeps no tensor alive."""
     if isinstance(value, Placeholder):
-        return _TensorLike(value.meta.shape, value.meta.stride(), value.meta.dtype, value._device)
+        return _Described(torch.Tensor, (value.meta.shape, value.meta.stride(), value.meta.dtype, value._device))
     if isinstance(value, torch.Tensor):
-        return _TensorLike(value.shape, value.stride(), value.dtype, value.device)
-    if type(value) is tuple:
-        return tuple(map(_describe, value))
-    return _Plain(type(value), value)
+        return _Described(torch.Tensor, (value.shape, value.stride(), value.dtype, value.device))
+    return _Described(type(value), tuple(map(_describe, value)) if type(value) is tuple else value)
 
 
-def _restore(described: Any) -> Any:
-    if isinstance(described, _TensorLike):
-        shape, stride, dtype, device = described
+def _restore(described: _Described) -> Any:
+    kind, value = described
+    if kind is torch.Tensor:
+        shape, stride, dtype, device = value
         return Placeholder(torch.empty_strided(shape, stride, dtype=dtype, device=_META), device)
-    return tuple(map(_restore, described)) if type(described) is tuple else described.value
+    return tuple(map(_restore, value)) if kind is tuple else value
 
 
 @functools.lru_cache(maxsize=4096)
-def _absorb_described(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _absorb_described(func: Callable[..., Any], args: _Described, kwargs: _Described) -> Any:
     """`absorb`, cached: shapes repeat between microbatches, and inferring one costs more than an addition."""
     return absorb(func, _restore(args), dict(_restore(kwargs)))
 

@@ -65,10 +65,6 @@ class Move:
     target: int
     rows: Range
 
-    @property
-    def num_rows(self) -> int:
-        return self.rows[1] - self.rows[0]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
@@ -122,8 +118,8 @@ def widest_part(height: int, num_ranks: int) -> int:
 
 def halo_bytes(exchange: Exchange, rank: int, *, row_bytes: int, backward: bool) -> int:
     """Bytes that a rank sends for halos; backward: for gradients of the halo it received."""
-    moves = (move for move in exchange.moves if (move.target if backward else move.source) == rank)
-    return sum(move.num_rows for move in moves) * row_bytes
+    sent = (move.rows for move in exchange.moves if (move.target if backward else move.source) == rank)
+    return sum(stop - start for start, stop in sent) * row_bytes
 
 
 def join_bytes(height: int, num_ranks: int, *, row_bytes: int) -> int:

@@ -158,10 +158,11 @@ class CandidateMaker:
     def _cuts(self) -> dict[str, Cut]:
         cuts: dict[str, Cut] = {}
         for layer in self.columns.values():
-            for name, dim in _output_dims(layer).items():
-                sections = self.choice.sections(layer.outputs) or (Section(num_units=1, unit=length(layer.outputs)),)
-                full = layer.names[name]
-                cuts[full] = Cut(name=full, dim=dim, sections=sections)
+            sections = self.choice.sections(layer.outputs) or (Section(num_units=1, unit=length(layer.outputs)),)
+            is_second = is_transposed(layer.module) or isinstance(layer.module, nn.Embedding)
+            for name, dim in (("weight", 1 if is_second else 0), ("bias", 0)):
+                if name in layer.names:
+                    cuts[layer.names[name]] = Cut(name=layer.names[name], dim=dim, sections=sections)
         for layer in self.rows.values():
             name = layer.names["weight"]
             contracted = self.choice.sections(layer.inputs)
@@ -186,17 +187,9 @@ class CandidateMaker:
         """Parameters that are split, not replicated."""
         total = 0
         for layer in (*self.columns.values(), *self.rows.values()):
-            for name, full in layer.names.items():
-                parameter = layer.module._parameters[name]
-                if full in cuts and parameter is not None:
-                    sections = cuts[full].sections
-                    shared = sum(section.length for section in sections if section.num_units >= self.index.tensor)
-                    total += parameter.numel() // parameter.shape[cuts[full].dim] * shared
+            for name, parameter in layer.module.named_parameters(recurse=False):
+                cut = cuts.get(layer.names[name])
+                if cut is not None:
+                    num_split = sum(one.length for one in cut.sections if one.num_units >= self.index.tensor)
+                    total += parameter.numel() // parameter.shape[cut.dim] * num_split
         return total
-
-
-def _output_dims(layer: Layer) -> dict[str, int]:
-    """The dim of output features of each of a layer's parameters."""
-    is_second = is_transposed(layer.module) or isinstance(layer.module, nn.Embedding)
-    dims = {"weight": 1 if is_second else 0}
-    return dims if layer.module._parameters.get("bias") is None else dims | {"bias": 0}

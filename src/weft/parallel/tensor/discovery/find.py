@@ -135,8 +135,7 @@ def _parts(index: RecordIndex, chosen: frozenset[Digit]) -> Iterator[Digit]:
 def _further(index: RecordIndex, outer: Digit) -> Candidate:
     """Split the digit inside one that is too small as well; ranks replicate tensors that have only the outer one."""
     for layer in index.columns[outer]:
-        found = digits(layer.outputs)
-        for one, other in itertools.pairwise(found):
+        for one, other in itertools.pairwise(digits(layer.outputs)):
             is_free = other.reason is None and not other.parts
             if one is outer and is_free and one.size * other.size >= index.tensor:
                 return CandidateMaker(index, Choice(chosen=frozenset({outer}), outer=outer, within=other)).make()

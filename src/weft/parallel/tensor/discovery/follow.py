@@ -43,7 +43,13 @@ def follow(model: nn.Module, call: Callable[[nn.Module], Any], *, whole_between:
                 f"{error}), which is how weft finds how a model splits over the tensor axis; declare its `regions` "
                 "in weft_blueprint()"
             ) from error
-    _note_output(tracer, output)
+    outputs = tensors_of(output)
+    for tensor in outputs:
+        tracer.add_end(tensor)
+        if len(outputs) == 1 and tensor.is_floating_point() and tensor.dim() > 0:  # its features may stay split
+            tracer.record.output = tracer.layout(tensor)
+        else:
+            tracer.block(tensor, "the model returns them")
     return tracer.record
 
 
@@ -103,18 +109,6 @@ class _UnseenOperators(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         finally:
             self.tracer.is_inside = False
-
-
-def _note_output(tracer: Tracer, output: Any) -> None:
-    """All outputs are whole, except perhaps the features of an only one."""
-    tensors = tensors_of(output)
-    is_alone = len(tensors) == 1 and tensors[0].is_floating_point() and tensors[0].dim() > 0
-    for tensor in tensors:
-        tracer.add_end(tensor)
-        if is_alone:
-            tracer.record.output = tracer.layout(tensor)
-        else:
-            tracer.block(tensor, "the model returns them")
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from weft.parallel.tensor.discovery.choice import Choice, Refusal, UnitCount
+from weft.parallel.tensor.discovery.choice import Choice, Refusal
 from weft.parallel.tensor.discovery.features import Dim, length
 from weft.parallel.tensor.discovery.records import Layer, RecordedCall, RecordIndex, StateTensor
 from weft.parallel.tensor.discovery.symbolic_sizes import Compute, Local, local_value, plain
@@ -26,7 +27,7 @@ class Sizes:
         self.index, self.choice = index, choice
         out_of = region.num_units(index.tensor)
         self.numbers = {section.num_units for cut in region.cuts for section in cut.sections}
-        self.units = [_units(share, out_of) for share in shares(out_of, index.tensor)]
+        self.units = [functools.partial(_num_units, share, out_of) for share in shares(out_of, index.tensor)]
         self.locals = [choice.local(units) for units in self.units]
 
     def check(self) -> None:
@@ -120,9 +121,5 @@ def _computed(compute: Compute, local: Local) -> Any:
         return error
 
 
-def _units(share: Range, out_of: int) -> UnitCount:
-    def units(number: int) -> int:
-        start, stop = share_of(number, share, out_of)
-        return stop - start
-
-    return units
+def _num_units(share: Range, out_of: int, number: int) -> int:
+    return len(range(*share_of(number, share, out_of)))
