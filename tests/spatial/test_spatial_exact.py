@@ -1,4 +1,4 @@
-"""Images split by rows give the answer of one process: outputs, and gradients of inputs and of every parameter."""
+"""Images split by rows give the results of one process: outputs, and gradients of inputs and of every parameter."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_random_stacks_on_four_ranks() -> None:
 
 
 class Flattened(nn.Module):
-    """A model that leaves the picture in a way of its own."""
+    """A convolution, then a function that may need the whole map."""
 
     def __init__(self, leave: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ LEAVES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @ranks(2)
-def test_every_way_to_leave_the_picture() -> None:
+def test_every_function_after_a_convolution() -> None:
     for name, leave in LEAVES.items():
         try:
             check(Flattened(leave), images(9), 2)
@@ -205,7 +205,7 @@ def test_blocks_recomputed_by_plan(policy: str) -> None:
 
 @ranks(2)
 def test_sums_of_narrow_numbers_are_taken_wide() -> None:
-    """As torch does inside: 40,000 ones have no sum in 16 bits, and a mean."""
+    """As inside torch: the sum of 40,000 ones overflows in 16 bits, their mean does not."""
     rows, ones = SpatialParallel(rows_group(2)), torch.ones(1, 2, 200, 200, dtype=torch.float16)
     for function in (lambda x: x.mean((2, 3)), lambda x: F.adaptive_avg_pool2d(x, 1), lambda x: F.group_norm(x + 1, 1)):
         made = rows.call(function, ones)

@@ -1,6 +1,6 @@
-"""Models that say nothing of how they split, followed and split: what is found, and that it is right.
+"""Regions found for models that declare none.
 
-Every split is run: outputs, gradients of all weights and buffers must be the whole model's.
+Every split is run: outputs, gradients of all weights, and buffers must be the whole model's.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ def images(size: int, channels: int = 3) -> Callable[[], Tensor]:
 
 
 def ready(model: nn.Module) -> nn.Module:
-    """In float64, and no two entries of a parameter alike: those would hide a wrong cut."""
+    """The model in float64, with random parameters: equal entries would hide a wrong cut."""
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     return model.double()
 
 
 def split(model: nn.Module, inputs: Tensor, tensor: int) -> tuple[Region, ...]:
-    """The regions of a model, which are right."""
+    """The regions of a model, after checking them."""
     regions = find(ready(model), lambda meta_copy: meta_copy(inputs), tensor=tensor).regions
     assert run_split(model, regions, tensor, inputs) < 1e-10
     return regions
 
 
 def roles(regions: tuple[Region, ...]) -> list[str]:
-    """Each region in a line: its columns and its rows."""
+    """Columns and rows of each region."""
     return [f"{' + '.join(' '.join(group) for group in r.columns)} > {' '.join(r.rows)}" for r in regions]
 
 

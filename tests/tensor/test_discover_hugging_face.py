@@ -1,4 +1,4 @@
-"""Hugging Face models from the flow of their data alone, whether or not they ship a plan."""
+"""Regions of Hugging Face models found from their dataflow alone, also of those that ship a plan."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
     "DistilBert": ("ForMaskedLM", dict(vocab_size=50, dim=24, n_layers=1, n_heads=6, hidden_dim=36, dropout=0.0,
                                        attention_dropout=0.0), 4),
 }  # fmt: skip
-"""Kind: what it is for, its sizes, and the number of regions: attention, MLP, and often the vocabulary at both ends."""
+"""Class suffix, sizes and number of regions by kind of model: attention, MLP, often embedding and head."""
 
 
 class Logits(nn.Module):
-    """The one output that a loss takes."""
+    """Returns only the output that a loss takes."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

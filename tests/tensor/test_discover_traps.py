@@ -1,6 +1,6 @@
-"""Code between two layers that looks as if it could be split: each is left whole, or split right.
+"""Code between two layers that is tempting to split: each case stays whole, or is split right.
 
-`first` widens to N features, `last` takes what becomes of them. What is split is run and compared with the whole.
+`first` widens to N features, `last` contracts what the code makes of them. Splits are run and compared with the whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Code = Callable[[Any, Tensor], Tensor]
 
 
 class Between(nn.Module):
-    """Two layers, and whatever else the code needs."""
+    """Two layers, the code between them, and other modules or tensors that it needs."""
 
     def __init__(self, code: Code, num_last: int = N, **others: Any) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def learned(*shape: int) -> nn.Parameter:
 
 
 class Through(torch.autograd.Function):
-    """Somebody's own function."""
+    """A user's own autograd function."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

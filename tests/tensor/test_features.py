@@ -31,7 +31,7 @@ def sizes(dim: Dim) -> list[int]:
 
 
 def free(dim: Dim) -> list[int]:
-    """Sizes of the digits that can be shared out."""
+    """Sizes of the digits that can be split."""
     return [leaf.size for leaf in leaves(dim) if leaf.reason is None]
 
 
@@ -145,7 +145,7 @@ def test_splitting_takes_whole_digits_or_parts_of_them() -> None:
 
 
 def decode(dim: Dim, place: int) -> dict[Digit, int]:
-    """What each digit is at a place along a dim."""
+    """The value of each digit at a position along a dim."""
     found: dict[Digit, int] = {}
     for digit in reversed(digits(dim)):
         place, value = divmod(place, digit.size)
@@ -162,7 +162,7 @@ def decode(dim: Dim, place: int) -> dict[Digit, int]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_digits_say_where_entries_really_are(seed: int) -> None:
-    """Against torch: the number of a feature, moved about with it, has the digits that its new place has."""
+    """Against torch: an entry that holds its original position has the digits of its new position."""
     draw = random.Random(seed)
     features = fresh(48)
     entries, layout = torch.arange(48), (features,)

@@ -79,7 +79,7 @@ class RowTensor(torch.Tensor):
 
 
 def mark(local: torch.Tensor, rows: Rows) -> RowTensor:
-    """Turn a tensor that nothing else refers to into this rank's rows; a view would make in-place writes cost a copy."""
+    """Turn a tensor that nothing else refers to into this rank's rows; a view would make in-place writes copy."""
     assert local.shape[rows.dim] == rows.num_own, f"{tuple(local.shape)} is not {rows.num_own} rows of {rows}"
     local.__class__ = RowTensor
     assert isinstance(local, RowTensor)
