@@ -1,5 +1,4 @@
-"""What images split by rows send is what `plan/partition/rows.py` says, and what they keep falls with the number of
-ranks."""
+"""Bytes sent for images split by rows are those of `plan/partition/rows.py`; memory falls with the number of ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ SAMPLES, WIDTH, ITEM_BYTES = 2, 11, 8
 
 
 class Halos(nn.Module):
-    """Three windows of unlike shapes; the input needs no gradient, so the first one sends nothing back."""
+    """Three windows of different shapes; the input needs no gradient, so the first has no backward exchange."""
 
     WINDOWS = (
         Window(kernel=3, before=1, after=1),
@@ -43,7 +42,7 @@ class Halos(nn.Module):
 
 
 def check_bytes(num_ranks: int, height: int, leave: Callable[[Tensor], Tensor], left: Callable[[int], int]) -> None:
-    """`left`: bytes that leaving the picture sends, in both passes, of a map of this height."""
+    """`left`: bytes that joining or reducing a map of this height sends, in both passes."""
     group, model = rows_group(num_ranks), Halos()
     before = group.traffic.sent_bytes
     output = SpatialParallel(group).call(lambda x: leave(model(x)), images(height, samples=SAMPLES, width=WIDTH))
@@ -74,12 +73,12 @@ def check_all(num_ranks: int) -> None:
 
 
 @ranks(2)
-def test_counted_bytes_are_those_foretold_on_two_ranks() -> None:
+def test_counted_bytes_are_those_predicted_on_two_ranks() -> None:
     check_all(2)
 
 
 @ranks(4)
-def test_counted_bytes_are_those_foretold_on_four_ranks() -> None:
+def test_counted_bytes_are_those_predicted_on_four_ranks() -> None:
     check_all(4)
 
 
@@ -109,7 +108,7 @@ def test_what_needs_no_other_rank_sends_nothing() -> None:
 
 
 def kept_bytes(group: Group | None) -> int:
-    """What a stack of convolutions keeps for the backward pass, besides weights and the whole input."""
+    """Bytes that a stack of convolutions keeps for the backward pass, besides weights and the whole input."""
     layers = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(inplace=True)) for _ in range(4)]
     model, inputs = nn.Sequential(*layers, nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1)), torch.randn(1, 4, 64, 32)
     call = model if group is None else functools.partial(SpatialParallel(group).call, model)
@@ -122,10 +121,10 @@ def kept_bytes(group: Group | None) -> int:
 
 @ranks(4)
 def test_what_is_kept_falls_with_the_number_of_ranks() -> None:
-    """Four maps, and the places of the maxima of the last one. A rank keeps its part of them and of the input, and of
-    each of four convolutions at most two rows of its neighbours'."""
+    """Kept are four maps and the indices of the last one's maxima. A rank keeps its rows of them and of the input, and
+    a halo of at most two rows per convolution."""
     a_map, a_row, others = 4 * 64 * 32 * 4, 4 * 32 * 4, 1024
     alone = kept_bytes(None)
     assert 0 <= alone - (4 * a_map + a_map // 4 * 2) < others
-    # Through sockets: memory that ranks share would count, too.
+    # Through sockets, because shared memory would count too.
     assert 0 <= kept_bytes(rows_group(4, transport="c10d")) - (alone + a_map) // 4 <= 4 * 2 * a_row + others

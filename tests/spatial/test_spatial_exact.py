@@ -1,4 +1,4 @@
-"""Images split by rows give the answer of one process: outputs, and gradients of inputs and of every parameter."""
+"""Images split by rows give the results of one process: outputs, and gradients of inputs and of every parameter."""
 
 from __future__ import annotations
 
@@ -34,35 +34,19 @@ def random_layer(draw: random.Random, channels: int) -> nn.Module:
     reach = dilation * (kernel - 1) + 1
     match draw.choice(["conv", "conv", "same", "depthwise", "max", "average"]):
         case "conv":
-            padding = draw.randint(reach // 2, reach)
-            return nn.Conv2d(
-                channels,
-                channels,
-                (kernel, 3),
-                stride=(draw.randint(1, 3), 1),
-                padding=(padding, 1),
-                dilation=(dilation, 1),
-                groups=draw.choice([1, 2]),
-            )
+            padding, stride = draw.randint(reach // 2, reach), draw.randint(1, 3)
+            groups = draw.choice([1, 2])
+            return nn.Conv2d(channels, channels, (kernel, 3), (stride, 1), (padding, 1), (dilation, 1), groups)
         case "same":
             return nn.Conv2d(channels, channels, (kernel, 2), padding="same", dilation=dilation)
         case "depthwise":
             return nn.Conv2d(channels, channels, 3, padding=1, groups=channels)
         case "max":
-            return nn.MaxPool2d(
-                (kernel, 2),
-                stride=(draw.randint(1, 3), 1),
-                padding=(kernel // 2, 1),
-                ceil_mode=draw.random() < 0.5,
-            )
-    return nn.AvgPool2d(
-        (kernel, 2),
-        stride=(draw.randint(1, 3), 1),
-        padding=(kernel // 2, 1),
-        ceil_mode=draw.random() < 0.5,
-        count_include_pad=draw.random() < 0.5,
-        divisor_override=draw.choice([None, None, 3]),
-    )
+            stride, ceil = draw.randint(1, 3), draw.random() < 0.5
+            return nn.MaxPool2d((kernel, 2), (stride, 1), (kernel // 2, 1), ceil_mode=ceil)
+    stride, ceil, counts = draw.randint(1, 3), draw.random() < 0.5, draw.random() < 0.5
+    divisor = draw.choice([None, None, 3])
+    return nn.AvgPool2d((kernel, 2), (stride, 1), (kernel // 2, 1), ceil, counts, divisor)
 
 
 def check_random_stacks(num_ranks: int, num_stacks: int) -> None:
@@ -83,7 +67,7 @@ def test_random_stacks_on_four_ranks() -> None:
 
 
 class Flattened(nn.Module):
-    """A model that leaves the picture in a way of its own."""
+    """A convolution, then a function that may need the whole map."""
 
     def __init__(self, leave: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -172,7 +156,7 @@ LEAVES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @ranks(2)
-def test_every_way_to_leave_the_picture() -> None:
+def test_every_function_after_a_convolution() -> None:
     for name, leave in LEAVES.items():
         try:
             check(Flattened(leave), images(9), 2)
@@ -221,7 +205,7 @@ def test_blocks_recomputed_by_plan(policy: str) -> None:
 
 @ranks(2)
 def test_sums_of_narrow_numbers_are_taken_wide() -> None:
-    """As torch does inside: 40,000 ones have no sum in 16 bits, and a mean."""
+    """As inside torch: the sum of 40,000 ones overflows in 16 bits, their mean does not."""
     rows, ones = SpatialParallel(rows_group(2)), torch.ones(1, 2, 200, 200, dtype=torch.float16)
     for function in (lambda x: x.mean((2, 3)), lambda x: F.adaptive_avg_pool2d(x, 1), lambda x: F.group_norm(x + 1, 1)):
         made = rows.call(function, ones)

@@ -1,4 +1,4 @@
-"""What images split by rows cannot do is refused, on all ranks alike; and what is random in them."""
+"""Refusals and randomness with images split by rows."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_evaluation_is_that_of_one_process() -> None:
 
 @ranks(2)
 def test_rows_overwritten_after_a_window_are_noticed() -> None:
-    """As in one process: what a convolution needs of its input for the backward pass must still be there."""
+    """As in one process: an input that a convolution saved must not be overwritten before the backward pass."""
     conv, x = nn.Conv2d(3, 3, 3, padding=1).double(), images(6).requires_grad_()
 
     def model(x: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class OwnSquare(torch.autograd.Function):
 
 @ranks(2)
 def test_functions_with_a_backward_of_their_own_are_refused() -> None:
-    """Their gradients are of some rows, and what they kept says that it is the whole."""
+    """Their gradients cover some rows, while the tensors they saved report whole shapes."""
     output = SpatialParallel(rows_group(2)).call(OwnSquare.apply, images(6).requires_grad_())
     torch.testing.assert_close(output.detach(), images(6) ** 2)
     with pytest.raises(ModelError, match=r"autograd.Function .* \(mul\)"):
@@ -159,5 +159,5 @@ def test_dropout_is_drawn_again_as_it_was(inplace: bool) -> None:
     output.sum().backward()
     assert x.grad is not None
     own = slice(0, 3) if torch.distributed.get_rank() == 0 else slice(3, 6)
-    # Each of two ranks counts the whole output.
+    # Both ranks count the whole output.
     torch.testing.assert_close(x.grad[:, :, own], 2 * 2 * output.detach()[:, :, own])

@@ -1,4 +1,4 @@
-"""Hugging Face models from the flow of their data alone, whether or not they ship a plan."""
+"""Regions of Hugging Face models found from their dataflow alone, also of those that ship a plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import transformers
 from discovered import run_split
 from torch import Tensor, nn
 
-from weft.parallel.tensor.discovery.find import discover
+from weft.parallel.tensor.discovery.find import find
 
 SIZES: dict[str, Any] = dict(
     vocab_size=50, hidden_size=24, num_hidden_layers=1, num_attention_heads=6, intermediate_size=36,
@@ -37,11 +37,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
     "DistilBert": ("ForMaskedLM", dict(vocab_size=50, dim=24, n_layers=1, n_heads=6, hidden_dim=36, dropout=0.0,
                                        attention_dropout=0.0), 4),
 }  # fmt: skip
-"""Kind: what it is for, its sizes, and the number of regions: attention, MLP, and often the vocabulary at both ends."""
+"""Class suffix, sizes and number of regions by kind of model: attention, MLP, often embedding and head."""
 
 
 class Logits(nn.Module):
-    """The one output that a loss takes."""
+    """Returns only the output that a loss takes."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -61,6 +61,6 @@ def test_it_is_split_right(kind: str) -> None:
         nn.init.normal_(parameter, std=0.2)
     tokens = torch.randint(0, 50, (2, 7))
     for tensor in (2, 4):
-        regions = discover(model, lambda meta_copy: meta_copy(tokens), tensor=tensor)
+        regions = find(model, lambda meta_copy: meta_copy(tokens), tensor=tensor).regions
         assert len(regions) == num_regions
         assert run_split(model, regions, tensor, tokens) < 1e-5  # some of their norms work in float32

@@ -1,4 +1,4 @@
-"""Random programs between layers: whatever is split gives the whole program's outputs and gradients."""
+"""Random programs between layers: every split that is found gives the whole program's outputs and gradients."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from discovered import run_split
 from torch import Tensor, nn
 
-from weft.parallel.tensor.discovery.find import discover
+from weft.parallel.tensor.discovery.find import find
 
 B, T, C = 2, 4, 12
 Step = Callable[["Program", list[Tensor]], Tensor]
 
 
 class Program(nn.Module):
-    """Steps drawn at random, each of which makes a tensor of those before."""
+    """Random steps, each of which computes a tensor from earlier ones."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Program(nn.Module):
         self.ends = [self.add_layer(self.add_flat(end), C) for end in {fit[-1], self.draw.choice(fit)}]
 
     def add(self, step: Step) -> int | None:
-        """The place of what a step makes; None if it cannot."""
+        """The place of a step's result; None if the step does not fit."""
         values = [torch.zeros(shape) for shape in self.shapes]
         try:
             made = step(self, values)
@@ -62,7 +62,7 @@ class Program(nn.Module):
         return made
 
     def add_step(self, made: list[int]) -> list[int]:
-        """One of many kinds of steps, with one or two operands; nothing if it does not fit."""
+        """Add a random step of one or two operands, if it fits."""
         draw = self.draw
         first, second = draw.choice(made[-3:]), draw.choice(made)
         shape = self.shapes[first]
@@ -116,5 +116,5 @@ def test_a_random_program_is_split_right(seed: int) -> None:
     x = torch.randn(B, T, C, dtype=torch.float64)
     largest = float(program(x).detach().abs().max())
     for tensor in (2, 3):
-        regions = discover(program, lambda meta_copy: meta_copy(x), tensor=tensor)
+        regions = find(program, lambda meta_copy: meta_copy(x), tensor=tensor).regions
         assert run_split(program, regions, tensor, x) < 1e-9 * max(largest, 1.0)

@@ -1,6 +1,6 @@
-"""Code between two layers that looks as if it could be split: each is left whole, or split right.
+"""Code between two layers that is tempting to split: each case stays whole, or is split right.
 
-`first` widens to N features, `last` takes what becomes of them. What is split is run and compared with the whole.
+`first` widens to N features, `last` contracts what the code makes of them. Splits are run and compared with the whole.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from discovered import run_split
 from torch import Tensor, nn
 
-from weft.parallel.tensor.discovery.find import discover
+from weft.parallel.tensor.discovery.find import find
 
 B, T, C, N = 2, 6, 8, 24
 Code = Callable[[Any, Tensor], Tensor]
 
 
 class Between(nn.Module):
-    """Two layers, and whatever else the code needs."""
+    """Two layers, the code between them, and other modules or tensors that it needs."""
 
     def __init__(self, code: Code, num_last: int = N, **others: Any) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def learned(*shape: int) -> nn.Parameter:
 
 
 class Through(torch.autograd.Function):
-    """Somebody's own function."""
+    """A user's own autograd function."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -76,6 +76,11 @@ def write_parts(m: Any, x: Tensor) -> Tensor:
 def tells_heads_apart(m: Any, x: Tensor) -> Tensor:
     heads = m.first(x).view(B, T, 6, 4)
     return m.last(torch.cat([heads[:, :, k] * k for k in range(6)], -1).roll(1, -1))
+
+
+def heads_in_the_batch(m: Any, x: Tensor) -> Tensor:
+    h = m.first(x).view(B, T, 6, 4).transpose(1, 2).reshape(B * 6, T, 4).softmax(1)
+    return m.last(h.view(B, 6, T, 4).transpose(1, 2).reshape(B, T, N))
 
 
 WHOLE: dict[str, Callable[[], Between]] = {
@@ -141,18 +146,7 @@ SPLIT: dict[str, Callable[[], Between]] = {
     "another order": lambda: Between(
         lambda m, x: m.last((m.first(x).view(B, T, 6, 4) * m.g(x).view(B, T, 4, 6).mT).flatten(2)), g=nn.Linear(C, N)
     ),
-    "heads in the batch": lambda: Between(
-        lambda m, x: m.last(
-            m.first(x)
-            .view(B, T, 6, 4)
-            .transpose(1, 2)
-            .reshape(B * 6, T, 4)
-            .softmax(1)
-            .view(B, 6, T, 4)
-            .transpose(1, 2)
-            .reshape(B, T, N)
-        )
-    ),
+    "heads in the batch": lambda: Between(heads_in_the_batch),
     "a layer for each head": lambda: Between(
         lambda m, x: m.last(m.own(m.first(x).unflatten(-1, (6, 4))).flatten(2)), own=nn.Linear(4, 4)
     ),
@@ -190,7 +184,7 @@ def test_it_is_left_whole_or_split_right(name: str) -> None:
     model = {**WHOLE, **SPLIT}[name]().double()
     x = torch.randn(B, T, C, dtype=torch.float64)
     for tensor in (2, 3):
-        regions = discover(model, lambda meta_copy: meta_copy(x), tensor=tensor)
+        regions = find(model, lambda meta_copy: meta_copy(x), tensor=tensor).regions
         assert bool(regions) == (name in SPLIT)
         assert run_split(model, regions, tensor, x) < 1e-10
 
@@ -199,7 +193,7 @@ def test_compiled_code_is_not_trusted() -> None:
     with pytest.warns(DeprecationWarning):
         compiled = torch.jit.script(_scripted)
     model = Between(lambda m, x: m.last(compiled(m.first(x))))
-    assert discover(model, lambda meta_copy: meta_copy(torch.randn(B, T, C)), tensor=2) == ()
+    assert find(model, lambda meta_copy: meta_copy(torch.randn(B, T, C)), tensor=2).regions == ()
 
 
 def _scripted(x: Tensor) -> Tensor:

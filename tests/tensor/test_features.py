@@ -1,4 +1,4 @@
-"""Digits: what views, slices and meetings make of the features of a dim."""
+"""Digits: the effect of views, slices and unification on the features of a dim."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from weft.parallel.tensor.discovery.features import (
     join,
     leaves,
     length,
-    peel,
     reshape,
+    split_outer,
     unify,
     whole,
 )
@@ -31,7 +31,7 @@ def sizes(dim: Dim) -> list[int]:
 
 
 def free(dim: Dim) -> list[int]:
-    """Sizes of the digits that can be shared out."""
+    """Sizes of the digits that can be split."""
     return [leaf.size for leaf in leaves(dim) if leaf.reason is None]
 
 
@@ -136,16 +136,16 @@ def test_a_cut_inside_a_unit_blocks_it() -> None:
     assert is_whole(features)
 
 
-def test_peeling_takes_whole_digits_or_parts_of_them() -> None:
+def test_splitting_takes_whole_digits_or_parts_of_them() -> None:
     dim = (Digit(6), Digit(5))
-    halves = peel(dim, 3)
+    halves = split_outer(dim, 3)
     assert halves is not None and [sizes(half) for half in halves] == [[3], [2, 5]]
-    assert peel(dim, 7) is None
-    assert peel((), 2) is None
+    assert split_outer(dim, 7) is None
+    assert split_outer((), 2) is None
 
 
 def decode(dim: Dim, place: int) -> dict[Digit, int]:
-    """What each digit is at a place along a dim."""
+    """The value of each digit at a position along a dim."""
     found: dict[Digit, int] = {}
     for digit in reversed(digits(dim)):
         place, value = divmod(place, digit.size)
@@ -162,7 +162,7 @@ def decode(dim: Dim, place: int) -> dict[Digit, int]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_digits_say_where_entries_really_are(seed: int) -> None:
-    """Against torch: the number of a feature, moved about with it, has the digits that its new place has."""
+    """Against torch: an entry that holds its original position has the digits of its new position."""
     draw = random.Random(seed)
     features = fresh(48)
     entries, layout = torch.arange(48), (features,)

@@ -1,4 +1,4 @@
-"""Following a batch through a model: what feeds what, what is written into, what is drawn, and nothing is changed."""
+"""The dataflow of a model: sources, writes and random numbers are seen, and the model is not changed."""
 
 from __future__ import annotations
 
@@ -161,15 +161,15 @@ def test_batch_norms_are_followed_with_any_number_of_samples(samples: int) -> No
     assert [call.unit for call in flow_of(model, torch.randn(samples, HIDDEN)).calls][-1] == "head"
 
 
-def test_an_absent_tensor_has_everything_but_values() -> None:
-    absent = Placeholder(torch.empty(2, 3, device="meta"), CPU)
-    assert absent.shape == (2, 3) and absent.device == CPU and absent.dtype == torch.float32
-    joined = torch.cat([absent, torch.ones(1, 3)])
+def test_a_placeholder_has_everything_but_values() -> None:
+    placeholder = Placeholder(torch.empty(2, 3, device="meta"), CPU)
+    assert placeholder.shape == (2, 3) and placeholder.device == CPU and placeholder.dtype == torch.float32
+    joined = torch.cat([placeholder, torch.ones(1, 3)])
     assert isinstance(joined, Placeholder) and joined.shape == (3, 3) and joined.device == CPU
-    assert absent.to(device="cpu").to("cpu", torch.float64).T.shape == (3, 2)
-    assert (torch.ones(3) + absent).sum(0).shape == (3,)
+    assert placeholder.to(device="cpu").to("cpu", torch.float64).T.shape == (3, 2)
+    assert (torch.ones(3) + placeholder).sum(0).shape == (3,)
     with pytest.raises(ModelError, match="value of another stage"):
-        bool(absent.sum() > 0)
+        bool(placeholder.sum() > 0)
 
 
 def test_a_unit_that_returns_something_opaque_is_refused() -> None:

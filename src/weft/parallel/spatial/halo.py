@@ -1,14 +1,11 @@
-"""The exchanges of images that are split by rows, inside the graph: fetch a halo, make a map whole, add up sums.
+"""Exchanges of images split by rows, as autograd functions: fetch a halo, gather a map, sum over ranks.
 
-    fetch   own rows -> the rows that windows cover    backward: gradients of fetched rows go home and are added there
-    join    own rows -> the whole map on every rank    backward: ranks' gradients are added, each gets its own rows
-    add     a sum over own rows -> the sum over all    backward: ranks' gradients are added
+    fetch_halo   own rows -> the rows that windows cover    backward: gradients of fetched rows return and are added
+    join         own rows -> the whole map on every rank    backward: ranks' gradients are added, each gets its own rows
+    add_ranks    a sum over own rows -> the sum over all    backward: ranks' gradients are added
 
-What comes after a join or a sum is computed on every rank alike and is counted once for each; so are losses and
-samples, and the trainer divides by both. That is why the ranks' gradients are added and not averaged.
-
-Messages between two ranks are exchanged in the order of their numbers, the lower one sending first, so that no backend
-that works in order can lock up.
+Every rank computes whatever follows a join or a sum, and counts losses and samples of all rows; the trainer divides
+the sums of both. Hence the ranks' gradients are added and not averaged.
 """
 
 from __future__ import annotations
@@ -27,73 +24,60 @@ from weft.comm.group import Group
 from weft.comm.p2p import receive, send
 from weft.parallel.spatial.row_tensor import HEIGHT_DIM, Rows
 from weft.plan.partition.rows import Exchange, overlap, widest_part
-from weft.plan.partition.tensor import Range, shares
+from weft.plan.partition.tensor import Range
 
 Gradients = tuple[torch.Tensor | None, ...]
-Slab = tuple[int, torch.Tensor]
-"""Another rank, and rows of a map that go there or come from there."""
 
 
-class Fetch(torch.autograd.Function):
-    """From this rank's rows to all that its windows cover; what is outside of the image is `fill`."""
+class FetchHalo(torch.autograd.Function):
+    """From this rank's rows to all rows that its windows cover; those outside the image are `fill`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, exchange: Exchange, group: Group, fill: float) -> torch.Tensor:
         ctx.exchange, ctx.group, ctx.num_own = exchange, group, x.shape[HEIGHT_DIM]
-        me, height = group.index, exchange.height
-        (first, _), (start, stop) = exchange.have[me], exchange.spans[me]
+        have, (start, stop) = exchange.have[group.index], exchange.spans[group.index]
         covered = _empty_like(x, stop - start)
-        outgoing = [
-            (move.target, _slab(x, move.rows, first).contiguous()) for move in exchange.moves if move.source == me
-        ]
-        incoming = [(move.source, _empty_slab(x, move.num_rows)) for move in exchange.moves if move.target == me]
-        pending = _exchange(outgoing, incoming, group)
-        for outside in ((start, min(stop, 0)), (max(start, height), stop)):
+        moves = [(move.source, move.target, move.rows) for move in exchange.moves]
+        incoming, pending = _exchange(x, have[0], moves, group)
+        for outside in ((start, min(stop, 0)), (max(start, exchange.height), stop)):
             if outside[0] < outside[1]:
                 _slab(covered, outside, start).fill_(fill)
-        own = overlap(exchange.have[me], (start, stop))
-        _slab(covered, own, start).copy_(_slab(x, own, first))
-        _wait(pending)
-        places = [move.rows for move in exchange.moves if move.target == me]
-        for rows, (_, slab) in zip(places, incoming, strict=True):
+        own = overlap(have, (start, stop))
+        _slab(covered, own, start).copy_(_slab(x, own, have[0]))
+        for one in pending:
+            one.wait()
+        for rows, slab in incoming:
             _slab(covered, rows, start).copy_(slab)
         return covered
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
-        exchange, group = ctx.exchange, ctx.group
-        me = group.index
-        (first, _), (start, stop) = exchange.have[me], exchange.spans[me]
-        outgoing = [
-            (move.source, _slab(gradient, move.rows, start).contiguous())
-            for move in exchange.moves
-            if move.target == me
-        ]
-        incoming = [(move.target, _empty_slab(gradient, move.num_rows)) for move in exchange.moves if move.source == me]
-        pending = _exchange(outgoing, incoming, group)
+        have, span = ctx.exchange.have[ctx.group.index], ctx.exchange.spans[ctx.group.index]
+        moves = [(move.target, move.source, move.rows) for move in ctx.exchange.moves]
+        incoming, pending = _exchange(gradient, span[0], moves, ctx.group)
         into_x = _empty_like(gradient, ctx.num_own).zero_()
-        own = overlap(exchange.have[me], (start, stop))
-        _slab(into_x, own, first).copy_(_slab(gradient, own, start))
-        _wait(pending)
-        places = [move.rows for move in exchange.moves if move.source == me]
-        for rows, (_, slab) in zip(places, incoming, strict=True):
-            _slab(into_x, rows, first).add_(slab)
+        own = overlap(have, span)
+        _slab(into_x, own, have[0]).copy_(_slab(gradient, own, span[0]))
+        for one in pending:
+            one.wait()
+        for rows, slab in incoming:
+            _slab(into_x, rows, have[0]).add_(slab)
         return into_x, None, None, None
 
 
 class Join(torch.autograd.Function):
-    """From every rank's rows to the whole map on all of them."""
+    """From every rank's rows to the whole map on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, rows: Rows) -> torch.Tensor:
         ctx.rows = rows
         dim, size = rows.dim, rows.group.size
-        is_flag = x.dtype == torch.bool  # which not every backend can send
+        is_flag = x.dtype == torch.bool  # not every backend sends these
         sent = _widened(x.to(torch.uint8) if is_flag else x, rows)
         gathered = sent.new_empty((size, *sent.shape))
         all_gather(gathered.view(-1), sent.view(-1), rows.group)
-        parts = [part.narrow(dim, 0, stop - start) for part, (start, stop) in zip(gathered, _parts(rows), strict=True)]
+        parts = [part.narrow(dim, 0, stop - start) for part, (start, stop) in zip(gathered, rows.parts, strict=True)]
         whole = torch.cat(parts, dim)
         return whole.bool() if is_flag else whole
 
@@ -102,14 +86,14 @@ class Join(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
         rows: Rows = ctx.rows
         dim = rows.dim
-        parts = torch.stack([_widened(gradient.narrow(dim, a, b - a), rows) for a, b in _parts(rows)])
+        parts = torch.stack([_widened(gradient.narrow(dim, a, b - a), rows) for a, b in rows.parts])
         summed = torch.empty_like(parts[0])
         reduce_scatter(summed, parts, rows.group)
         return summed.narrow(dim, 0, rows.num_own), None
 
 
 class AddRanks(torch.autograd.Function):
-    """From every rank's sum over its rows to the sum over all."""
+    """From every rank's sum over its rows to the sum over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -122,22 +106,22 @@ class AddRanks(torch.autograd.Function):
         return added(gradient, ctx.group), None
 
 
-fetch: Callable[..., torch.Tensor] = Fetch.apply
+fetch_halo: Callable[..., torch.Tensor] = FetchHalo.apply
 join: Callable[..., torch.Tensor] = Join.apply
 add_ranks: Callable[..., torch.Tensor] = AddRanks.apply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
-    """Fetched rows as what they were made of, kept for the backward pass in their place.
+    """The own map and the halo, kept for the backward pass instead of the fetched rows.
 
-    The own rows are mostly kept already, by what made them, so that only the halo is kept besides.
+    Usually the operation that made the own rows keeps them already, so that only the halo takes memory.
     """
 
     x: torch.Tensor
     version: int
     own: Range
-    """Which of the rows of x."""
+    """Rows of x that the windows cover."""
     above: torch.Tensor
     below: torch.Tensor
 
@@ -154,10 +138,10 @@ class _Parts:
 
 @contextmanager
 def kept_in_parts(covered: torch.Tensor, x: torch.Tensor, exchange: Exchange, group: Group) -> Iterator[None]:
-    """While an operation runs on fetched rows, what it keeps of them is this rank's own map and the halo."""
+    """Context in which an operation that saves fetched rows saves this rank's own map and the halo instead."""
     others = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if others is not None or not torch.is_grad_enabled():
-        yield  # somebody decides already what is kept, as recomputation does, or nothing is
+        yield  # other hooks decide what is saved, as for recomputation, or nothing is
         return
     first, (start, _) = exchange.have[group.index][0], exchange.spans[group.index]
     low, high = overlap(exchange.have[group.index], exchange.spans[group.index])
@@ -168,7 +152,7 @@ def kept_in_parts(covered: torch.Tensor, x: torch.Tensor, exchange: Exchange, gr
         above=covered.detach()[:, :, : low - start].clone(),
         below=covered.detach()[:, :, high - start :].clone(),
     )
-    own_id = id(covered)  # both hooks live on in the graph, and would keep what they refer to
+    own_id = id(covered)  # the hooks live on in the graph: a reference to the tensor would keep it
     with saved_tensors_hooks(
         lambda kept: parts if id(kept) == own_id else kept,
         lambda kept: kept.put_together() if isinstance(kept, _Parts) else kept,
@@ -182,46 +166,41 @@ def _slab(x: torch.Tensor, rows: Range, first: int) -> torch.Tensor:
     return x.narrow(HEIGHT_DIM, rows[0] - first if num_rows else 0, num_rows)
 
 
-def _empty_slab(x: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Memory for so many rows of a map."""
-    samples, channels, _, width = x.shape
-    return x.new_empty((samples, channels, num_rows, width))
-
-
 def _empty_like(x: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """A map of so many rows, in the memory format of x, which decides how fast a GPU convolves it."""
+    """A map in the memory format of x, which decides how fast a GPU convolves it."""
     is_last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+    form = torch.channels_last if is_last else torch.contiguous_format
     samples, channels, _, width = x.shape
-    return torch.empty(
-        (samples, channels, num_rows, width),
-        dtype=x.dtype,
-        device=x.device,
-        memory_format=torch.channels_last if is_last else torch.contiguous_format,
-    )
+    return torch.empty((samples, channels, num_rows, width), dtype=x.dtype, device=x.device, memory_format=form)
 
 
-def _exchange(outgoing: list[Slab], incoming: list[Slab], group: Group) -> list[Pending]:
-    """Start all messages of this rank, in an order that suits every backend."""
-    messages = [(peer, peer < group.index, True, slab) for peer, slab in outgoing]
-    messages += [(peer, peer > group.index, False, slab) for peer, slab in incoming]
+def _exchange(
+    x: torch.Tensor, first: int, moves: list[tuple[int, int, Range]], group: Group
+) -> tuple[list[tuple[Range, torch.Tensor]], list[Pending]]:
+    """Start this rank's messages among (source, target, rows); x begins at row `first`.
+
+    They are issued in the order of peers, the lower rank sending first, so that no backend that works in order can
+    deadlock. Returns the rows that arrive, with their memory, and the messages to wait for.
+    """
+    samples, channels, _, width = x.shape
+    incoming, messages = [], []
+    for source, target, rows in moves:
+        if source == group.index:
+            messages.append((target, target < group.index, True, _slab(x, rows, first).contiguous()))
+        if target == group.index:
+            slab = x.new_empty((samples, channels, rows[1] - rows[0], width))
+            incoming.append((rows, slab))
+            messages.append((source, source > group.index, False, slab))
     messages.sort(key=lambda message: message[:2])
-    return [
+    pending = [
         send(slab, group, to=peer) if is_sent else receive(slab, group, source=peer)
         for peer, _, is_sent, slab in messages
     ]
-
-
-def _wait(pending: list[Pending]) -> None:
-    for one in pending:
-        one.wait()
-
-
-def _parts(rows: Rows) -> tuple[Range, ...]:
-    return shares(rows.height, rows.group.size)
+    return incoming, pending
 
 
 def _widened(part: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """A part as wide as the widest, for collectives that want equal ones; the rest of it is zero."""
+    """A part padded with zeros to the widest, for collectives that need equal parts."""
     widest = widest_part(rows.height, rows.group.size)
     if part.shape[rows.dim] == widest:
         return part.contiguous()

@@ -1,8 +1,7 @@
-"""Tensors that are split by rows together with others: as rows where all can be, else made whole first.
+"""Functions of several tensors of which some are split by rows: run on rows if all align, else on gathered tensors.
 
-Two whole tensors and one that is split are added up on each rank's rows; a function of which nothing is known gets all
-of it whole, on every rank. Which of the two happens must be the same on all ranks, for one of them is an exchange: it
-follows from whole shapes only, which all ranks have in common.
+A whole tensor is cut to this rank's rows to be added to a split one; a function without a rule gets gathered tensors.
+Gathering is an exchange, so all ranks must decide alike: the decision depends on whole shapes only.
 """
 
 from __future__ import annotations
@@ -17,9 +16,12 @@ from weft.parallel.spatial.halo import join
 from weft.parallel.spatial.row_tensor import Function, Rows, RowTensor, mark, rows_of
 from weft.plan.model_refusals import ROWS_OVERWRITTEN
 
+JOIN = object()
+"""Returned by a rule that cannot compute on rows: the caller gathers all rows and calls the function itself."""
+
 
 def joined(value: Any) -> Any:
-    """A tensor that is split is made whole; everything else stays."""
+    """A split tensor gathered on every rank; anything else unchanged."""
     rows = rows_of(value)
     if rows is None:
         return value
@@ -28,27 +30,21 @@ def joined(value: Any) -> Any:
 
 
 def join_first(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """For everything that is not known: make whole what is split, and go on with the whole on every rank."""
-    if overwrites_rows(func, args, kwargs):
-        name = func.__name__
+    """Gather whatever is split, then call a function with the whole tensors, on every rank."""
+    name = getattr(func, "__name__", "")
+    bare = name.partition(".")[0]  # of torch.ops.aten.relu_.default, too
+    is_in_place = bare == "__setitem__" or (bare.endswith("_") and not bare.endswith("__"))
+    if isinstance(kwargs.get("out"), RowTensor) or (is_in_place and isinstance(args[0], RowTensor)):
         raise ModelError(ROWS_OVERWRITTEN.message(function=name, instead=name.strip("_")))
     args, kwargs = tree_map(joined, (args, kwargs))
     return func(*args, **kwargs)
 
 
-def overwrites_rows(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    name = getattr(func, "__name__", "").partition(".")[0]  # of torch.ops.aten.relu_.default, too
-    is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    return isinstance(kwargs.get("out"), RowTensor) or (is_in_place and isinstance(args[0], RowTensor))
-
-
 def aligned(tensors: list[torch.Tensor], *, is_broadcast: bool = True) -> tuple[Rows, list[torch.Tensor]] | None:
-    """Tensors that meet as this rank's rows of them; None if rows do not meet rows.
+    """This rank's rows of tensors that are combined entry by entry; None if their heights do not align.
 
-    `is_broadcast`: a whole one of height 1 goes with any number of rows.
-
-    Whole ones are cut where they have the whole height. A gradient of theirs has then this rank's rows only, and what
-    made them adds up the ranks', as it does for all that is whole.
+    Whole tensors of full height are cut; their gradients cover this rank's rows only, and are summed over ranks as for
+    everything whole. `is_broadcast`: a whole tensor of height 1 goes with any number of rows.
     """
     first = next(tensor for tensor in tensors if isinstance(tensor, RowTensor))
     rows, num_dims = first.weft_rows, max(tensor.dim() for tensor in tensors)
@@ -69,20 +65,21 @@ def aligned(tensors: list[torch.Tensor], *, is_broadcast: bool = True) -> tuple[
 
 
 def marked(made: Any, rows: Rows) -> Any:
-    """What a function made of rows are rows; what it only handed on is known already."""
+    """Mark a new tensor; an operand that a function returned is marked already."""
     return mark(made, rows) if type(made) is torch.Tensor else made
 
 
-def elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def elementwise(func: Function, *args: Any, **kwargs: Any) -> Any:
     values = [*args, *kwargs.values()]
     places = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor)]
     overwrites = func.__name__.endswith("_") and not func.__name__.endswith("__") or func.__name__.startswith("__i")
-    is_possible = "out" not in kwargs and not (overwrites and not isinstance(args[0], RowTensor))
+    if "out" in kwargs or (overwrites and not isinstance(args[0], RowTensor)):
+        return JOIN
     if func.__name__ == "where" and len(places) == len(values) == 1:
-        is_possible = False  # places of what is true, not a choice
-    found = aligned([values[place] for place in places]) if is_possible else None
+        return JOIN  # torch.where(condition) returns indices
+    found = aligned([values[place] for place in places])
     if found is None:
-        return join_first(func, args, kwargs)
+        return JOIN
     rows, tensors = found
     for place, tensor in zip(places, tensors, strict=True):
         values[place] = tensor

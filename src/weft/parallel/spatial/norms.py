@@ -1,8 +1,7 @@
-"""GroupNorm and InstanceNorm of images split by rows: statistics are those of the whole image.
+"""GroupNorm and InstanceNorm of images split by rows, with the statistics of the whole image.
 
-Ranks add up their sums, then their squared deviations from the mean, as one process takes them; backward they add up
-two sums of the gradient. Kept for the backward pass are the rows that were normalised, as torch's own function does,
-and the statistics.
+Ranks sum their sums, then their squared deviations from the mean, as one process does; the backward pass sums two sums
+of the gradient. As in torch's own function, the normalised rows and the statistics are kept for the backward pass.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from weft.parallel.spatial.halo import added
-from weft.parallel.spatial.join import join_first
-from weft.parallel.spatial.row_tensor import Function, Rows, RowTensor, Rule, mark, rows_of_images, wide_dtype
+from weft.parallel.spatial.join import JOIN
+from weft.parallel.spatial.row_tensor import Function, Rows, RowTensor, mark, rows_of_images, wide_dtype
 
 
 class NormaliseGroups(torch.autograd.Function):
-    """y = (x − mean) / sqrt(variance + eps) · weight + bias; mean and variance of each image and group of channels."""
+    """y = (x − mean) / sqrt(variance + eps) · weight + bias; mean and variance per image and group of channels."""
 
     @staticmethod
     def forward(
@@ -53,66 +52,48 @@ class NormaliseGroups(torch.autograd.Function):
             x, weight, bias, mean, inverse = ctx.saved_tensors
             normalised = (_grouped(x, ctx.num_groups) - mean).mul_(inverse)
             wide = gradient.to(normalised.dtype)
-            into_weight = (wide * normalised.view(x.shape)).sum((0, 2, 3)) if weight is not None else None
-            into_bias = wide.sum((0, 2, 3)) if bias is not None else None
+            into_weight = into_bias = None
+            if weight is not None:
+                into_weight = (wide * normalised.view(x.shape)).sum((0, 2, 3)).to(weight.dtype)
+            if bias is not None:
+                into_bias = wide.sum((0, 2, 3)).to(bias.dtype)
             scaled = wide if weight is None else wide * weight.view(-1, 1, 1)
             grouped = _grouped(scaled, ctx.num_groups)
             sums = torch.cat([grouped.sum(2, keepdim=True), (grouped * normalised).sum(2, keepdim=True)], 2)
             first, second = (added(sums, ctx.rows.group) / ctx.count).split(1, 2)
             into_x = ((grouped - first - normalised * second) * inverse).view(x.shape)
-            return (
-                into_x.to(x.dtype),
-                None if into_weight is None else into_weight.to(weight.dtype),
-                None if into_bias is None else into_bias.to(bias.dtype),
-                None,
-                None,
-                None,
-            )
+            return into_x.to(x.dtype), into_weight, into_bias, None, None, None
 
 
 normalise_groups: Callable[..., torch.Tensor] = NormaliseGroups.apply
 
 
 def _grouped(x: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """(samples, groups, entries of a group that are here)"""
+    """(samples, groups, this rank's entries of a group)"""
     samples, channels, num_own, width = x.shape
     return x.to(wide_dtype(x.dtype)).reshape(samples, num_groups, channels // num_groups * num_own * width)
 
 
-def group_norm(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(input: torch.Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
-        rows = rows_of_images(input)
-        if rows is None or input.shape[1] % num_groups or _are_rows(weight, bias):
-            return join_first(func, args, kwargs)
-        return mark(normalise_groups(input, weight, bias, num_groups, eps, rows), rows)
-
-    return run(*args, **kwargs)
-
-
-def instance_norm(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(
-        input: torch.Tensor,
-        running_mean: Any = None,
-        running_var: Any = None,
-        weight: Any = None,
-        bias: Any = None,
-        use_input_stats: bool = True,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Any:
-        rows = rows_of_images(input)
-        if rows is None or running_mean is not None or not use_input_stats or _are_rows(weight, bias):
-            return join_first(func, args, kwargs)
-        return mark(normalise_groups(input, weight, bias, input.shape[1], eps, rows), rows)
-
-    return run(*args, **kwargs)
+def group_norm(
+    func: Function, input: torch.Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Any:
+    rows = rows_of_images(input)
+    if rows is None or input.shape[1] % num_groups or isinstance(weight, RowTensor) or isinstance(bias, RowTensor):
+        return JOIN
+    return mark(normalise_groups(input, weight, bias, num_groups, eps, rows), rows)
 
 
-def _are_rows(*values: Any) -> bool:
-    return any(isinstance(value, RowTensor) for value in values)
-
-
-RULES: tuple[tuple[list[str], Rule], ...] = (
-    (["group_norm"], group_norm),
-    (["instance_norm"], instance_norm),
-)
+def instance_norm(
+    func: Function,
+    input: torch.Tensor,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    if running_mean is not None or not use_input_stats:
+        return JOIN
+    return group_norm(func, input, input.shape[1], weight, bias, eps)

@@ -1,12 +1,10 @@
-"""A tensor of which this rank has some rows only, and which says of itself that it is the whole.
+"""A tensor subclass that holds this rank's rows of an image and reports the shape of the whole image.
 
-The class is the tag: every torch function that is given such a tensor comes to `__torch_function__`, wherever it is
-called, be it in a block that is computed again in the backward pass, on another thread, or in a hook. A mode that is
-switched on around the forward pass would miss those. Shapes are those of the whole image, so that sizes a model works
-out of them (`x.view(B, -1)`, `size=skip.shape[2:]`, `torch.zeros(x.shape)`) are right on every rank, and alike.
+Every torch function given such a tensor comes to `__torch_function__`, wherever it is called: in a recomputed block, on
+another thread, in a hook. A mode entered around the forward pass would miss those. With the whole image's shape, sizes
+that a model derives from it (`x.view(B, -1)`, `size=skip.shape[2:]`, `torch.zeros(x.shape)`) are right on every rank.
 
-Memory holds this rank's rows and nothing else. Rules that run on them see them as they are, because inside of a rule
-these tensors are ordinary ones. What each function does is in `rules.py` and beside it.
+Inside a rule these tensors are ordinary ones that hold this rank's rows and nothing else. `rules.py` lists the rules.
 """
 
 from __future__ import annotations
@@ -21,27 +19,33 @@ from weft.comm.group import Group
 from weft.plan.partition.tensor import Range, shares
 
 HEIGHT_DIM = 2
-"""Of images and maps (samples, channels, height, width), the only ones that have windows."""
+"""Height in images and feature maps (samples, channels, height, width), the only tensors with windows."""
 
 Function = Callable[..., Any]
-Rule = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
+Rule = Callable[..., Any]
+"""Called as rule(func, *args, **kwargs) in place of func(*args, **kwargs); returns `join.JOIN` to gather rows first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """How a tensor is split."""
+    """The split of one tensor by rows."""
 
     dim: int
     """The dim that is height, never negative."""
     height: int
-    """Rows of the whole."""
+    """Rows of the whole tensor."""
     group: Group
-    """The ranks that have them."""
+    """The ranks that share the rows."""
+
+    @property
+    def parts(self) -> tuple[Range, ...]:
+        """Every rank's rows."""
+        return shares(self.height, self.group.size)
 
     @property
     def own(self) -> Range:
-        """Which of them are here."""
-        return shares(self.height, self.group.size)[self.group.index]
+        """This rank's rows."""
+        return self.parts[self.group.index]
 
     @property
     def num_own(self) -> int:
@@ -49,7 +53,7 @@ class Rows:
         return stop - start
 
     def at(self, dim: int, height: int | None = None) -> Rows:
-        """The same, along another dim or of another height."""
+        """The same split along another dim or of another height."""
         return Rows(dim=dim, height=self.height if height is None else height, group=self.group)
 
     def whole_shape(self, local: Iterable[int]) -> list[int]:
@@ -63,24 +67,19 @@ class RowTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Function,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Function, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         from weft.parallel.spatial.rules import apply_rule  # the rules need this class
 
         named = {name: value for name, value in (kwargs or {}).items() if name != "out" or value is not None}
-        if not args and "input" in named:  # as rules expect it
+        if not args and "input" in named:  # rules expect it first
             args = (named.pop("input"),)
         with torch._C.DisableTorchFunctionSubclass():
             return apply_rule(func, args, named)
 
 
 def mark(local: torch.Tensor, rows: Rows) -> RowTensor:
-    """Say of a tensor that nobody else has that it is this rank's rows. The class is changed in place, without a view,
-    so that what overwrites it later costs no copy."""
+    """Turn a tensor that nothing else refers to into this rank's rows; a view would make in-place writes copy."""
     assert local.shape[rows.dim] == rows.num_own, f"{tuple(local.shape)} is not {rows.num_own} rows of {rows}"
     local.__class__ = RowTensor
     assert isinstance(local, RowTensor)
@@ -89,16 +88,16 @@ def mark(local: torch.Tensor, rows: Rows) -> RowTensor:
 
 
 def rows_of(value: Any) -> Rows | None:
-    """How a value is split; None for what is whole."""
+    """The split of a value; None for anything whole."""
     return value.weft_rows if isinstance(value, RowTensor) else None
 
 
 def rows_of_images(x: torch.Tensor) -> Rows | None:
-    """How images are split; None for what is whole, or has other dims than images have."""
+    """The split of images; None for whole tensors and for other numbers of dims."""
     rows = rows_of(x)
     return rows if rows is not None and rows.dim == HEIGHT_DIM and x.dim() == 4 else None
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which sums are taken over many entries, as torch does inside."""
+    """The dtype in which sums over many entries accumulate, as inside torch."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -1,16 +1,13 @@
-"""Images split by height over ranks: the form of the sequence axis for vision models.
+"""Spatial parallelism: images split by height over ranks, the sequence axis of vision models.
 
-Each rank has some rows of every map of the model and fetches what its convolutions and pools need of its neighbours'.
-What it keeps for the backward pass falls with the number of ranks; weights are whole on all of them. Where a model
-leaves the picture (global pooling, flatten, anything unknown), ranks go on with the whole, alike.
-
-    rows = RowParallel(mesh.group("ring", "rows"))
+    rows = SpatialParallel(mesh.group("ring", "rows"))
     rows.prepare(model)                      # once, after its BatchNorms are synchronised
     output = rows.call(model, images)        # the whole output, on every rank
 
-Parameters' gradients are then each rank's part, as are losses and counts of samples, which are the same on all: the
-trainer adds up the ranks' and divides by the sum of counts. All ranks must draw the same random numbers from torch's
-generator, for after a join they compute alike.
+Activation memory falls with the number of ranks; weights are replicated. Every rank has a part of the parameters'
+gradients and a replica of the loss and the count of samples: the trainer sums all of them over ranks and divides by the
+sum of counts. All ranks must draw the same random numbers from torch's generator, because they compute alike after a
+join.
 """
 
 from __future__ import annotations
@@ -32,13 +29,13 @@ from weft.plan.model_refusals import STATISTICS_BEHIND_THE_ROWS
 
 
 class SpatialParallel:
-    """Runs models on images of which each rank of a group has its rows."""
+    """Runs models on images whose rows are split over the ranks of a group."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
 
     def prepare(self, model: nn.Module) -> None:
-        """Let the BatchNorms of a model take rows, in place."""
+        """Make the BatchNorms of a model accept rows, in place."""
         if self.group.size == 1:
             return
         norms: dict[str, nn.Module] = {n: norm for n, norm in model.named_modules() if isinstance(norm, _BatchNorm)}
@@ -46,8 +43,7 @@ class SpatialParallel:
             norm.forward = _NormOfRows(norm, name, self.group.size).forward
 
     def split(self, inputs: Any) -> Any:
-        """The same tree with this rank's rows of every image, that is, of every tensor of 4 dims that is not of whole
-        numbers; all have one height."""
+        """The same tree with this rank's rows of every image (floating-point tensor of 4 dims), all of one height."""
         heights = sorted({leaf.shape[HEIGHT_DIM] for leaf in tree_leaves(inputs) if _is_image(leaf)})
         if len(heights) != 1:
             found = f"heights {', '.join(map(str, heights))}" if heights else "none"
@@ -66,7 +62,7 @@ class SpatialParallel:
         return tree_map(cut, inputs)
 
     def call(self, function: Callable[[Any], Any], inputs: Any) -> Any:
-        """What a function makes of all rows, whole on every rank, of which each computes its own."""
+        """The whole output of a function, on every rank; each rank computes on its own rows."""
         if self.group.size == 1:
             return function(inputs)
         output = function(self.split(inputs))
@@ -74,10 +70,10 @@ class SpatialParallel:
 
 
 class _NormOfRows:
-    """Whose forward stands in for a BatchNorm's. Not a closure, so that a copy of the model runs the copy's norms.
+    """Replaces the forward of a BatchNorm. Not a closure, so that a copy of the model runs the copy's norms.
 
-    The norm sees plain tensors, this rank's rows, as a part of the batch over which its statistics are taken. Rows of
-    other ranks are part of it too; what is whole on all ranks would be counted once for each.
+    The norm sees this rank's rows as plain tensors, a part of the batch over which ranks share statistics. A whole
+    tensor would be counted once per rank.
     """
 
     def __init__(self, norm: nn.Module, name: str, num_ranks: int) -> None:

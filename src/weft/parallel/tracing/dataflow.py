@@ -1,12 +1,11 @@
-"""What flows through a model: which of its units feed which, found by following one batch through its own code.
+"""The dataflow of one forward pass: which units of a model feed which, found by running its own code without values.
 
-A *unit* is a block, or another child of the modules that hold the blocks: an embedding, a last norm, a head. What the
-model's code does between units (adding positions, pooling, choosing a mask) is followed too: of every tensor it makes
-it is known from which units' outputs, and from which of the model's own parameters, it was made. Nothing is computed:
-units run on the meta device, and what depends on them is `Placeholder`.
+A *unit* is a block, or another child of the modules that hold the blocks: an embedding, a last norm, a head. Units run
+on the meta device and return `Placeholder`s. The code between units (adding positions, pooling, choosing a mask) is
+followed too: every tensor it makes has *sources*, the units' outputs and the model's own parameters it was made from.
 
-torch.export would find the same, and takes seconds where this takes some 13 ms a GPT block; it also refuses code that
-looks at its inputs' values, which here are real.
+torch.export finds the same in seconds instead of some 13 ms per GPT block, and refuses code that looks at the values of
+its inputs, which here are real.
 """
 
 from __future__ import annotations
@@ -26,13 +25,21 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 from weft.blueprint import Blueprint
 from weft.errors import ModelError
-from weft.parallel.tracing.placeholder import Placeholder, absorb, is_in_place, is_placeholder, to_meta
+from weft.parallel.tracing.placeholder import (
+    Placeholder,
+    absorb,
+    is_in_place,
+    is_placeholder,
+    storage_id,
+    tensor_leaves,
+    to_meta,
+)
 from weft.plan.model_refusals import BLOCKS_THAT_ASK_FOR_VALUES, BUFFERS_OF_EVERY_STAGE, HIDDEN_OUTPUTS
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
 
-
 WRITTEN = -1
+"""As `Value.leaf`: whatever the unit wrote into its arguments, which cannot be sent to another stage."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -40,15 +47,15 @@ class Value:
     """One tensor among the outputs of a unit."""
 
     place: int
-    """Of the call in the order of all calls."""
+    """Position of the call among all calls."""
     unit: str
     leaf: int
-    """Of the output's tree; `WRITTEN` for what the unit wrote into its arguments, which cannot travel."""
+    """Leaf of the output's tree, or `WRITTEN`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """What all tensors at one place have in common."""
+    """Metadata of a value, the same in every microbatch."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -62,28 +69,26 @@ class Call:
     place: int
     unit: str
     number: int
-    """Calls of the same unit before this one."""
+    """Number of earlier calls of the same unit."""
     needs: frozenset[Value]
     """Outputs of other units that its arguments were made from."""
     parameters: frozenset[str]
     """The model's own parameters that its arguments were made from."""
     outputs: tuple[Any, ...]
-    """Leaves of the output's tree: an `Placeholder` for each tensor, other leaves as they are."""
+    """Leaves of the output's tree, with a `Placeholder` for each tensor."""
     tree: TreeSpec
     arguments: tuple[Any, Any]
-    """Positional and by name, with meta tensors: what it takes to call the unit alone."""
+    """Positional and keyword arguments with meta tensors, enough to call the unit alone."""
 
     def output(self, values: Mapping[Value, torch.Tensor]) -> Any:
-        """The output as its caller would see it, with the values that are known here."""
-        leaves = [
-            values.get(Value(self.place, self.unit, leaf), stand_in) for leaf, stand_in in enumerate(self.outputs)
-        ]
+        """The output as the model's code sees it, with the values known on this stage."""
+        leaves = [values.get(Value(self.place, self.unit, leaf), made) for leaf, made in enumerate(self.outputs)]
         return tree_unflatten(leaves, self.tree)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """What one forward pass of a model does."""
+    """The dataflow of one forward pass."""
 
     calls: tuple[Call, ...]
     """In order."""
@@ -91,68 +96,82 @@ class Flow:
     output_needs: frozenset[Value]
     output_parameters: frozenset[str]
     written: Mapping[Value, int]
-    """Values that something is written into after they were made, and what tells the memory of one from another's."""
+    """Values that are written into after they were made, each with the id of its storage."""
     is_random: bool
-    """Some operator draws random numbers."""
+    """Whether some operator draws random numbers."""
     by_name: Mapping[tuple[str, int], Call] = field(repr=False)
-    """Of every unit and number of its call."""
+    """Calls by unit and number."""
 
 
 def find_units(model: nn.Module, blueprint: Blueprint) -> tuple[str, ...]:
-    """The modules that run on one stage or another as a whole, in the order of registration.
+    """The modules that each run on one stage, in the order of registration.
 
-    A child without parameters or state of its own (dropout, a table of rotations) is no unit: it runs wherever the
-    model's code needs it.
+    A child without parameters or persistent buffers (dropout, a table of rotations) is no unit: it runs on every stage
+    whose code needs it.
     """
-    holders = {""}
-    for block in blueprint.blocks:
-        parts = block.split(".")
-        holders |= {".".join(parts[:end]) for end in range(len(parts))}
-    units = []
-    for name, module in model.named_modules():
-        is_child = name != "" and name.rpartition(".")[0] in holders and name not in holders
-        if is_child and (name in blueprint.blocks or _has_state(module)):
-            units.append(name)
-    return tuple(units)
+    paths = [block.split(".") for block in blueprint.blocks]
+    holders = {"", *(".".join(parts[:end]) for parts in paths for end in range(len(parts)))}
+    return tuple(
+        name
+        for name, module in model.named_modules()
+        if name.rpartition(".")[0] in holders and name not in holders
+        if name in blueprint.blocks or _has_state(module)
+    )
 
 
 def _has_state(module: nn.Module) -> bool:
-    if any(True for _ in module.parameters()):
-        return True
-    return any(name not in part._non_persistent_buffers_set for part in module.modules() for name in part._buffers)
+    persistent = (n not in part._non_persistent_buffers_set for part in module.modules() for n in part._buffers)
+    return any(True for _ in module.parameters()) or any(persistent)
 
 
 def make_meta_copy(
-    model: nn.Module, units: Sequence[str], device: torch.device, dtypes: Mapping[str, torch.dtype] | None = None
+    model: nn.Module,
+    units: Sequence[str] = (),
+    device: torch.device | None = None,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    *,
+    learns_all: bool = False,
 ) -> nn.Module:
-    """A copy of a model whose parameters, and buffers inside units, have no memory; other buffers are the model's.
+    """A copy of a model with its parameters, and buffers inside units, on the meta device.
 
-    Those are on the `device` where batches are: code between units may use both together.
-    `dtypes`: of parameters by name, where they compute in another than their own.
+    `device`: buffers outside units are the model's own, moved to this device, where batches are; None: they are copied.
+    `dtypes`: compute dtype of parameters by name, where it differs from their own.
+    `learns_all`: parameters require gradients even if they are frozen in the model.
     """
-    memo: dict[int, Any] = {id(buffer): buffer if buffer.is_meta else buffer.to(device) for buffer in model.buffers()}
+    memo: dict[int, Any] = {}
+    if device is not None:
+        memo = {id(buffer): buffer if buffer.is_meta else buffer.to(device) for buffer in model.buffers()}
     for name in units:
         memo |= {id(buffer): to_meta(buffer) for buffer in model.get_submodule(name).buffers()}
     for name, parameter in model.named_parameters():
         bare = to_meta(parameter.detach()).to((dtypes or {}).get(name, parameter.dtype))
-        memo[id(parameter)] = nn.Parameter(bare, requires_grad=parameter.requires_grad)
+        learns = bare.is_floating_point() or bare.is_complex() if learns_all else parameter.requires_grad
+        memo[id(parameter)] = nn.Parameter(bare, requires_grad=learns)
     return copy.deepcopy(model, memo)
 
 
-def follow(meta_copy: nn.Module, units: Sequence[str], call: Callable[[nn.Module], Any], device: torch.device) -> Flow:
-    """Follow one forward pass of a twin. `call` calls the model with a batch, which may have values or none."""
+def freeze_batch_norms(meta_copy: nn.Module) -> None:
+    """Let BatchNorms accept a single sample, of which other data ranks may have more; shapes stay the same."""
     for module in meta_copy.modules():
         if isinstance(module, _BatchNorm):
-            module.eval()  # shapes are the same, and one sample of many on all data ranks is no reason to refuse
+            module.eval()
+
+
+def follow(meta_copy: nn.Module, units: Sequence[str], call: Callable[[nn.Module], Any], device: torch.device) -> Flow:
+    """Follow one forward pass of a `make_meta_copy`. `call` calls a model with a batch, with or without values."""
+    freeze_batch_norms(meta_copy)
     follower = _Follower(meta_copy, units, device)
     kept = [(buffer, buffer.clone()) for buffer in meta_copy.buffers() if not buffer.is_meta]
     ours = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with ours, follower.watching(), torch.no_grad(), _Randomness() as randomness, follower:
         output = call(meta_copy)
-    _refuse_written_buffers(meta_copy, follower)
-    for buffer, before in kept:  # they and random states are the user's own, and this was no step
+    for buffer, before in kept:  # buffers and random states are the user's own
         buffer.copy_(before)
-    needs, parameters = follower.roots(output)
+    now = {name: id(buffer) for name, buffer in meta_copy.named_buffers()}
+    changed = [n for number, n in follower.buffers.items() if number in follower.written_into or now.get(n) != number]
+    if changed:  # each stage that runs this code would change its own replica
+        raise ModelError([BUFFERS_OF_EVERY_STAGE.message(name=name) for name in changed])
+    needs, parameters = _by_kind(follower.sources(output))
     return Flow(
         calls=tuple(follower.calls),
         forms=follower.forms,
@@ -164,30 +183,27 @@ def follow(meta_copy: nn.Module, units: Sequence[str], call: Callable[[nn.Module
     )
 
 
-def _refuse_written_buffers(meta_copy: nn.Module, follower: _Follower) -> None:
-    """State of the model itself that its own code changes would change on every stage, or on some, at its own pace."""
-    now = {name: id(buffer) for name, buffer in meta_copy.named_buffers()}
-    changed = [n for number, n in follower.buffers.items() if number in follower.written_into or now.get(n) != number]
-    if changed:
-        raise ModelError([BUFFERS_OF_EVERY_STAGE.message(name=name) for name in changed])
+Sources = frozenset[Value | str]
+"""Outputs of units, and names of the model's own parameters."""
 
 
-Roots = tuple[frozenset[Value], frozenset[str]]
-_NONE: Roots = (frozenset(), frozenset())
+def _by_kind(sources: Sources) -> tuple[frozenset[Value], frozenset[str]]:
+    names = frozenset(one for one in sources if isinstance(one, str))
+    return frozenset(one for one in sources if isinstance(one, Value)), names
 
 
 class _Follower(TorchFunctionMode):
-    """Sees every function of torch that is called between units, and knows what each tensor was made from."""
+    """Intercepts every torch function called between units, and records the sources of each tensor."""
 
     def __init__(self, meta_copy: nn.Module, units: Sequence[str], device: torch.device) -> None:
         super().__init__()
         self._units = {name: meta_copy.get_submodule(name) for name in units}
         self._trained = {n for n, unit in self._units.items() if any(p.requires_grad for p in unit.parameters())}
         self._device = device
-        self._roots: dict[int, Roots] = {}
-        self._alive: list[torch.Tensor] = []  # an id means nothing once its tensor is gone
-        self._writes: dict[int, list[Roots]] = {}  # by memory, in order
-        self._num_writes: dict[int, int] = {}  # of each tensor: those that its roots know of
+        self._sources: dict[int, Sources] = {}
+        self._alive: list[torch.Tensor] = []  # ids are unique among live tensors only
+        self._writes: dict[int, list[Sources]] = {}  # by storage, in order
+        self._num_writes: dict[int, int] = {}  # by tensor: writes that its sources include
         self._versions: dict[Value, tuple[Placeholder, int]] = {}
         self._requires_grad: set[Value | str] = set()
         inside = {id(buffer) for unit in self._units.values() for buffer in unit.buffers()}
@@ -197,42 +213,43 @@ class _Follower(TorchFunctionMode):
             for name, buffer in module._buffers.items()
             if buffer is not None and id(buffer) not in inside and name not in module._non_persistent_buffers_set
         }
-        """State of the model itself, outside its units."""
+        """Names of persistent buffers outside units, by id."""
         self.written_into: set[int] = set()
         self._counts = dict.fromkeys(units, 0)
         self._is_in_unit = False
         self.calls: list[Call] = []
         self.forms: dict[Value, Form] = {}
         for name, parameter in meta_copy.named_parameters():
-            self._remember(parameter, (frozenset(), frozenset({name})))
+            self._remember(parameter, frozenset({name}))
             if parameter.requires_grad:
                 self._requires_grad.add(name)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if self._is_in_unit:  # whose own functions are nobody's business here
-            return _without_values(func, args, kwargs or {}, operands)
+        operands = tensor_leaves((args, kwargs))
+        if self._is_in_unit:  # on meta tensors, also where the unit makes a mask without a device, which has values
+            if any(tensor.is_meta for tensor in operands) and any(not t.is_meta and t.dim() for t in operands):
+                args, kwargs = tree_map(to_meta, args), tree_map(to_meta, dict(kwargs or {}))
+            return func(*args, **(kwargs or {}))
         if any(is_placeholder(operand) for operand in operands):
             result = absorb(func, args, kwargs or {})
         else:
             result = func(*args, **(kwargs or {}))
-        roots = self.roots(operands)
+        sources = self.sources(operands)
         into = operands[:1] if is_in_place(getattr(func, "__name__", "")) else tree_leaves((kwargs or {}).get("out"))
         self.written_into.update(id(tensor) for tensor in into)
-        if roots != _NONE:
+        if sources:
             for tensor in into:
                 if isinstance(tensor, torch.Tensor):
-                    self._write(tensor, roots)
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, torch.Tensor):
-                    self._remember(leaf, roots)
+                    self._write(tensor, sources)
+            for leaf in tensor_leaves(result):
+                self._remember(leaf, sources)
         return result
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Units do not run, but are noted, inside."""
+        """Context in which calls of units are recorded and run on the meta device."""
         patched = [(unit, unit.__dict__.get("forward")) for unit in self._units.values()]
         for name, unit in self._units.items():
             unit.forward = self._make_stand_in(name, unit.forward)
@@ -244,31 +261,27 @@ class _Follower(TorchFunctionMode):
                 if before is not None:
                     unit.forward = before
 
-    def roots(self, tree: Any) -> Roots:
-        """All that the tensors of a tree were made from."""
-        found: list[Roots] = []
-        for leaf in tree_leaves(tree):
-            if isinstance(leaf, torch.Tensor):
-                found += [self._roots[id(leaf)]] if id(leaf) in self._roots else []
-                found += self._writes.get(_storage_of(leaf), [])[self._num_writes.get(id(leaf), 0) :]
-        if len(found) < 2:
-            return found[0] if found else _NONE
-        return frozenset().union(*(values for values, _ in found)), frozenset().union(*(names for _, names in found))
+    def sources(self, tree: Any) -> Sources:
+        """The sources of all tensors of a tree."""
+        found: list[Sources] = []
+        for leaf in tensor_leaves(tree):
+            found.append(self._sources.get(id(leaf), frozenset()))
+            found += self._writes.get(storage_id(leaf), [])[self._num_writes.get(id(leaf), 0) :]
+        return frozenset().union(*found)
 
-    def _remember(self, tensor: torch.Tensor, roots: Roots) -> None:
-        before = self._roots.get(id(tensor), _NONE)
-        if id(tensor) not in self._roots:
+    def _remember(self, tensor: torch.Tensor, sources: Sources) -> None:
+        if id(tensor) not in self._sources:
             self._alive.append(tensor)
-            self._num_writes[id(tensor)] = len(self._writes.get(_storage_of(tensor), ()))
-        self._roots[id(tensor)] = (before[0] | roots[0], before[1] | roots[1])
+            self._num_writes[id(tensor)] = len(self._writes.get(storage_id(tensor), ()))
+        self._sources[id(tensor)] = self._sources.get(id(tensor), frozenset()) | sources
 
-    def _write(self, tensor: torch.Tensor, roots: Roots) -> None:
-        """Whatever shares a tensor's memory, and was made before now, is made from these too."""
+    def _write(self, tensor: torch.Tensor, sources: Sources) -> None:
+        """Add sources to all existing tensors that share a tensor's storage."""
         self._alive.append(tensor)
-        self._writes.setdefault(_storage_of(tensor), []).append(roots)
+        self._writes.setdefault(storage_id(tensor), []).append(sources)
 
     def written(self) -> dict[Value, int]:
-        return {v: _storage_of(made) for v, (made, before) in self._versions.items() if made.meta._version > before}
+        return {v: storage_id(made) for v, (made, before) in self._versions.items() if made.meta._version > before}
 
     def _make_stand_in(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def stand_in(*args: Any, **kwargs: Any) -> Any:
@@ -281,7 +294,8 @@ class _Follower(TorchFunctionMode):
         return stand_in
 
     def _note(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        needs, parameters = self.roots((args, kwargs))
+        sources = self.sources((args, kwargs))
+        needs, parameters = _by_kind(sources)
         arguments = tree_map(to_meta, (args, kwargs))
         given = [
             (leaf, meta, meta._version)
@@ -298,78 +312,51 @@ class _Follower(TorchFunctionMode):
         self._counts[name] += 1
         for argument, meta, before in given:
             if meta._version > before:
-                self._write(argument, (frozenset({Value(place, name, WRITTEN)}), frozenset()))
-        learns = not self._requires_grad.isdisjoint(needs | parameters) or name in self._trained
+                self._write(argument, frozenset({Value(place, name, WRITTEN)}))
+        learns = not self._requires_grad.isdisjoint(sources) or name in self._trained
         outputs: list[Any] = []
         for leaf, found in enumerate(leaves):
             if isinstance(found, torch.Tensor):
                 value, made = Value(place, name, leaf), Placeholder(to_meta(found), self._device)
-                form = Form(
-                    shape=tuple(made.shape), dtype=made.dtype, requires_grad=learns and made.dtype.is_floating_point
-                )
-                self.forms[value] = form
-                if form.requires_grad:
+                requires_grad = learns and made.dtype.is_floating_point
+                self.forms[value] = Form(shape=tuple(made.shape), dtype=made.dtype, requires_grad=requires_grad)
+                if requires_grad:
                     self._requires_grad.add(value)
-                self._remember(made, (frozenset({value}), frozenset()))
+                self._remember(made, frozenset({value}))
                 self._versions[value] = made, made.meta._version
                 outputs.append(made)
             elif isinstance(found, _PLAIN):
                 outputs.append(found)
             else:
-                raise ModelError(
-                    HIDDEN_OUTPUTS.message(
-                        block=f'"{name}"',
-                        kind=type(found).__name__,
-                        asked="[axes] pipeline > 1",
-                        instead="tuples, lists or dicts",
-                    )
-                )
-        call = Call(
-            place=place,
-            unit=name,
-            number=number,
-            needs=needs,
-            parameters=parameters,
-            outputs=tuple(outputs),
-            tree=tree,
-            arguments=arguments,
+                kind, instead = type(found).__name__, "tuples, lists or dicts"
+                asked = "[axes] pipeline > 1"
+                raise ModelError(HIDDEN_OUTPUTS.message(block=f'"{name}"', kind=kind, asked=asked, instead=instead))
+        self.calls.append(
+            Call(
+                place=place,
+                unit=name,
+                number=number,
+                needs=needs,
+                parameters=parameters,
+                outputs=tuple(outputs),
+                tree=tree,
+                arguments=arguments,
+            )
         )
-        self.calls.append(call)
         return tree_unflatten(outputs, tree)
 
 
 class _Randomness(TorchDispatchMode):
-    """Notices operators that draw random numbers."""
+    """Detects operators that draw random numbers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_random = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args, kwargs or {}):
-            self.is_random = True
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            names = [argument.name for argument in func._schema.arguments]
+            given = dict(zip(names, args, strict=False)) | (kwargs or {})
+            # Attention is tagged as random even without dropout.
+            self.is_random |= "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
         return func(*args, **(kwargs or {}))
-
-
-def _without_values(
-    func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], operands: Sequence[torch.Tensor]
-) -> Any:
-    """Call a function of a unit; a mask that the unit makes without asking for a device has values, the rest none."""
-    if any(tensor.is_meta for tensor in operands) and any(not t.is_meta and t.dim() for t in operands):
-        args, kwargs = tree_map(to_meta, args), tree_map(to_meta, dict(kwargs))
-    return func(*args, **kwargs)
-
-
-def _draws_nothing(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Attention is marked as random whatever its dropout."""
-    names = [argument.name for argument in func._schema.arguments]
-    if "dropout_p" not in names:
-        return False
-    place = names.index("dropout_p")
-    return bool((args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)) == 0.0)
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    """What tells tensors apart that do not share memory."""
-    storage: int = (tensor.meta if isinstance(tensor, Placeholder) else tensor).untyped_storage()._cdata
-    return storage

@@ -1,14 +1,15 @@
-"""Tensors that are on another stage: shape, dtype and device of a value, without the value.
+"""Placeholders for tensors of other pipeline stages: shape, dtype and device, without values.
 
-A stage runs the model's own code from its beginning, and what other stages compute is not there. An `Placeholder`
-stands in for it: whatever is computed with one is absent too, at the price of a shape. So the code between a model's
-blocks runs as it was written, and only what really depends on a value that is elsewhere can fail, with a reason.
+A stage runs the model's own code from its beginning, although other stages compute most of its blocks. Anything
+computed from a `Placeholder` is a `Placeholder`, at the cost of inferring a shape. So the code between a model's blocks
+runs as written, and only code that needs a value of another stage fails, with a reason.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,17 +17,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.errors import ModelError
 
-_MAKES_TENSORS = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
-"""Attributes that are computed; the others are read off."""
+_COMPUTED_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
+"""Properties that return tensors; all others are metadata."""
 
 _META = torch.device("meta")
 
 
 class Placeholder(torch.Tensor):
-    """A tensor of another stage, of which this one knows what any tensor shows without its values."""
+    """A tensor of another stage, with everything that a tensor shows but its values."""
 
     meta: torch.Tensor
     _shape: tuple[int, ...]
+    _device: torch.device
 
     @staticmethod
     def __new__(cls, meta: torch.Tensor, device: torch.device) -> Placeholder:
@@ -34,23 +36,27 @@ class Placeholder(torch.Tensor):
             cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device
         )
         made.meta = meta.detach()
-        made._shape = tuple(meta.shape)
+        made._shape, made._device = tuple(meta.shape), device
         return made
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return _absorb_again(func, args, kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name == "__get__" or is_in_place(name):
+            return absorb(func, args, kwargs or {})
+        try:
+            return _absorb_described(func, _describe(args), _describe(tuple((kwargs or {}).items())))
+        except TypeError:  # an argument that is not hashable, such as a list
+            return absorb(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        del types, args, kwargs
         raise ModelError(f"{func} needs values that are on another stage")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        del tensor_contents
-        return f"Absent({tuple(self.shape)}, {self.dtype})"
+        return f"Placeholder({tuple(self.shape)}, {self.dtype})"
 
     def __deepcopy__(self, memo: Any) -> Placeholder:
         return self
@@ -61,15 +67,15 @@ class PlaceholderModule(nn.Module):
 
 
 def is_placeholder(value: object) -> bool:
-    """Whether something has no values here: absent, or on the meta device."""
+    """Whether a value is a tensor without values: a placeholder, or on the meta device."""
     return isinstance(value, Placeholder) or (isinstance(value, torch.Tensor) and value.is_meta)
 
 
 @torch.no_grad()
 def absorb(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function of torch with operands some of which are absent: its results are absent too."""
+    """Call a torch function with operands of which some are placeholders: its results are placeholders too."""
     name = getattr(func, "__name__", "")
-    if name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") not in _MAKES_TENSORS:
+    if name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") not in _COMPUTED_PROPERTIES:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if name in ("cpu", "cuda"):
@@ -77,16 +83,17 @@ def absorb(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     if name == "to":
         args = tuple(_META if isinstance(arg, str) else arg for arg in args)
         kwargs = {key: _META if key == "device" else arg for key, arg in kwargs.items()}
-    operands = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
+    operands = tensor_leaves((args, dict(kwargs)))
     device = next((tensor.device for tensor in operands if not tensor.is_meta), torch.device("cpu"))
     try:
         result = func(*tree_map(to_meta, args), **tree_map(to_meta, dict(kwargs)))
     except Exception as error:
+        problem = (str(error) or type(error).__name__).splitlines()[0]
         raise ModelError(
             f'"{name}" is called between the model\'s blocks with a value of another stage, which this one has no '
-            f"values of ({_first_line(error)}); move that code into a block, or train without a pipeline"
+            f"values of ({problem}); move that code into a block, or train without a pipeline"
         ) from error
-    if is_in_place(name) and args:  # what is written into has the shape it had
+    if is_in_place(name) and args:
         if isinstance(args[0], Placeholder) and args[0].meta.shape != torch.Size(args[0]._shape):
             raise ModelError(
                 f'"{name}" changes the shape of a tensor in place between the model\'s blocks, where it is on another '
@@ -96,32 +103,34 @@ def absorb(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     return tree_map(lambda leaf: Placeholder(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, result)
 
 
-_absorbed: dict[Any, Any] = {}
-_MOST_ABSORBED = 4096
+class _Described(NamedTuple):
+    """An argument by type, because 1 == 1.0 == True, and value; a tensor by the metadata that decides result shapes."""
+
+    kind: type
+    value: Any
 
 
-def _absorb_again(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The same, remembered: shapes repeat from microbatch to microbatch, and asking for one costs more than an add."""
-    name = getattr(func, "__name__", "")
-    if name == "__get__" or is_in_place(name):
-        return absorb(func, args, kwargs)
-    try:
-        key = (func, tuple(map(_describe, args)), tuple((name, _describe(arg)) for name, arg in kwargs.items()))
-        if key not in _absorbed:
-            if len(_absorbed) >= _MOST_ABSORBED:
-                _absorbed.clear()
-            _absorbed[key] = absorb(func, args, kwargs)
-        return _absorbed[key]
-    except TypeError:  # an argument that cannot be told from others, such as a list of tensors
-        return absorb(func, args, kwargs)
-
-
-def _describe(value: Any) -> Any:
+def _describe(value: Any) -> _Described:
+    """A hashable description of an argument that keeps no tensor alive."""
     if isinstance(value, Placeholder):
-        return value.meta.shape, value.meta.stride(), value.meta.dtype
+        return _Described(torch.Tensor, (value.meta.shape, value.meta.stride(), value.meta.dtype, value._device))
     if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype
-    return type(value), value  # 1 and 1.0 and True are equal
+        return _Described(torch.Tensor, (value.shape, value.stride(), value.dtype, value.device))
+    return _Described(type(value), tuple(map(_describe, value)) if type(value) is tuple else value)
+
+
+def _restore(described: _Described) -> Any:
+    kind, value = described
+    if kind is torch.Tensor:
+        shape, stride, dtype, device = value
+        return Placeholder(torch.empty_strided(shape, stride, dtype=dtype, device=_META), device)
+    return tuple(map(_restore, value)) if kind is tuple else value
+
+
+@functools.lru_cache(maxsize=4096)
+def _absorb_described(func: Callable[..., Any], args: _Described, kwargs: _Described) -> Any:
+    """`absorb`, cached: shapes repeat between microbatches, and inferring one costs more than an addition."""
+    return absorb(func, _restore(args), dict(_restore(kwargs)))
 
 
 def is_in_place(name: str) -> bool:
@@ -132,17 +141,19 @@ def is_in_place(name: str) -> bool:
 
 
 def to_meta(value: Any) -> Any:
-    """The same leaf of a tree of operands, without values."""
+    """A tensor without its values, the meta device for a device, any other leaf unchanged."""
     if isinstance(value, Placeholder):
         return value.meta
-    if isinstance(value, torch.Tensor):
-        return (
-            value
-            if value.is_meta
-            else torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
-        )
+    if isinstance(value, torch.Tensor) and not value.is_meta:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
     return _META if isinstance(value, torch.device) else value
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+def tensor_leaves(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """The same number for tensors that share memory."""
+    storage: int = (tensor.meta if isinstance(tensor, Placeholder) else tensor).untyped_storage()._cdata
+    return storage

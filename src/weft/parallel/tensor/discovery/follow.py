@@ -1,39 +1,38 @@
-"""One forward pass of a copy of a model, with somebody watching."""
+"""One forward pass of a meta copy of a model under the tracer."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from weft.errors import ModelError
-from weft.parallel.tensor.discovery.records import NotedCall, Record
+from weft.parallel.tensor.discovery.records import Record, RecordedCall
 from weft.parallel.tensor.discovery.trace import Tracer
-from weft.parallel.tracing.placeholder import to_meta
+from weft.parallel.tracing.dataflow import freeze_batch_norms, make_meta_copy
+from weft.parallel.tracing.placeholder import tensor_leaves
 
 CACHES = ("past_key_values",)
-"""What Hugging Face models return for the next token's sake, and no loss looks at."""
+"""Outputs of Hugging Face models that are for generation and in no loss."""
 
 
 def follow(model: nn.Module, call: Callable[[nn.Module], Any], *, whole_between: Collection[str] = ()) -> Record:
-    """Follow one forward pass. What enters and leaves the modules `whole_between` stays whole."""
-    meta_copy = _make_twin(model)
+    """Record one forward pass. Inputs and outputs of the modules `whole_between` stay whole."""
+    meta_copy = make_meta_copy(model, learns_all=True)  # what is frozen today may be trained tomorrow
+    freeze_batch_norms(meta_copy)
     device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), torch.device("cpu"))
     tracer = Tracer(meta_copy, device)
     watch = _Watch(tracer)
     for name, module in tracer.record.modules.items():
         if not isinstance(module, torch.jit.ScriptModule):
             module.forward = watch.watched(name, module.forward, must_be_whole=name in whole_between)
-    drawing = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    with drawing, torch.enable_grad(), tracer, _Unseen(tracer):
-        torch.manual_seed(0)  # a model that decides at random does so alike on all ranks
+    own_rng = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with own_rng, torch.enable_grad(), tracer, _UnseenOperators(tracer):
+        torch.manual_seed(0)  # a model that decides at random decides alike on all ranks
         try:
             output = call(meta_copy)
         except ModelError:
@@ -41,46 +40,38 @@ def follow(model: nn.Module, call: Callable[[nn.Module], Any], *, whole_between:
         except Exception as error:
             raise ModelError(
                 f'"{watch.failed or type(model).__name__}" cannot be followed without values ({type(error).__name__}: '
-                f"{error}), which is how weft finds out how a model splits over the tensor axis; declare its `regions` "
+                f"{error}), which is how weft finds how a model splits over the tensor axis; declare its `regions` "
                 "in weft_blueprint()"
             ) from error
-    _note_output(tracer, output)
+    outputs = tensors_of(output)
+    for tensor in outputs:
+        tracer.add_end(tensor)
+        if len(outputs) == 1 and tensor.is_floating_point() and tensor.dim() > 0:  # its features may stay split
+            tracer.record.output = tracer.layout(tensor)
+        else:
+            tracer.block(tensor, "the model returns them")
     return tracer.record
 
 
-def _make_twin(model: nn.Module) -> nn.Module:
-    """A copy whose parameters have no memory, and all learn: what is frozen today may not be tomorrow."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        bare = to_meta(parameter.detach())
-        memo[id(parameter)] = nn.Parameter(bare, requires_grad=bare.is_floating_point() or bare.is_complex())
-    meta_copy = copy.deepcopy(model, memo)
-    for module in meta_copy.modules():
-        if isinstance(module, _BatchNorm):
-            module.eval()  # shapes are the same, and one sample is no reason to refuse
-    return meta_copy
-
-
 class _Watch:
-    """Tells the tracer whose code is running."""
+    """Tells the tracer which module's code is running."""
 
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
         self.failed = ""
-        """The innermost module in which something went wrong."""
+        """The innermost module that raised an error."""
 
     def watched(self, name: str, forward: Callable[..., Any], *, must_be_whole: bool) -> Callable[..., Any]:
         tracer = self.tracer
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not tracer.names:
-                for leaf in tree_leaves((args, kwargs)):
-                    if isinstance(leaf, torch.Tensor):
-                        tracer.give(leaf)
+                for leaf in tensor_leaves((args, kwargs)):
+                    tracer.add_model_input(leaf)
             if must_be_whole:
                 for tensor in tensors_of((args, kwargs)):
                     tracer.block(tensor, f'they enter "{name}"')
-            calls: list[NotedCall] = []
+            calls: list[RecordedCall] = []
             tracer.record.calls.setdefault(name, []).append(calls)
             tracer.names.append(name)
             tracer.calls.append(calls)
@@ -100,8 +91,8 @@ class _Watch:
         return run
 
 
-class _Unseen(TorchDispatchMode):
-    """Notices operators that no function of torch which was seen has called."""
+class _UnseenOperators(TorchDispatchMode):
+    """Blocks the operands of operators that were not called by a function the tracer sees: compiled code, say."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -112,28 +103,16 @@ class _Unseen(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         self.tracer.is_inside = True
         try:
-            self.tracer.hide_from_modes(
-                [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            )
+            for tensor in tensor_leaves((args, kwargs)):
+                self.tracer.block(tensor, self.tracer.unfollowed)
+                self.tracer.add_end(tensor)
             return func(*args, **(kwargs or {}))
         finally:
             self.tracer.is_inside = False
 
 
-def _note_output(tracer: Tracer, output: Any) -> None:
-    """What the model returns is whole, but perhaps the features of its one output."""
-    tensors = tensors_of(output)
-    is_alone = len(tensors) == 1 and tensors[0].is_floating_point() and tensors[0].dim() > 0
-    for tensor in tensors:
-        tracer.end(tensor)
-        if is_alone:
-            tracer.record.output = tracer.layout(tensor)
-        else:
-            tracer.block(tensor, "the model returns them")
-
-
 def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """All tensors in what a model returns, also those inside objects."""
+    """All tensors in a model's output, also inside objects."""
     found: list[torch.Tensor] = []
     seen: set[int] = set()
     waiting = [tree]

@@ -1,8 +1,8 @@
-"""Which candidates to take where they are in each other's way: those that share out most parameters in all.
+"""The choice among conflicting candidates: those that split most parameters in all.
 
-Each layer has one role, so this is a packing problem. Candidates that are in each other's way form groups, most of
-them of two or three; within a group all ways are tried, one candidate at a time, taken or not. Long chains fall apart
-as soon as one in their midst is decided. A group that is still too large after `MAX_TRIES` takes the largest first.
+Each layer has one role, so this is a maximum-weight independent set. Its connected components mostly have two or three
+candidates; all subsets of a component are tried, one candidate at a time. Long chains fall apart as soon as one in
+their middle is decided. After `MAX_TRIES` the largest candidate is taken first.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from weft.parallel.tensor.discovery.features import Layout, leaves
 
 MAX_TRIES = 20_000
 ACROSS_BLOCKS = 0.5
-"""What a parameter counts in a region of several blocks, which would have to stay on one stage of a pipeline."""
+"""Weight of a parameter in a region of several blocks, which would have to stay on one pipeline stage."""
 
 Neighbours = dict[int, set[int]]
 
 
 def take_best(candidates: Sequence[Candidate], layouts: Sequence[Layout], blocks: Sequence[str]) -> list[Candidate]:
-    """The candidates that go together best; where several do alike, the earliest."""
+    """The compatible candidates of the largest weight; among equals, the earliest."""
     ordered = sorted(candidates, key=lambda one: one.order)
-    neighbours = _neighbours(ordered, layouts)
-    weights = [_weight(candidate, blocks) for candidate in ordered]
-    search = _Search(weights, neighbours)
+    search = _Search([_weight(candidate, blocks) for candidate in ordered], _neighbours(ordered, layouts))
     return [ordered[place] for place in sorted(search.best(frozenset(range(len(ordered))))[1])]
 
 
@@ -34,27 +32,25 @@ def _weight(candidate: Candidate, blocks: Sequence[str]) -> float:
 
 
 def _neighbours(candidates: Sequence[Candidate], layouts: Sequence[Layout]) -> Neighbours:
-    """Who is in whose way: both want a layer or a parameter, or would share something out in one tensor."""
+    """Conflicts between candidates: both want a layer or a parameter, or would split the same tensor."""
     wanted: dict[object, set[int]] = {}
     owner: dict[object, set[int]] = {}
     for place, candidate in enumerate(candidates):
-        for what in (*(("layer", name) for name in candidate.layers), *candidate.names):
-            wanted.setdefault(what, set()).add(place)
+        for wish in (*(("layer", name) for name in candidate.layers), *candidate.names):
+            wanted.setdefault(wish, set()).add(place)
         for digit in candidate.digits:
             owner.setdefault(digit, set()).add(place)
     groups = list(wanted.values())
-    for layout in layouts:
-        groups.append({place for dim in layout for leaf in leaves(dim) for place in owner.get(leaf, ())})
+    groups += [{place for dim in one for leaf in leaves(dim) for place in owner.get(leaf, ())} for one in layouts]
     neighbours: Neighbours = {place: set() for place in range(len(candidates))}
     for group in groups:
-        if len(group) > 1:
-            for place in group:
-                neighbours[place] |= group - {place}
+        for place in group:
+            neighbours[place] |= group - {place}
     return neighbours
 
 
 class _Search:
-    """Tries what to take."""
+    """A memoised search over sets of candidates."""
 
     def __init__(self, weights: Sequence[float], neighbours: Neighbours) -> None:
         self.weights = weights
@@ -63,7 +59,7 @@ class _Search:
         self.num_tries = 0
 
     def best(self, left: frozenset[int]) -> tuple[float, frozenset[int]]:
-        """The most that can be taken of those that are left, and which."""
+        """The largest weight among the candidates left, and its candidates."""
         total, taken = 0.0, frozenset[int]()
         for group in self._groups(left):
             weight, some = self._best_of(group)
@@ -83,15 +79,13 @@ class _Search:
         return self.known[group]
 
     def _groups(self, left: frozenset[int]) -> list[frozenset[int]]:
-        """Those that have nothing to do with each other."""
+        """Connected components."""
         groups, rest = [], set(left)
         while rest:
-            waiting, group = [min(rest)], set()
-            while waiting:
-                place = waiting.pop()
-                if place not in group:
-                    group.add(place)
-                    waiting += self.neighbours[place] & rest
+            group, border = set[int](), {min(rest)}
+            while border:
+                group |= border
+                border = set().union(*(self.neighbours[place] for place in border)) & rest - group
             groups.append(frozenset(group))
             rest -= group
         return groups

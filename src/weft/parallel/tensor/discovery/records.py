@@ -1,7 +1,7 @@
-"""What following a model finds out: its layers, and everything that a split of them must respect.
+"""Everything that following a model records: its layers, and the constraints on splitting them.
 
-Nothing here is decided. Digits (`features.py`) say of every tensor what stands where; these records say which layers
-made and used them, which parameters reach along them, and what sizes the model's code gave to functions.
+Nothing is decided here. Digits (`features.py`) track the features in every tensor; these records say which layers made
+and used them, which other parameters have them, and which sizes the model's code passed to functions.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import TypeVar
 from torch import nn
 
 from weft.parallel.tensor.discovery.features import Digit, Dim, Layout, leaves
-from weft.parallel.tensor.discovery.symbolic_sizes import Check, Length
+from weft.parallel.tensor.discovery.symbolic_sizes import Check, SymbolicInt
 
 UNKNOWN = 1
-"""Root of what was made by something that was not seen."""
+"""The source of tensors made by code that was not seen. Sources are sets of bits, one per layer and parameter."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,69 +27,62 @@ class Layer:
     name: str
     module: nn.Module
     bit: int
-    """That stands for it among roots."""
+    """Its bit in sets of sources."""
     order: int = 0
-    """Of its first call."""
-    given: tuple[int, ...] = ()
-    """What tells the tensors it is given from others, one for each call."""
+    """Position of its first call; 0 if it was not called."""
+    called_with: tuple[int, ...] = ()
+    """Ids of its input tensors, one per call."""
     inputs: Dim = ()
     """The features that it contracts."""
     outputs: Dim = ()
     """The features that it makes."""
     rows: Dim = ()
-    """What an embedding looks up."""
-    is_passed: bool = False
-    """A convolution by groups that is given the groups of another layer."""
-    is_given_ids: bool = False
-    """An embedding that looks up what the model itself is given."""
+    """The rows of an embedding."""
+    keeps_groups: bool = False
+    """Whether it is a grouped convolution on the groups of another layer."""
+    takes_model_input: bool = False
+    """Whether it is an embedding of the model's own inputs."""
     names: dict[str, str] = field(default_factory=dict)
-    """First names of its parameters in the model."""
+    """Names of its parameters in the model."""
     tied: tuple[str, ...] = ()
-    """Layers that have the same weight, this one among them."""
+    """Layers with the same weight, including this one."""
     refused: str | None = None
-    """Why it cannot be split whatever else."""
+    """Why it can never be split."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Held:
-    """A parameter or buffer that is no layer's."""
+class StateTensor:
+    """A parameter or buffer; the dims of a layer's own weight and bias are blocked here."""
 
     name: str
     layout: Layout
     bit: int
-    """That stands for it among roots; 0: a buffer, which does not learn."""
+    """Its bit in sets of sources; 0 for a buffer, which gets no gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """A tensor that learns, as operand of a function that made something."""
+    """A tensor with a gradient, where it is used."""
 
-    roots: int
-    carried: Layout
-    made: tuple[Layout, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class End:
-    """A tensor that learns, where it was followed to: a layer, the model's output, a function nobody knows."""
-
-    roots: int
+    sources: int
     layout: Layout
+    made: tuple[Layout, ...] = ()
+    """Layouts of a function's results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenSize:
-    """A size that the code gave to a function, and what it is the size of."""
+    """A size that the code passed to a function."""
 
     place: tuple[int | str, ...]
     value: int
-    """As it was given: perhaps a `Length`."""
+    """The value passed, perhaps a `SymbolicInt`."""
     dims: tuple[Dim, ...]
-    """The sum of these."""
+    """The dims of whose lengths it is the sum."""
 
 
 @dataclass(slots=True, kw_only=True)
-class NotedCall:
+class RecordedCall:
     """A call of a function that takes sizes."""
 
     function: str
@@ -98,61 +91,52 @@ class NotedCall:
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """All of it."""
+    """All that was recorded."""
 
     modules: dict[str, nn.Module]
     layers: dict[str, Layer] = field(default_factory=dict)
-    held: list[Held] = field(default_factory=list)
+    state: list[StateTensor] = field(default_factory=list)
     layouts: list[Layout] = field(default_factory=list)
-    """Of all tensors in which two things might be shared out at once."""
+    """Layouts of all tensors with more than one splittable digit."""
     uses: list[Use] = field(default_factory=list)
-    ends: list[End] = field(default_factory=list)
+    """Operands of functions."""
+    ends: list[Use] = field(default_factory=list)
+    """Tensors that are not followed further: inputs of layers, outputs of the model, operands of unknown functions."""
     checks: list[Check] = field(default_factory=list)
-    calls: dict[str, list[list[NotedCall]]] = field(default_factory=dict)
-    """Of each module, in each of its forward passes."""
+    calls: dict[str, list[list[RecordedCall]]] = field(default_factory=dict)
+    """Calls per module and forward pass of it."""
     output: Layout | None = None
-    """Of what the model returns, if that is one tensor."""
+    """Layout of the model's output, if that is one tensor."""
 
 
 T = TypeVar("T")
 
 
-class Facts:
-    """An index of a record. Lists of numbers are places in the record's."""
+class RecordIndex:
+    """A record's entries by the splittable digits in them. Uses, layouts and checks are indices into its lists."""
 
     def __init__(self, record: Record, tensor: int) -> None:
         self.record = record
         self.tensor = tensor
-        self.columns: dict[Digit, list[Layer]] = defaultdict(list)
-        self.rows: dict[Digit, list[Layer]] = defaultdict(list)
-        self.held: dict[Digit, list[Held]] = defaultdict(list)
+        layers = record.layers.values()
+        self.columns = _index((layer, (layer.outputs,)) for layer in layers)
+        self.rows = _index((layer, (layer.inputs,)) for layer in layers)
+        self.state = _index((state, state.layout) for state in record.state)
+        self.uses = _index((n, (dim for layout in use.made for dim in layout)) for n, use in enumerate(record.uses))
+        self.layouts = _index(enumerate(record.layouts))
+        self.checks = _index((number, check.dims) for number, check in enumerate(record.checks))
         self.modules: dict[Digit, set[str]] = defaultdict(set)
-        self.uses: dict[Digit, list[int]] = defaultdict(list)
-        self.layouts: dict[Digit, list[int]] = defaultdict(list)
-        self.checks: dict[Digit, list[int]] = defaultdict(list)
-        for layer in record.layers.values():
-            _enter(self.columns, (layer.outputs,), layer)
-            _enter(self.rows, (layer.inputs,), layer)
-        for held in record.held:
-            _enter(self.held, held.layout, held)
-        for number, use in enumerate(record.uses):
-            _enter(self.uses, (dim for layout in use.made for dim in layout), number)
-        for number, layout in enumerate(record.layouts):
-            _enter(self.layouts, layout, number)
-        for number, check in enumerate(record.checks):
-            _enter(self.checks, check.dims, number)
+        """Modules whose code passes sizes that depend on a digit."""
         for module, passes in record.calls.items():
             for size in (size for calls in passes for call in calls for size in call.sizes):
-                for leaf in (leaf for dim in _dims_of(size.value, size.dims) for leaf in leaves(dim)):
+                symbolic = size.value.dims if isinstance(size.value, SymbolicInt) else ()
+                for leaf in (leaf for dim in (*symbolic, *size.dims) for leaf in leaves(dim)):
                     self.modules[leaf].add(module)
-        self.by_bit = {layer.bit: layer for layer in record.layers.values()}
-        self.held_by_bit = {held.bit: held for held in record.held if held.bit}
 
 
-def _dims_of(value: int, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
-    return (*value.dims, *dims) if isinstance(value, Length) else dims
-
-
-def _enter(index: dict[Digit, list[T]], dims: Iterable[Dim], what: T) -> None:
-    for leaf in {leaf for dim in dims for leaf in leaves(dim) if leaf.reason is None}:
-        index[leaf].append(what)
+def _index(entries: Iterable[tuple[T, Iterable[Dim]]]) -> dict[Digit, list[T]]:
+    index: dict[Digit, list[T]] = defaultdict(list)
+    for entry, dims in entries:
+        for leaf in {leaf for dim in dims for leaf in leaves(dim) if leaf.reason is None}:
+            index[leaf].append(entry)
+    return index

@@ -1,75 +1,51 @@
-"""What functions of torch do to features: which they keep apart, which they mix.
+"""The effect of torch functions on features: which they keep apart, and which they mix.
 
-`RULES` has a rule for every function that is understood, by its name without underscores (`add_` and `__iadd__` are
-`add`). A rule unifies and blocks digits of the operands and says of what digits the results are made.
+`RULES` has a rule for every known function, by its name without underscores (`add_` and `__iadd__` are `add`). A rule
+unifies and blocks digits of the operands and returns the layouts of the results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
+from torch import nn
 
 from weft.parallel.tensor.discovery import layer_rules as layers
 from weft.parallel.tensor.discovery import shape_rules as shapes
-from weft.parallel.tensor.discovery.features import Dim, Layout, cut, fresh, length, peel, whole
+from weft.parallel.tensor.discovery.features import Dim, cut, fresh, length, split_outer, whole
 from weft.parallel.tensor.discovery.operation import Operation
 from weft.parallel.tensor.discovery.shape_rules import Made
 from weft.parallel.tensor.discovery.symbolic_sizes import plain
+from weft.parallel.tracing import torch_functions as kinds
 
-HARMLESS = frozenset(
-    "dim ndim ndimension dtype device requires_grad requires_grad_ is_floating_point is_complex is_contiguous "
-    "is_meta is_cuda is_cpu is_sparse is_nested is_quantized is_leaf layout grad_fn grad get_device element_size "
-    "itemsize data_ptr register_hook retain_grad _version is_inference names is_signed output_nr "
-    "_backward_hooks get_default_dtype is_grad_enabled _set_grad_enabled is_autocast_enabled set_autocast_enabled "
-    "get_autocast_dtype set_autocast_dtype is_autocast_cache_enabled set_autocast_cache_enabled "
-    "autocast_increment_nesting autocast_decrement_nesting clear_autocast_cache is_tensor is_storage finfo iinfo "
-    "result_type can_cast promote_types manual_seed __hash__ __repr__ __format__ __deepcopy__ _is_zerotensor is_neg "
-    "is_conj".split()
+HARMLESS = frozenset(kinds.METADATA) | frozenset(
+    "ndim dtype device requires_grad requires_grad_ is_meta is_cuda is_cpu is_sparse is_nested is_quantized is_leaf "
+    "layout grad_fn grad itemsize _version names output_nr _backward_hooks get_default_dtype is_grad_enabled "
+    "_set_grad_enabled is_autocast_enabled set_autocast_enabled get_autocast_dtype set_autocast_dtype "
+    "is_autocast_cache_enabled set_autocast_cache_enabled autocast_increment_nesting autocast_decrement_nesting "
+    "clear_autocast_cache is_tensor is_storage finfo iinfo can_cast promote_types manual_seed __deepcopy__ "
+    "_is_zerotensor is_neg is_conj".split()
 )
-"""Functions that neither make tensors nor tell anything that differs between ranks."""
+"""Functions that make no tensors and whose results are the same on all ranks."""
 
 EXPANDING = frozenset({"expand", "expand_as", "broadcast_to", "repeat", "tile", "repeat_interleave"})
 """Functions of one tensor whose result has more features."""
 
-ROOTLESS = frozenset(
+VALUELESS = frozenset(
     "zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty".split()
 )
-"""Functions that take a tensor's shape or device, but nothing of its values."""
+"""Functions that read a tensor's shape or device, but not its values."""
 
-UNARY = (
-    "abs absolute acos acosh asin asinh atan atanh angle bernoulli bfloat16 bool byte ceil celu clone conj "
-    "contiguous cos cosh cpu cuda data deg2rad detach double dropout alpha_dropout elu erf erfc erfinv exp exp2 "
-    "expm1 float floor frac gelu half hardshrink hardsigmoid hardswish hardtanh imag int isfinite isinf isnan "
-    "isneginf isposinf leaky_relu lgamma log log10 log1p log2 logical_not logit logsigmoid long mish nan_to_num neg "
-    "negative positive pin_memory rad2deg real reciprocal relu relu6 resolve_conj round rrelu rsqrt selu sgn short "
-    "sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square tan tanh tanhshrink threshold "
-    "to trunc type type_as zero fill invert zeros_like ones_like full_like empty_like rand_like randn_like uniform "
-    "normal exponential digamma log_normal"
-).split()
-"""Entry by entry, of the first operand alone."""
+UNARY = frozenset((*kinds.POINTWISE, *kinds.CASTS)) | frozenset(
+    "alpha_dropout angle bernoulli conj data deg2rad dropout exponential fill imag invert log_normal normal pin_memory "
+    "rad2deg rand_like randn_like real resolve_conj rrelu short signbit uniform zero".split()
+)
+"""Functions that work entry by entry on the first operand alone."""
 
-BROADCAST = (
-    "add addcdiv addcmul sub subtract mul multiply div divide true_divide floor_divide fmod remainder pow "
-    "float_power rsub truediv floordiv mod atan2 arctan2 bitwise_and bitwise_or bitwise_xor bitwise_not and or xor "
-    "clamp clamp_min clamp_max clip copy copysign eq ne ge gt le lt greater greater_equal less less_equal not_equal "
-    "fmax fmin heaviside hypot isclose lerp logaddexp logaddexp2 logical_and logical_or logical_xor masked_fill "
-    "maximum minimum nextafter where xlogy"
-).split()
-"""Entry by entry, of all operands."""
-
-KEEPING = {"softmax": 1, "log_softmax": 1, "softmin": 1, "cumsum": 1, "cumprod": 1, "logcumsumexp": 1, "flip": 1}
-KEEPING |= {"roll": 2, "normalize": 2, "gumbel_softmax": 4, "sort": 1, "argsort": 1}
-"""Functions that mix entries along some dims, and keep their number; where those dims are named."""
-
-REDUCING = (
-    "sum mean nansum nanmean prod amax amin max min argmax argmin any all std var logsumexp norm median std_mean "
-    "var_mean aminmax count_nonzero"
-).split()
-"""Functions that make one entry of all along some dims."""
-
-
-_DIM_OF = {"norm": 2, "linalg_vector_norm": 2}
+KEEPING = dict.fromkeys((*kinds.ALONG_DIM, "logcumsumexp", "sort", "argsort"), 1)
+KEEPING |= {"roll": 2, "normalize": 2, "gumbel_softmax": 4}
+"""Functions that mix entries along some dims and keep the shape, with the position of the argument that names them."""
 
 
 def unary(op: Operation) -> Made:
@@ -79,12 +55,7 @@ def unary(op: Operation) -> Made:
 
 
 def broadcast(op: Operation) -> Made:
-    operands = [op.layout(tensor) for tensor in op.tensors()]
-    sizes = [1] * max(map(len, operands))
-    for layout in operands:
-        for back in range(1, len(layout) + 1):
-            sizes[-back] = max(sizes[-back], length(layout[-back]))
-    return [op.broadcast(operands, sizes)]
+    return [op.broadcast(*(op.layout(tensor) for tensor in op.tensors()))]
 
 
 def keeping(op: Operation) -> Made:
@@ -102,7 +73,7 @@ def keeping(op: Operation) -> Made:
 def reducing(op: Operation) -> Made:
     if op.name in ("max", "min") and isinstance(op.get(1, "other"), torch.Tensor):
         return broadcast(op)
-    given = op.get(_DIM_OF.get(op.name, 1), "dim", op.kwargs.get("axis"))
+    given = op.get(2 if "norm" in op.name else 1, "dim", op.kwargs.get("axis"))
     if op.name in ("std", "var", "std_mean", "var_mean") and isinstance(given, bool):
         given = None
     gone = op.dims(given)
@@ -115,7 +86,7 @@ def reducing(op: Operation) -> Made:
 
 
 def matmul(op: Operation) -> Made:
-    """Also with something added: baddbmm(input, a, b)."""
+    """Products of matrices, also added to a tensor: baddbmm(input, a, b)."""
     shift = 1 if op.name == "baddbmm" else 0
     a, b = (op.operand(shift + place) for place in (0, 1))
     if op.name == "rmatmul":
@@ -124,19 +95,8 @@ def matmul(op: Operation) -> Made:
     columns = b[-1:] if len(b) > 1 else ()
     op.block(a[-1], "adds them up")
     op.block(b[-2] if len(b) > 1 else b[0], "adds them up")
-    batches = [a[:-2], b[:-2]]
-    sizes = [length(dim) for dim in _longest(batches)]
-    for layout in batches:
-        for back in range(1, len(layout) + 1):
-            sizes[-back] = max(sizes[-back], length(layout[-back]))
-    made: Layout = (*op.broadcast(batches, sizes), *rows, *columns)
-    if shift:
-        made = op.broadcast([made, op.operand(0)], [length(dim) for dim in made])
-    return [made]
-
-
-def _longest(layouts: list[Layout]) -> Layout:
-    return max(layouts, key=len)
+    made = (*op.broadcast(a[:-2], b[:-2]), *rows, *columns)
+    return [op.broadcast(made, op.operand(0)) if shift else made]
 
 
 def einsum(op: Operation) -> Made:
@@ -173,11 +133,10 @@ def attention(op: Operation) -> Made:
         op.block(dim, "adds them up")
     if op.get(5, "is_causal", False):
         op.block(q[-2])
-    sizes = [max(length(x[place]) for x in (q, k, v)) for place in range(len(q) - 2)]
-    batch = op.broadcast([q[:-2], k[:-2], v[:-2]], sizes)
+    batch = op.broadcast(q[:-2], k[:-2], v[:-2])
     mask = op.tensor(3, "attn_mask")
     if mask is not None:
-        op.broadcast([(*batch, q[-2], k[-2]), op.layout(mask)], [*sizes, length(q[-2]), length(k[-2])])
+        op.broadcast((*batch, q[-2], k[-2]), op.layout(mask))
     return [(*batch, q[-2], v[-1])]
 
 
@@ -188,24 +147,18 @@ def last_norm(op: Operation) -> Made:
         op.block(dim)
     for tensor in (op.tensor(2, "weight"), op.tensor(3, "bias") if op.name == "layer_norm" else None):
         if tensor is not None:
-            op.broadcast([op.first, op.layout(tensor)], op.result.shape)
+            op.broadcast(op.first, op.layout(tensor))
     return [op.first]
 
 
 def channel_norm(op: Operation) -> Made:
-    """batch_norm and instance_norm: every channel by itself."""
-    for place, dim in enumerate(op.first):
-        if place != 1 and not (place == 0 and op.name == "instance_norm"):
-            op.block(dim)
-    for tensor in op.tensors()[1:]:
-        op.unify(op.first[1], op.layout(tensor)[0])
-    return [op.first]
-
-
-def group_norm(op: Operation) -> Made:
-    groups = op.get(1, "num_groups")
-    halves = peel(op.first[1], groups) if op.tracer.is_counted() else None
-    for dim in (*op.first[2:], *((op.first[1],) if halves is None else (halves[1],))):
+    """batch_norm, instance_norm and group_norm: per channel or group of channels."""
+    blocked = [*op.first[2:], *(op.first[:1] if op.name == "batch_norm" else ())]
+    if op.name == "group_norm":
+        is_counted = type(op.tracer.record.modules[op.tracer.module]) is nn.GroupNorm  # its attribute is adapted
+        halves = split_outer(op.first[1], op.get(1, "num_groups")) if is_counted else None
+        blocked.append(op.first[1] if halves is None else halves[1])
+    for dim in blocked:
         op.block(dim)
     for tensor in op.tensors()[1:]:
         op.unify(op.first[1], op.layout(tensor)[0])
@@ -213,7 +166,7 @@ def group_norm(op: Operation) -> Made:
 
 
 def pooling(op: Operation) -> Made:
-    """What mixes pixels: the last so many dims, as the name says."""
+    """Functions that mix pixels along the last dims, as many as the name says."""
     count = next((int(letter) for letter in op.name if letter.isdigit()), len(op.first) - 2)
     results = op.result if isinstance(op.result, tuple) else (op.result,)
     kept = op.first[: len(op.first) - count]
@@ -223,7 +176,7 @@ def pooling(op: Operation) -> Made:
 
 
 def channel_dropout(op: Operation) -> Made:
-    """Whole channels are kept or not."""
+    """Whole channels are dropped or kept."""
     for dim in op.first[2:]:
         op.block(dim, "drops all or none of them")
     return [op.first]
@@ -248,27 +201,19 @@ def prelu(op: Operation) -> Made:
 
 
 def glu(op: Operation) -> Made:
-    """The first half of the features, each gated by its like in the second."""
+    """The first half of the features, each gated by one of the second."""
     dim = op.dim(op.get(1, "dim", -1))
     value, gate = cut(op.first[dim], [length(op.first[dim]) // 2], op.why("cuts them inside a unit"))
     op.unify(value, gate)
     return [(*op.first[:dim], value, *op.first[dim + 1 :])]
 
 
-def uniform(op: Operation) -> Made:
-    """Tensors all of whose entries are the same, so that anybody may share them out."""
-    is_method = op.name.startswith("new_")
-    given = op.sizes(1 if is_method else 0, "size")
+def constant(op: Operation) -> Made:
+    """Constant tensors, which can be split along any dim."""
+    given = op.sizes(1 if op.name.startswith("new_") else 0, "size")
     made = tuple(fresh(size) for size in op.result.shape)
-    for (place, value), dim in zip(given, made, strict=False):
-        op.sized(place, value, (dim,))
+    op.sized_each(given, made)
     return [made]
-
-
-def nothing(op: Operation) -> Made:
-    """Tensors made of numbers that differ from place to place."""
-    del op
-    return None
 
 
 def triangle(op: Operation) -> Made:
@@ -277,47 +222,45 @@ def triangle(op: Operation) -> Made:
     return [op.first]
 
 
-def _names(rule: Callable[[Operation], Made], names: str | list[str]) -> dict[str, Callable[[Operation], Made]]:
+Rule = Callable[[Operation], Made]
+
+
+def _names(rule: Rule, names: str | Iterable[str]) -> dict[str, Rule]:
     return dict.fromkeys(names.split() if isinstance(names, str) else names, rule)
 
 
-RULES: dict[str, Callable[[Operation], Made]] = {
+_SAME_NAME: tuple[Rule, ...] = (einsum, pad, prelu, glu, layers.linear, layers.addmm, layers.embedding)
+_SAME_NAME += (shapes.repeat_interleave, shapes.unbind, shapes.select, shapes.narrow, shapes.stack)
+
+RULES: dict[str, Rule] = {
+    **{rule.__name__: rule for rule in _SAME_NAME},
     **_names(unary, UNARY),
-    **_names(broadcast, BROADCAST),
-    **_names(keeping, list(KEEPING)),
-    **_names(reducing, [*REDUCING, "linalg_vector_norm"]),
+    **_names(broadcast, kinds.BROADCAST),
+    **_names(broadcast, "and copy floordiv isclose logaddexp logaddexp2 mod nextafter or truediv xor"),
+    **_names(keeping, KEEPING),
+    **_names(reducing, kinds.REDUCTIONS),
+    **_names(
+        reducing, "sum mean nansum nanmean norm median std_mean var_mean aminmax count_nonzero linalg_vector_norm"
+    ),
     **_names(matmul, "matmul mm bmm mv dot rmatmul baddbmm"),
-    **_names(einsum, "einsum"),
     **_names(attention, "scaled_dot_product_attention"),
     **_names(last_norm, "layer_norm rms_norm"),
-    **_names(channel_norm, "batch_norm instance_norm"),
-    **_names(group_norm, "group_norm"),
+    **_names(channel_norm, "batch_norm instance_norm group_norm"),
     **_names(
         pooling, [f"{kind}pool{n}d" for n in (1, 2, 3) for kind in ("max_", "avg_", "adaptive_max_", "adaptive_avg_")]
     ),
     **_names(pooling, "interpolate upsample"),
-    **_names(channel_dropout, "dropout1d dropout2d dropout3d feature_dropout feature_alpha_dropout"),
-    **_names(pad, "pad"),
-    **_names(prelu, "prelu"),
-    **_names(glu, "glu"),
+    **_names(channel_dropout, kinds.CHANNEL_DROPOUTS),
     **_names(triangle, "tril triu"),
-    **_names(uniform, "zeros ones full empty new_zeros new_ones new_full new_empty"),
-    **_names(layers.linear, "linear"),
-    **_names(layers.addmm, "addmm"),
+    **_names(constant, "zeros ones full empty new_zeros new_ones new_full new_empty"),
     **_names(layers.convolution, "conv1d conv2d conv3d"),
-    **_names(layers.embedding, "embedding"),
     **_names(shapes.view, "view reshape flatten unflatten ravel squeeze unsqueeze view_as reshape_as"),
     **_names(shapes.permute, "transpose swapaxes swapdims permute t T H mT mH adjoint movedim moveaxis"),
     **_names(shapes.expand, "expand expand_as broadcast_to"),
     **_names(shapes.repeat, "repeat tile"),
-    **_names(shapes.repeat_interleave, "repeat_interleave"),
     **_names(shapes.split, "split split_with_sizes chunk tensor_split"),
-    **_names(shapes.unbind, "unbind"),
-    **_names(shapes.select, "select"),
-    **_names(shapes.narrow, "narrow"),
     **_names(shapes.index, "getitem setitem"),
     **_names(shapes.cat, "cat concat concatenate"),
-    **_names(shapes.stack, "stack"),
     **_names(shapes.as_complex, "view_as_complex"),
     **_names(shapes.as_real, "view_as_real"),
 }

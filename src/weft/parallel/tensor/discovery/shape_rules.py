@@ -1,7 +1,8 @@
-"""Rules for functions that move entries about: what a view, a slice or a permutation does to digits."""
+"""Rules for functions that move entries: views, slices, permutations, concatenations."""
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,37 +15,28 @@ from weft.parallel.tensor.discovery.features import (
     is_whole,
     join,
     length,
-    peel,
     reshape,
+    split_outer,
     whole,
 )
 from weft.parallel.tensor.discovery.operation import Operation
-from weft.parallel.tensor.discovery.symbolic_sizes import Length, plain
+from weft.parallel.tensor.discovery.symbolic_sizes import SymbolicInt, plain
 
 Made = list[Layout] | None
-"""Layouts of the tensors that a function returns; None: the function is not understood."""
+"""Layouts of the tensors that a function returns; None if the rule does not know this form of it."""
 
 
 def view(op: Operation) -> Made:
-    """The same entries in the same order."""
     if isinstance(op.get(1, "dtype"), torch.dtype):
         return None
     made = reshape(op.first, op.result.shape, op.why("mixes them with others"))
     if op.name in ("view", "reshape"):
-        for (place, value), dim in zip(op.sizes(1, "size" if op.name == "view" else "shape"), made, strict=False):
-            if plain(value) != -1:
-                op.sized(place, value, (dim,))
+        op.sized_each(op.sizes(1, "size" if op.name == "view" else "shape"), made)
     elif op.name == "unflatten":
-        first = op.dim(op.get(1, "dim"))
-        sizes = op.get(2, "sizes")
-        name: int | str = "sizes" if "sizes" in op.kwargs else 2
-        for index, value in enumerate(sizes):
-            if plain(value) != -1:
-                op.sized((name, index), value, (made[first + index],))
+        op.sized_each(op.sizes(2, "sizes"), made[op.dim(op.get(1, "dim")) :])
     elif op.name == "squeeze" and len(op.args) == 1 and not op.kwargs:
-        for dim in op.first:
-            if length(dim) > 1:
-                op.same(lambda local, dim=dim: local(dim) == 1, (dim,), expected=False)
+        kept = tuple(dim for dim in op.first if length(dim) > 1)
+        op.tracer.note(kept, lambda local: any(local(dim) == 1 for dim in kept), False)
     elif op.name in ("view_as", "reshape_as"):
         for theirs, mine in zip(op.operand(1), made, strict=True):
             op.equal((theirs, mine))
@@ -52,43 +44,29 @@ def view(op: Operation) -> Made:
 
 
 def permute(op: Operation) -> Made:
-    """Dims in another order."""
+    """Dims in another order, which a probe with a stride of its own per dim shows."""
     layout = op.first
-    order = list(range(len(layout)))
-    if op.name in ("transpose", "swapaxes", "swapdims"):
-        a, b = (op.dim(op.get(place, f"dim{place - 1}")) for place in (1, 2))
-        order[a], order[b] = order[b], order[a]
-    elif op.name in ("mT", "mH", "adjoint"):
-        order[-2], order[-1] = order[-1], order[-2]
-    elif op.name in ("t", "T", "H"):
-        order.reverse()
-    elif op.name in ("movedim", "moveaxis"):
-        source, target = (op.get(1, "source"), op.get(2, "destination"))
-        sources, targets = ([op.dim(d) for d in (v if isinstance(v, tuple | list) else (v,))] for v in (source, target))
-        rest = iter(dim for dim in range(len(layout)) if dim not in sources)
-        order = [sources[targets.index(dim)] if dim in targets else next(rest) for dim in range(len(layout))]
-    else:
-        order = [op.dim(dim) for _, dim in op.sizes(1, "dims")]
-    return [tuple(layout[dim] for dim in order)]
+    strides = [10**dim for dim in range(len(layout))]
+    probe = torch.empty_strided([2] * len(layout), strides, device="meta")
+    shown = op.func(probe, *op.args[1:], **{name: value for name, value in op.kwargs.items() if name != "input"})
+    return [tuple(layout[strides.index(stride)] for stride in shown.stride())]
 
 
 def expand(op: Operation) -> Made:
-    """One entry repeated: nothing depends on which of them, so anybody may share them out."""
+    """Repeated entries are equal, so they can be split along the new dim."""
     layout, sizes = op.first, op.result.shape
     before: Layout = (*(() for _ in range(len(sizes) - len(layout))), *layout)
     made = tuple(dim if length(dim) == size else fresh(size) for dim, size in zip(before, sizes, strict=True))
     if op.name == "expand_as":
         for theirs, mine in zip(op.operand(1), made, strict=True):
             op.equal((theirs, mine))
-        return [made]
-    for (place, value), dim in zip(op.sizes(1, "size"), made, strict=True):
-        if plain(value) != -1:
-            op.sized(place, value, (dim,))
+    else:
+        op.sized_each(op.sizes(1, "size"), made)
     return [made]
 
 
 def repeat(op: Operation) -> Made:
-    """Everything again, so many times."""
+    """The whole dim, several times."""
     layout, given = op.first, op.sizes(1, "dims" if op.name == "tile" else "repeats")
     if len(given) < len(layout):
         return None
@@ -102,7 +80,7 @@ def repeat(op: Operation) -> Made:
 
 
 def repeat_interleave(op: Operation) -> Made:
-    """Each entry again, so many times."""
+    """Each entry, several times."""
     times, dim = op.get(1, "repeats"), op.get(2, "dim")
     if not isinstance(times, int) or dim is None:
         return None
@@ -114,7 +92,6 @@ def repeat_interleave(op: Operation) -> Made:
 
 
 def split(op: Operation) -> Made:
-    """Pieces along a dim."""
     dim = op.dim(op.get(2, "dim", 0))
     sizes = [piece.shape[dim] for piece in op.result]
     if 0 in sizes:
@@ -123,10 +100,8 @@ def split(op: Operation) -> Made:
     names = ("split_size", "split_sizes", "split_size_or_sections", "chunks", "sections", "indices_or_sections")
     name = next((name for name in names if name in op.kwargs), "")
     given = op.get(1, name)
-    if isinstance(
-        given, int | Length
-    ):  # so long, or so many, are all pieces alike; a shorter last one would not be the last
-        if len(set(sizes)) > 1:
+    if isinstance(given, int):
+        if len(set(sizes)) > 1:  # on a shard, another piece would be the shorter one
             op.block(op.first[dim], "makes pieces of unequal length")
         op.equal(pieces)
         if op.name == "split":
@@ -134,8 +109,7 @@ def split(op: Operation) -> Made:
     elif op.name == "tensor_split":
         return None
     else:
-        for (place, value), piece in zip(op.sizes(1, name), pieces, strict=True):
-            op.sized(place, value, (piece,))
+        op.sized_each(op.sizes(1, name), pieces)
     return [_with(op.first, dim, piece) for piece in pieces]
 
 
@@ -170,7 +144,7 @@ def index(op: Operation) -> Made:
     if num_left < 0 or any(isinstance(item, bool) or not _is_simple(item) for item in items):
         return None
     if picks and (len(picks) > 1 or any(isinstance(item, int) for item in items)):
-        return None  # whose dims go first is a science of its own
+        return None  # torch's order of the resulting dims depends on the positions of the indices
     made: list[Dim] = []
     place = 0
     for position, item in enumerate(items):
@@ -195,15 +169,14 @@ def index(op: Operation) -> Made:
         return [tuple(made)]
     value = op.args[2]
     if isinstance(value, torch.Tensor):
-        op.broadcast([tuple(made), op.layout(value)], [length(dim) for dim in made])
+        op.broadcast(tuple(made), op.layout(value))
     op.written = tuple(made)
     return []
 
 
 def cat(op: Operation) -> Made:
-    """Tensors one after another."""
     tensors = op.get(0, "tensors")
-    layouts = [op.layout(tensor) for tensor in tensors if tensor.shape != (0,)]  # which torch leaves out
+    layouts = [op.layout(tensor) for tensor in tensors if tensor.shape != (0,)]  # torch ignores these
     if len({len(layout) for layout in layouts}) > 1:
         return None
     dim = op.dim(op.get(1, "dim", 0), len(layouts[0]))
@@ -248,15 +221,11 @@ def _with(layout: Layout, dim: int, piece: Dim, *, is_dropped: bool = False) -> 
 
 
 def _pieces(op: Operation, dim: int, sizes: list[int]) -> list[Dim]:
-    bounds, place = [], 0
-    for size in sizes[:-1]:
-        place += size
-        bounds.append(place)
-    return cut(op.first[dim], bounds, op.why("cuts them inside a unit"))
+    return cut(op.first[dim], list(accumulate(sizes[:-1])), op.why("cuts them inside a unit"))
 
 
 def _around(op: Operation, dim: Dim, start: int, stop: int) -> tuple[list[Dim], Dim, list[Dim]]:
-    """What is before, between and after two places."""
+    """The pieces before, between and after two positions."""
     size = length(dim)
     pieces = cut(dim, [bound for bound in (start, stop) if 0 < bound < size], op.why("cuts them inside a unit"))
     first = 1 if 0 < start < size else 0
@@ -264,14 +233,12 @@ def _around(op: Operation, dim: Dim, start: int, stop: int) -> tuple[list[Dim], 
 
 
 def _one(op: Operation, dim: Dim, place: Any) -> Dim:
-    """One entry of a dim, whose number must mean the same on all ranks."""
+    """One entry of a dim, whose index must mean the same on all ranks."""
     size = length(dim)
     start = plain(place) % size
     before, piece, after = _around(op, dim, start, start + 1)
-    for others in (after if plain(place) < 0 else before,):
-        op.same(
-            lambda local, others=others: [local(other) for other in others], others, expected=[*map(length, others)]
-        )
+    others = after if plain(place) < 0 else before
+    op.tracer.note(tuple(others), lambda local: [local(other) for other in others], [*map(length, others)])
     return piece
 
 
@@ -279,7 +246,7 @@ def _slice(op: Operation, dim: Dim, item: slice, where: tuple[int, ...]) -> Dim:
     size = length(dim)
     start, stop, step = item.indices(size)
     if (start, stop, step) == (0, size, 1) or size == 0:
-        if isinstance(item.stop, Length):
+        if isinstance(item.stop, SymbolicInt):
             op.sized((*where, "stop"), item.stop, (dim,))
         return dim
     if step == 1 and start < stop:
@@ -291,7 +258,7 @@ def _slice(op: Operation, dim: Dim, item: slice, where: tuple[int, ...]) -> Dim:
                 op.sized((*where, name), value if known > 0 else -known, passed if known > 0 else ahead)
         return piece
     if step > 1 and start < step and stop > size - step and size % step == 0 and not is_whole(dim):
-        halves = peel(dim, size // step)
+        halves = split_outer(dim, size // step)
         if halves is not None:
             outer, inner = halves
             return (*outer, *_one(op, inner, start))
