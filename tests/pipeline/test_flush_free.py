@@ -35,7 +35,7 @@ from weft.parallel.state.rng import PlaceSeeds
 from weft.plan.pipeline.communication import schedule_of
 from weft.plan.plan import Plan
 from weft.training.data.trees import split_microbatches
-from weft.training.step.pipeline_stream import later
+from weft.training.step.pipeline_stream import shift_schedule
 from weft.training.trainer import Trainer
 
 SCHEDULES = pytest.mark.parametrize(
@@ -249,4 +249,4 @@ def test_a_later_step_is_an_earlier_one_with_other_numbers(schedule: str) -> Non
             begin = functools.partial(schedule_of, plan, num_microbatches=m, drain=False)
             moved = start + num_steps * m
             for mine, true in zip(begin(first=first, start=0), begin(first=first + moved, start=start), strict=True):
-                assert later(mine, num_microbatches=moved, num_updates=moved // at_once) == true
+                assert shift_schedule(mine, num_microbatches=moved, num_updates=moved // at_once) == true

@@ -52,6 +52,7 @@ from weft.training.step.evaluating import evaluating
 from weft.training.step.generate import generate_tokens, pick_token
 from weft.training.step.loss import Count, Loss, SplitCrossEntropy, forward, loss_terms, no_loss
 from weft.training.step.microbatches import Microbatches
+from weft.training.step.pipeline_passes import StepParts
 from weft.training.step.pipeline_step import PipelineStep
 from weft.training.step.pipeline_stream import PipelineStream
 from weft.training.step.precision import Caller
@@ -137,8 +138,7 @@ class Trainer:
         self.saving = Saving(mesh.world.device)
 
     def _make_pipelined(self, cut: CutModel) -> PipelineStep:
-        kind = PipelineStream if self.plan.pipeline.schedule in FLUSH_FREE else PipelineStep
-        return kind(
+        parts = StepParts(
             cut=cut,
             mesh=self.mesh,
             sync=self.sync,
@@ -152,6 +152,7 @@ class Trainer:
             whole_output=self.whole_output,
             enter=self._enter,
         )
+        return PipelineStream(parts) if self.plan.pipeline.schedule in FLUSH_FREE else PipelineStep(parts)
 
     @property
     def plan(self) -> Plan:

@@ -51,6 +51,13 @@ INPUT = 1
 PARAMETER = 2
 
 
+def run_backward(roots: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor] = ()) -> None:
+    """`torch.autograd.backward` without its checks, which take longer than a small stage's backward pass."""
+    _engine_run_backward(
+        tuple(roots), tuple(gradients), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=True
+    )
+
+
 class SplitBackward:
     """The second half of a backward pass whose first half has run: `input_grads` makes one.
 
@@ -154,15 +161,7 @@ class _Group:
     def accumulate(self) -> None:
         if self.edges:
             # torch.autograd.backward would refuse a gradient not yet summed to the shape of a broadcast operand.
-            _engine_run_backward(
-                tuple(self.edges),
-                tuple(self.gradients),
-                False,
-                False,
-                tuple(self.parameters),
-                allow_unreachable=True,
-                accumulate_grad=True,
-            )
+            run_backward(self.edges, self.gradients, self.parameters)
 
 
 def _one(edge: GradientEdge) -> Tensor:

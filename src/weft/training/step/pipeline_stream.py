@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,8 +24,9 @@ from weft.plan.pipeline.communication import schedule_of
 from weft.plan.pipeline.schedules import version_slots
 from weft.sync.base import Totals
 from weft.training.step.loss import Count
-from weft.training.step.pipeline_passes import Part
-from weft.training.step.pipeline_step import Microbatches, PipelineStep
+from weft.training.step.microbatches import CountedBatch
+from weft.training.step.pipeline_passes import Microbatch, StepParts
+from weft.training.step.pipeline_step import PipelineStep
 from weft.training.step.target_count import refuse_no_targets
 
 
@@ -47,8 +48,8 @@ class _Batch:
 class PipelineStream(PipelineStep):
     """Trains without ever waiting for the pipeline to empty."""
 
-    def __init__(self, **parts: Any) -> None:
-        super().__init__(**parts)
+    def __init__(self, parts: StepParts) -> None:
+        super().__init__(parts)
         plan, stage = self._mesh.plan, self._control.index
         num_slots, lag = version_slots(
             plan.pipeline.schedule, self._control.size, stage, vertical_sync=plan.pipeline.vertical_sync
@@ -74,7 +75,7 @@ class PipelineStream(PipelineStep):
     def versions(self) -> WeightVersions:
         return self._versions
 
-    def step(self, microbatches: Microbatches, *, step: int) -> torch.Tensor:
+    def step(self, microbatches: list[CountedBatch], *, step: int) -> torch.Tensor:
         """Feed microbatches; returns the latest loss whose microbatches are through on every stage."""
         self.take(microbatches, first=self._fed, step=step)
         device = self._mesh.world.device
@@ -109,7 +110,8 @@ class PipelineStream(PipelineStep):
         if self._steady is None:
             self._steady = self._fed, self._schedule_of(num_microbatches, drain=False)
         first, actions = self._steady
-        return later(actions, num_microbatches=self._fed - first, num_updates=(self._fed - first) // self._at_once)
+        moved = self._fed - first
+        return shift_schedule(actions, num_microbatches=moved, num_updates=moved // self._at_once)
 
     def _schedule_of(self, num_microbatches: int, *, drain: bool) -> tuple[Action, ...]:
         schedule = schedule_of(
@@ -140,10 +142,10 @@ class PipelineStream(PipelineStep):
     def _batch_of(self, microbatch: int) -> _Batch:
         return self._batches[microbatch // self._at_once]
 
-    def _divisor_of(self, part: Part) -> float | torch.Tensor:
+    def _divisor_of(self, part: Microbatch) -> float | torch.Tensor:
         return self._batch_of(part.place).divisor
 
-    def _add(self, part: Part, loss_sum: torch.Tensor, count: Count) -> None:
+    def _add(self, part: Microbatch, loss_sum: torch.Tensor, count: Count) -> None:
         batch = self._batch_of(part.place)
         batch.loss_sum += loss_sum
         batch.count = batch.count + count
@@ -156,11 +158,11 @@ class PipelineStream(PipelineStep):
 
     @contextmanager
     def backward(self, action: Action) -> Iterator[None]:
-        self._enter(self.parts[action.microbatch].inputs)
+        self._enter(self.microbatches[action.microbatch].inputs)
         before = self._batches.get(action.microbatch // self._at_once - 1)
         if before is not None:  # updates may lag, and the first two batches use the same weights
             self._take_gradients(before)
-        has_samples = self.parts[action.microbatch].num_samples > 0
+        has_samples = self.microbatches[action.microbatch].num_samples > 0
         # Lent, because a block that is computed again must find its own weights.
         with self._versions.lent(action.version), nullcontext() if has_samples else self._ignoring(action.version):
             yield
@@ -206,7 +208,7 @@ class PipelineStream(PipelineStep):
             self._update.run(totals.norm, correction, step=batch.step)
         del self._batches[number]
         for microbatch in range(number * self._at_once, (number + 1) * self._at_once):
-            del self.parts[microbatch]
+            del self.microbatches[microbatch]
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         kept = self._versions.state()
@@ -226,14 +228,12 @@ class PipelineStream(PipelineStep):
         self._versions.load_state({"newest": values["newest"], "older": older})
 
 
-def later(actions: Sequence[Action], *, num_microbatches: int, num_updates: int) -> tuple[Action, ...]:
-    """The same actions so many microbatches later, on weights that are so many updates newer."""
+def shift_schedule(actions: Sequence[Action], *, num_microbatches: int, num_updates: int) -> tuple[Action, ...]:
+    """The same actions for later microbatches, on weights that are newer by some updates."""
     return tuple(
-        Action(
-            kind=action.kind,
-            stage=action.stage,
+        replace(
+            action,
             microbatch=action.microbatch if action.microbatch == EVERY else action.microbatch + num_microbatches,
-            peer=action.peer,
             version=action.version + num_updates if action.is_compute else action.version,
         )
         for action in actions
