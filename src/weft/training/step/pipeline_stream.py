@@ -1,12 +1,12 @@
-"""A step of a pipeline that is never empty: PipeDream and PipeDream-2BW.
+"""A step of a pipeline that is not flushed between steps: PipeDream and PipeDream-2BW.
 
-A step feeds its microbatches and returns; their backward passes are done in later steps, on the weights their forward
-passes used (`parallel/pipeline/weight_versions.py`). PipeDream updates after every microbatch, 2BW after every step's
-worth of them. A loss is returned once its microbatches are through on all stages: `nan` until the first ones are.
-`flush` runs what is still under way to its end.
+A step feeds its microbatches and returns; their backward passes run in later steps, on the weights of their forward
+passes (`parallel/pipeline/weight_versions.py`). PipeDream updates after each microbatch, 2BW after each step's
+microbatches. A loss is returned once its microbatches have passed all stages: `nan` until the first have. `flush`
+finishes the microbatches in flight.
 
-Stages come to the same update in different steps. So a batch without targets is not refused there, where the stages
-before would wait for one that has given up, but when its loss would be returned: in the same call on every rank.
+Stages reach the same update in different steps. So a batch without targets is refused not there, where earlier stages
+would wait for one that has raised, but when its loss would be returned: in the same call on every rank.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from weft.training.step.target_count import refuse_no_targets
 
 @dataclass(slots=True, kw_only=True)
 class _Batch:
-    """What is updated with at once: the microbatches of one update."""
+    """The microbatches of one update."""
 
     step: int
     divisor: float | torch.Tensor
     loss_sum: torch.Tensor
     count: Count = 0
     version: int | None = None
-    """The weights its gradients are of; none if none of its microbatches has samples here."""
+    """The version its gradients were computed on; None if none of its microbatches has samples here."""
     is_taken: bool = False
-    """Its gradients are where the optimizer looks for them."""
+    """Its gradients have been moved to the parameters."""
     is_handed_over: bool = False
 
 
 class PipelineStream(PipelineStep):
-    """Trains without ever waiting for the pipeline to empty."""
+    """Trains without flushing the pipeline between steps."""
 
     def __init__(self, parts: StepParts) -> None:
         super().__init__(parts)
@@ -54,29 +54,25 @@ class PipelineStream(PipelineStep):
         num_slots, lag = version_slots(
             plan.pipeline.schedule, self._control.size, stage, vertical_sync=plan.pipeline.vertical_sync
         )
-        self._versions = WeightVersions(
+        self.versions = WeightVersions(
             self._cut.model, dict(self._cut.model.named_parameters()), num_slots=num_slots, lag=lag
         )
         self._at_once = 1 if plan.pipeline.schedule == "pipedream" else plan.step.microbatches
-        """Microbatches an update."""
+        """Microbatches per update."""
         self._fed = 0
-        """Microbatches so far."""
+        """Number of microbatches so far."""
         self._start = 0
-        """The first one since the pipeline was last empty."""
+        """The first microbatch since the pipeline was last empty."""
         self._batches: dict[int, _Batch] = {}
         self._ended: dict[int, Totals] = {}
-        """Batches that this stage has updated with, and other stages perhaps not yet."""
+        """Totals of batches that this stage has updated with, and other stages perhaps not yet."""
         self._counted: float | torch.Tensor = 0.0
-        """Targets so far of the step whose batches are ending."""
+        """Number of targets so far in the step whose batches are ending."""
         self._latest = self._loss_of(float("nan"))
         self._steady: tuple[int, tuple[Action, ...]] | None = None
 
-    @property
-    def versions(self) -> WeightVersions:
-        return self._versions
-
     def step(self, microbatches: list[CountedBatch], *, step: int) -> torch.Tensor:
-        """Feed microbatches; returns the latest loss whose microbatches are through on every stage."""
+        """Feed microbatches; returns the latest loss whose microbatches have passed every stage."""
         self.take(microbatches, first=self._fed, step=step)
         device = self._mesh.world.device
         for first in range(0, len(microbatches), self._at_once):
@@ -98,14 +94,13 @@ class PipelineStream(PipelineStep):
         self.pipeline.settle()
         self._start = self._fed
         if self._mesh.plan.pipeline.schedule == "pipedream":
-            self._versions.forget_older()
+            self.versions.forget_older()
         self._finished(self._fed)
 
     def _steps_schedule(self, num_microbatches: int) -> tuple[Action, ...]:
-        """What to do in a step: once the pipeline is full, what was done in an earlier one, for later microbatches."""
-        # By then no microbatch of the list met weights that others before it had met too.
-        is_steady = self._fed - self._start >= 2 * max(self._control.size - 1, self._at_once)
-        if not is_steady:
+        """The actions of a step; once the pipeline is full, those of an earlier step for later microbatches."""
+        # By then no microbatch of the list uses a version that microbatches before the list used too.
+        if self._fed - self._start < 2 * max(self._control.size - 1, self._at_once):
             return self._schedule_of(num_microbatches, drain=False)
         if self._steady is None:
             self._steady = self._fed, self._schedule_of(num_microbatches, drain=False)
@@ -125,7 +120,7 @@ class PipelineStream(PipelineStep):
         return schedule[self._control.index]
 
     def _finished(self, num_microbatches: int) -> torch.Tensor:
-        """The loss of the latest batch among the first microbatches."""
+        """The loss of the latest batch among the first `num_microbatches`."""
         done = max(num_microbatches, 0) // self._at_once
         for number in [number for number in self._ended if number < done]:
             totals = self._ended.pop(number)
@@ -152,8 +147,8 @@ class PipelineStream(PipelineStep):
 
     @contextmanager
     def forward(self, action: Action) -> Iterator[None]:
-        self._versions.hold(action.version)
-        with self._versions.lent(action.version), super().forward(action):
+        self.versions.hold(action.version)
+        with self.versions.using(action.version), super().forward(action):
             yield
 
     @contextmanager
@@ -163,17 +158,17 @@ class PipelineStream(PipelineStep):
         if before is not None:  # updates may lag, and the first two batches use the same weights
             self._take_gradients(before)
         has_samples = self.microbatches[action.microbatch].num_samples > 0
-        # Lent, because a block that is computed again must find its own weights.
-        with self._versions.lent(action.version), nullcontext() if has_samples else self._ignoring(action.version):
+        # A recomputed block must find the weights of its version.
+        with self.versions.using(action.version), nullcontext() if has_samples else self._ignoring(action.version):
             yield
-        self._versions.release(action.version)
+        self.versions.release(action.version)
         if has_samples:
             self._batch_of(action.microbatch).version = action.version
 
     @contextmanager
     def _ignoring(self, version: int) -> Iterator[None]:
-        """A backward pass that only keeps this rank in step with others leaves no gradients, not even zeros."""
-        leaves = list(self._versions.leaves(version).values())
+        """Context of a backward pass that only takes part in collectives and leaves no gradients, not even zeros."""
+        leaves = list(self.versions.leaves(version).values())
         before = [leaf.grad for leaf in leaves]
         for leaf in leaves:
             leaf.grad = None
@@ -198,34 +193,34 @@ class PipelineStream(PipelineStep):
             return
         self._sync.begin()
         if batch.version is not None:
-            self._versions.take_gradients(batch.version)
+            self.versions.take_gradients(batch.version)
         batch.is_taken = True
 
     def _update_with(self, number: int, batch: _Batch) -> None:
         totals, correction = self._agree(self._sum_over_data(batch.loss_sum, batch.count), batch.divisor)
         self._ended[number] = totals
-        with self._versions.advance():
+        with self.versions.advance():
             self._update.run(totals.norm, correction, step=batch.step)
         del self._batches[number]
         for microbatch in range(number * self._at_once, (number + 1) * self._at_once):
             del self.microbatches[microbatch]
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        kept = self._versions.state()
-        tensors = {f"{version}/{name}": t for version, named in kept["older"].items() for name, t in named.items()}
-        return tensors, {"newest": kept["newest"], "fed": self._fed, "latest": float(self._latest)}
+        older = self.versions.older()
+        tensors = {f"{version}/{name}": t for version, named in older.items() for name, t in named.items()}
+        return tensors, {"newest": self.versions.newest, "fed": self._fed, "latest": float(self._latest)}
 
     def load_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
         self._fed = self._start = int(values.get("fed", 0))
         self._latest = self._loss_of(values.get("latest", float("nan")))
         if not values:
-            self._versions.restart(0)
+            self.versions.restart(0)
             return
         older: dict[int, dict[str, torch.Tensor]] = {}
         for entry, tensor in tensors.items():
             version, _, name = entry.partition("/")
             older.setdefault(int(version), {})[name] = tensor
-        self._versions.load_state({"newest": values["newest"], "older": older})
+        self.versions.load(int(values["newest"]), older)
 
 
 def shift_schedule(actions: Sequence[Action], *, num_microbatches: int, num_updates: int) -> tuple[Action, ...]:
