@@ -43,14 +43,14 @@ from weft.sync.base import Sync
 from weft.training.data.batches import Batches
 from weft.training.data.sample_split import SampleSplit
 from weft.training.data.split_tokens import SequenceSplit
-from weft.training.data.trees import num_samples
+from weft.training.data.trees import forward, num_samples
 from weft.training.setup.probe_loss import tried
 from weft.training.setup.split_layers import KeepingShares
 from weft.training.step.clipping import join_norm
 from weft.training.step.divergence import DivergenceCheck, require_same_batch
 from weft.training.step.evaluating import evaluating
 from weft.training.step.generate import generate_tokens, pick_token
-from weft.training.step.loss import Count, Loss, SplitCrossEntropy, forward, loss_terms, no_loss
+from weft.training.step.loss import Count, Loss, SplitCrossEntropy, loss_terms, no_loss
 from weft.training.step.microbatches import Microbatches
 from weft.training.step.pipeline_passes import StepParts
 from weft.training.step.pipeline_step import PipelineStep
@@ -113,7 +113,7 @@ class Trainer:
         self._has_compared = False
         self._buffers = BufferPolicy(self.named_model, mesh)
         tied = tied_groups(cut, mesh) if cut is not None else {}
-        self._divergence = DivergenceCheck(self.named_model, optimizer, sync, mesh, layouts, tied=tied)
+        self._divergence = DivergenceCheck(self.named_model, optimizer, sync, mesh, layouts, tied)
         if cut is not None:
             shapes = [tuple(parameter.shape) for parameter in cut.whole.parameters()]
         else:

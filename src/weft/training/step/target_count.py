@@ -1,8 +1,8 @@
-"""The number of targets that gradients are divided by: one number that all ranks share, in every step.
+"""The number of targets that losses are divided by: one number that all ranks share, in every step.
 
-The true one is known only when the exchange is done, so it is *the last step's*; where they differ, gradients are
-corrected by the ratio, in the pass that clips them. With equal batches, which is nearly always, they never do, and no
-step pays for a collective of its own.
+The true number is known only after the exchange, so *the last step's* is used; where they differ, gradients are
+corrected by the ratio, in the pass that clips them. With equal batches they are equal, and in no case does a step need
+a collective of its own.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from weft.training.step.loss import Count
 
 
 class TargetCount:
-    """What a rank knows of the number of targets in a global batch."""
+    """The number of targets in a global batch, as far as a rank knows it."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
-        """`group` shares a global batch."""
+        """`group`: the ranks that share a global batch."""
         self._group = group
         self._device = device
         self.shared: float | torch.Tensor | None = None
-        """The last step's."""
+        """The last step's global count."""
         self.is_own = False
-        """The loss counts by itself: the number is not known before the forward pass."""
+        """The loss returns its own count, which is not known before the forward pass."""
 
     @property
     def _is_known(self) -> bool:
         return self._group.size == 1 and not self.is_own
 
     def share(self, counts: Sequence[Count]) -> float | torch.Tensor:
-        """The number every rank divides its loss by: exact with one data rank, else the last step's global count."""
+        """The number that every rank divides its loss by: exact with one data rank, else the last step's."""
         local: Count = sum(counts)
         if self._is_known:
             return torch.clamp(local, min=1) if isinstance(local, torch.Tensor) else float(max(local, 1))
@@ -45,7 +45,7 @@ class TargetCount:
         return self.shared
 
     def correction(self, shared: float | torch.Tensor, count: torch.Tensor) -> float | torch.Tensor | None:
-        """The ratio of the count that was shared to the true one; None where they are known to be equal."""
+        """The ratio of the shared count to the true one; None where they are known to be equal."""
         if self._is_known:
             return None
         if count.is_cuda:
@@ -57,6 +57,6 @@ class TargetCount:
 
 
 def refuse_no_targets(count: torch.Tensor) -> None:
-    """Only where it costs nothing to look."""
+    """Raise if a count is zero; on a GPU reading it would block."""
     if not count.is_cuda and float(count) == 0:
         raise DataError("no rank has a target in this global batch; every target is -100 or the batch is empty")
