@@ -40,9 +40,8 @@ def mesh() -> Mesh:
 
 
 def add(recorder: Recorder, step: int, *, num_units: int = 100) -> StepRecord | None:
-    return recorder.add(
-        step=step, loss=torch.tensor(float(step)), grad_norm=None, lr=0.5, unit="tokens", num_units=num_units
-    )
+    known = {"step": step, "lr": 0.5, "unit": "tokens", "num_skipped": 0, "loss_scale": None}
+    return recorder.add(loss=torch.tensor(float(step)), grad_norm=None, num_units=num_units, **known)
 
 
 def test_the_fields_are_those_promised() -> None:
