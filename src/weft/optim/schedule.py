@@ -13,12 +13,11 @@ The first step already learns (1/w, not 0), step w-1 has the full rate, and the 
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from functools import partial
 
-from weft.errors import JobError, nearest
+from weft.errors import JobError
 
 Schedule = Callable[[int], float]
 
@@ -45,25 +44,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "warmup-cosine": warmup_cosine,
     "warmup-linear": warmup_linear,
 }
-
-
-def by_name(name: str, **settings: object) -> Schedule:
-    """The schedule of a name in a job file, with its settings as keywords."""
-    if name not in SCHEDULES:
-        raise JobError(f'there is no learning-rate schedule "{name}"; {nearest(name, SCHEDULES)}')
-    make = SCHEDULES[name]
-    parameters = inspect.signature(make).parameters
-    problems = []
-    for setting in settings:
-        if setting not in parameters:
-            hint = nearest(setting, parameters) if parameters else "it has no settings"
-            problems.append(f'schedule "{name}" has no setting "{setting}"; {hint}')
-    for parameter in parameters.values():
-        if parameter.default is parameter.empty and parameter.name not in settings:
-            problems.append(f'schedule "{name}" needs the setting "{parameter.name}"; add it')
-    if problems:
-        raise JobError(problems)
-    return make(**settings)
+"""The schedules by their names in job files."""
 
 
 def _check(warmup_steps: int, total_steps: int, final: float) -> None:

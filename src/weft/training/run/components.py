@@ -21,7 +21,7 @@ from weft.errors import DataError, JobError, ModelError, WeftError, nearest
 from weft.models.convnet import ConvNet, ConvNetConfig
 from weft.models.gpt import GPT, GPTConfig
 from weft.models.hugging_face import HuggingFaceModel, read_hugging_face
-from weft.optim.schedule import by_name
+from weft.optim.schedule import SCHEDULES, Schedule
 from weft.parallel.state.materialise import draw_seed, fill_alone
 from weft.plan.fields import statement, toml
 from weft.training.data import datasets
@@ -57,7 +57,7 @@ class Prepared:
     train_data: Dataset
     held_out: Dataset | None
     optimizer: Callable[..., torch.optim.Optimizer]
-    schedule: Callable[[int], float]
+    schedule: Schedule
     writes_text: bool
     """The model continues byte text and its vocabulary holds ASCII, so that a sample can be shown."""
 
@@ -259,9 +259,12 @@ def _optimizer(part: Part) -> Callable[..., torch.optim.Optimizer]:
     return functools.partial(kind, **settings)
 
 
-def _schedule(job: Job) -> Callable[[int], float]:
-    settings = dict(job.schedule.settings)
-    if job.schedule.name != "constant":
-        settings["total_steps"] = job.steps.total
-        settings.setdefault("warmup_steps", 0)
-    return by_name(job.schedule.name, **settings)
+def _schedule(job: Job) -> Schedule:
+    name, settings = job.schedule.name, dict(job.schedule.settings)
+    if name not in SCHEDULES:
+        raise JobError(f'there is no learning-rate schedule "{name}"; {nearest(name, SCHEDULES)}')
+    if name != "constant":
+        settings = {"warmup_steps": 0, **settings, "total_steps": job.steps.total}
+    if problems := setting_problems(SCHEDULES[name], settings, f'schedule "{name}"'):
+        raise JobError(problems)
+    return SCHEDULES[name](**settings)
