@@ -100,7 +100,7 @@ def test_another_plan_goes_on(before: str, after: str, tmp_path: Path) -> None:
 
 
 def gathered_weights(trainer: Trainer) -> Weights:
-    """Of all stages."""
+    """The weights of all stages."""
     parts: list[Weights | None] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, copied(trainer))
     return {name: weight for part in parts if part for name, weight in part.items()}

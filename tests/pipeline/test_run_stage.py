@@ -100,8 +100,7 @@ class Moody(Stack):
         x = self.stem(x)
         for block in self.blocks if happy else self.blocks[:3]:
             x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 @pytest.mark.parametrize(("first", "then", "reason"), [(1.0, -1.0, "did not call"), (-1.0, 1.0, '"blocks.3" 1 times')])

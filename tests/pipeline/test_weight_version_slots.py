@@ -74,7 +74,7 @@ def test_a_slot_used_again_under_a_live_graph_is_noticed(num_slots: int) -> None
         loss.backward()
 
 
-def test_updates_need_a_slot_that_nobody_uses() -> None:
+def test_updates_need_an_unused_slot() -> None:
     model, versions = three_layers(num_slots=2)
     for count in (2, 1):
         for _ in range(count):

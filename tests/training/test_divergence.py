@@ -160,7 +160,7 @@ def test_a_step_checks_when_the_plan_says(check_every: int, raised_at: int | Non
 
 @ranks(2)
 def test_a_layer_with_state_of_its_own_is_found_in_training() -> None:
-    """What the check is for: a layer that drifts apart on its ranks without anybody having noticed."""
+    """The purpose of the check: a layer whose state drifts apart between ranks."""
     model = small_gpt()
     model.register_buffer("seen", torch.zeros(()))
     model.register_forward_pre_hook(lambda module, inputs: module.seen.add_(inputs[0].sum()) and None)
@@ -201,14 +201,9 @@ def train_healthily(data: int) -> None:
     assert made == [(data, num_tensors)] * len(sizes), "all weights, buffers and moments, after every step"
 
 
-@ranks(2)
-def test_two_healthy_ranks_are_equal_after_every_step() -> None:
-    train_healthily(2)
-
-
-@ranks(4)
-def test_four_healthy_ranks_are_equal_after_every_step() -> None:
-    train_healthily(4)
+@pytest.mark.parametrize("data", [2, 4])
+def test_healthy_ranks_are_equal_after_every_step(data: int) -> None:
+    ranks(data)(train_healthily)(data=data)
 
 
 @ranks(4)

@@ -118,10 +118,10 @@ class CutModel:
     def _check(self, stages: Stages) -> Stages:
         """Refuse a batch that calls units on other stages than the example did."""
         for stage in self.my_stages:
-            strangers = [c.unit for c in stages.calls[stage] if stage not in self.stage_of_unit[c.unit]]
-            if strangers:
+            foreign = [c.unit for c in stages.calls[stage] if stage not in self.stage_of_unit[c.unit]]
+            if foreign:
                 raise ModelError(
-                    f'a batch of this shape calls "{strangers[0]}" on stage {stage}, where the example that the model '
+                    f'a batch of this shape calls "{foreign[0]}" on stage {stage}, where the example that the model '
                     "was cut by did not; give parallelize an example whose way through the model is the usual one"
                 )
         return stages

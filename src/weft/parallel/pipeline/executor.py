@@ -13,7 +13,7 @@ import functools
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ from weft.comm.group import Group
 from weft.comm.p2p import receive, send
 from weft.comm.shared_memory.mailbox import Mailbox
 from weft.errors import ModelError
+from weft.mesh import Mesh
 from weft.parallel.pipeline.cut_model import CutModel
 from weft.parallel.pipeline.recording import Recording
 from weft.parallel.pipeline.split_backward import SplitBackward, run_backward
@@ -38,16 +39,16 @@ _MICROBATCHES_WITH_OWN_TAGS = 4096
 """Most microbatches that may be in flight at once without sharing message tags."""
 
 Channel = tuple[bool, bool]
-"""Whether messages are activations, and whether they go from a rank to the next (gradients: to the one before); with
-several chunks per rank some wrap around, from the last rank to the first."""
+"""A kind of message: (is an activation, goes to the next rank or, if a gradient, to the one before). With several
+chunks per rank some wrap around, from the last rank to the first."""
 
 
-def make_channels(make_group: Callable[[str], Group], *, is_ring: bool) -> dict[Channel, Group]:
-    """The groups of a pipeline's messages; `is_ring`: some wrap around. Collective."""
-    channels = {(True, True): make_group("activations"), (False, True): make_group("gradients")}
-    if is_ring:
-        channels |= {(True, False): make_group("activations round"), (False, False): make_group("gradients round")}
-    return channels
+def make_channels(mesh: Mesh) -> dict[Channel, Group]:
+    """The groups of a pipeline's messages; collective."""
+    purposes = {(True, True): "activations", (False, True): "gradients"}
+    if mesh.plan.pipeline.chunks > 1:
+        purposes |= {(True, False): "activations round", (False, False): "gradients round"}
+    return {channel: mesh.group("pipeline", purpose) for channel, purpose in purposes.items()}
 
 
 def open_pairs(group: Group, device: torch.device) -> None:
@@ -155,6 +156,8 @@ class Pipeline:
     """Mailboxes whose messages the receivers may not have taken yet."""
     most_in_flight: int = 0
     """Largest number of microbatches in flight so far."""
+    _started_s: float = 0.0
+    """Start time of the present action."""
 
     def __post_init__(self) -> None:
         self._buffers = _BufferPool(self.device)
@@ -177,22 +180,25 @@ class Pipeline:
             "receive": self._receive,
         }
         for action in actions:
+            self._started_s = time.perf_counter()
             if action.kind not in perform:
-                started = time.perf_counter()
                 hooks.exchange(action)
-                self.recording.add(action, started)
-            elif not hooks.skips(action.microbatch):
+            elif hooks.skips(action.microbatch):
+                continue
+            else:
                 perform[action.kind](action, hooks)
+            if action.kind != "receive":  # which is recorded when its message is waited for
+                self.recording.add(action, self._started_s)
 
     def settle(self) -> None:
-        """Wait until all messages were received: those under way would be lost with this object."""
+        """Wait until all messages were received: those in transit would be lost with this object."""
         while self._sends:
             self._sends.popleft()[0].wait()
         while self._mailboxes:
             self._mailboxes.pop().settle()
 
     def drop(self) -> None:
-        """Discard everything under way, after an error that all ranks saw."""
+        """Discard everything in flight, after an error that all ranks saw."""
         for kept in (self._in_flight, self._arriving, self._outgoing, self._sends, self._mailboxes):
             kept.clear()
 
@@ -201,12 +207,11 @@ class Pipeline:
         stages, is_last = hooks.stages(microbatch), stage == self.model.num_stages - 1
         boundary = () if is_last else stages.boundaries[stage]
         received, buffers = self._arrived(action, stage - 1) if stage else ({}, [])
-        # A buffer whose value is sent on may still be under way when it would be reused.
+        # A buffer whose value is sent on may still be in transit when it would be reused.
         buffers = [buffer for value, buffer in zip(received, buffers, strict=True) if value not in boundary]
         if torch.is_grad_enabled():
             for value, tensor in received.items():
                 tensor.requires_grad_(stages.flow.forms[value].requires_grad)
-        started = time.perf_counter()
         with hooks.forward(action):
             made, output = self.model.runner.run(
                 stage,
@@ -230,7 +235,6 @@ class Pipeline:
                     in_flight.root_values.append(value)
                     in_flight.roots.append(get_gradient_edge(tensor))
             self._outgoing[stage, stage + 1, microbatch] = leaving
-        self.recording.add(action, started)
         # Without gradients nothing tells when a message was received, so its buffer is not reused.
         if torch.is_grad_enabled():
             self._in_flight[stage, microbatch] = in_flight
@@ -239,35 +243,29 @@ class Pipeline:
     def _backward(self, action: Action, hooks: StepHooks) -> None:
         in_flight = self._in_flight.pop((action.stage, action.microbatch))
         gradients = self._incoming_gradients(action, in_flight)
-        started = time.perf_counter()
         with hooks.backward(action):
             if in_flight.roots:
                 run_backward(in_flight.roots, gradients)
         self._queue_gradients(action, in_flight, hooks)
         if in_flight.roots:
             self._buffers.give_back(in_flight.buffers)
-        self.recording.add(action, started)
 
     def _input_grad(self, action: Action, hooks: StepHooks) -> None:
         in_flight = self._in_flight[action.stage, action.microbatch]
         gradients = self._incoming_gradients(action, in_flight)
-        started = time.perf_counter()
         inputs = [tensor for tensor in in_flight.received.values() if tensor.requires_grad]
         with hooks.backward(action):
             if in_flight.roots:
                 in_flight.split = SplitBackward.input_grads(in_flight.roots, gradients, inputs, self.parameters)
         in_flight.roots = []
         self._queue_gradients(action, in_flight, hooks)
-        self.recording.add(action, started)
 
     def _weight_grad(self, action: Action, hooks: StepHooks) -> None:
         in_flight = self._in_flight.pop((action.stage, action.microbatch))
-        started = time.perf_counter()
         with hooks.backward(action):
             if in_flight.split is not None:
                 in_flight.split.weight_grads()
                 self._buffers.give_back(in_flight.buffers)
-        self.recording.add(action, started)
 
     def _incoming_gradients(self, action: Action, in_flight: _InFlight) -> list[torch.Tensor]:
         """The gradient of each root."""
@@ -288,13 +286,10 @@ class Pipeline:
         self._outgoing[action.stage, action.stage - 1, action.microbatch] = leaving
 
     def _send(self, action: Action, hooks: StepHooks) -> None:
-        del hooks
-        started = time.perf_counter()
         group = self._channel(action.stage, action.peer)
         tensors = self._outgoing.pop((action.stage, action.peer, action.microbatch))
         for number, tensor in enumerate(tensors):
             self.post(tensor, group, to=action.peer % self.num_ranks, tag=self._tag(action, number))
-        self.recording.add(action, started)
 
     def post(self, tensor: torch.Tensor, group: Group, *, to: int, tag: int = 0) -> None:
         """Send without blocking: a send may end only when it is received, which may be in a later step."""
@@ -332,6 +327,7 @@ class Pipeline:
         for pending in arriving.pending:
             pending.wait()
         self.recording.add(arriving.action, started)
+        self._started_s = time.perf_counter()  # waiting is not part of the action
         return dict(zip(arriving.values, (t.detach() for t in arriving.tensors), strict=True)), arriving.tensors
 
     def _tag(self, action: Action, number: int) -> int:

@@ -28,7 +28,6 @@ class SampleSplit(ABC):
 
     def shorten(self, inputs: Any, most: int) -> Any:
         """Smaller samples of the same kind, for a trial; None if they are too small for one."""
-        del most
         return inputs
 
     @abstractmethod
@@ -53,7 +52,6 @@ class SampleSplit(ABC):
 
     def weight(self, inputs: Any) -> int:
         """Weight of this rank's part when losses average over samples."""
-        del inputs
         return 1
 
     @abstractmethod

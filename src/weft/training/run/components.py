@@ -46,7 +46,7 @@ _DATASET_SETTINGS: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What a job names, built except for the weights."""
+    """The parts of a job, built except for the weights."""
 
     make_model: Callable[[], nn.Module]
     make_empty: Callable[[], nn.Module]

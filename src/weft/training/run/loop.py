@@ -45,7 +45,7 @@ _PROMPT, _SAMPLE_TOKENS, _TEMPERATURE = b"def ", 256, 0.7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """How a run ended, the same on every rank."""
+    """The end of a run, the same on every rank."""
 
     directory: Path
     steps_done: int
@@ -156,7 +156,7 @@ class _Run:
         self.recorder = Recorder(trainer.mesh)
         self.last_loss: float | None = None
         self.being_saved: Path | None = None
-        """The checkpoint that the observer was not told of yet."""
+        """The checkpoint not yet reported to the observer."""
 
     def open(self, resume: bool) -> None:
         """Make the run's directory, or go on from what is in it."""

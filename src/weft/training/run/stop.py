@@ -62,7 +62,6 @@ class StopRequest:
         return bool(stop)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        del frame
         now = time.perf_counter()
         if self._asked_at_s is None:
             self._asked_at_s = now

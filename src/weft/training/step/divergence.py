@@ -53,7 +53,8 @@ class DivergenceCheck:
     def _find(self, step: int) -> str | None:
         """A description of the first difference among the ranks comparable with this one, if any."""
         everyone, weights = self.mesh.batch_group("control"), dict(self.model.named_parameters())
-        alike = self._compare(list(self._not_split()), self.mesh.group("tensor", "control"), step)
+        not_split = [(what, one) for what, one in self._whole() if not self.layouts[what.partition(" ")[2]].splits]
+        alike = self._compare(not_split, self.mesh.group("tensor", "control"), step)
         if self.mesh.plan.data.shard == "nothing":
             found = self._compare([*self._whole(), *self._parts()], everyone, step) or alike
             for name, group in self.tied.items():  # also after a difference was found: other stages take part
@@ -91,12 +92,6 @@ class DivergenceCheck:
         if self.mesh.plan.data.buffers != "local":
             for name, buffer in self.model.named_buffers():
                 yield f"buffer {name}", buffer
-
-    def _not_split(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors that all ranks of the tensor axis hold whole."""
-        for name, tensor in self._whole():
-            if not self.layouts[name.partition(" ")[2]].splits:
-                yield name, tensor
 
     def _parts(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors that the optimizer updates and keeps, and shards of frozen parameters."""

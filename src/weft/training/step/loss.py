@@ -13,9 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from weft.comm.group import Group
 from weft.errors import ModelError, nearest
-from weft.parallel.tensor.cross_entropy import IGNORED_TARGET, Share, split_cross_entropy_sum
+from weft.parallel.tensor.cross_entropy import IGNORED_TARGET
 from weft.training.data.trees import output_tensors, tensors_of
 
 LossFunction = Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, torch.Tensor | int | float]]
@@ -58,17 +57,6 @@ def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tens
     wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     flat = wide.flatten(0, -2) if wide.dim() > 2 else wide
     return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitCrossEntropy:
-    """The built-in loss of logits whose vocabulary is split over ranks."""
-
-    share: Share
-    group: Group
-
-    def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return split_cross_entropy_sum(logits, targets, self.share, self.group)
 
 
 def loss_terms(loss: Loss, output: Any, targets: Any, count: Count) -> LossTerms:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,14 +41,11 @@ class Microbatches:
         )
         if self.sample_split is not None:
             parts = [self.sample_split.cut(*part) for part in parts]
+        to_device = functools.partial(map_tensors, lambda tensor: tensor.to(self.device, non_blocking=True))
+        # Targets are counted where they come from: on the host that does not block.
         return [
-            (
-                map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), inputs_part),
-                map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), targets_part),
-                # Before the move: counting on the host does not block.
-                self._count(inputs_part, targets_part) if self.has_loss else 0,
-            )
-            for inputs_part, targets_part in parts
+            (to_device(inputs), to_device(targets), self._count(inputs, targets) if self.has_loss else 0)
+            for inputs, targets in parts
         ]
 
     def _count(self, inputs: Any, targets: Any) -> Count:

@@ -57,8 +57,6 @@ class Microbatch:
     num_samples: int
     stages: Stages | None
     """The stages it passes through; None if it is not computed."""
-    place: int
-    """Its number among all microbatches of the run."""
     step: int
     number: int
     """Its number among the microbatches of its step."""
@@ -87,7 +85,6 @@ class MicrobatchPasses(StepHooks):
                 count=count,
                 num_samples=samples,
                 stages=self._cut.stages_for(inputs) if samples or self._parts.runs_empty else None,
-                place=first + number,
                 step=step,
                 number=number,
             )

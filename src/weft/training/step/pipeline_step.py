@@ -9,8 +9,9 @@ wait for each other's norms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +34,23 @@ _GRADIENTS = ("backward", "weight-grad")
 """The kinds of action after which gradients of parameters may be complete."""
 
 
+@dataclass(slots=True, kw_only=True)
+class UpdateBatch:
+    """The microbatches of one update, and their loss so far."""
+
+    step: int
+    divisor: float | torch.Tensor
+    """The number that losses are divided by."""
+    loss_sum: torch.Tensor
+    count: Count = 0
+    version: int | None = None
+    """The weight version of its gradients; None if there is one version, or no microbatch has samples here."""
+    is_taken: bool = False
+    """Its gradients have been moved from that version to the parameters."""
+    is_handed_over: bool = False
+    """Its gradients have been handed over to the sync."""
+
+
 class PipelineStep(MicrobatchPasses):
     """Trains a model that is cut into stages."""
 
@@ -48,9 +66,7 @@ class PipelineStep(MicrobatchPasses):
         trained = {name: parameter for name, parameter in cut.model.named_parameters() if parameter.requires_grad}
         self.pipeline = Pipeline(
             model=cut,
-            channels=make_channels(
-                lambda purpose: mesh.group("pipeline", purpose), is_ring=mesh.plan.pipeline.chunks > 1
-            ),
+            channels=make_channels(mesh),
             recording=parts.recording,
             parameters=list(trained.values()),
             device=mesh.world.device,
@@ -62,7 +78,6 @@ class PipelineStep(MicrobatchPasses):
         self._schedule: tuple[Action, ...] = ()
         self._evaluations: dict[int, tuple[Action, ...]] = {}
         self._last: set[tuple[str, int, int]] = set()
-        self._step = 0
 
     def step(self, microbatches: list[CountedBatch], *, step: int) -> torch.Tensor:
         """One step; returns the mean loss over the global batch."""
@@ -71,23 +86,27 @@ class PipelineStep(MicrobatchPasses):
             last = {a.stage: (a.kind, a.stage, a.microbatch) for a in self._schedule if a.kind in _GRADIENTS}
             self._last = set(last.values())
         self.take(microbatches, step=step)
-        self._step = step
-        self._divisor = self._share([count for _, _, count in microbatches])
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._mesh.world.device)
-        self._count: Count = 0
+        self._batch = self._make_batch(microbatches, step)
         self.pipeline.recording.begin_step()
         self._sync.begin()
         try:
             self.pipeline.run(self._schedule, self)
-            self.pipeline.settle()  # costs nothing: nobody begins the next step before the first stage, which ends last
+            self.pipeline.settle()  # free: no step starts before the first stage, which ends last, is done
         except BaseException:
             self.pipeline.drop()
             raise
         return self._mean
 
-    def _share(self, counts: Sequence[Count]) -> float | torch.Tensor:
-        """The number that losses are divided by; only the last stage has losses, and counts its targets."""
-        return self._counts.share(counts) if self._is_last else 1.0
+    def _make_batch(self, microbatches: list[CountedBatch], step: int) -> UpdateBatch:
+        # Only the last stage has losses, and counts its targets.
+        divisor = self._counts.share([count for _, _, count in microbatches]) if self._is_last else 1.0
+        return UpdateBatch(step=step, divisor=divisor, loss_sum=self._loss_of(0.0))
+
+    def _loss_of(self, value: float) -> torch.Tensor:
+        return torch.full((), value, dtype=torch.float64, device=self._mesh.world.device)
+
+    def _batch_of(self, microbatch: int) -> UpdateBatch:
+        return self._batch
 
     def root(self, microbatch: int, output: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         part = self.microbatches[microbatch]
@@ -96,20 +115,12 @@ class PipelineStep(MicrobatchPasses):
             return nothing, torch.ones_like(nothing)
         terms = loss_terms(self._parts.loss, output, part.targets, part.count)
         self._counts.is_own = self._counts.is_own or terms.own_count
-        value, multiplier = terms.value, terms.multiplier
-        self._add(part, value.detach() if multiplier == 1 else value.detach() * multiplier, terms.count)
+        value, multiplier, batch = terms.value, terms.multiplier, self._batch_of(microbatch)
+        batch.loss_sum += value.detach() if multiplier == 1 else value.detach() * multiplier
+        batch.count = batch.count + terms.count
         # A loss is scaled by its own gradient, not by another operator.
-        factor = multiplier * self._update.loss_scale.value / self._divisor_of(part)
+        factor = multiplier * self._update.loss_scale.value / batch.divisor
         return value, torch.as_tensor(factor, dtype=value.dtype, device=value.device)
-
-    def _divisor_of(self, part: Microbatch) -> float | torch.Tensor:
-        del part
-        return self._divisor
-
-    def _add(self, part: Microbatch, loss_sum: torch.Tensor, count: Count) -> None:
-        del part
-        self._loss_sum += loss_sum
-        self._count = self._count + count
 
     def backward(self, action: Action) -> AbstractContextManager[object]:
         self._enter(self.microbatches[action.microbatch].inputs)
@@ -123,29 +134,25 @@ class PipelineStep(MicrobatchPasses):
         if action.kind == "reduce":
             self._sync.complete(self._names[action.stage])
         elif action.kind == "update":
-            self._finish()
+            self._hand_over()
+            totals, correction = self._agree(self._sum_over_data(self._batch), self._batch.divisor)
+            try:
+                refuse_no_targets(totals.count)
+            except DataError:
+                self.pipeline.settle()  # the stages before raise too, once they have the totals
+                raise
+            self._mean = totals.loss_sum / totals.count
+            self._update.run(totals.norm, correction, step=self._batch.step)
         else:
             super().exchange(action)
 
-    def _finish(self) -> None:
-        """Complete the gradients, and update."""
-        self._hand_over()
-        totals, correction = self._agree(self._sum_over_data(self._loss_sum, self._count), self._divisor)
-        try:
-            refuse_no_targets(totals.count)
-        except DataError:
-            self.pipeline.settle()  # the stages before raise too, once they are told
-            raise
-        self._mean = totals.loss_sum / totals.count
-        self._update.run(totals.norm, correction, step=self._step)
-
-    def _sum_over_data(self, loss_sum: torch.Tensor, count: Count) -> Totals:
-        counted = torch.as_tensor(count, device=self._mesh.world.device)
-        totals = self._sync.finish(loss_sum, counted, with_norm=self._update.needs_norm)
+    def _sum_over_data(self, batch: UpdateBatch) -> Totals:
+        counted = torch.as_tensor(batch.count, device=self._mesh.world.device)
+        totals = self._sync.finish(batch.loss_sum, counted, with_norm=self._update.needs_norm)
         return join_norm(totals, self._mesh.group("tensor", "control"))
 
     def _hand_over(self) -> None:
-        """Sum what several stages hold; with that, nothing keeps gradients from the other data ranks."""
+        """Sum the gradients that several stages hold, and let all gradients go to the other data ranks."""
         with torch.no_grad():
             for name, group in self._ties:
                 all_reduce(self._sync.held_gradient(name), group)
@@ -184,7 +191,6 @@ class PipelineStep(MicrobatchPasses):
 
     def load_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
         """Restore what `state` returned; nothing, where weights came from elsewhere."""
-        del tensors, values
 
     def _evaluation(self, num_microbatches: int) -> tuple[Action, ...]:
         if num_microbatches not in self._evaluations:
@@ -192,7 +198,7 @@ class PipelineStep(MicrobatchPasses):
             self._evaluations[num_microbatches] = schedule[self._control.index]
         return self._evaluations[num_microbatches]
 
-    def look(self, microbatches: list[CountedBatch], take_output: Callable[[Microbatch, Any], None]) -> None:
+    def evaluate(self, microbatches: list[CountedBatch], take_output: Callable[[Microbatch, Any], None]) -> None:
         """Run microbatches forward; on the last stage, `take_output` gets the outputs."""
         evaluation = Evaluation(self._parts, take_output)
         evaluation.take(microbatches)
@@ -208,10 +214,9 @@ class PipelineStep(MicrobatchPasses):
         picked = torch.zeros(1, dtype=torch.int64, device=self._mesh.world.device)
 
         def take_output(part: Microbatch, output: Any) -> None:
-            del part
             picked[0] = pick(self._parts.whole_output(output))
 
-        self.look([(window, None, 0)], take_output)
+        self.evaluate([(window, None, 0)], take_output)
         broadcast(picked, self._control, root=self._control.size - 1)
         return int(picked)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,26 +23,10 @@ from weft.plan.pipeline.actions import EVERY, Action
 from weft.plan.pipeline.communication import schedule_of
 from weft.plan.pipeline.schedules import version_slots
 from weft.sync.base import Totals
-from weft.training.step.loss import Count
 from weft.training.step.microbatches import CountedBatch
-from weft.training.step.pipeline_passes import Microbatch, StepParts
-from weft.training.step.pipeline_step import PipelineStep
+from weft.training.step.pipeline_passes import StepParts
+from weft.training.step.pipeline_step import PipelineStep, UpdateBatch
 from weft.training.step.target_count import refuse_no_targets
-
-
-@dataclass(slots=True, kw_only=True)
-class _Batch:
-    """The microbatches of one update."""
-
-    step: int
-    divisor: float | torch.Tensor
-    loss_sum: torch.Tensor
-    count: Count = 0
-    version: int | None = None
-    """The version its gradients were computed on; None if none of its microbatches has samples here."""
-    is_taken: bool = False
-    """Its gradients have been moved to the parameters."""
-    is_handed_over: bool = False
 
 
 class PipelineStream(PipelineStep):
@@ -63,7 +47,7 @@ class PipelineStream(PipelineStep):
         """Number of microbatches so far."""
         self._start = 0
         """The first microbatch since the pipeline was last empty."""
-        self._batches: dict[int, _Batch] = {}
+        self._batches: dict[int, UpdateBatch] = {}
         self._ended: dict[int, Totals] = {}
         """Totals of batches that this stage has updated with, and other stages perhaps not yet."""
         self._counted: float | torch.Tensor = 0.0
@@ -74,14 +58,9 @@ class PipelineStream(PipelineStep):
     def step(self, microbatches: list[CountedBatch], *, step: int) -> torch.Tensor:
         """Feed microbatches; returns the latest loss whose microbatches have passed every stage."""
         self.take(microbatches, first=self._fed, step=step)
-        device = self._mesh.world.device
         for first in range(0, len(microbatches), self._at_once):
             inside = microbatches[first : first + self._at_once]
-            self._batches[(self._fed + first) // self._at_once] = _Batch(
-                step=step,
-                divisor=self._share([count for _, _, count in inside]),
-                loss_sum=torch.zeros((), dtype=torch.float64, device=device),
-            )
+            self._batches[(self._fed + first) // self._at_once] = self._make_batch(inside, step)
         self.pipeline.recording.begin_step()
         self.pipeline.run(self._steps_schedule(len(microbatches)), self)
         self._fed += len(microbatches)
@@ -131,19 +110,8 @@ class PipelineStream(PipelineStep):
                 refuse_no_targets(counted)
         return self._latest
 
-    def _loss_of(self, value: float) -> torch.Tensor:
-        return torch.full((), value, dtype=torch.float64, device=self._mesh.world.device)
-
-    def _batch_of(self, microbatch: int) -> _Batch:
+    def _batch_of(self, microbatch: int) -> UpdateBatch:
         return self._batches[microbatch // self._at_once]
-
-    def _divisor_of(self, part: Microbatch) -> float | torch.Tensor:
-        return self._batch_of(part.place).divisor
-
-    def _add(self, part: Microbatch, loss_sum: torch.Tensor, count: Count) -> None:
-        batch = self._batch_of(part.place)
-        batch.loss_sum += loss_sum
-        batch.count = batch.count + count
 
     @contextmanager
     def forward(self, action: Action) -> Iterator[None]:
@@ -186,24 +154,20 @@ class PipelineStream(PipelineStep):
             self._hand_over()
             batch.is_handed_over = True
         if action.kind == "update":
-            self._update_with(number, batch)
+            self._ended[number], correction = self._agree(self._sum_over_data(batch), batch.divisor)
+            with self.versions.advance():
+                self._update.run(self._ended[number].norm, correction, step=batch.step)
+            del self._batches[number]
+            for microbatch in range(number * self._at_once, (number + 1) * self._at_once):
+                del self.microbatches[microbatch]
 
-    def _take_gradients(self, batch: _Batch) -> None:
+    def _take_gradients(self, batch: UpdateBatch) -> None:
         if batch.is_taken:
             return
         self._sync.begin()
         if batch.version is not None:
             self.versions.take_gradients(batch.version)
         batch.is_taken = True
-
-    def _update_with(self, number: int, batch: _Batch) -> None:
-        totals, correction = self._agree(self._sum_over_data(batch.loss_sum, batch.count), batch.divisor)
-        self._ended[number] = totals
-        with self.versions.advance():
-            self._update.run(totals.norm, correction, step=batch.step)
-        del self._batches[number]
-        for microbatch in range(number * self._at_once, (number + 1) * self._at_once):
-            del self.microbatches[microbatch]
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         older = self.versions.older()
