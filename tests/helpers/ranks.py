@@ -246,3 +246,12 @@ def device_mesh(shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh("cpu", shape, mesh_dim_names=axes)
+
+
+def gathered(value: Any) -> list[Any]:
+    """The values of all ranks, in a body."""
+    import torch.distributed as dist
+
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

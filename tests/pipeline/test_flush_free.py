@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import ranks
+from ranks import gathered, ranks
 from streamed import (
     ADAMW,
     LENGTH,
@@ -64,12 +63,6 @@ def check(
     torch.testing.assert_close(mine, true, rtol=tolerance, atol=0.0, equal_nan=True)
     assert len(set(gathered(str(losses)))) == 1
     return trainer
-
-
-def gathered(value: Any) -> list[Any]:
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def check_table(trainer: Trainer) -> None:

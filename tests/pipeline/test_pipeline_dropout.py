@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from oracle import cut_evenly, make_trainer, small_gpt, token_batch
 from pipelines import Stack, pipeline_plan, vector_batch
-from ranks import ranks
+from ranks import gathered, ranks
 from torch import Tensor, nn
 
 from weft.plan.plan import Plan
@@ -90,8 +89,6 @@ def test_no_two_places_draw_the_same(data: int) -> None:
             seen.clear()  # the first batch of a shape is followed, and that draws too
             state = torch.get_rng_state()  # the first step draws where dropout comes from
     assert torch.equal(torch.get_rng_state(), state)
-    everyone: list[Any] = [None, None]
-    dist.all_gather_object(everyone, seen)
-    drawn = [mask for part in everyone for mask in part]
+    drawn = [mask for part in gathered(seen) for mask in part]
     assert len(drawn) == 2 * 3 * 4 * data
     assert len(set(drawn)) == len(drawn)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from oracle import ADAMW, cross_entropy, cut_evenly, image_batch, make_trainer, small_convnet, small_gpt, token_batch
 from pipelines import FLUSHING, Block, Stack, pipeline_plan, vector_batch
-from ranks import ranks
+from ranks import gathered, ranks
 from torch import Tensor, nn
 
 from weft.errors import DivergenceError
@@ -81,9 +81,7 @@ def test_evaluation_and_generation_between_steps_are_those_of_one_process(schedu
     expected = make_greedy(alone, [1, 2, 3], num_tokens=6)
     assert trainer.generate([1, 2, 3], num_tokens=6, context=8, temperature=0.0) == expected
     sampled = trainer.generate([1], num_tokens=9, context=8, temperature=1.0, seed=5)
-    everyone: list[Any] = [None] * 4
-    dist.all_gather_object(everyone, sampled)
-    assert everyone == [sampled] * 4
+    assert gathered(sampled) == [sampled] * 4
     for number in range(2):
         torch.manual_seed(4)  # where dropout comes from is drawn by the first step
         before = train(trainer, 1)

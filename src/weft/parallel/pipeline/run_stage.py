@@ -145,13 +145,13 @@ class _StagePass:
         return {value: t.clone() if value in written else t for value, t in values.items()}
 
 
+@dataclass(eq=False)
 class UnitForward:
     """A unit's `forward` that computes only when the unit's stage runs. Not a closure, so that models can be copied."""
 
-    def __init__(self, unit: str, forward: Forward, runner: StageRunner) -> None:
-        self.unit = unit
-        self.inner = forward
-        self.runner = runner
+    unit: str
+    inner: Forward
+    runner: StageRunner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.runner.enter(self.unit, self.inner, args, kwargs)

@@ -8,6 +8,7 @@ a collective of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -17,21 +18,21 @@ from weft.errors import DataError
 from weft.training.step.loss import Count
 
 
+@dataclass(slots=True)
 class TargetCount:
     """The number of targets in a global batch, as far as a rank knows it."""
 
-    def __init__(self, group: Group, device: torch.device) -> None:
-        """`group`: the ranks that share a global batch."""
-        self._group = group
-        self._device = device
-        self.shared: float | torch.Tensor | None = None
-        """The last step's global count."""
-        self.is_own = False
-        """The loss returns its own count, which is not known before the forward pass."""
+    group: Group
+    """The ranks that share a global batch."""
+    device: torch.device
+    shared: float | torch.Tensor | None = None
+    """The last step's global count."""
+    is_own: bool = False
+    """The loss returns its own count, which is not known before the forward pass."""
 
     @property
     def _is_known(self) -> bool:
-        return self._group.size == 1 and not self.is_own
+        return self.group.size == 1 and not self.is_own
 
     def share(self, counts: Sequence[Count]) -> float | torch.Tensor:
         """The number that every rank divides its loss by: exact with one data rank, else the last step's."""
@@ -39,8 +40,8 @@ class TargetCount:
         if self._is_known:
             return torch.clamp(local, min=1) if isinstance(local, torch.Tensor) else float(max(local, 1))
         if self.shared is None:
-            first = torch.as_tensor(local, dtype=torch.float32, device=self._device).reshape(1)
-            all_reduce(first, self._group)
+            first = torch.as_tensor(local, dtype=torch.float32, device=self.device).reshape(1)
+            all_reduce(first, self.group)
             self.shared = max(float(first), 1.0)
         return self.shared
 
