@@ -38,7 +38,7 @@ def update(versions: WeightVersions, *, fail: bool = False) -> None:
         head.grad = None
 
 
-def test_weights_are_held_once_a_slot_and_frozen_ones_once() -> None:
+def test_weights_are_held_once_per_slot_and_frozen_ones_once() -> None:
     model, versions = three_layers(num_slots=3)
     assert len(versions.heads) == 3, "a weight and two biases"
     assert versions.num_bytes == 3 * 3 * 64, "each fits into one step of alignment"

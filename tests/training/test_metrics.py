@@ -1,4 +1,4 @@
-"""metrics.jsonl: one whole line a step, with what was promised; a resume drops what came after its checkpoint."""
+"""metrics.jsonl: one whole line per step, with the promised fields; a resume drops the lines after its checkpoint."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_memory_is_this_processs(mesh: Mesh) -> None:
     assert 10 * 2**20 < peak_memory_bytes(torch.device("cpu")) < 2**40
 
 
-def test_a_file_has_one_whole_line_a_step(tmp_path: Path) -> None:
+def test_a_file_has_one_whole_line_per_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path, steps_done=0)
     file.write(record(1))

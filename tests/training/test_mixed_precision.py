@@ -30,7 +30,7 @@ def check(compute: str, shard: str, microbatches: int, accumulate: str, reduce: 
     by_hand = ByHand(model, DTYPES[compute], scale=scale)
     trainer = make_trainer(model, plan, optimizer=adamw)
     # In float32: every addition, and the factor at the end. In 16 bits: what the plan asks for and no more, which is
-    # one rounding a microbatch to accumulate; in the exchange one to send, and one for each other rank to add.
+    # one rounding per microbatch to accumulate; in the exchange one to send, and one for each other rank to add.
     single = {"fp32": num_ranks * microbatches + 2}
     roundings = dict(single)
     if num_ranks * microbatches > 1:
@@ -41,7 +41,7 @@ def check(compute: str, shard: str, microbatches: int, accumulate: str, reduce: 
     for step in range(2):
         parts = cut_evenly(token_batch(5 * num_ranks, seed=step), num_ranks)
         loss = float(trainer.step(*parts[trainer.data_rank]))
-        # One float32 number a microbatch on both sides, added up in float64.
+        # One float32 number per microbatch on both sides, added up in float64.
         assert loss == pytest.approx(by_hand.step(parts, microbatches), rel=1e-6)
         assert worst_excess(trainer, by_hand, roundings) <= 1
         is_coarse = is_coarse or worst_excess(trainer, by_hand, single) > 1
@@ -164,7 +164,7 @@ def test_a_convnet_learns(compute: str, shard: str) -> None:
 @pytest.mark.parametrize("shard", ["nothing", "gradients"])
 def test_uneven_parts_have_the_mean_of_the_global_batch(shard: str) -> None:
     """Also a rank without samples. The count of the last step is corrected, by a factor that is no power of two: then
-    the backward passes differ by their own roundings, about one a layer, and not by a whole part."""
+    the backward passes differ by their own roundings, about one per layer, and not by a whole part."""
     model = small_gpt()
     by_hand = ByHand(model, torch.bfloat16)
     trainer = make_trainer(model, mixed(data_plan(2, shard=shard, microbatches=2), compute="bf16"), optimizer=adamw)

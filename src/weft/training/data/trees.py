@@ -69,7 +69,12 @@ def map_output(function: Callable[[torch.Tensor], torch.Tensor], output: Any) ->
 def output_tensors(output: Any) -> list[torch.Tensor]:
     """All tensors of what a model returns."""
     found: list[torch.Tensor] = []
-    map_output(lambda tensor: found.append(tensor) or tensor, output)  # type: ignore[func-returns-value]
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_output(note, output)
     return found
 
 
