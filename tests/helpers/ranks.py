@@ -208,6 +208,15 @@ def close_pools() -> None:
         kept_pools.popitem()[1].kill()
 
 
+def gathered(value: Any) -> list[Any]:
+    """The values of all ranks, in a body."""
+    import torch.distributed as dist
+
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def ranks(
     world: int, *, fresh: bool = False, timeout_s: float = 60.0, dies: Collection[int] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -246,12 +255,3 @@ def device_mesh(shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh("cpu", shape, mesh_dim_names=axes)
-
-
-def gathered(value: Any) -> list[Any]:
-    """The values of all ranks, in a body."""
-    import torch.distributed as dist
-
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

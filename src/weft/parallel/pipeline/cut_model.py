@@ -193,7 +193,7 @@ def _signature(inputs: Any) -> Any:
 
 
 def tied_groups(made: CutModel, mesh: Mesh) -> dict[str, Group]:
-    """The ranks that hold each shared parameter of this rank, by its name; collective."""
-    # Making a group is collective: every rank asks for all of them, in one order.
+    """Of every parameter of this rank that other stages hold too: the ranks that do; collective."""
+    # Asking for a group is collective: every rank asks for all of them, in one order.
     asked = {name: mesh.group(f"pipeline:{','.join(map(str, on))}", "tied") for name, on in made.holders.items()}
     return {name: group for name, group in asked.items() if group.ranks}
