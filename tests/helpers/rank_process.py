@@ -145,7 +145,8 @@ def run_task(task: Task, *, fresh: bool) -> Report:
     try:
         module = load_module(task.file, task.module)
         parameters, filters = pickle.loads(task.payload)
-        body: Callable[..., Any] = getattr(module, task.function).body
+        found = getattr(module, task.function)
+        body: Callable[..., Any] = getattr(found, "body", found)  # ranks(2)(check) leaves the name undecorated
         with filtered_warnings(filters):
             seed_everything()
             if fresh:

@@ -208,6 +208,15 @@ def close_pools() -> None:
         kept_pools.popitem()[1].kill()
 
 
+def gathered(value: Any) -> list[Any]:
+    """The values of all ranks, in a body."""
+    import torch.distributed as dist
+
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def ranks(
     world: int, *, fresh: bool = False, timeout_s: float = 60.0, dies: Collection[int] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:

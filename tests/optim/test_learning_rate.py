@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from weft.errors import JobError
-from weft.optim.schedule import SCHEDULES, Schedule, by_name, constant, warmup_cosine, warmup_linear
+from weft.optim.schedule import SCHEDULES, Schedule, constant, warmup_cosine, warmup_linear
 
 
 def test_constant_is_one() -> None:
@@ -31,31 +31,11 @@ def test_linear_and_cosine_between_the_points() -> None:
     assert curve(1) == pytest.approx((1 + math.cos(math.pi * 0.2)) / 2)
 
 
-def test_by_name_is_the_function_of_that_name() -> None:
-    assert by_name("constant")(7) == 1.0
-    named = by_name("warmup-linear", warmup_steps=2, total_steps=6, final=0.0)
-    assert [named(step) for step in range(6)] == [warmup_linear(2, 6, 0.0)(step) for step in range(6)]
-
-
 def test_every_schedule_can_be_pickled() -> None:
     for name in SCHEDULES:
         settings = {} if name == "constant" else {"warmup_steps": 3, "total_steps": 9}
-        schedule = by_name(name, **settings)
+        schedule = SCHEDULES[name](**settings)
         assert pickle.loads(pickle.dumps(schedule))(5) == schedule(5)
-
-
-def test_unknown_names_get_the_nearest() -> None:
-    with pytest.raises(JobError, match='no learning-rate schedule "warmup-cosin"; did you mean "warmup-cosine"'):
-        by_name("warmup-cosin")
-    with pytest.raises(JobError) as caught:
-        by_name("warmup-cosine", warmup_step=3)
-    assert caught.value.problems == (
-        'schedule "warmup-cosine" has no setting "warmup_step"; did you mean "warmup_steps"?',
-        'schedule "warmup-cosine" needs the setting "warmup_steps"; add it',
-        'schedule "warmup-cosine" needs the setting "total_steps"; add it',
-    )
-    with pytest.raises(JobError, match='"constant" has no setting "final"; it has no settings'):
-        by_name("constant", final=0.5)
 
 
 def test_bad_settings_are_all_named() -> None:
@@ -64,5 +44,5 @@ def test_bad_settings_are_all_named() -> None:
     with pytest.raises(JobError, match="warmup_steps is -1"):
         warmup_linear(-1, 10)
     with pytest.raises(JobError) as caught:
-        by_name("warmup-linear", warmup_steps=0.5, total_steps=True, final=2)
+        warmup_linear(0.5, True, 2)  # type: ignore[arg-type]
     assert [problem.split()[0] for problem in caught.value.problems] == ["warmup_steps", "total_steps", "final"]

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import ranks
+from ranks import gathered, ranks
 from streamed import (
     ADAMW,
     LENGTH,
@@ -35,14 +34,11 @@ from weft.parallel.state.rng import PlaceSeeds
 from weft.plan.pipeline.communication import schedule_of
 from weft.plan.plan import Plan
 from weft.training.data.trees import split_microbatches
-from weft.training.step.pipeline_stream import later
+from weft.training.step.pipeline_stream import shift_schedule
 from weft.training.trainer import Trainer
 
 SCHEDULES = pytest.mark.parametrize(
     "schedule", ["pipedream", pytest.param("vertical sync", marks=pytest.mark.long), "2bw"]
-)
-MOSTLY = pytest.mark.parametrize(
-    "schedule", ["pipedream", "2bw", pytest.param("vertical sync", marks=pytest.mark.long)]
 )
 RATE = [1.0, 0.5, 0.25, 0.8, 0.7, 0.1, 0.3, 0.9].__getitem__
 
@@ -69,12 +65,6 @@ def check(
     return trainer
 
 
-def gathered(value: Any) -> list[Any]:
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def check_table(trainer: Trainer) -> None:
     """Weight versions and activations that were live at once: what the table of the methods says, and no more."""
     plan, stage = trainer.plan, trainer.mesh.index("pipeline")
@@ -94,7 +84,7 @@ def test_two_stages(schedule: str, optimizer: str) -> None:
 
 @pytest.mark.long
 @ranks(3)
-@MOSTLY
+@SCHEDULES
 def test_three_stages(schedule: str) -> None:
     check_table(check(plan_of(schedule, 3, 3), (6, 7, 5, 9, 6, 7), optimizer=SGD, schedule=RATE, flushes=(4,)))
 
@@ -119,7 +109,7 @@ def test_many_steps(schedule: str, microbatches: int) -> None:
 
 @pytest.mark.long
 @ranks(4)
-@MOSTLY
+@SCHEDULES
 def test_beside_data_parallelism(schedule: str) -> None:
     """Batch norms are synchronised, so that the plain loop sees the microbatches of both data ranks as one."""
     trainer = check(plan_of(schedule, 2, 3, data=2), (12, 15, 13, 12), optimizer=SGD, flushes=(2,), tolerance=1e-11)
@@ -140,13 +130,13 @@ def test_microbatches_without_samples(schedule: str) -> None:
 
 @ranks(4)
 @pytest.mark.long
-@MOSTLY
+@SCHEDULES
 def test_a_data_rank_without_samples(schedule: str) -> None:
     check(plan_of(schedule, 2, 2, data=2), (8, 9, 2, 8, 3, 9), optimizer=SGD, tolerance=1e-11)
 
 
 @ranks(2)
-@MOSTLY
+@SCHEDULES
 def test_dropout_and_recomputation(schedule: str) -> None:
     """Random numbers are those of the model in one piece, and the same when a block is computed again."""
     batches = batches_of(6, 7, 6, 5)
@@ -205,7 +195,7 @@ def test_looking_changes_nothing_with_2bw() -> None:
 @ranks(2)
 @SCHEDULES
 def test_generation_in_the_middle(schedule: str) -> None:
-    """Tokens of the newest weights, the same on all ranks; with 2bw training goes on as if nobody had looked."""
+    """Tokens of the newest weights, the same on all ranks; with 2bw training is not affected."""
     plan, batches = plan_of(schedule, 2, 3), batches_of(6, 7, 6, 5, next_token=True)
     model = functools.partial(Net, next_token=True)
     trainer = make_streaming(plan, model())
@@ -249,4 +239,4 @@ def test_a_later_step_is_an_earlier_one_with_other_numbers(schedule: str) -> Non
             begin = functools.partial(schedule_of, plan, num_microbatches=m, drain=False)
             moved = start + num_steps * m
             for mine, true in zip(begin(first=first, start=0), begin(first=first + moved, start=start), strict=True):
-                assert later(mine, num_microbatches=moved, num_updates=moved // at_once) == true
+                assert shift_schedule(mine, num_microbatches=moved, num_updates=moved // at_once) == true

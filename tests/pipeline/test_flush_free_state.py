@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from oracle import ADAMW, data_plan
-from ranks import ranks
+from ranks import gathered, ranks
 from sequential import Weights
 from streamed import Net, assert_same, batches_of, expect, make_streaming, run, stream_plan, streaming
 from torch import Tensor
@@ -86,7 +85,7 @@ def test_another_plan_goes_on(before: str, after: str, tmp_path: Path) -> None:
     for inputs, targets in BATCHES[:2]:
         first.step(inputs, targets)
     first.save(tmp_path / "two")
-    held = gathered_weights(first)
+    held = {name: weight for part in gathered(copied(first)) for name, weight in part.items()}
     second = make_streaming(PLANS[after], optimizer=PLAIN)
     for batch in BATCHES[3:5]:
         second.step(*batch)
@@ -97,10 +96,3 @@ def test_another_plan_goes_on(before: str, after: str, tmp_path: Path) -> None:
         run(second, BATCHES[2:])
         expected = expect(PLANS[after], BATCHES[2:], optimizer=PLAIN, model=with_weights(held))
         assert_same(second, expected.run.history[-1])
-
-
-def gathered_weights(trainer: Trainer) -> Weights:
-    """Of all stages."""
-    parts: list[Weights | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, copied(trainer))
-    return {name: weight for part in parts if part for name, weight in part.items()}

@@ -1,5 +1,4 @@
-"""The bytes of a pipeline: what is counted equals what `plan/partition/wire.py` foretells, and the formula behind
-it."""
+"""The bytes of a pipeline: those counted equal those predicted by `plan/partition/wire.py`, and the formula."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from weft.plan.plan import Plan
 
 
 def check(plan: Plan, *, tied: bool) -> None:
-    """4 samples a microbatch, 8 tokens, 16 channels of 8 bytes; the embedding is 17 x 16."""
+    """4 samples per microbatch, 8 tokens, 16 channels of 8 bytes; the embedding is 17 x 16."""
     samples = 4 * plan.step.microbatches
     inputs, targets = token_batch(samples)
     trainer = make_trainer(small_gpt(num_layers=4, tied=tied).double(), plan, example=inputs[:4])
@@ -39,7 +38,7 @@ PLANS = {
 @ranks(2)
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("tied", [False, True])
-def test_counted_bytes_are_those_foretold(name: str, tied: bool) -> None:
+def test_counted_bytes_are_those_predicted(name: str, tied: bool) -> None:
     check(PLANS[name], tied=tied)
 
 

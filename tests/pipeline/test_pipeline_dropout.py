@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from oracle import cut_evenly, make_trainer, small_gpt, token_batch
 from pipelines import Stack, pipeline_plan, vector_batch
-from ranks import ranks
+from ranks import gathered, ranks
 from torch import Tensor, nn
 
 from weft.plan.plan import Plan
@@ -21,7 +20,7 @@ from weft.plan.plan import Plan
 gpt: Callable[..., nn.Module] = functools.partial(small_gpt, num_layers=4)
 
 
-def run_with_dropout(plan: Plan, file: Path, *, writes: bool) -> None:
+def run_with_dropout(plan: Plan, file: Path, writes: bool = False) -> None:
     """Three steps with dropout from one seed: write losses and weights to a file, or compare with what is there."""
     torch.manual_seed(1)
     model = gpt(dropout=0.1).double()
@@ -40,35 +39,23 @@ def run_with_dropout(plan: Plan, file: Path, *, writes: bool) -> None:
         torch.testing.assert_close(weight, true_weights[name], rtol=1e-9, atol=1e-11, msg=lambda text: name + text)  # noqa: B023
 
 
-@ranks(2)
-def drop_on_2(plan: Plan, file: Path, writes: bool = False) -> None:
-    run_with_dropout(plan, file, writes=writes)
-
-
-@ranks(3)
-def drop_on_3(plan: Plan, file: Path) -> None:
-    run_with_dropout(plan, file, writes=False)
-
-
-@ranks(4)
-def drop_on_4(plan: Plan, file: Path) -> None:
-    run_with_dropout(plan, file, writes=False)
+ON_RANKS = {world: ranks(world)(run_with_dropout) for world in (2, 3, 4)}
 
 
 def test_dropout_is_the_same_for_any_number_of_stages(tmp_path: Path) -> None:
     file = tmp_path / "one process"
     run_with_dropout(pipeline_plan(1, microbatches=4), file, writes=True)
-    run_with_dropout(pipeline_plan(1, microbatches=4, recompute="full"), file, writes=False)
-    drop_on_2(plan=pipeline_plan(2, microbatches=4, schedule="zero-bubble"), file=file)
-    drop_on_2(plan=pipeline_plan(2, microbatches=4, schedule="interleaved", recompute="full"), file=file)
-    drop_on_3(plan=pipeline_plan(3, microbatches=4, recompute="full"), file=file)
-    drop_on_4(plan=pipeline_plan(4, microbatches=4, schedule="gpipe", recompute="selective"), file=file)
+    run_with_dropout(pipeline_plan(1, microbatches=4, recompute="full"), file)
+    ON_RANKS[2](plan=pipeline_plan(2, microbatches=4, schedule="zero-bubble"), file=file)
+    ON_RANKS[2](plan=pipeline_plan(2, microbatches=4, schedule="interleaved", recompute="full"), file=file)
+    ON_RANKS[3](plan=pipeline_plan(3, microbatches=4, recompute="full"), file=file)
+    ON_RANKS[4](plan=pipeline_plan(4, microbatches=4, schedule="gpipe", recompute="selective"), file=file)
 
 
 def test_dropout_is_the_same_for_any_number_of_stages_of_two_data_ranks(tmp_path: Path) -> None:
     file = tmp_path / "two data ranks"
-    drop_on_2(plan=pipeline_plan(1, microbatches=4, data=2), file=file, writes=True)
-    drop_on_4(plan=pipeline_plan(2, microbatches=4, data=2, recompute="full", schedule="zero-bubble"), file=file)
+    ON_RANKS[2](plan=pipeline_plan(1, microbatches=4, data=2), file=file, writes=True)
+    ON_RANKS[4](plan=pipeline_plan(2, microbatches=4, data=2, recompute="full", schedule="zero-bubble"), file=file)
 
 
 class Noise(nn.Module):
@@ -81,14 +68,13 @@ class Noise(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         dropped = F.dropout(torch.ones(64), 0.5, self.training)
         self.seen.append(tuple((dropped > 0).tolist()))
-        out: Tensor = self.layer(x) * dropped[:12]
-        return out
+        return self.layer(x) * dropped[:12]
 
 
 @ranks(2)
 @pytest.mark.parametrize("data", [1, 2])
 def test_no_two_places_draw_the_same(data: int) -> None:
-    """Of blocks, microbatches, steps and data ranks; and the user's own random numbers are left alone."""
+    """Blocks, microbatches, steps and data ranks all differ; the user's own random state is unchanged."""
     seen: list[tuple[bool, ...]] = []
     model = Stack(drop=nn.Dropout(0.5))
     model.blocks = nn.ModuleList(Noise(seen) for _ in range(4))
@@ -103,8 +89,6 @@ def test_no_two_places_draw_the_same(data: int) -> None:
             seen.clear()  # the first batch of a shape is followed, and that draws too
             state = torch.get_rng_state()  # the first step draws where dropout comes from
     assert torch.equal(torch.get_rng_state(), state)
-    everyone: list[Any] = [None, None]
-    dist.all_gather_object(everyone, seen)
-    drawn = [mask for part in everyone for mask in part]
+    drawn = [mask for part in gathered(seen) for mask in part]
     assert len(drawn) == 2 * 3 * 4 * data
     assert len(set(drawn)) == len(drawn)

@@ -28,8 +28,7 @@ class UNet(Stack):
             kept.append(x := block(x))
         for block in self.blocks[2:]:
             x = block(x + 0.5 * kept.pop())
-        logits: Tensor = self.head(torch.cat([x, first]).chunk(2)[0] + first)
-        return logits
+        return self.head(torch.cat([x, first]).chunk(2)[0] + first)
 
 
 class OwnParameters(Stack):
@@ -44,8 +43,7 @@ class OwnParameters(Stack):
         x = self.stem(x) * self.scale
         for block in self.blocks:
             x = block(x + self.shift)
-        logits: Tensor = self.head(x) + self.bias
-        return logits
+        return self.head(x) + self.bias
 
 
 class TiedByHand(nn.Module):
@@ -75,8 +73,7 @@ class CalledTwice(Stack):
         x = self.adapter(self.stem(x))
         for block in self.blocks:
             x = self.shared(block(x))
-        logits: Tensor = self.head(self.adapter(x))
-        return logits
+        return self.head(self.adapter(x))
 
 
 class TwoWays(Block):
@@ -117,8 +114,7 @@ class ByName(Stack):
         order = x.argsort(1)
         for block in self.blocks:
             x = block(x * keep)
-        logits: Tensor = self.head(x.gather(1, order))
-        return logits
+        return self.head(x.gather(1, order))
 
 
 def named_batch(num_samples: int, *, seed: int = 0) -> Batch:
@@ -140,8 +136,7 @@ class InPlace(Stack):
         canvas = torch.zeros(x.shape[0], 2, HIDDEN, dtype=x.dtype)
         canvas[:, 0].copy_(first)
         canvas.select(1, 1).add_(x)
-        logits: Tensor = self.head(canvas.sum(1))
-        return logits
+        return self.head(canvas.sum(1))
 
 
 class WrittenLate(Stack):
@@ -153,8 +148,7 @@ class WrittenLate(Stack):
         skip.mul_(3.0)
         x = self.blocks[2](x)
         skip.add_(x)
-        logits: Tensor = self.head(self.blocks[3](x) + skip)
-        return logits
+        return self.head(self.blocks[3](x) + skip)
 
 
 class Unlike(nn.Module):
@@ -171,12 +165,11 @@ class Unlike(nn.Module):
         return Blueprint(blocks=tuple(f"layers.{number}" for number in range(len(self.layers))))
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.layers(x)
-        return logits
+        return self.layers(x)
 
 
 class Unused(Stack):
-    """Blocks with parameters that nobody uses, a block that is never called, an unused module."""
+    """Blocks with unused parameters, a block that is never called, an unused module."""
 
     def __init__(self) -> None:
         super().__init__(num_blocks=5, extra=nn.Linear(3, 3))
@@ -187,8 +180,7 @@ class Unused(Stack):
         x = self.stem(x)
         for block in (*self.blocks[:2], *self.blocks[3:]):
             x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 class Detached(Stack):
@@ -199,8 +191,7 @@ class Detached(Stack):
         first = x
         for block in self.blocks:
             x = block(x) + block(x.detach()).sign() / 7
-        logits: Tensor = self.head(x + first.detach())
-        return logits
+        return self.head(x + first.detach())
 
 
 def frozen(*names: str) -> Stack:

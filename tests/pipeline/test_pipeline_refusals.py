@@ -1,4 +1,4 @@
-"""What a pipeline cannot run is refused before the first step, on every rank, with the nearest thing that works."""
+"""Models and plans that a pipeline cannot run are refused before the first step, on every rank, with a remedy."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ class Backwards(Stack):
         x = self.stem(x)
         for block in reversed(self.blocks):
             x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 class ByValue(Stack):
@@ -31,8 +30,7 @@ class ByValue(Stack):
         x = self.stem(x)
         for block in self.blocks:
             x = block(x) if float(x.sum()) > 0 else x
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 class Curious(Block):
@@ -48,7 +46,7 @@ class Writer(Block):
 
 
 class WritesAcross(Stack):
-    """What the first block returned is used at the end, after the second has written into it."""
+    """The first block's output is used at the end, after the second block has written into it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,8 +56,7 @@ class WritesAcross(Stack):
         first = x = self.blocks[0](self.stem(x))
         for block in self.blocks[1:]:
             x = block(x)
-        logits: Tensor = self.head(x + first)
-        return logits
+        return self.head(x + first)
 
 
 class SharedStatistics(Stack):
@@ -70,8 +67,7 @@ class SharedStatistics(Stack):
         x = self.stem(x)
         for block in self.blocks:
             x = self.shared(block(x))
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 def with_blocks(blocks: list[nn.Module]) -> Stack:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from itertools import combinations
 from typing import Any
 
@@ -41,7 +42,7 @@ def cut_for(model: nn.Module, cuts: tuple[int, ...], inputs: Any, rank: int) -> 
         copy.deepcopy(model), find_blueprint(model), plan, inputs, call=lambda m, x: m(x), device=torch.device("cpu")
     )
     made = cut(whole, cuts, rank=rank, num_ranks=len(cuts) + 1)
-    made.open_gates()
+    made.wrap_units()
     return made
 
 
@@ -50,13 +51,11 @@ def through_all(model: nn.Module, cuts: tuple[int, ...], inputs: Tensor) -> tupl
     known: dict[Value, Tensor] = {}
     output: Any = None
     for stage, part in enumerate(parts):
-        route = part.route(inputs)
-        boundary = route.stages.boundaries[stage - 1] if stage else ()
-        known |= (made_and_output := part.passage.through(
-            stage, lambda part=part: part.model(inputs), flow=route.flow, stages=route.stages,
-            received={value: known[value] for value in boundary},
-        ))[0]  # fmt: skip
-        output = made_and_output[1]
+        stages = part.stages_for(inputs)
+        received = {value: known[value] for value in stages.boundaries[stage - 1]} if stage else {}
+        call = functools.partial(part.model, inputs)
+        made, output = part.runner.run(stage, call, stages=stages, received=received)
+        known |= made
     return output, parts
 
 
@@ -101,21 +100,14 @@ class Moody(Stack):
         x = self.stem(x)
         for block in self.blocks if happy else self.blocks[:3]:
             x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 @pytest.mark.parametrize(("first", "then", "reason"), [(1.0, -1.0, "did not call"), (-1.0, 1.0, '"blocks.3" 1 times')])
 def test_another_way_for_the_same_shapes_is_refused(first: float, then: float, reason: str) -> None:
     inputs = torch.full((2, HIDDEN), first)
     part = cut_for(Moody(), (1,), inputs, rank=1)
-    route = part.route(inputs)
-    received = {value: torch.zeros(2, HIDDEN) for value in route.stages.boundaries[0]}
+    stages = part.stages_for(inputs)
+    received = {value: torch.zeros(2, HIDDEN) for value in stages.boundaries[0]}
     with pytest.raises(ModelError, match=reason):
-        part.passage.through(
-            1,
-            lambda: part.model(torch.full((2, HIDDEN), then)),
-            flow=route.flow,
-            stages=route.stages,
-            received=received,
-        )
+        part.runner.run(1, lambda: part.model(torch.full((2, HIDDEN), then)), stages=stages, received=received)

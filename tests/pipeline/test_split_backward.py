@@ -276,7 +276,7 @@ def test_nothing_is_computed_twice(name: str) -> None:
 
 
 class Held(list[Tensor]):
-    """What a graph has saved."""
+    """A tensor saved by a graph."""
 
 
 @pytest.mark.parametrize("name", ["gpt", "first stage", "convnet", "tied", "both outputs", "beside"])

@@ -24,7 +24,7 @@ def three_layers(**settings: Any) -> tuple[nn.Sequential, WeightVersions]:
 
 
 def run_once(model: nn.Module, versions: WeightVersions) -> Tensor:
-    with versions.lent(versions.newest):
+    with versions.using(versions.newest):
         return model(torch.ones(1, 2, 3, 3)).square().sum()
 
 
@@ -38,7 +38,7 @@ def update(versions: WeightVersions, *, fail: bool = False) -> None:
         head.grad = None
 
 
-def test_weights_are_held_once_a_slot_and_frozen_ones_once() -> None:
+def test_weights_are_held_once_per_slot_and_frozen_ones_once() -> None:
     model, versions = three_layers(num_slots=3)
     assert len(versions.heads) == 3, "a weight and two biases"
     assert versions.num_bytes == 3 * 3 * 64, "each fits into one step of alignment"
@@ -55,7 +55,7 @@ def test_gradients_of_a_version_gather_on_its_leaves_and_move_to_the_heads() -> 
     for _ in range(2):
         run_once(model, versions).backward()
         alone(torch.ones(1, 2, 3, 3)).square().sum().backward()
-    with versions.lent(0):
+    with versions.using(0):
         model[0].bias.grad = None
     assert all(head.grad is None for head in versions.heads)
     versions.take_gradients(0)
@@ -74,7 +74,7 @@ def test_a_slot_used_again_under_a_live_graph_is_noticed(num_slots: int) -> None
         loss.backward()
 
 
-def test_updates_need_a_slot_that_nobody_uses() -> None:
+def test_updates_need_an_unused_slot() -> None:
     model, versions = three_layers(num_slots=2)
     for count in (2, 1):
         for _ in range(count):
@@ -91,7 +91,7 @@ def test_updates_need_a_slot_that_nobody_uses() -> None:
         versions.hold(1)
     with pytest.raises(AssertionError, match="version 1 is released once too often"):
         versions.release(1)
-    for what in (versions.state, versions.forget_older, lambda: versions.restart(3)):
+    for what in (versions.older, versions.forget_older, lambda: versions.restart(3)):
         with pytest.raises(AssertionError, match="needs an empty pipeline; held: version 0 by 2"):
             what()
 
@@ -111,9 +111,9 @@ def test_gradients_that_are_lost_or_mixed_are_noticed() -> None:
 def test_the_model_has_its_own_parameters_again_whatever_fails() -> None:
     model, versions = three_layers(num_slots=2, lag=1)
     before = [parameter.detach().clone() for parameter in versions.heads]
-    with pytest.raises(ZeroDivisionError), versions.lent(0):
+    with pytest.raises(ZeroDivisionError), versions.using(0):
         assert model[2].weight is versions.leaves(0)["2.weight"]
-        with pytest.raises(AssertionError, match="version 0 is to be lent while 0 is"), versions.lent(0):
+        with pytest.raises(AssertionError, match="version 0 is to be used while 0 is"), versions.using(0):
             pass
         raise ZeroDivisionError
     assert model[0].weight is model[2].weight is versions.heads[0]
@@ -145,7 +145,7 @@ def test_versions_of_another_stage_are_refused() -> None:
     _, versions = three_layers(num_slots=2, lag=1)
     named = {"0.weight": torch.ones(3), "0.bias": torch.ones(2), "0.scale": torch.ones(2)}
     with pytest.raises(CheckpointError) as refused:
-        versions.load_state({"newest": 4, "older": {2: named, 3: versions.leaves(0)}})
+        versions.load(4, {2: named, 3: versions.leaves(0)})
     problems = "\n".join(refused.value.problems)
     assert "there are 3 weight versions, and this stage holds 2" in problems
     assert "version 2 has an unknown 0.scale" in problems and "version 2 lacks 2.bias" in problems

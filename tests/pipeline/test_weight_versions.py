@@ -98,7 +98,7 @@ class Pipeline:
     def forward(self, i: int, k: int, version: int) -> None:
         given = self.in_flight[i - 1, k][1].detach().requires_grad_() if i else MICROBATCHES[k][0]
         self.versions[i].hold(version)
-        with self.versions[i].lent(version):
+        with self.versions[i].using(version):
             made = self.stages[i](given)
         if i == len(self.stages) - 1:
             made = F.cross_entropy(made, MICROBATCHES[k][1])
@@ -107,7 +107,7 @@ class Pipeline:
 
     def backward(self, i: int, k: int, version: int) -> None:
         after = self.in_flight.pop((i + 1, k), None)
-        with self.versions[i].lent(version):
+        with self.versions[i].using(version):
             self.in_flight[i, k][1].backward(None if after is None else after[0].grad)
         self.versions[i].release(version)
 
@@ -199,10 +199,10 @@ def test_2bw_goes_on_from_its_state() -> None:
     whole.run(version_of, 0, 6, every=2)
     before.run(version_of, 0, 4, every=2)
     for i, versions in enumerate(before.versions):
-        state = copy.deepcopy(versions.state())
-        assert state["newest"] == 2 and list(state["older"]) == [1]
+        older = copy.deepcopy(versions.older())
+        assert versions.newest == 2 and list(older) == [1]
         after.stages[i].load_state_dict(before.stages[i].state_dict())
         after.optimizers[i].load_state_dict(before.optimizers[i].state_dict())
-        after.versions[i].load_state(state)
+        after.versions[i].load(versions.newest, older)
     after.run(version_of, 4, 6, every=2)
     assert all(torch.equal(after.history[3][name], weight) for name, weight in whole.history[3].items())

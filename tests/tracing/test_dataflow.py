@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from weft.blueprint import find_blueprint
 from weft.errors import ModelError
-from weft.parallel.pipeline.stages import owners, share_out, stage_of_blocks
+from weft.parallel.pipeline.stages import assign_stages, stage_of_blocks, stages_of_units
 from weft.parallel.tracing.dataflow import WRITTEN, Flow, Value, find_units, follow, make_meta_copy
 from weft.parallel.tracing.placeholder import Placeholder
 
@@ -88,7 +88,7 @@ def test_a_unit_that_writes_into_its_argument_is_needed_by_whoever_uses_that_lat
     assert flow.by_name["head", 1].needs - flow.by_name["head", 0].needs == {Value(2, "blocks.1", WRITTEN)}
     assert flow.written.keys() == {Value(1, "blocks.0", 0)}
     with pytest.raises(ModelError, match='"blocks.1" on stage 0 writes into its arguments, which stage 1 uses'):
-        share_out(flow, stage_of_blocks([f"blocks.{k}" for k in range(4)], [2]), 2)
+        assign_stages(flow, stage_of_blocks([f"blocks.{k}" for k in range(4)], [2]), 2)
 
 
 def test_the_models_own_parameters_and_units_used_by_hand_are_seen() -> None:
@@ -107,9 +107,9 @@ def test_the_models_own_parameters_and_units_used_by_hand_are_seen() -> None:
     assert flow.by_name["blocks.0", 0].parameters == {"scale"}
     assert flow.output_parameters == {"stem.weight"}
     block_stages = stage_of_blocks([f"blocks.{k}" for k in range(4)], [1, 3])
-    stages = share_out(flow, block_stages, 3)
+    stages = assign_stages(flow, block_stages, 3)
     assert stages.parameters == ({"scale"}, set(), {"stem.weight"})
-    on = owners(stages, find_units(Own(), find_blueprint(Own())), block_stages)
+    on = stages_of_units(stages, find_units(Own(), find_blueprint(Own())), block_stages)
     assert (on["stem"], on["blocks.2"], on["head"]) == ({0}, {1}, {2}), "the head is never called"
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from weft.errors import DataError
-from weft.layout import part_of
 from weft.training.data.batches import Batches, batches, permutation, prefetch
 from weft.training.data.datasets import TensorSamples
 from weft.training.data.trees import num_samples, split_microbatches, split_tree, stack_samples, tensors_of
@@ -224,15 +223,6 @@ def test_samples_that_do_not_fit_together() -> None:
         stack_samples([torch.zeros(2), torch.zeros(3)])
     with pytest.raises(DataError, match="hold 1 to 2 things"):
         stack_samples([(1,), (1, 2)])
-
-
-@pytest.mark.parametrize("total", [0, 1, 7, 12])
-@pytest.mark.parametrize("size", [1, 2, 5, 12])
-def test_parts_are_contiguous_even_and_whole(total: int, size: int) -> None:
-    parts = [part_of(total, rank, size) for rank in range(size)]
-    assert [start for start, _ in parts] + [total] == [0] + [stop for _, stop in parts]
-    lengths = [stop - start for start, stop in parts]
-    assert lengths == sorted(lengths, reverse=True) and max(lengths) - min(lengths) <= 1
 
 
 class Pair(NamedTuple):

@@ -1,4 +1,4 @@
-"""What the built-in datasets hold, how files and functions of the user's own are found, and how mistakes are named."""
+"""Contents of the built-in datasets, loading of the user's files and functions, and the messages for mistakes."""
 
 from __future__ import annotations
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ from oracle import ADAMW, cut_evenly, data_plan, image_batch, make_trainer, smal
 from ranks import ranks
 from torch import Tensor
 
+from weft.comm.group import Group
 from weft.errors import DivergenceError
-from weft.training.step.divergence import checksum
+from weft.training.step import divergence
+from weft.training.step.divergence import _gather, checksum
 from weft.training.trainer import Trainer
 
 
@@ -34,28 +38,21 @@ def a_weight(trainer: Trainer) -> Tensor:
     return trainer.model.get_parameter("blocks.0.conv2.weight").detach()
 
 
-def a_moment(trainer: Trainer) -> Tensor:
-    return trainer.optimizer.state[trainer.model.get_parameter("head.weight")]["exp_avg_sq"]
-
-
 def a_buffer(trainer: Trainer) -> Tensor:
     return trainer.model.get_buffer("stem_norm.running_var")
 
 
-def a_counter(trainer: Trainer) -> Tensor:
-    return trainer.model.get_buffer("stem_norm.num_batches_tracked")
-
-
-def a_step_number(trainer: Trainer) -> Tensor:
-    return trainer.optimizer.state[trainer.model.get_parameter("stem.weight")]["step"]
+def kept(trainer: Trainer, parameter: str, key: str) -> Tensor:
+    """An entry of the optimizer's state."""
+    return trainer.optimizer.state[trainer.model.get_parameter(parameter)][key]
 
 
 PLACES: dict[str, Callable[[Trainer], Tensor]] = {
     "weight blocks.0.conv2.weight": a_weight,
-    "optimizer state head.weight.exp_avg_sq": a_moment,
-    "optimizer state stem.weight.step": a_step_number,
+    "optimizer state head.weight.exp_avg_sq": lambda trainer: kept(trainer, "head.weight", "exp_avg_sq"),
+    "optimizer state stem.weight.step": lambda trainer: kept(trainer, "stem.weight", "step"),
     "buffer stem_norm.running_var": a_buffer,
-    "buffer stem_norm.num_batches_tracked": a_counter,
+    "buffer stem_norm.num_batches_tracked": lambda trainer: trainer.model.get_buffer("stem_norm.num_batches_tracked"),
 }
 
 
@@ -127,7 +124,7 @@ def test_numbers_that_are_no_numbers_may_be_equal() -> None:
     """NaN differs from itself, its bits do not; and zeros of both signs are equal, their bits are not."""
     trainer = convnet_trainer()
     a_weight(trainer).fill_(float("nan"))
-    a_moment(trainer).fill_(float("inf"))
+    kept(trainer, "head.weight", "exp_avg_sq").fill_(float("inf"))
     trainer.check_divergence()
     a_buffer(trainer).fill_(-0.0 if trainer.data_rank else 0.0)
     with pytest.raises(DivergenceError, match=r"stem_norm\.running_var"):
@@ -163,7 +160,7 @@ def test_a_step_checks_when_the_plan_says(check_every: int, raised_at: int | Non
 
 @ranks(2)
 def test_a_layer_with_state_of_its_own_is_found_in_training() -> None:
-    """What the check is for: a layer that drifts apart on its ranks without anybody having noticed."""
+    """The purpose of the check: a layer whose state drifts apart between ranks."""
     model = small_gpt()
     model.register_buffer("seen", torch.zeros(()))
     model.register_forward_pre_hook(lambda module, inputs: module.seen.add_(inputs[0].sum()) and None)
@@ -173,33 +170,49 @@ def test_a_layer_with_state_of_its_own_is_found_in_training() -> None:
         trainer.step(*cut_evenly(token_batch(4), 2)[trainer.data_rank])
 
 
+@contextmanager
+def counted_comparisons() -> Iterator[list[tuple[int, int]]]:
+    """The comparisons that divergence checks make inside: the number of ranks and of checksums of each."""
+    made: list[tuple[int, int]] = []
+
+    def gather(values: Tensor, group: Group) -> Tensor:
+        table = _gather(values, group)
+        if len(table[0]) > 1:  # the gather before it, of lengths, has one number per rank
+            made.append((len(table), len(table[0]) - 1))
+        return table
+
+    with mock.patch.object(divergence, "_gather", gather):
+        yield made
+
+
 def train_healthily(data: int) -> None:
     """Uneven and empty parts, frozen and unused parameters, every step checked."""
     model = small_convnet()
     model.head.bias.requires_grad_(False)
     model.register_parameter("unused", torch.nn.Parameter(torch.randn(3)))
     trainer = make_trainer(model, data_plan(data, check_every=1, clip_norm=0.5), optimizer=ADAMW)
-    for number, size in enumerate((8, 5, 1, 2, 8)):
-        images, classes = image_batch(size, seed=number)
-        trainer.step(*cut_evenly((images.float(), classes), data)[trainer.data_rank])
+    sizes = (8, 5, 1, 2, 8)
+    with counted_comparisons() as made:
+        for number, size in enumerate(sizes):
+            images, classes = image_batch(size, seed=number)
+            trainer.step(*cut_evenly((images.float(), classes), data)[trainer.data_rank])
+    state = [value for each in trainer.optimizer.state.values() for value in each.values()]
+    num_tensors = len([*model.parameters(), *model.buffers(), *state])
+    assert made == [(data, num_tensors)] * len(sizes), "all weights, buffers and moments, after every step"
 
 
-@ranks(2)
-def test_two_healthy_ranks_are_equal_after_every_step() -> None:
-    train_healthily(2)
-
-
-@ranks(4)
-def test_four_healthy_ranks_are_equal_after_every_step() -> None:
-    train_healthily(4)
+@pytest.mark.parametrize("data", [2, 4])
+def test_healthy_ranks_are_equal_after_every_step(data: int) -> None:
+    ranks(data)(train_healthily)(data=data)
 
 
 @ranks(4)
 def test_a_long_float32_run_stays_equal_to_the_bit() -> None:
     trainer = make_trainer(small_gpt(), data_plan(4, check_every=10, bucket_bytes=1000), optimizer=ADAMW)
-    for number in range(20):
-        trainer.step(*cut_evenly(token_batch(7, seed=number), 4)[trainer.data_rank])
-    assert trainer.steps_done == 20
+    with counted_comparisons() as made:
+        for number in range(20):
+            trainer.step(*cut_evenly(token_batch(7, seed=number), 4)[trainer.data_rank])
+    assert [num_ranks for num_ranks, _ in made] == [4, 4], "after steps 10 and 20"
 
 
 # ---- the checksum by itself ----

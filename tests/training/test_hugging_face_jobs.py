@@ -194,7 +194,7 @@ def test_what_a_model_fills_is_not_drawn_again_for_what_it_leaves() -> None:
 
 
 @pytest.mark.parametrize("values", [torch.ones(4), torch.arange(4), torch.eye(2, dtype=torch.bool)], ids=str)
-def test_what_nobody_fills_is_refused_in_one_process_too(values: torch.Tensor) -> None:
+def test_an_unfilled_buffer_is_refused_in_one_process_too(values: torch.Tensor) -> None:
     with torch.device("meta"):
         layer = torch.nn.Linear(4, 4)
         layer.register_buffer("table", values.to("meta"))

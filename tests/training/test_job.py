@@ -193,8 +193,8 @@ def test_bad_form(folder: Path, text: str, words: list[str]) -> None:
         ("optimizer.lr = -1.0", ["[optimizer] AdamW: Invalid learning rate: -1.0"]),
         ("optimizer.betas = []", ["[optimizer] AdamW:"]),
         ("optimizer.momentum = 0.9", ['[optimizer] takes no setting "momentum"']),
-        ("optimizer.schedule = 'warmup'", ['there is no learning-rate schedule "warmup"']),
-        ("optimizer.warmup_steps = 3", ['schedule "constant" has no setting "warmup_steps"']),
+        ("optimizer.schedule = 'warmup-cosin'", ['no learning-rate schedule "warmup-cosin"', '"warmup-cosine"?']),
+        ("optimizer.warmup_steps = 3", ['schedule "constant" takes no setting "warmup_steps"; it takes none']),
         ("steps.global_batch = 1000", ["training data holds 62 samples, one global batch needs 1000"]),
     ],
 )

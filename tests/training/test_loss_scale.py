@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import SHARDS, ByHand, adamw, gradients, masters, mixed
+from by_hand import SHARDS, ByHand, TorchsScale, adamw, gradients, masters, mixed
 from oracle import cross_entropy, cut_evenly, data_plan, make_trainer, small_gpt, token_batch
 from ranks import ranks
-from torch import Tensor, nn
+from torch import Tensor
 
 from weft.training.step import precision
 from weft.training.trainer import Trainer
 
 
 class Messages(logging.Handler):
-    """What weft wrote to its log while this context was open."""
+    """Context that collects the messages in weft's log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ TOO_LARGE = {"bf16": float("inf"), "fp16": 1e6}
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(compute: str, shard: str, microbatches: int) -> None:
-    """Of the whole gradient, and of one small tensor: then, sharded, a single rank keeps what is not finite."""
+    """An overflow of all gradients, and of one small tensor, which under sharding a single rank keeps."""
     loss, model = Poisoned(), small_gpt()
     poison = {"loss": 1.0, "norm": 1.0}
     model.norm.weight.register_hook(lambda gradient: gradient * poison["norm"])
@@ -98,17 +98,12 @@ def test_the_scale_goes_the_way_of_torchs_scaler(shard: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(precision, "_GROWTH_INTERVAL", 3)
         trainer = make_trainer(small_gpt(), mixed(data_plan(2, shard=shard), compute="fp16"), loss=loss)
-        scaler = torch.amp.GradScaler("cpu", growth_interval=3)
-        parameter = nn.Parameter(torch.zeros(1))
-        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        torchs = TorchsScale(growth_interval=3)
         for step, bad_rank in enumerate([None, 0, 1, None, None, None, None, 1, None, None, None]):
             loss.factor = TOO_LARGE["fp16"] if bad_rank == trainer.data_rank else 1.0
             trainer.step(*cut_evenly(token_batch(4, seed=step), 2)[trainer.data_rank])
-            scaler.scale(parameter.sum()).backward()
-            parameter.grad = torch.tensor([1.0 if bad_rank is None else float("inf")])
-            scaler.step(optimizer)
-            scaler.update()
-            assert trainer.update.loss_scale.value == scaler.get_scale(), f"after step {step + 1}"
+            torchs.update(is_finite=bad_rank is None)
+            assert trainer.update.loss_scale.value == torchs.scaler.get_scale(), f"after step {step + 1}"
         assert trainer.num_skipped == 3
 
 

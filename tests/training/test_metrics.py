@@ -1,4 +1,4 @@
-"""metrics.jsonl: one whole line a step, with what was promised; a resume drops what came after its checkpoint."""
+"""metrics.jsonl: one whole line per step, with the promised fields; a resume drops the lines after its checkpoint."""
 
 from __future__ import annotations
 
@@ -40,29 +40,14 @@ def mesh() -> Mesh:
 
 
 def add(recorder: Recorder, step: int, *, num_units: int = 100) -> StepRecord | None:
-    return recorder.add(
-        step=step, loss=torch.tensor(float(step)), grad_norm=None, lr=0.5, unit="tokens", num_units=num_units
-    )
+    known = {"step": step, "lr": 0.5, "unit": "tokens", "num_skipped": 0, "loss_scale": None}
+    return recorder.add(loss=torch.tensor(float(step)), grad_norm=None, num_units=num_units, **known)
 
 
 def test_the_fields_are_those_promised() -> None:
     """Loss, speed, seconds of compute and exchange, bytes by axis, memory: later readers rely on the names."""
-    assert [field.name for field in fields(StepRecord)] == [
-        "step",
-        "loss",
-        "lr",
-        "unit",
-        "units_per_s",
-        "step_s",
-        "exchange_s",
-        "bubble_s",
-        "compute_s",
-        "sent_bytes",
-        "memory_bytes",
-        "grad_norm",
-        "num_skipped",
-        "loss_scale",
-    ]
+    names = "step loss lr unit units_per_s step_s exchange_s bubble_s compute_s sent_bytes memory_bytes"
+    assert [field.name for field in fields(StepRecord)] == [*names.split(), "grad_norm", "num_skipped", "loss_scale"]
 
 
 def test_a_record_comes_one_step_late_and_in_order(mesh: Mesh) -> None:
@@ -101,7 +86,7 @@ def test_memory_is_this_processs(mesh: Mesh) -> None:
     assert 10 * 2**20 < peak_memory_bytes(torch.device("cpu")) < 2**40
 
 
-def test_a_file_has_one_whole_line_a_step(tmp_path: Path) -> None:
+def test_a_file_has_one_whole_line_per_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path, steps_done=0)
     file.write(record(1))

@@ -9,17 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from by_hand import DTYPES, SHARDS, SMALLEST, UNIT, ByHand, adamw, gradients, masters, mixed, worst_excess
-from oracle import (
-    ADAMW,
-    cut,
-    cut_evenly,
-    data_plan,
-    image_batch,
-    make_trainer,
-    small_convnet,
-    small_gpt,
-    token_batch,
-)
+from oracle import ADAMW, cut, cut_evenly, data_plan, image_batch, make_trainer, small_convnet, small_gpt, token_batch
 from ranks import ranks
 
 from weft.plan.partition.wire import ShardedFlat, sharded_bytes
@@ -32,25 +22,15 @@ def check(compute: str, shard: str, microbatches: int, accumulate: str, reduce: 
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     scale = FIXED_SCALE if compute == "fp16" else 1
     reshard = "microbatch" if shard == "parameters anew" else "step"
-    plan = mixed(
-        data_plan(
-            num_ranks // replicate,
-            shard=shard.split()[0],
-            reshard=reshard,
-            microbatches=microbatches,
-            bucket_bytes=4000,
-            replicate=replicate,
-        ),
-        compute=compute,
-        accumulate=accumulate,
-        reduce=reduce,
-        **({"loss_scale": FIXED_SCALE} if compute == "fp16" else {}),
-    )
+    plan = data_plan(num_ranks // replicate, shard=shard.split()[0], reshard=reshard, replicate=replicate,
+                     microbatches=microbatches, bucket_bytes=4000)  # fmt: skip
+    fixed = {"loss_scale": FIXED_SCALE} if compute == "fp16" else {}
+    plan = mixed(plan, compute=compute, accumulate=accumulate, reduce=reduce, **fixed)
     model = small_gpt()
     by_hand = ByHand(model, DTYPES[compute], scale=scale)
     trainer = make_trainer(model, plan, optimizer=adamw)
     # In float32: every addition, and the factor at the end. In 16 bits: what the plan asks for and no more, which is
-    # one rounding a microbatch to accumulate; in the exchange one to send, and one for each other rank to add.
+    # one rounding per microbatch to accumulate; in the exchange one to send, and one for each other rank to add.
     single = {"fp32": num_ranks * microbatches + 2}
     roundings = dict(single)
     if num_ranks * microbatches > 1:
@@ -61,7 +41,7 @@ def check(compute: str, shard: str, microbatches: int, accumulate: str, reduce: 
     for step in range(2):
         parts = cut_evenly(token_batch(5 * num_ranks, seed=step), num_ranks)
         loss = float(trainer.step(*parts[trainer.data_rank]))
-        # One float32 number a microbatch on both sides, added up in float64.
+        # One float32 number per microbatch on both sides, added up in float64.
         assert loss == pytest.approx(by_hand.step(parts, microbatches), rel=1e-6)
         assert worst_excess(trainer, by_hand, roundings) <= 1
         is_coarse = is_coarse or worst_excess(trainer, by_hand, single) > 1
@@ -73,17 +53,7 @@ def check(compute: str, shard: str, microbatches: int, accumulate: str, reduce: 
         assert is_coarse, "16 bits round; if nothing does, they are not used"
 
 
-@ranks(2)
-def on_2(**case: Any) -> None:
-    check(**case)
-
-
-@ranks(4)
-def on_4(**case: Any) -> None:
-    check(**case)
-
-
-ON_RANKS = {1: check, 2: on_2, 4: on_4}
+ON_RANKS = {1: check, 2: ranks(2)(check), 4: ranks(4)(check)}
 
 
 ALL = ("fp32 fp32", "fp32 16", "16 fp32", "16 16")
@@ -164,7 +134,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 @pytest.mark.long
 @ranks(2)
 @pytest.mark.parametrize("shard", SHARDS)
-@pytest.mark.parametrize("compute", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
 def test_a_convnet_learns(compute: str, shard: str) -> None:
     """Convolutions in 16 bits, BatchNorm and its statistics in float32: about as well as all in float32."""
     start = small_convnet()
@@ -194,7 +164,7 @@ def test_a_convnet_learns(compute: str, shard: str) -> None:
 @pytest.mark.parametrize("shard", ["nothing", "gradients"])
 def test_uneven_parts_have_the_mean_of_the_global_batch(shard: str) -> None:
     """Also a rank without samples. The count of the last step is corrected, by a factor that is no power of two: then
-    the backward passes differ by their own roundings, about one a layer, and not by a whole part."""
+    the backward passes differ by their own roundings, about one per layer, and not by a whole part."""
     model = small_gpt()
     by_hand = ByHand(model, torch.bfloat16)
     trainer = make_trainer(model, mixed(data_plan(2, shard=shard, microbatches=2), compute="bf16"), optimizer=adamw)
@@ -233,7 +203,7 @@ def test_gradients_travel_in_the_format_of_the_plan(shard: str, reduce: str) -> 
 @pytest.mark.long
 @ranks(2)
 @pytest.mark.parametrize("shard", SHARDS)
-@pytest.mark.parametrize("compute", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
 def test_verify_compares_in_its_own_formats(compute: str, shard: str) -> None:
     plan = mixed(data_plan(2, shard=shard, microbatches=2, clip_norm=0.5), compute=compute, accumulate=compute)
     batches = [token_batch(size, seed=size) for size in (6, 3)]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from by_hand import DTYPES, UNIT, adamw, masters, mixed
+from by_hand import DTYPES, UNIT, TorchsScale, adamw, masters, mixed
 from oracle import (
     MLP,
     SGD,
@@ -42,21 +42,6 @@ def one_rank(compute: str, **changes: Any) -> Plan:
 # ---- the loss scale ----
 
 
-class TorchsScale:
-    """torch's own scaler, told step by step whether gradients were finite."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.scaler = torch.amp.GradScaler("cpu", **settings)
-        self.parameter = nn.Parameter(torch.zeros(1))
-        self.optimizer = torch.optim.SGD([self.parameter], lr=0.1)
-
-    def update(self, *, is_finite: bool) -> None:
-        self.scaler.scale(self.parameter.sum()).backward()
-        self.parameter.grad = torch.tensor([1.0 if is_finite else float("inf")])
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_the_dynamic_scale_follows_torchs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "_GROWTH_INTERVAL", 3)
@@ -82,7 +67,7 @@ def test_the_settings_are_torchs() -> None:
 
 
 def test_the_dynamic_scale_stays_between_1_and_2_to_the_24(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch's goes on to zero, after which every gradient is zero, and to a loss of infinity."""
+    """torch's own scale has no such bounds: at zero every gradient is zero, and above the loss is infinite."""
     monkeypatch.setattr(precision, "_GROWTH_INTERVAL", 1)
     scale = LossScale.of(one_rank("fp16"))
     for _ in range(100):
@@ -247,8 +232,7 @@ class Tabled(nn.Module):
         self.register_buffer("positions", torch.linspace(-1, 1, 64).view(8, 8))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        output: Tensor = self.head(self.embedding(tokens) + self.positions)
-        return output
+        return self.head(self.embedding(tokens) + self.positions)
 
 
 @pytest.mark.parametrize("compute", HALVES)
@@ -271,8 +255,7 @@ class Encoder(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
         logits = self.tabled(tokens) + self.tabled.positions[:, :1]
-        output: Tensor = self.layer(logits, src_mask=mask)
-        return output
+        return self.layer(logits, src_mask=mask)
 
 
 @pytest.mark.parametrize("compute", HALVES)
@@ -353,10 +336,7 @@ def test_verify_leaves_the_precision_out(compute: str) -> None:
     [
         ({"compute": "fp16", "loss_scale": 1}, "loss_scale = 1 lifts no gradient above that"),
         ({"compute": "fp16", "loss_scale": 0}, "loss_scale = 0 lifts no gradient above that"),
-        (
-            {"compute": "bf16", "loss_scale": 256},
-            r"loss_scale = 256 has no effect with \[precision\] compute = \"bf16\"",
-        ),
+        ({"compute": "bf16", "loss_scale": 256}, r'loss_scale = 256 has no effect with \[precision\] compute = "bf16"'),
         ({"compute": "bf16", "accumulate": "fp16"}, "overflows at 65504"),
         ({"compute": "fp16", "accumulate": "bf16"}, "keeps 8 of the 11 significant bits"),
         ({"compute": "bf16", "reduce": "fp16"}, "only fp16 gradients are scaled to stay below"),

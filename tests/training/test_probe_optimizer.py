@@ -53,7 +53,7 @@ class GloballyScaled(Scaled):
 
 
 class RowScaled(Scaled):
-    """As in Adam-mini: one factor a row, where there are rows."""
+    """As in Adam-mini: one factor per row, where there are rows."""
 
     def factors(self, parameters: list[torch.Tensor]) -> list[Any]:
         return [1 / (1 + parameter.grad.square().mean(-1, keepdim=True)) for parameter in parameters]  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Stopping between two steps: whoever is asked, all ranks stop after the same one."""
+"""Stopping between two steps: whichever rank is asked, all stop after the same step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_signal_asks_and_handlers_come_back(number: signal.Signals) -> None:
     assert signal.getsignal(number) is before
 
 
-def test_nobody_asks() -> None:
+def test_without_a_request_nothing_stops() -> None:
     with StopRequest(mesh_of(1)) as stop:
         assert steps_until_stop(stop) is None
 

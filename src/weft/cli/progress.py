@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from weft.training.run.job import Job
-from weft.training.run.loop import Summary
+from weft.training.run.loop import Observer, Summary
 from weft.training.run.metrics import StepRecord
 from weft.training.trainer import Trainer
 from weft.units import format_bytes, format_count, format_seconds
@@ -18,7 +18,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 _SMOOTHING = 0.9
 
 
-class TerminalObserver:
+class TerminalObserver(Observer):
     """Draws a run on rank 0's terminal."""
 
     def __init__(self, *, attempt: int) -> None:

@@ -1,25 +1,23 @@
-"""How the learning rate changes over a run: functions from the step (counted from 0) to a factor.
+"""Learning-rate schedules: functions from the step (counted from 0) to a factor of the learning rate.
 
-A schedule is a pure function of the step and holds no state, so a resumed run needs nothing but its step number, and
-every rank gets the same factor without asking. All of them can be pickled, and are therefore partial functions, not
-closures.
+A schedule is a pure function of the step, so that a resumed run needs only its step number and every rank computes the
+same factor. All can be pickled, and are therefore partial functions, not closures.
 
 With w warm-up steps of n in all, the factor runs through these points, joined by a line and then by the curve:
 
     step      0 ...... w-1 .............. n-1 ......
     factor   1/w ....   1  .. curve .... final  final
 
-The first step already learns (1/w, not 0), step w-1 has the full rate, and the last step has exactly the final factor.
+The first step already learns (1/w, not 0), step w-1 has the full rate, and the last step has the final factor.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from functools import partial
 
-from weft.errors import JobError, nearest
+from weft.errors import JobError
 
 Schedule = Callable[[int], float]
 
@@ -32,13 +30,13 @@ def constant() -> Schedule:
 def warmup_cosine(warmup_steps: int, total_steps: int, final: float = 0.1) -> Schedule:
     """A linear rise over the warm-up, then half a cosine down to `final` at the last step."""
     _check(warmup_steps, total_steps, final)
-    return partial(_cosine, warmup_steps=warmup_steps, total_steps=total_steps, final=final)
+    return partial(_factor, curve="cosine", warmup_steps=warmup_steps, total_steps=total_steps, final=final)
 
 
 def warmup_linear(warmup_steps: int, total_steps: int, final: float = 0.1) -> Schedule:
     """A linear rise over the warm-up, then a straight line down to `final` at the last step."""
     _check(warmup_steps, total_steps, final)
-    return partial(_linear, warmup_steps=warmup_steps, total_steps=total_steps, final=final)
+    return partial(_factor, curve="linear", warmup_steps=warmup_steps, total_steps=total_steps, final=final)
 
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
@@ -46,25 +44,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "warmup-cosine": warmup_cosine,
     "warmup-linear": warmup_linear,
 }
-
-
-def by_name(name: str, **settings: object) -> Schedule:
-    """The schedule a job file names, with its settings as keywords."""
-    if name not in SCHEDULES:
-        raise JobError(f'there is no learning-rate schedule "{name}"; {nearest(name, SCHEDULES)}')
-    make = SCHEDULES[name]
-    parameters = inspect.signature(make).parameters
-    problems = []
-    for setting in settings:
-        if setting not in parameters:
-            hint = nearest(setting, parameters) if parameters else "it has no settings"
-            problems.append(f'schedule "{name}" has no setting "{setting}"; {hint}')
-    for parameter in parameters.values():
-        if parameter.default is parameter.empty and parameter.name not in settings:
-            problems.append(f'schedule "{name}" needs the setting "{parameter.name}"; add it')
-    if problems:
-        raise JobError(problems)
-    return make(**settings)
+"""The schedules by their names in job files."""
 
 
 def _check(warmup_steps: int, total_steps: int, final: float) -> None:
@@ -90,18 +70,10 @@ def _always_one(step: int) -> float:
     return 1.0
 
 
-def _cosine(step: int, *, warmup_steps: int, total_steps: int, final: float) -> float:
+def _factor(step: int, *, curve: str, warmup_steps: int, total_steps: int, final: float) -> float:
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    return final + (1 - final) * (1 + math.cos(math.pi * _progress(step, warmup_steps, total_steps))) / 2
-
-
-def _linear(step: int, *, warmup_steps: int, total_steps: int, final: float) -> float:
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    return 1 - (1 - final) * _progress(step, warmup_steps, total_steps)
-
-
-def _progress(step: int, warmup_steps: int, total_steps: int) -> float:
-    """The part of the steps after the warm-up that is done once this step is: 1 at the last step and beyond it."""
-    return min(1.0, (step + 1 - warmup_steps) / (total_steps - warmup_steps))
+    done = min(1.0, (step + 1 - warmup_steps) / (total_steps - warmup_steps))
+    if curve == "cosine":
+        return final + (1 - final) * (1 + math.cos(math.pi * done)) / 2
+    return 1 - (1 - final) * done

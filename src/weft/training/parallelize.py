@@ -184,7 +184,7 @@ def _put_together(model: nn.Module, mesh: Mesh, parts: _Parts, *, keep_output: b
     if tensor is not None:
         tensor.split_tokens(parts.stage_of)
     if cut is not None:
-        cut.open_gates()
+        cut.wrap_units()
     return sync
 
 

@@ -34,7 +34,7 @@ from weft.parallel.pipeline.cut_model import CutModel, tied_groups
 from weft.parallel.pipeline.recording import Recording
 from weft.parallel.state.buffers import BufferPolicy
 from weft.parallel.state.rng import PlaceSeeds, Seeds
-from weft.parallel.tensor.cross_entropy import gather_logits
+from weft.parallel.tensor.cross_entropy import gather_logits, split_cross_entropy_sum
 from weft.parallel.tensor.tensor_parallel import TensorParallel
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.pipeline.timeline import Timeline
@@ -43,15 +43,16 @@ from weft.sync.base import Sync
 from weft.training.data.batches import Batches
 from weft.training.data.sample_split import SampleSplit
 from weft.training.data.split_tokens import SequenceSplit
-from weft.training.data.trees import num_samples
+from weft.training.data.trees import forward, num_samples
 from weft.training.setup.probe_loss import tried
 from weft.training.setup.split_layers import KeepingShares
 from weft.training.step.clipping import join_norm
 from weft.training.step.divergence import DivergenceCheck, require_same_batch
 from weft.training.step.evaluating import evaluating
 from weft.training.step.generate import generate_tokens, pick_token
-from weft.training.step.loss import Count, Loss, SplitCrossEntropy, forward, loss_terms, no_loss
+from weft.training.step.loss import Count, Loss, loss_terms, no_loss
 from weft.training.step.microbatches import Microbatches
+from weft.training.step.pipeline_passes import StepParts
 from weft.training.step.pipeline_step import PipelineStep
 from weft.training.step.pipeline_stream import PipelineStream
 from weft.training.step.precision import Caller
@@ -96,7 +97,8 @@ class Trainer:
         self.update = Update(optimizer, sync, mesh.plan, schedule=schedule, is_first_rank=mesh.world.rank == 0)
         self.tensor = tensor
         if tensor is not None and tensor.output is not None:
-            loss = replace(loss, function=SplitCrossEntropy(share=tensor.output, group=tensor.group))
+            split_loss = functools.partial(split_cross_entropy_sum, vocabulary=tensor.output, group=tensor.group)
+            loss = replace(loss, function=split_loss)
         if isinstance(sample_split, SequenceSplit):
             loss = tried(loss, mesh.group("ring+ulysses", "control"), sample_split.sequence.paused)
         self._tensor_group = mesh.group("tensor", "control")
@@ -112,7 +114,7 @@ class Trainer:
         self._has_compared = False
         self._buffers = BufferPolicy(self.named_model, mesh)
         tied = tied_groups(cut, mesh) if cut is not None else {}
-        self._divergence = DivergenceCheck(self.named_model, optimizer, sync, mesh, layouts, tied=tied)
+        self._divergence = DivergenceCheck(self.named_model, optimizer, sync, mesh, layouts, tied)
         if cut is not None:
             shapes = [tuple(parameter.shape) for parameter in cut.whole.parameters()]
         else:
@@ -137,8 +139,7 @@ class Trainer:
         self.saving = Saving(mesh.world.device)
 
     def _make_pipelined(self, cut: CutModel) -> PipelineStep:
-        kind = PipelineStream if self.plan.pipeline.schedule in FLUSH_FREE else PipelineStep
-        return kind(
+        parts = StepParts(
             cut=cut,
             mesh=self.mesh,
             sync=self.sync,
@@ -152,6 +153,7 @@ class Trainer:
             whole_output=self.whole_output,
             enter=self._enter,
         )
+        return PipelineStream(parts) if self.plan.pipeline.schedule in FLUSH_FREE else PipelineStep(parts)
 
     @property
     def plan(self) -> Plan:
@@ -279,7 +281,7 @@ class Trainer:
                     require_same_batch(self.mesh, *batch)
                 microbatches = self._microbatches.cut(*batch)
                 if self.pipeline_step is not None:
-                    self.pipeline_step.look(microbatches, lambda part, output: add(output, part.targets, part.count))
+                    self.pipeline_step.evaluate(microbatches, lambda one, output: add(output, one.targets, one.count))
                     continue
                 for inputs_part, targets_part, count in microbatches:
                     if num_samples(inputs_part) == 0:

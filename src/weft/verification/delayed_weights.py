@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from weft.plan.plan import Plan
-from weft.training.data.trees import num_samples
-from weft.training.step.loss import Loss, count_targets, forward, loss_terms
+from weft.training.data.trees import forward, num_samples
+from weft.training.step.loss import Loss, count_targets, loss_terms
 from weft.verification.one_process import Key, MakeOptimizer, microbatch_rows, take_rows
 
 Weights = dict[str, Tensor]

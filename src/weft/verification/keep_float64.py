@@ -17,8 +17,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft.training.data.trees import forward
 from weft.training.step.evaluating import evaluating
-from weft.training.step.loss import forward
 
 
 def unrounded(model: nn.Module, inputs: Any) -> AbstractContextManager[object]:

@@ -14,8 +14,8 @@ from torch import nn
 
 from weft.layout import part_of
 from weft.plan.plan import Plan
-from weft.training.data.trees import map_tensors, num_samples
-from weft.training.step.loss import Loss, count_targets, forward, loss_terms
+from weft.training.data.trees import forward, map_tensors, num_samples
+from weft.training.step.loss import Loss, count_targets, loss_terms
 
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
 

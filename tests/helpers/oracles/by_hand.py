@@ -130,3 +130,18 @@ def worst_excess(trainer: Trainer, by_hand: ByHand, roundings: dict[str, int]) -
         allowed = 3 * LR / EPS * bound.max() + 4 * UNIT["fp32"] * (master.abs() + LR)
         worst = max(worst, float(((updated[name].double() - master).abs() / allowed).max()))
     return worst
+
+
+class TorchsScale:
+    """torch's own scaler, told step by step whether gradients were finite."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.scaler = torch.amp.GradScaler("cpu", **settings)
+        self.parameter = nn.Parameter(torch.zeros(1))
+        self.optimizer = torch.optim.SGD([self.parameter], lr=0.1)
+
+    def update(self, *, is_finite: bool) -> None:
+        self.scaler.scale(self.parameter.sum()).backward()
+        self.parameter.grad = torch.tensor([1.0 if is_finite else float("inf")])
+        self.scaler.step(self.optimizer)
+        self.scaler.update()

@@ -1,8 +1,7 @@
-"""A model cut into stages, of which this rank holds some: what is needed to run them on any batch.
+"""A model cut into stages, of which this rank holds some.
 
-The model is followed once for every shape of batch (`parallel/tracing/dataflow.py`): training, evaluation and
-generation each bring their own, and all ranks, seeing the same inputs, come to the same answer without a message. That
-is how shapes are agreed on once and not at every step.
+The dataflow is traced once per shape of batch (`parallel/tracing/dataflow.py`): training, evaluation and generation
+have their own. All ranks see the same inputs and find the same stages and message shapes, so none are exchanged.
 """
 
 from __future__ import annotations
@@ -19,32 +18,24 @@ from weft.blueprint import Blueprint
 from weft.comm.group import Group
 from weft.errors import ModelError
 from weft.mesh import Mesh
-from weft.parallel.pipeline.run_stage import Passage, install_gates, keep_only
-from weft.parallel.pipeline.stages import Stages, owners, share_out, stage_of_blocks
+from weft.parallel.pipeline.run_stage import StageRunner, keep_only, wrap_units
+from weft.parallel.pipeline.stages import Stages, assign_stages, stage_of_blocks, stages_of_units
 from weft.parallel.state.batchnorm import has_batch_norms
 from weft.parallel.tracing.dataflow import Flow, find_units, follow, make_meta_copy
 from weft.parallel.zero.grouping import cast_between_layers, flat_kinds
 from weft.plan.model_refusals import BLOCKS_NEEDED, STATISTICS_ON_SEVERAL_STAGES
 from weft.plan.plan import Plan
 
-_MOST_ROUTES = 1024
-"""Shapes of batches that are remembered; ranks see the same ones, and forget them in the same step."""
+_MOST_SHAPES = 1024
+"""Shapes of batches whose stages are cached; all ranks see the same shapes and clear the cache in the same step."""
 
 CallModel = Callable[[Callable[..., Any], Any], Any]
-"""Calls a model, or something that looks like one, with a batch's inputs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """The way of batches of one shape through the stages."""
-
-    flow: Flow
-    stages: Stages
+"""Calls a model, or its meta copy, with a batch's inputs."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Outline:
-    """A whole model as it is before it is cut: its units, and what flows through them for one example."""
+    """A model before it is cut: its units and its dataflow for one example."""
 
     model: nn.Module
     meta_copy: nn.Module
@@ -58,7 +49,7 @@ class Outline:
 def outline(
     model: nn.Module, blueprint: Blueprint, plan: Plan, example: Any, *, call: CallModel, device: torch.device
 ) -> Outline:
-    """Follow an example through a model. Neither is changed."""
+    """Trace an example through a model; neither is changed."""
     if not blueprint.blocks:
         asked = f"[axes] pipeline = {plan.axes.pipeline}"
         raise ModelError(BLOCKS_NEEDED.message(asked=asked, instead="[axes] pipeline = 1"))
@@ -84,58 +75,56 @@ class CutModel:
     """The stages of a model that this rank holds."""
 
     model: nn.Module
-    """The user's own, without what other ranks hold."""
+    """The user's model, with placeholders for what other ranks hold."""
     blueprint: Blueprint
-    """With the blocks of this rank only."""
+    """The model's blueprint with the blocks of this rank only."""
     my_stages: tuple[int, ...]
     num_stages: int
     holders: Mapping[str, tuple[int, ...]]
-    """Of parameters that several ranks hold: their places along the pipeline axis."""
+    """Ranks along the pipeline axis that hold each shared parameter, by its name."""
     stages_of: Mapping[str, frozenset[int]]
     """The stages that use each parameter."""
     stage_of_unit: Mapping[str, frozenset[int]]
     """The stages on which each unit is called."""
-    passage: Passage
+    runner: StageRunner
     _outline: Outline
     _block_stages: Mapping[str, int]
-    _routes: dict[Any, Route] = field(default_factory=dict)
+    _stages: dict[Any, Stages] = field(default_factory=dict)
 
-    def route(self, inputs: Any) -> Route:
-        """The way of a batch; followed when its shape is new."""
-        key = (signature(inputs), self.model.training)
-        if key not in self._routes:
-            if len(self._routes) >= _MOST_ROUTES:
-                self._routes.clear()
+    def stages_for(self, inputs: Any) -> Stages:
+        """The stages that a batch passes through; the model is traced when the batch's shape is new."""
+        key = (_signature(inputs), self.model.training)
+        if key not in self._stages:
+            if len(self._stages) >= _MOST_SHAPES:
+                self._stages.clear()
             meta_copy, call = self._outline.meta_copy, self._outline.call
             meta_copy.train(self.model.training)
             flow = follow(meta_copy, self._outline.units, lambda copied: call(copied, inputs), self._outline.device)
-            self._routes[key] = self._check(
-                Route(flow=flow, stages=share_out(flow, self._block_stages, self.num_stages))
-            )
-        return self._routes[key]
+            self._stages[key] = self._check(assign_stages(flow, self._block_stages, self.num_stages))
+        return self._stages[key]
 
     @property
     def whole(self) -> nn.Module:
-        """The whole model, without memory."""
+        """The whole model on the meta device."""
         return self._outline.meta_copy
 
-    def open_gates(self) -> None:
-        """Let units compute when their stage is run; after everything else has been done to the model."""
-        install_gates(self.model, self._is_here(), self.passage)
+    def wrap_units(self) -> None:
+        """Let units compute only when their stage runs; after everything else has been done to the model."""
+        wrap_units(self.model, self._is_here(), self.runner)
 
     def _is_here(self) -> dict[str, bool]:
         return {unit: not on.isdisjoint(self.my_stages) for unit, on in self.stage_of_unit.items()}
 
-    def _check(self, route: Route) -> Route:
-        """A batch of another shape must find what it needs where the first one did."""
+    def _check(self, stages: Stages) -> Stages:
+        """Refuse a batch that calls units on other stages than the example did."""
         for stage in self.my_stages:
-            strangers = [c.unit for c in route.stages.calls[stage] if stage not in self.stage_of_unit[c.unit]]
-            if strangers:
+            foreign = [c.unit for c in stages.calls[stage] if stage not in self.stage_of_unit[c.unit]]
+            if foreign:
                 raise ModelError(
-                    f'a batch of this shape calls "{strangers[0]}" on stage {stage}, where the example that the model '
+                    f'a batch of this shape calls "{foreign[0]}" on stage {stage}, where the example that the model '
                     "was cut by did not; give parallelize an example whose way through the model is the usual one"
                 )
-        return route
+        return stages
 
 
 def cut(whole: Outline, cuts: Sequence[int], *, rank: int, num_ranks: int) -> CutModel:
@@ -143,8 +132,8 @@ def cut(whole: Outline, cuts: Sequence[int], *, rank: int, num_ranks: int) -> Cu
     num_stages = len(cuts) + 1
     blocks = whole.blueprint.blocks
     block_stages = stage_of_blocks(blocks, cuts)
-    stages = share_out(whole.flow, block_stages, num_stages)
-    stage_of_unit = owners(stages, whole.units, block_stages)
+    stages = assign_stages(whole.flow, block_stages, num_stages)
+    stage_of_unit = stages_of_units(stages, whole.units, block_stages)
     _refuse_shared_statistics(whole.model, stage_of_unit)
     stages_of = _stages_of_parameters(whole, stages, stage_of_unit)
     held_by = {name: tuple(sorted({stage % num_ranks for stage in on})) for name, on in stages_of.items()}
@@ -157,19 +146,19 @@ def cut(whole: Outline, cuts: Sequence[int], *, rank: int, num_ranks: int) -> Cu
         holders={name: ranks for name, ranks in held_by.items() if len(ranks) > 1},
         stages_of=stages_of,
         stage_of_unit=stage_of_unit,
-        passage=Passage(),
+        runner=StageRunner(),
         _outline=whole,
         _block_stages=block_stages,
     )
     mine = frozenset(name for name, ranks in held_by.items() if rank in ranks)
-    keep_only(whole.model, whole.meta_copy, cut_model._is_here(), mine, cut_model.passage, whole.device)
+    keep_only(whole.model, whole.meta_copy, cut_model._is_here(), mine, cut_model.runner, whole.device)
     return cut_model
 
 
 def _stages_of_parameters(
     whole: Outline, stages: Stages, stage_of_unit: Mapping[str, frozenset[int]]
 ) -> dict[str, frozenset[int]]:
-    """Of every parameter, under the first of its names: the stages that use it; an unused one is on the first."""
+    """The stages that use each parameter, by the parameter's first name; an unused one is on the first stage."""
     first_name = {id(parameter): name for name, parameter in whole.model.named_parameters()}
     found: dict[str, set[int]] = {name: set() for name in first_name.values()}
     for unit, on in stage_of_unit.items():
@@ -182,7 +171,7 @@ def _stages_of_parameters(
 
 
 def _refuse_shared_statistics(model: nn.Module, stage_of_unit: Mapping[str, frozenset[int]]) -> None:
-    """Each stage would move running statistics of its own, by its own calls only."""
+    """Refuse batch norms called on several stages, each of which would update its own running statistics."""
     problems = [
         STATISTICS_ON_SEVERAL_STAGES.message(name=unit, stages=", ".join(map(str, sorted(on))))
         for unit, on in stage_of_unit.items()
@@ -192,9 +181,9 @@ def _refuse_shared_statistics(model: nn.Module, stage_of_unit: Mapping[str, froz
         raise ModelError(problems)
 
 
-def signature(inputs: Any) -> Any:
-    """What batches of one way have in common: shapes and dtypes, and whatever is not a tensor."""
-    if isinstance(inputs, torch.Tensor):  # nearly always, and asked for every microbatch
+def _signature(inputs: Any) -> Any:
+    """The shapes and dtypes of tensors, and the values of everything else: batches equal in these share stages."""
+    if isinstance(inputs, torch.Tensor):  # the usual case, once per microbatch
         return inputs.shape, inputs.dtype
     leaves, tree = tree_flatten(dict(inputs) if isinstance(inputs, dict) else inputs)
     described = tuple(

@@ -1,6 +1,6 @@
-"""When this rank did what, kept for the last step: two readings of a clock an action, and nothing else until asked.
+"""Start and end times of this rank's actions in the latest step: two clock readings per action.
 
-On a GPU that is when work was launched, not when it ran.
+On a GPU these are the times at which work was launched, not at which it ran.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ _MOST_KEPT = 100_000
 
 
 class Recording:
-    """The actions of one rank with their begin and end, of the latest step or of several."""
+    """The timed actions of one rank, in the latest step or in all."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._entries: list[tuple[Action, float, float]] = []
         self._keeps_all = False
-        # Ranks of one host share this clock; on others it is as right as their clocks are.
-        self._to_common_s = time.time() - time.perf_counter()
+        # Ranks of one host share this clock; hosts differ as their clocks do.
+        self._offset_s = time.time() - time.perf_counter()
 
     def keep_all(self) -> None:
-        """From now on, keep what came before the latest step too."""
+        """From now on, keep the actions of all steps."""
         self._keeps_all = True
 
     def begin_step(self) -> None:
@@ -34,19 +34,18 @@ class Recording:
             self._entries.clear()
 
     def add(self, action: Action, start_s: float) -> None:
-        """An action that began then is over."""
+        """Record an action that started at `start_s` and ends now."""
         self._entries.append((action, start_s, time.perf_counter()))
 
     @contextmanager
     def during(self, kind: Kind, microbatch: int = EVERY) -> Iterator[None]:
-        """An action of a model that is in one piece."""
+        """Context that records an action of a model without pipeline."""
         started = time.perf_counter()
         yield
         self.add(Action(kind=kind, stage=0, microbatch=microbatch), started)
 
     def spans(self) -> list[Span]:
-        shift = self._to_common_s
         return [
-            Span(rank=self._rank, action=action, start_s=start + shift, stop_s=stop + shift)
+            Span(rank=self._rank, action=action, start_s=start + self._offset_s, stop_s=stop + self._offset_s)
             for action, start, stop in self._entries
         ]

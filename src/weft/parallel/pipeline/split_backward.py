@@ -10,21 +10,21 @@ knows only whole passes, so the graph is cut in two:
                    weight           weight              │   beyond the cuts                            (second half)
 
 1. One walk over the graph finds the path and the cuts.
-2. The first half is torch's own backward pass for the inputs. Hooks keep the gradients that come in at each cut node.
-3. The second half calls each cut node once more with those, from the roots down, and accumulates what flows over its
-   cuts. A node asks the backward pass it runs in which of its results are wanted. Here that is a pass which wants the
-   cuts and has nothing else to do, so no product is computed twice, and no node between two cut nodes runs again.
+2. The first half is torch's own backward pass for the inputs. Hooks keep the incoming gradients of each cut node.
+3. The second half calls each cut node once more with those, from the roots down, and accumulates the gradients of its
+   cut edges. A node asks the backward pass it runs in which of its results are wanted. Here that is a pass which wants
+   the cut edges only, so no product is computed twice, and no node between two cut nodes runs again.
 
-Cut nodes that share a parameter accumulate together, so that a parameter's hooks run once a microbatch. Each group
-accumulates as soon as its last node has run, so that whoever exchanges gradients can begin.
+Cut nodes that share a parameter accumulate together, so that a parameter's hooks run once per microbatch. Each group
+accumulates as soon as its last node has run, so that the gradient exchange can begin.
 
 A Python `autograd.Function` computes all its gradients whenever it runs, wanted or not (torch.compile makes such
 functions, for which `torch._functorch.config.donated_buffer` must be off). Where it is a cut node, the gradients beyond
 the cut are kept from the first half until the second.
 
-Between the halves the graph stays, with all that it has saved: autograd frees only whole graphs. Blocks under torch's
+Between the halves the graph keeps all that it has saved: autograd frees only whole graphs. Blocks under torch's
 checkpoint (not reentrant) are recomputed once in each half. A hook on a cut node (`Node.register_hook`, not a tensor's)
-sees the first half only.
+runs in the first half only.
 """
 
 from __future__ import annotations
@@ -43,18 +43,25 @@ from torch.utils.hooks import RemovableHandle
 
 AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
-# Groups with fewer bytes of gradients wait for one another: each backward pass costs some 20 us.
 ACCUMULATE_AT_BYTES = 2**20
+"""Groups with fewer bytes of gradients accumulate together: each backward pass costs some 20 us."""
 
-# What a node leads to.
+# Bits of what a node leads to.
 INPUT = 1
 PARAMETER = 2
+
+
+def run_backward(roots: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor] = ()) -> None:
+    """`torch.autograd.backward` without its checks, which take longer than a small stage's backward pass."""
+    _engine_run_backward(
+        tuple(roots), tuple(gradients), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 class SplitBackward:
     """The second half of a backward pass whose first half has run: `input_grads` makes one.
 
-    Whoever keeps a root tensor keeps its graph too: drop it, or give the root as a GradientEdge.
+    A root tensor keeps its graph alive: drop it, or give the root as a GradientEdge.
     """
 
     __slots__ = ("_cuts", "_parameters")
@@ -103,12 +110,12 @@ class SplitBackward:
             return
         groups = _grouped(cuts, self._parameters)
         wanted = [edge for cut in cuts if cut.node is not None for _, edge in cut.edges]
-        # The groups accumulate in backward passes of their own; a recomputed block shall serve them all.
+        # The groups accumulate in separate backward passes, which share one recomputation of each block.
         with GraphExecGroup():
             _within_a_pass(wanted, partial(_accumulate_all, cuts, groups))
 
     def _watch(self, node: Node, edges: list[tuple[int, GradientEdge]]) -> RemovableHandle:
-        """Keep what comes into a cut node, or what comes out of it where it cannot be called again."""
+        """Keep the incoming gradients of a cut node, or the outgoing ones where it cannot be called again."""
         if isinstance(node, BackwardCFunction):
             return node.register_hook(lambda flowing, _: self._keep(None, edges, flowing))
         return node.register_prehook(partial(self._keep, node, edges))
@@ -122,14 +129,14 @@ class SplitBackward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """The cut edges of one node, and what the second half needs to know what flows over them."""
+    """The cut edges of one node, and what the second half needs to compute their gradients."""
 
     node: Node | None
-    """The node to call; None: the gradients are already those of the edges."""
+    """The node to call; None if the gradients are already those of the edges."""
     edges: list[tuple[int, GradientEdge]]
-    """Each cut edge, after its place among the node's results, or among the gradients where there is no node."""
+    """The cut edges, each with its index among the node's results, or among the gradients if there is no node."""
     gradients: Sequence[Tensor | None]
-    """What came into the node, one for each of its outputs in the forward pass."""
+    """The node's incoming gradients, one per output of its forward pass."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -137,7 +144,7 @@ class _Group:
     """Cuts whose parameters overlap, so that they accumulate together."""
 
     waiting: int = 0
-    """Cut nodes still to be called."""
+    """Number of cut nodes still to be called."""
     parameters: list[Tensor] = field(default_factory=list)
     edges: list[GradientEdge] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
@@ -154,15 +161,7 @@ class _Group:
     def accumulate(self) -> None:
         if self.edges:
             # torch.autograd.backward would refuse a gradient not yet summed to the shape of a broadcast operand.
-            _engine_run_backward(
-                tuple(self.edges),
-                tuple(self.gradients),
-                False,
-                False,
-                tuple(self.parameters),
-                allow_unreachable=True,
-                accumulate_grad=True,
-            )
+            run_backward(self.edges, self.gradients, self.parameters)
 
 
 def _one(edge: GradientEdge) -> Tensor:
@@ -175,7 +174,7 @@ def _one(edge: GradientEdge) -> Tensor:
 def _survey(
     roots: Sequence[GradientEdge], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> tuple[dict[Node, int], dict[Node, list[tuple[int, GradientEdge]]]]:
-    """What each node leads to, and the cut edges of those nodes that have any."""
+    """The bits of what each node leads to, and the cut edges of the nodes that have any."""
     leaves = dict.fromkeys(map(id, parameters), PARAMETER) | dict.fromkeys(map(id, inputs), INPUT)
     leads_to: dict[Node, int] = {}
     cuts_of: dict[Node, list[tuple[int, GradientEdge]]] = {}
@@ -273,7 +272,7 @@ def _accumulate_all(cuts: list[_Cut], groups: list[_Group]) -> None:
 
 
 def _within_a_pass(wanted: list[GradientEdge], call: Callable[[], None]) -> None:
-    """Call this from a node of a backward pass which wants these edges, and in which nothing leads to them."""
+    """Call a function from a node of a backward pass that wants these edges, and in which nothing leads to them."""
     leaf = torch.zeros((), requires_grad=True)
     with torch.enable_grad():
         edge = get_gradient_edge(leaf.clone())

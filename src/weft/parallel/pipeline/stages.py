@@ -1,12 +1,12 @@
-"""Where each part of a model lives: from what flows through it and the blocks to cut before, to stages.
+"""The assignment of a model's units to pipeline stages, from its dataflow and the blocks to cut before.
 
     stage 0                     stage 1                     stage 2
     embedding  block 0  block 1 | block 2  block 3          | block 4  norm  head
                └── boundary 0: all that later stages need ──┘└── boundary 1 ...
 
-Blocks go where the cuts say. Any other unit goes to the first stage that has all it needs. A value that is needed
-further on than on the next stage (a skip connection) travels with the activations, through every stage between. A
-parameter that several stages need (a tied embedding) is on each of them.
+The cuts place the blocks. Any other unit goes to the first stage that has all its inputs. A value that is needed
+beyond the next stage (a skip connection) travels with the activations through every stage between. A parameter that
+several stages use (a tied embedding) is on each of them.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ from weft.parallel.tracing.dataflow import WRITTEN, Call, Flow, Value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """How one flow is shared out."""
+    """The stages that batches of one shape pass through."""
 
+    flow: Flow
     num_stages: int
     stage_of: Mapping[int, int]
-    """Of every call, by its place."""
+    """Stage of each call, by the call's place in the flow."""
     calls: tuple[tuple[Call, ...], ...]
-    """Of every stage."""
-    needs: tuple[frozenset[Value], ...]
-    """Of every stage: values of earlier ones that it uses."""
+    """Calls of each stage, in order."""
     boundaries: tuple[tuple[Value, ...], ...]
-    """Between stage s and s + 1: what travels, in a fixed order."""
+    """Values sent from stage s to stage s + 1, in the order of their messages."""
     parameters: tuple[frozenset[str], ...]
-    """Of every stage: names of the parameters it uses, those of its units left out."""
+    """Names of the parameters that each stage uses outside its units."""
+
+    def differentiable(self, boundary: int) -> list[Value]:
+        """Values of a boundary whose gradients are sent back."""
+        return [value for value in self.boundaries[boundary] if self.flow.forms[value].requires_grad]
 
 
 def stage_of_blocks(blocks: Sequence[str], cuts: Sequence[int]) -> dict[str, int]:
@@ -41,8 +44,8 @@ def stage_of_blocks(blocks: Sequence[str], cuts: Sequence[int]) -> dict[str, int
     return {name: bisect_right(cuts, number) for number, name in enumerate(blocks)}
 
 
-def share_out(flow: Flow, block_stages: Mapping[str, int], num_stages: int) -> Stages:
-    """Give every call of a flow its stage; a model that would send something backwards is refused."""
+def assign_stages(flow: Flow, block_stages: Mapping[str, int], num_stages: int) -> Stages:
+    """Assign each call of a flow to a stage; a model that would send activations to an earlier stage is refused."""
     stage_of: dict[int, int] = {}
     problems: list[str] = []
     for call in flow.calls:
@@ -76,17 +79,17 @@ def share_out(flow: Flow, block_stages: Mapping[str, int], num_stages: int) -> S
     if problems := [*_written_by_units(stage_of, needs), *_sharing_memory(flow, boundaries)]:
         raise ModelError(problems)
     return Stages(
+        flow=flow,
         num_stages=num_stages,
         stage_of=stage_of,
         calls=calls,
-        needs=needs,
         boundaries=boundaries,
         parameters=tuple(frozenset(found) for found in names),
     )
 
 
 def _written_by_units(stage_of: Mapping[int, int], needs: Sequence[frozenset[Value]]) -> Iterator[str]:
-    """What the model's code writes happens on every stage that needs it; what a unit writes, only where it runs."""
+    """Problems of in-place writes by units, which happen on one stage only; the model's own code runs on all."""
     for stage, inside in enumerate(needs):
         for value in sorted(inside):
             if value.leaf == WRITTEN:
@@ -97,7 +100,7 @@ def _written_by_units(stage_of: Mapping[int, int], needs: Sequence[frozenset[Val
 
 
 def _sharing_memory(flow: Flow, boundaries: Sequence[tuple[Value, ...]]) -> Iterator[str]:
-    """Values that share memory do so no more on the next stage: what is written into one would not be in the other."""
+    """Problems of values that share memory, which they no longer do once they have been sent."""
     for stage, values in enumerate(boundaries):
         by_memory: dict[int, Value] = {}
         for value in values:
@@ -109,14 +112,14 @@ def _sharing_memory(flow: Flow, boundaries: Sequence[tuple[Value, ...]]) -> Iter
                 )
 
 
-def owners(stages: Stages, units: Sequence[str], block_stages: Mapping[str, int]) -> dict[str, frozenset[int]]:
-    """The stages each unit is on: where it is called; where it never is, with the blocks around it."""
+def stages_of_units(stages: Stages, units: Sequence[str], block_stages: Mapping[str, int]) -> dict[str, frozenset[int]]:
+    """The stages on which each unit is called; a unit that is never called goes with the block registered before it."""
     found: dict[str, set[int]] = {unit: set() for unit in units}
     for stage, calls in enumerate(stages.calls):
         for call in calls:
             found[call.unit].add(stage)
     seen_block = -1
-    for unit in units:  # in the order of registration
+    for unit in units:
         seen_block = block_stages.get(unit, seen_block)
         if not found[unit]:
             found[unit].add(max(seen_block, 0))

@@ -1,21 +1,20 @@
-"""Weight versions of a pipeline stage: microbatches in flight keep the weights they began with, while updates go on.
+"""Weight versions of a pipeline stage: microbatches in flight keep the weights they started with across updates.
 
     slot 0   | weights of version 4 |    held by microbatch 6
     slot 1   | weights of version 5 |    held by microbatch 7
     slot 2   | weights of version 6 |    the newest: the model's own parameters ("heads") lie here
 
-A slot is memory for all trainable weights (one flat buffer a dtype), with one leaf tensor a parameter on it. A pass
-runs on the leaves of its version, which `lent` puts into the modules in place of the heads; so the heads, which the
-optimizer, `state_dict` and checkpoints see, are never part of a graph and can move to another slot at every update.
+A slot is memory for all trainable weights (one flat buffer per dtype), with one leaf tensor per parameter on it. A pass
+runs on the leaves of its version, which `using` puts into the modules in place of the heads; so the heads, which the
+optimizer, `state_dict` and checkpoints see, are never part of a graph and move to another slot at every update.
 Swapping `.data` under a live graph instead gives silently wrong gradients for convolutions and norms.
 
-Putting leaves into modules by place does what `torch.func.functional_call` does, fifty times cheaper, and lasts for a
-backward pass too: a recomputed block must find the weights of its version, not the newest. While they are lent, no
-other thread may look at the model's parameters.
+Assigning leaves to modules does what `torch.func.functional_call` does, fifty times cheaper, and also during a backward
+pass: a recomputed block must find the weights of its version. Meanwhile no other thread may read the parameters.
 
-A slot that is used again while a graph still needs it makes that graph's backward pass fail ("modified by an inplace
-operation"): all tensors of a slot share its version counters, which every update raises. Frozen parameters and
-buffers have one version. A parameter under two names has one leaf.
+Reusing a slot that a graph still needs makes that graph's backward pass fail ("modified by an inplace operation"): all
+tensors of a slot share its version counters, which every update increments. Frozen parameters and buffers have one
+version. A parameter under two names has one leaf.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +30,7 @@ from torch import Tensor, nn
 from weft.errors import CheckpointError
 
 _ALIGNMENT_BYTES = 64
-"""As torch's own allocator: kernels are as fast, and round alike, wherever a parameter lies in its buffer."""
+"""Alignment of torch's allocator: kernels are as fast, and round alike, wherever a parameter lies in its buffer."""
 
 
 @dataclass(slots=True)
@@ -41,17 +39,17 @@ class _Slot:
 
     flats: tuple[Tensor, ...]
     leaves: tuple[nn.Parameter, ...]
-    """One a trainable head, in their order."""
+    """One per head, in their order."""
     memories: tuple[Tensor, ...]
-    """The same memory as the leaves, for heads to lie on."""
+    """The leaves' memory without autograd, for the heads' `.data`."""
     version: int | None = None
 
 
 class WeightVersions:
-    """The weights of a stage in several versions, counted in updates from the start of training.
+    """The weights of a stage in several versions, numbered by updates from the start of training.
 
-    The schedule says which version a pass uses. How many slots that takes, and how far a pass that has yet to begin
-    may lag behind the newest version, on stage i of p:
+    The schedule decides which version a pass uses. The slots that takes, and the most versions by which a pass that
+    has yet to begin may lag behind the newest, on stage i of p:
 
                         num_slots   lag
         pipedream       p - i       0
@@ -62,7 +60,7 @@ class WeightVersions:
     def __init__(
         self, model: nn.Module, parameters: Mapping[str, nn.Parameter], *, num_slots: int, lag: int = 0
     ) -> None:
-        """Take over `parameters`, wherever in `model` they are; their present values are version 0."""
+        """Move `parameters` of `model` into slots; their present values are version 0."""
         assert num_slots > lag >= 0, f"a lag of {lag} needs {lag + 1} slots, not {num_slots}"
         self._parameters = dict(parameters)
         names: dict[nn.Parameter, str] = {}
@@ -73,10 +71,10 @@ class WeightVersions:
         self.lag = lag
         self.newest = 0
         self.most_live = 1
-        """The most versions that were live at once, so far."""
+        """Largest number of versions live at once so far."""
         self._oldest = 0
         self._held: Counter[int] = Counter()
-        self._lent: int | None = None
+        self._in_use: int | None = None
         index_of = {head: index for index, head in enumerate(self.heads)}
         self._index = {name: index_of.get(p) for name, p in self._parameters.items()}
         self._places = [
@@ -96,7 +94,7 @@ class WeightVersions:
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights in all slots."""
+        """Size of all slots."""
         return sum(flat.nbytes for slot in self._slots for flat in slot.flats)
 
     @property
@@ -106,16 +104,16 @@ class WeightVersions:
         return tuple(sorted(kept))
 
     def leaves(self, version: int) -> dict[str, Tensor]:
-        """By name: the tensors of a version, the same ones at every call; a frozen parameter is its own."""
+        """The tensors of a version by name, the same ones at every call; a frozen parameter is its own leaf."""
         leaves = self._slot(version).leaves
         return {name: self._parameters[name] if index is None else leaves[index] for name, index in self._index.items()}
 
     @contextmanager
-    def lent(self, version: int) -> Iterator[None]:
-        """The model computes with this version, forward and backward; gradients gather on its leaves."""
-        assert self._lent is None, f"version {version} is to be lent while {self._lent} is"
+    def using(self, version: int) -> Iterator[None]:
+        """Context in which the model computes with a version, whose leaves accumulate the gradients."""
+        assert self._in_use is None, f"version {version} is to be used while {self._in_use} is"
         leaves = self._slot(version).leaves
-        self._lent = version
+        self._in_use = version
         for holder, name, index in self._places:
             holder[name] = leaves[index]
         try:
@@ -123,40 +121,39 @@ class WeightVersions:
         finally:
             for holder, name, index in self._places:
                 holder[name] = self.heads[index]
-            self._lent = None
+            self._in_use = None
 
     def hold(self, version: int) -> None:
-        """A microbatch begins that will need the version until it is released."""
+        """Keep a version for one more microbatch, until `release`."""
         self._slot(version)
         self._held[version] += 1
 
     def release(self, version: int) -> None:
-        """A microbatch is done with a version."""
-        assert self._held[version], f"version {version} is released once too often; held: {self._who_holds()}"
+        assert self._held[version], f"version {version} is released once too often; held: {self._holders()}"
         self._held[version] -= 1
         if not self._held[version]:
             del self._held[version]
 
     def take_gradients(self, version: int) -> None:
-        """Move what the version's passes have gathered to the heads, for the optimizer; nothing is copied.
+        """Move a version's gradients to the heads, for the optimizer, without a copy; before the next update.
 
-        Before the next update; the last pass that used the version may have released it already.
+        The last pass that used the version may have released it already.
         """
         slot = next((slot for slot in self._slots if slot.version == version), None)
         assert slot is not None, f"version {version} is gone, and its gradients with it; live are {self.live}"
         for name, head, leaf in zip(self._names, self.heads, slot.leaves, strict=True):
             assert head.grad is None, (
-                f"{name} has a gradient already: clear it after each update, and run passes on a lent version only"
+                f"{name} has a gradient already: clear it after each update, and run passes only inside using()"
             )
             head.grad, leaf.grad = leaf.grad, None
 
     @contextmanager
     def advance(self) -> Iterator[None]:
-        """Around `optimizer.step()`, which makes the next version: in memory of its own if the newest is still needed.
+        """Context of `optimizer.step()`, which makes the next version, in another slot if the newest is still needed.
 
         If the step fails, the weights are as before, unless they were updated in place.
         """
-        assert self._lent is None, f"an update while version {self._lent} is lent"
+        assert self._in_use is None, f"an update while version {self._in_use} is in use"
         before = self._slot(self.newest)
         is_in_place = self.newest not in self._held and self.lag == 0
         after = before if is_in_place else self._free_slot()
@@ -179,34 +176,33 @@ class WeightVersions:
         self.most_live = max(self.most_live, len(self.live))
 
     def forget_older(self) -> None:
-        """The pipeline is empty and begins again from the newest version, whatever the lag."""
+        """Drop older versions, whatever the lag; the pipeline is empty and restarts from the newest."""
         self._must_be_empty("forgetting older versions")
         self._oldest = self.newest
 
     def restart(self, newest: int) -> None:
-        """Give the present weights this number, and those before it the same weights: W(-1) := W(0)."""
+        """Number the present weights `newest`, and give the versions before it the same weights: W(-1) := W(0)."""
         self._must_be_empty("a restart")
         present = self._slot(self.newest)
         self._number(newest, oldest=max(0, newest - self.lag))
         for version in range(self._oldest, newest):
             self._fill(version, present.leaves)
 
-    def state(self) -> dict[str, Any]:
-        """The newest version's number, and by number those before it that are needed; the newest is the model's state.
+    def older(self) -> dict[int, dict[str, Tensor]]:
+        """The live versions before the newest, which is the model's own state: tensors by number and name.
 
         The tensors are the slots' own memory: write or copy them before the next update.
         """
         self._must_be_empty("saving weight versions")
-        older = (version for version in self.live if version != self.newest)
         return {
-            "newest": self.newest,
-            "older": {version: dict(zip(self._names, self._slot(version).memories, strict=True)) for version in older},
+            version: dict(zip(self._names, self._slot(version).memories, strict=True))
+            for version in self.live
+            if version != self.newest
         }
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state()`, after the model's own weights, which are the newest version, were loaded."""
+    def load(self, newest: int, older: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Restore `newest` and `older()`, after the model's own weights, which are the newest version, were loaded."""
         self._must_be_empty("loading weight versions")
-        newest, older = int(state["newest"]), {int(version): named for version, named in state["older"].items()}
         problems = []
         if len(older) >= len(self._slots):
             problems.append(
@@ -228,10 +224,10 @@ class WeightVersions:
         for slot in self._slots:
             if slot.version == version and self._is_needed(version):
                 return slot
-        raise AssertionError(f"there is no version {version}: live are {self.live}, held: {self._who_holds()}")
+        raise AssertionError(f"there is no version {version}: live are {self.live}, held: {self._holders()}")
 
     def _free_slot(self) -> _Slot:
-        """A slot whose version no pass needs once there is a version after the newest."""
+        """A slot whose version no pass needs after the next update."""
         oldest = max(self._oldest, self.newest + 1 - self.lag)
         for slot in self._slots:
             version = slot.version
@@ -239,7 +235,7 @@ class WeightVersions:
                 return slot
         raise AssertionError(
             f"no slot of {len(self._slots)} is free for version {self.newest + 1}: live are {self.live}, "
-            f"those from {oldest} on may yet be used, held: {self._who_holds()}"
+            f"those from {oldest} on may yet be used, held: {self._holders()}"
         )
 
     def _move_heads(self, slot: _Slot) -> None:
@@ -247,7 +243,7 @@ class WeightVersions:
             head.data = memory
 
     def _number(self, newest: int, *, oldest: int) -> None:
-        """Call the present weights `newest`, and forget what the other slots have."""
+        """Number the present weights `newest`, and mark all other slots as free."""
         present = self._slot(self.newest)
         for slot in self._slots:
             slot.version = None
@@ -262,15 +258,15 @@ class WeightVersions:
         slot.version = version
 
     def _must_be_empty(self, what: str) -> None:
-        assert not self._held, f"{what} needs an empty pipeline; held: {self._who_holds()}"
+        assert not self._held, f"{what} needs an empty pipeline; held: {self._holders()}"
 
-    def _who_holds(self) -> str:
+    def _holders(self) -> str:
         counts = (f"version {version} by {count} microbatches" for version, count in sorted(self._held.items()))
         return ", ".join(counts) or "none"
 
 
 def _make_slot(heads: tuple[nn.Parameter, ...]) -> _Slot:
-    """Memory of the heads' shapes, strides, dtypes and devices; empty."""
+    """An uninitialised slot with the heads' shapes, strides, dtypes and devices."""
     sizes: Counter[tuple[torch.dtype, torch.device]] = Counter()
     offsets = []
     for head in heads:
@@ -285,17 +281,13 @@ def _make_slot(heads: tuple[nn.Parameter, ...]) -> _Slot:
     ]
     leaves = tuple(nn.Parameter(view) for view in views)
     for head, leaf in zip(heads, leaves, strict=True):
-        for hook in (head._backward_hooks or {}).values():  # what is done to a gradient is done to every version's
+        for hook in (head._backward_hooks or {}).values():  # hooks on a parameter's gradient apply to all versions
             leaf.register_hook(hook)
-    return _Slot(
-        flats=tuple(flats.values()),
-        leaves=leaves,
-        memories=tuple(view.detach() for view in views),
-    )
+    return _Slot(flats=tuple(flats.values()), leaves=leaves, memories=tuple(view.detach() for view in views))
 
 
 def _differences(version: int, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[str]:
-    """What keeps saved weights from being this stage's."""
+    """Differences in names and shapes between this stage's weights and saved ones."""
     problems = [
         f"version {version} {'lacks' if name in mine else 'has an unknown'} {name}; load it with the plan that saved it"
         for name in sorted(mine.keys() ^ theirs.keys())

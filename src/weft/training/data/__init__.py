@@ -1,1 +1,1 @@
-"""Samples: datasets, the order of batches, trees, and the part of a sample a rank gets."""
+"""Samples: datasets, the order of batches, trees, and the split of samples over ranks."""

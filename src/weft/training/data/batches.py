@@ -1,7 +1,7 @@
-"""Who gets which samples when: the global batches of a run, and each rank's part of them.
+"""The global batches of a run, and each rank's part of them.
 
-The order of the data must not depend on the plan, or no two plans could be compared. So the stream is defined without
-ranks: the epochs one after another, each in dataset order or in a permutation of its own, cut into global batches.
+The order of the data does not depend on the plan, so that plans can be compared. The stream is defined without ranks:
+the epochs one after another, each in dataset order or in a permutation of its own, cut into global batches.
 
     epoch     0                     1
     sample    0 1 2 3 4 5 6 7 8 9   0 1 2 3 4 5 6 7 8 9    10 samples, global batch 4
@@ -9,8 +9,8 @@ ranks: the epochs one after another, each in dataset order or in a permutation o
     rank      0 0 1 1 0 0 1 1 0 1   0 0 1 1 0 0 1 1 0 1    2 ranks: contiguous parts, as even as can be
     position  0       4       8     10      14      18
 
-A position is a place in this stream and is all there is to resume from. An epoch is always as wide as the dataset,
-even when `drop_last` leaves its end out, so a position means the same under any global batch.
+A position in this stream is all that a resume needs. An epoch is always as wide as the dataset, even when `drop_last`
+leaves its end out, so a position means the same under any global batch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class Reader(Protocol):
-    """Who reads: a rank's place along the data axes and its position in the stream. A Trainer is one."""
+    """A rank's place along the data axes and its position in the stream; a Trainer is one."""
 
     data_position: int
 
@@ -65,11 +65,11 @@ class Batches:
     dataset: Dataset
     reader: Reader
     global_batch: int
-    """Samples of one step on all ranks together."""
+    """Samples per step, over all ranks."""
     shuffle_seed: int | None = None
-    """None: dataset order."""
+    """Seed of each epoch's permutation; None for dataset order."""
     epochs: int | None = 1
-    """None: for ever."""
+    """Number of epochs; None for ever."""
     drop_last: bool = False
     """Leave out the short batch at the end of an epoch."""
 
@@ -111,7 +111,7 @@ class Batches:
     def __iter__(self) -> Generator[Batch, None, None]:
         position = self._checked_position()
         if self.epochs is not None and not len(self):
-            # A finished run that is resumed, or a loop around `batches`, which would train on nothing in silence.
+            # A finished run that is resumed, or a loop around `batches`, would otherwise train on nothing unnoticed.
             warnings.warn(
                 f"no batch is left: the run is at sample {position} of the {self.epochs * len(self.dataset)} in "
                 f"epochs={self.epochs}; to go over the data again give batches() more epochs",
@@ -120,7 +120,7 @@ class Batches:
         return self._hand_out(position)
 
     def from_start(self) -> Generator[Batch, None, None]:
-        """All batches, without reading or moving the reader's position: for evaluation in the middle of a run."""
+        """All batches, without using or moving the reader's position: for evaluation during a run."""
         with closing(self._fetched(0)) as fetched:
             for _, batch in fetched:
                 yield batch
@@ -196,10 +196,10 @@ def batches(
 
 
 def permutation(total: int, seed: int, epoch: int) -> Indices:
-    """The order of one epoch, decided by (seed, epoch) alone.
+    """The order of one epoch, a function of (seed, epoch) alone.
 
-    It sorts raw Philox output, which numpy promises never to change; `Generator.permutation` carries no such promise,
-    and a resumed run must find the same order after an upgrade.
+    It sorts raw Philox output, which numpy promises never to change, unlike `Generator.permutation`: a resumed run must
+    find the same order after an upgrade.
     """
     keys = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(total)
     return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
@@ -207,15 +207,15 @@ def permutation(total: int, seed: int, epoch: int) -> Indices:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error on its way from the background thread to where the loop meets it."""
+    """An error raised in the background thread."""
 
     error: BaseException
 
 
 def prefetch(function: Callable[[Item], Result], items: Iterable[Item]) -> Generator[Result, None, None]:
-    """`map(function, items)`, with the next result computed in one background thread while the last is in use.
+    """`map(function, items)`, with the next result computed in a background thread while the last is in use.
 
-    An error is raised where its result would have been yielded. The thread ends with the iterator, however that ends.
+    An error is raised where its result would have been yielded. The thread ends with the iterator.
     """
     requests: SimpleQueue[Item | None] = SimpleQueue()
     results: SimpleQueue[Result | Failure] = SimpleQueue()
@@ -242,6 +242,6 @@ def prefetch(function: Callable[[Item], Result], items: Iterable[Item]) -> Gener
             yield result
     finally:
         requests.put(None)
-        # A frozen daemon thread of an ending interpreter, or a fetch that hangs, must not hold up the exit.
+        # Neither the daemon thread of an ending interpreter nor a fetch that hangs may block the exit.
         if not sys.is_finalizing():
             thread.join(CLOSE_TIMEOUT_S)

@@ -1,9 +1,9 @@
-"""What samples there are: token windows, tensors, and the texts and files they are made from.
+"""Datasets: token windows, tensors, and the texts and files they are made from.
 
 A dataset is anything with `len(dataset)` and `dataset[index] -> (inputs, targets)`, as torch's map datasets are. weft's
-own fetch a whole batch at once with `take`, which for small samples is far faster than one by one. They say so by
-their base class and not by the mere name `take`, which other libraries use for other things. Nothing is downloaded, and
-files of tokens are mapped, never read whole. Who gets which sample when is decided in `batches.py`.
+own fetch a whole batch at once with `take`, which for small samples is far faster than one by one; their base class
+tells them apart, since other libraries use the name `take` for other things. Nothing is downloaded, and files of tokens
+are memory-mapped. `batches.py` decides which rank gets which sample.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test"
 
 
 class Dataset(Protocol):
-    """What `batches` needs of a dataset."""
+    """A map dataset, as `batches` uses it."""
 
     def __len__(self) -> int: ...
 
@@ -107,7 +107,7 @@ class TensorSamples(BatchDataset):
 
 
 def fetch(dataset: Dataset, indices: Indices) -> Batch:
-    """(inputs, targets) of these samples. No index gives no sample, but with the shapes and dtypes of sample 0."""
+    """(inputs, targets) of these samples. An empty batch has the shapes and dtypes of sample 0."""
     if not len(indices):
         inputs, targets = split_tree(fetch(dataset, np.zeros(1, np.int64)), 0, 0)
         return inputs, targets
@@ -123,10 +123,10 @@ def fetch(dataset: Dataset, indices: Indices) -> Batch:
 
 
 def fingerprint(dataset: Dataset) -> int:
-    """A checksum of the length and of evenly spaced samples, by which ranks see whether they read the same data.
+    """A checksum of the length and of evenly spaced samples, by which ranks compare their data.
 
-    About 1 MB of samples are read, at most 1024 and at least 2. A dataset that augments at random gives other samples
-    each time; then the length alone counts.
+    About 1 MB of samples are read, at most 1024 and at least 2. If they differ when read again (random augmentation),
+    the length alone counts.
     """
     total = len(dataset)
     length_checksum = zlib.crc32(f"{total} samples".encode())
@@ -150,10 +150,7 @@ def _checksum(tree: Tree, checksum: int) -> int:
 
 
 def standard_library_text() -> npt.NDArray[np.uint8]:
-    """The source of this Python's standard library, without its tests, as bytes: a corpus every machine has.
-
-    It is the same on all machines with the same Python, and `fingerprint` tells where it is not.
-    """
+    """The source of this Python's standard library, without its tests, as bytes: a corpus that every machine has."""
     root = sysconfig.get_path("stdlib")
     paths = []
     for folder, subfolders, files in os.walk(root):
@@ -167,7 +164,7 @@ def standard_library_text() -> npt.NDArray[np.uint8]:
 
 
 def text_files(paths: str | Path | Iterable[str | Path]) -> npt.NDArray[np.uint8]:
-    """The bytes of these files, in this order, joined by newlines; a glob (`**` too) stands for its matches, sorted."""
+    """The bytes of these files, in order, joined by newlines; a glob (`**` too) stands for its sorted matches."""
     found: dict[Path, None] = {}  # a file that two globs match is read once
     problems = []
     for given in [paths] if isinstance(paths, str | Path) else paths:
@@ -201,7 +198,7 @@ def _join(paths: Iterable[Path]) -> npt.NDArray[np.uint8]:
 
 
 def token_file(path: str | Path, dtype: str = "uint16") -> Tokens:
-    """A file of little-endian tokens and nothing else, mapped into memory."""
+    """A memory map of a file that holds little-endian tokens only."""
     if dtype not in TOKEN_DTYPES:
         raise DataError(f'tokens cannot have dtype "{dtype}"; {nearest(dtype, TOKEN_DTYPES)}')
     path = Path(path).expanduser()
@@ -218,7 +215,7 @@ def token_file(path: str | Path, dtype: str = "uint16") -> Tokens:
 
 
 def max_token(tokens: Tokens, *, chunk_tokens: int = 1 << 24) -> int:
-    """The largest token, read in pieces; compare it with the vocabulary. Negative tokens are refused here."""
+    """The largest token, read in chunks, for comparison with the vocabulary; negative tokens are refused."""
     if not tokens.size:
         raise DataError("there are 0 tokens; give at least 1")
     largest = 0

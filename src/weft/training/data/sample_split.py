@@ -1,51 +1,59 @@
-"""Ranks that have parts of every sample, as the trainer sees them: tokens of sequences, or rows of images.
-
-What is cut, and what a pass must know of the whole, differs between the two; when it is asked for does not.
-"""
+"""The split of every sample over ranks, as the trainer uses it: by tokens of sequences, or by rows of images."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import Tensor, nn
 
 MakeWhole = Callable[[Sequence[int]], Tensor]
 
 
-class SampleSplit(Protocol):
-    """Where ranks have parts of every sample: tokens of sequences, or rows of images."""
+class SampleSplit(ABC):
+    """A split of every sample over ranks. The defaults are those of ranks that are given, and return, whole samples."""
 
     draws_alike: bool
-    """Ranks of one sample draw the same random numbers, instead of each its own for its part."""
+    """Ranks that share a sample draw the same random numbers, not each its own for its part."""
 
     def cut(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
         """This rank's part of a microbatch."""
+        return inputs, targets
 
     def cut_inputs(self, inputs: Any) -> Any:
         """This rank's part of some inputs."""
+        return inputs
 
     def shorten(self, inputs: Any, most: int) -> Any:
-        """Smaller samples of the same kind, for a trial; None if there are too few to tell anything."""
+        """Smaller samples of the same kind, for a trial; None if they are too small for one."""
+        return inputs
 
+    @abstractmethod
     def part_of_output(self, output: Tensor, make: MakeWhole) -> Tensor:
-        """This rank's part of something that is made in the shape which an output of the latest pass has in whole."""
+        """This rank's part of what `make` returns for the whole shape of an output of the latest pass."""
 
     def part_of_whole(self, whole: Tensor) -> Tensor:
         """This rank's part of a whole output of the latest pass."""
+        return whole
 
     def active(self) -> AbstractContextManager[None]:
-        """Passes of the model happen in here."""
+        """Context of the model's passes."""
+        return nullcontext()
 
     def enter(self, inputs: Any) -> None:
-        """A pass with these inputs begins, or its backward pass does."""
+        """Prepare a forward or backward pass with these inputs."""
+        del inputs
 
     def prepare(self, model: nn.Module) -> None:
         """Change the model itself, after all else has been done to it."""
+        del model
 
     def weight(self, inputs: Any) -> int:
-        """What a mean over this rank's part of a sample counts for, where means are over samples: its tokens."""
+        """Weight of this rank's part when losses average over samples."""
+        return 1
 
+    @abstractmethod
     def around(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """How the model is called."""
+        """Wrap the function that calls the model."""

@@ -1,9 +1,9 @@
-"""From whole sequences to this rank's tokens of them: what a step is given is cut here, before the model sees it.
+"""Cuts whole sequences to this rank's tokens, before the model sees them.
 
-Whatever has one entry a token is cut along its dim 1, in the order of the plan's layout: inputs, targets, masks of
-padding. Sequences that do not divide are padded at their end, for the model only: with their last token again, which
-any model can bear; causal attention never looks there, other attention is kept from it, and no loss sees it. Positions
-are added, where the model can be told of them.
+Inputs, targets and padding masks with one entry per token are cut along their dim 1, in the order of the plan's layout.
+Sequences that do not divide are padded at their end, for the model only, by repeating their last token, which is valid
+for any model; causal attention does not reach it, other attention masks it, and no loss includes it. Positions are
+added where the model takes them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,37 +19,26 @@ from torch import Tensor, nn
 
 from weft.blueprint import Positions
 from weft.errors import DataError, ModelError
-from weft.models.hugging_face_inputs import inputs_of
+from weft.models.hugging_face_inputs import SequenceInputs, inputs_of
 from weft.parallel.attention.attention import Pass
 from weft.parallel.sequence.sequence_parallel import SequenceParallel
 from weft.parallel.state.batchnorm import has_batch_norms
 from weft.plan.partition.sequence import Places
 from weft.plan.partition.tensor import Range
-from weft.training.data.sample_split import MakeWhole
+from weft.training.data.sample_split import MakeWhole, SampleSplit
 from weft.training.data.trees import Arguments, map_output, map_tensors, named_tensors, num_samples
 
 log = logging.getLogger("weft")
 
 _TOKEN_DIM = 1
 _FEWEST_EACH = 2
-"""Tokens of an example on each rank, with fewer of which nothing can be told."""
+"""Fewest tokens of an example per rank for a trial."""
 _HUGGING_FACE_POSITIONS = frozenset({"wpe", "position_embeddings", "embed_positions"})
-"""What their models call embeddings of places."""
+"""Names of position embeddings in Hugging Face models."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Whole:
-    """Inputs by name, before they are cut."""
-
-    named: dict[str, Any]
-    along: tuple[str, ...]
-    """Those with one entry a token."""
-    key_mask_BS: Tensor | None = None
-    documents_BS: Tensor | None = None
-
-
-class SequenceSplit:
-    """Cuts what a model is given, and lets it attend over all ranks meanwhile."""
+class SequenceSplit(SampleSplit):
+    """Cuts a model's inputs, and lets it attend over the tokens of all ranks."""
 
     draws_alike = False
 
@@ -61,13 +49,10 @@ class SequenceSplit:
         self._names = _parameter_names(model)
         self._num_ranks = sequence.axes.ring.size * sequence.axes.ulysses.size
         self._tried: set[str] | None = None
-        """Arguments that the model was tried with, until the first step."""
+        """Names of the arguments in the trial, until the first step."""
         self._is_first = sequence.is_first
         self._has_batch_norms = has_batch_norms(model)
         self._longest = _num_places(model, sequence.positions)
-
-    def prepare(self, model: nn.Module) -> None:
-        del model
 
     def active(self) -> AbstractContextManager[None]:
         return self.sequence.active()
@@ -80,7 +65,7 @@ class SequenceSplit:
     def around(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def call_without_padding(inputs: Any) -> Any:
             output = call(inputs)
-            if not isinstance(inputs, Arguments) or inputs.now.places.num_tokens == inputs.now.places.padded:
+            if not isinstance(inputs, Arguments):
                 return output
             num_padded, num_real = inputs.now.places.tokens_per_rank, self._num_real(inputs.now.places)
             if num_real == num_padded:
@@ -95,21 +80,20 @@ class SequenceSplit:
         return self._num_real(inputs.now.places)
 
     def cut(self, inputs: Any, targets: Any) -> tuple[Arguments, Any]:
-        """This rank's tokens of a microbatch."""
         cut = self.cut_inputs(inputs)
         self._refuse_targets(targets, cut.now.places)
-        self._look_at_names(cut)
+        self._warn_of_untried(cut)
         return cut, map_tensors(lambda target: self._cut_target(target, cut.now.places), targets)
 
     def cut_inputs(self, inputs: Any) -> Arguments:
-        """This rank's tokens of some inputs, by the names of the model's arguments."""
+        """This rank's tokens of some inputs, by names of the model's arguments."""
         whole = self._whole(inputs)
-        num_tokens, samples = whole.named[whole.along[0]].shape[_TOKEN_DIM], num_samples(inputs)
+        num_tokens, samples = whole.inputs[whole.along[0]].shape[_TOKEN_DIM], num_samples(inputs)
         places = self.sequence.places(num_tokens)
         if not num_tokens:
             raise DataError("sequences have 0 tokens; give at least one")
         if self._longest is not None and num_tokens > self._longest:
-            raise DataError(  # on all ranks, also those whose own tokens have places
+            raise DataError(  # on all ranks, also those whose own tokens would fit
                 f"sequences have {num_tokens} tokens and the model has places for {self._longest}; cut them, or build "
                 "the model with more"
             )
@@ -123,30 +107,31 @@ class SequenceSplit:
         def cut_one(tensor: Tensor) -> Tensor:
             return take(tensor, ranges) if _has_tokens(tensor, num_tokens) else tensor
 
-        cut = {name: map_tensors(cut_one, value) for name, value in whole.named.items()}
+        cut = {name: map_tensors(cut_one, value) for name, value in whole.inputs.items()}
         beside = {name: cut.pop(name) for name in whole.along if len(cut[name]) != samples}
         positions = self.sequence.positions
         if positions is not None and positions.argument is not None and cut.get(positions.argument) is None:
             numbers = self.sequence.numbers(places)
             cut.pop(positions.argument, None)
             beside[positions.argument] = numbers.unsqueeze(0) if positions.num_dims == 2 else numbers
-        mask, documents = whole.key_mask_BS, whole.documents_BS
+
+        def padded(tensor_BS: Tensor | None, fill: float) -> Tensor | None:
+            return None if tensor_BS is None else take(tensor_BS, ((0, places.padded),), fill=fill).to(self._device)
+
         now = Pass(
-            places=places,
-            key_mask_BS=None if mask is None else pad(mask, places.padded, False).to(self._device),
-            documents_BS=None if documents is None else pad(documents, places.padded, -1).to(self._device),
+            places=places, key_mask_BS=padded(whole.key_mask_BS, False), documents_BS=padded(whole.documents_BS, -1)
         )
         return Arguments(cut, beside=beside, now=now)
 
     def shorten(self, inputs: Any, most: int) -> Any:
         whole = self._whole(inputs)
-        num_tokens = whole.named[whole.along[0]].shape[_TOKEN_DIM]
-        self._tried = {name for name, value in whole.named.items() if value is not None}
+        num_tokens = whole.inputs[whole.along[0]].shape[_TOKEN_DIM]
+        self._tried = {name for name, value in whole.inputs.items() if value is not None}
         if not num_samples(inputs) or num_tokens < _FEWEST_EACH * self._num_ranks:
             return None
         is_left = whole.key_mask_BS is not None and not bool(whole.key_mask_BS[:, 0].all())
         if is_left and isinstance(inputs, dict):
-            # Padding in front may see nothing; what is answered there is nobody's business, and differs.
+            # Padding in front attends to nothing; its outputs are meaningless, and differ.
             inputs = {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}
         most = min(most, num_tokens)
         if self.sequence.places(most).padded == most > 1 and not self._has_batch_norms:
@@ -176,15 +161,13 @@ class SequenceSplit:
         return take(whole, self.sequence.ranges(self._latest))[:, : self._num_real(self._latest)]
 
     def _num_real(self, places: Places) -> int:
-        """Tokens of this rank that are no padding; they come first."""
+        """Number of this rank's tokens that are not padding; they come first."""
         return sum(max(min(stop, places.num_tokens) - start, 0) for start, stop in self.sequence.ranges(places))
 
-    def _whole(self, inputs: Any) -> _Whole:
+    def _whole(self, inputs: Any) -> SequenceInputs:
         found = inputs_of(self._model, inputs)
         if found is not None:
-            return _Whole(
-                named=found.inputs, along=found.along, key_mask_BS=found.key_mask_BS, documents_BS=found.documents_BS
-            )
+            return found
         named = self._by_name(inputs)
         tokens = [name for name, value in named.items() if isinstance(value, Tensor) and value.dim() > _TOKEN_DIM]
         if not tokens:
@@ -195,16 +178,16 @@ class SequenceSplit:
         num_tokens = named[tokens[0]].shape[_TOKEN_DIM]
         problems = [
             f"{path} has shape {tuple(tensor.shape)}, and the sequences have {num_tokens} tokens along dim 1; weft can "
-            "cut what has one entry a token there, and nowhere else"
+            "cut what has one entry per token there, and nowhere else"
             for path, tensor in named_tensors(named, "inputs")
             if tensor.dim() > _TOKEN_DIM and not _has_tokens(tensor, num_tokens)
         ]
         if problems:
             raise DataError(problems)
-        return _Whole(named=named, along=tuple(tokens))
+        return SequenceInputs(inputs=named, along=tuple(tokens), key_mask_BS=None, documents_BS=None)
 
     def _refuse_targets(self, targets: Any, places: Places) -> None:
-        """Every token has a target; what is beside them may belong to samples."""
+        """Refuse targets of samples where no target has a dim of tokens, and other numbers of tokens."""
         shapes = [(path, target.shape) for path, target in named_tensors(targets, "targets")]
         has_tokens = any(len(shape) > _TOKEN_DIM for _, shape in shapes)
         problems = [
@@ -221,8 +204,8 @@ class SequenceSplit:
             return target
         return take(target, self.sequence.ranges(places))[:, : self._num_real(places)].contiguous()
 
-    def _look_at_names(self, cut: Arguments) -> None:
-        """Say it once, if the model is given something that it was not tried with."""
+    def _warn_of_untried(self, cut: Arguments) -> None:
+        """Warn once if the model is given arguments that the trial did not have."""
         given = {name for name, value in cut.items() if value is not None}
         if self._tried is not None and not given <= self._tried and self._is_first:
             log.warning(
@@ -244,20 +227,15 @@ class SequenceSplit:
 
 
 def take(tensor: Tensor, ranges: Sequence[Range], *, fill: float | None = None) -> Tensor:
-    """These tokens of a tensor; beyond its end there is the last one again, or `fill`."""
+    """These tokens of a tensor, padded beyond its end by its last one, or by `fill`."""
     length = tensor.shape[_TOKEN_DIM]
     parts = [tensor[:, min(start, length) : min(stop, length)] for start, stop in ranges]
     num_missing = sum(stop - start for start, stop in ranges) - sum(part.shape[_TOKEN_DIM] for part in parts)
     if num_missing:
-        # Ranges ascend, and padding is at the end of the sequence: what is missing comes last.
+        # Ranges ascend and padding ends the sequence, so the missing tokens are the last.
         shape = (tensor.shape[0], num_missing, *tensor.shape[_TOKEN_DIM + 1 :])
         parts.append(tensor[:, -1:].expand(shape) if fill is None else tensor.new_full(shape, fill))
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, _TOKEN_DIM)
-
-
-def pad(tensor_BS: Tensor, length: int, fill: float) -> Tensor:
-    """Longer sequences, with this beyond their end."""
-    return take(tensor_BS, ((0, length),), fill=fill)
 
 
 def _is_of_tokens(output: Tensor, num_tokens: int) -> bool:
@@ -265,14 +243,14 @@ def _is_of_tokens(output: Tensor, num_tokens: int) -> bool:
 
 
 def _has_tokens(tensor: Tensor, num_tokens: int) -> bool:
-    """Whether dim 1, and no other, is the tokens; that features are as many as tokens is a coincidence."""
+    """Whether dim 1 alone is the tokens; a dim of features may by chance have the same size."""
     if tensor.dim() <= _TOKEN_DIM or tensor.shape[_TOKEN_DIM] != num_tokens:
         return False
     return num_tokens not in tensor.shape[_TOKEN_DIM + 1 :] or (tensor.dim() == 3 and tensor.is_floating_point())
 
 
 def _num_places(model: nn.Module, positions: Positions | None) -> int | None:
-    """The longest sequence that a model has positions for, as far as it is known."""
+    """The longest sequence that a model has positions for, if known."""
     found = []
     if positions is not None:
         modules = [model.get_submodule(name) for name in positions.modules]

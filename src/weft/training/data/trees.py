@@ -1,8 +1,7 @@
 """Batches as trees: a tensor, or a tuple, list or dict of trees, in which dim 0 of every tensor is the samples.
 
-One step receives inputs and targets in whatever shape the user's model takes them. Cutting them for ranks and
-microbatches must neither copy nor know that shape, so all of weft cuts them here. Leaves that have no dim 0 (numbers,
-strings, None, 0-dim tensors) belong to every sample and pass through unchanged.
+Inputs and targets have whatever structure the user's model takes. They are cut for ranks and microbatches here, as
+views. Leaves without dim 0 (numbers, strings, None, 0-dim tensors) belong to every sample and stay unchanged.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ Tree = Any
 
 
 class Arguments(dict[str, Any]):
-    """Inputs by name, of which a rank has some tokens only."""
+    """Inputs by name, reduced to this rank's tokens."""
 
     beside: dict[str, Any]
-    """Further arguments, which belong to all samples: where these tokens are."""
+    """Further arguments without a dim of samples, such as the positions of these tokens."""
     now: Any
-    """What a pass must know of the whole sequences (`parallel.sequence_attention.Pass`)."""
+    """The `Pass` of `parallel/attention/attention.py`, which describes the whole sequences."""
 
     def __init__(self, named: Mapping[str, Any], *, beside: dict[str, Any] | None = None, now: Any = None) -> None:
         super().__init__(named)
@@ -52,7 +51,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
 
 
 def map_output(function: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
-    """The same for what a model returns, also in objects of its own: dataclasses, and mappings of other kinds."""
+    """`map_tensors` for what a model returns, also inside dataclasses and mappings of other kinds."""
     if dataclasses.is_dataclass(output) and not isinstance(output, type | Mapping):
         fields = {
             field.name: map_output(function, getattr(output, field.name))
@@ -80,7 +79,7 @@ def output_tensors(output: Any) -> list[torch.Tensor]:
 
 
 def named_tensors(tree: Tree, path: str = "batch") -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor with its path as one would write it in Python: `batch[0]['mask']`."""
+    """Each tensor with its path in Python's notation: `batch[0]['mask']`."""
     if isinstance(tree, torch.Tensor):
         yield path, tree
     elif isinstance(tree, Mapping):
@@ -126,7 +125,7 @@ def split_microbatches(tree: Tree, num: int) -> list[Tree]:
 
 
 def stack_samples(samples: Sequence[Tree]) -> Tree:
-    """One batch of single samples: leaves as torch's DataLoader joins them, containers of the kind they were.
+    """One batch of single samples: leaves joined as by torch's DataLoader, containers of the same kind.
 
     torch's own `default_collate` turns tuples into lists; here a tuple means `*args`, so it must stay one.
     """
@@ -146,6 +145,19 @@ def stack_samples(samples: Sequence[Tree]) -> Tree:
                     "pad or crop them to one shape in the dataset"
                 )
     return default_collate(list(samples))
+
+
+def forward(model: Callable[..., Any], inputs: Any) -> Any:
+    """Call a model with a tensor, a tuple (`*args`) or a dict (`**kwargs`). Hugging Face's logits are unwrapped."""
+    if isinstance(inputs, Arguments):
+        result = model(**inputs, **inputs.beside)
+    elif isinstance(inputs, dict):
+        result = model(**inputs)
+    elif isinstance(inputs, tuple | list):
+        result = model(*inputs)
+    else:
+        result = model(inputs)
+    return result if isinstance(result, torch.Tensor) else getattr(result, "logits", result)
 
 
 def _like(container: tuple[Tree, ...] | list[Tree], items: list[Tree]) -> Tree:

@@ -1,7 +1,7 @@
-"""From the names in a job to models, datasets, optimizers and schedules.
+"""The models, datasets, optimizers and schedules that a job names.
 
-`prepare` builds everything cheap (sizes, datasets, settings) and collects every problem of a job, so that a bad one is
-refused before any rank is started.
+`prepare` builds everything but the weights and collects all problems of a job, so that a bad one is refused before any
+rank is started.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weft.errors import DataError, JobError, ModelError, WeftError, nearest
 from weft.models.convnet import ConvNet, ConvNetConfig
 from weft.models.gpt import GPT, GPTConfig
 from weft.models.hugging_face import HuggingFaceModel, read_hugging_face
-from weft.optim.schedule import by_name
+from weft.optim.schedule import SCHEDULES, Schedule
 from weft.parallel.state.materialise import draw_seed, fill_alone
 from weft.plan.fields import statement, toml
 from weft.training.data import datasets
@@ -34,9 +34,8 @@ _MODELS: dict[str, tuple[type[nn.Module], Callable[..., Any]]] = {
     "gpt": (GPT, GPTConfig),
     "convnet": (ConvNet, ConvNetConfig),
 }
-_DATASETS = ("standard-library", "text", "tokens", "digits")
 _USUAL_CONTEXT = 256
-"""Tokens of a sample for a Hugging Face model, which may have positions for far more than a small run wants."""
+"""Tokens per sample for a Hugging Face model, which may have positions for far more."""
 _DATASET_SETTINGS: dict[str, tuple[Any, str]] = {
     "held_out": (int | float, "a number between 0 and 1"),
     "files": (list | str, "a list of file names, in quotes"),
@@ -47,24 +46,24 @@ _DATASET_SETTINGS: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A job with everything but its weights."""
+    """The parts of a job, built except for the weights."""
 
     make_model: Callable[[], nn.Module]
     make_empty: Callable[[], nn.Module]
-    """The same for `parallelize`, which fills it: a Hugging Face model comes without memory, on the meta device."""
+    """Makes the model for `parallelize`, which fills it: a Hugging Face model is on the meta device."""
     weights: Path | None
-    """A folder of pretrained weights for it."""
+    """Folder of pretrained weights."""
     loss: str | LossFunction
     train_data: Dataset
     held_out: Dataset | None
     optimizer: Callable[..., torch.optim.Optimizer]
-    schedule: Callable[[int], float]
+    schedule: Schedule
     writes_text: bool
-    """The model continues byte text and knows all of ASCII, so a sample of it can be shown."""
+    """The model continues byte text and its vocabulary holds ASCII, so that a sample can be shown."""
 
 
 def prepare(job: Job, *, besides: Sequence[str] = ()) -> Prepared:
-    """Everything a job names; raises one error with all of its problems, and those found `besides`."""
+    """Build what a job names; raises one error with all its problems, and those found `besides`."""
     problems = list(besides)
 
     def attempt(build: Callable[[], Any]) -> Any:
@@ -79,7 +78,7 @@ def prepare(job: Job, *, besides: Sequence[str] = ()) -> Prepared:
     data: Any = None
     if described is not None or job.model.key == "name":
         make_model = attempt(lambda: _model(job.model) if described is None else functools.partial(_filled, described))
-        data = attempt(lambda: _data(job))  # which asks a model for its sizes
+        data = attempt(lambda: _data(job))  # which needs the model's sizes
     loss = attempt(lambda: _loss(job.loss))
     optimizer = attempt(lambda: _optimizer(job.optimizer))
     schedule = attempt(lambda: _schedule(job))
@@ -106,7 +105,7 @@ def prepare(job: Job, *, besides: Sequence[str] = ()) -> Prepared:
 
 
 def context_of(job: Job) -> int:
-    """Tokens a sample of a text or token dataset holds."""
+    """Tokens per sample of a text or token dataset."""
     context = job.dataset.settings.get("context", _sizes_of(job.model).context)
     if isinstance(context, bool) or not isinstance(context, int):
         raise DataError(f"a sample holds {toml(context)} tokens of context; give a whole number")
@@ -115,33 +114,28 @@ def context_of(job: Job) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sizes:
-    """What of a model bears on its data, as far as the job says it; None: not known."""
+    """The sizes of a model that concern its data, as far as the job tells; None if unknown."""
 
     context: Any
-    """Tokens of a sample, unless the dataset says otherwise."""
+    """Default number of tokens per sample."""
     longest: Any
-    """Tokens the model can take."""
+    """Most tokens that the model takes."""
     longest_name: str
+    """Name of that setting."""
     vocab_size: Any
 
 
 def _sizes_of(model: Part) -> _Sizes:
-    if model.key == "hf":
-        described = read_hugging_face(Path(model.name), model.settings)
-        context = min(described.longest or _USUAL_CONTEXT, _USUAL_CONTEXT)
-        known = described.vocab_size
-        return _Sizes(
-            context=context, longest=described.longest, longest_name="max_position_embeddings", vocab_size=known
-        )
+    described = _hugging_face(model)
+    if described is not None:
+        longest, vocab_size = described.longest, described.vocab_size
+        context = min(longest or _USUAL_CONTEXT, _USUAL_CONTEXT)
+        return _Sizes(context=context, longest=longest, longest_name="max_position_embeddings", vocab_size=vocab_size)
     default = {name: one.default for name, one in inspect.signature(GPTConfig).parameters.items()}
-    context, known = (model.settings.get(name, default[name]) for name in ("context", "vocab_size"))
-    is_gpt = model.name == "gpt"
-    return _Sizes(
-        context=context,
-        longest=context if is_gpt else None,
-        longest_name="context",
-        vocab_size=known if is_gpt else None,
-    )
+    context, vocab_size = (model.settings.get(name, default[name]) for name in ("context", "vocab_size"))
+    if model.name != "gpt":
+        return _Sizes(context=context, longest=None, longest_name="context", vocab_size=None)
+    return _Sizes(context=context, longest=context, longest_name="context", vocab_size=vocab_size)
 
 
 def _filled(described: HuggingFaceModel) -> nn.Module:
@@ -151,7 +145,7 @@ def _filled(described: HuggingFaceModel) -> nn.Module:
 
 
 def _hugging_face(part: Part) -> HuggingFaceModel | None:
-    """None: the model is of another kind."""
+    """The description of a Hugging Face model; None for any other model."""
     return read_hugging_face(Path(part.name), part.settings) if part.key == "hf" else None
 
 
@@ -180,16 +174,16 @@ def _data(job: Job) -> tuple[Dataset, Dataset | None]:
     if ":" in part.name:
         made = call_function(part.name, part.settings, kind=DataError)
         return made if isinstance(made, tuple) else (made, None)
-    if part.name not in _DATASETS:
-        raise DataError(
-            f'[dataset] name = "{part.name}" is not known; {nearest(part.name, _DATASETS)}, or module:function'
-        )
     builders: dict[str, Callable[..., tuple[Dataset, Dataset | None]]] = {
         "standard-library": functools.partial(_standard_library, job),
         "text": functools.partial(_text, job),
         "tokens": functools.partial(_tokens, job),
         "digits": datasets.digits,
     }
+    if part.name not in builders:
+        raise DataError(
+            f'[dataset] name = "{part.name}" is not known; {nearest(part.name, builders)}, or module:function'
+        )
     settings = dict(part.settings)
     if part.name != "digits":
         settings.pop("context", None)  # read by context_of
@@ -254,26 +248,23 @@ def _optimizer(part: Part) -> Callable[..., torch.optim.Optimizer]:
     if part.name not in known:
         raise JobError(f'[optimizer] name = "{part.name}" is not known; {nearest(part.name, known)}')
     kind, settings = known[part.name], dict(part.settings)
-    parameters = inspect.signature(kind).parameters
-    if "fused" in parameters:  # three times faster than the loop on CPUs
+    if "fused" in inspect.signature(kind).parameters:  # three times faster than the loop on CPUs
         settings.setdefault("fused", True)
     if problems := setting_problems(kind, {"params": (), **settings}, "[optimizer]"):
         raise JobError(problems)
-    _try_settings(kind, settings)
+    try:
+        kind([nn.Parameter(torch.zeros(1))], **settings)  # torch checks values when an optimizer is built
+    except Exception as error:  # of any type, caused by the settings
+        raise JobError(f"[optimizer] {kind.__name__}: {error}") from error
     return functools.partial(kind, **settings)
 
 
-def _try_settings(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> None:
-    """torch says what is wrong with a value when an optimizer is built, so one is, for nothing."""
-    try:
-        kind([nn.Parameter(torch.zeros(1))], **settings)
-    except Exception as error:  # whatever it is, it came of the settings
-        raise JobError(f"[optimizer] {kind.__name__}: {error}") from error
-
-
-def _schedule(job: Job) -> Callable[[int], float]:
-    settings = dict(job.schedule.settings)
-    if job.schedule.name != "constant":
-        settings["total_steps"] = job.steps.total
-        settings.setdefault("warmup_steps", 0)
-    return by_name(job.schedule.name, **settings)
+def _schedule(job: Job) -> Schedule:
+    name, settings = job.schedule.name, dict(job.schedule.settings)
+    if name not in SCHEDULES:
+        raise JobError(f'there is no learning-rate schedule "{name}"; {nearest(name, SCHEDULES)}')
+    if name != "constant":
+        settings = {"warmup_steps": 0, **settings, "total_steps": job.steps.total}
+    if problems := setting_problems(SCHEDULES[name], settings, f'schedule "{name}"'):
+        raise JobError(problems)
+    return SCHEDULES[name](**settings)

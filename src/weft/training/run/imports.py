@@ -1,7 +1,7 @@
-"""A user's own code named in a job file as "module:function": found, and called with the settings given there.
+"""A user's own code named in a job file as "module:function": imported, and called with the settings given there.
 
-Models and datasets are both named this way, so the caller says which kind of error a mistake is. Only mistakes in the
-name or the settings become such an error; one raised inside the user's code keeps its own type and traceback.
+The caller chooses the kind of error for mistakes in the name or the settings; an error raised inside the user's code
+keeps its own type and traceback.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def load_function(reference: str, *, kind: type[WeftError] = JobError) -> Callab
 
 
 def call_function(reference: str, settings: Mapping[str, Any], *, kind: type[WeftError] = JobError) -> Any:
-    """What the named function returns for these settings, given to it as keywords."""
+    """The result of the named function, called with the settings as keywords."""
     function = load_function(reference, kind=kind)
     if problems := setting_problems(function, settings, f'"{reference}"'):
         raise kind(problems)
@@ -78,7 +78,7 @@ def _import(module_name: str, kind: type[WeftError]) -> Any:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # A module that the user's module fails to import is for the user to see as it is.
+        # An import that fails inside the user's module is the user's own error.
         if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
             raise
         local = sorted(path.stem for path in Path(here).glob("*.py"))

@@ -7,7 +7,7 @@
     [optimizer]  name = "adamw" | any of torch.optim | "module:function", its settings, schedule
     [steps]      total, global_batch, seed, save_every, ...
 
-This file knows the form only; `components.py` builds what the names stand for. All problems come at once.
+This file reads the form only; `components.py` builds what the names stand for. All problems are reported at once.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from weft.plan.text import parse_toml, read_plan, read_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Something a job names, with the settings it is built from."""
+    """A part of a job: its name, and the settings it is built from."""
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
     key: str = "name"
-    """What the name is called in the file: "name", or "hf" for the path of a Hugging Face model."""
+    """Key of the name in the file: "name", or "hf" for the path of a Hugging Face model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps(Section):
-    """How long to train, and what happens on the way."""
+    """The length of a run, and when it saves and evaluates."""
 
     error: ClassVar[type[WeftError]] = JobError
 
@@ -51,7 +51,7 @@ class Steps(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """All that a run needs to know, apart from where it writes."""
+    """A run's description, apart from its directory."""
 
     model: Part
     loss: str
@@ -60,34 +60,27 @@ class Job:
     schedule: Part
     steps: Steps
     plan: Plan | None = None
-    """None: as many ranks along the data axis as there are."""
+    """The plan; None for all ranks along the data axis."""
 
 
 _SECTIONS = ("model", "dataset", "optimizer", "steps")
 _SCHEDULE_SETTINGS = ("warmup_steps", "final")
-_TEXTS = (
-    ("model", "name"),
-    ("model", "hf"),
-    ("model", "loss"),
-    ("dataset", "name"),
-    ("optimizer", "name"),
-    ("optimizer", "schedule"),
-)
+_TEXTS = {"model": ("name", "hf", "loss"), "dataset": ("name",), "optimizer": ("name", "schedule")}
 
 
 def default_job() -> Job:
-    """The job embedded in weft."""
+    """The default job, which is part of weft."""
     return parse_job((resources.files("weft.training") / "default.toml").read_text("utf-8"), source="the default job")
 
 
 def read_job(path: str | os.PathLike[str]) -> Job:
-    """The job in a file. A plan it names is found relative to that file."""
+    """The job in a file; a plan that it names is relative to that file."""
     text = read_text(path, kind=JobError)
     return parse_job(text, source=os.fspath(path), directory=Path(path).parent)
 
 
 def parse_job(text: str, *, source: str = "job", directory: Path | None = None) -> Job:
-    """The job in a text; `source` names it in messages, a plan is looked for in `directory`."""
+    """The job in a text; `source` names it in messages, and its plan is in `directory`."""
     tables = parse_toml(text, source=source, kind=JobError)
     problems: list[str] = []
     for name, table in tables.items():
@@ -97,10 +90,10 @@ def parse_job(text: str, *, source: str = "job", directory: Path | None = None) 
             problems.append(f"{name} must be a section: write [{name}], and its settings on the lines below")
     sections = {name: table for name in _SECTIONS if isinstance(table := tables.get(name, {}), dict)}
     problems += _steps_problems(sections.get("steps", {}))
-    for section, name in _TEXTS:
-        value = sections.get(section, {}).get(name, "")
-        if not isinstance(value, str):
-            problems.append(f"{statement(section, name, value)} must be text, in quotes")
+    for section, names in _TEXTS.items():
+        values = {name: sections.get(section, {}).get(name, "") for name in names}
+        wrong = [statement(section, name, value) for name, value in values.items() if not isinstance(value, str)]
+        problems += [f"{written} must be text, in quotes" for written in wrong]
     if {"name", "hf"} <= sections.get("model", {}).keys():
         problems.append("[model] has both a name and hf; a Hugging Face model needs no name, leave one of them out")
     plan = _plan_of(tables.get("plan"), directory or Path(), problems)
@@ -110,8 +103,7 @@ def parse_job(text: str, *, source: str = "job", directory: Path | None = None) 
 
 
 def format_job(job: Job, *, plan: str) -> str:
-    """A job as text that reads back as an equal job, with its plan in the file named."""
-    steps = {name: getattr(job.steps, name) for name in facts_of(Steps)}
+    """A job as text that reads back as an equal job, with its plan in the file `plan`."""
     tables = {
         "model": {job.model.key: job.model.name, "loss": job.loss, **job.model.settings},
         "dataset": {"name": job.dataset.name, **job.dataset.settings},
@@ -121,7 +113,7 @@ def format_job(job: Job, *, plan: str) -> str:
             "schedule": job.schedule.name,
             **job.schedule.settings,
         },
-        "steps": steps,
+        "steps": {name: getattr(job.steps, name) for name in facts_of(Steps)},
     }
     blocks = [f"plan = {toml(plan)}\n"]
     for name, table in tables.items():
@@ -131,25 +123,21 @@ def format_job(job: Job, *, plan: str) -> str:
 
 
 def _assemble(sections: dict[str, dict[str, Any]], plan: Plan | None, directory: Path) -> Job:
-    model, dataset = dict(sections["model"]), dict(sections["dataset"])
-    optimizer = dict(sections["optimizer"])
+    model, dataset, optimizer = (dict(sections[name]) for name in ("model", "dataset", "optimizer"))
     schedule = {key: optimizer.pop(key) for key in _SCHEDULE_SETTINGS if key in optimizer}
+    key, name = "name", model.pop("name", "gpt")
+    if "hf" in model:
+        # Absolute, because the job is written again, into the run's directory.
+        key, name = "hf", str((directory / model.pop("hf")).resolve())
     return Job(
         loss=model.pop("loss", "cross-entropy"),
-        model=_model_of(model, directory),
+        model=Part(key=key, name=name, settings=model),
         dataset=Part(name=dataset.pop("name", "standard-library"), settings=dataset),
         schedule=Part(name=optimizer.pop("schedule", "constant"), settings=schedule),
         optimizer=Part(name=optimizer.pop("name", "adamw"), settings=optimizer),
         steps=Steps(**sections["steps"]),
         plan=plan,
     )
-
-
-def _model_of(table: dict[str, Any], directory: Path) -> Part:
-    if "hf" not in table:
-        return Part(name=table.pop("name", "gpt"), settings=table)
-    # Whole, because the job is written once more, where the run is.
-    return Part(key="hf", name=str((directory / table.pop("hf")).resolve()), settings=table)
 
 
 def _steps_problems(table: dict[str, Any]) -> list[str]:
@@ -163,16 +151,13 @@ def _steps_problems(table: dict[str, Any]) -> list[str]:
 
 
 def _plan_of(value: object, directory: Path, problems: list[str]) -> Plan | None:
-    if value is None:
-        return None
     if value == "auto":
         problems.append('plan = "auto" is not built yet; name a plan file, or leave it out for data parallelism')
-        return None
-    if not isinstance(value, str):
+    elif isinstance(value, str):
+        try:
+            return read_plan(directory / value)
+        except WeftError as error:
+            problems.extend(error.problems)
+    elif value is not None:
         problems.append(f"plan = {toml(value)} must be the name of a plan file")
-        return None
-    try:
-        return read_plan(directory / value)
-    except WeftError as error:
-        problems.extend(error.problems)
-        return None
+    return None

@@ -4,8 +4,8 @@
     for each batch:  step ─ record ─ every n steps: save, evaluate ─ stop?
     evaluate on held-out data ─ a sample of text ─ save
 
-A run lives in one directory: `job.toml` and `plan.toml` say what it is, `metrics.jsonl` what happened, `checkpoints/`
-where to go on. Every rank runs this file; only rank 0 writes metrics and tells the observer.
+A run's directory holds `job.toml` and `plan.toml`, `metrics.jsonl` and `checkpoints/`. Every rank runs this file; only
+rank 0 writes metrics and calls the observer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from weft.training.data.datasets import fetch, fingerprint
 from weft.training.parallelize import parallelize
 from weft.training.run.components import Prepared, context_of, prepare
 from weft.training.run.job import Job, default_job, format_job, read_job
-from weft.training.run.metrics import MetricsFile, Recorder, StepRecord, units_of
+from weft.training.run.metrics import MetricsFile, Recorder, StepRecord, units_of, write_whole
 from weft.training.run.stop import StopRequest
 from weft.training.trainer import Trainer
 
@@ -45,50 +45,38 @@ _PROMPT, _SAMPLE_TOKENS, _TEMPERATURE = b"def ", 256, 0.7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """How a run ended, the same on every rank."""
+    """The end of a run, the same on every rank."""
 
     directory: Path
     steps_done: int
     total_steps: int
     seconds: float
-    """Of this process, from the first step it did to the last."""
+    """Duration of this process's steps."""
     last_loss: float | None
     held_out_loss: float | None
     sample: str | None
     checkpoint: Path
-    """The newest one."""
+    """The newest checkpoint."""
 
     @property
     def stopped_early(self) -> bool:
         return self.steps_done < self.total_steps
 
 
-class Observer(Protocol):
-    """Who watches a run; only rank 0's is called."""
+class Observer:
+    """The callbacks of a run, called on rank 0 only; these do nothing."""
 
     def started(self, trainer: Trainer, job: Job, directory: Path) -> None:
-        """Everything is built, and loaded if the run resumes; `trainer.steps_done` says where it goes on."""
+        """Everything is built and loaded; `trainer.steps_done` is where the run starts or resumes."""
 
     def stepped(self, record: StepRecord) -> None:
         """A step was done."""
 
     def evaluated(self, step: int, held_out_loss: float) -> None:
-        """The held-out loss was taken."""
+        """The held-out loss was computed."""
 
     def saved(self, checkpoint: Path) -> None:
-        """A checkpoint is whole."""
-
-
-class Silent:
-    """An observer that says nothing."""
-
-    def started(self, trainer: Trainer, job: Job, directory: Path) -> None: ...
-
-    def stepped(self, record: StepRecord) -> None: ...
-
-    def evaluated(self, step: int, held_out_loss: float) -> None: ...
-
-    def saved(self, checkpoint: Path) -> None: ...
+        """A checkpoint is complete."""
 
 
 def train(
@@ -104,10 +92,12 @@ def train(
 
     `job` is a Job, the path of a job file, or None for the embedded default. With `resume` the run in `directory` goes
     on from its newest checkpoint (or from the start, if it has none yet); otherwise `directory` must hold no run. With
-    `trace_file`, when each rank of rank 0's pipeline did what is written there in the end, as far back as is kept.
+    `trace_file`, a timeline of the ranks of rank 0's pipeline is written there at the end.
     """
     world = join_world()
-    wanted = _job_of(job)
+    if job is None:
+        job = default_job()
+    wanted = job if isinstance(job, Job) else read_job(job)
     plan = wanted.plan or Plan(axes=Axes(data=world.size))
     wanted = replace(wanted, plan=plan)
     prepared = prepare(wanted, besides=check(plan, num_ranks=world.size, global_batch=wanted.steps.global_batch))
@@ -125,7 +115,7 @@ def train(
     torch.manual_seed(wanted.steps.seed + 1 + world.rank)  # dropout must differ between ranks, weights must not
     directory = Path(gather_values(str(directory), trainer.mesh.everyone("control"), world.device)[0])
     _refuse_different_data(trainer, prepared)
-    run = _Run(wanted, prepared, trainer, directory, observer if observer and world.rank == 0 else Silent())
+    run = _Run(wanted, prepared, trainer, directory, observer if observer and world.rank == 0 else Observer())
     run.open(resume)
     if trace_file is not None:
         trainer.keep_trace()
@@ -138,7 +128,7 @@ def train(
 
 
 def _example(prepared: Prepared, plan: Plan, global_batch: int) -> Any:
-    """Inputs of one microbatch, to cut a model by."""
+    """The inputs of one microbatch, by which a model is split; None if the plan splits none."""
     if plan.axes.pipeline * plan.axes.tensor * plan.axes.sequence == 1:
         return None
     parts = plan.axes.data * plan.axes.replicate * plan.step.microbatches
@@ -156,26 +146,21 @@ def read_run(directory: str | Path) -> Job:
 
 
 class _Run:
-    """One job on its way, on one rank."""
+    """A job while it runs, on one rank."""
 
     def __init__(self, job: Job, prepared: Prepared, trainer: Trainer, directory: Path, observer: Observer) -> None:
-        self.job, self.prepared, self.trainer, self.directory, self.observer = (
-            job,
-            prepared,
-            trainer,
-            directory,
-            observer,
-        )
+        self.job, self.prepared, self.trainer = job, prepared, trainer
+        self.directory, self.observer = directory, observer
         self.is_first = trainer.mesh.world.rank == 0
         self.metrics: MetricsFile | None = None
         self.recorder = Recorder(trainer.mesh)
         self.last_loss: float | None = None
         self.being_saved: Path | None = None
-        """The checkpoint that nobody was told of yet."""
+        """The checkpoint not yet reported to the observer."""
 
     def open(self, resume: bool) -> None:
         """Make the run's directory, or go on from what is in it."""
-        # Agreed on by all ranks before anything is written: hosts that share a folder may not list the same yet.
+        # Agreed on by all ranks before anything is written: hosts may not yet see the same files in a shared folder.
         mine = [path.name for path in all_checkpoints(self.directory / CHECKPOINTS)[-1:]]
         looked = [(self.directory / JOB_FILE).exists(), mine]
         seen = gather_values(looked, self.trainer.mesh.everyone("control"), self.trainer.mesh.world.device)
@@ -188,7 +173,7 @@ class _Run:
             try:
                 (self.directory / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
                 write_plan(self.trainer.plan, self.directory / PLAN_FILE)
-                _write_whole(self.directory / JOB_FILE, format_job(self.job, plan=PLAN_FILE))
+                write_whole(self.directory / JOB_FILE, format_job(self.job, plan=PLAN_FILE))
                 self.metrics = MetricsFile(self.directory / METRICS_FILE, steps_done=self.trainer.steps_done)
             except OSError as error:
                 raise JobError(
@@ -232,15 +217,8 @@ class _Run:
     def _batches(self) -> Iterator[Any]:
         if self.trainer.steps_done >= self.job.steps.total:
             return iter(())
-        steps = self.job.steps
-        endless = batches(
-            self.prepared.train_data,
-            self.trainer,
-            global_batch=steps.global_batch,
-            shuffle_seed=steps.seed,
-            epochs=None,
-        )
-        return iter(endless)
+        size, seed = self.job.steps.global_batch, self.job.steps.seed
+        return iter(batches(self.prepared.train_data, self.trainer, global_batch=size, shuffle_seed=seed, epochs=None))
 
     def _step(self, inputs: Any, targets: Any) -> None:
         loss = self.trainer.step(inputs, targets)
@@ -266,11 +244,11 @@ class _Run:
             self.observer.stepped(record)
 
     def _save(self, *, wait: bool) -> Path:
-        """Save, after the save before; in the background unless `wait`."""
+        """Save once the previous save is complete; in the background unless `wait`."""
         self._tell(self.recorder.flush())
         try:
             self.trainer.wait_for_save()
-        except CheckpointError:  # of the save before, on all ranks alike, and logged; this one may succeed
+        except CheckpointError:  # of the previous save, on all ranks, and logged; this one may succeed
             if self.is_first:
                 log.warning("%s was not saved, so the next one is waited for", self.being_saved)
             self.being_saved, wait = None, True  # a second failure ends the run
@@ -284,7 +262,7 @@ class _Run:
         return path
 
     def _note_saved(self) -> None:
-        """Once the last checkpoint is whole: say so, and delete old ones. One that is being saved is not touched."""
+        """If the last checkpoint is complete, tell the observer and delete old ones."""
         if not self.is_first or self.being_saved is None or not self.trainer.saving.is_over:
             return
         prune(self.directory / CHECKPOINTS, keep=self.job.steps.keep)
@@ -313,29 +291,16 @@ class _Run:
             tokens = self.trainer.generate(
                 list(_PROMPT), num_tokens=_SAMPLE_TOKENS, context=context, temperature=_TEMPERATURE
             )
-        except ModelError as error:  # the run is over and saved; a poor end is no reason to fail
+        except ModelError as error:  # the run is over and saved, so this is no reason to fail
             if self.is_first:
                 log.warning("no sample of text: %s", error)
             return None
-        # A vocabulary may be larger than a byte, and an untrained model picks from all of it.
+        # The vocabulary may be larger than a byte, and an untrained model samples from all of it.
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
 
-def _job_of(job: Job | str | Path | None) -> Job:
-    if job is None:
-        return default_job()
-    return job if isinstance(job, Job) else read_job(job)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """A run that is killed while it goes on must not lose the file that says what it is."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
-
-
 def _refuse_different_data(trainer: Trainer, prepared: Prepared) -> None:
-    """Ranks on hosts with other files, or another Python's library, would train on something nobody meant."""
+    """Refuse ranks on hosts with other files, or with another Python's standard library."""
     world = trainer.mesh.world
     seen = gather_values(fingerprint(prepared.train_data), trainer.mesh.everyone("control"), world.device)
     odd = [rank for rank, value in enumerate(seen) if value != seen[0]]

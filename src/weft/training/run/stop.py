@@ -1,8 +1,8 @@
 """Stopping a run between two steps, on all ranks at the same one.
 
-Ctrl-C or SIGTERM on any rank, or a file that the launcher makes, asks for it; ranks agree on it with a tiny all-reduce
-about twice a second, and rank 0 says in the same message how many steps the next one is away. A second Ctrl-C is not
-held back; one that follows at once is the same one, sent by the terminal and by torchrun.
+Ctrl-C or SIGTERM on any rank, or a file made by the launcher, requests a stop; ranks agree by a small all-reduce about
+twice a second, in which rank 0 also sends the number of steps until the next one. A second Ctrl-C interrupts at once,
+unless it follows within a second: the terminal and torchrun both send the first one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_STEPS = 1000
 
 
 class StopRequest:
-    """Listens for a wish to stop while a run goes on (use it as a context), and lets ranks agree on it."""
+    """Context that catches requests to stop a run, and lets ranks agree on them."""
 
     def __init__(self, mesh: Mesh, *, file: Path | None = None) -> None:
         self._mesh = mesh
@@ -36,7 +36,7 @@ class StopRequest:
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
+        if threading.current_thread() is threading.main_thread():  # the only one that may set handlers
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._ask)
         return self
@@ -46,7 +46,7 @@ class StopRequest:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def agreed(self) -> bool:
-        """After a step: whether all ranks stop here. Every rank calls it after every step."""
+        """Whether all ranks stop here; every rank calls it after every step."""
         self._steps_left -= 1
         if self._steps_left > 0:
             return False
@@ -62,7 +62,6 @@ class StopRequest:
         return bool(stop)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        del frame
         now = time.perf_counter()
         if self._asked_at_s is None:
             self._asked_at_s = now

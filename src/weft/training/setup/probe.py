@@ -29,10 +29,9 @@ from weft.parallel.tensor.shares import local_part
 from weft.parallel.tensor.tensor_parallel import TensorParallel
 from weft.plan.partition.tensor import Region
 from weft.training.data.sample_split import SampleSplit
-from weft.training.data.trees import map_tensors, num_samples, split_tree
+from weft.training.data.trees import forward, map_tensors, num_samples, split_tree
 from weft.training.setup.probe_pass import GRADIENT, CannotCopyError, Trial, run_pass, try_whole, widened
 from weft.training.step.divergence import require_same_batch
-from weft.training.step.loss import forward
 
 log = logging.getLogger("weft")
 

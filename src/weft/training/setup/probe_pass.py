@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.training.data.sample_split import MakeWhole
-from weft.training.data.trees import map_tensors, output_tensors
+from weft.training.data.trees import forward, map_tensors, output_tensors
 from weft.training.step.evaluating import evaluating
-from weft.training.step.loss import forward
 
 GRADIENT = "the gradient of "
 _NOISE = 0.1

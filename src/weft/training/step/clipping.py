@@ -1,4 +1,4 @@
-"""What is done to gradients between the exchange and the update: one factor for all of them, in one pass."""
+"""Scaling of gradients between the exchange and the update: one factor for all of them, in one pass."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from weft.sync.base import Totals
 def clipping(
     norm: torch.Tensor, *, factor: float | torch.Tensor | None, clip_norm: float
 ) -> float | torch.Tensor | None:
-    """The factor that scales gradients and clips them by the norm they have once scaled; None: leave them.
+    """The factor that scales gradients by `factor` and clips them to `clip_norm`; None if they stay as they are.
 
-    It follows `torch.nn.utils.clip_grad_norm_`, the 1e-6 included.
+    `norm` is that of the scaled gradients. The 1e-6 is that of `torch.nn.utils.clip_grad_norm_`.
     """
     if clip_norm == 0:
         return factor
@@ -25,7 +25,7 @@ def clipping(
 
 
 def join_norm(totals: Totals, group: Group) -> Totals:
-    """The norm of all that the ranks of the tensor axis have, where it was taken; each counted its own."""
+    """The totals with the norm over all ranks of the tensor axis, each of which counted its own shard."""
     if totals.norm is None or group.size == 1:
         return totals
     square = totals.norm.double() ** 2
@@ -38,7 +38,7 @@ def multiply(gradients: list[torch.Tensor], factor: float | torch.Tensor) -> Non
     if not gradients:
         return
     if isinstance(factor, torch.Tensor):
-        # torch multiplies one by one, a kernel each, unless the factor has the gradients' dtype
+        # Unless the factor has the gradients' dtype, torch launches one kernel per gradient.
         widest = max((gradient.dtype for gradient in gradients), key=lambda dtype: dtype.itemsize)
         factor = factor.to(gradients[0].device, widest)
     torch._foreach_mul_(gradients, factor)

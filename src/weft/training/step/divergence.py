@@ -1,7 +1,7 @@
-"""The divergence check: replicas that should be equal are compared by checksum, and the first that is not is named.
+"""The divergence check: replicas are compared by checksum, and the first tensor that differs is named.
 
 A checksum is a position-weighted sum of a tensor's bits, so one changed bit or two swapped values change it. It costs
-one read of the state and one all-gather of 8 bytes a tensor; the plan's `check_every` says how often.
+one read of the state and one all-gather of 8 bytes per tensor; the plan's `check_every` says how often.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,59 +28,50 @@ _ROW = 64
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+@dataclass(frozen=True, slots=True)
 class DivergenceCheck:
     """Compares weights, optimizer state and buffers between ranks that should hold the same."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        sync: Sync,
-        mesh: Mesh,
-        layouts: Mapping[str, Layout],
-        *,
-        tied: Mapping[str, Group] | None = None,
-    ) -> None:
-        """`tied`: parameters that several stages of a pipeline hold, with the ranks that do."""
-        self._tied = tied or {}
-        self._layouts = layouts
-        self._model = model
-        self._optimizer = optimizer
-        self._sync = sync
-        self._mesh = mesh
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    sync: Sync
+    mesh: Mesh
+    layouts: Mapping[str, Layout]
+    tied: Mapping[str, Group]
+    """Ranks that hold each parameter shared by several stages of a pipeline."""
 
     @torch.no_grad()
     def run(self, step: int) -> None:
         """Raise on every rank if any two replicas differ; collective."""
         found = self._find(step)
-        if self._mesh.size("pipeline") * self._mesh.size("tensor") > 1:  # others have not seen it
-            texts = gather_values(found, self._mesh.everyone("control"), self._mesh.world.device)
+        if self.mesh.size("pipeline") * self.mesh.size("tensor") > 1:  # other ranks have not seen it
+            texts = gather_values(found, self.mesh.everyone("control"), self.mesh.world.device)
             found = next((text for text in texts if text is not None), None)
         if found is not None:
             raise DivergenceError(found)
 
     def _find(self, step: int) -> str | None:
-        """What differs among the ranks that this one can be compared with, if anything."""
-        everyone, weights = self._mesh.batch_group("control"), dict(self._model.named_parameters())
-        alike = self._compare(list(self._not_split()), self._mesh.group("tensor", "control"), step)
-        if self._mesh.plan.data.shard == "nothing":
+        """A description of the first difference among the ranks comparable with this one, if any."""
+        everyone, weights = self.mesh.batch_group("control"), dict(self.model.named_parameters())
+        not_split = [(what, one) for what, one in self._whole() if not self.layouts[what.partition(" ")[2]].splits]
+        alike = self._compare(not_split, self.mesh.group("tensor", "control"), step)
+        if self.mesh.plan.data.shard == "nothing":
             found = self._compare([*self._whole(), *self._parts()], everyone, step) or alike
-            # All of them, whatever was found: other stages take part.
-            tied = [
-                self._compare([(f"weight {name}", weights[name])], group, step) for name, group in self._tied.items()
-            ]
-            return found or next((text for text in tied if text is not None), None)
-        # What the data axis shares out, only the replicas of a part can compare.
+            for name, group in self.tied.items():  # also after a difference was found: other stages take part
+                differs = self._compare([(f"weight {name}", weights[name])], group, step)
+                found = found or differs
+            return found
+        # Shards of the data axis exist only on their replicas.
         whole = self._compare(list(self._whole()), everyone, step)
-        parts = self._compare(list(self._parts()), self._mesh.group("replicate", "control"), step)
+        parts = self._compare(list(self._parts()), self.mesh.group("replicate", "control"), step)
         return whole or parts or alike
 
     def _compare(self, named: list[tuple[str, torch.Tensor]], group: Group, step: int) -> str | None:
         if group.size == 1:
             return None
-        # The names travel too: ranks that hold different tensors must not be compared line by line.
+        # Names are compared first: ranks that hold different tensors cannot be compared one by one.
         names = torch.tensor([zlib.crc32("\n".join(name for name, _ in named).encode())], dtype=torch.int64)
-        device = self._mesh.world.device
+        device = self.mesh.world.device
         sums = torch.stack([names.to(device)[0], *(checksum(tensor).to(device) for _, tensor in named)])
         lengths = _gather(torch.tensor([sums.numel()], device=device), group)[:, 0].tolist()
         if len(set(lengths)) > 1:
@@ -93,30 +85,24 @@ class DivergenceCheck:
         return _text(step, what, table[:, first].tolist(), group, others=len(differing) - 1)
 
     def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters as the model uses them, unless they come and go, and buffers."""
-        if self._mesh.plan.data.shard != "parameters":
-            for name, parameter in self._model.named_parameters():
+        """The model's parameters, unless they are sharded, and buffers."""
+        if self.mesh.plan.data.shard != "parameters":
+            for name, parameter in self.model.named_parameters():
                 yield f"weight {name}", parameter
-        if self._mesh.plan.data.buffers != "local":
-            for name, buffer in self._model.named_buffers():
+        if self.mesh.plan.data.buffers != "local":
+            for name, buffer in self.model.named_buffers():
                 yield f"buffer {name}", buffer
 
-    def _not_split(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What all ranks of the tensor axis have whole."""
-        for name, tensor in self._whole():
-            if not self._layouts[name.partition(" ")[2]].splits:
-                yield name, tensor
-
     def _parts(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the optimizer updates and keeps, and parts of frozen parameters."""
-        for flat in self._sync.flats:
+        """Tensors that the optimizer updates and keeps, and shards of frozen parameters."""
+        for flat in self.sync.flats:
             if not flat.kind.trainable:
                 for name, part in zip(flat.names, flat.kept_views(flat.mine), strict=True):
                     yield f"weight {name}", part
-        for piece in self._sync.pieces:
-            if self._sync.flats:
+        for piece in self.sync.pieces:
+            if self.sync.flats:
                 yield f"weight {piece.name}", piece.tensor
-            for key, value in sorted(self._optimizer.state.get(piece.tensor, {}).items()):
+            for key, value in sorted(self.optimizer.state.get(piece.tensor, {}).items()):
                 if isinstance(value, torch.Tensor):
                     yield f"optimizer state {piece.name}.{key}", value
 
@@ -135,7 +121,7 @@ def _text(step: int, what: str, values: list[int], group: Group, *, others: int 
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """A 64-bit number that depends on every bit of a tensor and, within rows of 64 words, on its place."""
+    """A 64-bit number that depends on every bit of a tensor and, within rows of 64 words, on its position."""
     flat = tensor.detach().contiguous().view(-1)
     words = flat.view(_WORDS[min(flat.element_size(), 8)])
     whole = words.numel() // _ROW * _ROW
@@ -154,7 +140,7 @@ def _gather(values: torch.Tensor, group: Group) -> torch.Tensor:
 def require_same_batch(mesh: Mesh, inputs: Any, targets: Any, *, what: str = "batch") -> None:
     """Refuse ranks that are given different samples although they compute the same ones together; collective.
 
-    Their answers would be those of no sample at all, and nobody would notice.
+    Their results would belong to no sample, without an error.
     """
     group = mesh.group("pipeline+ring+ulysses+tensor", "control")
     if group.size == 1:

@@ -1,5 +1,6 @@
-"""A model in evaluation for a while. `model.train()` afterwards would also wake the modules that a user put to rest
-(a frozen BatchNorm, say), so each module gets back the mode it had.
+"""Evaluation mode for a while, after which each module has the mode it had.
+
+`model.train()` would also change modules that the user set to evaluation, such as a frozen BatchNorm.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients inside; every module's own mode again after."""
+    """Context with the model in evaluation mode and without gradients."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

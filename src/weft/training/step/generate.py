@@ -1,4 +1,4 @@
-"""Text from a language model: sample a token, append it, go on. Plain and exact; no cache of keys and values."""
+"""Text generation: sample a token, append it, repeat. Exact and without a cache of keys and values."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from weft.errors import DataError, ModelError
 
 NextToken = Callable[[Sequence[int], float, torch.Generator], int]
-"""The token after a window of tokens, at a temperature, by the numbers of a generator; negative: there is none."""
+"""Returns the token after a window of tokens, given a temperature and a generator; negative if there is none."""
 
 
 def generate_tokens(
     next_token: NextToken, tokens: Sequence[int], *, num_tokens: int, context: int, temperature: float, seed: int
 ) -> list[int]:
-    """The given tokens and `num_tokens` more. Temperature 0 takes the likeliest token every time."""
+    """The given tokens and `num_tokens` more. Temperature 0 always takes the likeliest token."""
     if not tokens:
         raise DataError("generation needs at least one token to continue, got none")
     generator = torch.Generator().manual_seed(seed)
@@ -30,7 +30,7 @@ def generate_tokens(
 
 
 def pick_token(output: Any, *, temperature: float, generator: torch.Generator) -> int:
-    """The next token by a model's output for one sequence; -1 if the output is not a number."""
+    """The next token from a model's output for one sequence; -1 if the output is not a number."""
     logits = output[0, -1].float().cpu()
     if logits.isnan().any():
         return -1

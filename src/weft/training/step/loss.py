@@ -1,7 +1,7 @@
-"""From a user's loss to a sum and a count, so that the mean over a global batch is exact however it is cut.
+"""A user's loss as a sum and a count, so that the mean over a global batch is exact however the batch is cut.
 
-A loss may be the built-in cross-entropy, a callable that returns the mean over its targets (weighted here by how many
-there are: targets other than −100 if they are integers, else samples), or one that returns `(sum, count)` itself.
+A loss is the built-in cross-entropy, a callable that returns the mean over its targets (weighted here by their number:
+targets other than −100 if they are integers, else samples), or one that returns `(sum, count)` itself.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from weft.comm.group import Group
 from weft.errors import ModelError, nearest
-from weft.parallel.tensor.cross_entropy import IGNORED_TARGET, Share, split_cross_entropy_sum
-from weft.training.data.trees import Arguments, output_tensors, tensors_of
+from weft.parallel.tensor.cross_entropy import IGNORED_TARGET
+from weft.training.data.trees import output_tensors, tensors_of
 
 LossFunction = Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, torch.Tensor | int | float]]
 Count = int | float | torch.Tensor
-"""A number of targets: plain where the targets were on the host, a tensor where reading it would block a device."""
+"""A number of targets: a plain number if the targets were on the host, else a tensor, which need not be waited for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +28,7 @@ class Loss:
 
     function: LossFunction
     counts_targets: bool = False
-    """The function returns a plain sum, over as many targets as the batch is known to hold."""
+    """The function returns a plain sum over the targets that `count_targets` finds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +39,11 @@ class LossTerms:
     multiplier: Count
     count: Count
     own_count: bool
-    """The loss counted by itself; the number was not known before the forward pass."""
+    """The loss returned its own count, which was not known before the forward pass."""
 
 
 def resolve_loss(loss: str | LossFunction, *, compiled: bool = False) -> Loss:
-    """A loss given by name or as a callable. The built-in one can be compiled: eager, it is a fifth of a GPU's step."""
+    """The loss of a name or a callable. The built-in one can be compiled: eager, it is a fifth of a GPU's step."""
     if callable(loss):
         return Loss(function=loss)
     if loss == "cross-entropy":
@@ -60,19 +59,8 @@ def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tens
     return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitCrossEntropy:
-    """The built-in loss of logits of which each rank has a part of the vocabulary."""
-
-    share: Share
-    group: Group
-
-    def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return split_cross_entropy_sum(logits, targets, self.share, self.group)
-
-
 def loss_terms(loss: Loss, output: Any, targets: Any, count: Count) -> LossTerms:
-    """Call a loss and say what it returned, given the count its targets imply."""
+    """Call a loss whose targets number `count`."""
     result = loss.function(output, targets)
     if loss.counts_targets:
         assert isinstance(result, torch.Tensor)
@@ -82,7 +70,7 @@ def loss_terms(loss: Loss, output: Any, targets: Any, count: Count) -> LossTerms
         _refuse_unless_scalar(value)
         is_known = not (isinstance(own, torch.Tensor) and own.is_cuda)
         if torch.is_grad_enabled() and (not value.requires_grad or (is_known and own == 0)):
-            value = value + no_loss(output)  # nothing counts here, but others wait in the backward pass
+            value = value + no_loss(output)  # others wait for this rank in the backward pass
         return LossTerms(value=value, multiplier=1, count=own, own_count=True)
     _refuse_unless_scalar(result)
     if isinstance(count, int) and count == 0:  # the mean over no targets is NaN, their sum is nothing
@@ -91,13 +79,13 @@ def loss_terms(loss: Loss, output: Any, targets: Any, count: Count) -> LossTerms
 
 
 def no_loss(output: Any) -> torch.Tensor:
-    """A loss of zero that depends on the output: its gradients are zero, and its backward pass takes the usual way."""
+    """A loss of zero that depends on the output, so that its backward pass runs, with zero gradients."""
     tensors = [tensor for tensor in output_tensors(output) if tensor.requires_grad]
     return sum(((t if t.dim() else t.reshape(1))[:0].sum() for t in tensors), torch.zeros((), requires_grad=True))
 
 
 def count_targets(targets: Any) -> Count:
-    """How many targets a mean is taken over: those other than −100 if they are integers, else samples."""
+    """The number of targets in a mean: those other than −100 if they are integers, else samples."""
     tensors = tensors_of(targets)
     if not tensors:
         raise ModelError(
@@ -111,22 +99,9 @@ def count_targets(targets: Any) -> Count:
 
 
 def are_samples_counted(targets: Any) -> bool:
-    """Whether a mean over these targets is one over samples: they are no integers."""
+    """Whether a mean over these targets is one over samples, since they are not integers."""
     first = tensors_of(targets)[0]
     return first.is_floating_point() or first.is_complex() or first.dtype == torch.bool
-
-
-def forward(model: Callable[..., Any], inputs: Any) -> Any:
-    """Call a model with a tensor, a tuple (`*args`) or a dict (`**kwargs`). Hugging Face's logits are unwrapped."""
-    if isinstance(inputs, Arguments):
-        result = model(**inputs, **inputs.beside)
-    elif isinstance(inputs, dict):
-        result = model(**inputs)
-    elif isinstance(inputs, tuple | list):
-        result = model(*inputs)
-    else:
-        result = model(inputs)
-    return result if isinstance(result, torch.Tensor) else getattr(result, "logits", result)
 
 
 def _refuse_unless_scalar(value: object) -> None:

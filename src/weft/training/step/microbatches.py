@@ -1,8 +1,10 @@
-"""From a rank's batch to its microbatches: cut, counted, and on the device."""
+"""Cuts a rank's batch into microbatches, counts their targets and moves them to the device."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,45 +14,44 @@ from weft.training.data.sample_split import SampleSplit
 from weft.training.data.trees import map_tensors, num_samples, split_microbatches
 from weft.training.step.loss import Count, are_samples_counted, count_targets
 
+CountedBatch = tuple[Any, Any, Count]
+"""The inputs, the targets and the number of targets of one microbatch."""
 
+
+@dataclass(frozen=True, slots=True)
 class Microbatches:
-    """How one trainer cuts what it is given."""
+    """Cuts a trainer's batches into microbatches."""
 
-    def __init__(
-        self, num: int, device: torch.device, sample_split: SampleSplit | None, *, has_loss: bool, counts_targets: bool
-    ) -> None:
-        """`has_loss`: on this rank; one without need not count. `counts_targets`: as of the loss."""
-        self._num = num
-        self._device = device
-        self._cutter = sample_split
-        self._has_loss = has_loss
-        self._counts_targets = counts_targets
+    num: int
+    device: torch.device
+    sample_split: SampleSplit | None
+    has_loss: bool = field(kw_only=True)
+    """This rank computes losses, and therefore counts targets."""
+    counts_targets: bool = field(kw_only=True)
+    """As in `Loss`."""
 
-    def cut(self, inputs: Any, targets: Any) -> list[tuple[Any, Any, Count]]:
-        """Each with its count of targets."""
+    def cut(self, inputs: Any, targets: Any) -> list[CountedBatch]:
+        """The microbatches of a batch, each with its number of targets."""
         if num_samples(inputs) != num_samples(targets):
             raise DataError(
                 f"inputs hold {num_samples(inputs)} samples, targets {num_samples(targets)}; dim 0 is samples"
             )
         parts: Iterable[tuple[Any, Any]] = zip(
-            split_microbatches(inputs, self._num), split_microbatches(targets, self._num), strict=True
+            split_microbatches(inputs, self.num), split_microbatches(targets, self.num), strict=True
         )
-        if self._cutter is not None:
-            parts = [self._cutter.cut(*part) for part in parts]
+        if self.sample_split is not None:
+            parts = [self.sample_split.cut(*part) for part in parts]
+        to_device = functools.partial(map_tensors, lambda tensor: tensor.to(self.device, non_blocking=True))
+        # Targets are counted where they come from: on the host that does not block.
         return [
-            (
-                map_tensors(lambda tensor: tensor.to(self._device, non_blocking=True), inputs_part),
-                map_tensors(lambda tensor: tensor.to(self._device, non_blocking=True), targets_part),
-                # Before it moves: counting on the host blocks nothing.
-                self._count(inputs_part, targets_part) if self._has_loss else 0,
-            )
-            for inputs_part, targets_part in parts
+            (to_device(inputs), to_device(targets), self._count(inputs, targets) if self.has_loss else 0)
+            for inputs, targets in parts
         ]
 
     def _count(self, inputs: Any, targets: Any) -> Count:
         counted = count_targets(targets)
-        if self._cutter is None:
+        if self.sample_split is None:
             return counted
-        if not self._counts_targets:  # a rank may well have none, whose mean no loss can take
+        if not self.counts_targets:  # a rank may have none, and no loss can take the mean of none
             counted = int(counted)
-        return counted * self._cutter.weight(inputs) if are_samples_counted(targets) else counted
+        return counted * self.sample_split.weight(inputs) if are_samples_counted(targets) else counted

@@ -1,19 +1,19 @@
-"""A step of a pipeline that is never empty: PipeDream and PipeDream-2BW.
+"""A step of a pipeline that is not flushed between steps: PipeDream and PipeDream-2BW.
 
-A step feeds its microbatches and returns; their backward passes are done in later steps, on the weights their forward
-passes used (`parallel/pipeline/weight_versions.py`). PipeDream updates after every microbatch, 2BW after every step's
-worth of them. A loss is returned once its microbatches are through on all stages: `nan` until the first ones are.
-`flush` runs what is still under way to its end.
+A step feeds its microbatches and returns; their backward passes run in later steps, on the weights of their forward
+passes (`parallel/pipeline/weight_versions.py`). PipeDream updates after each microbatch, 2BW after each step's
+microbatches. A loss is returned once its microbatches have passed all stages: `nan` until the first have. `flush`
+finishes the microbatches in flight.
 
-Stages come to the same update in different steps. So a batch without targets is not refused there, where the stages
-before would wait for one that has given up, but when its loss would be returned: in the same call on every rank.
+Stages reach the same update in different steps. So a batch without targets is refused not there, where earlier stages
+would wait for one that has raised, but when its loss would be returned: in the same call on every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,68 +23,44 @@ from weft.plan.pipeline.actions import EVERY, Action
 from weft.plan.pipeline.communication import schedule_of
 from weft.plan.pipeline.schedules import version_slots
 from weft.sync.base import Totals
-from weft.training.step.loss import Count
-from weft.training.step.pipeline_passes import Part
-from weft.training.step.pipeline_step import Microbatches, PipelineStep
+from weft.training.step.microbatches import CountedBatch
+from weft.training.step.pipeline_passes import StepParts
+from weft.training.step.pipeline_step import PipelineStep, UpdateBatch
 from weft.training.step.target_count import refuse_no_targets
 
 
-@dataclass(slots=True, kw_only=True)
-class _Batch:
-    """What is updated with at once: the microbatches of one update."""
-
-    step: int
-    divisor: float | torch.Tensor
-    loss_sum: torch.Tensor
-    count: Count = 0
-    version: int | None = None
-    """The weights its gradients are of; none if none of its microbatches has samples here."""
-    is_taken: bool = False
-    """Its gradients are where the optimizer looks for them."""
-    is_handed_over: bool = False
-
-
 class PipelineStream(PipelineStep):
-    """Trains without ever waiting for the pipeline to empty."""
+    """Trains without flushing the pipeline between steps."""
 
-    def __init__(self, **parts: Any) -> None:
-        super().__init__(**parts)
+    def __init__(self, parts: StepParts) -> None:
+        super().__init__(parts)
         plan, stage = self._mesh.plan, self._control.index
         num_slots, lag = version_slots(
             plan.pipeline.schedule, self._control.size, stage, vertical_sync=plan.pipeline.vertical_sync
         )
-        self._versions = WeightVersions(
+        self.versions = WeightVersions(
             self._cut.model, dict(self._cut.model.named_parameters()), num_slots=num_slots, lag=lag
         )
         self._at_once = 1 if plan.pipeline.schedule == "pipedream" else plan.step.microbatches
-        """Microbatches an update."""
+        """Microbatches per update."""
         self._fed = 0
-        """Microbatches so far."""
+        """Number of microbatches so far."""
         self._start = 0
-        """The first one since the pipeline was last empty."""
-        self._batches: dict[int, _Batch] = {}
+        """The first microbatch since the pipeline was last empty."""
+        self._batches: dict[int, UpdateBatch] = {}
         self._ended: dict[int, Totals] = {}
-        """Batches that this stage has updated with, and other stages perhaps not yet."""
+        """Totals of batches that this stage has updated with, and other stages perhaps not yet."""
         self._counted: float | torch.Tensor = 0.0
-        """Targets so far of the step whose batches are ending."""
+        """Number of targets so far in the step whose batches are ending."""
         self._latest = self._loss_of(float("nan"))
         self._steady: tuple[int, tuple[Action, ...]] | None = None
 
-    @property
-    def versions(self) -> WeightVersions:
-        return self._versions
-
-    def step(self, microbatches: Microbatches, *, step: int) -> torch.Tensor:
-        """Feed microbatches; returns the latest loss whose microbatches are through on every stage."""
+    def step(self, microbatches: list[CountedBatch], *, step: int) -> torch.Tensor:
+        """Feed microbatches; returns the latest loss whose microbatches have passed every stage."""
         self.take(microbatches, first=self._fed, step=step)
-        device = self._mesh.world.device
         for first in range(0, len(microbatches), self._at_once):
             inside = microbatches[first : first + self._at_once]
-            self._batches[(self._fed + first) // self._at_once] = _Batch(
-                step=step,
-                divisor=self._share([count for _, _, count in inside]),
-                loss_sum=torch.zeros((), dtype=torch.float64, device=device),
-            )
+            self._batches[(self._fed + first) // self._at_once] = self._make_batch(inside, step)
         self.pipeline.recording.begin_step()
         self.pipeline.run(self._steps_schedule(len(microbatches)), self)
         self._fed += len(microbatches)
@@ -97,19 +73,19 @@ class PipelineStream(PipelineStep):
         self.pipeline.settle()
         self._start = self._fed
         if self._mesh.plan.pipeline.schedule == "pipedream":
-            self._versions.forget_older()
+            self.versions.forget_older()
         self._finished(self._fed)
 
     def _steps_schedule(self, num_microbatches: int) -> tuple[Action, ...]:
-        """What to do in a step: once the pipeline is full, what was done in an earlier one, for later microbatches."""
-        # By then no microbatch of the list met weights that others before it had met too.
-        is_steady = self._fed - self._start >= 2 * max(self._control.size - 1, self._at_once)
-        if not is_steady:
+        """The actions of a step; once the pipeline is full, those of an earlier step for later microbatches."""
+        # By then no microbatch of the list uses a version that microbatches before the list used too.
+        if self._fed - self._start < 2 * max(self._control.size - 1, self._at_once):
             return self._schedule_of(num_microbatches, drain=False)
         if self._steady is None:
             self._steady = self._fed, self._schedule_of(num_microbatches, drain=False)
         first, actions = self._steady
-        return later(actions, num_microbatches=self._fed - first, num_updates=(self._fed - first) // self._at_once)
+        moved = self._fed - first
+        return shift_schedule(actions, num_microbatches=moved, num_updates=moved // self._at_once)
 
     def _schedule_of(self, num_microbatches: int, *, drain: bool) -> tuple[Action, ...]:
         schedule = schedule_of(
@@ -123,7 +99,7 @@ class PipelineStream(PipelineStep):
         return schedule[self._control.index]
 
     def _finished(self, num_microbatches: int) -> torch.Tensor:
-        """The loss of the latest batch among the first microbatches."""
+        """The loss of the latest batch among the first `num_microbatches`."""
         done = max(num_microbatches, 0) // self._at_once
         for number in [number for number in self._ended if number < done]:
             totals = self._ended.pop(number)
@@ -134,44 +110,33 @@ class PipelineStream(PipelineStep):
                 refuse_no_targets(counted)
         return self._latest
 
-    def _loss_of(self, value: float) -> torch.Tensor:
-        return torch.full((), value, dtype=torch.float64, device=self._mesh.world.device)
-
-    def _batch_of(self, microbatch: int) -> _Batch:
+    def _batch_of(self, microbatch: int) -> UpdateBatch:
         return self._batches[microbatch // self._at_once]
-
-    def _divisor_of(self, part: Part) -> float | torch.Tensor:
-        return self._batch_of(part.place).divisor
-
-    def _add(self, part: Part, loss_sum: torch.Tensor, count: Count) -> None:
-        batch = self._batch_of(part.place)
-        batch.loss_sum += loss_sum
-        batch.count = batch.count + count
 
     @contextmanager
     def forward(self, action: Action) -> Iterator[None]:
-        self._versions.hold(action.version)
-        with self._versions.lent(action.version), super().forward(action):
+        self.versions.hold(action.version)
+        with self.versions.using(action.version), super().forward(action):
             yield
 
     @contextmanager
     def backward(self, action: Action) -> Iterator[None]:
-        self._enter(self.parts[action.microbatch].inputs)
+        self._enter(self.microbatches[action.microbatch].inputs)
         before = self._batches.get(action.microbatch // self._at_once - 1)
         if before is not None:  # updates may lag, and the first two batches use the same weights
             self._take_gradients(before)
-        has_samples = self.parts[action.microbatch].num_samples > 0
-        # Lent, because a block that is computed again must find its own weights.
-        with self._versions.lent(action.version), nullcontext() if has_samples else self._ignoring(action.version):
+        has_samples = self.microbatches[action.microbatch].num_samples > 0
+        # A recomputed block must find the weights of its version.
+        with self.versions.using(action.version), nullcontext() if has_samples else self._ignoring(action.version):
             yield
-        self._versions.release(action.version)
+        self.versions.release(action.version)
         if has_samples:
             self._batch_of(action.microbatch).version = action.version
 
     @contextmanager
     def _ignoring(self, version: int) -> Iterator[None]:
-        """A backward pass that only keeps this rank in step with others leaves no gradients, not even zeros."""
-        leaves = list(self._versions.leaves(version).values())
+        """Context of a backward pass that only takes part in collectives and leaves no gradients, not even zeros."""
+        leaves = list(self.versions.leaves(version).values())
         before = [leaf.grad for leaf in leaves]
         for leaf in leaves:
             leaf.grad = None
@@ -189,51 +154,45 @@ class PipelineStream(PipelineStep):
             self._hand_over()
             batch.is_handed_over = True
         if action.kind == "update":
-            self._update_with(number, batch)
+            self._ended[number], correction = self._agree(self._sum_over_data(batch), batch.divisor)
+            with self.versions.advance():
+                self._update.run(self._ended[number].norm, correction, step=batch.step)
+            del self._batches[number]
+            for microbatch in range(number * self._at_once, (number + 1) * self._at_once):
+                del self.microbatches[microbatch]
 
-    def _take_gradients(self, batch: _Batch) -> None:
+    def _take_gradients(self, batch: UpdateBatch) -> None:
         if batch.is_taken:
             return
         self._sync.begin()
         if batch.version is not None:
-            self._versions.take_gradients(batch.version)
+            self.versions.take_gradients(batch.version)
         batch.is_taken = True
 
-    def _update_with(self, number: int, batch: _Batch) -> None:
-        totals, correction = self._agree(self._sum_over_data(batch.loss_sum, batch.count), batch.divisor)
-        self._ended[number] = totals
-        with self._versions.advance():
-            self._update.run(totals.norm, correction, step=batch.step)
-        del self._batches[number]
-        for microbatch in range(number * self._at_once, (number + 1) * self._at_once):
-            del self.parts[microbatch]
-
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        kept = self._versions.state()
-        tensors = {f"{version}/{name}": t for version, named in kept["older"].items() for name, t in named.items()}
-        return tensors, {"newest": kept["newest"], "fed": self._fed, "latest": float(self._latest)}
+        older = self.versions.older()
+        tensors = {f"{version}/{name}": t for version, named in older.items() for name, t in named.items()}
+        return tensors, {"newest": self.versions.newest, "fed": self._fed, "latest": float(self._latest)}
 
     def load_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
         self._fed = self._start = int(values.get("fed", 0))
         self._latest = self._loss_of(values.get("latest", float("nan")))
         if not values:
-            self._versions.restart(0)
+            self.versions.restart(0)
             return
         older: dict[int, dict[str, torch.Tensor]] = {}
         for entry, tensor in tensors.items():
             version, _, name = entry.partition("/")
             older.setdefault(int(version), {})[name] = tensor
-        self._versions.load_state({"newest": values["newest"], "older": older})
+        self.versions.load(int(values["newest"]), older)
 
 
-def later(actions: Sequence[Action], *, num_microbatches: int, num_updates: int) -> tuple[Action, ...]:
-    """The same actions so many microbatches later, on weights that are so many updates newer."""
+def shift_schedule(actions: Sequence[Action], *, num_microbatches: int, num_updates: int) -> tuple[Action, ...]:
+    """The same actions for later microbatches, on weights that are newer by some updates."""
     return tuple(
-        Action(
-            kind=action.kind,
-            stage=action.stage,
+        replace(
+            action,
             microbatch=action.microbatch if action.microbatch == EVERY else action.microbatch + num_microbatches,
-            peer=action.peer,
             version=action.version + num_updates if action.is_compute else action.version,
         )
         for action in actions

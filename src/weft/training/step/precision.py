@@ -1,10 +1,9 @@
-"""Mixed precision around the model: what goes in and comes out, and the scale of the loss under fp16.
+"""Mixed precision around the model: casts of inputs and outputs, and the loss scale under fp16.
 
 Parameters are cast where they are stored (`parallel/zero/flat_parameters.py`). Here floating-point inputs are cast to
-the same format, and outputs back to float32, so that a loss is never taken in 16 bits. fp16 holds nothing below 6e-8,
+the same format, and outputs back to float32, so that no loss is computed in 16 bits. fp16 holds nothing below 6e-8,
 where most gradients of a large model are: the loss is multiplied by a scale before the backward pass, and gradients are
-divided by it after. A scale that makes a gradient overflow halves, and the step is skipped; after a run of good steps
-it doubles.
+divided by it after. An overflow halves the scale and skips the step; a run of finite steps doubles it.
 """
 
 from __future__ import annotations
@@ -16,21 +15,20 @@ import torch
 
 from weft.parallel.zero.grouping import DTYPES
 from weft.plan.plan import Plan
-from weft.training.data.trees import map_output, map_tensors
-from weft.training.step.loss import forward
+from weft.training.data.trees import forward, map_output, map_tensors
 
 _HALF = (torch.float16, torch.bfloat16)
 _FIRST_SCALE = 2.0**16
 _LARGEST_SCALE = 2.0**24
 _GROWTH_INTERVAL = 2000
-"""Good steps after which a larger scale is tried."""
+"""Finite steps after which the scale doubles."""
 
 
 class Caller:
-    """Calls a model in the format its parameters compute in."""
+    """Calls a model in the dtype that its parameters compute in."""
 
     def __init__(self, model: Callable[..., Any], plan: Plan, *, widens: bool) -> None:
-        """`widens`: outputs are given back in float32; the built-in loss does that by itself, and compiled."""
+        """`widens`: outputs are cast to float32; the built-in loss does that itself, compiled."""
         self._model = model
         self._compute = None if plan.precision.compute == "model" else DTYPES[plan.precision.compute]
         self._widens = widens
@@ -38,20 +36,15 @@ class Caller:
     def __call__(self, inputs: Any) -> Any:
         if self._compute is None:
             return forward(self._model, inputs)
-        output = forward(self._model, map_tensors(self._narrow, inputs))
-        return widen(output) if self._widens else output
-
-    def _narrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._compute) if tensor.is_floating_point() else tensor
-
-
-def widen(output: Any) -> Any:
-    """The same output with its 16-bit tensors in float32, in the containers it came in."""
-    return map_output(lambda tensor: tensor.float() if tensor.dtype in _HALF else tensor, output)
+        narrow = map_tensors(lambda one: one.to(self._compute) if one.is_floating_point() else one, inputs)
+        output = forward(self._model, narrow)
+        if not self._widens:
+            return output
+        return map_output(lambda tensor: tensor.float() if tensor.dtype in _HALF else tensor, output)
 
 
 class LossScale:
-    """What the loss is multiplied by, and gradients are divided by."""
+    """The factor that the loss is multiplied by before the backward pass, and gradients are divided by after."""
 
     def __init__(self, value: float, *, is_dynamic: bool) -> None:
         self.value = value
@@ -60,14 +53,14 @@ class LossScale:
 
     @classmethod
     def of(cls, plan: Plan) -> LossScale:
-        """The scale a plan asks for; 1 unless it computes in fp16."""
+        """The scale of a plan; 1 unless it computes in fp16."""
         if plan.precision.compute != "fp16":
             return cls(1.0, is_dynamic=False)
         planned = plan.precision.loss_scale
         return cls(_FIRST_SCALE, is_dynamic=True) if planned == "dynamic" else cls(float(planned), is_dynamic=False)
 
     def update(self, *, is_finite: bool) -> None:
-        """Learn whether the last step's gradients were finite."""
+        """Adapt a dynamic scale to whether the last step's gradients were finite."""
         if not self._is_dynamic:
             return
         if not is_finite:

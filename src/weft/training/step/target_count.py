@@ -1,13 +1,14 @@
-"""The number of targets that gradients are divided by: one number that all ranks share, in every step.
+"""The number of targets that losses are divided by: one number that all ranks share, in every step.
 
-The true one is known only when the exchange is done, so it is *the last step's*; where they differ, gradients are
-corrected by the ratio, in the pass that clips them. With equal batches, which is nearly always, they never do, and no
-step pays for a collective of its own.
+The true number is known only after the exchange, so *the last step's* is used; where they differ, gradients are
+corrected by the ratio, in the pass that clips them. With equal batches they are equal, and in no case does a step need
+a collective of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -17,35 +18,35 @@ from weft.errors import DataError
 from weft.training.step.loss import Count
 
 
+@dataclass(slots=True)
 class TargetCount:
-    """What a rank knows of the number of targets in a global batch."""
+    """The number of targets in a global batch, as far as a rank knows it."""
 
-    def __init__(self, group: Group, device: torch.device) -> None:
-        """`group` shares a global batch."""
-        self._group = group
-        self._device = device
-        self.shared: float | torch.Tensor | None = None
-        """The last step's."""
-        self.is_own = False
-        """The loss counts by itself: the number is not known before the forward pass."""
+    group: Group
+    """The ranks that share a global batch."""
+    device: torch.device
+    shared: float | torch.Tensor | None = None
+    """The last step's global count."""
+    is_own: bool = False
+    """The loss returns its own count, which is not known before the forward pass."""
 
     @property
     def _is_known(self) -> bool:
-        return self._group.size == 1 and not self.is_own
+        return self.group.size == 1 and not self.is_own
 
     def share(self, counts: Sequence[Count]) -> float | torch.Tensor:
-        """The number every rank divides its loss by: exact with one data rank, else the last step's global count."""
+        """The number that every rank divides its loss by: exact with one data rank, else the last step's."""
         local: Count = sum(counts)
         if self._is_known:
             return torch.clamp(local, min=1) if isinstance(local, torch.Tensor) else float(max(local, 1))
         if self.shared is None:
-            first = torch.as_tensor(local, dtype=torch.float32, device=self._device).reshape(1)
-            all_reduce(first, self._group)
+            first = torch.as_tensor(local, dtype=torch.float32, device=self.device).reshape(1)
+            all_reduce(first, self.group)
             self.shared = max(float(first), 1.0)
         return self.shared
 
     def correction(self, shared: float | torch.Tensor, count: torch.Tensor) -> float | torch.Tensor | None:
-        """The ratio of the count that was shared to the true one; None where they are known to be equal."""
+        """The ratio of the shared count to the true one; None where they are known to be equal."""
         if self._is_known:
             return None
         if count.is_cuda:
@@ -57,6 +58,6 @@ class TargetCount:
 
 
 def refuse_no_targets(count: torch.Tensor) -> None:
-    """Only where it costs nothing to look."""
+    """Raise if a count is zero; on a GPU reading it would block."""
     if not count.is_cuda and float(count) == 0:
         raise DataError("no rank has a target in this global batch; every target is -100 or the batch is empty")

@@ -1,7 +1,7 @@
 """From exchanged gradients to updated weights: scale, check, clip, update, publish.
 
-Where the norm of the gradient is taken anyway (the plan clips), or 16-bit formats make overflow likely, a norm that is
-not finite skips the update on every rank at once: the sum over ranks is not finite as soon as one rank's part is not.
+Where the plan clips or computes in 16 bits, a norm that is not finite skips the update on every rank at once: the sum
+over ranks is not finite as soon as one rank's part is not.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Update:
         self.needs_norm = plan.step.clip_norm > 0 or plan.precision.compute != "model"
         self.loss_scale = LossScale.of(plan)
         self.grad_norm: torch.Tensor | None = None
-        """The last step's gradient norm before clipping, where it was taken."""
+        """The last step's gradient norm before clipping, if `needs_norm`."""
         self.num_skipped = 0
-        """Steps that changed nothing, because a gradient was not finite."""
+        """Number of steps skipped because a gradient was not finite."""
 
     @torch.no_grad()
     def run(self, norm: torch.Tensor | None, correction: float | torch.Tensor | None, *, step: int) -> None:
-        """Update with gradients that still have to be multiplied by a correction; `step` counts from 0."""
+        """Update with gradients still to be multiplied by a correction; `step` counts from 0."""
         scale = self.loss_scale.value
         factor = correction if scale == 1.0 else (1.0 if correction is None else correction) / scale
         if norm is not None:
@@ -68,7 +68,7 @@ class Update:
         self._sync.publish()
 
     def state(self) -> dict[str, Any]:
-        """What must be kept to go on to the bit."""
+        """The state that a bit-exact resume needs."""
         return {"loss_scale": self.loss_scale.state(), "num_skipped": self.num_skipped}
 
     def load_state(self, state: dict[str, Any]) -> None:
