@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft.errors import ModelError
 from weft.mesh import join_world
-from weft.parallel.attention.attention import Pass, SequenceAxes, attend, attend_traced, register
+from weft.parallel.attention.attention import Pass, SequenceAxes, UnderWay, attend, attend_traced
 from weft.parallel.attention.attention_call import make_axes
 from weft.plan.partition.grid import Grid
 from weft.plan.partition.sequence import Places, make_places
@@ -36,14 +36,6 @@ def mesh_of(ring: int, ulysses: int, transport: str) -> Mesh:
 
 def axes_of(ring: int, ulysses: int, variant: str = "ring", transport: str = "shared") -> SequenceAxes:
     return replace(make_axes(mesh_of(ring, ulysses, transport)), variant=variant)
-
-
-@dataclass()
-class Source:
-    """What an operator is told of by a number."""
-
-    axes: SequenceAxes
-    now: Pass | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,11 +172,10 @@ def test_over_sockets_too(ring: int, ulysses: int) -> None:
 
 def check_operator(ring: int, ulysses: int, variant: str, compiled: bool) -> None:
     """Eager and compiled; the pass is over when gradients are asked for, and another may be under way."""
-    source = Source(axes=axes_of(ring, ulysses, variant))
-    number = register(source, source)
+    under_way = UnderWay(axes_of(ring, ulysses, variant))
 
     def function(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-        return attend_traced(q * 1.0, k, v, number, is_causal, SCALE)
+        return attend_traced(q * 1.0, k, v, under_way, is_causal=is_causal, scale=SCALE)
 
     torch.compiler.reset()
     run = torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
@@ -193,12 +184,12 @@ def check_operator(ring: int, ulysses: int, variant: str, compiled: bool) -> Non
         case = make_case(places, (6, 2, 8, 8), is_causal=is_causal, mask=mask)
 
         def forward(q: Tensor, k: Tensor, v: Tensor, case: Case = case) -> Tensor:
-            source.now = case.now()
+            under_way.now = case.now()
             out: Tensor = run(q, k, v, case.is_causal)
-            source.now = None
+            under_way.now = None
             return out
 
-        assert_same(split(case, source.axes, forward), case, source.axes)
+        assert_same(split(case, under_way.axes, forward), case, under_way.axes)
 
 
 @pytest.mark.parametrize("variant", ["ring", "ring-self-attention"])
@@ -249,12 +240,11 @@ def check_no_samples() -> None:
         axes = axes_of(ring, ulysses)
         places = make_places(16, ring=ring, ulysses=ulysses, layout="zigzag")
         case = make_case(places, (4, 2, 8, 6), is_causal=True)
-        source = Source(axes, case.now())
-        number = register(source, source)
         leaves = [case.own(one, axes)[:0].requires_grad_() for one in case.tensors[:3]]
         calls = axes.ring.traffic.num_calls, axes.ulysses.traffic.num_calls
         if traced:
-            out = attend_traced(*leaves, number, True, None)
+            under_way = UnderWay(axes, case.now())
+            out = attend_traced(*leaves, under_way, is_causal=True)
         else:
             out = attend(*leaves, axes=axes, now=case.now(), is_causal=True)
         assert out.shape == (0, 4, 4, 6)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from weft.blueprint import Positions
 from weft.comm.collectives import all_gather
 from weft.errors import ModelError
 from weft.mesh import Mesh
-from weft.parallel.attention.attention import Pass, SequenceAxes, attend, attend_traced, register
+from weft.parallel.attention.attention import Pass, SequenceAxes, UnderWay, attend, attend_traced
 from weft.parallel.sequence.hugging_face import use_registry
 from weft.parallel.sequence.positions import Numbered, Tables
 from weft.plan.model_refusals import ATTENTION_THAT_DROPS, CROSS_ATTENTION, MASKS_OF_ITS_OWN, TOKENS_OF_ITS_OWN
@@ -33,14 +32,6 @@ from weft.plan.partition.tensor import Range
 
 _WHOLE: Callable[..., Tensor] = F.scaled_dot_product_attention
 _NAME = "scaled_dot_product_attention"
-
-
-@dataclass(slots=True)
-class UnderWay:
-    """What operators look up."""
-
-    axes: SequenceAxes
-    now: Pass | None = None
 
 
 class SequenceParallel:
@@ -56,7 +47,6 @@ class SequenceParallel:
         self._layout = plan.sequence.layout
         self._multiple = plan.axes.tensor if plan.tensor.sequence else 1
         self._is_traced = plan.recompute.policy == "selective"
-        self._number = register(self._under_way, self)
         self._tables = Tables(model, positions)
         for name in positions.modules if positions is not None else ():
             hook = Numbered(name, lambda: None if self.now is None else self.numbers(self.now.places))
@@ -163,7 +153,7 @@ class SequenceParallel:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None) -> Tensor:
         """Attention of this rank's queries to the keys of all ranks."""
         if torch.compiler.is_compiling():
-            return attend_traced(query, key, value, self._number, is_causal, scale)
+            return attend_traced(query, key, value, self._under_way, is_causal=is_causal, scale=scale)
         with torch._C.DisableTorchFunction():  # whoever follows the model's own calls is not to see these
             return self._attend(query, key, value, is_causal=is_causal, scale=scale)
 
@@ -177,7 +167,7 @@ class SequenceParallel:
         if query.is_meta:  # a model that is followed: there is nothing to exchange, and shapes are all that matters
             return _WHOLE(query, key, value, is_causal=is_causal, enable_gqa=query.shape[1] != key.shape[1])
         if self._is_traced:
-            return attend_traced(query, key, value, self._number, is_causal, scale)
+            return attend_traced(query, key, value, self._under_way, is_causal=is_causal, scale=scale)
         return attend(query, key, value, axes=self.axes, now=self._now, is_causal=is_causal, scale=scale)
 
     def stand_in(

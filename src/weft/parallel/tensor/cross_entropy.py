@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from weft.comm.collectives import all_gather, all_reduce
 from weft.comm.group import Group
+from weft.dtypes import accumulator_dtype
 from weft.plan.partition.tensor import shares
 
 IGNORED_TARGET = -100
@@ -90,7 +91,7 @@ def gather_logits(logits: torch.Tensor, vocabulary: Share, group: Group) -> torc
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, vocabulary: Share, group: Group) -> torch.Tensor:
-        dtype = torch.float32 if logits.dtype in (torch.float16, torch.bfloat16) else logits.dtype
+        dtype = accumulator_dtype(logits.dtype)
         place, is_here, is_counted = _find_targets(targets, vocabulary)
         kept = torch.empty_like(logits) if ctx.needs_input_grad[0] and logits.dtype == dtype else None
         maxima = logits.new_empty(len(logits), 1, dtype=dtype)

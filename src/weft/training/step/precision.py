@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from weft.dtypes import HALF_DTYPES
 from weft.parallel.zero.grouping import DTYPES
 from weft.plan.plan import Plan
 from weft.training.data.trees import map_output, map_tensors
 from weft.training.step.loss import forward
 
-_HALF = (torch.float16, torch.bfloat16)
 _FIRST_SCALE = 2.0**16
 _LARGEST_SCALE = 2.0**24
 _GROWTH_INTERVAL = 2000
@@ -47,7 +47,7 @@ class Caller:
 
 def widen(output: Any) -> Any:
     """The same output with its 16-bit tensors in float32, in the containers it came in."""
-    return map_output(lambda tensor: tensor.float() if tensor.dtype in _HALF else tensor, output)
+    return map_output(lambda tensor: tensor.float() if tensor.dtype in HALF_DTYPES else tensor, output)
 
 
 class LossScale:
