@@ -292,7 +292,7 @@ def test_memory_of_the_size_of_the_logits(
 
 
 def test_slices_must_fit() -> None:
-    with pytest.raises(AssertionError, match="5 logits a row are not those of"):
+    with pytest.raises(AssertionError, match="5 logits per row are not those of"):
         split_cross_entropy_sum(torch.randn(1, 5), torch.zeros(1, dtype=torch.int64), share(17, alone()), alone())
     with pytest.raises(AssertionError, match="not a slice"):
         Share(start=4, stop=4, total=17)
