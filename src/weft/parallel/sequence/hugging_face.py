@@ -1,13 +1,13 @@
-"""Hugging Face models on a part of every sequence: attention over all ranks, by the registry they look it up in.
+"""Attention over all ranks for Hugging Face models, through the registries in which they look attention up.
 
-Their models name their attention in their configuration, look it up in one registry and the maker of its masks in
-another. So while a pass lasts they find a name of ours there, and not a line of theirs changes; between passes nothing
-of it is left, and generating or evaluating whole sequences goes its usual way. transformers is not imported here.
+Their models name their attention in their configuration, look it up in one registry and its mask function in another.
+During a pass both contain an entry of ours, which the configuration names; between passes nothing of it is left, and
+generation or evaluation of whole sequences works as usual. transformers is not imported here.
 
-Of the rank's own tokens no mask is made: causality, padding and documents are known whole to `attend`. Whatever else
-would bear on attention (windows, dropout, sinks, biases, caches, masks of the user's) is refused, never dropped.
-Their rule for packed documents must not see the position_ids of a part of the tokens, which jump where the part does:
-it is off meanwhile, and followed on the whole sequence instead (`models/hugging_face_inputs.py`).
+No mask of the local tokens is made: `attend` knows causality, padding and documents of the whole sequence. Whatever
+else would affect attention (windows, dropout, sinks, biases, caches, the user's masks) is refused, never ignored.
+Their detection of packed documents would be misled by the position_ids of some of the tokens: it is replaced meanwhile,
+and applied to the whole sequence instead (`models/hugging_face_inputs.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HARMLESS = frozenset(
         "num_items_in_batch", "logits_to_keep", "deterministic",
     }
 )  # fmt: skip
-"""What models hand on to attention that does not change what it computes."""
+"""Arguments that models pass on to attention and that do not change its result."""
 _MISSING = object()
 
 
@@ -46,9 +46,9 @@ class Attend(Protocol):
 def use_registry(
     model: nn.Module, attend: Attend, *, now: Callable[[], Pass | None], numbers: Callable[[], Tensor]
 ) -> Callable[[], Callable[[], None]] | None:
-    """How to let the Hugging Face models in a model attend over all ranks: call it, and what it returns to undo it.
+    """A function that lets the Hugging Face models in a model attend over all ranks, and returns the one to undo it.
 
-    `now` gives the pass under way, `numbers` the places of this rank's tokens. None: there are no such models inside.
+    `now` gives the pass under way, `numbers` the positions of this rank's tokens. None: there are no such models.
     """
     kind = hugging_face_class()
     models = [module for module in model.modules() if kind is not None and isinstance(module, kind)]
@@ -80,14 +80,14 @@ def _model_problems(model: Any) -> list[str]:
 
 
 def _uses_registry(model: Any) -> bool:
-    """transformers tells by the source of a class, which one that a user derived may not have or not say it in."""
+    """transformers decides by the source of a class, which a class that a user derived may lack; so bases count too."""
     base = hugging_face_class()
     kinds: list[Any] = [kind for kind in type(model).__mro__ if issubclass(kind, base) and kind is not base]
     return any(kind._can_set_attn_implementation() for kind in kinds)
 
 
 class _Switch:
-    """All that is written elsewhere while a pass lasts."""
+    """Replacements in transformers and in configurations during a pass."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class _Switch:
         sliding_window: int | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """What models find under our name in the registry of attention."""
+        """Our entry in the registry of attention."""
         problems = []
         if attention_mask is not None:
             problems.append(
@@ -192,7 +192,7 @@ class _Switch:
         allow_is_bidirectional_skip: bool = False,
         **others: Any,
     ) -> None:
-        """What models find under our name in the registry of masks: no mask, unless one would say something new."""
+        """Our entry in the registry of masks: makes none, and refuses masks that `attend` does not know of."""
         del others
         now, asked = self._now(), self._asked_for_documents
         self._asked_for_documents = False
@@ -229,9 +229,9 @@ class _Switch:
     def _complete(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Give a model inside another module what `inputs_of` gives one that weft calls itself.
+        """Hook that gives a model inside another module the inputs that `inputs_of` gives an outermost one.
 
-        Left to itself, it would number its rank's tokens from 0, and keep their keys for a next token.
+        Without it, the model would count its local tokens from 0, and cache their keys.
         """
         if model is self._model:
             return None
@@ -253,7 +253,7 @@ class _Switch:
 
 
 def _outermost(model: nn.Module) -> list[nn.Module]:
-    """The Hugging Face models in a model that take position_ids, without those inside another one."""
+    """The outermost Hugging Face models in a model that take position_ids."""
     kind = hugging_face_class()
     found: list[nn.Module] = []
     waiting = [model]
@@ -268,7 +268,7 @@ def _outermost(model: nn.Module) -> list[nn.Module]:
 
 
 def _longest_rotation(model: nn.Module) -> int | None:
-    """The length beyond which rotary positions depend on the whole sequence's; None: they never do."""
+    """The length beyond which rotary angles depend on the length of the sequence; None: they never do."""
     lengths = []
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -283,7 +283,7 @@ def _longest_rotation(model: nn.Module) -> int | None:
 
 
 def _is_void(mask: Tensor, num_tokens: int) -> bool:
-    """Whether it lets every token of the rank see every other."""
+    """Whether a mask lets every local token see every other."""
     return mask.dim() == 2 and mask.shape[1] == num_tokens and bool(mask.all())
 
 

@@ -2,7 +2,7 @@
 
     split ─ norm ─[gather ─ attention ─ scatter]─ dropout, add ─ norm ─[gather ─ MLP ─ scatter]─ dropout, add ─ ... join
 
-Code outside the brackets treats every token by itself, so each rank runs it on its own tokens only, and keeps only their
+Code outside the brackets treats every token by itself, so each rank runs it on its own tokens only and keeps only their
 activations. Gathers and reduce-scatters replace all-reduces and move as many bytes. Activations are split before the
 first block of a stage and joined after its last.
 
