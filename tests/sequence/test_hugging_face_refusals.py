@@ -1,4 +1,4 @@
-"""What a Hugging Face model could ask of attention, or be given, that ranks with parts of a sequence cannot do."""
+"""Refusals of arguments and settings of Hugging Face models that attention over several ranks does not support."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_refused_when_wrapped(kind: str, given: dict[str, Any], reason: str) -> 
 
 
 def test_a_model_that_calls_torch_itself_is_not_switched() -> None:
-    """`F.scaled_dot_product_attention` is somebody else's; only the rule for documents must not see its positions."""
+    """`F.scaled_dot_product_attention` stays as it is; only the detection of documents must not see local positions."""
     model = build("Falcon", alibi=False)
     with switched_on(model, pass_of()) as shuffled:
         ours = model(tokens_of(), position_ids=ORDER.unsqueeze(0), use_cache=False).logits

@@ -1,4 +1,4 @@
-"""What a rank keeps of a sequence falls as 1 / P: all that a block keeps for the backward pass, attention included.
+"""Activation memory per rank falls as 1 / P: all that a block keeps for the backward pass, attention included.
 
 Of a block with dropout in 32 bits, s tokens, b samples and h features that is 72 s b h bytes on one rank (twice the 34
 of `test_tensor_memory.py`, and two bytes for each entry of two masks), and 4 for every token and head, by which

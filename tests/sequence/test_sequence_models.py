@@ -231,7 +231,7 @@ def test_a_rank_with_nothing_to_count_takes_part() -> None:
 
 @ranks(2)
 def test_a_loss_that_calls_a_model_is_outside_of_the_pass() -> None:
-    """Of its own, on this rank's tokens: what attends in it would attend to these only, and is refused."""
+    """Attention inside the loss would attend to this rank's tokens only, and is refused."""
     teacher, calm = Transformer("full").double(), torch.nn.Linear(1, 17).double()
 
     def distilled(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -199,7 +199,7 @@ def check_bad_targets(group: Group) -> None:
 
 
 def check_second_backward(group: Group) -> None:
-    """What was kept is the gradient now: torch refuses to use it again, rather than to be silently wrong."""
+    """The kept tensor was overwritten by the gradient: torch refuses a second use, rather than being silently wrong."""
     mine = share(17, group)
     part = torch.randn(4, mine.width, requires_grad=True)
     loss = split_cross_entropy_sum(part, torch.zeros(4, dtype=torch.int64), mine, group)

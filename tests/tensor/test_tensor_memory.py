@@ -1,4 +1,4 @@
-"""What a rank keeps of a split model falls as the formulas say: its weights, and what a block keeps for backward.
+"""Memory per rank of a sharded model follows the formulas: its weights, and activations kept for the backward pass.
 
 Of a block with dropout in 16 bits, a flash kernel, s tokens, b samples and h features a rank keeps, over t ranks:
 

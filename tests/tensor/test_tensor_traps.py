@@ -1,4 +1,4 @@
-"""Ways in which split layers could go wrong without a word, each of which was tried: they are right, or refused."""
+"""Ways in which sharded layers could be silently wrong: each is right, or refused."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_tokens_outside_the_vocabulary_are_refused_as_in_one_process() -> None:
 
 
 @ranks(2)
-def test_whoever_calls_the_model_gets_all_of_its_output() -> None:
+def test_callers_of_the_model_get_the_whole_output() -> None:
     torch.manual_seed(0)
     whole = small_gpt().double()
     trainer = make_trainer(copy.deepcopy(whole), tensor_plan(2))
@@ -132,7 +132,7 @@ def test_layers_called_in_different_modes(which: int) -> None:
 
 
 @ranks(2)
-def test_a_layer_that_nobody_uses_has_no_gradient() -> None:
+def test_an_unused_layer_has_no_gradient() -> None:
     """Its output is taken, but goes nowhere."""
 
     class Wasteful(Frozen):

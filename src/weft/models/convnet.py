@@ -34,7 +34,7 @@ class ConvNetConfig:
     num_blocks: int = 4
     """Residual blocks of two convolutions each."""
     batch_norm: bool = True
-    """Whether to normalise over the batch; otherwise over groups of channels of each image."""
+    """Normalise over the batch; otherwise over groups of channels of each image."""
 
     def __post_init__(self) -> None:
         names = ("classes", "channels_in", "width", "num_blocks")

@@ -52,9 +52,9 @@ class GPTConfig:
     norm: str = "rms"
     """Kind of norm: rms | layer."""
     bias: bool = False
-    """Whether linear layers and layer norms have a bias; the head never has."""
+    """Linear layers and layer norms have a bias; the head never has."""
     tied: bool = True
-    """Whether the head is the embedding."""
+    """The head shares its weight with the embedding."""
     dropout: float = 0.0
     """Probability of dropout after the embedding and after each half of a block."""
 

@@ -53,15 +53,29 @@ def hugging_face_class() -> Any:
     return getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
 
 
+def outermost_models(model: nn.Module, argument: str) -> Iterator[nn.Module]:
+    """The outermost Hugging Face models in a model that take an argument of this name."""
+    kind = hugging_face_class()
+    waiting = [model] if kind is not None else []
+    while waiting:
+        module = waiting.pop()
+        if isinstance(module, kind) and _takes(module, argument):
+            yield module
+        else:
+            waiting += module.children()
+
+
+def _takes(module: nn.Module, argument: str) -> bool:
+    return argument in inspect.signature(type(module).forward).parameters
+
+
 def inputs_of(model: nn.Module, inputs: Any) -> SequenceInputs | None:
     """Read the inputs (a tensor, a tuple or a dict) of a Hugging Face model; None for any other model.
 
     Also None for those of their models that take no position_ids.
     """
     kind = hugging_face_class()
-    if kind is None or not isinstance(model, kind):
-        return None
-    if _POSITIONS not in inspect.signature(type(model).forward).parameters:
+    if kind is None or not isinstance(model, kind) or not _takes(model, _POSITIONS):
         return None
     if isinstance(inputs, Mapping):
         named = dict(inputs)
@@ -112,8 +126,7 @@ def by_name(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 def without_cache(model: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
     """The same arguments for a call without cache, to which a recomputed block would add its keys twice."""
-    takes_it = "use_cache" in inspect.signature(type(model).forward).parameters
-    return {**named, "use_cache": False} if takes_it else named
+    return {**named, "use_cache": False} if _takes(model, "use_cache") else named
 
 
 def leave_out_caches(model: nn.Module) -> None:
@@ -122,14 +135,8 @@ def leave_out_caches(model: nn.Module) -> None:
     Most configurations make one in every pass. A recomputed block would find its own keys in it, a pipeline stage would
     keep those of every microbatch, and a block that is timed alone would find those of another.
     """
-    kind = hugging_face_class()
-    waiting = [model] if kind is not None else []
-    while waiting:
-        module = waiting.pop()
-        if isinstance(module, kind) and "use_cache" in inspect.signature(type(module).forward).parameters:
-            module.register_forward_pre_hook(_ask_for_no_cache, with_kwargs=True)
-        else:
-            waiting += module.children()
+    for module in outermost_models(model, "use_cache"):
+        module.register_forward_pre_hook(_ask_for_no_cache, with_kwargs=True)
 
 
 def _ask_for_no_cache(
@@ -195,9 +202,7 @@ def _padding_index(model: nn.Module) -> int | None:
 
 def _counts_mask(module: nn.Module) -> bool:
     """Whether this is an embedding that derives positions from the mask (OPT's family)."""
-    if not isinstance(module, nn.Embedding) or type(module) is nn.Embedding:
-        return False
-    return _MASK in inspect.signature(type(module).forward).parameters
+    return isinstance(module, nn.Embedding) and type(module) is not nn.Embedding and _takes(module, _MASK)
 
 
 def _makes_cache(model: Any, asked: bool | None) -> bool:

@@ -58,14 +58,7 @@ def attend(
 ) -> Tensor:
     """[B, H, T, E]: attention of this rank's queries to the whole sequence. Collective over both axes."""
     q, k, v = _cast(q_BHTD, k_BGTD, v_BGTE)
-    call = make_call(
-        num_heads=(q.shape[1], k.shape[1]),
-        widths=(q.shape[3], k.shape[3], v.shape[3]),
-        axes=axes,
-        now=now,
-        is_causal=is_causal,
-        scale=scale,
-    )
+    call = make_call((q, k, v), (q.shape[1], k.shape[1]), axes, now, is_causal, scale)
     made: Tensor = _Attend.apply(q, k, v, call)  # type: ignore[no-untyped-call]
     return made
 
@@ -181,12 +174,5 @@ def _call(
     axes: SequenceAxes = object_of(under_way).axes
     num_tokens, padded, num_queries, num_keys, *_ = counts
     places = Places(num_tokens=num_tokens, padded=padded, ring=axes.ring.size, ulysses=axes.ulysses.size, layout=layout)
-    q, k, v = tensors
-    return make_call(
-        num_heads=(num_queries, num_keys),
-        widths=(q.shape[3], k.shape[3], v.shape[3]),
-        axes=axes,
-        now=Pass(places=places, key_mask_BS=key_mask, documents_BS=documents),
-        is_causal=is_causal,
-        scale=scale,
-    )
+    now = Pass(places=places, key_mask_BS=key_mask, documents_BS=documents)
+    return make_call(tensors, (num_queries, num_keys), axes, now, is_causal, scale)

@@ -101,23 +101,14 @@ class Call:
 
 
 def make_call(
-    *,
-    num_heads: tuple[int, int],
-    widths: tuple[int, int, int],
-    axes: SequenceAxes,
-    now: Pass,
-    is_causal: bool,
-    scale: float | None,
+    tensors: Gradients, num_heads: tuple[int, int], axes: SequenceAxes, now: Pass, is_causal: bool, scale: float | None
 ) -> Call:
     """`num_heads`: heads of queries and of keys, before ulysses splits them."""
-    return Call(
-        axes=axes,
-        now=now,
-        is_causal=is_causal,
-        scale=1.0 / math.sqrt(widths[0]) if scale is None else scale,
-        heads=share_heads(*num_heads, ulysses=axes.ulysses.size, ring=axes.ring.size),
-        widths=widths,
-    )
+    q, k, v = tensors
+    widths = (q.shape[3], k.shape[3], v.shape[3])
+    scale = 1.0 / math.sqrt(widths[0]) if scale is None else scale
+    heads = share_heads(*num_heads, ulysses=axes.ulysses.size, ring=axes.ring.size)
+    return Call(axes=axes, now=now, is_causal=is_causal, scale=scale, heads=heads, widths=widths)
 
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor]

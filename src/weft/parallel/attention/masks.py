@@ -1,4 +1,4 @@
-"""Which pairs of a query and a key a mask allows, block by block, so that no rank makes the mask of a whole sequence.
+"""Masks of attention, made block by block, so that no rank makes the mask of a whole sequence.
 
 A mask is given by what it is made of, in global order and on every rank: which keys may be seen, and which document
 each token belongs to. Both are as long as the sequence; the mask of a block is as large as its scores.

@@ -12,7 +12,6 @@ and applied to the whole sequence instead (`models/hugging_face_inputs.py`).
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, MutableMapping
 from typing import Any, Protocol
@@ -20,7 +19,13 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from weft.errors import ModelError
-from weft.models.hugging_face_inputs import by_name, hugging_face_class, makes_own_positions, without_cache
+from weft.models.hugging_face_inputs import (
+    by_name,
+    hugging_face_class,
+    makes_own_positions,
+    outermost_models,
+    without_cache,
+)
 from weft.parallel.attention.attention import Pass
 
 NAME = "weft_sequence"
@@ -102,7 +107,7 @@ class _Switch:
         self._attend = attend
         self._now = now
         self._numbers = numbers
-        self._outermost = _outermost(model)
+        self._outermost = list(outermost_models(model, "position_ids"))
         self._longest = _longest_rotation(model)
         self._writes: list[tuple[MutableMapping[str, Any], str, Any]] | None = None
         self._asked_for_documents = False
@@ -250,21 +255,6 @@ class _Switch:
             )
         device = next((value.device for value in named.values() if isinstance(value, Tensor)), numbers.device)
         return (), without_cache(model, {**named, "position_ids": numbers.to(device)})
-
-
-def _outermost(model: nn.Module) -> list[nn.Module]:
-    """The outermost Hugging Face models in a model that take position_ids."""
-    kind = hugging_face_class()
-    found: list[nn.Module] = []
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        parameters = inspect.signature(type(module).forward).parameters
-        if kind is not None and isinstance(module, kind) and "position_ids" in parameters:
-            found.append(module)
-        else:
-            waiting += module.children()
-    return found
 
 
 def _longest_rotation(model: nn.Module) -> int | None:

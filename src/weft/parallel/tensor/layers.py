@@ -153,7 +153,8 @@ class ColumnLayer:
             return traced_spread(x, axis.handle) if is_compiling else spread(x, axis.group)
         if self.is_shown if is_compiling else axis.shows_all_tokens:
             return x  # the gather sums the gradients
-        return traced_gather(x, axis.handle)
+        gathered: Tensor = traced_gather(x, axis.handle)
+        return gathered
 
 
 class RowLinear:
@@ -170,6 +171,7 @@ class RowLinear:
             axis.draws.leave()
         if not is_compiling and not axis.keeps_products:
             return row(input, axis.group, axis.splits_tokens, layer.weight, layer.bias)
+        made: Tensor
         if axis.splits_tokens:
             made = traced_scatter(F.linear(input, layer.weight), axis.handle)
         elif is_compiling:

@@ -53,7 +53,7 @@ class TokenSplit:
         if not self.is_split:
             if is_training or torch.is_grad_enabled():
                 raise DataError(
-                    f"[tensor] sequence = true cannot share out {num_tokens} tokens over [axes] tensor = {size}; use "
+                    f"[tensor] sequence = true cannot split {num_tokens} tokens over [axes] tensor = {size}; use "
                     f"sequences of {_lengths_near(num_tokens, size)} tokens"
                 )
             return arguments

@@ -152,12 +152,8 @@ class TensorParallel:
     def _install_columns(self, names: Sequence[str], region: Region) -> None:
         layers: list[Any] = [self.model.get_submodule(name) for name in names]
         if all(type(layer).forward is nn.Linear.forward and "forward" not in vars(layer) for layer in layers):
-            group = ColumnGroup(
-                layers,
-                self._axis(names[0]),
-                is_region=not region.is_output,
-                is_shown=self._shown_holder(region) is not None,
-            )
+            is_shown = self._shown_holder(region) is not None
+            group = ColumnGroup(layers, self._axis(names[0]), is_region=not region.is_output, is_shown=is_shown)
             for number, layer in enumerate(layers):
                 layer.forward = ColumnLinear(group, number).forward
                 layer.out_features = self._num_entries(f"{names[number]}.weight")
