@@ -11,12 +11,14 @@ with a byte for each entry of the two masks of dropout, which torch keeps in two
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from oracle import kept_bytes, make_trainer, tensor_plan
 from ranks import ranks
 
-from weft.models.gpt import GPT, GPTConfig
+from weft.models.gpt import GPT, gpt2_124m
 from weft.plan.plan import Plan
 from weft.training.trainer import Trainer
 
@@ -24,17 +26,8 @@ TOKENS, SAMPLES, HIDDEN, HEADS = 32, 4, 256, 4
 
 
 def trained_by(plan: Plan, num_layers: int) -> Trainer:
-    config = GPTConfig(
-        vocab_size=64,
-        context=TOKENS,
-        num_layers=num_layers,
-        hidden=HIDDEN,
-        heads=HEADS,
-        positions="learned",
-        norm="layer",
-        bias=True,
-        dropout=0.1,
-    )
+    sizes = {"context": TOKENS, "num_layers": num_layers, "hidden": HIDDEN, "heads": HEADS}
+    config = replace(gpt2_124m(), vocab_size=64, dropout=0.1, **sizes)
     return make_trainer(GPT(config).bfloat16(), plan)
 
 

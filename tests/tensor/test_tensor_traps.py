@@ -168,8 +168,8 @@ def misdeclared(change: str) -> GPT:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("an unknown layer", 'the module "blocks.0.mlp.dwon", which the model has not'),
-        ("an unknown tensor", 'the tensor "blocks.0.mlp.up.weigth", which the model has not'),
+        ("an unknown layer", 'the module "blocks.0.mlp.dwon", which the model lacks'),
+        ("an unknown tensor", 'the tensor "blocks.0.mlp.up.weigth", which the model lacks'),
         ("another length", "into sections of 20 entries together, and its shape is (16, 24)"),
         ("another dim", 'cuts dim 2 of "blocks.0.mlp.down.weight"'),
         ("a weight left whole", 'has "blocks.0.mlp.up" make shares, but does not cut its "weight"'),

@@ -90,7 +90,7 @@ class GPTConfig:
             problems.append(f"heads {self.heads} do not divide hidden {self.hidden}; these do: {divisors(self.hidden)}")
         elif self.positions == "rotary" and self.head_dim % 2:
             problems.append(
-                f"a head of {self.hidden} / {self.heads} = {self.head_dim} cannot be rotated, for it is odd; "
+                f"a head of {self.hidden} / {self.heads} = {self.head_dim} is odd and cannot be rotated; "
                 'change hidden or heads, or take positions = "learned"'
             )
         if self.heads % self.num_kv_heads:

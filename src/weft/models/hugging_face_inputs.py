@@ -26,8 +26,8 @@ from weft.errors import ModelError
 
 _TOKENS, _MASK, _POSITIONS = ("input_ids", "inputs_embeds"), "attention_mask", "position_ids"
 _UNSUPPORTED = {
-    "past_key_values": "keys of earlier tokens are on no rank; give the model whole sequences",
-    "head_mask": "attention over several ranks has no weights of heads; leave it out",
+    "past_key_values": "no rank has the keys of earlier tokens; give the model whole sequences",
+    "head_mask": "attention over several ranks does not weight heads; leave it out",
     "output_attentions": "no rank has the weights of attention; leave it out",
     "encoder_hidden_states": "attention to another sequence is not split; leave it out",
     "encoder_attention_mask": "attention to another sequence is not split; leave it out",

@@ -69,8 +69,8 @@ def _model_problems(model: Any) -> list[str]:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         return [
-            f"{name} is an encoder and a decoder, whose sequences are of two lengths; weft splits sequences of models "
-            "of one: set [axes] ring and ulysses to 1"
+            f"{name} is an encoder and a decoder, with sequences of two lengths, which weft does not split; set [axes] "
+            "ring and ulysses to 1"
         ]
     if _uses_registry(model):
         return []
@@ -78,8 +78,8 @@ def _model_problems(model: Any) -> list[str]:
     if not model._supports_sdpa or attention != "sdpa":
         instead = 'load it with attn_implementation="sdpa"' if model._supports_sdpa else "use another model"
         return [
-            f'{name} attends in code of its own (attn_implementation = "{attention}"), which weft cannot lead over '
-            f"several ranks; {instead}, {_REMEDY}"
+            f'{name} attends in code of its own (attn_implementation = "{attention}"), which weft cannot '
+            f"distribute; {instead}, {_REMEDY}"
         ]
     return []
 
@@ -161,8 +161,8 @@ class _Switch:
         problems = []
         if attention_mask is not None:
             problems.append(
-                f"a mask of {tuple(attention_mask.shape)}, of which weft cannot know what it says of other ranks' "
-                "tokens; give the model padding as an attention_mask (samples, tokens)"
+                f"a mask of {tuple(attention_mask.shape)}, which says nothing about other ranks' tokens; give "
+                "the model padding as an attention_mask (samples, tokens)"
             )
         if dropout > 0:
             problems.append(f"dropout = {dropout:g}; set the model's attention dropout to 0")
@@ -174,10 +174,10 @@ class _Switch:
         if self._longest is not None and self._num_tokens > self._longest:
             problems.append(
                 f"positions whose angles change with the length of the sequence beyond {self._longest} tokens; it has "
-                f"{self._num_tokens}, of which a rank sees a part; use shorter sequences, or other rope_parameters"
+                f"{self._num_tokens}, of which a rank sees some; use shorter sequences, or other rope_parameters"
             )
         problems += [
-            f"{name} = {_said(given)}, which weft does not know; use a model without it"
+            f"{name} = {_said(given)}, which weft does not support; use a model without it"
             for name, given in others.items()
             if name not in _HARMLESS and given is not None and given is not False
         ]
@@ -217,7 +217,7 @@ class _Switch:
         if now is not None and now.documents_BS is not None and not asked:
             problems.append(
                 "no documents, although its position_ids begin anew within a sequence; give an attention_mask of ones "
-                "as well, which says that this is meant"
+                "as well to confirm it"
             )
         if problems:
             raise ModelError([f"the model masks {problem}, {_REMEDY}" for problem in problems])
@@ -245,13 +245,13 @@ class _Switch:
         given = named.get("position_ids")
         if given is None and makes_own_positions(model):
             raise ModelError(
-                f"{type(model).__name__} makes its positions from the whole sequence, of which a rank has a part; give "
+                f"{type(model).__name__} makes its positions from the whole sequence, of which a rank has some; give "
                 "weft the model itself, not inside another module"
             )
         if given is not None and not bool((given == numbers.to(given.device)).all()):
             raise ModelError(
-                f"{type(model).__name__} is given position_ids inside another module, and other ones than the places "
-                "of this rank's tokens; leave them out there, or give weft the model itself"
+                f"{type(model).__name__} is given position_ids inside another module that are not the global "
+                "positions of this rank's tokens; leave them out there, or give weft the model itself"
             )
         device = next((value.device for value in named.values() if isinstance(value, Tensor)), numbers.device)
         return (), without_cache(model, {**named, "position_ids": numbers.to(device)})

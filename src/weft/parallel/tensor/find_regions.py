@@ -47,7 +47,7 @@ def find_regions(
     if call is None:
         raise ModelError(
             f"[axes] tensor = {tensor} needs to know how the model splits: it declares no regions in "
-            "weft_blueprint(), so give parallelize(..., example=inputs), the inputs of one microbatch, to follow"
+            "weft_blueprint(), so give parallelize(..., example=inputs), the inputs of one microbatch, to trace"
         )
     found = find(model, call, tensor=tensor, whole_between=whole_between)
     reasons = [f"{name}: {reason}" for name, reason in found.reasons.items()]
@@ -75,11 +75,11 @@ def refuse_misdeclared(model: nn.Module, regions: Sequence[Region]) -> None:
         layers = (*chain(*region.columns), *region.rows)
         named = (*layers, *(count.module for count in region.counts), *(one.module for one in region.resized))
         problems += [
-            f'a region names the module "{name}", which the model has not' for name in named if name not in modules
+            f'a region names the module "{name}", which the model lacks' for name in named if name not in modules
         ]
         listed = (*(cut.name for cut in region.cuts), *region.partial)
         problems += [
-            f'a region names the tensor "{name}", which the model has not' for name in listed if name not in tensors
+            f'a region names the tensor "{name}", which the model lacks' for name in listed if name not in tensors
         ]
         for cut in region.cuts:
             shape = tuple(tensors[cut.name].shape) if cut.name in tensors else ()

@@ -169,7 +169,7 @@ def _find_group(parts: Sequence[_Part]) -> _Group | None:
     """The parts under one parent that are cut; None if all of them stay whole."""
     for part in parts:
         if part.style not in STYLES:
-            raise _Unclear(f"{part.said}, a way of splitting that weft does not know")
+            raise _Unclear(f"{part.said}, a style that weft does not know")
         if part.style == EMBEDDING:
             raise _Unclear(f"{part.said}, which is not the embedding of the model's inputs")
     columns, rows, gathered, split_rows = ([part for part in parts if part.style == style] for style in STYLES[:4])
