@@ -1,4 +1,4 @@
-"""Attention of ranks that share a sequence out, against dense attention in one process: outputs and all gradients."""
+"""Attention over a split sequence against dense attention in one process: outputs and all gradients."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def check_bytes() -> None:
 
 
 def check_no_samples() -> None:
-    """No samples are attended to without any exchange, and have a gradient."""
+    """An empty batch needs no exchange, and has a gradient."""
     for (ring, ulysses), traced in itertools.product(((4, 1), (2, 2), (1, 4)), (False, True)):
         axes = axes_of(ring, ulysses)
         places = make_places(16, ring=ring, ulysses=ulysses, layout="zigzag")
@@ -145,7 +145,7 @@ def check_no_samples() -> None:
 
 
 def check_dtypes() -> None:
-    """Under autocast as torch's own attention does; else one dtype or none."""
+    """Casts under autocast as torch's own attention does; refuses mixed dtypes otherwise."""
     axes = axes_of(2, 2)
     case = make_case(make_places(16, ring=2, ulysses=2, layout="zigzag"), (4, 4, 8, 8), is_causal=True)
     q, k, v = (case.own(one, axes).float() for one in case.tensors[:3])

@@ -1,4 +1,4 @@
-"""Cross-entropy of a vocabulary that ranks share, against torch's own of whole logits, and the bytes it exchanges."""
+"""Vocabulary-parallel cross-entropy against torch's own of whole logits, and the bytes it exchanges."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def assert_near(found: Tensor, true: Tensor, dtype: torch.dtype) -> None:
 
 
 def compare(logits: Tensor, targets: Tensor, group: Group, *, upstream: float = 1.0) -> None:
-    """One slice a rank against the whole: the loss, and this rank's part of the gradient."""
+    """One slice per rank against the whole: the loss, and this rank's part of the gradient."""
     mine = share(logits.shape[-1], group)
     part, whole = slice_of(logits, mine), logits.clone().requires_grad_()
     loss, true = split_cross_entropy_sum(part, targets, mine, group), whole_loss(whole, targets)
@@ -159,7 +159,7 @@ def check_blocks(group: Group) -> None:
 
 
 def check_larger_graph(group: Group) -> None:
-    """Behind a layer of which every rank has a share, with logits that are not contiguous and are used twice."""
+    """After a sharded layer, with logits that are not contiguous and are used twice."""
     mine, targets = share(17, group), edge_targets(17, group, 2, 5)
     hidden, weight = torch.randn(2, 6, 4, dtype=torch.float64), torch.randn(17, 4, dtype=torch.float64)
 

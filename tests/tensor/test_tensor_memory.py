@@ -57,7 +57,7 @@ def test_four_ranks(sequence: bool, parts: float) -> None:
 
 @ranks(4)
 def test_weights_and_moments_are_shared_out() -> None:
-    """12 h² + 13 h numbers a block: a rank has a quarter of the matrices and of the biases of column layers."""
+    """12 h² + 13 h numbers per block: a rank has a quarter of the matrices and of the biases of column layers."""
     trainers = [trained_by(tensor_plan(4), num_layers) for num_layers in (1, 2)]
     sizes = [sum(parameter.numel() for parameter in trainer.model.parameters()) for trainer in trainers]
     matrices, column_biases, whole = 12 * HIDDEN**2, (3 + 4) * HIDDEN, (1 + 1 + 4) * HIDDEN

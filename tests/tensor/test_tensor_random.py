@@ -1,4 +1,4 @@
-"""Dropout under tensor parallelism: one mask for what all ranks have, another on each rank for its own share."""
+"""Dropout under tensor parallelism: one mask for replicated activations, one per rank for its own shard."""
 
 from __future__ import annotations
 

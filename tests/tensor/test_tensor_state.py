@@ -1,4 +1,4 @@
-"""Around the steps of split layers: checkpoints under any plan, first values, evaluation, generation, checks."""
+"""Tensor parallelism around the steps: checkpoints under any plan, first values, evaluation, generation, checks."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_callers_of_the_model_get_the_whole_output() -> None:
 
 
 class Checkpointing(GPT):
-    """Computes its blocks again by itself, as many models do when asked."""
+    """A model with its own activation recomputation."""
 
     how: bool | None = None
 
@@ -133,7 +133,7 @@ def test_layers_called_in_different_modes(which: int) -> None:
 
 @ranks(2)
 def test_an_unused_layer_has_no_gradient() -> None:
-    """Its output is taken, but goes nowhere."""
+    """Its output is computed, but not used."""
 
     class Wasteful(Frozen):
         def forward(self, tokens: Tensor) -> Tensor:
