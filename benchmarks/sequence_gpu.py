@@ -5,7 +5,7 @@
 
 Causal attention in bf16, 16 heads of 128, forward and backward; also with 4 key heads for the 16. Plain is one call of
 `F.scaled_dot_product_attention` on the whole sequence with torch's flash kernel. The ring is weft's own code, zigzag,
-all ranks on one stream, one after another, and keys and values change hands without a copy. What it takes more is the
+one thread per rank, all on one stream, and keys and values change hands without a copy. What it takes more is the
 price of blocks: merging outputs, adding up gradients, packing, and kernels that run on shorter sequences; `--where`
 says how the time of its kernels falls on these.
 
@@ -20,7 +20,9 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -30,10 +32,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-from weft.parallel.attention.masks import Masks, make_masks
-from weft.parallel.attention.ring import backward_steps, forward_steps
-from weft.parallel.attention.ring_exchange import Steps, finish, local_rotations
-from weft.plan.partition.sequence import Places, make_places
+from weft.parallel.attention.masks import Pass
+from weft.parallel.attention.ring import ring_backward, ring_forward
+from weft.plan.partition.sequence import make_places
 
 HEADS, HEAD_DIM, FEWER_KEY_HEADS = 16, 128, 4
 GOAL = 0.85
@@ -47,13 +48,34 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]
 """(out, dq, dk, dv)."""
 
 
+@dataclass(frozen=True, slots=True)
+class LocalRotation:
+    """One rank's `Rotation` of a ring that is all in this process, one thread per rank: nothing is sent or copied."""
+
+    index: int
+    queues: list[tuple[SimpleQueue[Tensor], SimpleQueue[Tensor]]]
+    """To each rank, for each tag."""
+    shared: None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.queues)
+
+    def pass_on(self, outgoing: Tensor, incoming: Tensor, tag: int) -> Callable[[], Tensor]:
+        del incoming
+        self.queues[(self.index + 1) % self.size][tag].put(outgoing)
+        return self.queues[self.index][tag].get
+
+
 class Ring:
     """Ring attention with all its ranks in this process."""
 
-    def __init__(self, places: Places, *, is_causal: bool = True, masks: Masks | None = None) -> None:
-        self._places = places
-        scale = 1 / math.sqrt(HEAD_DIM)
-        self._settings: dict[str, Any] = {"places": places, "is_causal": is_causal, "masks": masks, "scale": scale}
+    def __init__(self, now: Pass, *, is_causal: bool = True) -> None:
+        self._places = places = now.places
+        self._settings: dict[str, Any] = {"now": now, "is_causal": is_causal, "scale": 1 / math.sqrt(HEAD_DIM)}
+        queues: list[Any] = [(SimpleQueue(), SimpleQueue()) for _ in range(places.ring)]
+        self._rotations = [LocalRotation(index, queues) for index in range(places.ring)]
+        self._threads = ThreadPoolExecutor(places.ring)
         self._numbers = [
             torch.cat([torch.arange(*one) for one in places.ring_ranges(rank)]) for rank in range(places.ring)
         ]
@@ -70,7 +92,7 @@ class Ring:
 
     def forward(self, q: list[Tensor], k: list[Tensor], v: list[Tensor]) -> list[tuple[Tensor, ...]]:
         """(out, lse) of every rank."""
-        return self._on_all(forward_steps, list(zip(q, k, v, strict=True)))
+        return self._on_all(ring_forward, list(zip(q, k, v, strict=True)))
 
     def backward(
         self,
@@ -82,12 +104,15 @@ class Ring:
     ) -> list[tuple[Tensor, ...]]:
         """(dq, dk, dv) of every rank."""
         inputs = [(*some, *rest) for *some, rest in zip(grad, q, k, v, made, strict=True)]
-        return self._on_all(backward_steps, inputs)
+        return self._on_all(ring_backward, inputs)
 
-    @torch.no_grad()
-    def _on_all(self, steps: Callable[..., Steps[Any]], inputs: list[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
-        rotations = local_rotations(self._places.ring)
-        return finish(*(steps(*inputs[one.index], rotation=one, **self._settings) for one in rotations))
+    def _on_all(self, work: Callable[..., Any], inputs: list[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+        @torch.no_grad()
+        def run(one: LocalRotation) -> tuple[Tensor, ...]:
+            made: tuple[Tensor, ...] = work(*inputs[one.index], rotation=one, **self._settings)
+            return made
+
+        return list(self._threads.map(run, self._rotations))
 
 
 def make_tensors(num_tokens: int, num_keys: int, *, num_samples: int = 1, dtype: torch.dtype) -> list[Tensor]:
@@ -140,7 +165,7 @@ def check(case: Case) -> float:
     if documents is not None:
         own = documents[:, :CHECKED_TOKENS]
         allowed = allowed & (own[:, None, :, None] == own[:, None, None, :])
-    ring = Ring(places, is_causal=case.is_causal, masks=make_masks(places, keys, documents))
+    ring = Ring(Pass(places=places, key_mask_BS=keys, documents_BS=documents), is_causal=case.is_causal)
     q, k, v, grad = (ring.cut(one) for one in tensors)
     made = ring.forward(q, k, v)
     gradients = ring.backward(grad, q, k, v, made)
@@ -210,7 +235,7 @@ def compare(num_keys: int, args: argparse.Namespace) -> Iterator[str]:
     tensors = make_tensors(args.tokens, num_keys, dtype=torch.bfloat16)
     sides = plain_sides(*tensors)
     for count in args.ranks:
-        ring = Ring(make_places(args.tokens, ring=count, ulysses=1, layout="zigzag"))
+        ring = Ring(Pass(places=make_places(args.tokens, ring=count, ulysses=1, layout="zigzag")))
         sides |= {f"{count} {name}": run for name, run in ring_sides(ring, tensors).items()}
     time_in_turn(sides, 2)
     times = time_in_turn(sides, args.rounds)

@@ -19,7 +19,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 
 ROOMS = (
     "errors units hosts plan plan.partition plan.pipeline profiles planning report "
-    "comm.shared_memory comm mesh blueprint models layout "
+    "dtypes comm.shared_memory comm mesh blueprint models layout "
     "parallel.tracing parallel.zero parallel.state parallel.attention parallel.sequence parallel.spatial "
     "parallel.tensor.discovery parallel.tensor parallel.pipeline parallel "
     "codecs sync server checkpoint optim "
@@ -27,7 +27,7 @@ ROOMS = (
     "measure lab launch cli __main__"
 ).split()
 """Packages in import order; a sub-package may stand above or below the package that holds it."""
-FIRST_WITH_TORCH = ROOMS.index("comm.shared_memory")
+FIRST_WITH_TORCH = ROOMS.index("dtypes")
 
 
 def room_of(names: Sequence[str]) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -106,13 +105,13 @@ def test_tensor_forward() -> None:
 
 
 def ring_back(patch: Patch, trainer: Trainer) -> None:
-    real = ring.travel_back
+    real = ring.rotate_with_gradients
 
-    def back(*args: Any) -> Generator[None, None, Any]:
-        dk, dv = yield from real(*args)
+    def back(*args: Any) -> Any:
+        dk, dv = real(*args)
         return 2.0 * dk, 2.0 * dv
 
-    patch.setattr(ring, "travel_back", back)
+    patch.setattr(ring, "rotate_with_gradients", back)
 
 
 @ranks(2)

@@ -1,4 +1,4 @@
-"""What a GPT declares of itself: where it may be cut between blocks, and how layers are shared out over ranks."""
+"""The blueprint of a GPT: where it may be cut between blocks, and how its layers split over tensor ranks."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def test_a_bad_gpt_is_refused_with_every_reason() -> None:
         ({"context": 2.5}, "context is 2.5"),
         ({"num_layers": True}, "num_layers is True"),
         ({"kv_heads": -1}, "kv_heads is -1; it must be a whole number, 0 or more"),
-        ({"hidden": 12, "heads": 4}, r"12 / 4 = 3 cannot be rotated"),
+        ({"hidden": 12, "heads": 4}, r"12 / 4 = 3 is odd and cannot be rotated"),
         ({"dropout": "much"}, "dropout is 'much'"),
     ],
 )

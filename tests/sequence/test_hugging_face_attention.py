@@ -59,7 +59,7 @@ def test_a_mask_of_ones_is_none() -> None:
 @pytest.mark.parametrize("use_cache", [False, True, None])
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3", "GPT2"])
 def test_documents(kind: str, use_cache: bool | None) -> None:
-    """With a cache, which is their default, transformers masks by no documents; then neither do we."""
+    """With a cache, their default, transformers ignores documents; so do we."""
     model = build(kind)
     positions = torch.cat([torch.arange(5), torch.arange(4), torch.arange(3)]).expand(2, -1)
     inputs = {"input_ids": tokens_of(), "position_ids": positions, "use_cache": use_cache}

@@ -1,4 +1,4 @@
-"""What a Hugging Face model could ask of attention, or be given, that ranks with parts of a sequence cannot do."""
+"""Refusals of arguments and settings of Hugging Face models that attention over several ranks does not support."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ RESTARTING = torch.arange(6).repeat(2, 2)
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("Llama", {"attention_dropout": 0.1}, {}, "gives attention dropout = 0.1; set the model's attention dropout to 0"),
     ("Mistral", {"sliding_window": 11}, {}, "all but 11 tokens (a window or chunk), less than the sequence's 12"),
-    ("Gemma2", {}, {}, "gives attention softcap = 50.0, which weft does not know"),
+    ("Gemma2", {}, {}, "gives attention softcap = 50.0, which weft does not support"),
     ("GptOss", {}, {}, "gives attention s_aux = a tensor of (4,)"),
     ("Llama", {}, {"cu_seq_lens_q": torch.tensor([0, 12])}, "gives attention cu_seq_lens_q = a tensor of (2,)"),
     ("Llama", {}, {"attention_mask": torch.ones(2, 1, 12, 12)}, "attention_mask of (2, 1, 12, 12), where the"),
     ("Llama", {}, {"attention_mask": torch.ones(2, 11)}, "attention_mask of (2, 11), where the sequences are 2 of 12"),
     ("Llama", {}, {"position_ids": torch.zeros(3, 2, 12)}, "position_ids of (3, 2, 12)"),
-    ("Llama", {}, {"past_key_values": transformers.DynamicCache()}, "past_key_values: keys of earlier tokens are on"),
+    ("Llama", {}, {"past_key_values": transformers.DynamicCache()}, "past_key_values: no rank has the keys of earlier"),
     ("Llama", {}, {"output_attentions": True}, "output_attentions: no rank has the weights of attention"),
     ("Llama", {}, {"head_mask": torch.ones(2, 4), "output_attentions": True}, "- LlamaForCausalLM was given head_mask"),
     (
@@ -69,7 +69,7 @@ def test_two_sequences_are_refused() -> None:
     [
         ("Llama", {"attention_mask": torch.ones(2, 12).tril(10)}, "an attention_mask of (2, 12) that reaches it"),
         ("Llama", {"attention_mask": torch.ones(2, 1, 12, 12)}, "gives attention a mask of (2, 1, 12, 12)"),
-        ("Llama", {"position_ids": RESTARTING}, "other ones than the places of this rank's tokens"),
+        ("Llama", {"position_ids": RESTARTING}, "not the global positions of this rank's tokens"),
         ("Roberta", {}, "makes its positions from the whole sequence"),
     ],
 )
@@ -80,7 +80,7 @@ def test_refused_when_wrapped(kind: str, given: dict[str, Any], reason: str) -> 
 
 
 def test_a_model_that_calls_torch_itself_is_not_switched() -> None:
-    """`F.scaled_dot_product_attention` is somebody else's; only the rule for documents must not see its positions."""
+    """`F.scaled_dot_product_attention` stays as it is; only the detection of documents must not see local positions."""
     model = build("Falcon", alibi=False)
     with switched_on(model, pass_of()) as shuffled:
         ours = model(tokens_of(), position_ids=ORDER.unsqueeze(0), use_cache=False).logits

@@ -64,7 +64,7 @@ def test_four_ranks(changes: dict[str, Any], split: str) -> None:
 @ranks(4)
 @pytest.mark.parametrize("num_tokens", [1, 7, 13, 16])
 def test_any_length(num_tokens: int) -> None:
-    """Also as long as the model's context, and shorter than the ranks are many."""
+    """Also as long as the model's context, and shorter than the number of ranks."""
     verified(sequence_plan(ring=2, ulysses=2), num_tokens=num_tokens, positions="learned")
     verified(sequence_plan(ring=4, layout="contiguous"), num_tokens=num_tokens)
 

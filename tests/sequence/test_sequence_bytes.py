@@ -1,4 +1,4 @@
-"""The bytes of sequence parallelism: what is counted is what `plan/partition/wire.py` foretells, and the formulas
+"""The bytes of sequence parallelism: what is counted is what `plan/partition/wire.py` predicts, and the formulas
 behind it."""
 
 from __future__ import annotations

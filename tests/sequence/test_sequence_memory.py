@@ -1,4 +1,4 @@
-"""What a rank keeps of a sequence falls as 1 / P: all that a block keeps for the backward pass, attention included.
+"""Activation memory per rank falls as 1 / P: all that a block keeps for the backward pass, attention included.
 
 Of a block with dropout in 32 bits, s tokens, b samples and h features that is 72 s b h bytes on one rank (twice the 34
 of `test_tensor_memory.py`, and two bytes for each entry of two masks), and 4 for every token and head, by which
@@ -8,13 +8,14 @@ attention merges blocks. Ulysses keeps attention's output twice, by heads and by
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 from oracle import kept_bytes, make_trainer, sequence_plan
 from ranks import ranks
 
-from weft.models.gpt import GPT, GPTConfig
+from weft.models.gpt import GPT, gpt2_124m
 from weft.plan.plan import Plan
 from weft.training.trainer import Trainer
 
@@ -22,17 +23,8 @@ SAMPLES, HIDDEN, HEADS = 2, 128, 4
 
 
 def trained_by(plan: Plan, num_layers: int, num_tokens: int) -> Trainer:
-    config = GPTConfig(
-        vocab_size=64,
-        context=num_tokens,
-        num_layers=num_layers,
-        hidden=HIDDEN,
-        heads=HEADS,
-        positions="learned",
-        norm="layer",
-        bias=True,
-        dropout=0.1,
-    )
+    sizes = {"context": num_tokens, "num_layers": num_layers, "hidden": HIDDEN, "heads": HEADS}
+    config = replace(gpt2_124m(), vocab_size=64, dropout=0.1, **sizes)
     # In float32, because parameters of 16 bits, shared by several ranks, would have copies beside them.
     return make_trainer(GPT(config), plan, example=torch.zeros(SAMPLES, num_tokens, dtype=torch.int64))
 
@@ -56,7 +48,7 @@ def block_bytes(plan: Plan, num_tokens: int) -> int:
 
 
 ONE_RANK, TWICE = 72, 4
-"""Bytes an entry."""
+"""Bytes per entry."""
 
 
 def check(plan: Plan, parts: float) -> None:

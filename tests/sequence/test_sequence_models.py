@@ -136,7 +136,7 @@ def test_a_loss_that_looks_at_several_tokens_is_refused() -> None:
 
 @ranks(2)
 def test_padding_is_nothing_a_model_has_not_seen() -> None:
-    """Zeros would be: of this model they make NaN."""
+    """Padding with zeros would make NaN in this model."""
 
     class Normed(Transformer):
         def forward(self, features: torch.Tensor) -> torch.Tensor:
@@ -185,7 +185,7 @@ def test_ranks_that_share_a_sequence_are_given_the_same_one() -> None:
 
 @ranks(2)
 def test_masks_of_torchs_own_layers_are_honoured() -> None:
-    """They reach attention as numbers to add, 0 and -inf, once for each head."""
+    """They reach attention as a bias of 0 and -inf, once per head."""
 
     class Padded(Wrapped):
         def forward(self, tokens: torch.Tensor, is_padding: torch.Tensor) -> torch.Tensor:
@@ -231,7 +231,7 @@ def test_a_rank_with_nothing_to_count_takes_part() -> None:
 
 @ranks(2)
 def test_a_loss_that_calls_a_model_is_outside_of_the_pass() -> None:
-    """Of its own, on this rank's tokens: what attends in it would attend to these only, and is refused."""
+    """Attention inside the loss would attend to this rank's tokens only, and is refused."""
     teacher, calm = Transformer("full").double(), torch.nn.Linear(1, 17).double()
 
     def distilled(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -258,7 +258,7 @@ def test_sequences_longer_than_the_model_knows_places_are_refused_by_all(where: 
 
 @ranks(2)
 def test_what_is_cut_can_be_viewed() -> None:
-    """Half of the world says .view of inputs, outputs and targets."""
+    """Many losses call .view on inputs, outputs and targets."""
 
     def viewing(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(output.view(-1, output.shape[-1]), targets.view(-1))

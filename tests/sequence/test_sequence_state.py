@@ -1,4 +1,4 @@
-"""Around the steps of split sequences: checkpoints under any plan, divergence, compiled blocks, number formats."""
+"""Sequence parallelism around the steps: checkpoints under any plan, divergence, compiled blocks, number formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cross-entropy of a vocabulary that ranks share, against torch's own of whole logits, and the bytes it exchanges."""
+"""Vocabulary-parallel cross-entropy against torch's own of whole logits, and the bytes it exchanges."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def assert_near(found: Tensor, true: Tensor, dtype: torch.dtype) -> None:
 
 
 def compare(logits: Tensor, targets: Tensor, group: Group, *, upstream: float = 1.0) -> None:
-    """One slice a rank against the whole: the loss, and this rank's part of the gradient."""
+    """One slice per rank against the whole: the loss, and this rank's part of the gradient."""
     mine = share(logits.shape[-1], group)
     part, whole = slice_of(logits, mine), logits.clone().requires_grad_()
     loss, true = split_cross_entropy_sum(part, targets, mine, group), whole_loss(whole, targets)
@@ -159,7 +159,7 @@ def check_blocks(group: Group) -> None:
 
 
 def check_larger_graph(group: Group) -> None:
-    """Behind a layer of which every rank has a share, with logits that are not contiguous and are used twice."""
+    """After a sharded layer, with logits that are not contiguous and are used twice."""
     mine, targets = share(17, group), edge_targets(17, group, 2, 5)
     hidden, weight = torch.randn(2, 6, 4, dtype=torch.float64), torch.randn(17, 4, dtype=torch.float64)
 
@@ -199,7 +199,7 @@ def check_bad_targets(group: Group) -> None:
 
 
 def check_second_backward(group: Group) -> None:
-    """What was kept is the gradient now: torch refuses to use it again, rather than to be silently wrong."""
+    """The kept tensor was overwritten by the gradient: torch refuses a second use, rather than being silently wrong."""
     mine = share(17, group)
     part = torch.randn(4, mine.width, requires_grad=True)
     loss = split_cross_entropy_sum(part, torch.zeros(4, dtype=torch.int64), mine, group)
@@ -292,7 +292,7 @@ def test_memory_of_the_size_of_the_logits(
 
 
 def test_slices_must_fit() -> None:
-    with pytest.raises(AssertionError, match="5 logits a row are not those of"):
+    with pytest.raises(AssertionError, match="5 logits per row are not those of"):
         split_cross_entropy_sum(torch.randn(1, 5), torch.zeros(1, dtype=torch.int64), share(17, alone()), alone())
     with pytest.raises(AssertionError, match="not a slice"):
         Share(start=4, stop=4, total=17)

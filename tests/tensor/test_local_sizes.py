@@ -1,4 +1,4 @@
-"""A module's code run on shares: sizes are made smaller, and calls that were not foreseen are refused."""
+"""A module's code run on shards: sizes are reduced, and calls that were not traced are refused."""
 
 from __future__ import annotations
 

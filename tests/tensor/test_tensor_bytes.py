@@ -1,4 +1,4 @@
-"""The bytes of tensor parallelism: what is counted equals what `plan/partition/wire.py` foretells, and the formulas
+"""The bytes of tensor parallelism: what is counted equals what `plan/partition/wire.py` predicts, and the formulas
 behind it."""
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def test_also_on_four_ranks() -> None:
 
 
 def test_the_formula() -> None:
-    """Two all-reduces forward and two backward a layer; split tokens send the same, and gather each input once more."""
+    """Two all-reduces each way per layer; split tokens send the same, and gather each input once more."""
     layers = SplitLayers(activation_bytes=1000, num_regions=2)
     assert tensor_bytes(layers, tensor_plan(4)) == 4 * sent_bytes("all-reduce", 1000, 4) == 4 * 1500
     inside = 4 * 1500 + 2 * 750

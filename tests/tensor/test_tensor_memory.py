@@ -1,4 +1,4 @@
-"""What a rank keeps of a split model falls as the formulas say: its weights, and what a block keeps for backward.
+"""Memory per rank of a sharded model follows the formulas: its weights, and activations kept for the backward pass.
 
 Of a block with dropout in 16 bits, a flash kernel, s tokens, b samples and h features a rank keeps, over t ranks:
 
@@ -11,12 +11,14 @@ with a byte for each entry of the two masks of dropout, which torch keeps in two
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from oracle import kept_bytes, make_trainer, tensor_plan
 from ranks import ranks
 
-from weft.models.gpt import GPT, GPTConfig
+from weft.models.gpt import GPT, gpt2_124m
 from weft.plan.plan import Plan
 from weft.training.trainer import Trainer
 
@@ -24,17 +26,8 @@ TOKENS, SAMPLES, HIDDEN, HEADS = 32, 4, 256, 4
 
 
 def trained_by(plan: Plan, num_layers: int) -> Trainer:
-    config = GPTConfig(
-        vocab_size=64,
-        context=TOKENS,
-        num_layers=num_layers,
-        hidden=HIDDEN,
-        heads=HEADS,
-        positions="learned",
-        norm="layer",
-        bias=True,
-        dropout=0.1,
-    )
+    sizes = {"context": TOKENS, "num_layers": num_layers, "hidden": HIDDEN, "heads": HEADS}
+    config = replace(gpt2_124m(), vocab_size=64, dropout=0.1, **sizes)
     return make_trainer(GPT(config).bfloat16(), plan)
 
 
@@ -64,7 +57,7 @@ def test_four_ranks(sequence: bool, parts: float) -> None:
 
 @ranks(4)
 def test_weights_and_moments_are_shared_out() -> None:
-    """12 h² + 13 h numbers a block: a rank has a quarter of the matrices and of the biases of column layers."""
+    """12 h² + 13 h numbers per block: a rank has a quarter of the matrices and of the biases of column layers."""
     trainers = [trained_by(tensor_plan(4), num_layers) for num_layers in (1, 2)]
     sizes = [sum(parameter.numel() for parameter in trainer.model.parameters()) for trainer in trainers]
     matrices, column_biases, whole = 12 * HIDDEN**2, (3 + 4) * HIDDEN, (1 + 1 + 4) * HIDDEN

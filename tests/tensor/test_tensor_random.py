@@ -1,4 +1,4 @@
-"""Dropout under tensor parallelism: one mask for what all ranks have, another on each rank for its own share."""
+"""Dropout under tensor parallelism: one mask for replicated activations, one per rank for its own shard."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ def train(plan: Plan) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
     return outside, inside, {name: p.detach() for name, p in model.named_parameters()}
 
 
-def everybodys(masks: list[Tensor]) -> list[list[Tensor]]:
+def masks_of_all_ranks(masks: list[Tensor]) -> list[list[Tensor]]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, masks)
     return found
 
 
 def alike(masks: list[Tensor]) -> list[bool]:
-    """Of every mask, whether the two ranks have the same."""
-    return [torch.equal(one, other) for one, other in zip(*everybodys(masks), strict=True)]
+    """For every mask: do the two ranks have the same."""
+    return [torch.equal(one, other) for one, other in zip(*masks_of_all_ranks(masks), strict=True)]
 
 
 @ranks(2)

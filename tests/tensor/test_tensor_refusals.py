@@ -1,4 +1,4 @@
-"""What split layers cannot do is refused before the first step, once, with what to do."""
+"""Models and plans that tensor parallelism does not support are refused before the first step, with a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Around the steps of split layers: checkpoints under any plan, first values, evaluation, generation, checks."""
+"""Tensor parallelism around the steps: checkpoints under any plan, first values, evaluation, generation, checks."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_ranks_that_drift_apart_are_named() -> None:
 def test_tokens_that_cannot_be_shared_out_are_refused_in_training() -> None:
     trainer = gpt_trainer(tensor_plan(2, sequence=True))
     inputs, targets = token_batch(2)
-    with pytest.raises(DataError, match="cannot share out 7 tokens over .* tensor = 2; use sequences of 6 or 8"):
+    with pytest.raises(DataError, match="cannot split 7 tokens over .* tensor = 2; use sequences of 6 or 8"):
         trainer.step(inputs[:, :7], targets[:, :7])
 
 

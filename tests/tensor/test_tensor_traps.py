@@ -1,4 +1,4 @@
-"""Ways in which split layers could go wrong without a word, each of which was tried: they are right, or refused."""
+"""Ways in which sharded layers could be silently wrong: each is right, or refused."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_tokens_outside_the_vocabulary_are_refused_as_in_one_process() -> None:
 
 
 @ranks(2)
-def test_whoever_calls_the_model_gets_all_of_its_output() -> None:
+def test_callers_of_the_model_get_the_whole_output() -> None:
     torch.manual_seed(0)
     whole = small_gpt().double()
     trainer = make_trainer(copy.deepcopy(whole), tensor_plan(2))
@@ -76,7 +76,7 @@ def test_whoever_calls_the_model_gets_all_of_its_output() -> None:
 
 
 class Checkpointing(GPT):
-    """Computes its blocks again by itself, as many models do when asked."""
+    """A model with its own activation recomputation."""
 
     how: bool | None = None
 
@@ -132,8 +132,8 @@ def test_layers_called_in_different_modes(which: int) -> None:
 
 
 @ranks(2)
-def test_a_layer_that_nobody_uses_has_no_gradient() -> None:
-    """Its output is taken, but goes nowhere."""
+def test_an_unused_layer_has_no_gradient() -> None:
+    """Its output is computed, but not used."""
 
     class Wasteful(Frozen):
         def forward(self, tokens: Tensor) -> Tensor:
@@ -168,8 +168,8 @@ def misdeclared(change: str) -> GPT:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("an unknown layer", 'the module "blocks.0.mlp.dwon", which the model has not'),
-        ("an unknown tensor", 'the tensor "blocks.0.mlp.up.weigth", which the model has not'),
+        ("an unknown layer", 'the module "blocks.0.mlp.dwon", which the model lacks'),
+        ("an unknown tensor", 'the tensor "blocks.0.mlp.up.weigth", which the model lacks'),
         ("another length", "into sections of 20 entries together, and its shape is (16, 24)"),
         ("another dim", 'cuts dim 2 of "blocks.0.mlp.down.weight"'),
         ("a weight left whole", 'has "blocks.0.mlp.up" make shares, but does not cut its "weight"'),

@@ -1,4 +1,4 @@
-"""Models that declare nothing get Megatron's splits from the flow of their data, and equal one process with them."""
+"""Models without declared regions get Megatron's splits by discovery, and equal one process with them."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Traffic:
             self.wait_s += wait_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class Group:
     """Ranks that exchange with each other along an axis, for one purpose."""
 

@@ -1,7 +1,7 @@
-"""A small residual network for images of 8x8 to 32x32: what BatchNorm and convolutions need tested, and quick to train.
+"""A small residual network for images of 8x8 to 32x32, quick to train, to test convolutions and BatchNorm with.
 
 The first half of the blocks keeps the stem's width and resolution; the other half has twice the width and half the
-resolution. Without batch norm it uses GroupNorm, whose answer for one image does not depend on the others.
+resolution. Without batch norm it uses GroupNorm, whose result for one image does not depend on the others.
 
 Dims in names: N samples, C channels, H and W pixels, K classes.
 """
@@ -26,7 +26,7 @@ class ConvNetConfig:
     """The sizes of a ConvNet."""
 
     classes: int = 10
-    """Things to tell apart."""
+    """Number of classes."""
     channels_in: int = 1
     """Channels of an image: 1 grey, 3 colour."""
     width: int = 32
@@ -34,7 +34,7 @@ class ConvNetConfig:
     num_blocks: int = 4
     """Residual blocks of two convolutions each."""
     batch_norm: bool = True
-    """Whether to normalise over the batch; otherwise over groups of channels of each image."""
+    """Normalise over the batch; otherwise over groups of channels of each image."""
 
     def __post_init__(self) -> None:
         names = ("classes", "channels_in", "width", "num_blocks")

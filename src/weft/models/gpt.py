@@ -1,9 +1,9 @@
 """A decoder-only transformer: rotary or learned positions, grouped heads, tied or free head, one fused attention call.
 
-It is plain on purpose. Nothing here knows of ranks: parallel code finds `embedding`, `blocks`, `norm` and `head`, and
-may replace any module (say `attention.attend`, which sees whole heads and nothing else). Positions enter in one place,
-`GPT.embed`; a block is given its activations and the rows of the rotary table that belong to them.
-There is no cache of keys and values, no mask but the causal one, and no dropout on attention weights.
+Nothing here knows of ranks: parallel code finds `embedding`, `blocks`, `norm` and `head`, and may replace any module
+(`attention.attend`, for example, which sees whole heads only). Positions enter in one place, `GPT.embed`; a block is
+given its activations and their rows of the rotary table. There is no cache of keys and values, no mask but the causal
+one, and no dropout on attention weights.
 
 Dims in names: B samples, T tokens, C hidden, H query heads, G key/value heads, D head, E half a head, V vocabulary.
 """
@@ -34,11 +34,11 @@ class GPTConfig:
     """The sizes of a GPT."""
 
     vocab_size: int = 256
-    """Tokens the model knows; 256: bytes."""
+    """Size of the vocabulary; 256: bytes."""
     context: int = 256
     """Longest sequence, in tokens."""
     num_layers: int = 4
-    """Blocks."""
+    """Number of blocks."""
     hidden: int = 256
     """Width of the activations between blocks."""
     heads: int = 4
@@ -48,15 +48,15 @@ class GPTConfig:
     mlp_hidden: int = 0
     """Width inside the MLP; 0: four times hidden."""
     positions: str = "rotary"
-    """How a block knows the order of tokens: rotary | learned."""
+    """Position encoding: rotary | learned."""
     norm: str = "rms"
-    """rms | layer."""
+    """Kind of norm: rms | layer."""
     bias: bool = False
-    """Whether linear layers and layer norms have a bias; the head never has."""
+    """Linear layers and layer norms have a bias; the head never has."""
     tied: bool = True
-    """Whether the head is the embedding."""
+    """The head shares its weight with the embedding."""
     dropout: float = 0.0
-    """Share of activations dropped after the embedding and after each half of a block."""
+    """Probability of dropout after the embedding and after each half of a block."""
 
     @property
     def head_dim(self) -> int:
@@ -90,7 +90,7 @@ class GPTConfig:
             problems.append(f"heads {self.heads} do not divide hidden {self.hidden}; these do: {divisors(self.hidden)}")
         elif self.positions == "rotary" and self.head_dim % 2:
             problems.append(
-                f"a head of {self.hidden} / {self.heads} = {self.head_dim} cannot be rotated, for it is odd; "
+                f"a head of {self.hidden} / {self.heads} = {self.head_dim} is odd and cannot be rotated; "
                 'change hidden or heads, or take positions = "learned"'
             )
         if self.heads % self.num_kv_heads:
@@ -117,8 +117,8 @@ def gpt2_124m() -> GPTConfig:
 class RotaryTable(nn.Module):
     """cos and sin of every position's angles, computed once.
 
-    The table is not saved and never rounded: moving or casting the model computes it anew, in float32 at least. A model
-    built on the meta device and then given memory has a right table, too.
+    The table is not saved and never rounded: moving or casting the model recomputes it, in float32 at least. So does
+    materialising a model that was built on the meta device.
     """
 
     table_2TE: Tensor
@@ -160,7 +160,7 @@ class CausalAttention(nn.Module):
 
     def forward(self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> Tensor:
         if q_BHTD.shape[0] == 0:
-            # torch 2.11's fused CUDA kernels answer an empty batch with None.
+            # torch 2.11's fused CUDA kernels return None for an empty batch.
             return q_BHTD
         grouped = q_BHTD.shape[1] != k_BGTD.shape[1]
         return F.scaled_dot_product_attention(q_BHTD, k_BGTD, v_BGTD, is_causal=True, enable_gqa=grouped)
@@ -170,8 +170,8 @@ class Attention(nn.Module):
     """Self-attention with one fused projection.
 
     Rows of `qkv.weight`: first the H query heads, then the G key heads, then the G value heads, D rows each. Query
-    head h uses key head h // (H / G). Columns of `out.weight`: the H heads, D columns each. Whoever keeps only some
-    heads keeps those rows and columns and sets `heads` and `kv_heads` to what is left.
+    head h uses key head h // (H / G). Columns of `out.weight`: the H heads, D columns each. To keep only some heads,
+    keep those rows and columns and set `heads` and `kv_heads` accordingly.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -195,7 +195,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Widen, bend, narrow."""
+    """Two linear layers with a GELU between."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -247,12 +247,12 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """GPT-2's start: normal weights, and what is added to the residual stream scaled by its 2L additions."""
+        """GPT-2's initialisation: normal, with residual projections scaled by 1 / √(2L)."""
         residual_std = INIT_STD / math.sqrt(2 * self.config.num_layers)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 is_residual = name.endswith(("attention.out", "mlp.down"))
-                # A tied head is the embedding, which has had its turn.
+                # A tied head is the embedding, which is initialised already.
                 if module is not self.head or module.weight is not self.embedding.weight:
                     nn.init.normal_(module.weight, std=residual_std if is_residual else INIT_STD)
                 if isinstance(module, nn.Linear) and module.bias is not None:
@@ -280,7 +280,7 @@ class GPT(nn.Module):
         )
 
     def embed(self, tokens_BT: Tensor, positions_T: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Activations of the first block, and the rotary rows every block is given. No positions: 0 to T - 1."""
+        """(inputs of the first block, rotary rows of all blocks). Without positions: 0 to T - 1."""
         num_tokens = tokens_BT.shape[1]
         if num_tokens > self.config.context:
             raise ModelError(

@@ -1,7 +1,7 @@
-"""How a GPT splits over the tensor axis: what is cut where, as plain data beside the model, which knows of no ranks.
+"""The tensor regions of a GPT, as plain data beside the model, which does not know of ranks.
 
-Attention is shared out by heads, the MLP by its inner features, the embedding and the head by tokens of the vocabulary.
-Learned positions and norms stay whole: they are small, and what they make is needed everywhere.
+Attention is split by heads, the MLP by its inner features, embedding and head by tokens of the vocabulary. Learned
+positions and norms stay whole: they are small, and every rank needs their outputs.
 """
 
 from __future__ import annotations

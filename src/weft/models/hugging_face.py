@@ -1,12 +1,12 @@
-"""A Hugging Face model from a local configuration or folder, built without memory; nothing is asked of any hub.
+"""A Hugging Face model from a local configuration or folder, built on the meta device; no hub is contacted.
 
     config.json           sizes only: the model starts from fresh values
-    a folder              its config.json, and pretrained weights where *.safetensors lie beside it
+    a folder              its config.json, and pretrained weights if there are *.safetensors
 
-The class is the one that `architectures` names, or else the family's model for next tokens. Single entries of the
-configuration can be given anew; one that the family does not know is refused, where transformers would keep it without
-a word. Parameters are float32 unless `dtype` is given, whatever the weights were stored in: half precision is the
-plan's business, which keeps a master copy.
+The class is the one that `architectures` names, or else the family's causal language model. Single entries of the
+configuration can be changed; one that the family does not know is refused, where transformers would silently keep it.
+Parameters are float32 unless `dtype` is given, whatever the weights were stored in: half precision belongs to the plan,
+which keeps a master copy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONFIG_FILE = "config.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HuggingFaceModel:
-    """A model that can be built: its configuration and class, and where its weights are."""
+    """Configuration, class and weights of a model that can be built."""
 
     config: Any
     kind: Any
@@ -37,16 +37,16 @@ class HuggingFaceModel:
 
     @property
     def continues_text(self) -> bool:
-        """Whether it predicts, from the tokens before it, each next one."""
+        """Whether it is a causal language model."""
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal
 
-        # Of a family of encoders with decoders, that class is the decoder alone.
+        # In a family of encoder-decoder models, that class is the decoder alone.
         continues = not _is_encoder(self.config) or getattr(self.config, "is_encoder_decoder", False)
         return self.kind.__name__ in causal.values() and continues
 
     @property
     def longest(self) -> int | None:
-        """Tokens that it has positions for, if the configuration says so."""
+        """Longest sequence in tokens, if the configuration says so."""
         return _whole(getattr(self.config.get_text_config(), "max_position_embeddings", None))
 
     @property
@@ -60,7 +60,7 @@ class HuggingFaceModel:
         try:
             with torch.device("meta"):
                 model: nn.Module = self.kind._from_config(self.config, attn_implementation=attention, dtype=dtype)
-        except Exception as error:  # whatever it is, it came of the entries
+        except Exception as error:  # any error is caused by the entries
             raise ModelError(f"{self.kind.__name__} cannot be built from its configuration: {error}") from error
         return model.train()
 
@@ -77,7 +77,7 @@ def read_hugging_face(path: Path, changes: Mapping[str, Any]) -> HuggingFaceMode
     folder, file = (path, path / CONFIG_FILE) if path.is_dir() else (path.parent, path)
     stored, changes = _renamed(_read_json(file)), _renamed(changes)
     config = _make_config(transformers, file, stored, changes)
-    if "dtype" not in changes:  # what weights are stored in, not what they are trained in
+    if "dtype" not in changes:  # the stored one is the dtype of weights on disk, not in training
         config.dtype = torch.float32
     elif not isinstance(config.dtype, torch.dtype):
         raise ModelError(
@@ -91,7 +91,7 @@ def read_hugging_face(path: Path, changes: Mapping[str, Any]) -> HuggingFaceMode
 
 
 def _renamed(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries by the names that they have now."""
+    """Entries by their current names."""
     return {"dtype" if name == "torch_dtype" else name: value for name, value in entries.items()}
 
 
@@ -100,7 +100,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise ModelError(f'[model] hf: there is no file "{file}"; give a folder with a {CONFIG_FILE}, or such a file')
     try:
         stored = json.loads(file.read_text("utf-8"))
-    except ValueError as error:  # also bytes that are no text
+    except ValueError as error:  # or bytes that are not text
         raise ModelError(f"{file} is no JSON: {error}; give a Hugging Face {CONFIG_FILE}") from error
     if not isinstance(stored, dict) or not isinstance(stored.get("model_type"), str):
         raise ModelError(f'{file} has no "model_type"; give the {CONFIG_FILE} of a Hugging Face model')
@@ -118,7 +118,7 @@ def _make_config(transformers: Any, file: Path, stored: dict[str, Any], changes:
     config_class = known_kinds[kind]
     try:
         defaults = config_class().to_dict()
-    except Exception as error:  # some are made of others, which have to be given
+    except Exception as error:  # some consist of other configurations, which have to be given
         raise ModelError(f"{file}: {config_class.__name__} has no default: {error}; give another model_type") from error
     names = {*defaults, *config_class.attribute_map, *stored, "dtype"} - {"model_type"}
     problems = [
@@ -132,13 +132,13 @@ def _make_config(transformers: Any, file: Path, stored: dict[str, Any], changes:
     merged = {config_class.attribute_map.get(name, name): value for name, value in stored.items()} | given
     layers, num_layers = merged.get("layer_types"), merged.get("num_hidden_layers")
     if isinstance(layers, list) and "layer_types" not in given and isinstance(num_layers, int):
-        if num_layers <= len(layers):  # the first ones of those that are stored
+        if num_layers <= len(layers):  # keep the first of those that are stored
             merged["layer_types"] = layers[:num_layers]
         else:
             del merged["layer_types"]
     try:
         return config_class.from_dict(merged)
-    except Exception as error:  # whatever it is, it came of the entries
+    except Exception as error:  # any error is caused by the entries
         raise ModelError(f"{file}: {config_class.__name__}: {error}") from error
 
 
@@ -169,7 +169,7 @@ def _find_class(transformers: Any, file: Path, config: Any) -> Any:
 
 
 def _is_encoder(config: Any) -> bool:
-    """Of a family whose models look at all tokens unless told otherwise."""
+    """Whether it is of a family whose models look at all tokens by default."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as masked
 
     is_causal = any(getattr(config, name, False) for name in ("is_decoder", "causal"))

@@ -1,14 +1,14 @@
-"""What the inputs of a Hugging Face model say of the whole sequence, read before ranks get their tokens of it.
+"""Positions, padding and documents of whole sequences, read from the inputs of a Hugging Face model before a split.
 
-Their models make positions, masks of padding and masks of packed documents from the inputs; from a part of the tokens
-they would make others. So all three are made here, from the whole, by their own rules:
+Their models derive all three from the inputs; from some of the tokens they would derive something else. So this is done
+here, from the whole sequence, by their own rules:
 
-    positions   position_ids, or else 0, 1, 2, ...; some count only tokens that are not padding
+    positions   position_ids, or else 0, 1, 2, ...; some models count only tokens that are not padding
     padding     attention_mask (samples, tokens), 0 for padding, which the model itself is then not given
-    documents   a new one begins where position_ids do not go on by 1; only without an attention_mask and a cache
+    documents   a new one begins where position_ids do not increase by 1; only without an attention_mask and a cache
 
-Models that make a cache when they are not asked to (use_cache is True in most configurations) mask by no documents.
-transformers is not imported here: where nobody has, no model is one of theirs.
+Models that make a cache unasked (use_cache is True in most configurations) ignore documents. transformers is not
+imported here: if the user has not, no model is one of theirs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from weft.errors import ModelError
 
 _TOKENS, _MASK, _POSITIONS = ("input_ids", "inputs_embeds"), "attention_mask", "position_ids"
 _UNSUPPORTED = {
-    "past_key_values": "keys of earlier tokens are on no rank; give the model whole sequences",
-    "head_mask": "attention over several ranks has no weights of heads; leave it out",
+    "past_key_values": "no rank has the keys of earlier tokens; give the model whole sequences",
+    "head_mask": "attention over several ranks does not weight heads; leave it out",
     "output_attentions": "no rank has the weights of attention; leave it out",
     "encoder_hidden_states": "attention to another sequence is not split; leave it out",
     "encoder_attention_mask": "attention to another sequence is not split; leave it out",
@@ -36,21 +36,37 @@ _UNSUPPORTED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceInputs:
-    """The inputs of one call, whole: S tokens of B samples."""
+    """The whole inputs of one call: S tokens of B samples."""
 
     inputs: dict[str, Any]
-    """By the names of the model's arguments; with position_ids (samples or 1, tokens), without mask and cache."""
+    """Values by argument name; with position_ids (samples or 1, tokens), without mask and cache."""
     along: tuple[str, ...]
-    """The names of those that lie along the sequence, with dim 1."""
+    """Names of the inputs that are split along dim 1, the sequence."""
     key_mask_BS: Tensor | None
-    """Where a key may be seen, if not everywhere."""
+    """False for keys that no query may see; None: all may be seen."""
     documents_BS: Tensor | None
-    """The number of each token's document, if a sample has several."""
+    """The number of each token's document; None: every sample is one document."""
 
 
 def hugging_face_class() -> Any:
-    """The class of all Hugging Face models; None where transformers has not been imported."""
+    """The base class of all Hugging Face models; None if transformers has not been imported."""
     return getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+
+
+def outermost_models(model: nn.Module, argument: str) -> Iterator[nn.Module]:
+    """The outermost Hugging Face models in a model that take an argument of this name."""
+    kind = hugging_face_class()
+    waiting = [model] if kind is not None else []
+    while waiting:
+        module = waiting.pop()
+        if isinstance(module, kind) and _takes(module, argument):
+            yield module
+        else:
+            waiting += module.children()
+
+
+def _takes(module: nn.Module, argument: str) -> bool:
+    return argument in inspect.signature(type(module).forward).parameters
 
 
 def inputs_of(model: nn.Module, inputs: Any) -> SequenceInputs | None:
@@ -59,9 +75,7 @@ def inputs_of(model: nn.Module, inputs: Any) -> SequenceInputs | None:
     Also None for those of their models that take no position_ids.
     """
     kind = hugging_face_class()
-    if kind is None or not isinstance(model, kind):
-        return None
-    if _POSITIONS not in inspect.signature(type(model).forward).parameters:
+    if kind is None or not isinstance(model, kind) or not _takes(model, _POSITIONS):
         return None
     if isinstance(inputs, Mapping):
         named = dict(inputs)
@@ -89,7 +103,7 @@ def inputs_of(model: nn.Module, inputs: Any) -> SequenceInputs | None:
 
 
 def documents_of(position_ids_BS: Tensor) -> Tensor | None:
-    """The number of each token's document; None where each sample is one."""
+    """The number of each token's document; None: every sample is one document."""
     goes_on = torch.diff(position_ids_BS, dim=1) == 1
     if bool(goes_on.all()):
         return None
@@ -97,12 +111,12 @@ def documents_of(position_ids_BS: Tensor) -> Tensor | None:
 
 
 def makes_own_positions(model: nn.Module) -> bool:
-    """Whether position_ids that a model is not given follow from its tokens, and not only from how many there are."""
+    """Whether default position_ids depend on the tokens themselves, not only on their number."""
     return _padding_index(model) is not None
 
 
 def by_name(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by their names."""
+    """The arguments of a call by name."""
     try:
         named = inspect.signature(type(model).forward).bind_partial(model, *args).arguments
     except TypeError as error:
@@ -111,25 +125,18 @@ def by_name(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def without_cache(model: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments for a call that keeps no keys for a next token: a recomputed block would add its own twice."""
-    takes_it = "use_cache" in inspect.signature(type(model).forward).parameters
-    return {**named, "use_cache": False} if takes_it else named
+    """The same arguments for a call without cache, to which a recomputed block would add its keys twice."""
+    return {**named, "use_cache": False} if _takes(model, "use_cache") else named
 
 
 def leave_out_caches(model: nn.Module) -> None:
-    """Let the Hugging Face models in a model keep no keys for a next token unless they are asked to.
+    """Let the Hugging Face models in a model make no cache of keys unless they are asked to.
 
-    Most configurations have them do it in every pass. A block that is recomputed would find its own keys there, a
-    stage of a pipeline would keep those of every microbatch, and a block that is timed alone those of another.
+    Most configurations make one in every pass. A recomputed block would find its own keys in it, a pipeline stage would
+    keep those of every microbatch, and a block that is timed alone would find those of another.
     """
-    kind = hugging_face_class()
-    waiting = [model] if kind is not None else []
-    while waiting:
-        module = waiting.pop()
-        if isinstance(module, kind) and "use_cache" in inspect.signature(type(module).forward).parameters:
-            module.register_forward_pre_hook(_ask_for_no_cache, with_kwargs=True)
-        else:
-            waiting += module.children()
+    for module in outermost_models(model, "use_cache"):
+        module.register_forward_pre_hook(_ask_for_no_cache, with_kwargs=True)
 
 
 def _ask_for_no_cache(
@@ -140,13 +147,13 @@ def _ask_for_no_cache(
         return None
     tokens, positions = _tokens(named), named.get(_POSITIONS)
     if positions is not None and named.get(_MASK) is None and tokens is not None and _makes_cache(model, None):
-        # Without a cache they would find documents in these positions, which they do not look for beside one.
+        # Without a cache they would look for documents in these positions; an explicit mask prevents that.
         named[_MASK] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
     return (), without_cache(model, named)
 
 
 def _problems(named: Mapping[str, Any], shape: tuple[int, ...]) -> list[str]:
-    """Of inputs that cannot be split, or whose meaning for a part of the tokens is not known."""
+    """Inputs that cannot be split, or whose meaning for some of the tokens is not known."""
     problems = []
     for name, value in named.items():
         if name in _UNSUPPORTED and value is not None and value is not False:
@@ -154,7 +161,7 @@ def _problems(named: Mapping[str, Any], shape: tuple[int, ...]) -> list[str]:
         elif isinstance(value, Tensor) and value.dim() >= 2 and not _lies_along(name, tuple(value.shape), shape):
             problems.append(
                 f"{name} of {tuple(value.shape)}, where the sequences are {shape[0]} of {shape[1]} tokens; weft splits "
-                f"what has a row for each sample and a column for each token, {name} in another form does not"
+                f"inputs with a row per sample and a column per token; give {name} in that form"
             )
     return problems
 
@@ -170,7 +177,7 @@ def _tokens(named: Mapping[str, Any]) -> Any:
 
 
 def _make_positions(model: nn.Module, named: Mapping[str, Any], tokens: Tensor, mask: Tensor | None) -> Tensor:
-    """What the model would make of the whole sequence: (samples or 1, tokens)."""
+    """The positions that the model would use for the whole sequence: (samples or 1, tokens)."""
     padding = _padding_index(model)
     if padding is not None and tokens is named.get("input_ids"):
         return _count(tokens != padding) + (padding + 1)
@@ -181,12 +188,12 @@ def _make_positions(model: nn.Module, named: Mapping[str, Any], tokens: Tensor, 
 
 
 def _count(counted: Tensor) -> Tensor:
-    """From 0; -1 for what is not counted."""
+    """Numbers from 0 of what is counted; -1 for the rest."""
     return (counted.long().cumsum(1) * counted - 1).long()
 
 
 def _padding_index(model: nn.Module) -> int | None:
-    """Of models that number tokens from the one after their padding's, and padding by its own (RoBERTa's family)."""
+    """The padding index of models whose positions begin after it and whose padding has it (RoBERTa's family)."""
     for module in _outside_layers(model):
         if hasattr(type(module), "create_position_ids_from_inputs_embeds"):
             return int(getattr(module, "padding_idx", 0))
@@ -194,22 +201,20 @@ def _padding_index(model: nn.Module) -> int | None:
 
 
 def _counts_mask(module: nn.Module) -> bool:
-    """Whether it is an embedding of positions that it makes from the mask itself (OPT's family)."""
-    if not isinstance(module, nn.Embedding) or type(module) is nn.Embedding:
-        return False
-    return _MASK in inspect.signature(type(module).forward).parameters
+    """Whether this is an embedding that derives positions from the mask (OPT's family)."""
+    return isinstance(module, nn.Embedding) and type(module) is not nn.Embedding and _takes(module, _MASK)
 
 
 def _makes_cache(model: Any, asked: bool | None) -> bool:
     uses = getattr(model.config.get_text_config(), "use_cache", False) if asked is None else asked
     if not uses:
         return False
-    # In training, none is made where the model recomputes by its own means.
+    # In training, none is made where the model does its own recomputation.
     return not any(one.training and getattr(one, "gradient_checkpointing", False) for one in _outside_layers(model))
 
 
 def _outside_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """All modules but the many in lists of layers; this is asked of every microbatch."""
+    """All modules outside lists of layers, which are many, and this runs for every microbatch."""
     yield model
     for child in model.children():
         if not isinstance(child, nn.ModuleList):

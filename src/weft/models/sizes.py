@@ -1,4 +1,4 @@
-"""Numbers and flags that describe a model: are they there, are they large enough, what divides them."""
+"""Checks of the numbers and flags that describe a model."""
 
 from __future__ import annotations
 

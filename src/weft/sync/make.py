@@ -17,6 +17,7 @@ from torch import nn
 from weft.blueprint import Blueprint
 from weft.comm.collectives import broadcast
 from weft.comm.group import Group
+from weft.dtypes import HALF_DTYPES
 from weft.errors import ModelError
 from weft.layout import Layout
 from weft.mesh import Mesh
@@ -33,13 +34,11 @@ from weft.sync.zero_gradients import GradientSettings
 
 log = logging.getLogger("weft")
 
-_HALF = (torch.float16, torch.bfloat16)
-
 
 def needs_flats(model: nn.Module, mesh: Mesh) -> bool:
     """Whether parameters must move into flat buffers, instead of staying the model's own tensors."""
     plan = mesh.plan
-    is_half = any(parameter.dtype in _HALF for parameter in model.parameters() if parameter.requires_grad)
+    is_half = any(parameter.dtype in HALF_DTYPES for parameter in model.parameters() if parameter.requires_grad)
     return (
         plan.data.shard != "nothing"
         or plan.precision.compute != "model"

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.shared_memory.native import LEAST_BYTES, find_kernels
+from weft.dtypes import HALF_DTYPES
 
 Reduction = Literal["sum", "max", "min"]
 
@@ -27,7 +28,6 @@ _OPERATIONS: dict[Reduction, Callable[..., torch.Tensor]] = {
     "max": torch.maximum,
     "min": torch.minimum,
 }
-_HALF = (torch.bfloat16, torch.float16)
 
 
 def reduce_into(targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor], op: Reduction) -> None:
@@ -39,7 +39,7 @@ def reduce_into(targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor], 
     if any(term.data_ptr() == targets[0].data_ptr() for term in terms[2:]):  # it would be overwritten before its turn
         targets = [torch.empty_like(terms[0]), *targets]
     numel, itemsize = terms[0].numel(), terms[0].element_size()
-    is_widened = terms[0].dtype in _HALF and len(terms) > 2 and op == "sum"
+    is_widened = terms[0].dtype in HALF_DTYPES and len(terms) > 2 and op == "sum"
     block = BLOCK_BYTES // (4 if is_widened else itemsize)
     if numel <= block:
         _reduce_block(targets, terms, op, is_widened)
@@ -83,7 +83,7 @@ def add_into(output: torch.Tensor, terms: Sequence[torch.Tensor], *, add: bool) 
         kernels.sum([output], terms, add=add)
         return
     finest = torch.promote_types(output.dtype, own)
-    if finest in _HALF:
+    if finest in HALF_DTYPES:
         finest = torch.float32
     block = BLOCK_BYTES // finest.itemsize
     blocks = zip(*(term.split(block) for term in terms), strict=True)

@@ -1,14 +1,13 @@
-"""Attention over a sequence of which every rank holds a part, for autograd, and for compilers.
+"""Attention over a sequence that several ranks hold, for autograd and for compilers.
 
-`attend` is for eager mode. `attend_traced` is the same as an operator that a compiler, or a policy of recomputation,
-can see and keep whole. It takes tensors and plain numbers only, so it knows the axes by a number from `register`.
+`attend` is for eager mode. `attend_traced` does the same as an operator, which a compiler or a policy of recomputation
+treats as a unit. Operators take tensors and plain values only, so they know the axes by a handle.
 """
 
 from __future__ import annotations
 
-import itertools
-import weakref
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from weft.errors import ModelError
 from weft.parallel.attention.attention_call import (
     FORWARDS,
     Call,
-    Pass,
     Results,
     SequenceAxes,
     backward,
@@ -29,9 +27,23 @@ from weft.parallel.attention.attention_call import (
     make_call,
 )
 from weft.parallel.attention.kernels import Gradients
+from weft.parallel.attention.masks import Pass
+from weft.parallel.tracing.handles import handle_of, object_of
 from weft.plan.partition.sequence import Places
 
-__all__ = ["Pass", "SequenceAxes", "Source", "attend", "attend_traced", "register"]
+__all__ = ["Pass", "SequenceAxes", "UnderWay", "attend", "attend_traced"]
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class UnderWay:
+    """The sequence axes of a model and the pass that is under way."""
+
+    axes: SequenceAxes
+    now: Pass | None = None
+    handle: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.handle = handle_of(self)
 
 
 def attend(
@@ -44,22 +56,15 @@ def attend(
     is_causal: bool,
     scale: float | None = None,
 ) -> Tensor:
-    """[B, H, T, E]: what this rank's queries see in the whole sequence. All ranks of both axes call it together."""
-    q_BHTD, k_BGTD, v_BGTE = _cast(q_BHTD, k_BGTD, v_BGTE)
-    call = make_call(
-        num_heads=(q_BHTD.shape[1], k_BGTD.shape[1]),
-        widths=(q_BHTD.shape[3], k_BGTD.shape[3], v_BGTE.shape[3]),
-        axes=axes,
-        now=now,
-        is_causal=is_causal,
-        scale=scale,
-    )
-    made: Tensor = _Attend.apply(q_BHTD, k_BGTD, v_BGTE, call)  # type: ignore[no-untyped-call]
+    """[B, H, T, E]: attention of this rank's queries to the whole sequence. Collective over both axes."""
+    q, k, v = _cast(q_BHTD, k_BGTD, v_BGTE)
+    call = make_call((q, k, v), (q.shape[1], k.shape[1]), axes, now, is_causal, scale)
+    made: Tensor = _Attend.apply(q, k, v, call)  # type: ignore[no-untyped-call]
     return made
 
 
 def _cast(*tensors: Tensor) -> list[Tensor]:
-    """In one dtype, which is under autocast the one that torch's own attention would compute in."""
+    """The inputs in one dtype: under autocast the one in which torch's own attention would compute."""
     device = tensors[0].device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -86,148 +91,74 @@ class _Attend(torch.autograd.Function):
         return *backward(grad, q, k, v, out, rest, ctx.call), None
 
 
-class Source(Protocol):
-    """Where an operator finds what it cannot be given."""
-
-    @property
-    def axes(self) -> SequenceAxes: ...
-
-    @property
-    def now(self) -> Pass | None: ...
-
-
-# Operators are given no objects, so this is known to the process.
-_sources: dict[int, Source] = {}
-_numbers = itertools.count()
-
-
-def register(source: Source, owner: object) -> int:
-    """A number by which `attend_traced` knows a model's axes and the pass under way, as long as the owner lives."""
-    number = next(_numbers)
-    _sources[number] = source
-    weakref.finalize(owner, _sources.pop, number, None)
-    return number
-
-
 def attend_traced(
-    q_BHTD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, number: int, is_causal: bool, scale: float | None = None
+    q_BHTD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, under_way: UnderWay, *, is_causal: bool, scale: float | None = None
 ) -> Tensor:
     """`attend` as an operator; the pass is the one under way when this is called."""
-    now = _sources[number].now
+    now, axes = under_way.now, under_way.axes
     assert now is not None, "attention outside of a pass"
-    places = now.places
-    q_BHTD, k_BGTD, v_BGTE = _cast(q_BHTD, k_BGTD, v_BGTE)
-    made: Tensor = attention(
-        q_BHTD,
-        k_BGTD,
-        v_BGTE,
-        now.key_mask_BS,
-        now.documents_BS,
-        [places.num_tokens, places.padded, q_BHTD.shape[1], k_BGTD.shape[1], *_shaped_by(_sources[number].axes)],
-        places.layout,
-        number,
-        is_causal,
-        scale,
-    )[0]
+    q, k, v = _cast(q_BHTD, k_BGTD, v_BGTE)
+    counts = [now.places.num_tokens, now.places.padded, q.shape[1], k.shape[1]]
+    # These decide the shapes of results and must be in the graph: compilers cache code on disk by the graph, and would
+    # use that of another plan for this one.
+    counts += [axes.ring.size, axes.ulysses.size, axes.ulysses.index, list(FORWARDS).index(axes.variant)]
+    settings = (now.key_mask_BS, now.documents_BS, counts, now.places.layout, under_way.handle, is_causal, scale)
+    made: Tensor = attention(q, k, v, *settings)[0]
     return made
 
 
-def _shaped_by(axes: SequenceAxes) -> list[int]:
-    """What decides the sizes of results besides the tensors. It must stand in the graph: compilers keep code on disk by
-    the graph, and would take that of another plan for this one's."""
-    return [axes.ring.size, axes.ulysses.size, axes.ulysses.index, list(FORWARDS).index(axes.variant)]
+_SETTINGS = (
+    "Tensor? key_mask, Tensor? documents, SymInt[] counts, str layout, SymInt under_way, bool is_causal, float? scale"
+)
+"""`counts`: real tokens, padded tokens, query heads, key heads, and what else decides the shapes of results."""
 
 
-@torch.library.custom_op("weft::attention", mutates_args=())
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    documents: Tensor | None,
-    counts: list[int],
-    layout: str,
-    number: int,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`forward`. `counts`: real tokens, padded tokens, query heads, key heads, and `_shaped_by`."""
-    call = _call((q, k, v), key_mask, documents, counts, layout, number, is_causal, scale)
-    out, rest, received, of_heads = forward(q, k, v, call)
+@torch.library.custom_op(
+    "weft::attention",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def attention(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Results:
+    out, rest, received, of_heads = forward(q, k, v, _call((q, k, v), *settings))
     return out.contiguous(), rest.contiguous(), received, of_heads.contiguous()
 
 
 @attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    documents: Tensor | None,
-    counts: list[int],
-    layout: str,
-    number: int,
-    is_causal: bool,
-    scale: float | None,
-) -> Results:
-    return empty_results(q, _call((q, k, v), key_mask, documents, counts, layout, number, is_causal, scale))
+def _(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Results:
+    return empty_results(q, _call((q, k, v), *settings))
 
 
-@torch.library.custom_op("weft::attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "weft::attention_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor rest, "
+    f"{_SETTINGS}) -> (Tensor, Tensor, Tensor)",
+)
 def attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    rest: Tensor,
-    key_mask: Tensor | None,
-    documents: Tensor | None,
-    counts: list[int],
-    layout: str,
-    number: int,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`backward`."""
-    call = _call((q, k, v), key_mask, documents, counts, layout, number, is_causal, scale)
-    dq, dk, dv = backward(grad, q, k, v, out, rest, call)
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, rest: Tensor, *settings: Any
+) -> Gradients:
+    dq, dk, dv = backward(grad, q, k, v, out, rest, _call((q, k, v), *settings))
     # Gradients that travelled are views of one message, and results of an operator may not share memory.
     return dq.contiguous(), dk.contiguous(), dv.clone(memory_format=torch.contiguous_format)
 
 
 @attention_backward.register_fake
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    rest: Tensor,
-    key_mask: Tensor | None,
-    documents: Tensor | None,
-    counts: list[int],
-    layout: str,
-    number: int,
-    is_causal: bool,
-    scale: float | None,
-) -> Gradients:
-    call = _call((q, k, v), key_mask, documents, counts, layout, number, is_causal, scale)
-    return empty_gradients(grad, call)
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, rest: Tensor, *settings: Any) -> Gradients:
+    return empty_gradients(grad, _call((q, k, v), *settings))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     ctx.set_materialize_grads(False)
     q, k, v, key_mask, documents, *ctx.rest = inputs
     kept = kept_tensors((q, k, v), output, _call((q, k, v), key_mask, documents, *ctx.rest))
     ctx.save_for_backward(*kept, key_mask, documents)
 
 
-def _go_back(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     return *attention_backward(grad, *ctx.saved_tensors, *ctx.rest), *[None] * 7
 
 
-attention.register_autograd(_go_back, setup_context=_keep)
+attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _call(
@@ -236,18 +167,12 @@ def _call(
     documents: Tensor | None,
     counts: list[int],
     layout: str,
-    number: int,
+    under_way: int,
     is_causal: bool,
     scale: float | None,
 ) -> Call:
-    axes, (num_tokens, padded, num_queries, num_keys, *_) = _sources[number].axes, counts
+    axes: SequenceAxes = object_of(under_way).axes
+    num_tokens, padded, num_queries, num_keys, *_ = counts
     places = Places(num_tokens=num_tokens, padded=padded, ring=axes.ring.size, ulysses=axes.ulysses.size, layout=layout)
-    q, k, v = tensors
-    return make_call(
-        num_heads=(num_queries, num_keys),
-        widths=(q.shape[3], k.shape[3], v.shape[3]),
-        axes=axes,
-        now=Pass(places=places, key_mask_BS=key_mask, documents_BS=documents),
-        is_causal=is_causal,
-        scale=scale,
-    )
+    now = Pass(places=places, key_mask_BS=key_mask, documents_BS=documents)
+    return make_call(tensors, (num_queries, num_keys), axes, now, is_causal, scale)

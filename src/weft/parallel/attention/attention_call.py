@@ -1,12 +1,12 @@
-"""One call of attention over a sequence of which every rank holds a part: ulysses around a ring, or either alone.
+"""One call of attention over a sequence that several ranks hold: ulysses around a ring, or either alone.
 
     T tokens,           U·T tokens,                               T tokens,
     all heads ─ all-to-all ─> some heads ─ ring ─> their output ─ all-to-all ─> all heads
 
-Kept for the backward pass: queries, keys and values as attention uses them, its output there, and one tensor more, the
-log-sum-exp (ring) or the probabilities (ring self-attention). With ulysses the first three are one message as received.
+Kept for the backward pass: queries, keys and values as the ring uses them, its output, and one tensor more, the
+log-sum-exp (ring) or the probabilities (ring self-attention). With ulysses the first three are one received message.
 
-Here is neither autograd nor a compiler; for these there is `attention.py`.
+`attention.py` makes these functions known to autograd and to compilers.
 
 Dims: B samples, H query heads, G key heads, T tokens of this rank, S tokens of the whole padded sequence; D and E
 entries of a key and a value.
@@ -22,18 +22,19 @@ import torch
 from torch import Tensor
 
 from weft.comm.group import Group
+from weft.dtypes import accumulator_dtype
 from weft.mesh import Mesh
-from weft.parallel.attention.kernels import Gradients, accumulator_dtype
-from weft.parallel.attention.masks import make_masks
-from weft.parallel.attention.ring import backward_steps, forward_steps
-from weft.parallel.attention.ring_exchange import WireRotation, finish
-from weft.parallel.attention.ring_self_attention import self_attention_backward_steps, self_attention_forward_steps
-from weft.parallel.attention.ring_shared_memory import CommonBlocks
+from weft.parallel.attention.kernels import Gradients
+from weft.parallel.attention.masks import Pass
+from weft.parallel.attention.ring import ring_backward, ring_forward
+from weft.parallel.attention.ring_exchange import Rotation
+from weft.parallel.attention.ring_self_attention import self_attention_backward, self_attention_forward
+from weft.parallel.attention.ring_shared_memory import SharedBlocks
 from weft.parallel.attention.ulysses import heads_of, to_heads, to_tokens
-from weft.plan.partition.sequence import HeadShares, Places, share_heads
+from weft.plan.partition.sequence import HeadShares, share_heads
 
-FORWARDS = {"ring": forward_steps, "ring-self-attention": self_attention_forward_steps}
-BACKWARDS = {"ring": backward_steps, "ring-self-attention": self_attention_backward_steps}
+FORWARDS = {"ring": ring_forward, "ring-self-attention": self_attention_forward}
+BACKWARDS = {"ring": ring_backward, "ring-self-attention": self_attention_backward}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,35 +45,24 @@ class SequenceAxes:
     ulysses: Group
     variant: str = "ring"
     """As in [sequence] variant."""
-    common: CommonBlocks | None = None
-    """Where blocks of keys lie, if the ring is inside one host."""
+    blocks: SharedBlocks | None = None
+    """Shared memory for blocks of keys and values; None: they travel."""
 
 
 def make_axes(mesh: Mesh) -> SequenceAxes:
-    """The axes of a mesh's plan; collective."""
+    """The sequence axes of a mesh's plan; collective."""
     ring = mesh.group("ring", "keys")
     return SequenceAxes(
         ring=ring,
         ulysses=mesh.group("ulysses", "heads"),
         variant=mesh.plan.sequence.variant,
-        common=CommonBlocks(ring),
+        blocks=SharedBlocks(ring),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
-    """What attention must know of the samples that are under way."""
-
-    places: Places
-    key_mask_BS: Tensor | None = None
-    """bool, of the whole padded sequence in global order, on every rank: a key that is False is seen by nobody."""
-    documents_BS: Tensor | None = None
-    """Whole numbers, likewise: a query sees keys of its own document only."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of attention, its tensors apart."""
+    """One call of attention without its tensors."""
 
     axes: SequenceAxes
     now: Pass
@@ -80,7 +70,7 @@ class Call:
     scale: float
     heads: HeadShares
     widths: tuple[int, int, int]
-    """Entries of a query, a key and a value."""
+    """Entries per head of a query, a key and a value."""
 
     @property
     def has_ulysses(self) -> bool:
@@ -95,21 +85,15 @@ class Call:
 
     @property
     def row(self) -> list[int]:
-        """Entries of one token that ulysses brings: queries, keys, values."""
+        """Entries per token that ulysses receives: of queries, keys and values."""
         return [number * width for number, width in zip(self.num_heads, self.widths, strict=True)]
 
-    def settings(self) -> dict[str, Any]:
-        now = self.now
-        return {
-            "rotation": WireRotation(self.axes.ring, self.axes.common),
-            "places": now.places,
-            "is_causal": self.is_causal,
-            "scale": self.scale,
-            "masks": make_masks(now.places, now.key_mask_BS, now.documents_BS),
-        }
+    def ring_settings(self) -> dict[str, Any]:
+        rotation = Rotation(self.axes.ring, self.axes.blocks)
+        return {"rotation": rotation, "now": self.now, "is_causal": self.is_causal, "scale": self.scale}
 
     def repeated_keys(self, device: torch.device) -> Tensor | None:
-        """Which key head each query head looks at, where keys must be repeated for the kernels to know."""
+        """The key head of each query head; None: query heads are grouped evenly, as kernels expect."""
         if not self.has_ulysses:
             return None
         looked_at = self.heads.local_keys(self.axes.ulysses.index)
@@ -117,29 +101,20 @@ class Call:
 
 
 def make_call(
-    *,
-    num_heads: tuple[int, int],
-    widths: tuple[int, int, int],
-    axes: SequenceAxes,
-    now: Pass,
-    is_causal: bool,
-    scale: float | None,
+    tensors: Gradients, num_heads: tuple[int, int], axes: SequenceAxes, now: Pass, is_causal: bool, scale: float | None
 ) -> Call:
-    """`num_heads`: of queries and keys, before they are shared out."""
-    return Call(
-        axes=axes,
-        now=now,
-        is_causal=is_causal,
-        scale=1.0 / math.sqrt(widths[0]) if scale is None else scale,
-        heads=share_heads(*num_heads, ulysses=axes.ulysses.size, ring=axes.ring.size),
-        widths=widths,
-    )
+    """`num_heads`: heads of queries and of keys, before ulysses splits them."""
+    q, k, v = tensors
+    widths = (q.shape[3], k.shape[3], v.shape[3])
+    scale = 1.0 / math.sqrt(widths[0]) if scale is None else scale
+    heads = share_heads(*num_heads, ulysses=axes.ulysses.size, ring=axes.ring.size)
+    return Call(axes=axes, now=now, is_causal=is_causal, scale=scale, heads=heads, widths=widths)
 
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
-"""(output of this rank's tokens, log-sum-exp or probabilities, what ulysses received, output of this rank's heads).
+"""(output of this rank's tokens, log-sum-exp or probabilities, message received by ulysses, output of its heads).
 
-The last two are empty without ulysses, where they are the inputs and the output.
+The last two are empty without ulysses, where they would equal the inputs and the output.
 """
 
 
@@ -153,7 +128,7 @@ def forward(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, call: Call) -> Resul
     repeated = call.repeated_keys(q.device)
     if repeated is not None:
         k, v = k[:, repeated], v[:, repeated]
-    ((out, rest),) = finish(FORWARDS[call.axes.variant](q, k, v, **call.settings()))
+    out, rest = FORWARDS[call.axes.variant](q, k, v, **call.ring_settings())
     if not call.has_ulysses:
         return out, rest, received, q.new_empty(0)
     (of_tokens,) = to_tokens([(out, heads.queries)], group)
@@ -161,7 +136,7 @@ def forward(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, call: Call) -> Resul
 
 
 def empty_results(q_BHTD: Tensor, call: Call) -> Results:
-    """Results of the right sizes, for no samples or for a compiler, which wants to know nothing else."""
+    """Uninitialised results of the right shapes, for an empty batch or for a compiler."""
     batch, num_queries, tokens, _ = q_BHTD.shape
     own, all_tokens, width = call.num_heads[0], tokens * call.axes.ulysses.size, call.widths[2]
     if call.axes.variant == "ring":
@@ -176,7 +151,7 @@ def empty_results(q_BHTD: Tensor, call: Call) -> Results:
 
 
 def kept_tensors(inputs: Gradients, results: Results, call: Call) -> list[Tensor]:
-    """What `backward` is given after the gradient."""
+    """The tensors that `backward` takes after the gradient."""
     out, rest, received, of_heads = results
     if not call.has_ulysses:
         return [*inputs, out, rest]
@@ -194,7 +169,7 @@ def backward(grad_BHTE: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, re
     num_keys, repeated = k.shape[1], call.repeated_keys(k.device)
     if repeated is not None:
         k, v = k[:, repeated], v[:, repeated]
-    ((dq, dk, dv),) = finish(BACKWARDS[call.axes.variant](grad, q, k, v, out, rest, **call.settings()))
+    dq, dk, dv = BACKWARDS[call.axes.variant](grad, q, k, v, out, rest, **call.ring_settings())
     if repeated is not None:
         dk, dv = (_summed(one, repeated, num_keys) for one in (dk, dv))
     if not call.has_ulysses:
@@ -204,7 +179,7 @@ def backward(grad_BHTE: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, re
 
 
 def empty_gradients(grad_BHTE: Tensor, call: Call) -> Gradients:
-    """Like `empty_results`."""
+    """Uninitialised gradients of the right shapes."""
     batch, tokens = grad_BHTE.shape[0], grad_BHTE.shape[2]
     num_queries, num_keys = call.heads.queries[-1][1], call.heads.keys[-1][1]
     dq, dk, dv = (
@@ -215,6 +190,6 @@ def empty_gradients(grad_BHTE: Tensor, call: Call) -> Gradients:
 
 
 def _summed(gradient: Tensor, repeated: Tensor, num_keys: int) -> Tensor:
-    """Gradients of keys from those of their repetitions."""
+    """Gradients of keys, summed over their repetitions."""
     batch, _, tokens, width = gradient.shape
     return gradient.new_zeros(batch, num_keys, tokens, width).index_add_(1, repeated, gradient)

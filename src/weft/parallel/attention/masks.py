@@ -1,7 +1,7 @@
-"""Which pairs of a query and a key a mask allows, block by block, so that no rank makes the mask of a whole sequence.
+"""Masks of attention, made block by block, so that no rank makes the mask of a whole sequence.
 
-A mask is given by what it is made of, in global order and on every rank: which keys count, and which document each
-token belongs to. Both are as long as the sequence; the mask of a block is as large as its scores.
+A mask is given by what it is made of, in global order and on every rank: which keys may be seen, and which document
+each token belongs to. Both are as long as the sequence; the mask of a block is as large as its scores.
 
 Dims: B samples, S tokens of the whole padded sequence, Q and K those of one block.
 """
@@ -17,35 +17,34 @@ from weft.plan.partition.sequence import Places, Rectangle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Masks:
-    """What queries of one ring rank may see of the keys of another, causality and padding apart."""
+class Pass:
+    """The samples of one forward pass, as far as attention must know them."""
 
     places: Places
-    key_mask_BS: Tensor | None
-    """bool; a key that is False is seen by nobody."""
-    documents_BS: Tensor | None
-    """A query sees keys of its own document only."""
+    key_mask_BS: Tensor | None = None
+    """bool, of the whole padded sequence in global order, on every rank: no query sees a key that is False."""
+    documents_BS: Tensor | None = None
+    """Whole numbers, likewise: a query sees keys of its own document only."""
 
-    def block(self, queries: int, keys: int, rectangle: Rectangle) -> Tensor:
-        """[B, 1, Q or 1, K], True where a query may look."""
+    @property
+    def is_masked(self) -> bool:
+        return self.key_mask_BS is not None or self.documents_BS is not None
+
+    def mask(self, queries: int, keys: int, rectangle: Rectangle) -> Tensor | None:
+        """[B, 1, Q or 1, K], True where a query may look; causality and padding apart.
+
+        `queries` and `keys`: the ring ranks that hold them. None: every query may see every key.
+        """
         mask_B1QK = None
         if self.documents_BS is not None:
             of_queries = self._part(self.documents_BS, queries, rectangle.q)
             of_keys = self._part(self.documents_BS, keys, rectangle.k)
             mask_B1QK = of_queries[:, None, :, None] == of_keys[:, None, None, :]
         if self.key_mask_BS is not None:
-            counts = self._part(self.key_mask_BS, keys, rectangle.k)[:, None, None, :]
-            mask_B1QK = counts if mask_B1QK is None else mask_B1QK & counts
-        assert mask_B1QK is not None
+            is_seen = self._part(self.key_mask_BS, keys, rectangle.k)[:, None, None, :]
+            mask_B1QK = is_seen if mask_B1QK is None else mask_B1QK & is_seen
         return mask_B1QK
 
     def _part(self, whole_BS: Tensor, ring_rank: int, local: tuple[int, int]) -> Tensor:
         parts = [whole_BS[:, start:stop] for start, stop in self.places.ring_ranges(ring_rank)]
         return torch.cat(parts, 1)[:, slice(*local)]
-
-
-def make_masks(places: Places, key_mask_BS: Tensor | None, documents_BS: Tensor | None) -> Masks | None:
-    """None where there is nothing to mask, which is computed faster."""
-    if key_mask_BS is None and documents_BS is None:
-        return None
-    return Masks(places=places, key_mask_BS=key_mask_BS, documents_BS=documents_BS)

@@ -1,8 +1,8 @@
 """Outputs of attention over two sets of keys, merged into that over both, by their log-sum-exps.
 
-With p = σ(lse' - lse), the share of the sum that the new keys have, it is out + p (out' - out): nothing can overflow.
-In torch's functions that reads and writes every entry three times; on a GPU, which would wait for its memory, one
-kernel does it in a pass, where Triton is there.
+With p = σ(lse' - lse), the new keys' part of the sum, the merged output is out + p (out' - out): nothing can overflow.
+torch's functions read and write every entry three times; on a GPU, which would wait for its memory, one Triton kernel
+does it in one pass, if Triton is installed.
 
 Dims: B samples, H heads, T queries of which Q are merged, E entries of a value.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 log = logging.getLogger("weft")
 
 Fused = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-"""(out, lse, new out, new lse, result): the result is written, which may be `out`, and `lse` is updated."""
+"""(out, lse, new out, new lse, result): writes the result, which may be `out`, and updates `lse`."""
 
 
 class Merged:
@@ -33,8 +33,8 @@ class Merged:
         self._is_empty = True
 
     def add(self, out_BHQE: Tensor, lse_BHQ: Tensor, queries: tuple[int, int]) -> None:
-        """Merge what some queries see in a further block."""
-        if self._is_empty:  # the first block that is seen is seen by every query
+        """Merge the output of some queries over a further block."""
+        if self._is_empty:  # every query sees the first block
             self.out, self.lse, self._is_empty = out_BHQE, lse_BHQ, False
             return
         fused = _fused_merge() if self.out.is_cuda and self.lse.dtype == torch.float32 else None
@@ -49,7 +49,7 @@ class Merged:
             fused(out, lse, out_BHQE, lse_BHQ, out)
             return
         difference = lse_BHQ - lse
-        if self._is_masked:  # of queries that have seen nothing so far, -inf less -inf
+        if self._is_masked:  # NaN for queries that have seen nothing so far: -inf - (-inf)
             difference.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
         out.lerp_(out_BHQE.to(out.dtype), difference.sigmoid_().unsqueeze(-1))
         torch.logaddexp(lse, lse_BHQ, out=lse)
@@ -57,7 +57,7 @@ class Merged:
 
 @functools.cache
 def _fused_merge() -> Fused | None:
-    """The kernel, if it can be made here; tried on a few numbers, because that takes a compiler."""
+    """The Triton kernel, if it works here; tried on a few numbers, because it needs a compiler."""
     try:
         from weft.parallel.attention.merge_triton import merge
 

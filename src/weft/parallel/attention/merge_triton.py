@@ -1,6 +1,6 @@
 """Two outputs of attention merged by their log-sum-exps in one pass through a GPU's memory; needs Triton.
 
-See `merge.py`, which does the same in torch's functions, and imports this where it can be used.
+`merge.py` does the same in torch's functions, and imports this where it can be used.
 """
 
 import triton
@@ -8,59 +8,30 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS = 16
-"""Rows of the output that one program merges."""
+"""Rows of the output per program."""
 
 
 def merge(out_BHQE: Tensor, lse_BHQ: Tensor, new_BHQE: Tensor, new_lse_BHQ: Tensor, result_BHQE: Tensor) -> None:
-    """Write the result, which may be `out` itself, and update `lse`. Entries of a row lie side by side."""
+    """Write the result, which may be `out` itself, and update `lse`. The last dim is contiguous."""
     batch, heads, queries, width = out_BHQE.shape
     num_rows = batch * heads * queries
-    strides = [one.stride()[:3] for one in (out_BHQE, lse_BHQ, new_BHQE, new_lse_BHQ, result_BHQE)]
-    _merge_rows[(triton.cdiv(num_rows, _ROWS),)](
-        out_BHQE,
-        lse_BHQ,
-        new_BHQE,
-        new_lse_BHQ,
-        result_BHQE,
-        heads,
-        queries,
-        width,
-        num_rows,
-        *(stride for of_one in strides for stride in of_one),
-        ROWS=_ROWS,
-        WIDTH=triton.next_power_of_2(width),
-    )
+    tensors, sizes = (out_BHQE, lse_BHQ, new_BHQE, new_lse_BHQ, result_BHQE), (heads, queries, width, num_rows)
+    strides = (stride for one in tensors for stride in one.stride()[:3])
+    grid = (triton.cdiv(num_rows, _ROWS),)
+    _merge_rows[grid](*tensors, *sizes, *strides, ROWS=_ROWS, WIDTH=triton.next_power_of_2(width))
 
 
 @triton.jit
 def _merge_rows(
-    out,
-    lse,
-    new,
-    new_lse,
-    result,
-    heads,
-    queries,
-    width,
-    num_rows,
-    out_b,
-    out_h,
-    out_t,
-    lse_b,
-    lse_h,
-    lse_t,
-    new_b,
-    new_h,
-    new_t,
-    new_lse_b,
-    new_lse_h,
-    new_lse_t,
-    result_b,
-    result_h,
-    result_t,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    out, lse, new, new_lse, result,
+    heads, queries, width, num_rows,
+    out_b, out_h, out_t,
+    lse_b, lse_h, lse_t,
+    new_b, new_h, new_t,
+    new_lse_b, new_lse_h, new_lse_t,
+    result_b, result_h, result_t,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = row < num_rows
     b, h, t = row // (heads * queries), row // queries % heads, row % queries

@@ -1,11 +1,10 @@
-"""Ring attention: queries stay, blocks of keys and values go round, and what each block gives is merged as it comes.
+"""Ring attention: queries stay, blocks of keys and values rotate, and each block's output is merged as it comes.
 
-A rank has the output of its queries over the keys seen so far, with its log-sum-exp. With that of a further block both
-merge into the output over all of them, exactly, so no rank ever holds more than its own and one visiting block, and no
-row of scores. Merged outputs and sums of gradients are float32 where inputs have 16 bits.
+A rank keeps the output of its queries over the keys seen so far, with its log-sum-exp. Merging it with that of a
+further block is exact, so no rank ever holds more than its own and one visiting block, and no row of scores. Merged
+outputs and sums of gradients are float32 where inputs have 16 bits.
 
-How blocks travel is in `ring_exchange.py`. A block of which a rank may see nothing is passed on and costs no
-computation.
+`ring_exchange.py` moves the blocks. A block of which a rank may see nothing is passed on without computation.
 
 Dims as in `kernels.py`; T is the number of tokens of one ring rank.
 """
@@ -17,48 +16,34 @@ from collections.abc import Iterator
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.parallel.attention.kernels import (
-    Gradients,
-    accumulator_dtype,
-    attend_block,
-    attend_block_backward,
-    lay_out,
-)
-from weft.parallel.attention.masks import Masks
+from weft.dtypes import accumulator_dtype
+from weft.parallel.attention.kernels import Gradients, attend_block, attend_block_backward, lay_out
+from weft.parallel.attention.masks import Pass
 from weft.parallel.attention.merge import Merged
-from weft.parallel.attention.ring_exchange import Pair, Part, Rotation, Steps, travel, travel_back
-from weft.plan.partition.sequence import Places, rectangles
+from weft.parallel.attention.ring_exchange import Pair, Part, Rotation, rotate, rotate_with_gradients
+from weft.plan.partition.sequence import rectangles
 
 
-def forward_steps(
-    q_BHTD: Tensor,
-    k_BGTD: Tensor,
-    v_BGTE: Tensor,
-    *,
-    rotation: Rotation,
-    places: Places,
-    is_causal: bool,
-    scale: float,
-    masks: Masks | None = None,
-) -> Steps[tuple[Tensor, Tensor]]:
+def ring_forward(
+    q_BHTD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, *, rotation: Rotation, now: Pass, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """(out_BHTE in the dtype of the inputs, lse_BHT)."""
-    merged = Merged(is_masked=masks is not None)
+    merged = Merged(is_masked=now.is_masked)
     for keys, k, v in _blocks(k_BGTD, v_BGTE, rotation):
-        for one in rectangles(places, rotation.index, keys, is_causal=is_causal):
+        for one in rectangles(now.places, rotation.index, keys, is_causal=is_causal):
             out, lse = attend_block(
                 q_BHTD[:, :, slice(*one.q)],
                 k[:, :, slice(*one.k)],
                 v[:, :, slice(*one.k)],
                 is_causal=one.is_causal,
                 scale=scale,
-                mask=None if masks is None else masks.block(rotation.index, keys, one),
+                mask=now.mask(rotation.index, keys, one),
             )
             merged.add(out, lse, one.q)
-        yield
     return merged.out.to(q_BHTD.dtype), merged.lse
 
 
-def backward_steps(
+def ring_backward(
     grad_BHTE: Tensor,
     q_BHTD: Tensor,
     k_BGTD: Tensor,
@@ -67,19 +52,18 @@ def backward_steps(
     lse_BHT: Tensor,
     *,
     rotation: Rotation,
-    places: Places,
+    now: Pass,
     is_causal: bool,
     scale: float,
-    masks: Masks | None = None,
-) -> Steps[Gradients]:
-    """(dq, dk, dv), in the dtype of the inputs; `out` and `lse` are those of `forward_steps`."""
+) -> Gradients:
+    """(dq, dk, dv), in the dtype of the inputs; `out` and `lse` are those of `ring_forward`."""
     dq: Tensor | None = None
     grad_BHTE, out_BHTE = lay_out(grad_BHTE), lay_out(out_BHTE)
 
     def find_parts(keys: int, k: Tensor, v: Tensor) -> list[Part]:
         nonlocal dq
         parts = []
-        for one in rectangles(places, rotation.index, keys, is_causal=is_causal):
+        for one in rectangles(now.places, rotation.index, keys, is_causal=is_causal):
             of_queries, of_keys = slice(*one.q), slice(*one.k)
             block_dq, *part = attend_block_backward(
                 grad_BHTE[:, :, of_queries],
@@ -90,9 +74,9 @@ def backward_steps(
                 lse_BHT[:, :, of_queries],
                 is_causal=one.is_causal,
                 scale=scale,
-                mask=None if masks is None else masks.block(rotation.index, keys, one),
+                mask=now.mask(rotation.index, keys, one),
             )
-            if dq is None:  # the first block that is seen is seen by every query
+            if dq is None:  # every query sees the first block
                 dq = block_dq
             else:
                 dq = dq.to(accumulator_dtype(dq.dtype))
@@ -105,7 +89,7 @@ def backward_steps(
         padding = k_BGTD.shape[2] - dk.shape[2]  # which has no gradient
         dk, dv = (F.pad(one, (0, 0, 0, padding)) if padding else one for one in (dk, dv))
     else:
-        dk, dv = yield from travel_back(k_BGTD, v_BGTE, rotation, find_parts)
+        dk, dv = rotate_with_gradients(k_BGTD, v_BGTE, rotation, find_parts)
     assert dq is not None
     return dq.to(q_BHTD.dtype), dk.to(k_BGTD.dtype), dv.to(v_BGTE.dtype)
 
@@ -115,5 +99,5 @@ def _blocks(k_BGTD: Tensor, v_BGTE: Tensor, rotation: Rotation) -> Iterator[tupl
         yield 0, k_BGTD, v_BGTE
         return
     pair = Pair(k_shape=k_BGTD.shape, v_shape=v_BGTE.shape)
-    for whose, block in travel(pair.pack(k_BGTD, v_BGTE, rotation), rotation):
-        yield whose, *pair.unpack(block)
+    for owner, block in rotate(pair.pack(k_BGTD, v_BGTE, rotation), rotation):
+        yield owner, *pair.unpack(block)

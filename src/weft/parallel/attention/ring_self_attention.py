@@ -1,10 +1,10 @@
-"""Ring self-attention (Li et al., 2021): keys go round to make whole rows of scores, then values go round.
+"""Ring self-attention (Li et al., 2021): keys rotate to make whole rows of scores, then values rotate.
 
-The forerunner of ring attention, kept as a named variant: it needs no log-sum-exp and no merging, and for that it holds
-T × S probabilities a head between forward and backward, so memory is still quadratic in the length of the sequence.
-Columns are in the order of ring ranks, not of the sequence; for a sum this makes no difference.
+The forerunner of ring attention, kept as a named variant. It needs no log-sum-exp and no merging, but keeps T × S
+probabilities per head for the backward pass, so memory is still quadratic in the length of the sequence. Columns are in
+the order of ring ranks, not of the sequence, which makes no difference to a sum.
 
-Backward keys and values go round together, and their gradients behind them, as in `ring_exchange.py`.
+In the backward pass keys and values rotate together, and their gradients behind them, as in `ring_exchange.py`.
 
 Dims as in `ring.py`; S = ring · T, and R = H / G query heads look at each key head.
 """
@@ -16,48 +16,38 @@ import math
 import torch
 from torch import Tensor
 
-from weft.parallel.attention.kernels import Gradients, accumulator_dtype, by_group
-from weft.parallel.attention.masks import Masks
-from weft.parallel.attention.ring_exchange import Part, Rotation, Steps, travel, travel_back
-from weft.plan.partition.sequence import Places, Rectangle, rectangles
+from weft.dtypes import accumulator_dtype
+from weft.parallel.attention.kernels import Gradients, by_group
+from weft.parallel.attention.masks import Pass
+from weft.parallel.attention.ring_exchange import Part, Rotation, rotate, rotate_with_gradients
+from weft.plan.partition.sequence import Rectangle, rectangles
 
 
-def self_attention_forward_steps(
-    q_BHTD: Tensor,
-    k_BGTD: Tensor,
-    v_BGTE: Tensor,
-    *,
-    rotation: Rotation,
-    places: Places,
-    is_causal: bool,
-    scale: float,
-    masks: Masks | None = None,
-) -> Steps[tuple[Tensor, Tensor]]:
+def self_attention_forward(
+    q_BHTD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, *, rotation: Rotation, now: Pass, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """(out_BHTE, probabilities_BHTS), in the dtype of the inputs."""
-    wide, tokens, num_groups = accumulator_dtype(q_BHTD.dtype), places.tokens_per_ring, k_BGTD.shape[1]
+    wide, tokens, num_groups = accumulator_dtype(q_BHTD.dtype), now.places.tokens_per_ring, k_BGTD.shape[1]
     q_BGRTD = by_group(q_BHTD, num_groups).to(wide)
-    scores_BGRTS = q_BGRTD.new_full((*q_BGRTD.shape[:-1], tokens * places.ring), -math.inf)
-    for keys, k in travel(k_BGTD.clone(memory_format=torch.contiguous_format), rotation):
-        for one in rectangles(places, rotation.index, keys, is_causal=is_causal):
+    scores_BGRTS = q_BGRTD.new_full((*q_BGRTD.shape[:-1], tokens * now.places.ring), -math.inf)
+    for keys, k in rotate(k_BGTD.clone(memory_format=torch.contiguous_format), rotation):
+        for one in rectangles(now.places, rotation.index, keys, is_causal=is_causal):
             found = q_BGRTD[..., slice(*one.q), :] @ k[:, :, None, slice(*one.k)].to(wide).mT
-            _hide(found.mul_(scale), one, None if masks is None else masks.block(rotation.index, keys, one))
+            _hide(found.mul_(scale), one, now.mask(rotation.index, keys, one))
             _block(scores_BGRTS, keys, one, tokens).copy_(found)
-        yield
     probabilities = scores_BGRTS.softmax(-1)
-    if masks is not None:  # a row of nothing but -inf
+    if now.is_masked:  # a row of nothing but -inf
         probabilities.nan_to_num_(nan=0.0)
     del scores_BGRTS
     out = q_BGRTD.new_zeros((*q_BGRTD.shape[:-1], v_BGTE.shape[-1]))
-    for keys, v in travel(v_BGTE.clone(memory_format=torch.contiguous_format), rotation):
-        for one in rectangles(places, rotation.index, keys, is_causal=is_causal):
-            out[..., slice(*one.q), :] += _block(probabilities, keys, one, tokens) @ v[:, :, None, slice(*one.k)].to(
-                wide
-            )
-        yield
+    for keys, v in rotate(v_BGTE.clone(memory_format=torch.contiguous_format), rotation):
+        for one in rectangles(now.places, rotation.index, keys, is_causal=is_causal):
+            shares = _block(probabilities, keys, one, tokens)
+            out[..., slice(*one.q), :] += shares @ v[:, :, None, slice(*one.k)].to(wide)
     return out.flatten(1, 2).to(q_BHTD.dtype), probabilities.flatten(1, 2).to(q_BHTD.dtype)
 
 
-def self_attention_backward_steps(
+def self_attention_backward(
     grad_BHTE: Tensor,
     q_BHTD: Tensor,
     k_BGTD: Tensor,
@@ -66,13 +56,12 @@ def self_attention_backward_steps(
     probabilities_BHTS: Tensor,
     *,
     rotation: Rotation,
-    places: Places,
+    now: Pass,
     is_causal: bool,
     scale: float,
-    masks: Masks | None = None,
-) -> Steps[Gradients]:
-    """(dq, dk, dv), in the dtype of the inputs. What masks hide has probability 0, so they are not needed again."""
-    wide, tokens, num_groups = accumulator_dtype(q_BHTD.dtype), places.tokens_per_ring, k_BGTD.shape[1]
+) -> Gradients:
+    """(dq, dk, dv), in the dtype of the inputs. Masked pairs have probability 0, so masks are not needed again."""
+    wide, tokens, num_groups = accumulator_dtype(q_BHTD.dtype), now.places.tokens_per_ring, k_BGTD.shape[1]
     q, grad, out = (by_group(one, num_groups).to(wide) for one in (q_BHTD, grad_BHTE, out_BHTE))
     probabilities = by_group(probabilities_BHTS, num_groups)
     delta = (grad * out).sum(-1, keepdim=True)
@@ -80,7 +69,7 @@ def self_attention_backward_steps(
 
     def find_parts(keys: int, k: Tensor, v: Tensor) -> list[Part]:
         parts = []
-        for one in rectangles(places, rotation.index, keys, is_causal=is_causal):
+        for one in rectangles(now.places, rotation.index, keys, is_causal=is_causal):
             rows, columns = slice(*one.q), slice(*one.k)
             shares = _block(probabilities, keys, one, tokens).to(wide)
             of_shares = grad[..., rows, :] @ v[:, :, None, columns].to(wide).mT
@@ -89,12 +78,12 @@ def self_attention_backward_steps(
             parts.append(((of_scores.mT @ q[..., rows, :]).sum(2), (shares.mT @ grad[..., rows, :]).sum(2)))
         return parts
 
-    dk, dv = yield from travel_back(k_BGTD, v_BGTE, rotation, find_parts)
+    dk, dv = rotate_with_gradients(k_BGTD, v_BGTE, rotation, find_parts)
     return dq.flatten(1, 2).to(q_BHTD.dtype), dk.to(k_BGTD.dtype), dv.to(v_BGTE.dtype)
 
 
 def _block(scores_BGRTS: Tensor, keys: int, one: Rectangle, tokens: int) -> Tensor:
-    """The part of whole rows that belongs to a rectangle."""
+    """The entries of whole rows that belong to a rectangle."""
     first = keys * tokens
     return scores_BGRTS[..., slice(*one.q), first + one.k[0] : first + one.k[1]]
 

@@ -1,13 +1,13 @@
-"""Ulysses: two all-to-alls around attention, from a part of the tokens with all heads to all tokens with some heads.
+"""Ulysses: two all-to-alls around attention, from some tokens of all heads to all tokens of some heads and back.
 
     rank 0: tokens 0-3, heads a b c d          rank 0: tokens 0-7, heads a b
     rank 1: tokens 4-7, heads a b c d   ──>    rank 1: tokens 4-7 and 0-3, in order, heads c d
 
-Queries, keys and values go in one message. It is packed so that what arrives, all tokens in order, is used by the
-kernels as it lies; the way back is packed so that heads come out in order.
+Queries, keys and values are one message. It is packed so that all tokens arrive in order and kernels use them in place;
+the message back is packed so that heads arrive in order.
 
-Which rank has which heads is said in `plan/partition/sequence.py`. Shares need not be equal, and where there are fewer
-key heads than ranks, some go to several ranks and their gradients are added up.
+`plan/partition/sequence.py` assigns heads to ranks. Ranks may have different numbers of heads, and where there are
+fewer key heads than ranks, several ranks have the same and their gradients are summed.
 
 Dims: B samples, H query heads, G key heads, T tokens of one rank, U·T those of all; D and E entries of a key and value.
 """
@@ -24,13 +24,13 @@ from weft.comm.group import Group
 from weft.plan.partition.tensor import Range
 
 Shared = tuple[Tensor, tuple[Range, ...]]
-"""A tensor of heads, and which of them each rank has."""
+"""A tensor of heads, and each rank's range of them."""
 
 
 def to_heads(tensors: Sequence[Shared], group: Group) -> tuple[Tensor, list[Tensor]]:
     """From this rank's tokens of all heads, [B, heads, T, X] each, to all tokens of its heads, [B, heads, U·T, X].
 
-    Also the memory that these are views of.
+    Returns the received message and these views of it.
     """
     batch, _, tokens, _ = tensors[0][0].shape
     widths = [one.shape[-1] for one, _ in tensors]
@@ -53,7 +53,7 @@ def to_heads(tensors: Sequence[Shared], group: Group) -> tuple[Tensor, list[Tens
 
 
 def heads_of(received: Tensor, row: Sequence[int], widths: Sequence[int]) -> list[Tensor]:
-    """[B, heads, U·T, X] views of what `to_heads` received."""
+    """[B, heads, U·T, X] views of the message that `to_heads` received."""
     return [
         column.unflatten(-1, (-1, width)).permute(1, 2, 0, 3)
         for column, width in zip(received.split(list(row), -1), widths, strict=True)
@@ -63,13 +63,12 @@ def heads_of(received: Tensor, row: Sequence[int], widths: Sequence[int]) -> lis
 def to_tokens(tensors: Sequence[Shared], group: Group) -> list[Tensor]:
     """From all tokens of this rank's heads, [B, heads, U·T, X] each, to its tokens of all heads, [B, all heads, T, X].
 
-    Where several ranks have a head, theirs are added up.
+    A head that several ranks have is summed over them.
     """
     batch, _, all_tokens, _ = tensors[0][0].shape
     tokens = all_tokens // group.size
-    sizes = [
-        [(stop - start) * batch * tokens * one.shape[-1] for start, stop in ranges] for one, ranges in tensors
-    ]  # of each tensor, of each rank
+    # Entries per tensor and rank.
+    sizes = [[(stop - start) * batch * tokens * one.shape[-1] for start, stop in ranges] for one, ranges in tensors]
     mine = [of_ranks[group.index] for of_ranks in sizes]
     outgoing = tensors[0][0].new_empty(group.size * sum(mine))
     for rank, part in enumerate(outgoing.split(sum(mine))):

@@ -1,18 +1,17 @@
-"""Hugging Face models on a part of every sequence: attention over all ranks, by the registry they look it up in.
+"""Attention over all ranks for Hugging Face models, through the registries in which they look attention up.
 
-Their models name their attention in their configuration, look it up in one registry and the maker of its masks in
-another. So while a pass lasts they find a name of ours there, and not a line of theirs changes; between passes nothing
-of it is left, and generating or evaluating whole sequences goes its usual way. transformers is not imported here.
+Their models name their attention in their configuration, look it up in one registry and its mask function in another.
+During a pass both contain an entry of ours, which the configuration names; between passes nothing of it is left, and
+generation or evaluation of whole sequences works as usual. transformers is not imported here.
 
-Of the rank's own tokens no mask is made: causality, padding and documents are known whole to `attend`. Whatever else
-would bear on attention (windows, dropout, sinks, biases, caches, masks of the user's) is refused, never dropped.
-Their rule for packed documents must not see the position_ids of a part of the tokens, which jump where the part does:
-it is off meanwhile, and followed on the whole sequence instead (`models/hugging_face_inputs.py`).
+No mask of the local tokens is made: `attend` knows causality, padding and documents of the whole sequence. Whatever
+else would affect attention (windows, dropout, sinks, biases, caches, the user's masks) is refused, never ignored.
+Their detection of packed documents would be misled by the position_ids of some of the tokens: it is replaced meanwhile,
+and applied to the whole sequence instead (`models/hugging_face_inputs.py`).
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, MutableMapping
 from typing import Any, Protocol
@@ -20,7 +19,13 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from weft.errors import ModelError
-from weft.models.hugging_face_inputs import by_name, hugging_face_class, makes_own_positions, without_cache
+from weft.models.hugging_face_inputs import (
+    by_name,
+    hugging_face_class,
+    makes_own_positions,
+    outermost_models,
+    without_cache,
+)
 from weft.parallel.attention.attention import Pass
 
 NAME = "weft_sequence"
@@ -31,7 +36,7 @@ _HARMLESS = frozenset(
         "num_items_in_batch", "logits_to_keep", "deterministic",
     }
 )  # fmt: skip
-"""What models hand on to attention that does not change what it computes."""
+"""Arguments that models pass on to attention and that do not change its result."""
 _MISSING = object()
 
 
@@ -46,9 +51,9 @@ class Attend(Protocol):
 def use_registry(
     model: nn.Module, attend: Attend, *, now: Callable[[], Pass | None], numbers: Callable[[], Tensor]
 ) -> Callable[[], Callable[[], None]] | None:
-    """How to let the Hugging Face models in a model attend over all ranks: call it, and what it returns to undo it.
+    """A function that lets the Hugging Face models in a model attend over all ranks, and returns the one to undo it.
 
-    `now` gives the pass under way, `numbers` the places of this rank's tokens. None: there are no such models inside.
+    `now` gives the pass under way, `numbers` the positions of this rank's tokens. None: there are no such models.
     """
     kind = hugging_face_class()
     models = [module for module in model.modules() if kind is not None and isinstance(module, kind)]
@@ -64,8 +69,8 @@ def _model_problems(model: Any) -> list[str]:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         return [
-            f"{name} is an encoder and a decoder, whose sequences are of two lengths; weft splits sequences of models "
-            "of one: set [axes] ring and ulysses to 1"
+            f"{name} is an encoder and a decoder, with sequences of two lengths, which weft does not split; set [axes] "
+            "ring and ulysses to 1"
         ]
     if _uses_registry(model):
         return []
@@ -73,21 +78,21 @@ def _model_problems(model: Any) -> list[str]:
     if not model._supports_sdpa or attention != "sdpa":
         instead = 'load it with attn_implementation="sdpa"' if model._supports_sdpa else "use another model"
         return [
-            f'{name} attends in code of its own (attn_implementation = "{attention}"), which weft cannot lead over '
-            f"several ranks; {instead}, {_REMEDY}"
+            f'{name} attends in code of its own (attn_implementation = "{attention}"), which weft cannot '
+            f"distribute; {instead}, {_REMEDY}"
         ]
     return []
 
 
 def _uses_registry(model: Any) -> bool:
-    """transformers tells by the source of a class, which one that a user derived may not have or not say it in."""
+    """transformers decides by the source of a class, which a class that a user derived may lack; so bases count too."""
     base = hugging_face_class()
     kinds: list[Any] = [kind for kind in type(model).__mro__ if issubclass(kind, base) and kind is not base]
     return any(kind._can_set_attn_implementation() for kind in kinds)
 
 
 class _Switch:
-    """All that is written elsewhere while a pass lasts."""
+    """Replacements in transformers and in configurations during a pass."""
 
     def __init__(
         self,
@@ -102,7 +107,7 @@ class _Switch:
         self._attend = attend
         self._now = now
         self._numbers = numbers
-        self._outermost = _outermost(model)
+        self._outermost = list(outermost_models(model, "position_ids"))
         self._longest = _longest_rotation(model)
         self._writes: list[tuple[MutableMapping[str, Any], str, Any]] | None = None
         self._asked_for_documents = False
@@ -152,12 +157,12 @@ class _Switch:
         sliding_window: int | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """What models find under our name in the registry of attention."""
+        """Our entry in the registry of attention."""
         problems = []
         if attention_mask is not None:
             problems.append(
-                f"a mask of {tuple(attention_mask.shape)}, of which weft cannot know what it says of other ranks' "
-                "tokens; give the model padding as an attention_mask (samples, tokens)"
+                f"a mask of {tuple(attention_mask.shape)}, which says nothing about other ranks' tokens; give "
+                "the model padding as an attention_mask (samples, tokens)"
             )
         if dropout > 0:
             problems.append(f"dropout = {dropout:g}; set the model's attention dropout to 0")
@@ -169,10 +174,10 @@ class _Switch:
         if self._longest is not None and self._num_tokens > self._longest:
             problems.append(
                 f"positions whose angles change with the length of the sequence beyond {self._longest} tokens; it has "
-                f"{self._num_tokens}, of which a rank sees a part; use shorter sequences, or other rope_parameters"
+                f"{self._num_tokens}, of which a rank sees some; use shorter sequences, or other rope_parameters"
             )
         problems += [
-            f"{name} = {_said(given)}, which weft does not know; use a model without it"
+            f"{name} = {_said(given)}, which weft does not support; use a model without it"
             for name, given in others.items()
             if name not in _HARMLESS and given is not None and given is not False
         ]
@@ -192,7 +197,7 @@ class _Switch:
         allow_is_bidirectional_skip: bool = False,
         **others: Any,
     ) -> None:
-        """What models find under our name in the registry of masks: no mask, unless one would say something new."""
+        """Our entry in the registry of masks: makes none, and refuses masks that `attend` does not know of."""
         del others
         now, asked = self._now(), self._asked_for_documents
         self._asked_for_documents = False
@@ -212,7 +217,7 @@ class _Switch:
         if now is not None and now.documents_BS is not None and not asked:
             problems.append(
                 "no documents, although its position_ids begin anew within a sequence; give an attention_mask of ones "
-                "as well, which says that this is meant"
+                "as well to confirm it"
             )
         if problems:
             raise ModelError([f"the model masks {problem}, {_REMEDY}" for problem in problems])
@@ -229,9 +234,9 @@ class _Switch:
     def _complete(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Give a model inside another module what `inputs_of` gives one that weft calls itself.
+        """Hook that gives a model inside another module the inputs that `inputs_of` gives an outermost one.
 
-        Left to itself, it would number its rank's tokens from 0, and keep their keys for a next token.
+        Without it, the model would count its local tokens from 0, and cache their keys.
         """
         if model is self._model:
             return None
@@ -240,35 +245,20 @@ class _Switch:
         given = named.get("position_ids")
         if given is None and makes_own_positions(model):
             raise ModelError(
-                f"{type(model).__name__} makes its positions from the whole sequence, of which a rank has a part; give "
+                f"{type(model).__name__} makes its positions from the whole sequence, of which a rank has some; give "
                 "weft the model itself, not inside another module"
             )
         if given is not None and not bool((given == numbers.to(given.device)).all()):
             raise ModelError(
-                f"{type(model).__name__} is given position_ids inside another module, and other ones than the places "
-                "of this rank's tokens; leave them out there, or give weft the model itself"
+                f"{type(model).__name__} is given position_ids inside another module that are not the global "
+                "positions of this rank's tokens; leave them out there, or give weft the model itself"
             )
         device = next((value.device for value in named.values() if isinstance(value, Tensor)), numbers.device)
         return (), without_cache(model, {**named, "position_ids": numbers.to(device)})
 
 
-def _outermost(model: nn.Module) -> list[nn.Module]:
-    """The Hugging Face models in a model that take position_ids, without those inside another one."""
-    kind = hugging_face_class()
-    found: list[nn.Module] = []
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        parameters = inspect.signature(type(module).forward).parameters
-        if kind is not None and isinstance(module, kind) and "position_ids" in parameters:
-            found.append(module)
-        else:
-            waiting += module.children()
-    return found
-
-
 def _longest_rotation(model: nn.Module) -> int | None:
-    """The length beyond which rotary positions depend on the whole sequence's; None: they never do."""
+    """The length beyond which rotary angles depend on the length of the sequence; None: they never do."""
     lengths = []
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -283,7 +273,7 @@ def _longest_rotation(model: nn.Module) -> int | None:
 
 
 def _is_void(mask: Tensor, num_tokens: int) -> bool:
-    """Whether it lets every token of the rank see every other."""
+    """Whether a mask lets every local token see every other."""
     return mask.dim() == 2 and mask.shape[1] == num_tokens and bool(mask.all())
 
 

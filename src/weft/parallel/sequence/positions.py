@@ -1,7 +1,7 @@
-"""How a model that counts its tokens from 0 learns where they really are, as its blueprint says (`Positions`).
+"""Global positions for a model that counts its local tokens from 0, as its blueprint declares (`Positions`).
 
-A module that is given numbers of places is given others; a table of which the model takes the first rows has other rows
-in front, while a pass is under way.
+During a pass, modules that are given positions are given the global ones, and tables of which the model takes the first
+rows have the rows of this rank's positions in front.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.parallel.tracing.placeholder import Placeholder
 
 
 class Tables:
-    """Buffers whose rows belong to places in the sequence, and whose first rows the model uses."""
+    """Buffers with one row per position, of which the model uses the first."""
 
     def __init__(self, model: nn.Module, positions: Positions | None) -> None:
         self._tables: list[tuple[nn.Module, str, int]] = []
@@ -28,7 +28,7 @@ class Tables:
         self._whole: list[Tensor] = []
 
     def lend(self, numbers: Callable[[], Tensor]) -> None:
-        """Let the model find the rows of these places in front."""
+        """Put the rows of these positions in front."""
         self.give_back()
         if not self._tables:
             return
@@ -46,10 +46,10 @@ class Tables:
 
 
 class Numbered:
-    """Replaces 0 to T - 1, which is all a model can know of its tokens, by where they are."""
+    """Hook that replaces local positions, 0 to T - 1, by global ones."""
 
     def __init__(self, name: str, numbers: Callable[[], Tensor | None]) -> None:
-        """`numbers`: where this rank's tokens are; None outside of passes."""
+        """`numbers`: the global positions of this rank's tokens; None outside of passes."""
         self._name = name
         self._numbers = numbers
 
@@ -64,10 +64,10 @@ class Numbered:
             what = "no tensor" if given is None else f"a tensor of {tuple(given.shape)}"
             raise ModelError(
                 f'"{self._name}", which weft_blueprint() says is given positions, was given {what} for {len(numbers)} '
-                "tokens; name modules that are called with one number a token"
+                "tokens; name modules that are called with one number per token"
             )
         numbers = numbers.to(given.device, given.dtype)
-        # What the model did not count itself but was given stays; nobody waits for a device to know which it is.
+        # Positions that the user gave stay. This is decided on the device, so that the host does not wait for it.
         is_counted = (given == torch.arange(len(numbers), device=given.device)).all()
         right = torch.where(is_counted, numbers.expand(given.shape), given)
         return (

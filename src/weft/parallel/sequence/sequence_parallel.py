@@ -1,19 +1,17 @@
-"""Sequence parallelism: each rank has some tokens of every sequence, and attention is the only place where they meet.
+"""Sequence parallelism: each rank has some tokens of every sequence, and only attention mixes tokens of several ranks.
 
-Everything else in a transformer treats a token by itself, so the model's own code runs unchanged on fewer tokens. Two
-things it must be told: where in the sequence its tokens are (`Positions` of the blueprint), and what the other ranks'
-keys and values are. For the latter, while a pass is under way, `F.scaled_dot_product_attention` is a function that
-attends over all ranks (`parallel/attention/attention.py`). A model that attends in another way, or looks at its
-neighbours elsewhere, computes something else than whole, which the probe finds before the first step
-(`training/setup/probe.py`).
+Everything else in a transformer treats a token by itself, so the model's own code runs unchanged on fewer tokens. It
+needs two things: the global positions of its tokens (`Positions` of the blueprint), and the other ranks' keys and
+values. For the latter, during a pass, `F.scaled_dot_product_attention` is replaced by attention over all ranks
+(`parallel/attention/attention.py`). A model that mixes tokens in another way computes something else than in one
+process, which the probe finds before the first step (`training/setup/probe.py`).
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from weft.blueprint import Positions
 from weft.comm.collectives import all_gather
 from weft.errors import ModelError
 from weft.mesh import Mesh
-from weft.parallel.attention.attention import Pass, SequenceAxes, attend, attend_traced, register
+from weft.parallel.attention.attention import Pass, SequenceAxes, UnderWay, attend, attend_traced
 from weft.parallel.sequence.hugging_face import use_registry
 from weft.parallel.sequence.positions import Numbered, Tables
 from weft.plan.model_refusals import ATTENTION_THAT_DROPS, CROSS_ATTENTION, MASKS_OF_ITS_OWN, TOKENS_OF_ITS_OWN
@@ -33,14 +31,6 @@ from weft.plan.partition.tensor import Range
 
 _WHOLE: Callable[..., Tensor] = F.scaled_dot_product_attention
 _NAME = "scaled_dot_product_attention"
-
-
-@dataclass(slots=True)
-class UnderWay:
-    """What operators look up."""
-
-    axes: SequenceAxes
-    now: Pass | None = None
 
 
 class SequenceParallel:
@@ -56,7 +46,6 @@ class SequenceParallel:
         self._layout = plan.sequence.layout
         self._multiple = plan.axes.tensor if plan.tensor.sequence else 1
         self._is_traced = plan.recompute.policy == "selective"
-        self._number = register(self._under_way, self)
         self._tables = Tables(model, positions)
         for name in positions.modules if positions is not None else ():
             hook = Numbered(name, lambda: None if self.now is None else self.numbers(self.now.places))
@@ -66,11 +55,11 @@ class SequenceParallel:
             model, self.attend, now=lambda: self.now, numbers=lambda: self.numbers(self._now.places)
         )
         self._undo: Callable[[], None] | None = None
-        """How to give torch's attention back, while it is replaced."""
+        """Restores torch's attention, while it is replaced."""
 
     @property
     def now(self) -> Pass | None:
-        """The pass under way; in a backward pass that of its forward pass."""
+        """The pass under way; in a backward pass, its forward pass."""
         return self._under_way.now
 
     @now.setter
@@ -79,11 +68,11 @@ class SequenceParallel:
 
     @property
     def is_known(self) -> bool:
-        """Whether the model is one whose attention and positions are known by its kind."""
+        """Whether this is a Hugging Face model, whose attention and positions are known."""
         return self._use_registry is not None
 
     def places(self, num_tokens: int) -> Places:
-        """Where the tokens of a sequence of this length are."""
+        """Which ranks hold which tokens of a sequence of this length."""
         return make_places(
             num_tokens,
             ring=self.axes.ring.size,
@@ -93,17 +82,17 @@ class SequenceParallel:
         )
 
     def numbers(self, places: Places) -> Tensor:
-        """Where in the sequence this rank's tokens are; padding is where the last token is, which every model knows."""
+        """Global positions of this rank's tokens; padding has the last token's, which is valid in every model."""
         numbers = torch.cat([torch.arange(start, stop) for start, stop in self.ranges(places)])
         return numbers.clamp(max=places.num_tokens - 1)
 
     def ranges(self, places: Places) -> tuple[Range, ...]:
-        """This rank's tokens, in its order."""
+        """Ranges of this rank's tokens, in its order."""
         return places.ranges(self.axes.ring.index, self.axes.ulysses.index)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """In here, attention is over all ranks; also in a backward pass, where blocks may be computed again."""
+        """Context in which attention is over all ranks; also for a backward pass, where blocks may be recomputed."""
         if self._undo is not None:
             yield
             return
@@ -117,7 +106,7 @@ class SequenceParallel:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """In here, attention is torch's own, as it is outside of passes: a loss may call another model."""
+        """Context in which attention is torch's own, as outside of passes: a loss may call another model."""
         if self._undo is None:
             yield
             return
@@ -163,22 +152,18 @@ class SequenceParallel:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None) -> Tensor:
         """Attention of this rank's queries to the keys of all ranks."""
         if torch.compiler.is_compiling():
-            return attend_traced(query, key, value, self._number, is_causal, scale)
-        with torch._C.DisableTorchFunction():  # whoever follows the model's own calls is not to see these
-            return self._attend(query, key, value, is_causal=is_causal, scale=scale)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None) -> Tensor:
-        if key.shape[2] != query.shape[2]:
-            raise ModelError(CROSS_ATTENTION.message(num_queries=query.shape[2], num_keys=key.shape[2]))
-        if not query.is_meta and query.shape[2] != self._now.places.tokens_per_rank:
-            raise ModelError(
-                TOKENS_OF_ITS_OWN.message(num_tokens=query.shape[2], num_mine=self._now.places.tokens_per_rank)
-            )
-        if query.is_meta:  # a model that is followed: there is nothing to exchange, and shapes are all that matters
-            return _WHOLE(query, key, value, is_causal=is_causal, enable_gqa=query.shape[1] != key.shape[1])
-        if self._is_traced:
-            return attend_traced(query, key, value, self._number, is_causal, scale)
-        return attend(query, key, value, axes=self.axes, now=self._now, is_causal=is_causal, scale=scale)
+            return attend_traced(query, key, value, self._under_way, is_causal=is_causal, scale=scale)
+        with _hidden():
+            if key.shape[2] != query.shape[2]:
+                raise ModelError(CROSS_ATTENTION.message(num_queries=query.shape[2], num_keys=key.shape[2]))
+            if query.is_meta:  # the model is being traced: only shapes matter
+                return _WHOLE(query, key, value, is_causal=is_causal, enable_gqa=query.shape[1] != key.shape[1])
+            num_mine = self._now.places.tokens_per_rank
+            if query.shape[2] != num_mine:
+                raise ModelError(TOKENS_OF_ITS_OWN.message(num_tokens=query.shape[2], num_mine=num_mine))
+            if self._is_traced:
+                return attend_traced(query, key, value, self._under_way, is_causal=is_causal, scale=scale)
+            return attend(query, key, value, axes=self.axes, now=self._now, is_causal=is_causal, scale=scale)
 
     def stand_in(
         self,
@@ -191,42 +176,24 @@ class SequenceParallel:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """What `F.scaled_dot_product_attention` is meanwhile."""
+        """Replaces `F.scaled_dot_product_attention` during a pass."""
         del enable_gqa  # `attend` sees it by the number of heads
-        if torch.compiler.is_compiling():
-            return self._stand_in(query, key, value, attn_mask, dropout_p, is_causal, scale)
-        with torch._C.DisableTorchFunction():
-            return self._stand_in(query, key, value, attn_mask, dropout_p, is_causal, scale)
-
-    def _stand_in(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-        scale: float | None,
-    ) -> Tensor:
-        kind = query.device.type
-        if kind != "meta" and torch.is_autocast_enabled(kind):  # which casts what torch's attention is given
-            dtype = torch.get_autocast_dtype(kind)
-            query, key, value = (one if one.dtype == torch.float64 else one.to(dtype) for one in (query, key, value))
         if dropout_p > 0:
             raise ModelError(ATTENTION_THAT_DROPS.message(dropout=dropout_p))
-        if query.dim() != 4:
-            # As heads of one sample: whatever they are, they are independent of each other.
-            q, k, v = (one.reshape(1, -1, *one.shape[-2:]) for one in (query, key, value))
-            mixed = self._stand_in(q, k, v, attn_mask, 0.0, is_causal, scale)
-            return mixed.reshape(*query.shape[:-2], *mixed.shape[-2:])
-        if attn_mask is not None and not query.is_meta:
-            return self._attend_masked(query, key, value, attn_mask, is_causal=is_causal, scale=scale)
-        return self.attend(query, key, value, is_causal=is_causal, scale=scale)
+        with _hidden():
+            if query.dim() != 4:
+                # Leading dims are independent of each other, so they may be heads of one sample.
+                q, k, v = (one.reshape(1, -1, *one.shape[-2:]) for one in (query, key, value))
+                mixed = self.stand_in(q, k, v, attn_mask, 0.0, is_causal, scale)
+                return mixed.reshape(*query.shape[:-2], *mixed.shape[-2:])
+            if attn_mask is not None and not query.is_meta:
+                return self._attend_masked(query, key, value, attn_mask, is_causal=is_causal, scale=scale)
+            return self.attend(query, key, value, is_causal=is_causal, scale=scale)
 
     def _attend_masked(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, is_causal: bool, scale: float | None
     ) -> Tensor:
-        """With a mask of padding, which is the same for all queries of a sample."""
+        """Attention with a padding mask, which is the same for all queries of a sample."""
         num_samples, num_tokens = query.shape[0], query.shape[2]
         mine = None if torch.compiler.is_compiling() else _padding(mask, num_samples, num_tokens)
         if mine is None:
@@ -242,7 +209,7 @@ class SequenceParallel:
             self.now = before
 
     def _join_mask(self, mask_BT: Tensor) -> Tensor:
-        """The whole sequence's mask; every rank gives its tokens'."""
+        """The mask of the whole sequence, gathered from all ranks."""
         places = self._now.places
         parts = mask_BT.new_empty(self._together.size, *mask_BT.shape)
         all_gather(parts.view(-1), mask_BT.contiguous().view(-1), self._together)
@@ -256,7 +223,7 @@ class SequenceParallel:
 
     @property
     def _order(self) -> list[tuple[int, int]]:
-        """Of every rank of the two axes, in the order of the group, its place along each."""
+        """(ring index, ulysses index) of every rank of both axes, in the order of their group."""
         ring, ulysses = self.axes.ring, self.axes.ulysses
         places = [(r, u) for r in range(ring.size) for u in range(ulysses.size)]
         if ring.size > 1 and ulysses.size > 1 and ring.ranks[1] - ring.ranks[0] < ulysses.ranks[1] - ulysses.ranks[0]:
@@ -267,8 +234,13 @@ class SequenceParallel:
         return self
 
 
+def _hidden() -> AbstractContextManager[object]:
+    """Hides tensor operations from TorchFunctionModes that follow the model's own calls; a compiler has none."""
+    return nullcontext() if torch.compiler.is_compiling() else torch._C.DisableTorchFunction()
+
+
 def _padding(mask: Tensor, num_samples: int, num_tokens: int) -> Tensor | None:
-    """What a mask says of each token of each sample, if it says the same to all queries of all heads; else None."""
+    """(samples, tokens), True where keys may be seen, if the mask is the same for all queries and heads; else None."""
     if mask.dim() != 4 or mask.shape[2:] != (1, num_tokens):
         return None
     if mask.is_floating_point():
@@ -281,7 +253,7 @@ def _padding(mask: Tensor, num_samples: int, num_tokens: int) -> Tensor | None:
 
 
 def _holders(model: nn.Module) -> list[tuple[Any, str]]:
-    """Where the model's code finds torch's attention: in torch, and under names of its own that it imported it by."""
+    """(module, name) wherever the model's code finds torch's attention: in torch, and where it imported it."""
     found: list[tuple[Any, str]] = [(F, _NAME)]
     for name in {kind.__module__ for module in model.modules() for kind in type(module).__mro__}:
         source = sys.modules.get(name)

@@ -1,6 +1,6 @@
-"""Cross-entropy of logits of which every rank has a slice of the vocabulary: their losses are shared, never the logits.
+"""Vocabulary-parallel cross-entropy: every rank has a slice of each row of logits, and no row is ever gathered.
 
-    each rank, of every row of its slice z      with all ranks
+    each rank, for every row of its slice z     with all ranks
     1  m' = max z,  s' = Σ exp(z − m')
                                                 2  m = max of all m'
     3  s' · exp(m' − m),  z of the target
@@ -9,12 +9,12 @@
     5  loss = m − z_y + log S
     6  gradient = exp(z − m') · exp(m' − m) / S, less 1 at the target
 
-Three numbers a token go over the wire instead of a row of logits, and none in the backward pass. Rows are taken some at
-a time, so that a block of them is still in the cache for the next operation. What is kept for step 6 is the
-exponentials of step 1, which become the gradient where they lie. Of 16-bit logits, which are computed in float32, they
-would take twice the memory: the logits are kept instead, and the exponentials taken again.
+Three numbers per token are communicated instead of a row of logits, and none in the backward pass. Rows are processed
+in blocks that stay in the cache from one operation to the next. The exponentials of step 1 are kept for step 6, where
+they become the gradient in place. For 16-bit logits, which are computed in float32, they would take twice the memory:
+the logits are kept instead, and the exponentials computed again.
 
-This is the built-in loss only: no weights of classes, no smoothing. Other losses get whole logits by `gather_logits`.
+This is the built-in loss only: no class weights, no smoothing. Other losses get whole logits by `gather_logits`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from weft.comm.collectives import all_gather, all_reduce
 from weft.comm.group import Group
+from weft.dtypes import accumulator_dtype
 from weft.plan.partition.tensor import shares
 
 IGNORED_TARGET = -100
 
 BLOCK_BYTES = 2**23
-"""Rows taken at a time: in a processor's cache, and enough of them that threads seldom wait for one another."""
+"""Size of a block of rows: it fits a processor's cache, and threads seldom wait for one another."""
 DEVICE_BLOCK_BYTES = 2**28
-"""The same on a GPU, where it only bounds the memory of what is not kept."""
+"""The same on a GPU, where it only bounds temporary memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,42 +57,40 @@ class Share:
         return self.stop - self.start
 
 
-def split_cross_entropy_sum(
-    logits: torch.Tensor, targets: torch.Tensor, vocabulary: Share, group: Group
-) -> torch.Tensor:
+def split_cross_entropy_sum(logits: Tensor, targets: Tensor, vocabulary: Share, group: Group) -> Tensor:
     """The sum over targets other than −100, the same on every rank to the bit.
 
     `logits` (..., vocabulary.width) are this rank's; `targets` (...) are of the whole vocabulary, alike on all ranks.
-    The gradient can be taken once: it is made in the memory kept for it.
+    The gradient can be computed once only: it overwrites what was kept for it.
     """
-    assert logits.shape[-1] == vocabulary.width, f"{logits.shape[-1]} logits a row are not those of {vocabulary}"
+    assert logits.shape[-1] == vocabulary.width, f"{logits.shape[-1]} logits per row are not those of {vocabulary}"
     rows, flat_targets = logits.reshape(-1, vocabulary.width), targets.reshape(-1)
     if len(rows) != len(flat_targets):
         raise ValueError(
             f"logits of shape {tuple(logits.shape)} have {len(rows)} rows and there are {len(flat_targets)} targets; "
-            "give one target a row"
+            "give one target per row"
         )
-    loss: torch.Tensor = _CrossEntropySum.apply(rows, flat_targets, vocabulary, group)  # type: ignore[no-untyped-call]
+    loss: Tensor = _CrossEntropySum.apply(rows, flat_targets, vocabulary, group)  # type: ignore[no-untyped-call]
     return loss
 
 
-def gather_logits(logits: torch.Tensor, vocabulary: Share, group: Group) -> torch.Tensor:
-    """Whole logits (..., total) on every rank, from slices of the last dim that are those of `plan.splits.shares`.
+def gather_logits(logits: Tensor, vocabulary: Share, group: Group) -> Tensor:
+    """Whole logits (..., total) on every rank, from slices that are those of `plan.partition.tensor.shares`.
 
-    Every rank must compute the same loss of them: it takes its slice of its own gradient, and nothing is added up.
+    Every rank must compute the same loss of them: it takes its slice of its own gradient, without communication.
     """
-    assert logits.shape[-1] == vocabulary.width, f"{logits.shape[-1]} logits a row are not those of {vocabulary}"
+    assert logits.shape[-1] == vocabulary.width, f"{logits.shape[-1]} logits per row are not those of {vocabulary}"
     assert (vocabulary.start, vocabulary.stop) == shares(vocabulary.total, group.size)[group.index]
     if group.size == 1:
         return logits
-    whole: torch.Tensor = _GatherLogits.apply(logits, vocabulary, group)  # type: ignore[no-untyped-call]
+    whole: Tensor = _GatherLogits.apply(logits, vocabulary, group)  # type: ignore[no-untyped-call]
     return whole
 
 
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, vocabulary: Share, group: Group) -> torch.Tensor:
-        dtype = torch.float32 if logits.dtype in (torch.float16, torch.bfloat16) else logits.dtype
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocabulary: Share, group: Group) -> Tensor:
+        dtype = accumulator_dtype(logits.dtype)
         place, is_here, is_counted = _find_targets(targets, vocabulary)
         kept = torch.empty_like(logits) if ctx.needs_input_grad[0] and logits.dtype == dtype else None
         maxima = logits.new_empty(len(logits), 1, dtype=dtype)
@@ -98,7 +98,7 @@ class _CrossEntropySum(torch.autograd.Function):
         sums, target_logits = message
         for rows, block in _blocks(logits, dtype, kept):
             wide = _widened(logits[rows], block)
-            # Finite also where the whole slice of a row is masked, for −inf less −inf is no number.
+            # Finite also where the whole slice of a row is masked, for −inf − (−inf) is NaN.
             maxima[rows] = wide.amax(-1, keepdim=True).clamp_(min=torch.finfo(wide.dtype).min)
             torch.sub(wide, maxima[rows], out=block).exp_()
             torch.sum(block, -1, keepdim=True, out=sums[rows])
@@ -114,8 +114,8 @@ class _CrossEntropySum(torch.autograd.Function):
         return torch.where(is_counted, (top - target_logits).add_(sums.log_()), 0.0).sum()
 
     @staticmethod
-    @once_differentiable  # a second derivative would miss the other ranks' part, without a word
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    @once_differentiable  # a second derivative would silently miss the other ranks' part
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved, maxima, weights, place, is_here = ctx.saved_tensors
         scale, less = weights * grads[0], is_here * -grads[0]
         gradient = saved if ctx.is_kept else torch.empty_like(saved)
@@ -128,11 +128,11 @@ class _CrossEntropySum(torch.autograd.Function):
         return gradient, None, None, None
 
 
-def _find_targets(targets: torch.Tensor, vocabulary: Share) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of every target, as columns: its place in this slice, else 0; whether it is there; whether it counts at all.
+def _find_targets(targets: Tensor, vocabulary: Share) -> tuple[Tensor, Tensor, Tensor]:
+    """(index in this slice, else 0; is it in this slice; is it counted) of every target, as columns.
 
-    One outside the vocabulary is refused on a CPU. Elsewhere the question would make the host wait, so it gets a place
-    outside the slice, at which the device stops as it does in torch's own loss.
+    A target outside the vocabulary is refused on a CPU. Elsewhere the check would make the host wait, so it gets an
+    index outside the slice, at which the device stops as it does in torch's own loss.
     """
     column = targets.unsqueeze(1)
     is_counted = column != IGNORED_TARGET
@@ -145,10 +145,8 @@ def _find_targets(targets: torch.Tensor, vocabulary: Share) -> tuple[torch.Tenso
     return torch.where(is_here, column - vocabulary.start, elsewhere), is_here, is_counted
 
 
-def _blocks(
-    logits: torch.Tensor, dtype: torch.dtype, kept: torch.Tensor | None
-) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Some rows after another, and memory for them: their place in what is kept, else the same for all."""
+def _blocks(logits: Tensor, dtype: torch.dtype, kept: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, memory for them) of each block: their place in `kept`, or else memory that all blocks reuse."""
     num_rows, width = logits.shape
     if logits.device.type == "cpu":
         limit_bytes = BLOCK_BYTES
@@ -161,14 +159,14 @@ def _blocks(
         yield rows, memory[: rows.stop - start] if kept is None else memory[rows]
 
 
-def _widened(logits: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    """Logits to subtract from: a GPU mixes dtypes at no cost, a CPU is faster if they are converted first."""
+def _widened(logits: Tensor, block: Tensor) -> Tensor:
+    """Logits to subtract from: a GPU mixes dtypes at no cost, a CPU is faster after a conversion."""
     return block.copy_(logits) if logits.dtype != block.dtype and logits.device.type == "cpu" else logits
 
 
 class _GatherLogits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, vocabulary: Share, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, logits: Tensor, vocabulary: Share, group: Group) -> Tensor:
         ctx.slice = slice(vocabulary.start, vocabulary.stop)
         widths = [stop - start for start, stop in shares(vocabulary.total, group.size)]
         leading = logits.shape[:-1]
@@ -180,5 +178,5 @@ class _GatherLogits(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0][..., ctx.slice], None, None

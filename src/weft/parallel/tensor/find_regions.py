@@ -1,7 +1,7 @@
-"""Which parts of a model the tensor axis shares out: declared, shipped with the model, or found; never guessed.
+"""The regions of a model that the tensor axis shards: declared, shipped with the model, or discovered; never guessed.
 
-Whoever wrote the model knows best, then whoever published it. What nobody says is found by following an example through
-the model (`discovery/`).
+The model's own blueprint comes first, then the plan of a Hugging Face model. Otherwise regions are found by tracing an
+example through the model (`discovery/`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def find_regions(
     whole_between: Sequence[str] = (),
     is_first: bool = True,
 ) -> tuple[Region, ...]:
-    """What of a model is shared out over so many ranks. `call` calls a model with an example.
+    """The regions of a model for `tensor` ranks. `call` calls a model with an example.
 
-    `whole_between`: modules that may be given, and give, nothing but whole activations. `is_first`: this rank says what
-    is left whole because there are more ranks than heads or features of it.
+    `whole_between`: modules whose inputs and outputs must be whole activations. `is_first`: this rank warns of layers
+    that stay whole because there are more ranks than heads or features.
     """
     regions = blueprint.regions
     if regions is None:
@@ -47,7 +47,7 @@ def find_regions(
     if call is None:
         raise ModelError(
             f"[axes] tensor = {tensor} needs to know how the model splits: it declares no regions in "
-            "weft_blueprint(), so give parallelize(..., example=inputs), the inputs of one microbatch, to follow"
+            "weft_blueprint(), so give parallelize(..., example=inputs), the inputs of one microbatch, to trace"
         )
     found = find(model, call, tensor=tensor, whole_between=whole_between)
     reasons = [f"{name}: {reason}" for name, reason in found.reasons.items()]
@@ -67,7 +67,7 @@ def find_regions(
 
 
 def refuse_misdeclared(model: nn.Module, regions: Sequence[Region]) -> None:
-    """Everything that regions say of a model and is not so."""
+    """Raise for everything that regions state about a model and is not true of it."""
     tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     modules = dict(model.named_modules(remove_duplicate=False))
     problems = []
@@ -75,11 +75,11 @@ def refuse_misdeclared(model: nn.Module, regions: Sequence[Region]) -> None:
         layers = (*chain(*region.columns), *region.rows)
         named = (*layers, *(count.module for count in region.counts), *(one.module for one in region.resized))
         problems += [
-            f'a region names the module "{name}", which the model has not' for name in named if name not in modules
+            f'a region names the module "{name}", which the model lacks' for name in named if name not in modules
         ]
         listed = (*(cut.name for cut in region.cuts), *region.partial)
         problems += [
-            f'a region names the tensor "{name}", which the model has not' for name in listed if name not in tensors
+            f'a region names the tensor "{name}", which the model lacks' for name in listed if name not in tensors
         ]
         for cut in region.cuts:
             shape = tuple(tensors[cut.name].shape) if cut.name in tensors else ()

@@ -1,6 +1,6 @@
-"""How a Hugging Face model splits over the tensor axis, by the plan that comes with it; transformers is not imported.
+"""The regions of a Hugging Face model, read from the tensor plan that comes with it; transformers is not imported.
 
-Their plan says by patterns what becomes of modules and parameters; those under one parent module are a region:
+Their plan gives modules and parameters styles by patterns; those under one parent module are a region:
 
     model.layers.*.self_attn.q_proj   colwise                          -> column layer
     model.layers.*.self_attn.o_proj   rowwise                          -> row layer
@@ -9,11 +9,11 @@ Their plan says by patterns what becomes of modules and parameters; those under 
     model.embed_tokens                embedding_rowwise                -> rows of the vocabulary
     lm_head                           colwise_gather_output            -> the output
 
-It does not say what stays together: that follows from the sizes of heads and layers. Nor does it name every parameter
-inside a region (norms of one head, slopes of activations): those are told by their shapes, or refused.
-What is gathered, and split again for the next layer, is right whole, too, and stays whole; but for fused layers whose
-order of features is known, which need no gathering here. A model whose planned layers have been replaced (by adapters,
-by quantised ones) is not read at all: the flow of its data says more.
+It does not say which features stay together: that follows from the sizes of heads and layers. Nor does it name every
+parameter inside a region (norms of one head, slopes of activations): those are classified by shape, or refused. Layers
+whose outputs are gathered, and split again for the next layer, stay whole; except fused layers whose order of features
+is known, which need no gathering here. The plan of a model whose planned layers have been replaced (by adapters, by
+quantised ones) is not used: discovery follows its dataflow instead.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STYLES = (COLUMN, ROW, GATHERED_COLUMN, SPLIT_ROW, PARTIAL, EMBEDDING)
 QUERIES_KEYS_VALUES, GATE_UP = "qkv_proj", "gate_up_proj"
 KEYS_OR_VALUES = ("k_proj", "v_proj")
 FUSED = {QUERIES_KEYS_VALUES, GATE_UP}
-"""Layers that make the features of two or three, one after another."""
+"""Layers that are the concatenation of two or three."""
 
 _Item = TypeVar("_Item")
 _Made = TypeVar("_Made")
@@ -45,15 +45,15 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """A module or parameter that the plan speaks of."""
+    """A module or parameter that the plan names."""
 
     name: str
     pattern: str
-    """Its name in the plan: * for numbers."""
+    """Its name in the plan, with * for numbers."""
     style: str
     thing: nn.Module | nn.Parameter
     owner: nn.Module
-    """The module that it is a part of."""
+    """The module that contains it."""
 
     @property
     def parent(self) -> str:
@@ -86,12 +86,12 @@ class _Heads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """What is to be one region: parts under one module."""
+    """Parts under one module that become a region."""
 
     columns: tuple[_Part, ...]
     row: _Part
     planned: tuple[_Part, ...]
-    """These, and what stays whole and is not used on shares."""
+    """These, and parts that stay whole and are not used on shards."""
 
     @property
     def layers(self) -> tuple[_Part, ...]:
@@ -103,11 +103,11 @@ class _Group:
 
 
 class _Unclear(Exception):
-    """Why a plan cannot be followed."""
+    """A reason why a plan cannot be used."""
 
 
 def hugging_face_regions(model: nn.Module) -> tuple[Region, ...] | None:
-    """The regions of the plan that comes with a model; None if none does, or the planned layers have been replaced."""
+    """The regions of a model's own plan; None if it has none, or its planned layers have been replaced."""
     parts = _planned_parts(model)
     found = _for_all(model, _find_group, _by_parent(model, parts))
     groups = [group for group in found if group is not None]
@@ -118,7 +118,7 @@ def hugging_face_regions(model: nn.Module) -> tuple[Region, ...] | None:
 
 
 def _for_all(model: nn.Module, work: Callable[[_Item], _Made], items: Iterable[_Item]) -> list[_Made]:
-    """The results of some work on each; what is unclear about any of them is refused at once."""
+    """The results of some work on each item; everything that is unclear is refused together."""
     made, problems = [], []
     for item in items:
         try:
@@ -148,7 +148,7 @@ def _pattern(name: str) -> str:
 
 
 def _by_parent(model: Any, parts: Sequence[_Part]) -> list[list[_Part]]:
-    """Without the layers of the vocabulary."""
+    """Parts grouped by parent, without embedding and head."""
     ends = _ends(model) if parts else ()
     inside: dict[str, list[_Part]] = {}
     for part in parts:
@@ -161,15 +161,15 @@ def _ends(model: Any) -> tuple[Any, Any]:
     """The embedding of the inputs and the layer of the outputs, or None."""
     try:
         return model.get_input_embeddings(), model.get_output_embeddings()
-    except NotImplementedError:  # a model of images, say
+    except NotImplementedError:  # a model of images, for example
         return None, None
 
 
 def _find_group(parts: Sequence[_Part]) -> _Group | None:
-    """What is cut of the parts under one parent; None if all of them stay whole."""
+    """The parts under one parent that are cut; None if all of them stay whole."""
     for part in parts:
         if part.style not in STYLES:
-            raise _Unclear(f"{part.said}, a way of splitting that weft does not know")
+            raise _Unclear(f"{part.said}, a style that weft does not know")
         if part.style == EMBEDDING:
             raise _Unclear(f"{part.said}, which is not the embedding of the model's inputs")
     columns, rows, gathered, split_rows = ([part for part in parts if part.style == style] for style in STYLES[:4])
@@ -203,7 +203,7 @@ def _make_region(group: _Group) -> Region:
         elif heads is not None and shape in ((heads.queries, heads.dim), (heads.keys, heads.dim)):
             cuts.append(Cut(name=name, dim=0, sections=(Section(num_units=shape[0]),)))
         else:
-            raise _Unclear(f'its plan does not say what becomes of "{_pattern(name)}", of shape {shape}')
+            raise _Unclear(f'its plan does not say how to split "{_pattern(name)}", of shape {shape}')
     return Region(
         columns=(tuple(part.name for part in group.layers),),
         rows=(group.row.name,),
@@ -219,7 +219,7 @@ def _linear(part: _Part) -> nn.Linear:
 
 
 def _find_heads(group: _Group) -> _Heads | None:
-    """None: no attention, but features that may be cut anywhere."""
+    """The heads of an attention module; None for other modules, whose features may be cut anywhere."""
     owner = group.row.owner
     dim = getattr(owner, "head_dim", getattr(owner, "head_size", None))
     if dim is None:
@@ -229,7 +229,7 @@ def _find_heads(group: _Group) -> _Heads | None:
     if queries is None:
         raise _Unclear(f"{group.row.said}, but no configuration beside it says how many heads of {dim} there are")
     by_leaf = {part.leaf: part for part in group.layers}
-    if "k_proj" in by_leaf:  # which may be another number than the configuration's, in some layers
+    if "k_proj" in by_leaf:  # some layers have another number of key heads than the configuration
         keys = -(-_linear(by_leaf["k_proj"]).out_features // dim)
     elif "q_proj" in by_leaf:
         raise _Unclear(f'{by_leaf["q_proj"].said}, but there is no "k_proj" beside it')
@@ -239,7 +239,7 @@ def _find_heads(group: _Group) -> _Heads | None:
 
 
 def _sections(part: _Part, length: int, heads: _Heads | None, width: int) -> tuple[Section, ...]:
-    """What stays together along a dim of so many entries; `width`: of the features that the row layer takes."""
+    """The units along a dim of `length` entries; `width`: number of features that the row layer takes."""
     if heads is None:
         sections = (Section(num_units=width),) * (2 if part.leaf == GATE_UP else 1)
     elif part.leaf == QUERIES_KEYS_VALUES:
@@ -257,13 +257,10 @@ def _sections(part: _Part, length: int, heads: _Heads | None, width: int) -> tup
 
 
 def _other_tensors(group: _Group) -> Iterator[tuple[str, torch.Tensor]]:
-    """What else there is under a region's module."""
+    """Parameters and buffers under a region's module that the plan does not name."""
     planned = [part.name for part in group.planned]
-    prefix = group.row.parent
-    for name, tensor in (
-        *group.row.owner.named_parameters(prefix=prefix),
-        *group.row.owner.named_buffers(prefix=prefix),
-    ):
+    owner, prefix = group.row.owner, group.row.parent
+    for name, tensor in (*owner.named_parameters(prefix=prefix), *owner.named_buffers(prefix=prefix)):
         if not any(name == known or name.startswith(f"{known}.") for known in planned):
             yield name, tensor
 
@@ -276,19 +273,19 @@ def _counts(group: _Group, heads: _Heads) -> Iterator[Count]:
             yield Count(module=name, attribute=attribute, num_units=number)
     if hasattr(module, "num_key_value_groups"):
         yield Count(module=name, attribute="num_key_value_groups", num_units=heads.queries, per_units=heads.keys)
-    if any(part.leaf == QUERIES_KEYS_VALUES for part in group.layers):  # to tell them apart, its code asks its config
+    if any(part.leaf == QUERIES_KEYS_VALUES for part in group.layers):  # its code splits them by its config
         yield Count(module=name, attribute="config.num_attention_heads", num_units=heads.queries)
 
 
 def _vocabulary(model: Any, parts: Sequence[_Part]) -> tuple[list[Region], list[Region]]:
-    """The regions of the embedding and of the head. Tied ones are split both or neither, whatever the plan forgets."""
+    """The regions of the embedding and of the head. Tied ones are split both or neither, whatever the plan says."""
     embedding, head = _ends(model)
     names = {id(thing): name for name, thing in (*model.named_modules(), *model.named_parameters())}
     styles = {id(part.thing): part.style for part in parts}
     is_tied = head is not None and getattr(embedding, "weight", None) is head.weight
     cuts_head = type(head) is nn.Linear and styles.get(id(head)) == GATHERED_COLUMN
     cuts_embedding = cuts_head if is_tied else styles.get(id(embedding)) == EMBEDDING
-    # Rows that are changed when they are looked up, or whose gradients are sparse, are nobody's share.
+    # Rows that a lookup changes (max_norm), or whose gradients are sparse, cannot be sharded.
     if not isinstance(embedding, nn.Embedding) or embedding.sparse or embedding.max_norm is not None:
         cuts_embedding, cuts_head = False, cuts_head and not is_tied
     return (
@@ -298,7 +295,7 @@ def _vocabulary(model: Any, parts: Sequence[_Part]) -> tuple[list[Region], list[
 
 
 def _token_cuts(module: nn.Module, names: Mapping[int, str]) -> tuple[Cut, ...]:
-    """A tied weight has its first name."""
+    """Cuts along the vocabulary. A tied weight is known by its first name."""
     return tuple(
         Cut(name=names[id(tensor)], dim=0, sections=(Section(num_units=tensor.shape[0]),))
         for tensor in module.parameters(recurse=False)

@@ -1,15 +1,14 @@
-"""What stands in the `forward` of a layer that is shared out over the tensor axis.
+"""Forward methods of layers that are sharded over the tensor axis.
 
-Layers stay the user's own modules, with smaller weights; only how they are called changes. It is a bound method that
-stands there: not a closure, so that a copy of the model runs the copy's layers, and not an object, of which a compiler
-would compile each by itself.
+Layers stay the user's own modules, with smaller weights; only `forward` is replaced, by a bound method: a closure would
+make a copy of the model run the original's layers, and a compiler would compile every callable object by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,23 +19,11 @@ from weft.comm.group import Group
 from weft.parallel.state.rng import ShareDraws
 from weft.parallel.tensor.cross_entropy import Share, gather_logits
 from weft.parallel.tensor.functions import add, columns, find_rows, lookup, row, spread
+from weft.parallel.tensor.megatron_sequence import TokenSplit
 from weft.parallel.tensor.operators import kept_row, traced_add, traced_gather, traced_scatter, traced_spread
 from weft.plan.partition.tensor import Range
 
 Forward = Callable[..., Any]
-
-
-class Tokens(Protocol):
-    """Whether activations between regions are, in this forward pass, split along the tokens."""
-
-    is_split: bool
-
-    @property
-    def is_showing(self) -> bool:
-        """The code that is running sees all tokens, and what comes back from it is added up."""
-
-    def local_of(self, x: Tensor) -> Tensor | None:
-        """This rank's tokens of x, where x is what a module's code was shown of all ranks'."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,14 +31,14 @@ class Axis:
     """The tensor axis as layers see it."""
 
     group: Group
-    number: int
-    """By which operators know the group."""
-    tokens: Tokens | None = None
-    """None: activations between regions are always whole."""
+    handle: int
+    """Handle by which operators know the group."""
+    tokens: TokenSplit | None = None
+    """None: activations between regions are never split along the tokens."""
     draws: ShareDraws | None = None
     """Random numbers inside regions; None: nothing there is random."""
     keeps_products: bool = False
-    """A policy of recomputation keeps what operators return."""
+    """A policy of recomputation keeps the results of operators."""
     is_repeated: bool = False
     """Layers may be called again in the backward pass."""
 
@@ -59,20 +46,22 @@ class Axis:
     def splits_tokens(self) -> bool:
         return self.tokens is not None and self.tokens.is_split
 
-    def local_of(self, x: Tensor) -> Tensor | None:
-        return None if self.tokens is None else self.tokens.local_of(x)
+    @property
+    def shows_all_tokens(self) -> bool:
+        """Tokens are split, and the running module was given all of them; gradients of these are summed elsewhere."""
+        return self.tokens is not None and self.tokens.is_split and self.tokens.is_showing
 
 
 class ColumnGroup:
     """Linear layers that are given the very same tensor, called one after another.
 
-    The first call computes all of them, and the others take what is theirs: so the gradient of the input is added up
-    before it travels.
+    The first call computes all of them, and the others take their results: so the gradient of the input is summed over
+    the layers before it travels.
     """
 
     def __init__(self, layers: Sequence[nn.Linear], axis: Axis, *, is_region: bool, is_shown: bool = False) -> None:
-        """`is_region`: a row layer will follow; not so at the model's output. `is_shown`: where tokens are split,
-        somebody has gathered them before."""
+        """`is_region`: a row layer follows; not so at the model's output. `is_shown`: split tokens are gathered before
+        the module that holds these layers runs."""
         self.is_shown = is_shown
         self.layers = tuple(layers)
         self.axis = axis
@@ -96,10 +85,10 @@ class ColumnGroup:
         if axis.draws is not None and self.is_region and self.layers[0].training and not axis.splits_tokens:
             axis.draws.enter()
         parameters = [p for layer in self.layers for p in (layer.weight, layer.bias)]
-        local = axis.local_of(x)
+        local = None if axis.tokens is None else axis.tokens.local_of(x)
         if local is not None:
             outputs = columns(local, axis.group, True, x.detach(), *parameters)
-        elif axis.splits_tokens and axis.tokens is not None and axis.tokens.is_showing:
+        elif axis.shows_all_tokens:
             return F.linear(x, self.layers[number].weight, self.layers[number].bias)
         else:
             outputs = columns(x, axis.group, axis.splits_tokens, None, *parameters)
@@ -109,15 +98,15 @@ class ColumnGroup:
         return outputs[number]
 
     def _call_traced(self, number: int, x: Tensor) -> Tensor:
-        """Every layer for itself; the input they share is spread once."""
+        """One layer alone; the input that layers share is spread once."""
         layer, axis = self.layers[number], self.axis
-        if self.is_shown and axis.splits_tokens:  # the gather adds up what comes back
+        if self.is_shown and axis.splits_tokens:  # the gather sums the gradients
             return F.linear(x, layer.weight, layer.bias)
         begin = traced_gather if axis.splits_tokens else traced_spread
-        if len(self.layers) == 1 or axis.is_repeated:  # torch's recomputation allows no memory of the first layer
-            return F.linear(begin(x, axis.number), layer.weight, layer.bias)
+        if len(self.layers) == 1 or axis.is_repeated:  # torch's recomputation allows no state between layers
+            return F.linear(begin(x, axis.handle), layer.weight, layer.bias)
         if self._given is not x:
-            self._given, self._spread, self._num_left = x, begin(x, axis.number), len(self.layers)
+            self._given, self._spread, self._num_left = x, begin(x, axis.handle), len(self.layers)
         assert self._spread is not None
         made = F.linear(self._spread, layer.weight, layer.bias)
         self._num_left -= 1
@@ -127,7 +116,7 @@ class ColumnGroup:
 
 
 class ColumnLinear:
-    """One layer of a group."""
+    """One layer of a `ColumnGroup`."""
 
     def __init__(self, group: ColumnGroup, number: int) -> None:
         self.group = group
@@ -138,10 +127,10 @@ class ColumnLinear:
 
 
 class ColumnLayer:
-    """Any other layer that is given something whole: its own code, on a share of its weights."""
+    """Any other layer with a whole input: its own code on a shard of its weights."""
 
     def __init__(self, layer: nn.Module, axis: Axis, *, channels: Range | None = None, is_shown: bool = False) -> None:
-        """`channels`: a convolution by groups needs only those of its own groups. `is_shown`: as for `ColumnGroup`."""
+        """`channels`: input channels of a grouped convolution's local groups. `is_shown`: as for `ColumnGroup`."""
         self.is_shown = is_shown
         self.layer = layer
         self.inner: Forward = layer.forward
@@ -161,14 +150,15 @@ class ColumnLayer:
     def _begin(self, x: Tensor) -> Tensor:
         axis, is_compiling = self.axis, torch.compiler.is_compiling()
         if not axis.splits_tokens:
-            return traced_spread(x, axis.number) if is_compiling else spread(x, axis.group)
-        if self.is_shown if is_compiling else axis.tokens is not None and axis.tokens.is_showing:
-            return x  # the gather adds up what comes back
-        return traced_gather(x, axis.number)
+            return traced_spread(x, axis.handle) if is_compiling else spread(x, axis.group)
+        if self.is_shown if is_compiling else axis.shows_all_tokens:
+            return x  # the gather sums the gradients
+        gathered: Tensor = traced_gather(x, axis.handle)
+        return gathered
 
 
 class RowLinear:
-    """A linear layer that is given a share of its inputs."""
+    """A linear layer that is given a shard of its inputs."""
 
     def __init__(self, layer: nn.Linear, axis: Axis) -> None:
         self.layer = layer
@@ -176,23 +166,23 @@ class RowLinear:
 
     def forward(self, input: Tensor) -> Tensor:
         layer, axis = self.layer, self.axis
-        if torch.compiler.is_compiling():
-            end = traced_scatter if axis.splits_tokens else traced_add
-            made = end(F.linear(input, layer.weight), axis.number)
-            return made if layer.bias is None else made + layer.bias
-        if axis.draws is not None:
+        is_compiling = torch.compiler.is_compiling()
+        if axis.draws is not None and not is_compiling:
             axis.draws.leave()
-        if axis.keeps_products:
-            if axis.splits_tokens:
-                made = traced_scatter(F.linear(input, layer.weight), axis.number)
-            else:
-                made = kept_row(input, layer.weight, axis.number)
-            return made if layer.bias is None else made + layer.bias
-        return row(input, axis.group, axis.splits_tokens, layer.weight, layer.bias)
+        if not is_compiling and not axis.keeps_products:
+            return row(input, axis.group, axis.splits_tokens, layer.weight, layer.bias)
+        made: Tensor
+        if axis.splits_tokens:
+            made = traced_scatter(F.linear(input, layer.weight), axis.handle)
+        elif is_compiling:
+            made = traced_add(F.linear(input, layer.weight), axis.handle)
+        else:
+            made = kept_row(input, layer.weight, axis.handle)
+        return made if layer.bias is None else made + layer.bias
 
 
 class RowLayer:
-    """Any other layer that is given shares: its own code without the bias, which is added once, after the sum."""
+    """Any other layer with a sharded input: its own code without the bias, which is added once, after the sum."""
 
     def __init__(self, layer: nn.Module, axis: Axis) -> None:
         self.layer: Any = layer
@@ -213,9 +203,9 @@ class RowLayer:
             made = self.inner(input)
             bias = None
         if axis.splits_tokens:
-            made = traced_scatter(made, axis.number)
+            made = traced_scatter(made, axis.handle)
         elif torch.compiler.is_compiling() or axis.keeps_products:
-            made = traced_add(made, axis.number)
+            made = traced_add(made, axis.handle)
         else:
             made = add(made, axis.group)
         return made if bias is None else made + bias
@@ -225,11 +215,10 @@ class EmbeddingRows:
     """An embedding of which a rank has some rows."""
 
     def __init__(self, layer: nn.Embedding, axis: Axis, rows: Range, *, total: int) -> None:
-        """`total`: rows that all ranks have."""
-        self.total = total
+        """`total`: rows of the whole embedding."""
         self.layer = layer
         self.axis = axis
-        self.start, self.stop = rows
+        self.rows = (*rows, total)
         self.padding = layer.padding_idx
         self.inner: Forward = layer.forward
         self.is_plain = type(layer).forward is nn.Embedding.forward
@@ -237,16 +226,15 @@ class EmbeddingRows:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: Tensor) -> Tensor:
         if self.is_plain:
-            rows = (self.start, self.stop, self.total)
-            return lookup(input, self.axis.group, rows, self.padding, self.layer.weight)
-        local, elsewhere = find_rows(input, self.start, self.stop, self.total)
+            return lookup(input, self.axis.group, self.rows, self.padding, self.layer.weight)
+        local, elsewhere = find_rows(input, *self.rows)
         made = self.inner(local).masked_fill(elsewhere.unsqueeze(-1), 0.0)
         return add(made, self.axis.group)
 
 
 @dataclass(slots=True)
 class OutputMode:
-    """Whether the model's output is left in shares: only while somebody calls it who knows of them."""
+    """Switch: the model's output stays sharded while a caller that expects shards calls it."""
 
     is_kept: bool = False
 
@@ -255,19 +243,19 @@ class OutputMode:
 
 
 class WholeOutput:
-    """Stands in the `forward` of the last layer: whoever calls the model gets all of its output."""
+    """The last layer, whose output is gathered unless its caller expects a shard."""
 
-    def __init__(self, inner: Callable[..., Any], share: Share, group: Group, mode: OutputMode) -> None:
+    def __init__(self, inner: Forward, share: Share, group: Group, mode: OutputMode) -> None:
         self.inner = inner
         self.share = share
         self.group = group
         self.mode = mode
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        output: torch.Tensor = self.inner(*args, **kwargs)
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        output: Tensor = self.inner(*args, **kwargs)
         return output if self.mode.is_kept else gather_logits(output, self.share, self.group)
 
 
 def is_transposed_linear(layer: nn.Module) -> bool:
-    """Hugging Face's Conv1D, which is a linear layer whose weight is (in, out)."""
+    """Hugging Face's Conv1D, a linear layer whose weight is (in, out)."""
     return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")

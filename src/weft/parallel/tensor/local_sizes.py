@@ -1,11 +1,10 @@
-"""A module whose code gives functions sizes of the whole, run where its tensors are shares.
+"""Runs a module whose code passes global sizes to functions where its tensors are shards.
 
     q = self.query(x).view(B, T, self.num_heads, self.head_dim)
 
-On a rank with 3 of 12 heads the view needs 3. The code is not changed: while it runs, the functions that take sizes
-are intercepted, and the sizes that count what is shared out are made smaller. Which these are is plain data that was
-found when the model was followed (`discovery/`): the calls of a forward pass, in order. A pass that makes other calls
-than the one that was followed is refused. The code of sub-modules is left alone.
+On a rank with 3 of 12 heads the view needs 3. While the module runs, functions that take sizes are intercepted, and
+sizes that count sharded units are reduced. Which ones is plain data from discovery (`discovery/`): the calls of a
+forward pass, in order. A pass that makes other calls than the traced one is refused. Sub-modules are left alone.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ Forward = Callable[..., Any]
 
 
 class LocalSizes:
-    """Whose forward stands in for a module's. Not a closure, so that a copy of the model runs the copy's modules."""
+    """Replaces a module's forward. Not a closure, so that a copy of the model runs the copy's modules."""
 
     def __init__(self, module: nn.Module, resized: Resized, length: Callable[[int], int]) -> None:
-        """`length`: how many of so many units this rank has."""
+        """`length`: this rank's number of units, given the number of all."""
         self.inner: Forward = module.forward
         self.resized = resized
         self.length = length
@@ -43,32 +42,32 @@ class LocalSizes:
         return result
 
 
-def _pause(module: nn.Module, args: Any) -> None:
-    """Hook before a sub-module: its calls are not its parent's."""
-    del module, args
-    for mode in _get_current_function_mode_stack():
-        if isinstance(mode, _SizeMode):
-            mode.depth += 1
+def _pause(*_: Any) -> None:
+    """Hook before a sub-module, whose calls are not its parent's."""
+    _add_depth(1)
 
 
-def _resume(module: nn.Module, args: Any, output: Any) -> None:
-    del module, args, output
+def _resume(*_: Any) -> None:
+    _add_depth(-1)
+
+
+def _add_depth(change: int) -> None:
     for mode in _get_current_function_mode_stack():
         if isinstance(mode, _SizeMode):
-            mode.depth -= 1
+            mode.depth += change
 
 
 class _SizeMode(TorchFunctionMode):
-    """Changes sizes among the arguments of one forward pass's calls."""
+    """Reduces sizes among the arguments of one forward pass's calls."""
 
     def __init__(self, resized: Resized, length: Callable[[int], int]) -> None:
         super().__init__()
         self.resized = resized
         self.length = length
         self.number = 0
-        """Calls so far."""
+        """Calls with sizes so far."""
         self.depth = 0
-        """Sub-modules that are running, one inside the other."""
+        """Nesting depth of the sub-modules that are running."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -82,8 +81,6 @@ class _SizeMode(TorchFunctionMode):
             raise self._refusal(f"calls {name} as call {self.number + 1} with sizes, where {expected} was expected")
         sizes = calls[self.number].sizes
         self.number += 1
-        if not sizes:
-            return func(*args, **(kwargs or {}))
         named = dict(kwargs or {})
         positional = list(args)
         for size in sizes:
@@ -100,12 +97,12 @@ class _SizeMode(TorchFunctionMode):
 
     def _refusal(self, what: str) -> ModelError:
         return ModelError(
-            f'"{self.resized.module}" {what}: it does something else than in the pass that was followed to find '
-            "out how it splits over the tensor axis; declare regions in weft_blueprint() that leave it whole"
+            f'"{self.resized.module}" {what}: it does something else than in the pass that was traced to find out '
+            "how it splits over the tensor axis; declare regions in weft_blueprint() that leave it whole"
         )
 
     def _replace(self, value: Any, place: list[int | str], size: Size) -> Any:
-        """An argument with the size at a place in it made smaller."""
+        """An argument with the size at a place in it reduced."""
         if not place:
             return self._local(value, size)
         step, *rest = place

@@ -1,13 +1,12 @@
-"""Megatron's sequence parallelism: between the regions that the tensor axis shares out, ranks share out the tokens.
+"""Megatron's sequence parallelism: between the regions that the tensor axis shards, activations are split by tokens.
 
     split ─ norm ─[gather ─ attention ─ scatter]─ dropout, add ─ norm ─[gather ─ MLP ─ scatter]─ dropout, add ─ ... join
 
-What is outside the brackets treats every token by itself, so each rank does it for its own tokens only, and keeps only
-their activations. Gathers and reduce-scatters take the place of all-reduces, and move as many bytes. Activations are
-split before the first block of a stage and joined after its last.
+Code outside the brackets treats every token by itself, so each rank runs it on its own tokens only and keeps only their
+activations. Gathers and reduce-scatters replace all-reduces and move as many bytes. Activations are split before the
+first block of a stage and joined after its last.
 
-A sequence that does not divide is not split in evaluation, where that costs nothing but memory, and refused in
-training.
+A sequence whose length does not divide is left whole in evaluation, which costs only memory, and refused in training.
 """
 
 from __future__ import annotations
@@ -23,19 +22,20 @@ from weft.comm.group import Group
 from weft.errors import DataError, ModelError
 from weft.parallel.state.rng import ShareDraws
 from weft.parallel.tensor.functions import TOKEN_DIM, join_tokens, split_tokens
-from weft.parallel.tensor.operators import number_of, traced_gather
+from weft.parallel.tensor.operators import traced_gather
+from weft.parallel.tracing.handles import handle_of
 
 
 class TokenSplit:
-    """Whether activations are split along the tokens, in the latest pass."""
+    """State of the latest pass: are activations between regions split along the tokens, and who sees all of them."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self._number = number_of(group)
+        self._handle = handle_of(group)
         self.draws: ShareDraws | None = None
-        """Random numbers, if there are any."""
+        """None: nothing is random."""
         self.is_split = False
-        """Also after the last block, when blocks may be computed again in the backward pass."""
+        """Stays set after the last block, for blocks may be recomputed in the backward pass."""
         self._local: Tensor | None = None
         self._shown: Tensor | None = None
 
@@ -53,7 +53,7 @@ class TokenSplit:
         if not self.is_split:
             if is_training or torch.is_grad_enabled():
                 raise DataError(
-                    f"[tensor] sequence = true cannot share out {num_tokens} tokens over [axes] tensor = {size}; use "
+                    f"[tensor] sequence = true cannot split {num_tokens} tokens over [axes] tensor = {size}; use "
                     f"sequences of {_lengths_near(num_tokens, size)} tokens"
                 )
             return arguments
@@ -76,7 +76,7 @@ class TokenSplit:
         return tree_unflatten(leaves, tree)
 
     def show(self, arguments: tuple[Any, Any]) -> tuple[Any, Any]:
-        """The arguments of a module that holds a region, with all tokens of the activations."""
+        """The arguments of a module that contains a region, with all tokens of the activations."""
         if not self.is_split:
             return arguments
         leaves, tree = tree_flatten(arguments)
@@ -84,7 +84,7 @@ class TokenSplit:
         if place is None:
             return arguments
         if torch.compiler.is_compiling():
-            leaves[place] = traced_gather(leaves[place], self._number)
+            leaves[place] = traced_gather(leaves[place], self._handle)
         else:
             self._local = leaves[place]
             leaves[place] = self._shown = join_tokens(self._local, self.group, True)
@@ -92,16 +92,16 @@ class TokenSplit:
         return shown
 
     def local_of(self, x: Tensor) -> Tensor | None:
-        """This rank's tokens of what a module was shown; None if this is something else."""
+        """This rank's tokens of x, if x is the tensor that `show` made."""
         return self._local if x is self._shown else None
 
     @property
     def is_showing(self) -> bool:
-        """A module that was shown all tokens is running."""
+        """A module whose arguments `show` completed is running."""
         return self._shown is not None
 
     def forget(self) -> None:
-        """Nothing is shown any more."""
+        """End the module that `show` began."""
         self._local = self._shown = None
 
     def __deepcopy__(self, memo: object) -> TokenSplit:
@@ -109,7 +109,7 @@ class TokenSplit:
 
 
 class Edge:
-    """Stands in the `forward` of the first or last block of a stage."""
+    """Replaces the `forward` of the first or last block of a stage."""
 
     def __init__(self, name: str, block: nn.Module, tokens: TokenSplit, *, is_first: bool, is_last: bool) -> None:
         self.name = name
@@ -127,11 +127,10 @@ class Edge:
 
 
 class Shown:
-    """Stands in the `forward` of a module that holds one region: its code sees all tokens, as it would in one process.
+    """Replaces the `forward` of a module that contains one region: its code sees all tokens, as in one process.
 
-    Code that makes views takes their sizes from what it is given, not from what its layers make of it. Column layers
-    that are given the very same tensor keep this rank's tokens of it only; what is in between them and it (a norm) is
-    done for all tokens.
+    Code that makes views takes their sizes from its arguments, not from the outputs of its layers. Column layers that
+    are given the very same tensor keep this rank's tokens of it only; a norm before them runs on all tokens.
     """
 
     def __init__(self, module: nn.Module, tokens: TokenSplit) -> None:
@@ -149,7 +148,7 @@ class Shown:
 def split_between(
     model: nn.Module, blocks: Sequence[str], tokens: TokenSplit, stage_of: Mapping[str, int] | None = None
 ) -> None:
-    """Let the blocks of each stage, or of the whole model, have split activations among them."""
+    """Split the activations between the blocks of each stage, or of the whole model."""
     stages = [0 if stage_of is None else stage_of[name] for name in blocks]
     names = {id(model.get_submodule(name)) for name in blocks}
     alone = len(names) < len(blocks)  # a block that is used twice begins and ends by itself
@@ -162,7 +161,7 @@ def split_between(
 
 
 def _activations(leaves: Sequence[object]) -> int | None:
-    """Which of a block's arguments, or results, its activations are: what learns, else what is largest."""
+    """The index of the activations among a block's arguments or results: a tensor that learns, else the largest."""
     found = {
         place: (leaf.requires_grad, leaf.numel())
         for place, leaf in enumerate(leaves)

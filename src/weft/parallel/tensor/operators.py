@@ -1,8 +1,7 @@
-"""The same exchanges as operators that a compiler, or a policy of recomputation, can see and keep whole.
+"""The exchanges of `functions.py` as operators, which a compiler or a policy of recomputation treats as units.
 
 An autograd function that calls `comm/` is opaque to `torch.compile`; an operator is one node of its graph. In eager
-mode an operator costs more, so it is used only where something looks at operators. They take tensors and plain numbers
-only: a group is known to them by the number it got from `number_of`.
+mode an operator costs more, so operators are used only where something looks at them. They know a group by its handle.
 """
 
 from __future__ import annotations
@@ -15,77 +14,82 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.comm.collectives import all_reduce as exchange
-from weft.comm.group import Group
 from weft.parallel.tensor.functions import TOKEN_DIM, Gradients, gather_tokens, product_gradients, scatter_tokens
-
-# Operators outlive any model and are given no objects, so this is known to the process; groups live as long as it.
-_groups: list[Group] = []
-
-
-def number_of(group: Group) -> int:
-    """A number by which operators know a group."""
-    for number, known in enumerate(_groups):
-        if known is group:
-            return number
-    _groups.append(group)
-    return len(_groups) - 1
+from weft.parallel.tracing.handles import object_of
 
 
 @torch.library.custom_op("weft::all_reduce", mutates_args=())
-def all_reduce(x: Tensor, group: int) -> Tensor:
-    """The sum over the ranks of a group."""
+def traced_add(x: Tensor, group: int) -> Tensor:
+    """g: the sum over the ranks of a group."""
     whole = x.clone(memory_format=torch.contiguous_format)
-    exchange(whole, _groups[group])
+    exchange(whole, object_of(group))
     return whole
 
 
-@all_reduce.register_fake
+@traced_add.register_fake
 def _(x: Tensor, group: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("weft::row_product", mutates_args=())
-def row_product(x: Tensor, weight: Tensor, group: int) -> Tensor:
-    """x · weightᵀ where both are shares of the dim that is summed over."""
+def kept_row(x: Tensor, weight: Tensor, group: int) -> Tensor:
+    """x · weightᵀ where both are shards of the dim that is summed over; recomputation keeps the sum over ranks."""
     whole = F.linear(x, weight)
-    exchange(whole, _groups[group])
+    exchange(whole, object_of(group))
     return whole
 
 
-@row_product.register_fake
+@kept_row.register_fake
 def _(x: Tensor, weight: Tensor, group: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 @torch.library.custom_op("weft::gather_tokens", mutates_args=())
-def gather(x: Tensor, group: int) -> Tensor:
-    """All ranks' tokens in order."""
-    return gather_tokens(x, _groups[group])
+def traced_gather(x: Tensor, group: int) -> Tensor:
+    """f under split tokens: all ranks' tokens in order."""
+    return gather_tokens(x, object_of(group))
 
 
-@gather.register_fake
+@traced_gather.register_fake
 def _(x: Tensor, group: int) -> Tensor:
     shape = list(x.shape)
-    shape[TOKEN_DIM] *= _groups[group].size
+    shape[TOKEN_DIM] *= object_of(group).size
     return x.new_empty(shape)
 
 
 @torch.library.custom_op("weft::scatter_tokens", mutates_args=())
-def scatter(x: Tensor, group: int) -> Tensor:
-    """This rank's tokens of the sum over all ranks."""
-    return scatter_tokens(x.contiguous(), _groups[group], wait=True)[0]
+def traced_scatter(x: Tensor, group: int) -> Tensor:
+    """g under split tokens: this rank's tokens of the sum over all ranks."""
+    return scatter_tokens(x.contiguous(), object_of(group), wait=True)[0]
 
 
-@scatter.register_fake
+@traced_scatter.register_fake
 def _(x: Tensor, group: int) -> Tensor:
     shape = list(x.shape)
-    shape[TOKEN_DIM] //= _groups[group].size
+    shape[TOKEN_DIM] //= object_of(group).size
     return x.new_empty(shape)
 
 
-class TracedSpread(torch.autograd.Function):
-    """f for a compiler."""
+def _keep_group(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+    ctx.group = inputs[1]
 
+
+def _keep_factors(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _row_backward(ctx: Any, gradient: Tensor) -> Gradients:
+    x, weight = ctx.saved_tensors
+    return *product_gradients(gradient, x, weight, *ctx.needs_input_grad[:2]), None
+
+
+traced_add.register_autograd(lambda _, gradient: (gradient, None))
+traced_gather.register_autograd(lambda ctx, g: (traced_scatter(g, ctx.group), None), setup_context=_keep_group)
+traced_scatter.register_autograd(lambda ctx, g: (traced_gather(g, ctx.group), None), setup_context=_keep_group)
+kept_row.register_autograd(_row_backward, setup_context=_keep_factors)
+
+
+class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: int) -> Tensor:
         ctx.group = group
@@ -93,70 +97,11 @@ class TracedSpread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Gradients:
-        return all_reduce(gradient, ctx.group), None
+        return traced_add(gradient, ctx.group), None
 
 
-class TracedAdd(torch.autograd.Function):
-    """g for a compiler."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: int) -> Tensor:
-        made: Tensor = all_reduce(x, group)
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Gradients:
-        return gradient, None
-
-
-class TracedGather(torch.autograd.Function):
-    """f under split tokens for a compiler."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: int) -> Tensor:
-        ctx.group = group
-        made: Tensor = gather(x, group)
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Gradients:
-        return scatter(gradient, ctx.group), None
-
-
-class TracedScatter(torch.autograd.Function):
-    """g under split tokens for a compiler."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: int) -> Tensor:
-        ctx.group = group
-        made: Tensor = scatter(x, group)
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Gradients:
-        return gather(gradient, ctx.group), None
-
-
-class KeptRow(torch.autograd.Function):
-    """A row layer whose result a policy of recomputation keeps, so that it travels once."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: int) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        made: Tensor = row_product(x, weight, group)
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Gradients:
-        x, weight = ctx.saved_tensors
-        return *product_gradients(gradient, x, weight, *ctx.needs_input_grad[:2]), None
-
-
-traced_spread: Callable[..., Tensor] = TracedSpread.apply
-traced_add: Callable[..., Tensor] = TracedAdd.apply
-traced_gather: Callable[..., Tensor] = TracedGather.apply
-traced_scatter: Callable[..., Tensor] = TracedScatter.apply
-kept_row: Callable[..., Tensor] = KeptRow.apply
+traced_spread: Callable[..., Tensor] = _Spread.apply
+"""f: nothing to do forward, the sum over the ranks of a group backward."""
 
 KEPT_OPERATORS = frozenset(
     {torch.ops.weft.row_product.default, torch.ops.weft.all_reduce.default, torch.ops.weft.scatter_tokens.default}

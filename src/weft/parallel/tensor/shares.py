@@ -1,4 +1,4 @@
-"""From regions to tensors: what each rank along the tensor axis has of every parameter and buffer, and who shares it.
+"""Each tensor rank's part of every parameter and buffer, computed from the model's regions.
 
 Whole tensors are made first and cut here, so that a model starts with the same values however many ranks split it.
 """
@@ -31,33 +31,33 @@ class Repeated:
     """Entries of one rank's part of a tensor that other ranks hold too."""
 
     place: int
-    """Of the rank that has them."""
+    """The rank's index along the tensor axis."""
     name: str
     dim: int
     entries: Range
-    """Along the dim, in that rank's part."""
+    """Range along the dim, in that rank's part."""
     holders: tuple[int, ...]
-    """Places along the tensor axis, in order."""
+    """Indices along the tensor axis of all ranks that hold them, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """What the ranks along the tensor axis have of one model."""
+    """The parts of one model that the ranks along the tensor axis hold."""
 
     regions: tuple[Region, ...] = ()
     splits: Mapping[str, Split] = field(default_factory=dict)
-    """Of every parameter and buffer that is cut, by name."""
+    """The split of every parameter and buffer that is cut, by name."""
     repeated: tuple[Repeated, ...] = ()
-    """Of all ranks."""
+    """Entries that several ranks hold, for all ranks."""
 
     def share(self, region: Region, place: int, tensor: int) -> tuple[Range, int]:
-        """What the rank at a place has of a region's units, and of how many."""
+        """(one rank's units of a region, number of units of all ranks)."""
         out_of = region.num_units(tensor)
         return shares(out_of, tensor)[place], out_of
 
     @property
     def partial(self) -> frozenset[str]:
-        """Parameters that every rank has whole and uses on its share."""
+        """Parameters that every rank holds whole and uses on its shard."""
         return frozenset(name for region in self.regions for name in region.partial)
 
     def layout(self, name: str, global_shape: Sequence[int]) -> Layout:
@@ -65,7 +65,7 @@ class Shares:
         return Layout(global_shape=tuple(global_shape), splits=() if split is None else (split,))
 
     def cut(self, name: str, whole: torch.Tensor, place: int) -> torch.Tensor:
-        """This rank's part of a whole tensor, with memory of its own; the tensor itself if it is not cut."""
+        """A copy of one rank's part of a whole tensor; the tensor itself if it is not cut."""
         split = self.splits.get(name)
         if split is None:
             return whole
@@ -75,7 +75,7 @@ class Shares:
 
 
 def make_shares(regions: Sequence[Region], tensor: int) -> Shares:
-    """Cut every tensor of the regions; all regions that cannot be cut are refused at once."""
+    """The cuts of all regions; all regions that cannot be cut are refused together."""
     problems = [problem for region in regions for problem in region_problems(region, tensor)]
     if problems:  # blocks are alike, and so is what is wrong with them
         raise PlanError(list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", problem) for problem in problems)))
@@ -93,7 +93,7 @@ def make_shares(regions: Sequence[Region], tensor: int) -> Shares:
 
 
 def share_tied(made: Shares, tied: Sequence[Sequence[str]], model: nn.Module) -> Shares:
-    """The same, with a tensor that has several names cut under each of them."""
+    """The same shares, with tied tensors cut under each of their names."""
     layers = {name for region in made.regions for name in (*itertools.chain(*region.columns), *region.rows)}
     splits, problems = dict(made.splits), []
     for names in tied:
@@ -109,12 +109,12 @@ def share_tied(made: Shares, tied: Sequence[Sequence[str]], model: nn.Module) ->
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module:
-    """The module that has a tensor: one that is used twice has two names."""
+    """The module that holds a tensor: one that is used twice has two names."""
     return model.get_submodule(name.rpartition(".")[0])
 
 
 def _find_repeated(region: Region, tensor: int) -> list[Repeated]:
-    """The entries that several ranks have, once for each rank that has them."""
+    """The entries that several ranks hold, one record per rank."""
     out_of = region.num_units(tensor)
     each = shares(out_of, tensor)
     found = []
@@ -124,39 +124,32 @@ def _find_repeated(region: Region, tensor: int) -> list[Repeated]:
             for section in cut.sections:
                 start, stop = share_of(section.num_units, share, out_of)
                 theirs = [share_of(section.num_units, other, out_of) for other in each]
-                # Holders change only where somebody's share begins or ends.
+                # Holders change only where a rank's share begins or ends.
                 edges = {edge for begin, end in theirs if begin < end for edge in (begin, end) if start < edge < stop}
                 for begin, end in itertools.pairwise(sorted({start, stop} | edges)):
                     holders = tuple(p for p, (low, high) in enumerate(theirs) if low <= begin < high)
                     length = (end - begin) * section.unit
                     if len(holders) > 1:
-                        found.append(
-                            Repeated(
-                                place=place,
-                                name=cut.name,
-                                dim=cut.dim,
-                                entries=(first, first + length),
-                                holders=holders,
-                            )
-                        )
+                        where = (first, first + length)
+                        found.append(Repeated(place=place, name=cut.name, dim=cut.dim, entries=where, holders=holders))
                     first += length
     return found
 
 
 def set_count(model: nn.Module, count: Count, shared: Range, out_of: int) -> None:
-    """Let an attribute of a module count this rank's units."""
+    """Set an attribute that counts units to the number of this rank's units."""
     owner: Any = model.get_submodule(count.module)
     holder, _, attribute = count.attribute.rpartition(".")
-    if holder:  # which other modules may have too
+    if holder:  # other modules may refer to the same object
         setattr(owner, holder, copy.copy(getattr(owner, holder)))
         owner = getattr(owner, holder)
     setattr(owner, attribute, count.local_value(getattr(owner, attribute), shared, out_of))
 
 
 def counted_elements(made: Shares, layouts: Mapping[str, Layout], mesh: Mesh) -> dict[str, tuple[Range, ...]]:
-    """Of every parameter that other ranks of the tensor axis hold too: the elements that this one counts.
+    """The elements that this rank counts in norms, by name of each parameter that other tensor ranks hold too.
 
-    The first rank that has something counts it.
+    An element is counted by the first rank that holds it.
     """
     place, sizes = mesh.index(AXIS), mesh.grid.axes.sizes
     coordinates = mesh.grid.coordinates(mesh.world.rank)
@@ -181,7 +174,7 @@ def _without(whole: Range, gone: Range) -> list[Range]:
 
 
 def local_part(whole: torch.Tensor, layout: Layout, grid: Grid, rank: int) -> torch.Tensor:
-    """What a rank holds of a whole tensor."""
+    """A rank's part of a whole tensor."""
     if layout.splits:
         sizes, coordinates = grid.axes.sizes, grid.coordinates(rank)
         part = whole.new_empty(layout.local_shape(sizes, coordinates))

@@ -1,13 +1,12 @@
 """Tensor parallelism: one layer on many ranks.
 
 Which layers are split, and how, is plain data (`plan/partition/tensor.py`): declared by the model's blueprint, read off
-the plan that a Hugging Face config ships, or found from the flow of data between the layers (`discovery/`). Here it is
-applied to a model in place: every rank keeps its share of the weights, and the layers at both ends of a region
-exchange.
+the plan of a Hugging Face model, or found from its dataflow (`discovery/`). Here it is applied to a model in place:
+every rank keeps its shard of the weights, and the layers at both ends of a region communicate.
 
-    f, g and the layers fused with them       tensor_functions.py; for compilers tensor_ops.py
-    who stands in a layer's forward           tensor_layers.py
-    what each rank has of which tensor        shares.py
+    f, g and the layers fused with them   functions.py; for compilers operators.py
+    forward methods of sharded layers     layers.py
+    each rank's part of every tensor      shares.py
 """
 
 from __future__ import annotations
@@ -44,45 +43,45 @@ from weft.parallel.tensor.layers import (
 )
 from weft.parallel.tensor.local_sizes import LocalSizes
 from weft.parallel.tensor.megatron_sequence import Shown, TokenSplit, split_between
-from weft.parallel.tensor.operators import number_of
 from weft.parallel.tensor.shares import AXIS, Shares, make_shares, set_count, share_tied
+from weft.parallel.tracing.handles import handle_of
 from weft.parallel.tracing.placeholder import PlaceholderModule
 from weft.plan.partition.tensor import Range, Region, entries, share_of
 
 
 class TensorParallel:
-    """A model, or a stage of one, of which each rank along the tensor axis has a share."""
+    """A model, or a stage of one, of which each rank along the tensor axis holds a shard."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, blueprint: Blueprint, regions: tuple[Region, ...]) -> None:
-        """Nothing is changed yet. `blueprint` has the blocks that are in this model."""
+        """The model is not changed yet. `blueprint` has the blocks that are in this model."""
         self.model = model
         self._mesh = mesh
         self._blueprint = blueprint
         self.group = mesh.group(AXIS, "activations")
         self.shares: Shares = share_tied(make_shares(regions, self.group.size), blueprint.tied, model)
-        number, keeps = number_of(self.group), mesh.plan.recompute.policy == "selective"
+        handle, policy = handle_of(self.group), mesh.plan.recompute.policy
         self.tokens = TokenSplit(self.group) if mesh.plan.tensor.sequence else None
         self.inside = Axis(
             group=self.group,
-            number=number,
-            keeps_products=keeps,
-            is_repeated=mesh.plan.recompute.policy != "none",
+            handle=handle,
+            keeps_products=policy == "selective",
+            is_repeated=policy != "none",
             tokens=self.tokens,
         )
-        """As layers of blocks see it."""
-        self.outside = Axis(group=self.group, number=number)
+        """The axis as layers in blocks see it."""
+        self.outside = Axis(group=self.group, handle=handle)
         self.output: Share | None = None
-        """This rank's part of the model's output features, where that can be left unjoined."""
+        """This rank's shard of the model's output features, where the loss can take it."""
         self.output_mode = OutputMode()
         self._has_dropout = has_dropout(model)
         self._num_held = Counter(_holder(region) for region in regions)
-        """Regions in each module that holds some."""
+        """Number of regions per module that contains some."""
 
     @torch.no_grad()
     def cut(self) -> None:
-        """Keep this rank's share of every tensor that has memory; collective. The first rank's values are everybody's.
+        """Broadcast the first rank's tensors and keep this rank's shard of each; collective.
 
-        What is on the meta device is cut when it is made.
+        Tensors on the meta device are cut when they are materialised.
         """
         control = self._mesh.group(AXIS, "control")
         for name, tensor in model_tensors(self.model):
@@ -92,11 +91,11 @@ class TensorParallel:
                 tensor.data = self.cut_one(name, there).to(tensor.device)
 
     def cut_one(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's share of a whole tensor."""
+        """This rank's shard of a whole tensor."""
         return self.shares.cut(name, whole, self.group.index)
 
     def install(self, *, keep_output: bool) -> None:
-        """Let layers exchange; after all tensors are cut. `keep_output`: whoever trains can take shares of it."""
+        """Let layers communicate; after all tensors are cut. `keep_output`: the loss can take a sharded output."""
         seen: set[int] = set()
         for region in self.shares.regions:
             layers = {id(self.model.get_submodule(n)) for n in (*chain(*region.columns), *region.rows) if self._has(n)}
@@ -112,16 +111,18 @@ class TensorParallel:
                 self._install_output(region, keep_output=keep_output)
         self._add_up_gradients()
         for layer in self.model.modules():
-            if isinstance(layer, nn.TransformerEncoderLayer):  # a hook keeps it from a kernel that exchanges nothing
+            if isinstance(
+                layer, nn.TransformerEncoderLayer
+            ):  # a hook disables its fused kernel, which does not communicate
                 layer.register_forward_pre_hook(_nothing)
         self.model.register_state_dict_pre_hook(_refuse_state_dict)
 
     def draw_with(self, seeds: Seeds) -> None:
-        """Let each rank draw random numbers of its own for its share."""
+        """Let each rank draw random numbers of its own for its shard."""
         self._set_draws(seeds, ShareDraws(seeds.generator, self.group.index))
 
     def look_at_draws(self, seeds: Seeds) -> None:
-        """After a step: a model that has drawn nothing, and says nothing of dropout, is spared the care."""
+        """After a step: a model that drew nothing and has no dropout needs no draws of its own."""
         if seeds.draws is not None and not seeds.draws.is_used and not self._has_dropout:
             self._set_draws(seeds, None)
 
@@ -131,7 +132,7 @@ class TensorParallel:
             self.tokens.draws = draws
 
     def split_tokens(self, stage_of: Mapping[str, int] | None) -> None:
-        """Between regions let ranks have their tokens only, if the plan says so; after blocks are wrapped otherwise."""
+        """Split activations between regions by tokens, if the plan says so; after all other wrapping of blocks."""
         if self.tokens is not None:
             split_between(self.model, self._blueprint.blocks, self.tokens, stage_of)
 
@@ -151,12 +152,8 @@ class TensorParallel:
     def _install_columns(self, names: Sequence[str], region: Region) -> None:
         layers: list[Any] = [self.model.get_submodule(name) for name in names]
         if all(type(layer).forward is nn.Linear.forward and "forward" not in vars(layer) for layer in layers):
-            group = ColumnGroup(
-                layers,
-                self._axis(names[0]),
-                is_region=not region.is_output,
-                is_shown=self._shown_holder(region) is not None,
-            )
+            is_shown = self._shown_holder(region) is not None
+            group = ColumnGroup(layers, self._axis(names[0]), is_region=not region.is_output, is_shown=is_shown)
             for number, layer in enumerate(layers):
                 layer.forward = ColumnLinear(group, number).forward
                 layer.out_features = self._num_entries(f"{names[number]}.weight")
@@ -165,7 +162,7 @@ class TensorParallel:
             channels = None
             if isinstance(layer, _ConvNd) and layer.groups > 1:
                 each = layer.in_channels // layer.groups
-                start, stop = self._share_of(layer.groups, region)
+                start, stop = share_of(layer.groups, *self._share(region))
                 channels = (start * each, stop * each)
             is_shown = self._shown_holder(region) is not None
             layer.forward = ColumnLayer(layer, self._axis(name), channels=channels, is_shown=is_shown).forward
@@ -191,7 +188,7 @@ class TensorParallel:
         return RowLayer(layer, self._axis(name)).forward
 
     def _install_output(self, region: Region, *, keep_output: bool) -> None:
-        """Somebody must know that the output is a share, or it is made whole where it is made."""
+        """Gather the output where it is made, except for callers that expect a shard."""
         (name,) = region.columns[0]
         cut = region.cuts[0]
         ((start, stop),) = entries(cut, *self._share(region))
@@ -205,11 +202,11 @@ class TensorParallel:
         return self.inside if is_inside else self.outside
 
     def _num_entries(self, name: str) -> int:
-        """What this rank has of the dim of a tensor that is cut."""
+        """Length of this rank's part of a cut tensor, along the dim that is cut."""
         return sum(stop - start for start, stop in self.shares.splits[name].parts[self.group.index])
 
     def _has(self, name: str) -> bool:
-        """Whether a module is here, and not on another stage, where a stand-in shows its attributes."""
+        """Whether a module is on this stage; elsewhere there may be a placeholder that has its attributes."""
         module = self.model
         for step in name.split("."):
             inside = module._modules.get(step)
@@ -219,7 +216,7 @@ class TensorParallel:
         return True
 
     def _shown_holder(self, region: Region) -> str | None:
-        """Where tokens are split: the module whose code should see all of them, if a region has one to itself."""
+        """The module whose code should see all tokens where they are split, if it contains this region alone."""
         holder = _holder(region)
         is_inside = any(holder.startswith(f"{block}.") for block in self._blueprint.blocks)
         return holder if is_inside and self._num_held[holder] == 1 and len(region.columns) == 1 else None
@@ -227,11 +224,8 @@ class TensorParallel:
     def _share(self, region: Region) -> tuple[Range, int]:
         return self.shares.share(region, self.group.index, self.group.size)
 
-    def _share_of(self, num_units: int, region: Region) -> Range:
-        return share_of(num_units, *self._share(region))
-
     def _find_partial(self) -> frozenset[str]:
-        """Whole parameters that are used on a share, so that their gradients add up over the ranks."""
+        """Whole parameters that are used on shards, so that their gradients are summed over the ranks."""
         partial = self.shares.partial
         if self.tokens is None:
             return partial
@@ -241,7 +235,7 @@ class TensorParallel:
         return partial | frozenset(whole)
 
     def _add_up_gradients(self) -> None:
-        """Of whole parameters that are used on shares, and of parts that several ranks have."""
+        """Sum gradients of whole parameters that are used on shards, and of entries that several ranks hold."""
         named = dict(self.model.named_parameters())
         partial = self._find_partial()
         for name in named:
@@ -259,9 +253,9 @@ class TensorParallel:
 
 
 def add_up_gradient(parameter: nn.Parameter, group: Group, *, within: tuple[int, int, int] | None = None) -> None:
-    """From now on a parameter's gradient is the sum over a group, before anybody sees it.
+    """Sum a parameter's gradient over a group as soon as it is computed.
 
-    `within`: of a part of it only, by dim, start and length.
+    `within`: dim, start and length of the only part to be summed.
     """
     if not parameter.requires_grad:
         return
@@ -279,7 +273,7 @@ def add_up_gradient(parameter: nn.Parameter, group: Group, *, within: tuple[int,
 
 
 def _holder(region: Region) -> str:
-    """The module that all layers of a region are in."""
+    """The innermost module that contains all layers of a region."""
     paths = [name.split(".")[:-1] for name in (*chain(*region.columns), *region.rows)]
     common = [steps[0] for steps in zip(*paths, strict=False) if len(set(steps)) == 1]
     return ".".join(common)
@@ -287,7 +281,7 @@ def _holder(region: Region) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How many of so many units a rank has."""
+    """Number of a rank's units, given the number of all."""
 
     shared: Range
     out_of: int
@@ -303,6 +297,6 @@ def _nothing(*_: object) -> None:
 
 def _refuse_state_dict(*_: object) -> None:
     raise ModelError(
-        "with [axes] tensor > 1 a rank has a share of most parameters, so state_dict() would save a part of the model "
+        "with [axes] tensor > 1 a rank has a shard of most parameters, so state_dict() would save a part of the model "
         "under the names of the whole; call trainer.save(directory) on every rank, which writes whole tensors"
     )

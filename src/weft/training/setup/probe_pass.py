@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.dtypes import HALF_DTYPES
 from weft.training.data.sample_split import MakeWhole
 from weft.training.data.trees import forward, map_tensors, output_tensors
 from weft.training.step.evaluating import evaluating
@@ -26,7 +27,6 @@ _NOISE = 0.1
 _NUM_DRAWN, _APART = 1_000_003, 7_919
 """Random numbers, taken round and round, from another place on for every parameter: to draw one for each entry of a
 large model takes minutes."""
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class CannotCopyError(Exception):
@@ -54,7 +54,7 @@ def try_whole(model: nn.Module, inputs: Any, device: torch.device) -> Trial:
     moves = device.type == "cuda" and before != device and 8 * num_bytes < torch.cuda.mem_get_info(device)[0]
     place = device if moves else before
     given = map_tensors(lambda leaf: leaf.to(place), inputs)
-    is_half = any(parameter.dtype in _HALF for parameter in model.parameters())
+    is_half = any(parameter.dtype in HALF_DTYPES for parameter in model.parameters())
     # The last is the model as it is, whose errors are the user's to see.
     for has_noise, is_wide in ((True, is_half), (True, False), (False, False)):
         copied = _copy(model).to(place)
@@ -110,7 +110,7 @@ def run_pass(
 
 def widened(tree: Any, is_wide: bool = True) -> Any:
     """The same with 32 bits where there were 16."""
-    return map_tensors(lambda one: one.float() if is_wide and one.dtype in _HALF else one, tree)
+    return map_tensors(lambda one: one.float() if is_wide and one.dtype in HALF_DTYPES else one, tree)
 
 
 def _copy(model: nn.Module) -> nn.Module:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from weft.dtypes import HALF_DTYPES
 from weft.errors import ModelError, nearest
 from weft.parallel.tensor.cross_entropy import IGNORED_TARGET
 from weft.training.data.trees import output_tensors, tensors_of
@@ -54,7 +55,7 @@ def resolve_loss(loss: str | LossFunction, *, compiled: bool = False) -> Loss:
 
 def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The built-in loss: the sum over targets other than −100."""
-    wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    wide = logits.float() if logits.dtype in HALF_DTYPES else logits
     flat = wide.flatten(0, -2) if wide.dim() > 2 else wide
     return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from weft.dtypes import HALF_DTYPES
 from weft.parallel.zero.grouping import DTYPES
 from weft.plan.plan import Plan
 from weft.training.data.trees import forward, map_output, map_tensors
 
-_HALF = (torch.float16, torch.bfloat16)
 _FIRST_SCALE = 2.0**16
 _LARGEST_SCALE = 2.0**24
 _GROWTH_INTERVAL = 2000
@@ -40,7 +40,7 @@ class Caller:
         output = forward(self._model, narrow)
         if not self._widens:
             return output
-        return map_output(lambda tensor: tensor.float() if tensor.dtype in _HALF else tensor, output)
+        return map_output(lambda tensor: tensor.float() if tensor.dtype in HALF_DTYPES else tensor, output)
 
 
 class LossScale:
