@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from weft.dtypes import HALF_DTYPES
 from weft.parallel.zero.grouping import DTYPES
 from weft.plan.plan import Plan
