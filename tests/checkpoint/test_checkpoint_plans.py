@@ -129,25 +129,3 @@ def test_any_plan_goes_on_from_what_any_other_saved(tmp_path: Path) -> None:
         write_there(folder=tmp_path, num_ranks=num_ranks)
     for num_ranks, read_there in READ.items():
         read_there(folder=tmp_path, num_ranks=num_ranks)
-
-
-@ranks(2)
-def test_a_checkpoint_of_the_first_format_is_read(tmp_path: Path) -> None:
-    """One checksum a file instead of one a piece."""
-    trainer = make("tensor 2")
-    train_on_tokens(trainer, NUM_BEFORE)
-    trainer.save(tmp_path / "saved")
-    losses = train_on_tokens(trainer, NUM_AFTER)
-    if trainer.mesh.world.rank == 0:
-        path = tmp_path / "saved" / "checkpoint.json"
-        index = json.loads(path.read_text())
-        index["format"] = 1
-        for record in index["files"]:
-            (record["crc32"],) = record["crc32"]
-            del record["piece_bytes"]
-        index["crc32"] = checkpoint.index_checksum(index)
-        path.write_text(json.dumps(index))
-    torch.distributed.barrier()
-    again = make("tensor 2")
-    again.load(tmp_path / "saved")
-    assert train_on_tokens(again, NUM_AFTER) == losses
