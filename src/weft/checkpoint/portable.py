@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from weft.checkpoint.local_parts import held_parameters
-from weft.checkpoint.safetensors import Entry, TensorReader, is_storable
+from weft.checkpoint.safetensors import DTYPE_WORDS, Entry, TensorReader
 from weft.checkpoint.state import TrainerState
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError
@@ -76,10 +76,8 @@ class Portable:
         mine = {name: list(trainer.layouts[name].global_shape) for name in names}
         self._pipeline = trainer.mesh.group("pipeline", "control")
         stages = gather_values(mine, self._pipeline, trainer.mesh.world.device)
-        self.shapes: dict[str, list[int]] = {}
+        self.shapes: dict[str, list[int]] = {name: one for shapes in stages[::-1] for name, one in shapes.items()}
         """Global shapes of the whole model's parameters and persistent buffers."""
-        for shapes in reversed(stages):
-            self.shapes |= shapes
         self._written_elsewhere = {name for shapes in stages[: self._pipeline.index] for name in shapes}
         """Tied tensors of this stage that an earlier stage writes."""
 
@@ -106,17 +104,12 @@ class Portable:
         buffers = consensus_buffers(self._trainer.named_model, mesh)
         found += [(MODEL, name, buffer, layouts[name]) for name, buffer in buffers.items()]
         states, problems = self._states()
-        for name, key, value in states:
-            held = self._held[name]
-            is_split = not held.layout.is_whole and value.shape == held.tensor.shape
-            layout = held.layout if is_split else Layout(global_shape=value.shape)
-            found.append((OPTIMIZER, f"{name}/{key}", value, layout))
         kept = []
-        for kind, name, tensor, layout in found:
+        for kind, name, tensor, layout in found + states:
             parameter = name.rsplit("/", 1)[0] if kind == OPTIMIZER else name
             if parameter in self._written_elsewhere:
                 continue
-            if not is_storable(tensor.dtype):
+            if tensor.dtype not in DTYPE_WORDS:
                 problems.append(f'"{name}" has dtype {tensor.dtype}, which safetensors cannot hold; use another')
             kept.append((kind, Entry(name=name, dtype=tensor.dtype, shape=tuple(layout.global_shape)), tensor, layout))
         return kept, problems
@@ -179,10 +172,8 @@ class Portable:
         for group, inside in self._named_groups():
             own = {key: value for key, value in group.items() if key not in made_with and type(value) in (int, float)}
             mine |= {name: own for name in inside if own}
-        found: dict[str, dict[str, float]] = {}
-        for part in gather_values(mine, self._pipeline, self._trainer.mesh.world.device):
-            found |= part
-        return found
+        stages = gather_values(mine, self._pipeline, self._trainer.mesh.world.device)
+        return {name: own for part in stages for name, own in part.items()}
 
     def _named_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
         """The optimizer's parameter groups, each with the names of its parameters."""
@@ -206,8 +197,8 @@ class Portable:
         grid = self._trainer.mesh.grid
         reader.read(entry, part, layout.runs(grid.axes.sizes, grid.coordinates(self._trainer.mesh.world.rank)))
 
-    def _states(self) -> tuple[list[tuple[str, str, torch.Tensor]], list[str]]:
-        """(parameter, state, this rank's tensor) of all that the optimizer keeps, and what cannot be saved."""
+    def _states(self) -> tuple[list[tuple[str, str, torch.Tensor, Layout]], list[str]]:
+        """(kind, name, this rank's tensor, layout) of all that the optimizer keeps, and what cannot be saved."""
         states, problems = [], []
         kind = type(self._trainer.optimizer).__name__
         for name, held in self._held.items():
@@ -220,8 +211,10 @@ class Portable:
                     )
                     continue
                 tensor = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-                states.append((name, key, tensor))
-                if not (held.layout.is_whole or tensor.numel() == 1 or tensor.shape == held.tensor.shape):
+                is_split = not held.layout.is_whole and tensor.shape == held.tensor.shape
+                layout = held.layout if is_split else Layout(global_shape=tensor.shape)
+                states.append((OPTIMIZER, f"{name}/{key}", tensor, layout))
+                if not (held.layout.is_whole or is_split or tensor.numel() == 1):
                     problems.append(
                         f'{kind} keeps "{key}" of shape {list(tensor.shape)} for a part of "{name}" of shape '
                         f"{list(held.tensor.shape)}, which weft cannot put together; use an optimizer whose state "

@@ -44,7 +44,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_WORDS = {dtype: word for word, dtype in _DTYPES.items()}
+DTYPE_WORDS = {dtype: word for word, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class TensorFile:
             starts[entry.name] = place
             stop = place + entry.num_bytes
             described[entry.name] = {
-                "dtype": _WORDS[entry.dtype],
+                "dtype": DTYPE_WORDS[entry.dtype],
                 "shape": list(entry.shape),
                 "data_offsets": [place, stop],
             }
@@ -121,10 +121,6 @@ def pack(kind: str, entries: Iterable[Entry], most_bytes: int) -> list[TensorFil
         )
         for number, inside in enumerate(files, start=1)
     ]
-
-
-def is_storable(dtype: torch.dtype) -> bool:
-    return dtype in _WORDS
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -6,11 +6,12 @@ model, batch or machine. The code that refuses fills in the sentences, and docs/
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from weft.plan.fields import toml
-from weft.plan.plan import SECTIONS, Plan, said, value_at
+from weft.plan.plan import Plan, said, value_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,26 +29,11 @@ class Refusal:
 
     def message(self, plan: Plan | None = None, /, **values: object) -> str:
         """The reason and the remedy, filled in; needs the plan if the sentences refer to its fields."""
-        fields = {} if plan is None else {section: _Section(plan, section) for section in SECTIONS}
-        return f"{self.why}; {self.remedy}".format(**fields, **values)
-
-
-class _Section:
-    """A section of a plan whose fields are their texts in a message."""
-
-    def __init__(self, plan: Plan, name: str) -> None:
-        self._plan, self._name = plan, name
-
-    def __getattr__(self, field: str) -> _Field:
-        return _Field(self._plan, f"{self._name}.{field}")
-
-
-class _Field:
-    def __init__(self, plan: Plan, path: str) -> None:
-        self._plan, self._path = plan, path
-
-    def __format__(self, spec: str) -> str:
-        return toml(value_at(self._plan, self._path)) if spec == "value" else said(self._plan, self._path)
+        text = f"{self.why}; {self.remedy}"
+        if plan is not None:
+            text = re.sub(r"\{(\w+\.\w+)\}", lambda field: said(plan, field[1]), text)
+            text = re.sub(r"\{(\w+\.\w+):value\}", lambda field: toml(value_at(plan, field[1])), text)
+        return text.format(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
