@@ -70,7 +70,7 @@ def load(trainer: TrainerState, directory: Path) -> None:
     trainer.data_position = index["data_position"]
     trainer.seeds.base = index["dropout_seed"]
     trainer.update.load_state(index["update"])
-    if index["plan"] == format_plan(trainer.mesh.plan):
+    if index["plan"] == format_plan(trainer.plan):
         together(everyone, "read", directory, lambda: load_rank_part(trainer, directory))
         return
     if trainer.pipeline_step is not None:

@@ -8,6 +8,7 @@ dtype. The optimizer, the step and the data position do not change.
 from __future__ import annotations
 
 import logging
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def load_weights(trainer: TrainerState, folder: str | Path) -> None:
         require_undamaged(folder, index, trainer.mesh)
     portable, readers = Portable(trainer), []
     try:
-        # Every rank opens the files before any continues, so that an error on one is raised on all.
+        # Opened on every rank before any goes on, since what is wrong on one must be known to all.
         together(
             everyone,
             "read",
@@ -54,10 +55,8 @@ def load_weights(trainer: TrainerState, folder: str | Path) -> None:
             lambda: readers.append(TensorReader(folder, weight_files(folder), world.device)),
         )
         reader = readers[0]
-        spellings = _spellings(trainer.named_model)
-        found = {name: [one for one in names if one in reader] for name, names in spellings.items()}
-        stored_as = {name: names[0] for name, names in found.items() if names}
-        _require_fitting(trainer, reader, found, folder)
+        stored_as = _match(trainer.named_model, reader)
+        _require_fitting(trainer, reader, stored_as, folder)
         together(everyone, "read", folder, lambda: portable.read_model(reader, stored_as))
         trainer.sync.publish()
         if trainer.pipeline_step is not None:
@@ -65,6 +64,12 @@ def load_weights(trainer: TrainerState, folder: str | Path) -> None:
     finally:
         for reader in readers:
             reader.close()
+
+
+def _match(model: nn.Module, stored: Container[str]) -> dict[str, str]:
+    """The name in the files of each parameter and buffer held here that they contain."""
+    found = {name: [one for one in names if one in stored] for name, names in _spellings(model).items()}
+    return {name: names[0] for name, names in found.items() if names}
 
 
 def _spellings(model: nn.Module) -> dict[str, list[str]]:
@@ -83,19 +88,16 @@ def _spellings(model: nn.Module) -> dict[str, list[str]]:
     }
 
 
-def _require_fitting(trainer: TrainerState, reader: TensorReader, found: dict[str, list[str]], folder: Path) -> None:
-    """Refuse missing tensors and wrong shapes of any rank in one error; log once the extra tensors. Collective.
-
-    `found`: the names that each tensor of this rank has in the files.
-    """
-    layouts, world = trainer.layouts, trainer.mesh.world
+def _require_fitting(trainer: TrainerState, reader: TensorReader, stored_as: dict[str, str], folder: Path) -> None:
+    """Refuse missing tensors and wrong shapes of any rank in one error; log once the extra tensors. Collective."""
+    layouts, world, spellings = trainer.layouts, trainer.mesh.world, _spellings(trainer.named_model)
     problems = []
-    for name, names in found.items():
-        if not names:
+    for name in spellings:
+        if name not in stored_as:
             problems.append(f'"{name}" is in no file')
-        elif (shape := reader.entry(names[0]).shape) != layouts[name].global_shape:
+        elif (shape := reader.entry(stored_as[name]).shape) != layouts[name].global_shape:
             problems.append(f'"{name}" has shape {list(layouts[name].global_shape)} here, {list(shape)} in the files')
-    used = [one for names in found.values() for one in names]
+    used = [one for names in spellings.values() for one in names if one in reader]
     stages = gather_values([problems, used], trainer.mesh.everyone("control"), world.device)
     problems = list(dict.fromkeys(problem for part, _ in stages for problem in part))
     if problems:

@@ -96,7 +96,7 @@ def take(trainer: TrainerState, copies: HostCopies | None) -> Snapshot:
             "data_position": trainer.data_position,
             "seed": zlib.crc32(bytes(torch.get_rng_state().tolist())),
             "dropout_seed": trainer.seeds.base,
-            "plan": format_plan(trainer.mesh.plan),
+            "plan": format_plan(trainer.plan),
             "optimizer": type(trainer.optimizer).__name__,
             "optimizer_numbers": portable.optimizer_numbers(),
             "update": trainer.update.state(),

@@ -10,6 +10,7 @@ from torch import nn
 from weft.layout import Layout
 from weft.mesh import Mesh
 from weft.parallel.state.rng import Seeds
+from weft.plan.plan import Plan
 from weft.sync.base import Sync
 
 
@@ -44,6 +45,9 @@ class TrainerState(Protocol):
     steps_done: int
     data_position: int
     seeds: Seeds
+
+    @property
+    def plan(self) -> Plan: ...
 
     @property
     def named_model(self) -> nn.Module: ...

@@ -257,10 +257,10 @@ def attention_bytes(layers: SplitAttention, plan: Plan) -> dict[str, int]:
 
 
 def shard_buckets(members: Sequence[Member], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
-    """The trainable parameters, given in the order of registration, that share a flat buffer below ZeRO-3.
+    """Which trainable parameters, given in the order of registration, share a flat buffer below ZeRO-3.
 
-    Filled from the last parameter to the first, roughly the order in which gradients become ready; `members` count the
-    bytes of parameters, not of gradients. Each bucket lists its members in the order of the flat buffer.
+    Filled from the last parameter to the first, because that is roughly the order in which gradients come; `members`
+    count the bytes of parameters, not of gradients. Each bucket lists its members in the order they have in the flat.
     """
     last = len(members) - 1
     buckets = assign_buckets(members[::-1], bucket_bytes)
@@ -269,23 +269,23 @@ def shard_buckets(members: Sequence[Member], bucket_bytes: int) -> tuple[tuple[i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedFlat:
-    """A flat buffer of parameters of one dtype, all trainable or all frozen, sharded over the data ranks."""
+    """A flat buffer of parameters of one dtype, all trainable or all frozen, that data ranks share."""
 
     flat: Flat
     item_bytes: int
-    """Bytes per element of the gathered parameters."""
+    """Bytes an element of the parameters, as they are gathered."""
     reduce_item_bytes: int
-    """Bytes per element of the reduced gradients."""
+    """Bytes an element of the gradients, as they travel."""
     trainable: bool = True
     is_root: bool = False
-    """ZeRO-3: holds the parameters outside the blocks, and stays whole from forward to backward."""
+    """ZeRO-3: holds what is outside the blocks, and stays whole from forward to backward."""
 
 
 def sharded_bytes(flats: Sequence[ShardedFlat], plan: Plan) -> dict[str, int]:
-    """Bytes that a rank sends over each axis in one step with parameters in these flat buffers.
+    """Bytes a rank sends over each axis in one step in which parameters live in these flat buffers.
 
-    Below ZeRO-3 frozen parameters are in no flat buffer. Without sharding each buffer has one part: its gradient is
-    all-reduced, and nothing is gathered.
+    Below ZeRO-3 frozen parameters are in no flat buffer. With nothing sharded each buffer has one part: its gradient
+    is all-reduced, and nothing is gathered.
     """
     data, replicate = plan.axes.state, plan.axes.replicate
     tail_words = SHARDED_TAIL_WORDS + sum(len(one.flat.numels) for one in flats if one.trainable)
@@ -304,7 +304,7 @@ def sharded_bytes(flats: Sequence[ShardedFlat], plan: Plan) -> dict[str, int]:
 
 
 def _num_gathers(one: ShardedFlat, plan: Plan) -> int:
-    """Number of times that a step gathers a flat buffer of parameters."""
+    """How often a step gathers a flat buffer of parameters."""
     microbatches = plan.step.microbatches
     match plan.data.shard:
         case "nothing":
@@ -313,12 +313,12 @@ def _num_gathers(one: ShardedFlat, plan: Plan) -> int:
             return 1
     if microbatches > 1 and plan.data.reshard == "step":
         return 1
-    # The root stays whole between the two passes; a block is freed and gathered again.
+    # The root stays whole between the two passes, a block is given back and gathered again.
     return microbatches if one.is_root else 2 * microbatches
 
 
 def _num_reductions(plan: Plan) -> int:
-    """Number of times that a step reduces the gradient of a flat buffer."""
+    """How often a step reduces the gradient of a flat buffer."""
     every_microbatch = plan.data.shard == "gradients" or (
         plan.data.shard == "parameters" and plan.data.reshard == "microbatch"
     )
