@@ -67,7 +67,7 @@ def find_damage(folder: Path, records: Sequence[FileRecord], *, rank: int = 0, n
     sizes = [(record.name, record.num_bytes, record.piece_bytes) for record in records]
     pieces = pieces_of(sizes, rank=rank, num_ranks=num_ranks)
     by_file = itertools.groupby(pieces, key=lambda piece: piece[0])
-    problems = [_damage_of(folder / name, by_name[name], list(inside)) for name, inside in by_file]
+    problems = (_damage_of(folder / name, by_name[name], list(inside)) for name, inside in by_file)
     return [problem for problem in problems if problem is not None]
 
 

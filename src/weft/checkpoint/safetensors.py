@@ -95,12 +95,9 @@ class TensorFile:
 
     def create(self, folder: Path) -> None:
         """Create the file with its header and its full length, without the tensors."""
-        file = os.open(folder / self.name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-        try:
-            os.truncate(file, self.num_bytes)
-            write_at(file, memoryview(self.header), 0)
-        finally:
-            os.close(file)
+        with (folder / self.name).open("xb", buffering=0) as file:
+            file.truncate(self.num_bytes)
+            write_at(file.fileno(), memoryview(self.header), 0)
 
 
 def pack(kind: str, entries: Iterable[Entry], most_bytes: int) -> list[TensorFile]:

@@ -78,39 +78,26 @@ class _Switch:
 _SHARDED = ("optimizer", "gradients", "parameters")
 
 # Fields without effect while a switch is off. A field may depend on several; the message names the first that is off.
-_SWITCHES: tuple[tuple[str, _Switch], ...] = (
+_DEPENDENT: tuple[tuple[str, _Switch], ...] = (
     ("axes.replicate", _Switch("data.shard", _SHARDED, instead="leave it out and put its ranks on [axes] data")),
-    ("pipeline.schedule", _Switch("axes.pipeline", at_least=2)),
-    ("pipeline.chunks", _Switch("axes.pipeline", at_least=2)),
+    ("pipeline.schedule pipeline.chunks pipeline.cuts pipeline.vertical_sync", _Switch("axes.pipeline", at_least=2)),
     ("pipeline.chunks", _Switch("pipeline.schedule", ("interleaved",))),
-    ("pipeline.cuts", _Switch("axes.pipeline", at_least=2)),
-    ("pipeline.vertical_sync", _Switch("axes.pipeline", at_least=2)),
     ("pipeline.vertical_sync", _Switch("pipeline.schedule", ("pipedream",))),
     ("tensor.sequence", _Switch("axes.tensor", at_least=2)),
-    ("sequence.layout", _Switch("axes.ring", at_least=2)),
-    ("sequence.variant", _Switch("axes.ring", at_least=2)),
+    ("sequence.layout sequence.variant", _Switch("axes.ring", at_least=2)),
     ("data.reshard", _Switch("data.shard", ("parameters",))),
     ("data.offload", _Switch("data.sync", ("all-reduce", "local", "delayed"))),  # the server has the optimizer
     ("data.every", _Switch("data.sync", ("local", "delayed"))),
-    ("data.switch_step", _Switch("data.sync", ("local",))),
+    ("data.switch_step data.outer data.outer_lr data.outer_momentum", _Switch("data.sync", ("local",))),
     ("data.switch_step", _Switch("data.every", at_least=2)),
-    ("data.outer", _Switch("data.sync", ("local",))),
-    ("data.outer_lr", _Switch("data.sync", ("local",))),
-    ("data.outer_lr", _Switch("data.outer", ("nesterov",))),
-    ("data.outer_momentum", _Switch("data.sync", ("local",))),
-    ("data.outer_momentum", _Switch("data.outer", ("nesterov",))),
+    ("data.outer_lr data.outer_momentum", _Switch("data.outer", ("nesterov",))),
     ("data.delay", _Switch("data.sync", ("delayed",))),
     ("data.balance", _Switch("step.microbatches", at_least=2)),  # one cannot be distributed
-    ("server.mode", _Switch("data.sync", ("server",))),
-    ("server.shards", _Switch("data.sync", ("server",))),
-    ("server.staleness", _Switch("data.sync", ("server",))),
+    ("server.mode server.shards server.staleness server.backups", _Switch("data.sync", ("server",))),
+    ("server.compensation server.lr_scaling", _Switch("data.sync", ("server",))),
     ("server.staleness", _Switch("server.mode", ("bounded",))),
-    ("server.backups", _Switch("data.sync", ("server",))),
     ("server.backups", _Switch("server.mode", ("sync",))),
-    ("server.compensation", _Switch("data.sync", ("server",))),
-    ("server.compensation", _Switch("server.mode", ("async", "bounded"))),
-    ("server.lr_scaling", _Switch("data.sync", ("server",))),
-    ("server.lr_scaling", _Switch("server.mode", ("async", "bounded"))),
+    ("server.compensation server.lr_scaling", _Switch("server.mode", ("async", "bounded"))),
     ("codec.density", _Switch("codec.name", ("topk", "dgc"))),
     ("codec.rank", _Switch("codec.name", ("powersgd",))),
     ("codec.levels", _Switch("codec.name", ("qsgd",))),
@@ -118,6 +105,8 @@ _SWITCHES: tuple[tuple[str, _Switch], ...] = (
     ("codec.warmup_steps", _Switch("codec.name", CODECS)),
     ("precision.loss_scale", _Switch("precision.compute", ("fp16",))),
 )
+_PATHS = [f"{name}.{field}" for name, section in SECTIONS.items() for field in facts_of(section)]
+_SWITCHES = [(path, switch) for path in _PATHS for paths, switch in _DEPENDENT if path in paths.split()]
 
 
 def conditions() -> Iterator[tuple[str, str]]:

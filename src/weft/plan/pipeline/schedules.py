@@ -101,8 +101,8 @@ def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
             actions.append(action)
             if action.kind == "input-grad" and action.microbatch >= i:
                 actions.append(_action("weight-grad", i, action.microbatch - i))
-        num_left = min(i, num_microbatches)
-        actions += [_action("weight-grad", i, k) for k in range(num_microbatches - num_left, num_microbatches)]
+        deferred = range(max(num_microbatches - i, 0), num_microbatches)
+        actions += [_action("weight-grad", i, k) for k in deferred]
         ranks.append(tuple(actions))
     return tuple(ranks)
 

@@ -118,32 +118,34 @@ class _Stages:
     """Time and memory of every possible stage: stage number `stage`, blocks `start` to `stop - 1`."""
 
     def __init__(self, costs: Sequence[BlockCost], first: BlockCost, last: BlockCost, in_flight: Sequence[int]) -> None:
-        self.num_blocks, self.num_stages = len(costs), len(in_flight)
-        self._first, self._last, self._in_flight = first, last, in_flight
-        ratios = [Fraction(cost.time_s) for cost in (first, *costs, last)]
-        scale = math.lcm(*(ratio.denominator for ratio in ratios))  # a power of two: exact
-        self._first_time, *times, self._last_time = [int(ratio * scale) for ratio in ratios]
-        self._time_before = list(itertools.accumulate(times, initial=0))
-        self._state_before = list(itertools.accumulate((cost.state_bytes for cost in costs), initial=0))
-        self._activations_before = list(itertools.accumulate((cost.activation_bytes for cost in costs), initial=0))
+        self.num_blocks, self.num_stages, self._in_flight = len(costs), len(in_flight), in_flight
+        costs = (first, *costs, last)
+        times = [Fraction(cost.time_s) for cost in costs]
+        scale = math.lcm(*(time.denominator for time in times))  # a power of two: exact
+        self._times = _running_sums([int(time * scale) for time in times])
+        self._states = _running_sums([cost.state_bytes for cost in costs])
+        self._activations = _running_sums([cost.activation_bytes for cost in costs])
 
     def time(self, stage: int, start: int, stop: int) -> int:
         """Time in units that divide a second."""
-        time = self._time_before[stop] - self._time_before[start]
-        return time + self._first_time * (stage == 0) + self._last_time * (stage == self.num_stages - 1)
+        return self._times[stop] - self._times[start]
 
     def num_bytes(self, stage: int, start: int, stop: int) -> int:
-        state = self._state_before[stop] - self._state_before[start]
-        activations = self._activations_before[stop] - self._activations_before[start]
-        for end, is_here in ((self._first, stage == 0), (self._last, stage == self.num_stages - 1)):
-            state += end.state_bytes * is_here
-            activations += end.activation_bytes * is_here
-        return state + activations * self._in_flight[stage]
+        activations = self._activations[stop] - self._activations[start]
+        return self._states[stop] - self._states[start] + activations * self._in_flight[stage]
 
     def stops(self, stage: int) -> range:
         """The ends of a stage that leave every other stage at least one block."""
         end = self.num_blocks - self.num_stages + stage + 1
         return range(end if stage == self.num_stages - 1 else stage + 1, end + 1)
+
+
+def _running_sums(costs: list[int]) -> list[int]:
+    """The cost of the first n blocks, for each n; the layers around the blocks count to the first and last block."""
+    first, *blocks, last = costs
+    blocks[0] += first
+    blocks[-1] += last
+    return list(itertools.accumulate(blocks, initial=0))
 
 
 def _lowest_peak(stages: _Stages, cost: Callable[[int, int, int], int], *, longest: int | None) -> int:
