@@ -30,16 +30,17 @@ _WRITE_BACK = 2
 
 
 class Staging:
-    """A host buffer, allocated on first use and reused."""
+    """A host buffer, allocated on first use and reused; pinned if tensors come from a GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_pinned = device.type == "cuda"
+        self.is_pinned = device.type == "cuda"
         self._memory: torch.Tensor | None = None
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         num_bytes = numel * dtype.itemsize
         if self._memory is None or self._memory.numel() < num_bytes:
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+            self._memory = None  # frees the old buffer before the new one is allocated
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_pinned)
         return self._memory[:num_bytes].view(dtype)
 
 

@@ -146,7 +146,7 @@ class Portable:
             name, key = entry.rsplit("/", 1)
             if name in self._held:
                 keys.setdefault(name, []).append(key)
-            if self.shapes[name] and not reader.entry(entry).shape:
+            if self.shapes[name] and not reader.entries[entry].shape:
                 per_tensor.add(key)
         names = [name for _, inside in self._named_groups() for name in inside]
         state = {
@@ -183,7 +183,7 @@ class Portable:
 
     def _read_state(self, reader: TensorReader, name: str, key: str, *, is_split: bool) -> torch.Tensor:
         """One state of one parameter, read into its present tensor if there is one."""
-        held, entry = self._held[name], reader.entry(f"{name}/{key}")
+        held, entry = self._held[name], reader.entries[f"{name}/{key}"]
         if not is_split or entry.shape != held.layout.global_shape:
             return reader.read_whole(entry.name)
         assert held.piece is not None

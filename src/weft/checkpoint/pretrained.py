@@ -55,7 +55,7 @@ def load_weights(trainer: TrainerState, folder: str | Path) -> None:
             lambda: readers.append(TensorReader(folder, weight_files(folder), world.device)),
         )
         reader = readers[0]
-        stored_as = _match(trainer.named_model, reader)
+        stored_as = _match(trainer.named_model, reader.entries)
         _require_fitting(trainer, reader, stored_as, folder)
         together(everyone, "read", folder, lambda: portable.read_model(reader, stored_as))
         trainer.sync.publish()
@@ -95,9 +95,9 @@ def _require_fitting(trainer: TrainerState, reader: TensorReader, stored_as: dic
     for name in spellings:
         if name not in stored_as:
             problems.append(f'"{name}" is in no file')
-        elif (shape := reader.entry(stored_as[name]).shape) != layouts[name].global_shape:
+        elif (shape := reader.entries[stored_as[name]].shape) != layouts[name].global_shape:
             problems.append(f'"{name}" has shape {list(layouts[name].global_shape)} here, {list(shape)} in the files')
-    used = [one for names in spellings.values() for one in names if one in reader]
+    used = [one for names in spellings.values() for one in names if one in reader.entries]
     stages = gather_values([problems, used], trainer.mesh.everyone("control"), world.device)
     problems = list(dict.fromkeys(problem for part, _ in stages for problem in part))
     if problems:
@@ -105,7 +105,7 @@ def _require_fitting(trainer: TrainerState, reader: TensorReader, stored_as: dic
         more = [f"and {rest} more like these"] if rest > 0 else []
         head = f"{folder} does not hold the weights of this model; nothing was changed"
         raise CheckpointError([head, *problems[:_MOST_SHOWN], *more])
-    extra = sorted(set(reader.names) - {name for _, part in stages for name in part})
+    extra = sorted(reader.entries.keys() - {name for _, part in stages for name in part})
     if extra and world.rank == 0:
         named = ", ".join(extra[:_MOST_SHOWN]) + (", ..." if len(extra) > _MOST_SHOWN else "")
         log.warning("%s holds %d tensors that this model does not have: %s", folder, len(extra), named)

@@ -42,14 +42,14 @@ def load_rank_part(trainer: TrainerState, directory: Path) -> None:
     """Restore what `take_rank_part` took on this rank."""
     name, device = rank_file(trainer.mesh.world.rank), trainer.mesh.world.device
     with TensorReader(directory, [name], device) as reader:
-        values = json.loads(reader.metadata(name)["values"])
+        values = json.loads(reader.metadata[name]["values"])
         torch.set_rng_state(reader.read_whole("rng/cpu"))
-        if device.type == "cuda" and "rng/cuda" in reader:  # absent if it was written on a CPU
+        if device.type == "cuda" and "rng/cuda" in reader.entries:  # absent if it was written on a CPU
             torch.cuda.set_rng_state(reader.read_whole("rng/cuda"))
         for entry, buffer in persistent_buffers(trainer.named_model).items():
             buffer.copy_(reader.read_whole(f"{_BUFFER}{entry}"))
         if trainer.pipeline_step is not None:
-            kept = [entry for entry in reader.names if entry.startswith(_PIPELINE)]
+            kept = [entry for entry in reader.entries if entry.startswith(_PIPELINE)]
             older = {entry.removeprefix(_PIPELINE): reader.read_whole(entry) for entry in kept}
             trainer.pipeline_step.load_state(older, values["pipeline"])
     trainer.counts.shared = values["shared_count"]

@@ -129,15 +129,19 @@ class TensorReader:
 
     def __init__(self, folder: Path, file_names: Iterable[str], device: torch.device) -> None:
         """Open the files and read their headers; OSError or CheckpointError if that fails."""
-        self._folder = folder
-        self._staging = Staging(device)
+        self._folder, self._staging = folder, Staging(device)
         self._files: dict[str, int] = {}
-        self._places: dict[str, tuple[str, Entry, int]] = {}
+        self._starts: dict[str, tuple[str, int]] = {}
+        self.entries: dict[str, Entry] = {}
+        """Every tensor in the files, by name."""
+        self.metadata: dict[str, dict[str, str]] = {}
+        """The metadata of each file."""
         try:
             for name in file_names:
                 file = self._files[name] = os.open(folder / name, os.O_RDONLY)
-                for entry, start in _read_header(file, folder / name)[0]:
-                    self._places[entry.name] = name, entry, start
+                found, self.metadata[name] = _read_header(file, folder / name)
+                for entry, start in found:
+                    self.entries[entry.name], self._starts[entry.name] = entry, (name, start)
         except BaseException:
             self.close()
             raise
@@ -152,34 +156,20 @@ class TensorReader:
         while self._files:
             os.close(self._files.popitem()[1])
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._places)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._places
-
-    def entry(self, name: str) -> Entry:
-        return self._places[name][1]
-
     def read(self, name: str, part: torch.Tensor, runs: Iterable[Runs]) -> None:
         """Read this rank's part of a tensor, given as runs."""
-        file_name, entry, start = self._places[name]
+        file_name, start = self._starts[name]
         try:
-            read_runs(self._files[file_name], start, entry.dtype, part, runs, self._staging)
+            read_runs(self._files[file_name], start, self.entries[name].dtype, part, runs, self._staging)
         except OSError as error:
             raise CheckpointError(f"{self._folder / file_name} cannot be read: {error.strerror}") from error
 
     def read_whole(self, name: str) -> torch.Tensor:
         """A new host tensor with all of a tensor."""
-        entry = self.entry(name)
+        entry = self.entries[name]
         whole = torch.empty(entry.shape, dtype=entry.dtype)
         self.read(name, whole, [Runs(there=0, here=0, numel=whole.numel())] if whole.numel() else [])
         return whole
-
-    def metadata(self, file_name: str) -> dict[str, str]:
-        """The metadata in a file's header."""
-        return _read_header(self._files[file_name], self._folder / file_name)[1]
 
 
 def _read_header(file: int, path: Path) -> tuple[list[tuple[Entry, int]], dict[str, str]]:

@@ -30,7 +30,7 @@ from weft.checkpoint.checksums import PIECE_BYTES, FileRecord, checksums, num_pi
 from weft.checkpoint.file_io import Staging, flat_range, force_to_disk, write_runs
 from weft.checkpoint.folders import INDEX, publish, refuse_foreign, restore
 from weft.checkpoint.safetensors import TensorFile
-from weft.checkpoint.snapshot import HostCopies, Snapshot, take
+from weft.checkpoint.snapshot import Snapshot, take
 from weft.checkpoint.state import TrainerState
 from weft.comm.agree import together
 from weft.comm.group import Group, Traffic
@@ -149,7 +149,7 @@ class Saving:
     """The saves of one trainer, one at a time, waited for or in the background."""
 
     def __init__(self, device: torch.device) -> None:
-        self._copies = HostCopies(device)
+        self._copies = Staging(device)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from weft.checkpoint.file_io import flat_range
+from weft.checkpoint.file_io import Staging, flat_range
 from weft.checkpoint.hugging_face import WEIGHTS_INDEX, config_files, weights_index
 from weft.checkpoint.portable import KINDS, MODEL, Part, Portable
 from weft.checkpoint.rank_state import rank_file, take_rank_part
@@ -26,31 +26,6 @@ from weft.plan.text import format_plan
 FORMAT = 2
 _ALIGNED_BYTES = 64
 _RANK = "rank"
-
-
-class HostCopies:
-    """A host buffer that holds the copies of one snapshot at a time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_on_gpu = device.type == "cuda"
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    @torch.no_grad()
-    def copied(self, parts: Sequence[Part]) -> list[Part]:
-        """The parts with copies of their present values, which overwrite the last snapshot's."""
-        sizes = [(part.span[1] - part.span[0]) * part.tensor.element_size() for part in parts]
-        *places, end = itertools.accumulate((-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in sizes), initial=0)
-        if self._memory.numel() < end:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # frees the old buffer before the new one is allocated
-            self._memory = torch.empty(end, dtype=torch.uint8, pin_memory=self._is_on_gpu)
-        copies = []
-        for part, place, size in zip(parts, places, sizes, strict=True):
-            copy = self._memory[place : place + size].view(part.tensor.dtype)
-            copy.copy_(flat_range(part.tensor, *part.span), non_blocking=True)
-            copies.append(replace(part, tensor=copy, span=(0, copy.numel())))
-        if self._is_on_gpu:
-            torch.cuda.synchronize()
-        return copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +44,8 @@ class Snapshot:
     device: torch.device
 
 
-def take(trainer: TrainerState, copies: HostCopies | None) -> Snapshot:
-    """A snapshot of a trainer; collective. With `copies`, training may continue at once."""
+def take(trainer: TrainerState, copies: Staging | None) -> Snapshot:
+    """A snapshot of a trainer; collective. If it is copied to `copies`, training may continue at once."""
     world, portable = trainer.mesh.world, Portable(trainer)
     parts, whole = portable.parts()
     tensors, metadata = take_rank_part(trainer)
@@ -85,7 +60,7 @@ def take(trainer: TrainerState, copies: HostCopies | None) -> Snapshot:
     return Snapshot(
         files=tuple(file for kind in KINDS for file in files[kind]),
         own_file=own_file,
-        parts=_by_file({**files, _RANK: [own_file]}, parts if copies is None else copies.copied(parts)),
+        parts=_by_file({**files, _RANK: [own_file]}, parts if copies is None else _copied(parts, copies)),
         texts={
             WEIGHTS_INDEX: weights_index(maps[MODEL], sum(entry.num_bytes for entry in whole[MODEL])),
             **config_files(trainer.named_model),
@@ -105,6 +80,21 @@ def take(trainer: TrainerState, copies: HostCopies | None) -> Snapshot:
         },
         device=world.device,
     )
+
+
+@torch.no_grad()
+def _copied(parts: Sequence[Part], staging: Staging) -> list[Part]:
+    """The parts with copies of their present values, which overwrite those of the last snapshot."""
+    sizes = [(part.span[1] - part.span[0]) * part.tensor.element_size() for part in parts]
+    *places, end = itertools.accumulate((-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in sizes), initial=0)
+    memory, copies = staging.take(end, torch.uint8), []
+    for part, place, size in zip(parts, places, sizes, strict=True):
+        copy = memory[place : place + size].view(part.tensor.dtype)
+        copy.copy_(flat_range(part.tensor, *part.span), non_blocking=True)
+        copies.append(replace(part, tensor=copy, span=(0, copy.numel())))
+    if staging.is_pinned:
+        torch.cuda.synchronize()
+    return copies
 
 
 def _by_file(files: Mapping[str, Sequence[TensorFile]], parts: Sequence[Part]) -> dict[str, list[Part]]:

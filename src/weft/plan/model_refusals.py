@@ -38,7 +38,7 @@ SHARED_MEMORY_ON_A_DEVICE = Refusal(
     remedy='use "auto" or "c10d"',
 )
 
-# --- models without blocks, and models compiled by somebody else -----------------------------------------------------
+# --- models without blocks, and models compiled as a whole ------------------------------------------------------------
 
 BLOCKS_NEEDED = Refusal(
     combination="[axes] pipeline > 1, [recompute] policy, [compile] blocks or [tensor] sequence with a model that has "
@@ -174,7 +174,7 @@ def _image_rule(path: str, only: object, why: str, remedy: str) -> Rule:
 
 
 IMAGE_RULES: tuple[Rule, ...] = (
-    _image_rule("axes.ulysses", 1, " and which have no heads to share out", "give its ranks to ring"),
+    _image_rule("axes.ulysses", 1, " and which have no heads to split", "give its ranks to ring"),
     _image_rule("axes.pipeline", 1, ": stages pass on whole activations", "give its ranks to ring or data"),
     _image_rule("axes.tensor", 1, ": layers split over both are not built", "give its ranks to ring or data"),
     _image_rule("sequence.layout", "zigzag", " in one way only", "leave it out"),

@@ -90,7 +90,7 @@ class Step(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline(Section):
-    """How the blocks are cut into stages, and the order in which stages run microbatches."""
+    """The cut of the blocks into stages, and the order in which stages run microbatches."""
 
     schedule: str = declare(
         "1f1b",
@@ -120,7 +120,7 @@ class Sequence(Section):
     """Sequence parallelism over the ring axis."""
 
     layout: str = declare(
-        "zigzag", Choice(("zigzag", "contiguous")), "Which tokens a rank holds; zigzag balances causal attention."
+        "zigzag", Choice(("zigzag", "contiguous")), "Layout of tokens; zigzag balances causal attention over ranks."
     )
     variant: str = declare(
         "ring",
@@ -131,17 +131,17 @@ class Sequence(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data(Section):
-    """What replicas hold, and when they exchange."""
+    """The state that replicas hold, and when they exchange gradients or weights."""
 
     sync: str = declare(
         "all-reduce",
         Choice(("all-reduce", "server", "local", "delayed")),
-        "How replicas agree: every step, through a parameter server, every few steps, or some steps late.",
+        "Synchronisation of replicas: every step, by a parameter server, every few steps, or some steps late.",
     )
     shard: str = declare(
         "nothing",
         Choice(("nothing", "optimizer", "gradients", "parameters")),
-        "What is split over the data axis instead of copied: ZeRO 0, 1, 2 and 3.",
+        "State that is split over the data axis instead of copied: ZeRO 0, 1, 2 and 3.",
     )
     reshard: str = declare(
         "step", Choice(("step", "microbatch")), "ZeRO-3: parameters are gathered once per step or once per microbatch."
@@ -150,14 +150,14 @@ class Data(Section):
     every: int = declare(1, POSITIVE, "Steps between exchanges (local), or steps that are averaged together (delayed).")
     switch_step: int = declare(0, NATURAL, "Post-local SGD: exchange every step until this one.")
     outer: str = declare(
-        "average", Choice(("average", "nesterov")), "What local replicas do when they meet; nesterov is DiLoCo."
+        "average", Choice(("average", "nesterov")), "Average of local replicas, or an outer Nesterov step (DiLoCo)."
     )
     outer_lr: float = declare(1.0, Real(above=0), "Learning rate of the outer optimizer.")
     outer_momentum: float = declare(0.0, Real(minimum=0, below=1), "Momentum of the outer optimizer.")
     delay: int | str = declare(
         0, Whole(minimum=0, words=("auto",)), "Steps by which averages arrive late; auto measures how many are needed."
     )
-    balance: bool = declare(False, FLAG, "Share out microbatches in proportion to each rank's speed.")
+    balance: bool = declare(False, FLAG, "Distribute microbatches in proportion to each rank's speed.")
     buffers: str = declare(
         "synchronise",
         Choice(("synchronise", "broadcast", "local")),
@@ -171,22 +171,20 @@ class Server(Section):
     """The parameter server, with `[data] sync = "server"`. Its processes come on top of the ranks of the axes."""
 
     mode: str = declare(
-        "sync",
-        Choice(("sync", "async", "bounded")),
-        "Whether workers wait for all others, for none, or for the slowest.",
+        "sync", Choice(("sync", "async", "bounded")), "Workers wait for all others, for none, or for the slowest."
     )
     shards: int = declare(1, POSITIVE, "Server processes that share the parameters.")
     staleness: int = declare(0, NATURAL, "Bounded: clocks a worker may be ahead of the slowest.")
     backups: int = declare(0, NATURAL, "Sync: workers, counted in the data axis, that a step does not wait for.")
     compensation: float = declare(0.0, NOT_NEGATIVE, "Lambda of DC-ASGD's delay compensation; 0 compensates nothing.")
     lr_scaling: str = declare(
-        "none", Choice(("none", "staleness")), "Whether the learning rate is divided by a gradient's staleness."
+        "none", Choice(("none", "staleness")), "Divide the learning rate by nothing, or by a gradient's staleness."
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codec(Section):
-    """What travels between replicas instead of the plain gradient."""
+    """Compression of the gradients that replicas exchange."""
 
     name: str = declare("none", Choice(("none", *CODECS)), "The compression method.")
     density: float = declare(0.01, Real(above=0, maximum=1), "Share of the entries that topk and dgc send.")
@@ -238,7 +236,7 @@ class Compile(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comm(Section):
-    """How bytes move."""
+    """Transport of messages."""
 
     transport: str = declare(
         "auto", Choice(("auto", "c10d", "shared")), "Torch's backends, or shared memory between ranks of one host."

@@ -77,7 +77,7 @@ class Size:
     """The argument's position or name, then the position inside, if it is a list of sizes."""
     num_units: int
     per_units: int = 1
-    """As for `Count`."""
+    """As in `Count`."""
 
 
 SIZED = frozenset(
