@@ -1,8 +1,7 @@
-"""Checkpoints: the same plan goes on to the bit, any other to rounding, and other tools can read the files.
+"""Checkpoints: the same plan goes on to the bit, and other tools can read the files.
 
-Damage and full disks are in `test_checkpoint_damage.py`, kills in `test_checkpoint_kills.py`. Functions that are
-decorated with `@ranks` but not called test_... are parts of a test that needs several world sizes: one writes a folder,
-another reads it.
+Other plans are in `test_checkpoint_plans.py`, damage and full disks in `test_checkpoint_damage.py`, kills in
+`test_checkpoint_kills.py`.
 """
 
 from __future__ import annotations
@@ -189,62 +188,6 @@ def test_hyperparameters_are_the_runs(tmp_path: Path) -> None:
     other = make_trainer(small_gpt(), data_plan(2), optimizer=functools.partial(torch.optim.AdamW, lr=0.5))
     other.load(tmp_path / "saved")
     assert other.optimizer.param_groups[0]["lr"] == 0.5
-
-
-def double_trainer(num_ranks: int) -> Trainer:
-    torch.manual_seed(5)
-    return make_trainer(small_gpt(bias=True).double(), data_plan(num_ranks, bucket_bytes=4096), optimizer=ADAMW)
-
-
-def write_portable(folder: Path, num_ranks: int) -> None:
-    trainer = double_trainer(num_ranks)
-    train(trainer, 3)
-    trainer.save(folder / f"by-{num_ranks}")
-    losses = train(trainer, 3)
-    if trainer.data_rank == 0:
-        (folder / f"by-{num_ranks}.json").write_text(json.dumps(losses))
-
-
-def read_portable(folder: Path, num_ranks: int) -> None:
-    for writers in (1, 2, 4):
-        trainer = double_trainer(num_ranks)
-        with Warnings() as warned:
-            trainer.load(folder / f"by-{writers}")
-        assert (trainer.steps_done, trainer.data_position) == (3, 8 + 7 + 6)
-        everyone = trainer.mesh.everyone("control")
-        said = [text for part in gather_values(warned, everyone, torch.device("cpu")) for text in part]
-        assert len(said) == (writers != num_ranks) and all("another plan" in text for text in said)
-        expected = json.loads((folder / f"by-{writers}.json").read_text())
-        assert train(trainer, 3) == pytest.approx(expected, rel=1e-12, abs=0)
-
-
-@ranks(2)
-def write_on_two(folder: Path) -> None:
-    write_portable(folder, 2)
-
-
-@ranks(4)
-def write_on_four(folder: Path) -> None:
-    write_portable(folder, 4)
-
-
-@ranks(2)
-def read_on_two(folder: Path) -> None:
-    read_portable(folder, 2)
-
-
-@ranks(4)
-def read_on_four(folder: Path) -> None:
-    read_portable(folder, 4)
-
-
-def test_any_plan_loads_what_any_other_saved(tmp_path: Path) -> None:
-    write_portable(tmp_path, 1)
-    write_on_two(folder=tmp_path)
-    write_on_four(folder=tmp_path)
-    read_portable(tmp_path, 1)
-    read_on_two(folder=tmp_path)
-    read_on_four(folder=tmp_path)
 
 
 def same_tensors(folder: Path) -> dict[str, Tensor]:

@@ -222,14 +222,14 @@ def test_what_could_not_be_published_is_not_there(tmp_path: Path) -> None:
     trainer.save(tmp_path / "a")
     before = (tmp_path / "a" / INDEX).read_bytes()
     train(trainer)
-    real = checkpoint_folders._sync_folder
+    real = checkpoint_folders.force_to_disk
 
     def broken(path: Path) -> None:
         if path == tmp_path:
             raise OSError(errno.EIO, "Input/output error", str(path))
         real(path)
 
-    with mock.patch.object(checkpoint_folders, "_sync_folder", broken):
+    with mock.patch.object(checkpoint_folders, "force_to_disk", broken):
         with pytest.raises(CheckpointError, match="nothing was saved; older checkpoints are untouched"):
             trainer.save(tmp_path / "a")
     assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a" / INDEX).read_bytes() == before

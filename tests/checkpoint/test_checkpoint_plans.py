@@ -62,6 +62,7 @@ def write(folder: Path, num_ranks: int) -> None:
     for name, _ in plans_of(num_ranks):
         trainer = make(name)
         train_on_tokens(trainer, NUM_BEFORE)
+        trainer.data_position = 17
         with mock.patch.object(snapshot, "MOST_FILE_BYTES", 20_000):
             trainer.save(folder / name)
         losses = train_on_tokens(trainer, NUM_AFTER)
@@ -79,9 +80,11 @@ def read(folder: Path, num_ranks: int) -> None:
         trainer = make(name)
         for offset in OFFSETS:
             saved = names[(names.index(name) + offset) % len(names)]
-            with mock.patch.object(checkpoint.log, "warning"):
+            with mock.patch.object(checkpoint.log, "warning") as warned:
                 trainer.load(folder / saved)
-            assert trainer.steps_done == NUM_BEFORE
+            said = ["another plan" in call.args[0] for call in warned.call_args_list]
+            assert said == [True] * (trainer.mesh.world.rank == 0)
+            assert (trainer.steps_done, trainer.data_position) == (NUM_BEFORE, 17)
             with mock.patch.object(snapshot, "MOST_FILE_BYTES", 20_000):
                 trainer.save(folder / f"{saved} by {name}")
             assert portable_files(folder / f"{saved} by {name}") == portable_files(folder / saved), (saved, name)
@@ -89,65 +92,27 @@ def read(folder: Path, num_ranks: int) -> None:
             assert train_on_tokens(trainer, NUM_AFTER) == pytest.approx(losses, rel=1e-10), (saved, name)
 
 
-@ranks(2)
-def write_on_two(folder: Path, num_ranks: int) -> None:
-    write(folder, num_ranks)
-
-
-@ranks(4)
-def write_on_four(folder: Path, num_ranks: int) -> None:
-    write(folder, num_ranks)
-
-
-@ranks(8)
-def write_on_eight(folder: Path, num_ranks: int) -> None:
-    write(folder, num_ranks)
+ACTIONS = {"write": write, "read": read}
 
 
 @ranks(2)
-def read_on_two(folder: Path, num_ranks: int) -> None:
-    read(folder, num_ranks)
+def on_two(action: str, folder: Path) -> None:
+    ACTIONS[action](folder, 2)
 
 
 @ranks(4)
-def read_on_four(folder: Path, num_ranks: int) -> None:
-    read(folder, num_ranks)
+def on_four(action: str, folder: Path) -> None:
+    ACTIONS[action](folder, 4)
 
 
 @ranks(8)
-def read_on_eight(folder: Path, num_ranks: int) -> None:
-    read(folder, num_ranks)
-
-
-WRITE = {1: write, 2: write_on_two, 4: write_on_four, 8: write_on_eight}
-READ = {1: read, 2: read_on_two, 4: read_on_four, 8: read_on_eight}
+def on_eight(action: str, folder: Path) -> None:
+    ACTIONS[action](folder, 8)
 
 
 def test_any_plan_goes_on_from_what_any_other_saved(tmp_path: Path) -> None:
-    assert sum(len(plans_of(num_ranks)) for num_ranks in WRITE) == len(PLANS)
-    for num_ranks, write_there in WRITE.items():
-        write_there(folder=tmp_path, num_ranks=num_ranks)
-    for num_ranks, read_there in READ.items():
-        read_there(folder=tmp_path, num_ranks=num_ranks)
-
-
-@ranks(2)
-def test_a_checkpoint_of_the_first_format_is_read(tmp_path: Path) -> None:
-    """One checksum a file instead of one a piece."""
-    trainer = make("tensor 2")
-    train_on_tokens(trainer, NUM_BEFORE)
-    trainer.save(tmp_path / "saved")
-    losses = train_on_tokens(trainer, NUM_AFTER)
-    if trainer.mesh.world.rank == 0:
-        path = tmp_path / "saved" / "checkpoint.json"
-        index = json.loads(path.read_text())
-        index["format"] = 1
-        for record in index["files"]:
-            (record["crc32"],) = record["crc32"]
-            del record["piece_bytes"]
-        index["crc32"] = checkpoint.index_checksum(index)
-        path.write_text(json.dumps(index))
-    torch.distributed.barrier()
-    again = make("tensor 2")
-    again.load(tmp_path / "saved")
-    assert train_on_tokens(again, NUM_AFTER) == losses
+    assert sum(len(plans_of(num_ranks)) for num_ranks in (1, 2, 4, 8)) == len(PLANS)
+    for action in ACTIONS:
+        ACTIONS[action](tmp_path, 1)
+        for on_ranks in (on_two, on_four, on_eight):
+            on_ranks(action=action, folder=tmp_path)

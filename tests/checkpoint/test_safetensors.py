@@ -51,8 +51,8 @@ def test_what_is_written_is_read_by_others_and_here(tmp_path: Path) -> None:
     assert path.stat().st_size == made.num_bytes
     theirs = load_file(path)
     with TensorReader(tmp_path, [made.name], HOST) as reader:
-        assert sorted(reader.names) == sorted(TENSORS) and "other" not in reader
-        assert reader.metadata(made.name) == {"format": "pt"}
+        assert sorted(reader.entries) == sorted(TENSORS)
+        assert reader.metadata[made.name] == {"format": "pt"}
         for name, tensor in TENSORS.items():
             found = reader.read_whole(name)
             assert found.dtype == theirs[name].dtype == tensor.dtype
@@ -62,7 +62,7 @@ def test_what_is_written_is_read_by_others_and_here(tmp_path: Path) -> None:
 def test_what_others_write_is_read(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "theirs", {"note": "x"})
     with TensorReader(tmp_path, ["theirs"], HOST) as reader:
-        assert reader.metadata("theirs") == {"note": "x"}
+        assert reader.metadata["theirs"] == {"note": "x"}
         assert all(torch.equal(reader.read_whole(name), tensor) for name, tensor in TENSORS.items())
 
 

@@ -69,7 +69,7 @@ MOMENTS = {
     "later tensor": (saving, "write_runs", 20),
     "checksums": (saving, "checksums", 1),
     "index": (saving, "_write_index", 1),
-    "before the renames": (checkpoint_folders, "_sync_folder", 1),
-    "after the renames": (checkpoint_folders, "_sync_folder", 2),
+    "before the renames": (checkpoint_folders, "force_to_disk", 1),
+    "after the renames": (checkpoint_folders, "force_to_disk", 2),
 }
 """Where a save can be cut: what is patched, and at which of its calls."""

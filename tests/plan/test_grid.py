@@ -48,7 +48,6 @@ def test_grid_agrees_with_numpy(axes):
         coordinates = dict(zip(axes.order, place, strict=True))
         assert grid.coordinates(int(rank)) == coordinates
         assert list(grid.coordinates(int(rank))) == list(axes.order)
-        assert grid.rank_at(coordinates) == rank
     for axis in AXES:
         assert grid.groups(axis) == grid.groups((axis,)) == oracle_groups(axes, (axis,))
     for count in (2, 3, 6):
@@ -95,22 +94,12 @@ def test_joint_axes_come_in_rank_order_however_they_are_named():
     assert grid.groups(("replicate", "data")) == grid.groups(("data", "replicate")) == ((0, 2, 4, 6), (1, 3, 5, 7))
 
 
-def test_an_axis_of_one_rank_may_be_left_out():
-    grid = Grid(Axes(data=2, tensor=2))
-    assert grid.rank_at({"data": 1, "tensor": 0}) == 2
-    assert Grid(Axes()).rank_at({}) == 0
-    with pytest.raises(ValueError, match="the coordinate along tensor is missing; tensor has 2 ranks"):
-        grid.rank_at({"data": 1})
-
-
 def test_places_outside_the_grid_are_refused():
     grid = Grid(Axes(data=2))
     with pytest.raises(ValueError, match="rank 2 is outside 0 to 1"):
         grid.coordinates(2)
     with pytest.raises(ValueError, match="rank -1 is outside 0 to 1"):
         grid.ranks_along("data", -1)
-    with pytest.raises(ValueError, match="coordinate 2 along data is outside 0 to 1"):
-        grid.rank_at({"data": 2})
-    for refuse in (lambda: grid.groups("date"), lambda: grid.rank_at({"date": 0}), lambda: grid.ranks_along("date", 0)):
+    for refuse in (lambda: grid.groups("date"), lambda: grid.ranks_along("date", 0)):
         with pytest.raises(ValueError, match='"date" is not an axis; did you mean "data"'):
             refuse()

@@ -17,7 +17,7 @@ import pytest
 from weft.plan.pipeline import schedules
 from weft.plan.pipeline.actions import Schedule
 from weft.plan.pipeline.communication import with_exchanges
-from weft.plan.pipeline.schedules import live_activations, live_versions
+from weft.plan.pipeline.schedules import live_activations
 from weft.planning.simulate import Durations, simulate
 
 TABLES: list[tuple[Callable[..., Schedule], dict[str, Any], str]] = [
@@ -99,7 +99,7 @@ ONE_SECOND_EACH = Durations(forward_s=1, backward_s=1, input_grad_s=1, weight_gr
 
 
 def drawn(order: Schedule) -> list[list[str]]:
-    """The cells of each rank's row, one a second."""
+    """The cells of each rank's row, one per second."""
     timeline = simulate(with_exchanges(order), ONE_SECOND_EACH)
     shows_versions = any(action.kind == "update" for actions in order for action in actions)
     rows = [["."] * int(timeline.makespan_s) for _ in order]
@@ -153,6 +153,29 @@ def test_every_microbatch_goes_once_through_every_stage(p: int) -> None:
                 for stage, k in product(stages, fed):
                     taken = [places[kind, stage, k] for kind in way]
                     assert taken == sorted(taken)
+
+
+def live_versions(schedule: Schedule) -> tuple[int, ...]:
+    """The most weight versions that each rank must hold at once.
+
+    A version exists from the update that makes it, or from the beginning of the list, until it is not the newest and no
+    later action of the list uses it.
+    """
+    most = []
+    for actions in schedule:
+        last_use = {action.version: place for place, action in enumerate(actions) if action.kind != "update"}
+        made = [action.version for action in actions if action.kind == "update"]
+        newest = made[0] - 1 if made else max(last_use, default=0)
+        held = {newest} | {version for version in last_use if version <= newest}
+        peak = len(held)
+        for place, action in enumerate(actions):
+            if action.kind == "update":
+                newest = action.version
+                held.add(newest)
+            held = {version for version in held if version == newest or last_use.get(version, -1) > place}
+            peak = max(peak, len(held))
+        most.append(peak)
+    return tuple(most)
 
 
 @pytest.mark.parametrize("p", STAGES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from weft.plan.partition.wire import (
@@ -25,18 +27,6 @@ from weft.plan.plan import Axes, Data, Plan, Step
 
 MB = 1 << 20
 
-COLLECTIVES: tuple[Collective, ...] = (
-    "all-reduce",
-    "reduce-scatter",
-    "all-gather",
-    "all-to-all",
-    "broadcast",
-    "reduce",
-    "scatter",
-    "gather",
-    "send",
-)
-
 
 @pytest.mark.parametrize(
     ("collective", "two", "three", "four"),
@@ -56,7 +46,7 @@ def test_what_one_rank_sends(collective: Collective, two: int, three: int, four:
     assert [sent_bytes(collective, 120, size) for size in (2, 3, 4)] == [two, three, four]
 
 
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("collective", get_args(Collective))
 def test_nothing_is_sent_to_nobody(collective: Collective) -> None:
     assert sent_bytes(collective, 1000, 1) == 0
     assert sent_bytes(collective, 0, 4) == 0

@@ -91,7 +91,7 @@ def test_flush_free_schedules_have_no_bubble_in_steady_state(p: int) -> None:
     times = Durations(forward_s=2, backward_s=3, input_grad_s=0, weight_grad_s=0)
     for order in (schedules.pipedream(p, 30), schedules.two_bw(p, 10, num_batches=3)):
         for rank in range(p):
-            spans = simulate(with_exchanges(order), times).of_rank(rank)
+            spans = [span for span in simulate(with_exchanges(order), times).spans if span.rank == rank]
             begun_s = {span.action.microbatch: span.start_s for span in spans if span.action.kind == "forward"}
             assert begun_s[29] - begun_s[2 * p] == (29 - 2 * p) * (2 + 3)
 

@@ -25,8 +25,9 @@ from oracle import (
 from ranks import ranks
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from whole_tensors import whole_tensors
 
-from weft.checkpoint.local_parts import held_parameters, whole_tensors
+from weft.checkpoint.local_parts import held_parameters
 from weft.errors import ModelError
 from weft.models.gpt import GPT, GPTConfig
 from weft.plan.plan import Plan, Precision

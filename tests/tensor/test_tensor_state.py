@@ -24,8 +24,9 @@ from oracle import (
 from ranks import ranks
 from safetensors.torch import load_file
 from torch import nn
+from whole_tensors import whole_tensors
 
-from weft.checkpoint.local_parts import Held, held_parameters, whole_tensors
+from weft.checkpoint.local_parts import Held, held_parameters
 from weft.errors import DataError, DivergenceError
 from weft.models.gpt import GPT
 from weft.parallel.tensor.shares import local_part

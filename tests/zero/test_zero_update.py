@@ -22,8 +22,9 @@ from oracle import (
 )
 from ranks import ranks
 from torch import Tensor, nn
+from whole_tensors import whole_tensors
 
-from weft.checkpoint.local_parts import held_parameters, whole_tensors
+from weft.checkpoint.local_parts import held_parameters
 from weft.errors import DivergenceError
 from weft.plan.plan import Plan, Precision
 from weft.training.trainer import Trainer

@@ -1,8 +1,8 @@
-"""Bytes between tensors and files, straight from where a tensor lies to where it belongs in a file, and back.
+"""Reads and writes parts of tensors directly at their offsets in files.
 
-A contiguous tensor in host memory needs nothing besides itself. One on a device, or of another dtype than the file's,
-goes through a chunk of staging memory; short runs that lie close together are read in one stretch and picked out there,
-because a call to the system costs as much as reading a few thousand bytes.
+A contiguous tensor in host memory needs no copy. A tensor on a device, or of another dtype than the file's, goes
+through a staging buffer of one chunk. Short runs that lie close together are read in one call, with the bytes between
+them, because a system call costs as much as reading a few thousand bytes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import errno
 import os
 from collections.abc import Callable, Iterable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,31 +20,32 @@ import torch
 from weft.layout import Runs
 
 CHUNK_BYTES = 16 << 20
-"""What is staged, and what is written by one call."""
+"""Size of the staging buffer and of one write."""
 _SHORT_BYTES = 8192
-"""Runs below this are read together with what is between them."""
+"""Shorter runs are read together with the bytes between them,"""
 _MOST_WASTE = 16
-"""Unless that is so many times as much."""
+"""unless that reads more than this many times the bytes needed."""
 _WRITE_BACK = 2
-"""Linux: SYNC_FILE_RANGE_WRITE, begin to write to the disk and do not wait."""
+"""Linux: SYNC_FILE_RANGE_WRITE, which starts writing to the disk without waiting."""
 
 
 class Staging:
-    """A chunk of host memory that is made when first needed, and used again."""
+    """A host buffer, allocated on first use and reused; pinned if tensors come from a GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_pinned = device.type == "cuda"
+        self.is_pinned = device.type == "cuda"
         self._memory: torch.Tensor | None = None
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         num_bytes = numel * dtype.itemsize
         if self._memory is None or self._memory.numel() < num_bytes:
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+            self._memory = None  # frees the old buffer before the new one is allocated
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_pinned)
         return self._memory[:num_bytes].view(dtype)
 
 
 def write_runs(file: int, start_byte: int, part: torch.Tensor, runs: Iterable[Runs], staging: Staging) -> None:
-    """Write a part of a tensor to an open file in which the whole tensor starts at a byte."""
+    """Write a part of a tensor to an open file in which the whole tensor starts at `start_byte`."""
     size, runs = part.element_size(), tuple(runs)
     if part.device.type == "cpu" and part.is_contiguous():
         _write_from(file, start_byte, bytes_of(part), runs, size)
@@ -52,15 +54,14 @@ def write_runs(file: int, start_byte: int, part: torch.Tensor, runs: Iterable[Ru
     for first in range(0, part.numel(), numel):
         last = min(first + numel, part.numel())
         staged = staging.take(last - first, part.dtype).copy_(flat_range(part, first, last))
-        _write_from(
-            file, start_byte, bytes_of(staged), [one for each in runs for one in each.within(first, last)], size
-        )
+        inside = [one for each in runs for one in each.within(first, last)]
+        _write_from(file, start_byte, bytes_of(staged), inside, size)
 
 
 def read_runs(
     file: int, start_byte: int, dtype: torch.dtype, part: torch.Tensor, runs: Iterable[Runs], staging: Staging
 ) -> None:
-    """Read a part of a tensor from an open file in which the whole tensor, of a dtype, starts at a byte."""
+    """Read a part of a tensor from an open file in which the whole tensor, of this dtype, starts at `start_byte`."""
     if not part.is_contiguous():
         packed = torch.empty(part.shape, dtype=part.dtype, device=part.device)
         read_runs(file, start_byte, dtype, packed, runs, staging)
@@ -84,13 +85,13 @@ def read_runs(
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host."""
+    """The memory of a contiguous host tensor."""
     array: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
 
 def flat_range(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Some elements of the flattened tensor; of one that is not contiguous only the rows that hold them are copied."""
+    """A range of the flattened tensor. If that is not contiguous, only the rows that hold the range are copied."""
     if tensor.is_contiguous():
         return tensor.view(-1)[start:stop]
     row = tensor.numel() // tensor.shape[0]
@@ -99,7 +100,7 @@ def flat_range(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 def write_at(file: int, data: memoryview, place: int) -> None:
-    """Write all of it, a chunk at a time, and let the disk begin with each."""
+    """Write everything chunk by chunk, and start writing each chunk to the disk."""
     for first in range(0, len(data), CHUNK_BYTES):
         chunk = data[first : first + CHUNK_BYTES]
         done = 0
@@ -110,13 +111,22 @@ def write_at(file: int, data: memoryview, place: int) -> None:
 
 
 def read_at(file: int, data: memoryview, place: int) -> None:
-    """Read until it is full."""
+    """Read until `data` is full."""
     done = 0
     while done < len(data):
         num_read = os.preadv(file, [data[done:]], place + done)
         if num_read == 0:
             raise OSError(errno.EIO, f"it ends at byte {place + done}, {len(data) - done} bytes early")
         done += num_read
+
+
+def force_to_disk(path: Path) -> None:
+    """fsync a file, or a folder's list of names."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def _write_from(file: int, start_byte: int, memory: memoryview, runs: Iterable[Runs], size: int) -> None:
@@ -128,7 +138,7 @@ def _write_from(file: int, start_byte: int, memory: memoryview, runs: Iterable[R
 def _read_between(
     file: int, start_byte: int, dtype: torch.dtype, flat: torch.Tensor, runs: Runs, staging: Staging
 ) -> None:
-    """Read runs and what lies between them, as many at once as a chunk holds."""
+    """Read runs together with the bytes between them, as many per call as one chunk holds."""
     each = max(CHUNK_BYTES // (runs.there_step * dtype.itemsize), 1)
     for first in range(0, runs.count, each):
         num_runs = min(each, runs.count - first)
@@ -141,7 +151,7 @@ def _read_between(
 
 @cache
 def _find_write_back() -> Callable[[int, int, int], None]:
-    """How to tell the disk to begin, where the system has a way: what comes later then has less to wait for."""
+    """The call that starts writing to the disk, where the system has one, so that a later fsync waits less."""
     try:
         call = ctypes.CDLL(None).sync_file_range
     except AttributeError:

@@ -1,22 +1,22 @@
-"""Folders of checkpoints on the disk: one appears whole, is replaced whole, and goes when newer ones have come.
+"""Publishes, replaces, lists and deletes checkpoint folders, so that a folder named `step-N` is always complete.
 
     .step-100.partial   being written
-    step-100            whole: it got this name by one rename when everything in it was on the disk
-    .step-100.old       the one before of that name, moved aside for the moment in which the new one takes its place
+    step-100            complete: renamed when everything in it was on the disk
+    .step-100.old       its predecessor of the same name, moved aside while the new one is renamed
 
-A kill between the last two leaves the older one aside; `restore` gives it its name back, and whoever lists, loads,
-saves or prunes calls it. All of this is for one rank, except listing.
+A kill between the two renames leaves only the predecessor, moved aside; `restore` renames it back, and loading, saving
+and pruning call it first. Only one rank may call these functions, except `all_checkpoints`.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from weft.checkpoint.file_io import force_to_disk
 from weft.checkpoint.hugging_face import CONFIG, GENERATION_CONFIG
 from weft.errors import CheckpointError
 
@@ -24,11 +24,11 @@ INDEX = "checkpoint.json"
 log = logging.getLogger("weft")
 _OWN_FILE = re.compile(r"checkpoint\.json|model\.safetensors\.index\.json|(model|optimizer|rank)-[\dof-]+\.safetensors")
 _ONLY_OURS = ("optimizer-", "rank-")
-"""How names begin that folders of other tools do not have."""
+"""Prefixes of file names that only weft writes."""
 
 
 def all_checkpoints(directory: Path) -> list[Path]:
-    """The whole checkpoints `step-N` in a directory, oldest first."""
+    """The complete checkpoints `step-N` in a directory, oldest first."""
     steps = {int(path.name[5:]) for path in directory.glob("step-*") if path.name[5:].isdigit()}
     steps |= {int(path.name[6:-4]) for path in directory.glob(".step-*.old") if path.name[6:-4].isdigit()}
     found = [directory / f"step-{step}" for step in sorted(steps)]
@@ -36,9 +36,9 @@ def all_checkpoints(directory: Path) -> list[Path]:
 
 
 def prune(directory: Path, *, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints of a directory, and what killed saves left. For one rank only.
+    """Delete all but the newest `keep` checkpoints of a directory, and the remains of killed saves.
 
-    What cannot be deleted stays, with a warning: it is no reason to end a run.
+    A folder that cannot be deleted stays, with a warning: that is no reason to end a run.
     """
     for path in all_checkpoints(directory):
         _try(restore, path)
@@ -50,16 +50,16 @@ def prune(directory: Path, *, keep: int) -> None:
 
 
 def publish(partial: Path, directory: Path) -> None:
-    """Give a whole folder its name. An older one of that name is moved aside first and deleted last."""
+    """Rename a complete folder to its final name. A predecessor is moved aside first and deleted last."""
     old = _aside(directory)
     _delete(old)
-    _sync_folder(partial)
+    force_to_disk(partial)
     if directory.exists():
         directory.rename(old)
     partial.rename(directory)
     try:
-        _sync_folder(directory.parent)
-    except OSError:  # whoever is told that nothing was saved finds it so
+        force_to_disk(directory.parent)
+    except OSError:  # the caller reports that nothing was saved
         directory.rename(partial)
         restore(directory)
         raise
@@ -67,13 +67,13 @@ def publish(partial: Path, directory: Path) -> None:
 
 
 def restore(directory: Path) -> None:
-    """Undo a replacement that was cut off when the older checkpoint had no name and the newer one none yet."""
+    """Undo a replacement that was killed between the two renames."""
     if _is_aside(directory):
         _aside(directory).rename(directory)
 
 
 def refuse_foreign(directory: Path) -> None:
-    """Saving over a checkpoint deletes it; nothing else may go that way."""
+    """Refuse a folder that is not a checkpoint, because saving over a folder deletes it."""
     if directory.exists() and not _is_ours(directory):
         raise CheckpointError(f"{directory} exists and is not a checkpoint; give a name that is free")
 
@@ -87,10 +87,10 @@ def _is_aside(directory: Path) -> bool:
 
 
 def _delete(path: Path) -> None:
-    """Delete a checkpoint: its index first, for without it the rest no longer counts, should that take long or fail.
+    """Delete a checkpoint: first its index, so that an interrupted deletion leaves no checkpoint.
 
-    Then what others' folders have too: with it, what is left could not be told from somebody's model. OSError if one of
-    these stays; where it is the index, the checkpoint is still whole.
+    Then the files that other tools' folders have too, so that the remains cannot be mistaken for a model. OSError if
+    one of these cannot be deleted; if that is the index, the checkpoint is still complete.
     """
     for name in (INDEX, CONFIG, GENERATION_CONFIG):
         (path / name).unlink(missing_ok=True)
@@ -106,17 +106,8 @@ def _try(action: Callable[[Path], None], path: Path) -> None:
         log.warning("%s stays as it is: %s", error.filename or path, error.strerror or error)
 
 
-def _sync_folder(path: Path) -> None:
-    """Force a folder's list of names to the disk."""
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
-
-
 def _is_ours(path: Path) -> bool:
-    """Whether a folder is a checkpoint, or what is left of one, and may be deleted."""
+    """True for checkpoints and remains of checkpoints, which may be deleted."""
     if not path.is_dir():
         return False
     names = [entry.name for entry in path.iterdir()]

@@ -1,6 +1,6 @@
-"""A model's folder as Hugging Face keeps it: its config, and its weights in one safetensors file or in several.
+"""The files of a Hugging Face model folder: its config, and its weights in one or several safetensors files.
 
-Nothing here needs transformers: a model that has a config says itself what belongs in the file.
+Nothing here needs transformers: a model's config serialises itself.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _SINGLE = "model.safetensors"
 
 
 def weights_index(weight_map: dict[str, str], num_bytes: int) -> str:
-    """Which file has which tensor."""
+    """The index that maps tensors to files."""
     return json.dumps({"metadata": {"total_size": num_bytes}, "weight_map": weight_map}, indent=1)
 
 
 def config_files(model: nn.Module) -> dict[str, str]:
-    """By name, what transformers needs besides the weights; nothing for a model that is not its own."""
+    """The files that transformers needs besides the weights, by name; none for a model without a config."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         return {}

@@ -1,16 +1,16 @@
-"""Checkpoints that do not know the plan, with a plan-bound part beside them, and nothing ever half-written.
+"""Loading a checkpoint under any plan.
 
     step-100/
       checkpoint.json                       the index: step, data position, every file's size and checksums
-      model-00001-of-00002.safetensors      whole tensors under the unsplit model's names, up to 5 GB a file
+      model-00001-of-00002.safetensors      whole tensors under the unsplit model's names, up to 5 GB per file
       model.safetensors.index.json          the same index in Hugging Face's form
       config.json                           of a Hugging Face model: transformers loads the folder as it is
       optimizer-00001-of-00002.safetensors  "<parameter>/<state>"
-      rank-00000.safetensors                plan-bound: random state, exchange state, buffers a rank keeps for itself
+      rank-00000.safetensors                plan-bound: random state, sync state, buffers that differ between ranks
 
-`save.py` writes them; this file reads them. Loading checks every file's checksums (once, shared out over the ranks)
-before it changes anything; then every rank reads just its own parts. The same plan goes on to the bit; another plan
-uses the portable part and says so.
+`save.py` writes them; this file reads them. Loading checks every file's checksums (once, the pieces divided among the
+ranks) before it changes anything; then every rank reads only its own parts. The same plan continues to the bit; another
+plan uses the portable part and logs a warning.
 
 Hyperparameters (learning rate, decay) are the run's, not the checkpoint's.
 """
@@ -38,14 +38,11 @@ from weft.errors import CheckpointError
 from weft.mesh import Mesh
 from weft.plan.text import format_plan
 
-_READABLE = (1, FORMAT)
-"""In format 1 a file has one checksum, and which tensors it has depends on who wrote it; its tensors are the same."""
-
 log = logging.getLogger("weft")
 
 
 def load(trainer: TrainerState, directory: Path) -> None:
-    """Bring a trainer to where a checkpoint was taken; collective. Nothing changes unless the checkpoint is whole."""
+    """Restore a trainer from a checkpoint; collective. Nothing changes unless the checkpoint is complete."""
     world, portable = trainer.mesh.world, Portable(trainer)
     everyone = trainer.mesh.everyone("control")
     index: dict[str, Any] = {}
@@ -59,7 +56,7 @@ def load(trainer: TrainerState, directory: Path) -> None:
         names = sorted({name for kind in KINDS for name in index["tensors"][kind].values()})
         with TensorReader(directory, names, world.device) as reader:
             portable.read_model(reader)
-            portable.load_optimizer(reader, index["tensors"][OPTIMIZER], index.get("optimizer_numbers", {}))
+            portable.load_optimizer(reader, index["tensors"][OPTIMIZER], index["optimizer_numbers"])
 
     together(everyone, "restore", directory, lambda: restore(directory) if world.rank == 0 else None)
     if len(set(together(everyone, "read", directory, look))) > 1:
@@ -71,9 +68,8 @@ def load(trainer: TrainerState, directory: Path) -> None:
     trainer.sync.publish()
     trainer.steps_done = index["step"]
     trainer.data_position = index["data_position"]
-    trainer.seeds.base = index.get("dropout_seed", trainer.seeds.base)
-    if "update" in index:  # older ones have it in their rank parts
-        trainer.update.load_state(index["update"])
+    trainer.seeds.base = index["dropout_seed"]
+    trainer.update.load_state(index["update"])
     if index["plan"] == format_plan(trainer.plan):
         together(everyone, "read", directory, lambda: load_rank_part(trainer, directory))
         return
@@ -86,7 +82,7 @@ def load(trainer: TrainerState, directory: Path) -> None:
 
 
 def read_index(directory: Path) -> dict[str, Any]:
-    """The index of a checkpoint, as plain values."""
+    """The content of a checkpoint's index."""
     try:
         index: dict[str, Any] = json.loads((directory / INDEX).read_text())
     except OSError as error:
@@ -95,16 +91,17 @@ def read_index(directory: Path) -> dict[str, Any]:
         raise CheckpointError(f"{directory / INDEX} is damaged: {error}") from error
     if not isinstance(index, dict) or index_checksum(index) != index.get("crc32"):
         raise CheckpointError(f"{directory / INDEX} is damaged: its checksum does not match its content")
-    if index.get("format") not in _READABLE:
-        formats = " and ".join(map(str, _READABLE))
-        raise CheckpointError(f"{directory} has checkpoint format {index.get('format')}, this weft reads {formats}")
+    if (found := index.get("format")) != FORMAT:
+        raise CheckpointError(
+            f"{directory} has checkpoint format {found}, this weft reads {FORMAT}; use the weft that wrote it"
+        )
     return index
 
 
 def require_undamaged(directory: Path, index: dict[str, Any], mesh: Mesh) -> None:
-    """Compare every file with its checksums, shared out over the ranks; collective."""
+    """Compare every file with its checksums, the pieces divided among the ranks; collective."""
     world = mesh.world
-    records = [FileRecord.from_values(record) for record in index["files"]]
+    records = [FileRecord(**record) for record in index["files"]]
     damage = find_damage(directory, records, rank=world.rank, num_ranks=world.size)
     found = gather_values(damage, mesh.everyone("control"), world.device)
     problems = list(dict.fromkeys(problem for part in found for problem in part))
@@ -115,7 +112,7 @@ def require_undamaged(directory: Path, index: dict[str, Any], mesh: Mesh) -> Non
 
 
 def _refuse_other_model(trainer: TrainerState, portable: Portable, index: dict[str, Any], directory: Path) -> None:
-    """Every difference between the checkpoint's model and optimizer and these, in one error."""
+    """Refuse a checkpoint of another model or optimizer, with every difference in one error."""
     mine, theirs = portable.shapes, index["shapes"]
     problems = [f'"{name}" is missing from the checkpoint' for name in mine if name not in theirs]
     problems += [f'"{name}" of the checkpoint is not in this model' for name in theirs if name not in mine]
@@ -125,10 +122,10 @@ def _refuse_other_model(trainer: TrainerState, portable: Portable, index: dict[s
         if name in theirs and mine[name] != theirs[name]
     ]
     if problems:
-        shown, rest = problems[:8], len(problems) - 8
+        rest = len(problems) - 8
         more = [f"and {rest} more difference{'s' * (rest > 1)}"] if rest > 0 else []
         head = f"{directory} is a checkpoint of another model; use the model it was written with"
-        problems = [head, *shown, *more]
+        problems = [head, *problems[:8], *more]
     optimizer = type(trainer.optimizer).__name__
     if index["optimizer"] != optimizer:
         problems.append(

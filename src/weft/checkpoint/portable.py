@@ -1,10 +1,11 @@
-"""A trainer's weights and optimizer state as parts of whole tensors under the unsplit model's names, whatever the plan.
+"""The portable part of a checkpoint: weights and optimizer state as parts of whole tensors under the unsplit model's
+names, whatever the plan.
 
-Nothing is brought together: a rank knows where in each whole tensor lies what it holds, and writes or reads just that.
-What several ranks hold alike they share out, so that each byte is written once:
+Nothing is gathered: a rank knows where its part lies in each whole tensor, and writes or reads only that. Replicas
+divide what they all hold, so that each byte is written once:
 
     data 2:           rank 0 writes the first half of each tensor, rank 1 the second
-    data 2, ZeRO:     each writes the range it keeps
+    data 2, ZeRO:     each writes its own range
     tensor 2:         each writes its rows or columns, and half of what the tensor axis does not split
     tied over stages: the earlier stage writes
 """
@@ -14,11 +15,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from weft.checkpoint.local_parts import held_parameters
-from weft.checkpoint.safetensors import Entry, TensorReader, is_storable
+from weft.checkpoint.safetensors import DTYPE_WORDS, Entry, TensorReader
 from weft.checkpoint.state import TrainerState
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError
@@ -28,26 +30,26 @@ from weft.plan.partition.grid import Grid
 
 KINDS = MODEL, OPTIMIZER = "model", "optimizer"
 _ALIGNED_NUMEL = 1024
-"""Where replicas share a tensor out, their parts begin at multiples of this."""
+"""Where replicas divide a tensor, their parts begin at multiples of this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What this rank writes of one tensor."""
+    """The elements that this rank writes of one tensor."""
 
     kind: str
     entry: Entry
     """The whole tensor."""
     tensor: torch.Tensor
-    """What this rank holds of it."""
+    """The part that this rank holds."""
     span: Range
-    """The elements of that, flattened, which it writes."""
+    """The elements of that part, flattened, which it writes."""
     runs: tuple[Runs, ...]
-    """Where they belong in the whole; `here` is counted from the start of the span."""
+    """Their places in the whole tensor; `here` is counted from the start of the span."""
 
 
 def share_of_replica(numel: int, place: int, num_replicas: int, number: int) -> Range:
-    """What one of some ranks writes of what they all hold. `number`, of the tensor, moves small ones from rank to rank.
+    """The range that one of several replicas writes. `number`, of the tensor, moves small tensors from rank to rank.
 
     share_of_replica(4000, 0, 2, 0) -> (0, 2048);   share_of_replica(4000, 0, 2, 1) -> (2048, 4000)
     """
@@ -57,7 +59,7 @@ def share_of_replica(numel: int, place: int, num_replicas: int, number: int) -> 
 
 
 def replicas_of(layout: Layout, grid: Grid, rank: int) -> tuple[int, ...]:
-    """The ranks of a stage that hold the same part of a tensor as this one, itself included."""
+    """The ranks of a stage that hold the same part of a tensor as this one, including itself."""
     sharing = set() if layout.flat_range is None else set(grid.axes.state_axes.split("+"))
     divided = sharing | {split.axis for split in layout.splits} | {"pipeline"}
     return grid.ranks_along(tuple(axis for axis in grid.axes.order if axis not in divided), rank)
@@ -74,15 +76,13 @@ class Portable:
         mine = {name: list(trainer.layouts[name].global_shape) for name in names}
         self._pipeline = trainer.mesh.group("pipeline", "control")
         stages = gather_values(mine, self._pipeline, trainer.mesh.world.device)
-        self.shapes: dict[str, list[int]] = {}
+        self.shapes: dict[str, list[int]] = {name: one for shapes in stages[::-1] for name, one in shapes.items()}
         """Global shapes of the whole model's parameters and persistent buffers."""
-        for shapes in reversed(stages):
-            self.shapes |= shapes
         self._written_elsewhere = {name for shapes in stages[: self._pipeline.index] for name in shapes}
-        """Held here too, but an earlier stage writes it."""
+        """Tied tensors of this stage that an earlier stage writes."""
 
     def parts(self) -> tuple[list[Part], dict[str, list[Entry]]]:
-        """What this rank writes, and all tensors of the whole by kind; collective, and the latter is alike on all."""
+        """The parts that this rank writes, and all whole tensors by kind, the same on every rank; collective."""
         kept, problems = self._kept()
         mine = [(kind, entry.name, str(entry.dtype).removeprefix("torch."), entry.shape) for kind, entry, _, _ in kept]
         mesh = self._trainer.mesh
@@ -98,24 +98,18 @@ class Portable:
         return [part for part in parts if part.runs], whole
 
     def _kept(self) -> tuple[list[tuple[str, Entry, torch.Tensor, Layout]], list[str]]:
-        """All that this rank holds and its stage writes: kind, the whole, what is held, and where that belongs.
-
-        And what cannot be written.
-        """
+        """(kind, whole tensor, this rank's part, layout) of all that this stage writes, and what cannot be written."""
         mesh, layouts = self._trainer.mesh, self._trainer.layouts
         found = [(MODEL, name, held.tensor, held.layout) for name, held in self._held.items()]
         buffers = consensus_buffers(self._trainer.named_model, mesh)
         found += [(MODEL, name, buffer, layouts[name]) for name, buffer in buffers.items()]
         states, problems = self._states()
-        for name, key, value in states:
-            layout = self._held[name].layout if self._is_split(name, value) else Layout(global_shape=value.shape)
-            found.append((OPTIMIZER, f"{name}/{key}", value, layout))
         kept = []
-        for kind, name, tensor, layout in found:
+        for kind, name, tensor, layout in found + states:
             parameter = name.rsplit("/", 1)[0] if kind == OPTIMIZER else name
             if parameter in self._written_elsewhere:
                 continue
-            if not is_storable(tensor.dtype):
+            if tensor.dtype not in DTYPE_WORDS:
                 problems.append(f'"{name}" has dtype {tensor.dtype}, which safetensors cannot hold; use another')
             kept.append((kind, Entry(name=name, dtype=tensor.dtype, shape=tuple(layout.global_shape)), tensor, layout))
         return kept, problems
@@ -125,7 +119,7 @@ class Portable:
         replicas = replicas_of(layout, grid, rank)
         span = share_of_replica(tensor.numel(), replicas.index(rank), len(replicas), number)
         if kind == MODEL and entry.name not in self._held:
-            # A buffer may differ between replicas; then a checkpoint has one of theirs, not pieces of several.
+            # A buffer may differ between replicas; a checkpoint then has one replica's, not pieces of several.
             is_mine = (replicas.index(rank) + number) % len(replicas) == 0
             span = (0, tensor.numel() if is_mine else 0)
         runs = layout.runs(grid.axes.sizes, grid.coordinates(rank), span)
@@ -133,8 +127,7 @@ class Portable:
 
     @torch.no_grad()
     def read_model(self, reader: TensorReader, stored_as: Mapping[str, str] | None = None) -> None:
-        """Take this rank's part of the model out of files; it is not published yet. `stored_as`: names there, where
-        they differ."""
+        """Read this rank's part of the model, without publishing it. `stored_as`: names in the files that differ."""
         names = stored_as or {}
         for name, held in self._held.items():
             self._read(reader, names.get(name, name), held.tensor, held.layout)
@@ -144,55 +137,53 @@ class Portable:
     def load_optimizer(
         self, reader: TensorReader, entries: Iterable[str], numbers: Mapping[str, Mapping[str, float]]
     ) -> None:
-        """Through the optimizer's own `load_state_dict`, which knows where each of its states must live."""
+        """Load through the optimizer's own `load_state_dict`, which knows on which device each state must be."""
         optimizer = self._trainer.optimizer
         keys: dict[str, list[str]] = {}
-        # Of a 0-d parameter every state is 0-d; what other parameters keep, of any stage, says which are one number a
-        # tensor.
+        # A 0-d parameter has only 0-d states; those of other parameters tell which states are one number per tensor.
         per_tensor = {"step"}
         for entry in entries:
             name, key = entry.rsplit("/", 1)
             if name in self._held:
                 keys.setdefault(name, []).append(key)
-            if self.shapes[name] and not reader.entry(entry).shape:
+            if self.shapes[name] and not reader.entries[entry].shape:
                 per_tensor.add(key)
-        name_of = {id(piece.tensor): piece.name for piece in self._trainer.sync.pieces}
-        state, number = {}, 0
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                name = name_of[id(parameter)]
-                if name in keys:
-                    state[number] = {
-                        key: self._read_state(reader, name, key, is_split=key not in per_tensor) for key in keys[name]
-                    }
-                number += 1
+        names = [name for _, inside in self._named_groups() for name in inside]
+        state = {
+            number: {key: self._read_state(reader, name, key, is_split=key not in per_tensor) for key in keys[name]}
+            for number, name in enumerate(names)
+            if name in keys
+        }
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                group.update(numbers.get(name_of[id(parameter)], {}))
+        for group, inside in self._named_groups():
+            for name in inside:
+                group.update(numbers.get(name, {}))
 
     def optimizer_numbers(self) -> dict[str, dict[str, float]]:
-        """By parameter, what the optimizer counts in its parameter groups instead of its state; collective.
+        """Each parameter's numbers that the optimizer counts in its parameter groups, not in its state; collective.
 
-        Numbers that it cannot be made with, such as a count of its own updates, are not the user's settings.
+        These are numbers that are no arguments of its constructor, and hence not settings of the user.
         """
         optimizer, made_with = self._trainer.optimizer, {"lr", "initial_lr"}
         for kind in type(optimizer).__mro__:
             if "__init__" in vars(kind):
                 made_with |= set(inspect.signature(vars(kind)["__init__"]).parameters)
-        name_of = {id(piece.tensor): piece.name for piece in self._trainer.sync.pieces}
         mine: dict[str, dict[str, float]] = {}
-        for group in optimizer.param_groups:
+        for group, inside in self._named_groups():
             own = {key: value for key, value in group.items() if key not in made_with and type(value) in (int, float)}
-            mine |= {name_of[id(parameter)]: own for parameter in group["params"] if own}
-        found: dict[str, dict[str, float]] = {}
-        for part in gather_values(mine, self._pipeline, self._trainer.mesh.world.device):
-            found |= part
-        return found
+            mine |= {name: own for name in inside if own}
+        stages = gather_values(mine, self._pipeline, self._trainer.mesh.world.device)
+        return {name: own for part in stages for name, own in part.items()}
+
+    def _named_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
+        """The optimizer's parameter groups, each with the names of its parameters."""
+        name_of = {id(piece.tensor): piece.name for piece in self._trainer.sync.pieces}
+        groups = self._trainer.optimizer.param_groups
+        return [(group, [name_of[id(parameter)] for parameter in group["params"]]) for group in groups]
 
     def _read_state(self, reader: TensorReader, name: str, key: str, *, is_split: bool) -> torch.Tensor:
-        """One state of one parameter, in the memory that it already has, if any."""
-        held, entry = self._held[name], reader.entry(f"{name}/{key}")
+        """One state of one parameter, read into its present tensor if there is one."""
+        held, entry = self._held[name], reader.entries[f"{name}/{key}"]
         if not is_split or entry.shape != held.layout.global_shape:
             return reader.read_whole(entry.name)
         assert held.piece is not None
@@ -206,31 +197,28 @@ class Portable:
         grid = self._trainer.mesh.grid
         reader.read(entry, part, layout.runs(grid.axes.sizes, grid.coordinates(self._trainer.mesh.world.rank)))
 
-    def _states(self) -> tuple[list[tuple[str, str, torch.Tensor]], list[str]]:
-        """(parameter, state, this rank's tensor) of all the optimizer keeps, and what of it cannot be saved."""
+    def _states(self) -> tuple[list[tuple[str, str, torch.Tensor, Layout]], list[str]]:
+        """(kind, name, this rank's tensor, layout) of all that the optimizer keeps, and what cannot be saved."""
         states, problems = [], []
         kind = type(self._trainer.optimizer).__name__
         for name, held in self._held.items():
             kept = self._trainer.optimizer.state.get(held.piece, {}) if held.piece is not None else {}
             for key, value in kept.items():
-                if isinstance(value, torch.Tensor | int | float):
-                    dtype = torch.float64 if isinstance(value, float) else None
-                    tensor = torch.as_tensor(value, dtype=dtype)
-                    states.append((name, key, tensor))
-                    if not (held.layout.is_whole or tensor.numel() == 1 or tensor.shape == held.tensor.shape):
-                        problems.append(
-                            f'{kind} keeps "{key}" of shape {list(tensor.shape)} for a part of "{name}" of shape '
-                            f"{list(held.tensor.shape)}, which weft cannot put together; use an optimizer whose state "
-                            "has one value an element or one a tensor, or a plan that does not split parameters "
-                            '([data] shard = "nothing", [axes] tensor = 1)'
-                        )
+                if not isinstance(value, torch.Tensor | int | float):
+                    problems.append(
+                        f'{kind} keeps a {type(value).__name__} "{key}" for "{name}", which weft cannot save; '
+                        "use an optimizer whose state is tensors and numbers"
+                    )
                     continue
-                problems.append(
-                    f'{kind} keeps a {type(value).__name__} "{key}" for "{name}", which weft cannot save; '
-                    "use an optimizer whose state is tensors and numbers"
-                )
+                tensor = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+                is_split = not held.layout.is_whole and tensor.shape == held.tensor.shape
+                layout = held.layout if is_split else Layout(global_shape=tensor.shape)
+                states.append((OPTIMIZER, f"{name}/{key}", tensor, layout))
+                if not (held.layout.is_whole or is_split or tensor.numel() == 1):
+                    problems.append(
+                        f'{kind} keeps "{key}" of shape {list(tensor.shape)} for a part of "{name}" of shape '
+                        f"{list(held.tensor.shape)}, which weft cannot put together; use an optimizer whose state "
+                        "has one value per element or per tensor, or a plan that does not split parameters "
+                        '([data] shard = "nothing", [axes] tensor = 1)'
+                    )
         return states, problems
-
-    def _is_split(self, name: str, value: torch.Tensor) -> bool:
-        """Whether a state has one value an element, and so is shared out as the parameter is."""
-        return not self._held[name].layout.is_whole and value.shape == self._held[name].tensor.shape

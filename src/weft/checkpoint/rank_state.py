@@ -1,7 +1,6 @@
-"""The plan-bound part of a checkpoint: what one rank needs besides to go on to the bit under the same plan.
+"""The plan-bound part of a checkpoint: the state of one rank that an exact continuation under the same plan needs.
 
-Random states, the exchange's state, buffers that a rank keeps for itself, and weight versions that flush-free pipelines
-still hold.
+Random states, the sync's state, buffers that differ between ranks, and weight versions that flush-free pipelines hold.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def rank_file(rank: int) -> str:
 
 
 def take_rank_part(trainer: TrainerState) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors, those of the model not copied, and metadata."""
+    """Tensors (those of the model are not copied) and metadata of this rank's file."""
     tensors = {"rng/cpu": torch.get_rng_state()}
     if trainer.mesh.world.device.type == "cuda":
         tensors["rng/cuda"] = torch.cuda.get_rng_state()
@@ -34,30 +33,24 @@ def take_rank_part(trainer: TrainerState) -> tuple[dict[str, torch.Tensor], dict
         kept, in_flight = trainer.pipeline_step.state()
         tensors |= {f"{_PIPELINE}{name}": tensor for name, tensor in kept.items()}
     shared = None if trainer.counts.shared is None else float(trainer.counts.shared)
-    values = {
-        "sync": trainer.sync.state(),
-        "shared_count": shared,
-        "pipeline": in_flight,
-    }
+    values = {"sync": trainer.sync.state(), "shared_count": shared, "pipeline": in_flight}
     return tensors, {"values": json.dumps(values)}
 
 
 @torch.no_grad()
 def load_rank_part(trainer: TrainerState, directory: Path) -> None:
-    """Go on from what `take_rank_part` took on this rank."""
+    """Restore what `take_rank_part` took on this rank."""
     name, device = rank_file(trainer.mesh.world.rank), trainer.mesh.world.device
     with TensorReader(directory, [name], device) as reader:
-        values = json.loads(reader.metadata(name)["values"])
+        values = json.loads(reader.metadata[name]["values"])
         torch.set_rng_state(reader.read_whole("rng/cpu"))
-        if device.type == "cuda" and "rng/cuda" in reader:  # not if it was written on a CPU
+        if device.type == "cuda" and "rng/cuda" in reader.entries:  # absent if it was written on a CPU
             torch.cuda.set_rng_state(reader.read_whole("rng/cuda"))
         for entry, buffer in persistent_buffers(trainer.named_model).items():
             buffer.copy_(reader.read_whole(f"{_BUFFER}{entry}"))
-        kept = [entry for entry in reader.names if entry.startswith(_PIPELINE)]
         if trainer.pipeline_step is not None:
+            kept = [entry for entry in reader.entries if entry.startswith(_PIPELINE)]
             older = {entry.removeprefix(_PIPELINE): reader.read_whole(entry) for entry in kept}
             trainer.pipeline_step.load_state(older, values["pipeline"])
     trainer.counts.shared = values["shared_count"]
     trainer.sync.load_state(values["sync"])
-    if "update" in values:  # of an older checkpoint
-        trainer.update.load_state(values["update"])

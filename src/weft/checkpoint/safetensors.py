@@ -1,9 +1,10 @@
-"""Safetensors files of which many ranks write parts: where each tensor lies is known before any of it is written.
+"""Safetensors files that many ranks write at once: every tensor's offset is known before any of it is written.
 
     8 bytes: the header's length │ header: JSON, {name: dtype, shape, first and last byte} │ tensors, no gaps
 
-Which tensors a file has depends on their names and sizes alone, never on the ranks. The names and shapes are the
-unsplit model's, so any tool that reads safetensors reads these.
+The `safetensors` library writes a file from one process that holds all of it, and reads only whole tensors or slices
+along dims; here ranks write and read flat ranges. Which tensors a file has depends on names and sizes alone, never on
+the ranks. Names and shapes are the unsplit model's, so any tool that reads safetensors reads these.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -24,7 +24,7 @@ from weft.errors import CheckpointError
 from weft.layout import Runs
 
 MOST_FILE_BYTES = 5 * 10**9
-"""A file is not larger than this, unless one tensor is."""
+"""Largest size of a file, unless one tensor is larger."""
 _MOST_HEADER_BYTES = 100 << 20
 _DTYPES = {
     "F64": torch.float64,
@@ -44,7 +44,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_WORDS = {dtype: word for word, dtype in _DTYPES.items()}
+DTYPE_WORDS = {dtype: word for word, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +62,14 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFile:
-    """A file's content before it is written."""
+    """The header and the offsets of a file, before it is written."""
 
     name: str
     entries: tuple[Entry, ...]
     metadata: Mapping[str, str]
     header: bytes = field(init=False, repr=False)
     starts: Mapping[str, int] = field(init=False, repr=False)
-    """Of every tensor, its first byte in the file."""
+    """Each tensor's first byte in the file."""
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,13 +79,13 @@ class TensorFile:
         starts, place = {}, 0
         for entry in ordered:
             starts[entry.name] = place
-            offsets = [place, place + entry.num_bytes]
+            stop = place + entry.num_bytes
             described[entry.name] = {
-                "dtype": _WORDS[entry.dtype],
+                "dtype": DTYPE_WORDS[entry.dtype],
                 "shape": list(entry.shape),
-                "data_offsets": offsets,
+                "data_offsets": [place, stop],
             }
-            place = offsets[1]
+            place = stop
         text = json.dumps(described, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         header = len(text).to_bytes(8, "little") + text
@@ -94,17 +94,14 @@ class TensorFile:
         object.__setattr__(self, "num_bytes", len(header) + place)
 
     def create(self, folder: Path) -> None:
-        """Make the file with its header and its full length; the tensors are yet to be written."""
-        file = os.open(folder / self.name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-        try:
-            os.truncate(file, self.num_bytes)
-            write_at(file, memoryview(self.header), 0)
-        finally:
-            os.close(file)
+        """Create the file with its header and its full length, without the tensors."""
+        with (folder / self.name).open("xb", buffering=0) as file:
+            file.truncate(self.num_bytes)
+            write_at(file.fileno(), memoryview(self.header), 0)
 
 
 def pack(kind: str, entries: Iterable[Entry], most_bytes: int) -> list[TensorFile]:
-    """Share tensors out over files in the order of their names, where block 10 comes after block 9."""
+    """Distribute tensors over files in the order of their names, where block 10 comes after block 9."""
     files: list[list[Entry]] = []
     room = 0
     for entry in sorted(entries, key=lambda entry: _natural(entry.name)):
@@ -117,14 +114,10 @@ def pack(kind: str, entries: Iterable[Entry], most_bytes: int) -> list[TensorFil
         TensorFile(
             name=f"{kind}-{number:05d}-of-{len(files):05d}.safetensors",
             entries=tuple(inside),
-            metadata={"format": "pt"},  # transformers insists on it
+            metadata={"format": "pt"},  # transformers requires it
         )
         for number, inside in enumerate(files, start=1)
     ]
-
-
-def is_storable(dtype: torch.dtype) -> bool:
-    return dtype in _WORDS
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -132,17 +125,23 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 class TensorReader:
-    """Reads tensors, or parts of them, out of files; each file is opened once. Use it as a context."""
+    """Reads tensors, or parts of them, from files that stay open until `close` or the end of the context."""
 
     def __init__(self, folder: Path, file_names: Iterable[str], device: torch.device) -> None:
-        """Opens the files and reads their headers: OSError or CheckpointError if that fails."""
-        self._folder = folder
-        self._staging = Staging(device)
+        """Open the files and read their headers; OSError or CheckpointError if that fails."""
+        self._folder, self._staging = folder, Staging(device)
         self._files: dict[str, int] = {}
-        self._places: dict[str, tuple[str, Entry, int]] = {}
+        self._starts: dict[str, tuple[str, int]] = {}
+        self.entries: dict[str, Entry] = {}
+        """Every tensor in the files, by name."""
+        self.metadata: dict[str, dict[str, str]] = {}
+        """The metadata of each file."""
         try:
             for name in file_names:
-                self._open(name)
+                file = self._files[name] = os.open(folder / name, os.O_RDONLY)
+                found, self.metadata[name] = _read_header(file, folder / name)
+                for entry, start in found:
+                    self.entries[entry.name], self._starts[entry.name] = entry, (name, start)
         except BaseException:
             self.close()
             raise
@@ -150,52 +149,31 @@ class TensorReader:
     def __enter__(self) -> TensorReader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         while self._files:
             os.close(self._files.popitem()[1])
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._places)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._places
-
-    def entry(self, name: str) -> Entry:
-        return self._places[name][1]
-
     def read(self, name: str, part: torch.Tensor, runs: Iterable[Runs]) -> None:
-        """Read runs of a tensor into this rank's part of it."""
-        file_name, entry, start = self._places[name]
+        """Read this rank's part of a tensor, given as runs."""
+        file_name, start = self._starts[name]
         try:
-            read_runs(self._files[file_name], start, entry.dtype, part, runs, self._staging)
+            read_runs(self._files[file_name], start, self.entries[name].dtype, part, runs, self._staging)
         except OSError as error:
-            problem = f"{self._folder / file_name} cannot be read: {error.strerror}"
-            raise CheckpointError(problem) from error
+            raise CheckpointError(f"{self._folder / file_name} cannot be read: {error.strerror}") from error
 
     def read_whole(self, name: str) -> torch.Tensor:
-        """A tensor in host memory of its own."""
-        entry = self.entry(name)
+        """A new host tensor with all of a tensor."""
+        entry = self.entries[name]
         whole = torch.empty(entry.shape, dtype=entry.dtype)
         self.read(name, whole, [Runs(there=0, here=0, numel=whole.numel())] if whole.numel() else [])
         return whole
 
-    def metadata(self, file_name: str) -> dict[str, str]:
-        """What a file says besides its tensors."""
-        return _read_header(self._files[file_name], self._folder / file_name)[1]
-
-    def _open(self, file_name: str) -> None:
-        path = self._folder / file_name
-        file = self._files[file_name] = os.open(path, os.O_RDONLY)
-        for entry, start in _read_header(file, path)[0]:
-            self._places[entry.name] = file_name, entry, start
-
 
 def _read_header(file: int, path: Path) -> tuple[list[tuple[Entry, int]], dict[str, str]]:
-    """Every tensor of a file with its first byte, and the metadata."""
+    """Each tensor of a file with its first byte, and the metadata."""
     file_bytes = os.fstat(file).st_size
     try:
         first = bytearray(8)

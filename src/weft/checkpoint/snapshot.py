@@ -1,114 +1,70 @@
-"""What a checkpoint is to hold, taken at one moment: which files there are, and what this rank writes into them where.
+"""The content of a checkpoint at one moment: its files, and the parts of tensors that this rank writes into them.
 
-Files are the same under any plan: tensors in the order of their names, a few gigabytes a file. Taken with a copy,
-training may go on while it is written; without, the parameters themselves are what is written, and nothing is copied.
+The files are the same under any plan: tensors in the order of their names, up to 5 GB per file. A snapshot with copies
+lets training continue while it is written; without copies it refers to the parameters themselves.
 """
 
 from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from weft.checkpoint.file_io import flat_range
+from weft.checkpoint.file_io import Staging, flat_range
 from weft.checkpoint.hugging_face import WEIGHTS_INDEX, config_files, weights_index
-from weft.checkpoint.portable import KINDS, MODEL, Portable
+from weft.checkpoint.portable import KINDS, MODEL, Part, Portable
 from weft.checkpoint.rank_state import rank_file, take_rank_part
 from weft.checkpoint.safetensors import MOST_FILE_BYTES, Entry, TensorFile, pack
 from weft.checkpoint.state import TrainerState
-from weft.layout import Range, Runs
+from weft.layout import Runs
 from weft.plan.text import format_plan
 
-_ALIGNED_BYTES = 64
-
-
-class HostCopies:
-    """A buffer that holds copies of one list of tensors at a time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_on_gpu = device.type == "cuda"
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    @torch.no_grad()
-    def hold(self, parts: Sequence[tuple[torch.Tensor, Range]]) -> list[torch.Tensor]:
-        """Copies of ranges of flattened tensors, as they are now. The last ones are overwritten."""
-        sizes = [(stop - start) * tensor.element_size() for tensor, (start, stop) in parts]
-        *places, end = itertools.accumulate((-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in sizes), initial=0)
-        if self._memory.numel() < end:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
-            self._memory = torch.empty(end, dtype=torch.uint8, pin_memory=self._is_on_gpu)
-        copies = []
-        for (tensor, span), place, size in zip(parts, places, sizes, strict=True):
-            copy = self._memory[place : place + size].view(tensor.dtype)
-            copies.append(copy.copy_(flat_range(tensor, *span), non_blocking=True))
-        if self._is_on_gpu:
-            torch.cuda.synchronize()
-        return copies
-
-
 FORMAT = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """Something this rank writes: some elements of a tensor, and where they belong."""
-
-    file: str
-    start_byte: int
-    """Of the whole tensor in the file."""
-    tensor: torch.Tensor
-    span: Range
-    """The elements of it, flattened."""
-    runs: tuple[Runs, ...]
+_ALIGNED_BYTES = 64
+_RANK = "rank"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """All that a rank must know to write its part of a checkpoint, as it was when the save was asked for."""
+    """All that a rank needs to write its part of a checkpoint."""
 
     files: tuple[TensorFile, ...]
-    """Those that all ranks write together."""
+    """Files that all ranks write together."""
     own_file: TensorFile
-    stretches: tuple[Stretch, ...]
+    parts: Mapping[str, Sequence[Part]]
+    """This rank's parts by file name, in the order of their offsets."""
     texts: dict[str, str]
     """Other files, by name."""
     facts: dict[str, Any]
-    """What the index says besides the files."""
+    """The index, except its list of files."""
     device: torch.device
 
 
-def take(trainer: TrainerState, copies: HostCopies | None) -> Snapshot:
-    """What a checkpoint is to hold; collective. With `copies`, training may go on and change everything."""
+def take(trainer: TrainerState, copies: Staging | None) -> Snapshot:
+    """A snapshot of a trainer; collective. If it is copied to `copies`, training may continue at once."""
     world, portable = trainer.mesh.world, Portable(trainer)
     parts, whole = portable.parts()
-    kinds = {kind: pack(kind, whole[kind], MOST_FILE_BYTES) for kind in KINDS}
-    file_of = {(kind, entry.name): file for kind in KINDS for file in kinds[kind] for entry in file.entries}
     tensors, metadata = take_rank_part(trainer)
-    entries = [Entry(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape)) for name, tensor in tensors.items()]
-    own_file = TensorFile(name=rank_file(world.rank), entries=tuple(entries), metadata=metadata)
-    chosen = [
-        (file_of[part.kind, part.entry.name], part.entry.name, part.tensor, part.span, part.runs) for part in parts
-    ]
     for name, tensor in tensors.items():
-        runs = (Runs(there=0, here=0, numel=tensor.numel()),) if tensor.numel() else ()
-        chosen.append((own_file, name, tensor, (0, tensor.numel()), runs))
-    held = [(tensor, span) for _, _, tensor, span, _ in chosen]
-    if copies is not None:
-        held = [(copy, (0, copy.numel())) for copy in copies.hold(held)]
-    maps = {kind: {entry.name: file.name for file in kinds[kind] for entry in file.entries} for kind in KINDS}
-    model_bytes = sum(entry.num_bytes for entry in whole[MODEL])
+        entry, numel = Entry(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape)), tensor.numel()
+        runs = (Runs(there=0, here=0, numel=numel),) if numel else ()
+        parts.append(Part(kind=_RANK, entry=entry, tensor=tensor, span=(0, numel), runs=runs))
+    own_entries = tuple(part.entry for part in parts if part.kind == _RANK)
+    own_file = TensorFile(name=rank_file(world.rank), entries=own_entries, metadata=metadata)
+    files = {kind: pack(kind, whole[kind], MOST_FILE_BYTES) for kind in KINDS}
+    maps = {kind: {entry.name: file.name for file in files[kind] for entry in file.entries} for kind in KINDS}
     return Snapshot(
-        files=tuple(file for kind in KINDS for file in kinds[kind]),
+        files=tuple(file for kind in KINDS for file in files[kind]),
         own_file=own_file,
-        stretches=tuple(
-            Stretch(file=file.name, start_byte=file.starts[name], tensor=tensor, span=span, runs=runs)
-            for (file, name, _, _, runs), (tensor, span) in zip(chosen, held, strict=True)
-        ),
-        texts={WEIGHTS_INDEX: weights_index(maps[MODEL], model_bytes), **config_files(trainer.named_model)},
+        parts=_by_file({**files, _RANK: [own_file]}, parts if copies is None else _copied(parts, copies)),
+        texts={
+            WEIGHTS_INDEX: weights_index(maps[MODEL], sum(entry.num_bytes for entry in whole[MODEL])),
+            **config_files(trainer.named_model),
+        },
         facts={
             "format": FORMAT,
             "step": trainer.steps_done,
@@ -124,3 +80,26 @@ def take(trainer: TrainerState, copies: HostCopies | None) -> Snapshot:
         },
         device=world.device,
     )
+
+
+@torch.no_grad()
+def _copied(parts: Sequence[Part], staging: Staging) -> list[Part]:
+    """The parts with copies of their present values, which overwrite those of the last snapshot."""
+    sizes = [(part.span[1] - part.span[0]) * part.tensor.element_size() for part in parts]
+    *places, end = itertools.accumulate((-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in sizes), initial=0)
+    memory, copies = staging.take(end, torch.uint8), []
+    for part, place, size in zip(parts, places, sizes, strict=True):
+        copy = memory[place : place + size].view(part.tensor.dtype)
+        copy.copy_(flat_range(part.tensor, *part.span), non_blocking=True)
+        copies.append(replace(part, tensor=copy, span=(0, copy.numel())))
+    if staging.is_pinned:
+        torch.cuda.synchronize()
+    return copies
+
+
+def _by_file(files: Mapping[str, Sequence[TensorFile]], parts: Sequence[Part]) -> dict[str, list[Part]]:
+    file_of = {(kind, entry.name): file for kind in files for file in files[kind] for entry in file.entries}
+    found: dict[str, list[Part]] = {}
+    for part in sorted(parts, key=lambda part: file_of[part.kind, part.entry.name].starts[part.entry.name]):
+        found.setdefault(file_of[part.kind, part.entry.name].name, []).append(part)
+    return found

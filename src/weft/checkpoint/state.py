@@ -9,28 +9,17 @@ from torch import nn
 
 from weft.layout import Layout
 from weft.mesh import Mesh
+from weft.parallel.state.rng import Seeds
 from weft.plan.plan import Plan
 from weft.sync.base import Sync
 
 
 class Stateful(Protocol):
-    """A part with plain values that must be kept to continue to the bit."""
+    """An object with plain values that an exact continuation needs."""
 
     def state(self) -> dict[str, Any]: ...
 
     def load_state(self, state: dict[str, Any]) -> None: ...
-
-
-class Seeded(Protocol):
-    """A source of dropout seeds."""
-
-    base: int | None
-
-
-class Counting(Protocol):
-    """The number of targets that gradients are divided by."""
-
-    shared: float | torch.Tensor | None
 
 
 class InFlight(Protocol):
@@ -39,6 +28,11 @@ class InFlight(Protocol):
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]: ...
 
     def load_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None: ...
+
+
+class Counting(Protocol):
+    shared: float | torch.Tensor | None
+    """The number of targets that gradients are divided by, of the last step."""
 
 
 class TrainerState(Protocol):
@@ -50,15 +44,13 @@ class TrainerState(Protocol):
     layouts: dict[str, Layout]
     steps_done: int
     data_position: int
+    seeds: Seeds
 
     @property
     def plan(self) -> Plan: ...
 
     @property
     def named_model(self) -> nn.Module: ...
-
-    @property
-    def seeds(self) -> Seeded: ...
 
     @property
     def counts(self) -> Counting: ...

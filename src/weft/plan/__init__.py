@@ -1,1 +1,1 @@
-"""What to do: the plan of a run, as pure data and arithmetic. Nothing in this room imports torch."""
+"""The plan of a run, as pure data and arithmetic. Nothing in this package imports torch."""

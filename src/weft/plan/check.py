@@ -1,9 +1,8 @@
-"""Every reason why a plan cannot run, all at once, as far as can be told from what is given.
+"""Every reason why a plan cannot run, all at once, as far as the given facts tell.
 
-Four questions, in this order: is a field set that has no effect, or a value that is not built yet (two tables); do the
-values go together (`rules.py`); are there as many ranks as the axes need; does the batch fit. A plan that says
-something it does not do is refused like one that cannot run: silence would be a wrong answer. Bad values by themselves
-never get here, because no `Plan` is born with them.
+Four checks, in this order: fields without effect and values that are not built yet (two tables); contradictions
+(`rules.py`); the number of ranks; the batch. A field without effect is refused because ignoring it silently would be a
+wrong answer. Values that are bad by themselves cannot occur: `Plan` refuses them.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypedDict, Unpack
 
 from weft.errors import PlanError
 from weft.plan.fields import facts_of, one_of
@@ -18,8 +18,8 @@ from weft.plan.model_refusals import SMALL_BATCH, UNEVEN_STATISTICS
 from weft.plan.plan import CODECS, SECTIONS, Axes, Plan, said, value_at
 from weft.plan.rules import combination_problems
 
-# The values that work today. A field that is not listed works with every value: whoever builds a method adds its value
-# here, or deletes the line when nothing is missing any more.
+# The values that work today. A field that is not listed works with every value. A new method adds its value here, or
+# deletes the line when all values work.
 _BUILT: dict[str, tuple[object, ...]] = {
     "data.sync": ("all-reduce",),
     "data.every": (1,),
@@ -46,26 +46,26 @@ _BUILT: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Switch:
-    """A field, and the values of it without which other fields have no effect."""
+    """A field, and the values of it that give other fields an effect."""
 
     path: str
     values: tuple[object, ...] = ()
     at_least: int = 0
     instead: str = "leave it out"
-    """What to do with the fields while the switch is off."""
+    """Remedy for setting the fields while the switch is off."""
 
     def is_on(self, value: object) -> bool:
         return value in self.values if self.values else isinstance(value, int) and value >= self.at_least
 
     @property
     def condition(self) -> str:
-        """What switches the fields on."""
+        """The condition in words."""
         section, name = self.path.split(".")
         return f"[{section}] {name} = {one_of(self.values)}" if self.values else f"[{section}] {name} ≥ {self.at_least}"
 
     @property
     def advice(self) -> str:
-        """What would give the fields an effect, as far as it is built; empty if nothing would today."""
+        """A built value that would give the fields an effect, in words; empty if there is none."""
         section, name = self.path.split(".")
         built = _BUILT.get(self.path)
         if not self.values:
@@ -77,40 +77,27 @@ class _Switch:
 
 _SHARDED = ("optimizer", "gradients", "parameters")
 
-# Fields that do nothing while a switch is off. A field may depend on several; the first that is off is named.
-_SWITCHES: tuple[tuple[str, _Switch], ...] = (
+# Fields without effect while a switch is off. A field may depend on several; the message names the first that is off.
+_DEPENDENT: tuple[tuple[str, _Switch], ...] = (
     ("axes.replicate", _Switch("data.shard", _SHARDED, instead="leave it out and put its ranks on [axes] data")),
-    ("pipeline.schedule", _Switch("axes.pipeline", at_least=2)),
-    ("pipeline.chunks", _Switch("axes.pipeline", at_least=2)),
+    ("pipeline.schedule pipeline.chunks pipeline.cuts pipeline.vertical_sync", _Switch("axes.pipeline", at_least=2)),
     ("pipeline.chunks", _Switch("pipeline.schedule", ("interleaved",))),
-    ("pipeline.cuts", _Switch("axes.pipeline", at_least=2)),
-    ("pipeline.vertical_sync", _Switch("axes.pipeline", at_least=2)),
     ("pipeline.vertical_sync", _Switch("pipeline.schedule", ("pipedream",))),
     ("tensor.sequence", _Switch("axes.tensor", at_least=2)),
-    ("sequence.layout", _Switch("axes.ring", at_least=2)),
-    ("sequence.variant", _Switch("axes.ring", at_least=2)),
+    ("sequence.layout sequence.variant", _Switch("axes.ring", at_least=2)),
     ("data.reshard", _Switch("data.shard", ("parameters",))),
     ("data.offload", _Switch("data.sync", ("all-reduce", "local", "delayed"))),  # the server has the optimizer
     ("data.every", _Switch("data.sync", ("local", "delayed"))),
-    ("data.switch_step", _Switch("data.sync", ("local",))),
+    ("data.switch_step data.outer data.outer_lr data.outer_momentum", _Switch("data.sync", ("local",))),
     ("data.switch_step", _Switch("data.every", at_least=2)),
-    ("data.outer", _Switch("data.sync", ("local",))),
-    ("data.outer_lr", _Switch("data.sync", ("local",))),
-    ("data.outer_lr", _Switch("data.outer", ("nesterov",))),
-    ("data.outer_momentum", _Switch("data.sync", ("local",))),
-    ("data.outer_momentum", _Switch("data.outer", ("nesterov",))),
+    ("data.outer_lr data.outer_momentum", _Switch("data.outer", ("nesterov",))),
     ("data.delay", _Switch("data.sync", ("delayed",))),
-    ("data.balance", _Switch("step.microbatches", at_least=2)),  # with one there is nothing to share out
-    ("server.mode", _Switch("data.sync", ("server",))),
-    ("server.shards", _Switch("data.sync", ("server",))),
-    ("server.staleness", _Switch("data.sync", ("server",))),
+    ("data.balance", _Switch("step.microbatches", at_least=2)),  # one cannot be distributed
+    ("server.mode server.shards server.staleness server.backups", _Switch("data.sync", ("server",))),
+    ("server.compensation server.lr_scaling", _Switch("data.sync", ("server",))),
     ("server.staleness", _Switch("server.mode", ("bounded",))),
-    ("server.backups", _Switch("data.sync", ("server",))),
     ("server.backups", _Switch("server.mode", ("sync",))),
-    ("server.compensation", _Switch("data.sync", ("server",))),
-    ("server.compensation", _Switch("server.mode", ("async", "bounded"))),
-    ("server.lr_scaling", _Switch("data.sync", ("server",))),
-    ("server.lr_scaling", _Switch("server.mode", ("async", "bounded"))),
+    ("server.compensation server.lr_scaling", _Switch("server.mode", ("async", "bounded"))),
     ("codec.density", _Switch("codec.name", ("topk", "dgc"))),
     ("codec.rank", _Switch("codec.name", ("powersgd",))),
     ("codec.levels", _Switch("codec.name", ("qsgd",))),
@@ -118,64 +105,51 @@ _SWITCHES: tuple[tuple[str, _Switch], ...] = (
     ("codec.warmup_steps", _Switch("codec.name", CODECS)),
     ("precision.loss_scale", _Switch("precision.compute", ("fp16",))),
 )
+_PATHS = [f"{name}.{field}" for name, section in SECTIONS.items() for field in facts_of(section)]
+_SWITCHES = [(path, switch) for path in _PATHS for paths, switch in _DEPENDENT if path in paths.split()]
 
 
 def conditions() -> Iterator[tuple[str, str]]:
-    """Of each field that does not always have an effect, as `[section] field`: what it needs."""
+    """Each field that does not always have an effect, as `[section] field`, and its condition."""
     for path, found in groupby(_SWITCHES, lambda entry: entry[0]):
         section, name = path.split(".")
         yield f"[{section}] {name}", " and ".join(switch.condition for _, switch in found)
 
 
-def check(
-    plan: Plan,
-    *,
-    num_ranks: int | None = None,
-    optimizer: str | None = None,
-    elementwise: bool | None = None,
-    global_batch: int | None = None,
-    local_batch_statistics: bool = False,
-) -> list[str]:
-    """Every reason why this plan cannot run; the more is given, the more is checked.
+class Known(TypedDict, total=False):
+    """Facts besides the plan: the more are given, the more is checked."""
 
-    `num_ranks` are running; `optimizer` is its class name, and `elementwise` says whether it treats each element by
-    itself (None: not known, the name decides); `local_batch_statistics` says that the model has layers which normalise
-    by the batch they see (BatchNorm).
-    """
+    num_ranks: int | None
+    """Ranks that are running."""
+    optimizer: str | None
+    """Name of its class."""
+    elementwise: bool | None
+    """True if the optimizer updates each element independently; None: not known, its name decides."""
+    global_batch: int | None
+    local_batch_statistics: bool
+    """True if the model has layers that normalise over the batch they see (BatchNorm)."""
+
+
+def check(plan: Plan, **known: Unpack[Known]) -> list[str]:
+    """Every reason why this plan cannot run."""
     idle = _idle(plan)
-    problems = [*idle.values(), *_unbuilt(plan, set(idle)).values()]
-    problems += combination_problems(plan, optimizer=optimizer, elementwise=elementwise)
-    if num_ranks is not None:
+    problems = [*idle.values(), *_unbuilt(plan, set(idle))]
+    problems += combination_problems(plan, optimizer=known.get("optimizer"), elementwise=known.get("elementwise"))
+    if (num_ranks := known.get("num_ranks")) is not None:
         problems += _rank_problems(plan.axes, num_ranks)
-    if global_batch is not None:
-        problems += _batch_problems(plan, global_batch, local_batch_statistics)
+    if (global_batch := known.get("global_batch")) is not None:
+        problems += _batch_problems(plan, global_batch, known.get("local_batch_statistics", False))
     return problems
 
 
-def require(
-    plan: Plan,
-    *,
-    num_ranks: int | None = None,
-    optimizer: str | None = None,
-    elementwise: bool | None = None,
-    global_batch: int | None = None,
-    local_batch_statistics: bool = False,
-) -> None:
+def require(plan: Plan, **known: Unpack[Known]) -> None:
     """Raise PlanError with everything that `check` finds."""
-    problems = check(
-        plan,
-        num_ranks=num_ranks,
-        optimizer=optimizer,
-        elementwise=elementwise,
-        global_batch=global_batch,
-        local_batch_statistics=local_batch_statistics,
-    )
-    if problems:
+    if problems := check(plan, **known):
         raise PlanError(problems)
 
 
 def _idle(plan: Plan) -> dict[str, str]:
-    """Fields that were set although they have no effect, with the problem."""
+    """The problem of each field that is set but has no effect, by path."""
     problems: dict[str, str] = {}
     for path, switch in _SWITCHES:
         section, name = path.split(".")
@@ -187,13 +161,11 @@ def _idle(plan: Plan) -> dict[str, str]:
     return problems
 
 
-def _unbuilt(plan: Plan, idle: set[str]) -> dict[str, str]:
-    """Values that are not built yet, with the problem; a field is not blamed where its switch already is."""
+def _unbuilt(plan: Plan, idle: set[str]) -> list[str]:
+    """Values that are not built yet. A field whose switch is not built either is not named."""
     paths = [path for path, built in _BUILT.items() if value_at(plan, path) not in built and path not in idle]
     behind = {path for path, switch in _SWITCHES if switch.path in paths}
-    return {
-        path: f"{said(plan, path)} is not built yet; use {one_of(_BUILT[path])}" for path in paths if path not in behind
-    }
+    return [f"{said(plan, path)} is not built yet; use {one_of(_BUILT[path])}" for path in paths if path not in behind]
 
 
 def _rank_problems(axes: Axes, num_ranks: int) -> Iterator[str]:
@@ -219,36 +191,26 @@ def _rank_problems(axes: Axes, num_ranks: int) -> Iterator[str]:
 
 
 def _factors(axes: Axes, *, besides: str = "") -> str:
-    """The axes longer than 1, as a product in words."""
+    """The axes of several ranks, as a product in words."""
     sizes = {axis: size for axis, size in axes.sizes.items() if size > 1 and axis != besides}
     return " × ".join(f"{axis} {size}" for axis, size in sizes.items()) or "data 1"
 
 
 def _nearest_split(num_ranks: int, replicate: int) -> tuple[int, int]:
-    """The most replicas, up to as many as wished, that share these ranks and still have two or more each to shard."""
+    """(replicate, data) for these ranks: the most replicas up to `replicate` that leave data two or more."""
     fits = [size for size in range(2, min(replicate, num_ranks // 2) + 1) if num_ranks % size == 0]
     best = max(fits, default=1)
     return best, num_ranks // best
 
 
 def _batch_problems(plan: Plan, global_batch: int, local_batch_statistics: bool) -> Iterator[str]:
-    data_ranks, microbatches = plan.axes.replicate * plan.axes.data, plan.step.microbatches
+    data_ranks = plan.axes.replicate * plan.axes.data
     if global_batch < data_ranks:
-        yield SMALL_BATCH.message(
-            global_batch=global_batch,
-            data_ranks=data_ranks,
-            replicate=plan.axes.replicate,
-            per_replica=plan.axes.data,
-        )
-    parts = data_ranks * microbatches
+        yield SMALL_BATCH.message(plan, global_batch=global_batch, data_ranks=data_ranks)
+    parts = data_ranks * plan.step.microbatches
     if local_batch_statistics and plan.data.buffers != "synchronise" and global_batch % parts:
         below = global_batch // parts * parts
-        sizes = (below, below + parts) if below else (parts,)
+        sizes = one_of((below, below + parts) if below else (parts,))
         yield UNEVEN_STATISTICS.message(
-            plan,
-            global_batch=global_batch,
-            data_ranks=data_ranks,
-            microbatches=microbatches,
-            parts=parts,
-            sizes=one_of(sizes),
+            plan, global_batch=global_batch, data_ranks=data_ranks, parts=parts, sizes=sizes
         )

@@ -1,8 +1,8 @@
-"""How a field of the plan is declared: default, allowed values and meaning, said once.
+"""Declarations of fields: default, allowed values and meaning, stated once.
 
-Validation, `plan.toml`, the reference page and command-line help all read the same declaration, so they cannot drift
-apart. A *kind* knows which values it accepts, normalises them, and can say so in words. A `Section` checks itself on
-birth. Which sections and fields exist is in `plan.py`; this file knows none of them.
+Validation, `plan.toml`, the reference page and command-line help all read the same declaration. A *kind* accepts and
+normalises values, and describes them in words. A `Section` validates itself on creation. The sections and fields of the
+plan are in `plan.py`; this file knows none of them.
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import ge, gt, le, lt
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 from weft.errors import PlanError, WeftError, nearest
 
 Value = TypeVar("Value")
 
-# TOML promises 64-bit integers and no more.
+# TOML guarantees 64-bit integers only.
 _LARGEST_WHOLE = 2**63 - 1
 _LONGEST_SHOWN = 80
 
 
 class Kind(Protocol):
-    """Which values a field takes."""
+    """The values that a field takes."""
 
     @property
     def allowed(self) -> str:
-        """The values in words, to follow "must be"."""
+        """The values in words, after "must be"."""
 
     def accept(self, value: object) -> object:
         """The value in its normal form; ValueError with the end of the sentence "[section] field = value ..."."""
@@ -39,7 +41,7 @@ class Kind(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whole:
-    """Whole numbers from `minimum`, and some words that stand for one."""
+    """Whole numbers from `minimum`, or words that stand for one."""
 
     minimum: int
     words: tuple[str, ...] = ()
@@ -61,7 +63,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Real:
-    """Finite numbers between bounds; `above` and `below` are themselves outside."""
+    """Finite numbers between bounds; `above` and `below` are exclusive."""
 
     minimum: float | None = None
     maximum: float | None = None
@@ -83,13 +85,8 @@ class Real:
             number = math.inf
         if not math.isfinite(number):
             raise ValueError(f"is not finite; it must be {self.allowed}")
-        fits = (
-            (self.minimum is None or number >= self.minimum)
-            and (self.maximum is None or number <= self.maximum)
-            and (self.above is None or number > self.above)
-            and (self.below is None or number < self.below)
-        )
-        if not fits:
+        bounds = ((ge, self.minimum), (le, self.maximum), (gt, self.above), (lt, self.below))
+        if not all(bound is None or holds(number, bound) for holds, bound in bounds):
             raise ValueError(f"must be {self.allowed}")
         return number
 
@@ -168,14 +165,14 @@ class Increasing:
             numbers = [cast(int, Whole(minimum=self.minimum).accept(number)) for number in value]
         except ValueError:
             raise ValueError(f"must be {self.allowed}") from None
-        if any(left >= right for left, right in zip(numbers, numbers[1:], strict=False)):
+        if any(left >= right for left, right in pairwise(numbers)):
             raise ValueError(f"must be {self.allowed}")
         return tuple(numbers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """All there is to know about one field: its name, its default, which values it takes, and one sentence."""
+    """The declaration of one field: its name, default, kind, and a sentence about it."""
 
     name: str
     default: object
@@ -184,7 +181,7 @@ class Facts:
 
 
 def declare(default: Value, kind: Kind, doc: str) -> Value:
-    """A dataclass field that carries its own kind and sentence."""
+    """A dataclass field with its kind and sentence."""
     # The dataclass puts the default in the field's place, so the annotation is true of every instance.
     return dataclasses.field(default=default, metadata={"kind": kind, "doc": doc})
 
@@ -211,10 +208,10 @@ def section_name(section: type[Section]) -> str:
 
 def facts_of(section: type[Section]) -> Mapping[str, Facts]:
     """The section's fields in order, by name."""
-    return _facts_of(cast(Any, section))
+    return _facts_of(cast(Any, section))  # mypy does not see that a class is hashable
 
 
-@functools.cache  # plans are made and checked by the thousand when one is looked for
+@functools.cache  # a search for a plan makes and checks thousands
 def _facts_of(section: Any) -> Mapping[str, Facts]:
     return {
         field.name: Facts(name=field.name, default=field.default, **field.metadata)
@@ -223,7 +220,7 @@ def _facts_of(section: Any) -> Mapping[str, Facts]:
 
 
 def accept_values(section: type[Section], values: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
-    """The acceptable values in their normal form, and a problem for each of the others; names must be the section's."""
+    """The acceptable values in normal form, and a problem for each of the others; names must be the section's."""
     facts = facts_of(section)
     accepted: dict[str, object] = {}
     problems: list[str] = []
@@ -236,11 +233,11 @@ def accept_values(section: type[Section], values: Mapping[str, object]) -> tuple
 
 
 def toml(value: object) -> str:
-    """A value as plan.toml writes it; what TOML cannot write comes as Python writes it."""
+    """A value as plan.toml writes it; its Python form if TOML has none."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # which JSON leaves as it is
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # which JSON does not escape
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml, value))}]"
     if isinstance(value, dict):
@@ -251,18 +248,18 @@ def toml(value: object) -> str:
 
 
 def toml_key(name: str) -> str:
-    """A name as TOML writes it on the left of an equals sign."""
+    """A name as TOML writes it left of an equals sign."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml(name)
 
 
 def one_of(values: tuple[object, ...]) -> str:
-    """Values in words, the last one after "or"."""
+    """Values in words, the last after "or"."""
     *first, last = map(toml, values)
     return f"{', '.join(first)} or {last}" if first else last
 
 
 def statement(section: str, name: str, value: object) -> str:
-    """How a message names a field and its value; a monstrous value is cut short."""
+    """A field and its value as messages name them; a very long value is truncated."""
     try:
         text = toml(value)
     except ValueError:

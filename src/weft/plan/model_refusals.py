@@ -1,19 +1,19 @@
-"""Every combination of plan values with a kind of model, batch or machine that is refused.
+"""Every refused combination of plan values with a kind of model, batch or machine.
 
-A model that weft fails to understand (a layer it does not know, an example that is missing) is not here: no value of
-the plan is wrong then.
+Models that weft cannot analyse (an unknown layer, a missing example) are not here: no value of the plan is wrong then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from weft.plan.plan import Plan
-from weft.plan.refusals import Refusal, Rule, values_if
+from weft.plan.fields import toml
+from weft.plan.plan import Plan, value_at
+from weft.plan.refusals import Refusal, Rule
 
 
 def image_problems(plan: Plan) -> Iterator[str]:
-    """What of this plan does not go with images, which the ring axis splits by rows."""
+    """Every value of this plan that does not go with images, which the ring axis splits by rows."""
     for rule in IMAGE_RULES:
         yield from rule.problems(plan)
 
@@ -22,14 +22,14 @@ def image_problems(plan: Plan) -> Iterator[str]:
 
 SMALL_BATCH = Refusal(
     combination="a global batch smaller than [axes] replicate × data",
-    why="a global batch of {global_batch} is smaller than the {data_ranks} data ranks (replicate {replicate} × data "
-    "{per_replica}), so some rank would never have a sample",
+    why="a global batch of {global_batch} is smaller than the {data_ranks} data ranks (replicate "
+    "{axes.replicate:value} × data {axes.data:value}), so some rank would never have a sample",
     remedy="use a global batch of at least {data_ranks}, or fewer ranks along data",
 )
 UNEVEN_STATISTICS = Refusal(
     combination='BatchNorm with [data] buffers = "broadcast" or "local", and a batch that parts do not divide',
     why="each rank normalises by its own samples with {data.buffers}, so parts must be equal, and a global batch of "
-    "{global_batch} does not divide by {data_ranks} data ranks × {microbatches} microbatches = {parts}",
+    "{global_batch} does not divide by {data_ranks} data ranks × {step.microbatches:value} microbatches = {parts}",
     remedy='use a global batch of {sizes}, or [data] buffers = "synchronise"',
 )
 SHARED_MEMORY_ON_A_DEVICE = Refusal(
@@ -38,7 +38,7 @@ SHARED_MEMORY_ON_A_DEVICE = Refusal(
     remedy='use "auto" or "c10d"',
 )
 
-# --- models without blocks, and models compiled by somebody else -----------------------------------------------------
+# --- models without blocks, and models compiled as a whole ------------------------------------------------------------
 
 BLOCKS_NEEDED = Refusal(
     combination="[axes] pipeline > 1, [recompute] policy, [compile] blocks or [tensor] sequence with a model that has "
@@ -162,53 +162,26 @@ LOSS_OVER_TOKENS = Refusal(
 
 # --- images split by rows ---------------------------------------------------------------------------------------------
 
+
+def _image_rule(path: str, only: object, why: str, remedy: str) -> Rule:
+    section, name = path.split(".")
+    return Rule(
+        combination=f"[axes] ring > 1 with images and [{section}] {name} other than {toml(only)}",
+        why=f"{{{path}}} does not go with images, which [axes] ring splits by rows{why}",
+        remedy=remedy,
+        broken=lambda plan, _: value_at(plan, path) != only,
+    )
+
+
 IMAGE_RULES: tuple[Rule, ...] = (
-    Rule(
-        combination="[axes] ring and ulysses > 1 with images",
-        why="{axes.ulysses} does not go with images, which [axes] ring splits by rows and which have no heads to share "
-        "out",
-        remedy="give its ranks to ring",
-        broken=lambda plan, _: values_if(plan.axes.ulysses > 1),
-    ),
-    Rule(
-        combination="[axes] ring and pipeline > 1 with images",
-        why="{axes.pipeline} does not go with images, which [axes] ring splits by rows: stages pass on whole "
-        "activations",
-        remedy="give its ranks to ring or data",
-        broken=lambda plan, _: values_if(plan.axes.pipeline > 1),
-    ),
-    Rule(
-        combination="[axes] ring and tensor > 1 with images",
-        why="{axes.tensor} does not go with images, which [axes] ring splits by rows: layers split over both are not "
-        "built",
-        remedy="give its ranks to ring or data",
-        broken=lambda plan, _: values_if(plan.axes.tensor > 1),
-    ),
-    Rule(
-        combination="[sequence] layout with images",
-        why="{sequence.layout} does not go with images, which [axes] ring splits by rows in one way only",
-        remedy="leave it out",
-        broken=lambda plan, _: values_if(plan.sequence.layout != "zigzag"),
-    ),
-    Rule(
-        combination="[sequence] variant with images",
-        why="{sequence.variant} does not go with images, which [axes] ring splits by rows in one way only",
-        remedy="leave it out",
-        broken=lambda plan, _: values_if(plan.sequence.variant != "ring"),
-    ),
-    Rule(
-        combination="[axes] ring > 1 and [compile] blocks = true with images",
-        why="{compile.blocks} does not go with images, which [axes] ring splits by rows: a compiler does not follow "
-        "how layers ask their neighbours for rows",
-        remedy="set it to false",
-        broken=lambda plan, _: values_if(plan.compile.blocks),
-    ),
-    Rule(
-        combination='[axes] ring > 1 and [data] buffers = "broadcast" or "local" with images',
-        why="{data.buffers} does not go with images, which [axes] ring splits by rows: no rank has a whole image to "
-        "take statistics of",
-        remedy='set it to "synchronise"',
-        broken=lambda plan, _: values_if(plan.data.buffers != "synchronise"),
+    _image_rule("axes.ulysses", 1, " and which have no heads to split", "give its ranks to ring"),
+    _image_rule("axes.pipeline", 1, ": stages pass on whole activations", "give its ranks to ring or data"),
+    _image_rule("axes.tensor", 1, ": layers split over both are not built", "give its ranks to ring or data"),
+    _image_rule("sequence.layout", "zigzag", " in one way only", "leave it out"),
+    _image_rule("sequence.variant", "ring", " in one way only", "leave it out"),
+    _image_rule("compile.blocks", False, ": torch.compile cannot trace how layers exchange rows", "set it to false"),
+    _image_rule(
+        "data.buffers", "synchronise", ": no rank has a whole image for its statistics", 'set it to "synchronise"'
     ),
 )
 STATISTICS_BEHIND_THE_ROWS = Refusal(

@@ -1,8 +1,8 @@
 """The plan: everything weft decides about a run, as plain data.
 
-It says how the model is split, when replicas exchange what, and in which precision. Every field has a default that
-changes nothing, so `Plan()` is one rank and `Plan(axes=Axes(data=2))` is a whole plan. A value that makes no sense by
-itself is refused on birth; whether the values make sense *together*, and here, is the business of `check.py`.
+It says how the model is split, what replicas exchange and when, and in which precision. Every field has a default that
+changes nothing, so `Plan()` is one rank and `Plan(axes=Axes(data=2))` is a complete plan. A value that is bad by itself
+is refused on creation; `check.py` decides whether the values go together and can run here.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from weft.plan.fields import (
     statement,
 )
 
-# Outermost first. Tensor is innermost because it talks most and must stay inside a node.
+# Outermost first. Tensor is innermost because it communicates most and must stay inside a node.
 AXES = ("pipeline", "replicate", "data", "ring", "ulysses", "tensor")
+POSITIVE, NATURAL, NOT_NEGATIVE, FLAG = Whole(minimum=1), Whole(minimum=0), Real(minimum=0), Flag()
 CODECS = ("half", "topk", "dgc", "onebit", "sign", "qsgd", "terngrad", "powersgd")
 
 
@@ -38,12 +39,12 @@ CODECS = ("half", "topk", "dgc", "onebit", "sign", "qsgd", "terngrad", "powersgd
 class Axes(Section):
     """The number of ranks along each axis of the mesh. Their product is the number of ranks."""
 
-    data: int = declare(1, Whole(minimum=1), "Ranks that each train on their own part of the batch.")
-    replicate: int = declare(1, Whole(minimum=1), "Hybrid sharding: shard over data, replicate over this.")
-    pipeline: int = declare(1, Whole(minimum=1), "Ranks that each hold their own run of the model's blocks.")
-    tensor: int = declare(1, Whole(minimum=1), "Ranks that share every matrix of a block.")
-    ulysses: int = declare(1, Whole(minimum=1), "Sequence parallelism inside a node, by all-to-all over heads.")
-    ring: int = declare(1, Whole(minimum=1), "Sequence parallelism between nodes, by ring attention; images by rows.")
+    data: int = declare(1, POSITIVE, "Ranks that each train on their own part of the batch.")
+    replicate: int = declare(1, POSITIVE, "Hybrid sharding: shard over data, replicate over this.")
+    pipeline: int = declare(1, POSITIVE, "Ranks that each hold their own run of the model's blocks.")
+    tensor: int = declare(1, POSITIVE, "Ranks that share every matrix of a block.")
+    ulysses: int = declare(1, POSITIVE, "Sequence parallelism inside a node, by all-to-all over heads.")
+    ring: int = declare(1, POSITIVE, "Sequence parallelism between nodes, by ring attention; images by rows.")
     order: tuple[str, ...] = declare(
         AXES,
         Permutation(AXES),
@@ -61,17 +62,17 @@ class Axes(Section):
 
     @property
     def sequence(self) -> int:
-        """Ranks that share out the tokens of one sequence, or the rows of one image."""
+        """Ranks that split the tokens of one sequence, or the rows of one image."""
         return self.ring * self.ulysses
 
     @property
     def state(self) -> int:
-        """Ranks of one replica that have the same parameters, and over which gradients are summed."""
+        """Ranks of one replica that have the same parameters and sum their gradients."""
         return self.data * self.sequence
 
     @property
     def state_axes(self) -> str:
-        """The name of these axes together, as groups and bytes are called by it."""
+        """The joint name of these axes, for groups and byte counts."""
         return "data" if self.sequence == 1 else "data+ring+ulysses"
 
 
@@ -80,28 +81,28 @@ class Step(Section):
     """One training step."""
 
     microbatches: int = declare(
-        1, Whole(minimum=1), "Parts of a rank's batch: accumulated one by one, or in flight together in a pipeline."
+        1, POSITIVE, "Parts of a rank's batch: accumulated one by one, or in flight together in a pipeline."
     )
     clip_norm: float = declare(
-        0.0, Real(minimum=0), "Largest norm of the whole model's averaged gradient; 0 clips nothing."
+        0.0, NOT_NEGATIVE, "Largest norm of the whole model's averaged gradient; 0 clips nothing."
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline(Section):
-    """How the blocks are cut into stages, and the order in which stages run microbatches."""
+    """The cut of the blocks into stages, and the order in which stages run microbatches."""
 
     schedule: str = declare(
         "1f1b",
         Choice(("naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream", "2bw")),
-        "Who runs which microbatch when; zero-bubble is ZB-H1, and pipedream and 2bw never flush.",
+        "Order of passes; zero-bubble is ZB-H1, and pipedream and 2bw never flush the pipeline.",
     )
-    chunks: int = declare(1, Whole(minimum=1), "Model chunks that each rank holds, with the interleaved schedule.")
+    chunks: int = declare(1, POSITIVE, "Model chunks that each rank holds, with the interleaved schedule.")
     cuts: tuple[int, ...] = declare(
         (), Increasing(minimum=1), "Numbers of the blocks to cut before; empty balances stages by measured time."
     )
     vertical_sync: bool = declare(
-        False, Flag(), "Pipedream: a microbatch uses one weight version on all stages, the one it met on the first."
+        False, FLAG, "Pipedream: a microbatch uses one weight version on all stages, the one it met on the first."
     )
 
 
@@ -110,7 +111,7 @@ class Tensor(Section):
     """Tensor parallelism."""
 
     sequence: bool = declare(
-        False, Flag(), "Megatron sequence parallelism: norms and dropout are split along the sequence."
+        False, FLAG, "Megatron sequence parallelism: norms and dropout are split along the sequence."
     )
 
 
@@ -119,7 +120,7 @@ class Sequence(Section):
     """Sequence parallelism over the ring axis."""
 
     layout: str = declare(
-        "zigzag", Choice(("zigzag", "contiguous")), "Which tokens a rank holds; zigzag balances causal attention."
+        "zigzag", Choice(("zigzag", "contiguous")), "Layout of tokens; zigzag balances causal attention over ranks."
     )
     variant: str = declare(
         "ring",
@@ -130,41 +131,39 @@ class Sequence(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data(Section):
-    """What replicas hold, and when they exchange."""
+    """The state that replicas hold, and when they exchange gradients or weights."""
 
     sync: str = declare(
         "all-reduce",
         Choice(("all-reduce", "server", "local", "delayed")),
-        "How replicas agree: every step, through a parameter server, every few steps, or some steps late.",
+        "Synchronisation of replicas: every step, by a parameter server, every few steps, or some steps late.",
     )
     shard: str = declare(
         "nothing",
         Choice(("nothing", "optimizer", "gradients", "parameters")),
-        "What is split over the data axis instead of copied: ZeRO 0, 1, 2 and 3.",
+        "State that is split over the data axis instead of copied: ZeRO 0, 1, 2 and 3.",
     )
     reshard: str = declare(
-        "step", Choice(("step", "microbatch")), "ZeRO-3: parameters are gathered once a step or once a microbatch."
+        "step", Choice(("step", "microbatch")), "ZeRO-3: parameters are gathered once per step or once per microbatch."
     )
-    offload: bool = declare(False, Flag(), "Keep the optimizer's state in host memory.")
-    every: int = declare(
-        1, Whole(minimum=1), "Steps between exchanges (local), or steps that are averaged together (delayed)."
-    )
-    switch_step: int = declare(0, Whole(minimum=0), "Post-local SGD: exchange every step until this one.")
+    offload: bool = declare(False, FLAG, "Keep the optimizer's state in host memory.")
+    every: int = declare(1, POSITIVE, "Steps between exchanges (local), or steps that are averaged together (delayed).")
+    switch_step: int = declare(0, NATURAL, "Post-local SGD: exchange every step until this one.")
     outer: str = declare(
-        "average", Choice(("average", "nesterov")), "What local replicas do when they meet; nesterov is DiLoCo."
+        "average", Choice(("average", "nesterov")), "Average of local replicas, or an outer Nesterov step (DiLoCo)."
     )
     outer_lr: float = declare(1.0, Real(above=0), "Learning rate of the outer optimizer.")
     outer_momentum: float = declare(0.0, Real(minimum=0, below=1), "Momentum of the outer optimizer.")
     delay: int | str = declare(
         0, Whole(minimum=0, words=("auto",)), "Steps by which averages arrive late; auto measures how many are needed."
     )
-    balance: bool = declare(False, Flag(), "Share out microbatches in proportion to each rank's speed.")
+    balance: bool = declare(False, FLAG, "Distribute microbatches in proportion to each rank's speed.")
     buffers: str = declare(
         "synchronise",
         Choice(("synchronise", "broadcast", "local")),
         "BatchNorm: statistics of the global batch, the first rank's running statistics for all, or each rank's own.",
     )
-    check_every: int = declare(100, Whole(minimum=0), "Steps between checks that replicas are equal; 0 never checks.")
+    check_every: int = declare(100, NATURAL, "Steps between checks that replicas are equal; 0 never checks.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,37 +171,27 @@ class Server(Section):
     """The parameter server, with `[data] sync = "server"`. Its processes come on top of the ranks of the axes."""
 
     mode: str = declare(
-        "sync",
-        Choice(("sync", "async", "bounded")),
-        "Whether workers wait for all others, for none, or for the slowest.",
+        "sync", Choice(("sync", "async", "bounded")), "Workers wait for all others, for none, or for the slowest."
     )
-    shards: int = declare(1, Whole(minimum=1), "Server processes that share the parameters.")
-    staleness: int = declare(0, Whole(minimum=0), "Bounded: clocks a worker may be ahead of the slowest.")
-    backups: int = declare(
-        0, Whole(minimum=0), "Sync: workers, counted in the data axis, that a step does not wait for."
-    )
-    compensation: float = declare(
-        0.0, Real(minimum=0), "Lambda of DC-ASGD's delay compensation; 0 compensates nothing."
-    )
+    shards: int = declare(1, POSITIVE, "Server processes that share the parameters.")
+    staleness: int = declare(0, NATURAL, "Bounded: clocks a worker may be ahead of the slowest.")
+    backups: int = declare(0, NATURAL, "Sync: workers, counted in the data axis, that a step does not wait for.")
+    compensation: float = declare(0.0, NOT_NEGATIVE, "Lambda of DC-ASGD's delay compensation; 0 compensates nothing.")
     lr_scaling: str = declare(
-        "none", Choice(("none", "staleness")), "Whether the learning rate is divided by a gradient's staleness."
+        "none", Choice(("none", "staleness")), "Divide the learning rate by nothing, or by a gradient's staleness."
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codec(Section):
-    """What travels between replicas instead of the plain gradient."""
+    """Compression of the gradients that replicas exchange."""
 
-    name: str = declare(
-        "none",
-        Choice(("none", *CODECS)),
-        "The compression method.",
-    )
+    name: str = declare("none", Choice(("none", *CODECS)), "The compression method.")
     density: float = declare(0.01, Real(above=0, maximum=1), "Share of the entries that topk and dgc send.")
-    rank: int = declare(4, Whole(minimum=1), "Rank of powersgd's factors.")
+    rank: int = declare(4, POSITIVE, "Rank of powersgd's factors.")
     levels: int = declare(256, Whole(minimum=2), "Quantisation levels of qsgd.")
-    clip: float = declare(0.0, Real(minimum=0), "Norm to which dgc clips each rank's gradient; 0 clips nothing.")
-    warmup_steps: int = declare(0, Whole(minimum=0), "Steps over which the compression sets in.")
+    clip: float = declare(0.0, NOT_NEGATIVE, "Norm to which dgc clips each rank's gradient; 0 clips nothing.")
+    warmup_steps: int = declare(0, NATURAL, "Steps over which the compression sets in.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,17 +231,17 @@ class Recompute(Section):
 class Compile(Section):
     """Compilation."""
 
-    blocks: bool = declare(False, Flag(), "Run torch.compile on each block.")
+    blocks: bool = declare(False, FLAG, "Run torch.compile on each block.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comm(Section):
-    """How bytes move."""
+    """Transport of messages."""
 
     transport: str = declare(
         "auto", Choice(("auto", "c10d", "shared")), "Torch's backends, or shared memory between ranks of one host."
     )
-    bucket_bytes: int = declare(26214400, Whole(minimum=1), "Size of the buffers in which gradients are exchanged.")
+    bucket_bytes: int = declare(26214400, POSITIVE, "Size of the buffers in which gradients are exchanged.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,7 +289,7 @@ def said(plan: Plan, path: str) -> str:
 
 
 def problems_in(section: type[Section], values: Mapping[str, object]) -> list[str]:
-    """Every unknown name and bad value among the fields given for a section; none means `section(**values)` works."""
+    """Every unknown name and bad value among a section's fields; if there are none, `section(**values)` works."""
     known = {name: value for name, value in values.items() if name in facts_of(section)}
     unknown = [_unknown_field(section, name, value) for name, value in values.items() if name not in known]
     return unknown + accept_values(section, known)[1]

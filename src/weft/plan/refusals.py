@@ -1,73 +1,60 @@
-"""What a refusal is: a combination that has no sound meaning, or none yet, with the reason and the way out.
+"""Refusals: combinations that have no sound meaning, or none yet, each with the reason and a remedy.
 
-Each is declared once, in `rules.py` if a plan decides it by itself and in `model_refusals.py` if it takes a kind of
-model, batch or machine. The code that refuses fills the sentences in, and docs/refusals.md is a table of them.
+Each is declared once, in `rules.py` if it depends on the plan alone and in `model_refusals.py` if it needs a kind of
+model, batch or machine. The code that refuses fills in the sentences, and docs/refusals.md is a table of them.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from weft.plan.plan import SECTIONS, Plan, said
-
-Values = Mapping[str, object]
-"""What is filled in, by name."""
+from weft.plan.fields import toml
+from weft.plan.plan import Plan, said, value_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """A combination that is refused. In its sentences {section.field} is that field of the plan with its value, and any
-    other name in braces is filled in by whoever refuses."""
+    """A combination that is refused.
+
+    In its sentences `{section.field}` is a field of the plan as `[section] field = value`, `{section.field:value}` is
+    its value alone, and the caller fills in any other name in braces.
+    """
 
     combination: str
-    """In a few words, for the table."""
+    """A short description for the table."""
     why: str
     remedy: str
 
     def message(self, plan: Plan | None = None, /, **values: object) -> str:
-        """What is wrong and what to do; with a plan where the sentences name its fields in braces."""
-        fields = {} if plan is None else {section: _Said(plan, section) for section in SECTIONS}
-        return f"{self.why}; {self.remedy}".format(**fields, **values)
-
-
-class _Said:
-    """A section of a plan, whose fields are what messages say of them."""
-
-    def __init__(self, plan: Plan, section: str) -> None:
-        self._plan, self._section = plan, section
-
-    def __getattr__(self, field: str) -> str:
-        return said(self._plan, f"{self._section}.{field}")
+        """The reason and the remedy, filled in; needs the plan if the sentences refer to its fields."""
+        text = f"{self.why}; {self.remedy}"
+        if plan is not None:
+            text = re.sub(r"\{(\w+\.\w+)\}", lambda field: said(plan, field[1]), text)
+            text = re.sub(r"\{(\w+\.\w+):value\}", lambda field: toml(value_at(plan, field[1])), text)
+        return text.format(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """What is known of the optimizer."""
+    """The known properties of an optimizer."""
 
     name: str | None = None
-    """Of its class."""
+    """Name of its class."""
     elementwise: bool = True
-    """Whether it treats each element by itself."""
-
-    @property
-    def values(self) -> Values:
-        return {"optimizer": self.name or "this optimizer"}
+    """True if it updates each element independently of the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule(Refusal):
-    """A refusal that a plan, with an optimizer, decides by itself."""
+    """A refusal that depends on the plan and the optimizer alone."""
 
-    broken: Callable[[Plan, Optimizer], Values | None]
-    """What to fill in where a plan breaks the rule, None where it does not."""
+    broken: Callable[[Plan, Optimizer], bool | Mapping[str, object]]
+    """True, or the values to fill in besides `optimizer`, if a plan breaks the rule."""
 
     def problems(self, plan: Plan, optimizer: Optimizer | None = None) -> Iterator[str]:
-        values = self.broken(plan, optimizer or Optimizer())
-        if values is not None:
-            yield self.message(plan, **values)
-
-
-def values_if(is_broken: bool, **values: object) -> Values | None:
-    """The answer of a rule in one line."""
-    return values if is_broken else None
+        optimizer = optimizer or Optimizer()
+        if found := self.broken(plan, optimizer):
+            values = found if isinstance(found, Mapping) else {}
+            yield self.message(plan, optimizer=optimizer.name or "this optimizer", **values)

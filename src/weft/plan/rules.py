@@ -1,41 +1,26 @@
-"""Which values of a plan go together: rules that follow from the methods themselves, whatever is built.
+"""Rules for values of a plan that contradict each other by the nature of the methods, whatever is built.
 
-Each rule says why, with the numbers and what to change. A field that merely has no effect is not here but in the table
-of switches in `check.py`, and what a kind of model does not go with is in `model_refusals.py`.
+Fields that merely have no effect are in the table of switches in `check.py`; combinations with a kind of model are in
+`model_refusals.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from weft.plan.plan import Plan
-from weft.plan.refusals import Optimizer, Rule, Values, values_if
+from weft.plan.refusals import Optimizer, Rule
 
-# By class name, in small letters. Their update of one element depends on others of the same tensor, or on its shape.
+# Class names in lower case. Their update of one element depends on other elements of the tensor, or on its shape.
 _WHOLE_TENSOR_OPTIMIZERS = frozenset(
-    {
-        "adafactor",
-        "adam_mini",
-        "came",
-        "dion",
-        "distributedshampoo",
-        "lamb",
-        "lars",
-        "lbfgs",
-        "muon",
-        "novograd",
-        "shampoo",
-        "sm3",
-        "soap",
-        "sparseadam",
-    }
+    "adafactor adam_mini came dion distributedshampoo lamb lars lbfgs muon novograd shampoo sm3 soap sparseadam".split()
 )
 
 
 def combination_problems(plan: Plan, *, optimizer: str | None = None, elementwise: bool | None = None) -> Iterator[str]:
-    """Every combination in this plan that contradicts itself.
+    """Every contradiction in this plan.
 
-    `optimizer` is its class name, if known; `elementwise` says whether it treats each element by itself, if known.
+    `optimizer` is its class name, if known; `elementwise`: it updates each element independently (None: not known).
     """
     if elementwise is None:
         elementwise = optimizer is None or optimizer.lower() not in _WHOLE_TENSOR_OPTIMIZERS
@@ -56,25 +41,18 @@ def _is_one_replica(plan: Plan) -> bool:
     return _is_sharded(plan) and plan.axes.replicate == 1
 
 
-def _cuts(plan: Plan, _: Optimizer) -> Values | None:
-    ranks, chunks, num_stages = plan.axes.pipeline, plan.pipeline.chunks, len(plan.pipeline.cuts) + 1
-    needed = ranks * chunks
-    return values_if(
-        ranks > 1 and num_stages > 1 and num_stages != needed,
-        num_stages=num_stages,
-        num_ranks=ranks,
-        num_chunks=chunks,
-        num_needed=needed,
-        num_cuts=needed - 1,
-    )
+def _cuts(plan: Plan, _: Optimizer) -> bool | Mapping[str, object]:
+    num_stages, needed = len(plan.pipeline.cuts) + 1, plan.axes.pipeline * plan.pipeline.chunks
+    is_broken = plan.axes.pipeline > 1 and num_stages > 1 and num_stages != needed
+    return is_broken and dict(num_stages=num_stages, num_needed=needed, num_cuts=needed - 1)
 
 
-def _accumulate(plan: Plan, compute: str) -> Values | None:
-    accumulate = plan.precision.accumulate
-    return values_if(plan.precision.compute == compute and accumulate not in ("fp32", compute), accumulate=accumulate)
+def _accumulates(plan: Plan, compute: str) -> bool:
+    """True if a plan with this `compute` accumulates in a 16-bit format other than that."""
+    return plan.precision.compute == compute and plan.precision.accumulate not in ("fp32", compute)
 
 
-def _needs_moments(optimizer: Optimizer) -> bool:
+def _has_moments(optimizer: Optimizer) -> bool:
     return optimizer.name is not None and any(word in optimizer.name.lower() for word in ("adam", "lamb"))
 
 
@@ -83,22 +61,19 @@ RULES: tuple[Rule, ...] = (
         combination='[pipeline] schedule = "interleaved" with chunks = 1',
         why="{pipeline.schedule} needs at least 2 chunks on each rank, there is 1",
         remedy='set [pipeline] chunks = 2, or use "1f1b"',
-        broken=lambda plan, _: values_if(_is_scheduled(plan, "interleaved") and plan.pipeline.chunks < 2),
+        broken=lambda plan, _: _is_scheduled(plan, "interleaved") and plan.pipeline.chunks < 2,
     ),
     Rule(
         combination='[pipeline] schedule = "2bw" with [step] microbatches < [axes] pipeline',
-        why="{pipeline.schedule} keeps two weight versions, which is too few for {microbatches} microbatches in "
-        "{num_ranks} stages",
-        remedy="set [step] microbatches to {num_ranks} or more",
-        broken=lambda plan, _: values_if(
-            _is_scheduled(plan, "2bw") and plan.step.microbatches < plan.axes.pipeline,
-            microbatches=plan.step.microbatches,
-            num_ranks=plan.axes.pipeline,
-        ),
+        why="{pipeline.schedule} keeps two weight versions, which is too few for {step.microbatches:value} "
+        "microbatches in {axes.pipeline:value} stages",
+        remedy="set [step] microbatches to {axes.pipeline:value} or more",
+        broken=lambda plan, _: _is_scheduled(plan, "2bw") and plan.step.microbatches < plan.axes.pipeline,
     ),
     Rule(
         combination="[pipeline] cuts for another number of stages than [axes] pipeline × chunks",
-        why="{pipeline.cuts} makes {num_stages} stages, pipeline {num_ranks} × chunks {num_chunks} needs {num_needed}",
+        why="{pipeline.cuts} makes {num_stages} stages, pipeline {axes.pipeline:value} × chunks "
+        "{pipeline.chunks:value} needs {num_needed}",
         remedy="list {num_cuts} of them, or none for balanced stages",
         broken=_cuts,
     ),
@@ -107,130 +82,119 @@ RULES: tuple[Rule, ...] = (
     Rule(
         combination='[pipeline] schedule = "pipedream" with [step] clip_norm',
         why="{pipeline.schedule} updates each stage at once, before the whole gradient's norm is known",
-        remedy='set [step] clip_norm = 0.0 (it is {clip_norm:g}), or use "2bw" or "1f1b"',
-        broken=lambda plan, _: values_if(
-            _is_scheduled(plan, "pipedream") and plan.step.clip_norm > 0, clip_norm=plan.step.clip_norm
-        ),
+        remedy='set [step] clip_norm = 0.0 (it is {step.clip_norm:value}), or use "2bw" or "1f1b"',
+        broken=lambda plan, _: _is_scheduled(plan, "pipedream") and plan.step.clip_norm > 0,
     ),
     # Weight versions are whole tensors of the model's own precision: what the optimizer updates is what computes.
     Rule(
         combination='[pipeline] schedule = "pipedream" or "2bw" with [data] shard',
         why="{pipeline.schedule} keeps whole weight versions on every stage, which {data.shard} would split",
         remedy='set [data] shard = "nothing", or use "1f1b"',
-        broken=lambda plan, _: values_if(_is_scheduled(plan, "pipedream", "2bw") and _is_sharded(plan)),
+        broken=lambda plan, _: _is_scheduled(plan, "pipedream", "2bw") and _is_sharded(plan),
     ),
     Rule(
         combination='[pipeline] schedule = "pipedream" or "2bw" with [precision] compute',
         why="{pipeline.schedule} keeps weight versions in the model's own precision, and {precision.compute} would "
         "need a master copy of each",
         remedy='leave it at "model", or use "1f1b"',
-        broken=lambda plan, _: values_if(_is_scheduled(plan, "pipedream", "2bw") and plan.precision.compute != "model"),
+        broken=lambda plan, _: _is_scheduled(plan, "pipedream", "2bw") and plan.precision.compute != "model",
     ),
     Rule(
         combination='[pipeline] schedule = "pipedream" or "2bw" with [precision] reduce',
         why="{pipeline.schedule} keeps weight versions in the model's own precision, and {precision.reduce} would need "
         "a master copy of each",
         remedy='leave it at "fp32", or use "1f1b"',
-        broken=lambda plan, _: values_if(_is_scheduled(plan, "pipedream", "2bw") and plan.precision.reduce != "fp32"),
+        broken=lambda plan, _: _is_scheduled(plan, "pipedream", "2bw") and plan.precision.reduce != "fp32",
     ),
     Rule(
         combination='[data] sync = "server" with [data] shard',
         why="{data.shard} cannot go with {data.sync}: the server holds the optimizer's state",
         remedy='set [data] shard = "nothing"',
-        broken=lambda plan, _: values_if(plan.data.sync == "server" and _is_sharded(plan)),
+        broken=lambda plan, _: plan.data.sync == "server" and _is_sharded(plan),
     ),
     Rule(
         combination='[data] sync = "local" or "delayed" with [data] shard and [axes] replicate = 1',
         why="{data.sync} lets replicas drift apart, but with {data.shard} the data axis shares one replica",
         remedy='set [axes] replicate to 2 or more, or [data] shard = "nothing"',
-        broken=lambda plan, _: values_if(plan.data.sync in ("local", "delayed") and _is_one_replica(plan)),
+        broken=lambda plan, _: plan.data.sync in ("local", "delayed") and _is_one_replica(plan),
     ),
     Rule(
         combination="[codec] name with [data] shard and [axes] replicate = 1",
         why="{codec.name} acts between replicas, but with {data.shard} the data axis shares one replica",
         remedy='set [axes] replicate to 2 or more, [data] shard = "nothing", or [codec] name = "none"',
-        broken=lambda plan, _: values_if(plan.codec.name != "none" and _is_one_replica(plan)),
+        broken=lambda plan, _: plan.codec.name != "none" and _is_one_replica(plan),
     ),
     Rule(
         combination="[server] backups as many as [axes] data, or more",
-        why="{server.backups} leaves none of the {num_workers} workers to wait for",
+        why="{server.backups} leaves none of the {axes.data:value} workers to wait for",
         remedy="backups are counted in [axes] data, so set backups to at most {most}, or data to {least} or more",
-        broken=lambda plan, _: values_if(
-            plan.data.sync == "server" and plan.server.mode == "sync" and plan.server.backups >= plan.axes.data,
-            num_workers=plan.axes.data,
-            most=plan.axes.data - 1,
-            least=plan.server.backups + 1,
+        broken=lambda plan, _: (
+            (plan.data.sync, plan.server.mode) == ("server", "sync")
+            and plan.server.backups >= plan.axes.data
+            and dict(most=plan.axes.data - 1, least=plan.server.backups + 1)
         ),
     ),
     Rule(
         combination="[axes] tensor > 1 with an optimizer that needs whole tensors (Muon, Adafactor, LBFGS, ...)",
         why="{optimizer} needs whole tensors, but with {axes.tensor} each rank has a part of most of them",
         remedy="use an optimizer that treats each element by itself, such as AdamW or SGD, or set [axes] tensor = 1",
-        broken=lambda plan, optimizer: values_if(
-            plan.axes.tensor > 1 and not optimizer.elementwise, **optimizer.values
-        ),
+        broken=lambda plan, optimizer: plan.axes.tensor > 1 and not optimizer.elementwise,
     ),
     Rule(
         combination="[data] shard with an optimizer that needs whole tensors (Muon, Adafactor, LBFGS, ...)",
         why="{optimizer} needs whole tensors, but with {data.shard} each rank keeps a flat range of every tensor",
         remedy="use an optimizer that treats each element by itself, such as AdamW or SGD, or set [data] shard = "
         '"nothing"',
-        broken=lambda plan, optimizer: values_if(_is_sharded(plan) and not optimizer.elementwise, **optimizer.values),
+        broken=lambda plan, optimizer: _is_sharded(plan) and not optimizer.elementwise,
     ),
     Rule(
         combination='[codec] name = "dgc" with Adam or LAMB',
         why="{codec.name} takes over the optimizer's momentum, and {optimizer} has moments it cannot take over",
         remedy='use SGD, or another codec such as "topk"',
-        broken=lambda plan, optimizer: values_if(
-            plan.codec.name == "dgc" and _needs_moments(optimizer), **optimizer.values
-        ),
+        broken=lambda plan, optimizer: plan.codec.name == "dgc" and _has_moments(optimizer),
     ),
     Rule(
         combination='[codec] name = "dgc" with [step] clip_norm',
         why="{codec.name} must clip before it accumulates, and {step.clip_norm} clips after",
-        remedy="set [step] clip_norm = 0.0 and [codec] clip = {clip_norm}",
-        broken=lambda plan, _: values_if(
-            plan.codec.name == "dgc" and plan.step.clip_norm > 0, clip_norm=plan.step.clip_norm
-        ),
+        remedy="set [step] clip_norm = 0.0 and [codec] clip = {step.clip_norm:value}",
+        broken=lambda plan, _: plan.codec.name == "dgc" and plan.step.clip_norm > 0,
     ),
     Rule(
         combination='[codec] name with [precision] reduce and [data] shard = "nothing"',
         why="{precision.reduce} has no effect with {codec.name}, which decides what travels",
         remedy='leave it out, or set [codec] name = "none"',
-        broken=lambda plan, _: values_if(
-            plan.codec.name != "none" and not _is_sharded(plan) and plan.precision.reduce != "fp32"
-        ),
+        broken=lambda plan, _: plan.codec.name != "none" and not _is_sharded(plan) and plan.precision.reduce != "fp32",
     ),
     Rule(
         combination='[precision] compute = "fp16" with loss_scale = 0 or 1',
         why="{precision.compute} keeps nothing below 6e-8, and {precision.loss_scale} lifts no gradient above that",
         remedy='leave loss_scale at "dynamic", set a factor such as 1024, or set [precision] compute = "bf16"',
-        broken=lambda plan, _: values_if(plan.precision.compute == "fp16" and plan.precision.loss_scale in (0, 1)),
+        broken=lambda plan, _: plan.precision.compute == "fp16" and plan.precision.loss_scale in (0, 1),
     ),
     Rule(
         combination='[precision] accumulate = "bf16" or "fp16" with compute = "model"',
         why="{precision.accumulate} is for gradients of that very format, and those of {precision.compute} may be "
         "wider",
-        remedy='leave it at "fp32", or set [precision] compute = "{accumulate}"',
-        broken=lambda plan, _: _accumulate(plan, "model"),
+        remedy='leave it at "fp32", or set [precision] compute = {precision.accumulate:value}',
+        broken=lambda plan, _: _accumulates(plan, "model"),
     ),
     Rule(
         combination='[precision] accumulate = "fp16" with compute = "bf16"',
         why="{precision.accumulate} overflows at 65504, and gradients of {precision.compute} are not scaled to stay "
         "below",
-        remedy='leave it at "fp32", or set [precision] compute = "{accumulate}"',
-        broken=lambda plan, _: _accumulate(plan, "bf16"),
+        remedy='leave it at "fp32", or set [precision] compute = {precision.accumulate:value}',
+        broken=lambda plan, _: _accumulates(plan, "bf16"),
     ),
     Rule(
         combination='[precision] accumulate = "bf16" with compute = "fp16"',
         why="{precision.accumulate} keeps 8 of the 11 significant bits that gradients of {precision.compute} have",
-        remedy='leave it at "fp32", or set [precision] compute = "{accumulate}"',
-        broken=lambda plan, _: _accumulate(plan, "fp16"),
+        remedy='leave it at "fp32", or set [precision] compute = {precision.accumulate:value}',
+        broken=lambda plan, _: _accumulates(plan, "fp16"),
     ),
     Rule(
         combination='[precision] reduce = "fp16" with another compute',
         why="{precision.reduce} overflows at 65504, and only fp16 gradients are scaled to stay below",
         remedy='with {precision.compute} set [precision] reduce to "fp32" or "bf16"',
-        broken=lambda plan, _: values_if(plan.precision.reduce == "fp16" and plan.precision.compute != "fp16"),
+        broken=lambda plan, _: plan.precision.reduce == "fp16" and plan.precision.compute != "fp16",
     ),
 )

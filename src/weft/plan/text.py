@@ -1,8 +1,8 @@
-"""plan.toml <-> Plan, with an exact round trip: what is written reads back as an equal plan.
+"""Reads and writes plan.toml, with an exact round trip.
 
-Reading is Python's tomllib; writing is a few lines of our own, because the standard library has no writer and a plan
-needs only flat tables. A text is refused with all its problems at once, in every section. Whether a well-formed plan
-can *run* is not asked here, so that a plan for another cluster can be read, drawn and simulated: see `check.py`.
+Reading uses tomllib; writing is done here, because the standard library has no writer and a plan needs only flat
+tables. A text is refused with all its problems at once. Whether a plan can *run* is checked in `check.py`, not here, so
+that a plan for another cluster can be read, drawn and simulated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def read_text(path: str | os.PathLike[str], *, kind: type[WeftError]) -> str:
-    """What a text file holds; one that cannot be read is an error of the kind given."""
+    """The content of a text file; an error of this kind if it cannot be read."""
     try:
         return Path(path).read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -33,10 +33,10 @@ def read_text(path: str | os.PathLike[str], *, kind: type[WeftError]) -> str:
 
 
 def parse_toml(text: str, *, source: str, kind: type[WeftError]) -> dict[str, Any]:
-    """The tables of a TOML text, likewise."""
+    """The tables of a TOML text; an error of this kind if it is not valid."""
     try:
         return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # an endless number or nesting is no TOMLDecodeError
+    except (ValueError, RecursionError) as error:  # huge numbers and deep nesting raise no TOMLDecodeError
         raise kind(f"{source}: is not valid TOML: {error}") from error
 
 
@@ -66,7 +66,7 @@ def _unknown_section(name: str, table: object) -> str:
 
 
 def format_plan(plan: Plan) -> str:
-    """The plan as text: the fields that differ from their defaults, and always the data axis."""
+    """The plan as text: the data axis, and all fields that differ from their defaults."""
     blocks: list[str] = []
     for name, section in SECTIONS.items():
         values = {field: getattr(getattr(plan, name), field) for field in facts_of(section)}
@@ -81,12 +81,12 @@ def format_plan(plan: Plan) -> str:
 
 
 def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write the plan to a file, whole or not at all."""
+    """Write the plan to a file atomically."""
     write_text(path, format_plan(plan), kind=PlanError)
 
 
 def write_text(path: str | os.PathLike[str], text: str, *, kind: type[WeftError]) -> None:
-    """A text file, whole or not at all: under a temporary name first, then renamed."""
+    """Write a text file atomically: under a temporary name, which is then renamed."""
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:

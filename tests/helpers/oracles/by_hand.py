@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from oracle import Batch, cross_entropy
 from torch import Tensor, nn
+from whole_tensors import whole_tensors
 
-from weft.checkpoint.local_parts import Held, held_parameters, whole_tensors
+from weft.checkpoint.local_parts import Held, held_parameters
 from weft.plan.plan import Plan, Precision
 from weft.training.data.trees import split_microbatches
 from weft.training.trainer import Trainer

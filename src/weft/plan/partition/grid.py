@@ -1,7 +1,7 @@
-"""Where each rank stands: the pure arithmetic between rank numbers and coordinates along the axes.
+"""The grid of ranks: arithmetic between rank numbers and coordinates along the axes.
 
 Ranks fill the grid row-major, the outermost axis of `[axes] order` first, so ranks that differ along the last axis are
-neighbours. `mesh.py` makes process groups of what this file lists; here nothing communicates.
+neighbours. `mesh.py` makes process groups of the lists made here.
 
     order = [pipeline, data], 2 × 3:      pipeline 0 | rank 0 1 2
                                           pipeline 1 | rank 3 4 5
@@ -11,7 +11,6 @@ neighbours. `mesh.py` makes process groups of what this file lists; here nothing
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weft.errors import nearest
@@ -30,7 +29,7 @@ class Grid:
 
     @property
     def strides(self) -> dict[str, int]:
-        """How far apart in rank number two neighbours along each axis are, outermost first."""
+        """The difference of rank numbers between neighbours along each axis, outermost first."""
         strides: dict[str, int] = {}
         stride = 1
         for axis in reversed(self.axes.order):
@@ -39,35 +38,21 @@ class Grid:
         return {axis: strides[axis] for axis in self.axes.order}
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The rank's place along each axis, outermost first."""
-        self._require_rank(rank)
+        """The rank's index along each axis, outermost first."""
+        if not 0 <= rank < self.num_ranks:
+            raise ValueError(f"rank {rank} is outside 0 to {self.num_ranks - 1}")
         sizes = self.axes.sizes
         return {axis: rank // stride % sizes[axis] for axis, stride in self.strides.items()}
 
-    def rank_at(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at a place; an axis of one rank may be left out."""
-        sizes, strides = self.axes.sizes, self.strides
-        for axis in coordinates:
-            self._require_axis(axis)
-        rank = 0
-        for axis, size in sizes.items():
-            if axis not in coordinates and size > 1:
-                raise ValueError(f"the coordinate along {axis} is missing; {axis} has {size} ranks")
-            place = coordinates.get(axis, 0)
-            if not 0 <= place < size:
-                raise ValueError(f"coordinate {place} along {axis} is outside 0 to {size - 1}")
-            rank += place * strides[axis]
-        return rank
-
     def ranks_along(self, axis: str | tuple[str, ...], rank: int) -> tuple[int, ...]:
-        """The ranks that differ from this one only along the axis (or axes), itself included, in rank order."""
+        """The ranks that differ from this one only along the axis (or axes), including itself, in rank order."""
         own = self.coordinates(rank)
         offsets = self._offsets(axis)
         base = rank - sum(own[name] * self.strides[name] for name in _names(axis))
         return tuple(base + offset for offset in offsets)
 
     def groups(self, axis: str | tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """All groups of ranks along the axis, or along several axes jointly; each in rank order, by first rank."""
+        """All groups of ranks along the axis, or several axes jointly; each in rank order, sorted by first rank."""
         offsets = self._offsets(axis)
         others = tuple(name for name in self.axes.order if name not in _names(axis))
         return tuple(tuple(base + offset for offset in offsets) for base in self._offsets(others))
@@ -76,19 +61,12 @@ class Grid:
         """Rank numbers, relative to the group's first, of the ranks along some axes; ascending."""
         names = _names(axis)
         for name in names:
-            self._require_axis(name)
+            if name not in self.axes.order:
+                raise ValueError(f'"{name}" is not an axis; {nearest(name, self.axes.order)}')
         sizes = self.axes.sizes
-        # Walking the axes in grid order, outermost first, is what makes the sums ascend.
+        # The sums ascend because the axes come in grid order, outermost first.
         steps = [range(0, sizes[name] * stride, stride) for name, stride in self.strides.items() if name in names]
         return [sum(parts) for parts in itertools.product(*steps)]
-
-    def _require_axis(self, axis: str) -> None:
-        if axis not in self.axes.order:
-            raise ValueError(f'"{axis}" is not an axis; {nearest(axis, self.axes.order)}')
-
-    def _require_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.num_ranks:
-            raise ValueError(f"rank {rank} is outside 0 to {self.num_ranks - 1}")
 
 
 def _names(axis: str | tuple[str, ...]) -> tuple[str, ...]:

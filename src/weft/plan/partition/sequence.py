@@ -1,20 +1,20 @@
-"""Which tokens of a sequence each rank holds, and which blocks of attention it computes, as plain numbers.
+"""The tokens of a sequence that each rank holds, and the blocks of attention that it computes.
 
-One sequence lies on ring × ulysses ranks. It is padded at its end, cut into chunks for the ring, and what a ring rank
-holds is cut once more, into contiguous parts, for the ulysses ranks. Over the ring there are two layouts:
+One sequence is split over ring × ulysses ranks. It is padded at its end and cut into chunks for the ring; the tokens of
+a ring rank are cut into contiguous parts for its ulysses ranks. The ring has two layouts:
 
     contiguous    ring 4:  0 | 1 | 2 | 3                         rank r has chunk r
     zigzag        ring 4:  0 1 2 3 | 4 5 6 7 -> 07 16 25 34      rank r has chunks r and 2·ring - 1 - r
 
-Under a causal mask the last rank of the contiguous layout has nearly all the work and every step lasts as long as its
-own; with zigzag the work of every rank at every step is the same, which `allowed_pairs` counts.
+Under a causal mask the last rank of the contiguous layout has nearly all the work, and every step lasts as long as
+that; with zigzag every rank has the same work at every step, which `allowed_pairs` counts.
 
-Between the ulysses ranks heads are shared out whole, for as long as attention lasts. With as many key heads as ranks
-or more, they are, each with the query heads that look at it; with fewer, query heads are, and every rank gets the key
-heads that its own look at.
+During attention each ulysses rank has all tokens of some heads. With at least as many key heads as ranks, key heads are
+divided, each with the query heads that attend to it; with fewer, query heads are divided, and every rank gets the key
+heads that its query heads attend to.
 
-Whatever the layout, a rank's tokens are in ascending order, so that causality inside one rank is the ordinary triangle,
-what a run of queries may see of another rank's keys is a prefix of them, and padding is a suffix.
+In both layouts a rank's tokens ascend, so that the causal mask within one rank is the ordinary triangle, the keys of
+another rank that a run of queries may attend to are a prefix, and padding is a suffix.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ LAYOUTS = ("zigzag", "contiguous")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """Where the tokens of one sequence are."""
+    """The distribution of one sequence's tokens over ranks."""
 
     num_tokens: int
     """Real tokens."""
     padded: int
-    """Tokens with the padding at the end, which all ranks together hold."""
+    """Tokens of all ranks together, with the padding at the end."""
     ring: int
     ulysses: int
     layout: str
@@ -52,7 +52,7 @@ class Places:
 
     @property
     def tokens_per_ring(self) -> int:
-        """Tokens of one ring rank: those of its ulysses ranks together."""
+        """Tokens of one ring rank, which its ulysses ranks divide."""
         return self.padded // self.ring
 
     @property
@@ -72,7 +72,7 @@ class Places:
         return _joined(self.chunks(ring_rank))
 
     def ranges(self, ring_rank: int, ulysses_rank: int) -> tuple[Range, ...]:
-        """The tokens of one rank, in the order in which it holds them."""
+        """The tokens of one rank, ascending."""
         first = ulysses_rank * self.tokens_per_rank
         last, passed, found = first + self.tokens_per_rank, 0, []
         for start, stop in self.ring_ranges(ring_rank):
@@ -84,7 +84,7 @@ class Places:
 
 
 def make_places(num_tokens: int, *, ring: int, ulysses: int, layout: str, multiple: int = 1) -> Places:
-    """Pad to the least length of which every rank has equally many tokens, a multiple of `multiple`."""
+    """Pad to the least length that gives every rank equally many tokens, a multiple of `multiple`."""
     unit = math.lcm(_num_chunks(ring, layout), ring * ulysses * multiple)
     padded = -(-num_tokens // unit) * unit
     return Places(num_tokens=num_tokens, padded=padded, ring=ring, ulysses=ulysses, layout=layout)
@@ -92,17 +92,17 @@ def make_places(num_tokens: int, *, ring: int, ulysses: int, layout: str, multip
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rectangle:
-    """Queries of one ring rank that all look at the same keys of another, both numbered within their rank."""
+    """Queries of one ring rank that attend to the same keys of another, both numbered within their rank."""
 
     q: Range
     k: Range
-    """Always a prefix."""
+    """A prefix of the keys."""
     is_causal: bool
-    """A square of which only the lower triangle counts."""
+    """True for a square of which only the lower triangle counts."""
 
     @property
     def num_pairs(self) -> int:
-        """Pairs of a query and a key it looks at."""
+        """Pairs of a query and a key that it attends to."""
         (first, last), (start, stop) = self.q, self.k
         length = last - first
         return length * (length + 1) // 2 if self.is_causal else length * (stop - start)
@@ -110,7 +110,7 @@ class Rectangle:
 
 @functools.lru_cache(maxsize=4096)  # asked for every block of every layer
 def rectangles(places: Places, queries: int, keys: int, *, is_causal: bool) -> tuple[Rectangle, ...]:
-    """What ring rank `queries` computes with the keys of ring rank `keys`; nothing where it may see none of them.
+    """The work of ring rank `queries` with the keys of ring rank `keys`; empty if it may attend to none of them.
 
     Padding comes after every real token, so causal queries never see it; without causality it is left out here.
     """
@@ -134,7 +134,7 @@ def rectangles(places: Places, queries: int, keys: int, *, is_causal: bool) -> t
 
 
 def allowed_pairs(places: Places, rank: int, *, is_causal: bool = True) -> tuple[int, ...]:
-    """Pairs that a ring rank computes at each step: at step s it has the keys of the rank s places before it."""
+    """Pairs that a ring rank computes at each step; at step s it has the keys of the rank s places before it."""
     return tuple(
         sum(one.num_pairs for one in rectangles(places, rank, (rank - step) % places.ring, is_causal=is_causal))
         for step in range(places.ring)
@@ -143,19 +143,19 @@ def allowed_pairs(places: Places, rank: int, *, is_causal: bool = True) -> tuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShares:
-    """Which heads each rank attends with."""
+    """The heads of each ulysses rank during attention."""
 
     queries: tuple[Range, ...]
-    """Ascending, and each query head once."""
+    """Each query head is on one rank, ascending."""
     keys: tuple[Range, ...]
-    """Those that the rank's query heads look at; a head may be with several ranks."""
+    """The key heads that the rank's query heads attend to; a head may be on several ranks."""
     num_repeats: int
-    """Query heads for each key head."""
+    """Query heads per key head."""
 
     def local_keys(self, rank: int) -> list[int] | None:
-        """For each query head of a rank, the place among its key heads of the one it looks at.
+        """For each query head of a rank, the index of its key head among the rank's key heads.
 
-        None where these are regular, equally many query heads for each key head, which kernels understand.
+        None if every key head has equally many query heads, in order, which kernels handle themselves.
         """
         (first, last), (start, stop) = self.queries[rank], self.keys[rank]
         looked_at = [head // self.num_repeats - start for head in range(first, last)]
@@ -166,7 +166,7 @@ class HeadShares:
 
 @functools.lru_cache(maxsize=1024)  # asked for every call of attention
 def share_heads(num_queries: int, num_keys: int, *, ulysses: int, ring: int = 1) -> HeadShares:
-    """Share heads out over the ulysses ranks; more ranks than query heads are refused."""
+    """Divide heads among the ulysses ranks; more ranks than query heads are refused."""
     if num_queries % num_keys:
         raise ModelError(
             f"attention has {num_queries} query heads and {num_keys} key heads; the first must be a multiple of the "
@@ -192,7 +192,7 @@ def _num_chunks(ring: int, layout: str) -> int:
 
 
 def _joined(ranges: tuple[Range, ...]) -> tuple[Range, ...]:
-    """Ranges of which one ends where the next begins, made one."""
+    """Adjacent ranges merged into one."""
     joined: list[Range] = []
     for start, stop in ranges:
         if joined and joined[-1][1] == start:

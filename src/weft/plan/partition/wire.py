@@ -1,9 +1,8 @@
-"""The bytes each exchange puts on the wire: one arithmetic, used to predict before a run and to count during it.
+"""The bytes that each exchange sends: one arithmetic, to predict them before a run and to count them during it.
 
-`sent_bytes` turns a collective and the tensor handed to it into what one rank sends with a bandwidth-optimal
-algorithm (rings). `comm/` calls it with the tensors it really hands over, the functions below it with the tensors a
-plan implies; a test holds the two equal, to the byte. What a transport adds to a message (headers, retries) is not
-counted.
+`sent_bytes` gives the bytes that one rank sends in a collective with a bandwidth-optimal (ring) algorithm. `comm/`
+calls it with the tensors it really exchanges, the functions below with the tensors that a plan implies; tests require
+the two to be equal, to the byte. Overheads of a transport (headers, retries) are not counted.
 """
 
 from __future__ import annotations
@@ -17,19 +16,11 @@ from weft.plan.partition.zero import Flat
 from weft.plan.plan import Plan
 
 Collective = Literal[
-    "all-reduce",
-    "reduce-scatter",
-    "all-gather",
-    "all-to-all",
-    "broadcast",
-    "reduce",
-    "scatter",
-    "gather",
-    "send",
+    "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast", "reduce", "scatter", "gather", "send"
 ]
 
 FIRST_BUCKET_BYTES = 1 << 20
-"""The first bucket is small, so that the exchange starts soon after the backward pass does."""
+"""The first bucket is small, so that its exchange starts soon after the backward pass does."""
 
 TAIL_WORDS = 3
 """Words of the tail before its flags: the loss sum, and the count of targets in two parts."""
@@ -38,11 +29,17 @@ SHARDED_TAIL_WORDS = 3
 """Words of a sharded step's tail before its flags: the loss sum, the count of targets, the gradient's squared norm."""
 
 SHARDED_TAIL_ITEM_BYTES = 8
-"""That tail is float64, whatever the gradients are, so that a count of targets stays exact."""
+"""That tail is float64 for any dtype of gradients, so that the count of targets is exact."""
+
+PIPELINE_WORDS_BYTES = 32
+"""The last stage's message about a step: loss, count, correction, squared norm, in float64."""
+
+NORM_BYTES = 8
+"""The squared norm of a rank's part of the gradient, in float64."""
 
 
 def sent_bytes(collective: Collective, buffer_bytes: int, group_size: int) -> int:
-    """Bytes the busiest rank of a group sends in one call, rounded up.
+    """Bytes that the busiest rank of a group sends in one call, rounded up.
 
     `buffer_bytes` is the whole buffer: what each rank holds before an all-reduce, the concatenation of all ranks'
     parts for gathers and scatters, the whole input of an all-to-all, the message of a send, broadcast or reduce.
@@ -52,9 +49,9 @@ def sent_bytes(collective: Collective, buffer_bytes: int, group_size: int) -> in
     others = group_size - 1
     match collective:
         case "all-reduce":
-            return _divide_up(2 * others * buffer_bytes, group_size)
+            return -(-2 * others * buffer_bytes // group_size)
         case "reduce-scatter" | "all-gather" | "all-to-all" | "scatter" | "gather":
-            return _divide_up(others * buffer_bytes, group_size)
+            return -(-others * buffer_bytes // group_size)
         case "broadcast" | "reduce" | "send":
             return buffer_bytes
 
@@ -67,10 +64,10 @@ def between_hosts_bytes(
     ranks_per_host: int,
     num_levels: int,
 ) -> float:
-    """Bytes a host sends to others in one call of a group that has as many ranks on each, numbered host by host.
+    """Bytes that a host sends to other hosts in one call of a group with equally many ranks on each, host by host.
 
-    In two levels a host exchanges like one rank. In one, an all-reduce goes round all ranks in a ring, whose steps
-    between two hosts are one a host; reduce-scatter and all-gather send every rank its part directly.
+    With two levels a host exchanges like one rank. With one level, an all-reduce is a ring over all ranks, with one
+    step per host between hosts; reduce-scatter and all-gather send every rank its part directly.
     """
     if num_hosts == 1:
         return 0.0
@@ -88,9 +85,8 @@ class Member:
     """One tensor that travels in a bucket."""
 
     numel: int
-    """Elements."""
     item_bytes: int
-    """Bytes an element."""
+    """Bytes per element."""
     kind: str = "float"
     """Members of different kinds (dtypes) never share a bucket."""
 
@@ -125,10 +121,10 @@ def assign_buckets(members: Sequence[Member], bucket_bytes: int) -> tuple[tuple[
 
 
 def tail_of(members: Sequence[Member]) -> Member:
-    """The tail of a gradient exchange: loss, count, and one flag a parameter that says whether a rank used it.
+    """The tail of a gradient exchange: loss, count, and one flag per parameter that a rank used.
 
-    It travels with the gradients, so that a step costs no collective of its own for them. Never narrower than
-    32 bits, whatever the gradients are.
+    It travels with the gradients, so that a step needs no collective for it. It has at least 32 bits per word, whatever
+    the gradients have.
     """
     widest = max(members, key=lambda member: member.item_bytes)
     numel = TAIL_WORDS + len(members)
@@ -138,20 +134,16 @@ def tail_of(members: Sequence[Member]) -> Member:
 
 
 def gradient_all_reduce_bytes(members: Sequence[Member], *, bucket_bytes: int, data: int) -> int:
-    """Bytes a rank sends over the data axis in one step of all-reduce data parallelism."""
+    """Bytes that a rank sends over the data axis in one step of all-reduce data parallelism."""
     everything = [*members, tail_of(members)]
     buckets = assign_buckets(everything, bucket_bytes)
     sizes = (sum(everything[index].num_bytes for index in bucket) for bucket in buckets)
     return sum(sent_bytes("all-reduce", size, data) for size in sizes)
 
 
-PIPELINE_WORDS_BYTES = 32
-"""What the last stage tells the others of a step: loss, count, correction, squared norm, in float64."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
-    """What travels between one stage and the next for one microbatch."""
+    """The messages between one stage and the next for one microbatch."""
 
     activation_bytes: int
     gradient_bytes: int
@@ -162,7 +154,7 @@ def pipeline_bytes(
 ) -> int:
     """Bytes that one rank along the pipeline axis sends over it in one step of equal microbatches.
 
-    `tied`: of each parameter that this rank and others hold, its bytes and how many hold it.
+    `tied`: (bytes, number of ranks that hold it) of each parameter that this rank shares with others.
     """
     num_ranks, num_microbatches, last = plan.axes.pipeline, plan.step.microbatches, len(boundaries)
     sent = sum(sent_bytes("all-reduce", num_bytes, num_holders) for num_bytes, num_holders in tied)
@@ -176,32 +168,32 @@ def pipeline_bytes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitLayers:
-    """What ranks that split layers pass to each other for one microbatch, as numbers of exchanges and their bytes."""
+    """The exchanges of ranks that split layers, for one microbatch: their numbers and bytes."""
 
     activation_bytes: int
-    """Of what is between two regions, whole: samples × tokens × features."""
+    """Bytes of the whole activation between two regions: samples × tokens × features."""
     num_regions: int
-    """In the blocks: two a transformer block."""
+    """Split regions in the blocks: two per transformer block."""
     num_embeddings: int = 0
     num_outputs: int = 0
-    """1 where the last layer is split."""
+    """1 if the last layer is split."""
     num_targets: int = 0
-    """Of the built-in loss of split logits; 0 where the output is made whole, or is whole."""
+    """Targets of the built-in loss of split logits; 0 if the output is gathered or not split."""
     loss_item_bytes: int = 4
     whole_output_bytes: int = 0
-    """Of the output where a loss of the user's own needs all of it, each rank's part as wide as the widest."""
+    """Bytes of the output if the user's own loss needs all of it, each rank's part as wide as the widest."""
     partial_bytes: tuple[int, ...] = ()
-    """Whole parameters that are used on a share; under split tokens all of the blocks that are not split."""
+    """Bytes of whole parameters that are used on a share; with split tokens, all in the blocks that are not split."""
     repeated_bytes: tuple[tuple[int, int], ...] = ()
-    """Of parameters of this rank that others have too: their bytes, and how many have them."""
+    """(bytes, number of ranks that hold it) of each parameter that this rank shares with others."""
 
 
 def tensor_bytes(layers: SplitLayers, plan: Plan) -> int:
-    """Bytes a rank sends over the tensor axis in one step of equal microbatches.
+    """Bytes that a rank sends over the tensor axis in one step of equal microbatches.
 
-    A region costs an all-reduce of its output forward and one of its input's gradient backward. Under split tokens each
-    is a reduce-scatter and a gather, which together send the same, and the input is gathered once more backward instead
-    of being kept. Full recomputation repeats what is sent forward inside blocks.
+    A region costs an all-reduce of its output forward and one of its input's gradient backward. With split tokens each
+    is a reduce-scatter and a gather, which together send the same, and the input is gathered again in the backward pass
+    instead of being kept. Full recomputation repeats the forward exchanges inside blocks.
     """
     size, activation = plan.axes.tensor, layers.activation_bytes
     reduced = sent_bytes("all-reduce", activation, size)
@@ -209,7 +201,7 @@ def tensor_bytes(layers: SplitLayers, plan: Plan) -> int:
     forwards = 2 if plan.recompute.policy == "full" else 1
     sent = (layers.num_embeddings + layers.num_outputs) * reduced
     if plan.tensor.sequence:
-        # Between the regions tokens are split once, which costs a gather backward, and joined once, which is one.
+        # Outside the regions tokens are split once, which costs a gather backward, and gathered once.
         sent += layers.num_regions * (forwards * 2 + 3) * gathered + 2 * gathered
     else:
         sent += layers.num_regions * (forwards + 1) * reduced
@@ -222,37 +214,31 @@ def tensor_bytes(layers: SplitLayers, plan: Plan) -> int:
     return plan.step.microbatches * sent + (sent_bytes("all-reduce", NORM_BYTES, size) if takes_norm else 0)
 
 
-NORM_BYTES = 8
-"""The squared norm of what a rank counts of the gradient, in float64."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitAttention:
-    """Attention of ranks that share out the tokens, for one microbatch."""
+    """Attention over split tokens, for one microbatch."""
 
     num_layers: int
     samples: int
     places: Places
     heads: HeadShares
     head_dim: int
-    """Entries of a query, a key or a value of one head."""
     item_bytes: int
     ulysses_rank: int = 0
-    """Where heads do not divide, ranks send more or less."""
+    """Matters where the heads do not divide evenly."""
 
 
 def attention_bytes(layers: SplitAttention, plan: Plan) -> dict[str, int]:
-    """Bytes a rank sends over the axes of the sequence in one step of equal microbatches, gradients of weights apart.
+    """Bytes that a rank sends over the sequence axes in one step of equal microbatches, without gradients of weights.
 
-    Ulysses: queries, keys and values once, and the output once; backward their gradients. The ring: keys and values to
-    all others; backward once more, and their gradients home, in at least 32 bits. Full recomputation repeats what is
-    sent forward.
+    Ulysses: queries, keys and values once, and the output once; backward their gradients. Ring: keys and values to all
+    others; backward once more, and their gradients back, in at least 32 bits. Full recomputation repeats the forward.
     """
     places, rank, heads = layers.places, layers.ulysses_rank, layers.heads
     each = layers.samples * layers.head_dim * layers.item_bytes
     queries, keys = ([stop - start for start, stop in ranges] for ranges in (heads.queries, heads.keys))
     together = [num_queries + 2 * num_keys for num_queries, num_keys in zip(queries, keys, strict=True)]
-    # All heads of this rank's tokens leave, but for its own; of its own heads all tokens return, but for its own.
+    # A rank sends its tokens of all other ranks' heads, and gets the other tokens of its own heads.
     scattered, scattered_output = (sum(parts) - parts[rank] for parts in (together, queries))
     others = places.ulysses - 1
     ulysses = {
@@ -340,15 +326,11 @@ def _num_reductions(plan: Plan) -> int:
 
 
 def batch_norm_bytes(channels: Sequence[int], *, item_bytes: int, microbatches: int, data: int) -> int:
-    """Bytes a rank sends over the data axis in one step for synchronised BatchNorms of these numbers of channels.
+    """Bytes that a rank sends over the data axis in one step for synchronised BatchNorms of these numbers of channels.
 
-    Each of them, for each microbatch: a mean, a sum of squared deviations and a count gathered forward, two sums
-    reduced backward. `item_bytes` is that of the statistics: 8 for a float64 model, else 4.
+    Each gathers, per microbatch, a mean, a sum of squared deviations and a count forward, and reduces two sums
+    backward. `item_bytes` is that of the statistics: 8 for a float64 model, else 4.
     """
     forward = (sent_bytes("all-gather", data * (2 * number + 1) * item_bytes, data) for number in channels)
     backward = (sent_bytes("all-reduce", 2 * number * item_bytes, data) for number in channels)
     return microbatches * (sum(forward) + sum(backward))
-
-
-def _divide_up(numerator: int, denominator: int) -> int:
-    return -(-numerator // denominator)

@@ -1,16 +1,15 @@
-"""The schedule of a plan: the compute order of `schedules.py`, and what has to travel around each compute action.
+"""The schedule of a plan: the compute order of `schedules.py` with the exchanges that each compute action needs.
 
 The rules are the same for every schedule:
 
-    receive    one pass before the message is needed, so that the transfer runs beside that pass; an update is too short
-               to count, and waits for a reduce besides
+    receive    one pass before the message is needed, so that the transfer overlaps that pass; an update does not count
+               as a pass, because it is short and waits for a reduce
     send       right after the action that made the message
     gather     ZeRO-3: as early as a receive, so that the stage's parameters are whole when it computes
     release    ZeRO-3: right after the stage has computed
     reduce     after the last action that adds to the gradients of an update, if there are other data ranks
 
-What a message looks like and how it travels is not known here; nor does anything here wait: a receive and a gather
-begin where they stand, and the action that needs them waits.
+A receive and a gather only begin where they stand; the action that needs them waits.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from weft.plan.pipeline.actions import Action, Schedule
 from weft.plan.plan import Plan
 
 FLUSH_FREE = ("pipedream", "2bw")
-"""The schedules whose pipeline stays full from one step to the next."""
+"""Schedules whose pipeline stays full from one step to the next."""
 
 
 def schedule_of(
@@ -35,19 +34,39 @@ def schedule_of(
     drain: bool = True,
     together: bool = False,
 ) -> Schedule:
-    """What every rank along the pipeline does in a training step.
+    """The actions of every rank along the pipeline in a training step.
 
     `num_microbatches` are fed, by default those of the plan; with 2bw a multiple of those. `first`, `start`, `drain`
     and `together` concern the flush-free schedules only, and are explained in `schedules.py`.
     """
-    num_fed = plan.step.microbatches if num_microbatches is None else num_microbatches
+    num_stages, num_fed = plan.axes.pipeline, plan.step.microbatches if num_microbatches is None else num_microbatches
     if plan.pipeline.schedule in FLUSH_FREE:
-        order = _flush_free_order(plan, num_fed, first=first, start=start, drain=drain, together=together)
-    else:
-        order = tuple(
-            (*actions, Action(kind="update", stage=rank, version=1))
-            for rank, actions in enumerate(_flush_order(plan, num_fed))
-        )
+        assert plan.data.shard != "parameters", "stashed weight versions are whole, so there is nothing to gather"
+    match plan.pipeline.schedule:
+        case "1f1b":
+            order = schedules.one_f_one_b(num_stages, num_fed)
+        case "gpipe":
+            order = schedules.gpipe(num_stages, num_fed)
+        case "naive":
+            order = schedules.naive(num_stages, num_fed)
+        case "interleaved":
+            order = schedules.interleaved(num_stages, num_fed, plan.pipeline.chunks)
+        case "zero-bubble":
+            order = schedules.zero_bubble(num_stages, num_fed)
+        case "pipedream":
+            sync = plan.pipeline.vertical_sync
+            order = schedules.pipedream(num_stages, num_fed, first=first, start=start, drain=drain, vertical_sync=sync)
+        case "2bw":
+            m = plan.step.microbatches
+            batches, left = divmod(num_fed, m)
+            assert left == 0, f"{num_fed} microbatches are no whole batches of {m}"
+            order = schedules.two_bw(
+                num_stages, m, num_batches=batches, first=first, start=start, drain=drain, together=together
+            )
+        case unknown:
+            raise AssertionError(f"no schedule is called {unknown!r}")
+    if plan.pipeline.schedule not in FLUSH_FREE:
+        order = tuple((*actions, Action(kind="update", stage=rank, version=1)) for rank, actions in enumerate(order))
     return with_exchanges(
         order,
         num_stages=plan.axes.pipeline * plan.pipeline.chunks,
@@ -57,7 +76,7 @@ def schedule_of(
 
 
 def evaluation_of(plan: Plan, num_microbatches: int) -> Schedule:
-    """What every rank along the pipeline does to run microbatches forward and no more."""
+    """The actions of every rank along the pipeline that run microbatches forward only."""
     order = schedules.forward_only(plan.axes.pipeline, num_microbatches, plan.pipeline.chunks)
     return with_exchanges(order, num_stages=plan.axes.pipeline * plan.pipeline.chunks, gathers=_gathers(plan))
 
@@ -67,9 +86,8 @@ def with_exchanges(
 ) -> Schedule:
     """The compute order with its exchanges.
 
-    `num_stages` of the model, if the order does not go through all of them. `gathers` says how long
-    parameters stay whole: for the "step", for the consecutive actions of one "microbatch" or more on the same stage, or
-    for ever if it "never" gathers.
+    `num_stages` of the model, if the order does not go through all of them. `gathers`: how long parameters stay whole,
+    for the "step", for consecutive actions on the same stage ("microbatch"), or always ("never" gathered).
     """
     if num_stages is None:
         num_stages = 1 + max((action.stage for actions in order for action in actions), default=0)
@@ -80,21 +98,16 @@ def with_exchanges(
 
 
 def source_of(action: Action, num_stages: int) -> int | None:
-    """The stage whose message a compute action needs; none at the ends of the model."""
-    if action.kind == "forward":
-        return action.stage - 1 if action.stage > 0 else None
-    if action.kind in ("backward", "input-grad"):
-        return action.stage + 1 if action.stage < num_stages - 1 else None
-    return None
+    """The stage whose message a compute action needs; None at the ends of the model."""
+    return _neighbour(action, -1, num_stages)
 
 
-def _target_of(action: Action, num_stages: int) -> int | None:
-    """The stage that needs what a compute action makes; none at the ends of the model."""
-    if action.kind == "forward":
-        return action.stage + 1 if action.stage < num_stages - 1 else None
-    if action.kind in ("backward", "input-grad"):
-        return action.stage - 1 if action.stage > 0 else None
-    return None
+def _neighbour(action: Action, step: int, num_stages: int) -> int | None:
+    """The stage before (-1) or after (1) an action's own, in the direction in which its message travels."""
+    direction = {"forward": 1, "backward": -1, "input-grad": -1}.get(action.kind)
+    if direction is None or not 0 <= action.stage + step * direction < num_stages:
+        return None
+    return action.stage + step * direction
 
 
 def _rank_with_exchanges(
@@ -105,7 +118,7 @@ def _rank_with_exchanges(
     passes = [place for place, action in enumerate(actions) if action.kind != "update"]
     early = dict(zip(passes, [*passes[:1], *passes], strict=False))
     for place, action in enumerate(actions):
-        source, target = source_of(action, num_stages), _target_of(action, num_stages)
+        source, target = source_of(action, num_stages), _neighbour(action, 1, num_stages)
         if source is not None:
             receive = Action(kind="receive", stage=action.stage, microbatch=action.microbatch, peer=source)
             before[early[place]].append(receive)
@@ -147,46 +160,6 @@ def _reductions(actions: tuple[Action, ...]) -> Iterator[tuple[int, Action]]:
         elif action.kind in ("backward", "weight-grad") and update is not None and action.stage not in reduced:
             reduced.add(action.stage)
             yield place, Action(kind="reduce", stage=action.stage, microbatch=update.microbatch)
-
-
-def _flush_order(plan: Plan, num_microbatches: int) -> Schedule:
-    num_ranks = plan.axes.pipeline
-    match plan.pipeline.schedule:
-        case "naive":
-            return schedules.naive(num_ranks, num_microbatches)
-        case "gpipe":
-            return schedules.gpipe(num_ranks, num_microbatches)
-        case "1f1b":
-            return schedules.one_f_one_b(num_ranks, num_microbatches)
-        case "interleaved":
-            return schedules.interleaved(num_ranks, num_microbatches, plan.pipeline.chunks)
-        case "zero-bubble":
-            return schedules.zero_bubble(num_ranks, num_microbatches)
-        case unknown:
-            raise AssertionError(f"no flush schedule is called {unknown!r}")
-
-
-def _flush_free_order(
-    plan: Plan, num_microbatches: int, *, first: int, start: int, drain: bool, together: bool
-) -> Schedule:
-    assert plan.data.shard != "parameters", "stashed weight versions are whole, so there is nothing to gather"
-    num_stages = plan.axes.pipeline
-    if plan.pipeline.schedule == "pipedream":
-        vertical_sync = plan.pipeline.vertical_sync
-        return schedules.pipedream(
-            num_stages, num_microbatches, first=first, start=start, drain=drain, vertical_sync=vertical_sync
-        )
-    num_batches, left = divmod(num_microbatches, plan.step.microbatches)
-    assert left == 0, f"{num_microbatches} microbatches are no whole batches of {plan.step.microbatches}"
-    return schedules.two_bw(
-        num_stages,
-        plan.step.microbatches,
-        num_batches=num_batches,
-        first=first,
-        start=start,
-        drain=drain,
-        together=together,
-    )
 
 
 def _gathers(plan: Plan) -> str:

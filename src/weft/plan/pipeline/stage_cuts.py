@@ -1,14 +1,14 @@
-"""Where to cut the blocks of a model into stages, so that the slowest stage is as quick as it can be.
+"""Cuts a model's blocks into stages so that the slowest stage is as fast as possible.
 
     block     0  1  2  3  4  5        cuts (2, 4): cut before blocks 2 and 4
-    stage     0     1     2           what comes before the blocks counts to stage 0, what comes after to stage 2
+    stage     0     1     2           layers before the blocks belong to stage 0, layers after them to stage 2
 
-Three wishes, each within 2 % of the best that the ones before it leave, because times are measured and never quite
-equal: the longest stage is short; the largest stage is small; all stages are even. Each is a dynamic program over
-(stages so far, blocks so far), so the answer is the best there is and the same every time. Sums are whole numbers:
-with rounding, equal blocks would not make equal stages.
+Three objectives in this order, each within 2 % of the best that the earlier ones allow, because measured times are
+never quite equal: the least time of the slowest stage, the least memory of the largest stage, the evenest stages. Each
+is a dynamic program over (stages so far, blocks so far), hence optimal and deterministic. Sums are integers: with
+rounding, equal blocks would not make equal stages.
 
-With several chunks a rank, stages are balanced one by one, not the sums that a rank holds.
+With several chunks per rank, single stages are balanced, not the sums of a rank's stages.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from weft.errors import PlanError
 _TIE_PERCENT = 2
 
 _Answer = tuple[tuple[tuple[int, int], ...], tuple[int, ...]]
-"""(Time, number of blocks) of every stage, largest first; where every stage stops."""
+"""(time, number of blocks) of every stage, largest first; the block at which every stage stops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCost:
-    """What one block costs on one device."""
+    """The cost of one block on one device."""
 
     time_s: float = 0.0
-    """Forward and backward of one microbatch."""
+    """Time of forward and backward of one microbatch."""
     state_bytes: int = 0
-    """What it holds however many microbatches are in flight."""
+    """Memory that does not depend on the number of microbatches in flight."""
     activation_bytes: int = 0
-    """What it holds from forward to backward, for each microbatch in flight."""
+    """Memory held from forward to backward, per microbatch in flight."""
 
     def __post_init__(self) -> None:
         costs = (self.time_s, self.state_bytes, self.activation_bytes)
@@ -56,9 +56,9 @@ def balance(
 ) -> tuple[int, ...]:
     """The numbers of the blocks to cut before. Every stage gets at least one block.
 
-    `first` and `last` are what comes before the blocks (an embedding) and after them (norm, head and loss).
-    `in_flight`: the most microbatches that each stage holds at a time; if not given, 1F1B's with enough of them, which
-    is one on the last stage and one more on each stage before it.
+    `first` and `last`: costs of the layers before the blocks (an embedding) and after them (norm, head and loss).
+    `in_flight`: the most microbatches that each stage holds at a time; by default those of 1F1B, one on the last stage
+    and one more on each stage before it.
     """
     if num_stages > len(costs):
         raise PlanError(
@@ -74,7 +74,7 @@ def balance(
 
 
 def stage_problem(num_blocks: int, *, pipeline: int, chunks: int = 1) -> str | None:
-    """Why so many blocks do not make so many stages, and the nearest numbers that work; None if they do."""
+    """The reason why so many blocks are too few for so many stages, with numbers that work; None if they suffice."""
     num_stages = pipeline * chunks
     if num_stages <= num_blocks:
         return None
@@ -95,7 +95,7 @@ def stage_problem(num_blocks: int, *, pipeline: int, chunks: int = 1) -> str | N
 
 
 def check_cuts(cuts: Sequence[int], num_blocks: int, num_stages: int) -> None:
-    """Refuse cuts that do not make so many stages of so many blocks, with every reason."""
+    """Refuse cuts that do not make so many stages of so many blocks, with all reasons."""
     problems = []
     said = f"[pipeline] cuts = {list(cuts)}"
     if len(cuts) != num_stages - 1:
@@ -115,39 +115,41 @@ def check_cuts(cuts: Sequence[int], num_blocks: int, num_stages: int) -> None:
 
 
 class _Stages:
-    """Time and memory of every stage that can be made: stage number `stage`, blocks `start` to `stop - 1`."""
+    """Time and memory of every possible stage: stage number `stage`, blocks `start` to `stop - 1`."""
 
     def __init__(self, costs: Sequence[BlockCost], first: BlockCost, last: BlockCost, in_flight: Sequence[int]) -> None:
-        self.num_blocks, self.num_stages = len(costs), len(in_flight)
-        self._first, self._last, self._in_flight = first, last, in_flight
-        ratios = [Fraction(cost.time_s) for cost in (first, *costs, last)]
-        scale = math.lcm(*(ratio.denominator for ratio in ratios))  # a power of two: exact
-        self._first_time, *times, self._last_time = [int(ratio * scale) for ratio in ratios]
-        self._time_before = list(itertools.accumulate(times, initial=0))
-        self._state_before = list(itertools.accumulate((cost.state_bytes for cost in costs), initial=0))
-        self._activations_before = list(itertools.accumulate((cost.activation_bytes for cost in costs), initial=0))
+        self.num_blocks, self.num_stages, self._in_flight = len(costs), len(in_flight), in_flight
+        costs = (first, *costs, last)
+        times = [Fraction(cost.time_s) for cost in costs]
+        scale = math.lcm(*(time.denominator for time in times))  # a power of two: exact
+        self._times = _running_sums([int(time * scale) for time in times])
+        self._states = _running_sums([cost.state_bytes for cost in costs])
+        self._activations = _running_sums([cost.activation_bytes for cost in costs])
 
     def time(self, stage: int, start: int, stop: int) -> int:
-        """In units of which the second is a whole multiple."""
-        time = self._time_before[stop] - self._time_before[start]
-        return time + self._first_time * (stage == 0) + self._last_time * (stage == self.num_stages - 1)
+        """Time in units that divide a second."""
+        return self._times[stop] - self._times[start]
 
     def num_bytes(self, stage: int, start: int, stop: int) -> int:
-        state = self._state_before[stop] - self._state_before[start]
-        activations = self._activations_before[stop] - self._activations_before[start]
-        for end, is_here in ((self._first, stage == 0), (self._last, stage == self.num_stages - 1)):
-            state += end.state_bytes * is_here
-            activations += end.activation_bytes * is_here
-        return state + activations * self._in_flight[stage]
+        activations = self._activations[stop] - self._activations[start]
+        return self._states[stop] - self._states[start] + activations * self._in_flight[stage]
 
     def stops(self, stage: int) -> range:
-        """Where a stage may end, so that the others have at least one block each."""
+        """The ends of a stage that leave every other stage at least one block."""
         end = self.num_blocks - self.num_stages + stage + 1
         return range(end if stage == self.num_stages - 1 else stage + 1, end + 1)
 
 
+def _running_sums(costs: list[int]) -> list[int]:
+    """The cost of the first n blocks, for each n; the layers around the blocks count to the first and last block."""
+    first, *blocks, last = costs
+    blocks[0] += first
+    blocks[-1] += last
+    return list(itertools.accumulate(blocks, initial=0))
+
+
 def _lowest_peak(stages: _Stages, cost: Callable[[int, int, int], int], *, longest: int | None) -> int:
-    """The largest cost of a stage, where it is lowest, if no stage may take longer than `longest`."""
+    """The lowest possible maximum cost of a stage, if no stage may take longer than `longest`."""
     ends: dict[int, int] = {0: 0}
     for stage in range(stages.num_stages):
         reached: dict[int, int] = {}
@@ -155,7 +157,7 @@ def _lowest_peak(stages: _Stages, cost: Callable[[int, int, int], int], *, longe
             best: int | None = None
             for start in range(stop - 1, -1, -1):
                 own = cost(stage, start, stop)
-                # A stage only grows from here on.
+                # With an earlier start the stage only grows.
                 if (longest is not None and stages.time(stage, start, stop) > longest) or (
                     best is not None and own >= best
                 ):
@@ -170,10 +172,10 @@ def _lowest_peak(stages: _Stages, cost: Callable[[int, int, int], int], *, longe
 
 
 def _most_even(stages: _Stages, *, longest: int, largest: int) -> tuple[int, ...]:
-    """Cuts within both limits whose longest stage is shortest, then the second longest, and so on.
+    """Cuts within both limits whose slowest stage is fastest, then the second slowest, and so on.
 
-    Stages of equal time count by their blocks, and of equal answers the one that cuts earliest is taken. This order
-    survives adding the same stage to two answers, so the best answer for a part is a part of the best.
+    Stages of equal time compare by their blocks; among equal answers the earliest cuts win. Adding the same stage to
+    two answers keeps their order, so dynamic programming is exact.
     """
     ends: dict[int, _Answer] = {0: ((), ())}
     for stage in range(stages.num_stages):
@@ -193,5 +195,5 @@ def _most_even(stages: _Stages, *, longest: int, largest: int) -> tuple[int, ...
 
 
 def _with_tie(best: int) -> int:
-    """The largest that counts as equal to the best."""
+    """The largest value that counts as equal to the best."""
     return best * (100 + _TIE_PERCENT) // 100
