@@ -22,6 +22,7 @@ from weft.sync.base import Totals
 from weft.training.parallelize import parallelize
 from weft.training.trainer import Trainer
 from weft.verification import verify as verify_module
+from weft.verification.compare import relative_error
 from weft.verification.verify import Verification, verify
 
 
@@ -101,6 +102,16 @@ def test_a_right_plan_passes_and_says_how_near_it_was() -> None:
 def test_one_process_without_a_group_passes_too() -> None:
     assert not dist.is_initialized()
     assert run(plan=data_plan(1, microbatches=3, clip_norm=0.1)).require().ok
+
+
+def test_rounding_of_cancelling_terms_is_no_error_and_a_wrong_factor_is() -> None:
+    """A scale in front of BatchNorm has a gradient of 1e-6 of the model's largest, the sum of terms as large as that."""
+    largest = 0.2
+    small, unit = 1e-6 * largest, 2.2e-16 * largest
+    assert relative_error(16 * unit, small, largest) < 1e-10
+    assert relative_error(small, small, largest) > 1e-4  # twice the true one
+    assert relative_error(1e-12 * largest, 1e-12 * largest, largest) > 1e-10  # the same where it is nearly noise
+    assert relative_error(2e-10 * largest, largest, largest) > 1e-10
 
 
 @ranks(2)

@@ -26,8 +26,13 @@ from weft.verification.one_process import Key
 from weft.verification.oracles import Oracle
 from weft.verification.verdict import Difference
 
-_ZERO_GRADIENT = 1e-6
-"""A tensor whose true values are all (nearly) zero is measured against this part of the model's largest value."""
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
+"""Largest relative error by dtype. In float32 only losses are held to it; rounding may amplify in single weights."""
+
+_ROUNDING = 64 * torch.finfo(torch.float64).eps
+"""Error that rounding alone may cause, relative to the largest value of the model. A gradient that is nearly zero by the
+maths (of a scale in front of a norm) is the sum of terms as large as the model's largest gradient, which cancel: its
+error is relative to the terms, not to the sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +96,7 @@ def compare_tensors(trainer: Trainer, oracle: Oracle | None, *, step: int, is_se
     for key, unexpected in owned.items():  # a gradient where one process has none
         measured += [(key, float("inf"), 0.0) for own in unexpected if own.tensor is not None]
     return [
-        difference(key, step, mesh.world.rank, off / max(scale, _ZERO_GRADIENT * largest.get(key.what, 0.0), 1e-300))
+        difference(key, step, mesh.world.rank, relative_error(off, scale, largest.get(key.what, 0.0)))
         for key, off, scale in measured
     ]
 
@@ -117,6 +122,11 @@ def receive(sent: torch.Tensor | None, shape: tuple[int, ...], group: Group, dev
         tensor = sent.detach().to(device, torch.float64, copy=True).contiguous()
     broadcast(tensor, group)
     return tensor
+
+
+def relative_error(off: float, scale: float, largest: float) -> float:
+    """The error of a tensor whose largest entry is `scale`, in a model whose largest is `largest`."""
+    return off / max(scale, _ROUNDING / TOLERANCES[torch.float64] * largest, 1e-300)
 
 
 def difference(key: Key, step: int, rank: int, error: float) -> Difference:

@@ -28,7 +28,7 @@ class Difference:
     """loss, gradient, weight or buffer."""
     name: str
     error: float
-    """The largest difference, relative to the largest entry of the reference tensor."""
+    """The largest difference, relative to the largest entry of the reference tensor (see `compare.relative_error`)."""
     rank: int
     step: int
 

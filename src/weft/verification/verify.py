@@ -36,7 +36,7 @@ from weft.training.parallelize import ParameterGroups, parallelize
 from weft.training.setup.probe_optimizer import OptimizerFactory
 from weft.training.step.loss import LossFunction, resolve_loss
 from weft.training.trainer import Trainer
-from weft.verification.compare import compare_tensors, difference
+from weft.verification.compare import TOLERANCES, compare_tensors, difference
 from weft.verification.deviation import of_rule, rounding
 from weft.verification.examine import Losses, examine
 from weft.verification.keep_float64 import unrounded
@@ -44,9 +44,6 @@ from weft.verification.one_process import Key, OneProcess
 from weft.verification.oracles import Oracle, Rule, find_stages, rule_of
 from weft.verification.verdict import Cause, Deviation, Difference, Finding, Verification
 from weft.verification.zero_noise import Silenced
-
-TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
-"""The largest error by dtype. In float32 only losses are held to it; rounding may amplify in single weights."""
 
 _RANDOM = Cause(
     kind="random",
