@@ -105,7 +105,7 @@ def test_one_process_without_a_group_passes_too() -> None:
 
 
 def test_rounding_of_cancelling_terms_is_no_error_and_a_wrong_factor_is() -> None:
-    """A scale in front of BatchNorm has a gradient of 1e-6 of the model's largest, the sum of terms as large as that."""
+    """The gradient of a scale in front of BatchNorm is 1e-6 of the model's largest, its terms as large as that."""
     largest = 0.2
     small, unit = 1e-6 * largest, 2.2e-16 * largest
     assert relative_error(16 * unit, small, largest) < 1e-10
