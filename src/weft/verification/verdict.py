@@ -13,8 +13,8 @@ LARGEST_LOSS_DEVIATION = 0.05
 """Largest relative deviation of a 16-bit plan's loss from float32 that rounding explains."""
 
 LARGEST_GRADIENT_DEVIATION = 0.4
-"""The same for all gradients together: a factor of 2 deviates by 1, a factor of 0.5 by 0.5, and rounding to bf16 or fp16
-by less than 0.01 in the models that were measured."""
+"""The same for all gradients together: a factor of 2 deviates by 1, a factor of 0.5 by 0.5, and rounding to bf16 or
+fp16 by less than 0.01 in the models that were measured."""
 
 _MOST_LISTED = 10
 
