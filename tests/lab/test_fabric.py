@@ -8,7 +8,7 @@ import random
 import pytest
 
 from weft.lab.fabric import Delivery, Fabric
-from weft.lab.network import Host, Network, Way
+from weft.lab.network import Host, Network, Route
 
 MBIT = 1e6
 PACKET = bytes(12_500)  # 100,000 bits: 1 ms at 100 Mbit/s
@@ -27,8 +27,8 @@ def network(
 ) -> Network:
     host = Host(ranks=1, upload_bits_per_s=upload or rate, download_bits_per_s=rate, compute=0.0)
     pairs = [(a, b) for a in range(num_hosts) for b in range(num_hosts) if a != b]
-    ways = {
-        pair: Way(
+    routes = {
+        pair: Route(
             delay_s=delay_s,
             jitter_s=jitter_s,
             loss=loss,
@@ -36,7 +36,7 @@ def network(
         )
         for pair in pairs
     }
-    return Network(hosts=(host,) * num_hosts, ways=ways, trunks=() if trunk is None else (trunk,), mtu_bytes=65000)
+    return Network(hosts=(host,) * num_hosts, routes=routes, trunks=() if trunk is None else (trunk,), mtu_bytes=65000)
 
 
 def drain(fabric: Fabric, until_s: float = math.inf) -> list[Delivery]:
@@ -119,7 +119,7 @@ def test_a_full_queue_drops_at_its_tail() -> None:
     for number in range(200):
         fabric.send(0.0, 0, 1, number.to_bytes(2, "big") + PACKET)
     arrived = drain(fabric)
-    kept = net.queue_bytes(8 * MBIT) // (len(PACKET) + 2) + 1  # the first is under way, not queued
+    kept = net.queue_bytes(8 * MBIT) // (len(PACKET) + 2) + 1  # the first is under route, not queued
     assert len(arrived) == kept and len(fabric.drops) == 200 - kept
     assert [int.from_bytes(each.packet[:2], "big") for each in arrived] == list(range(kept))
     assert not any(drop.by_chance for drop in fabric.drops)
