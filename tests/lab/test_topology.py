@@ -50,14 +50,8 @@ def test_quantities(parse: Callable[[object], float], text: object, value: float
 
 
 def test_rates_as_printed() -> None:
-    assert [format_rate(rate) for rate in (100e6, 2.5e9, 999.9e6, 64e3, 8, math.inf)] == [
-        "100 Mbit/s",
-        "2.5 Gbit/s",
-        "999.9 Mbit/s",
-        "64 kbit/s",
-        "8 bit/s",
-        "unlimited",
-    ]
+    printed = [format_rate(rate) for rate in (100e6, 2.5e9, 999.9e6, 64e3, 8, math.inf)]
+    assert printed == ["100 Mbit/s", "2.5 Gbit/s", "999.9 Mbit/s", "64 kbit/s", "8 bit/s", "unlimited"]
 
 
 def test_addresses_go_both_ways() -> None:

@@ -18,6 +18,10 @@ def off(rank: int = 0, **seen: Any) -> Evidence:
     return Evidence(rank=rank, is_off=True, **{"mine": 1.0, "true": 2.0, "worst": (0,), **seen})
 
 
+def cause_of(*evidence: Evidence, plan: Plan = TWO_BY_TWO, what: str = "gradient") -> Cause:
+    return diagnose(evidence, GradientErrors(), plan, what=what, num_targets=8)
+
+
 def factor(
     ratio: float, plan: Plan, *, gradients: GradientErrors | None = None, num_targets: float = math.nan
 ) -> Cause:
@@ -88,11 +92,11 @@ def test_a_factor_that_is_no_degree_is_said_as_it_is() -> None:
 
 def test_ranks_with_different_factors_have_none_in_common() -> None:
     evidence = [off(0, ratio=2.0, ratio_left=0.0), off(1, ratio=3.0, ratio_left=0.0)]
-    assert diagnose(evidence, GradientErrors(), TWO_BY_TWO, what="gradient", num_targets=8).kind == "unknown"
+    assert cause_of(*evidence).kind == "unknown"
 
 
 def test_a_weight_that_moved_too_far() -> None:
-    cause = diagnose([off(ratio=2.0, ratio_left=0.0)], GradientErrors(), TWO_BY_TWO, what="weight", num_targets=8)
+    cause = cause_of(off(ratio=2.0, ratio_left=0.0), what="weight")
     assert cause.kind == "factor" and "moved 2 times as far as it should" in cause.text
 
 
@@ -116,30 +120,30 @@ def test_a_weight_that_moved_too_far() -> None:
     ],
 )
 def test_other_mistakes(seen: dict[str, Any], what: str, kind: str, told: str) -> None:
-    cause = diagnose([off(**seen), Evidence(rank=1)], GradientErrors(), TWO_BY_TWO, what=what, num_targets=8)
+    cause = cause_of(off(**seen), Evidence(rank=1), what=what)
     assert cause.kind == kind and told in cause.text, cause
 
 
 def test_the_fewest_axes_that_add_up_are_named() -> None:
     sums = {"data+ring": (0.0, 1.0), "data": (0.0, 1.0), "ring": (0.0, 1.0)}
-    assert diagnose([off(sums_left=sums)], GradientErrors(), Plan(), what="gradient", num_targets=8).axes == ("data",)
+    assert cause_of(off(sums_left=sums), plan=Plan()).axes == ("data",)
 
 
 def test_all_ranks_that_are_off_must_agree() -> None:
     evidence = [off(0, previous_left=0.0), off(1, previous_left=1.0)]
-    assert diagnose(evidence, GradientErrors(), TWO_BY_TWO, what="gradient", num_targets=8).kind == "unknown"
+    assert cause_of(*evidence).kind == "unknown"
 
 
 def test_rows_that_are_off_by_a_factor() -> None:
     seen = off(rows=(0, 16, 47, 48), rows_ratio=2.0, rows_left=1e-9)
-    cause = diagnose([seen], GradientErrors(), Plan(axes=Axes(ring=2)), what="gradient", num_targets=8)
+    cause = cause_of(seen, plan=Plan(axes=Axes(ring=2)))
     assert (cause.kind, cause.axes) == ("factor", ("ring",))
     assert cause.text.startswith("only entries 16 to 47 of 48 along dim 0 are off: there it is too large by exactly 2")
 
 
 def test_swapped_shares_point_to_the_axis_between_them() -> None:
     evidence = [off(0, swapped_with=1), off(1, swapped_with=0)]
-    assert diagnose(evidence, GradientErrors(), TWO_BY_TWO, what="gradient", num_targets=8).axes == ("tensor",)
+    assert cause_of(*evidence).axes == ("tensor",)
 
 
 # ---- losses and places ----
@@ -163,7 +167,7 @@ def test_a_true_loss_that_divides_nothing() -> None:
     cause = diagnose_loss([math.nan] * 2, math.nan, None, nothing, plan)
     assert cause.kind == "not a number" and "one process's loss is not a number" in cause.text
     assert factor(0.0, plan, gradients=all_off(plan, 0.0)).kind == "factor"
-    cause = diagnose([off(state="nowhere a number")], nothing, plan, what="gradient", num_targets=8)
+    cause = cause_of(off(state="nowhere a number"), plan=plan)
     assert cause.kind == "not a number" and "look at the model or the data" in cause.text
 
 
