@@ -69,15 +69,14 @@ def make_ping_pong(first: int, second: int, group: Group, device: torch.device) 
         is_first = group.ranks[group.index] == first
         other = group.ranks.index(second if is_first else first)
 
-        def give() -> None:
-            send(message, group, to=other).wait()
+        def exchange() -> None:
+            if is_first:
+                send(message, group, to=other).wait()
             receive(answer, group, source=other).wait()
+            if not is_first:
+                send(message, group, to=other).wait()
 
-        def give_back() -> None:
-            receive(answer, group, source=other).wait()
-            send(message, group, to=other).wait()
-
-        return _finished(give if is_first else give_back, device)
+        return _finished(exchange, device)
 
     return make
 

@@ -128,14 +128,10 @@ def _refuse(
         raise DataError(problems)
 
 
-def _origin_s(timeline: Timeline) -> float:
-    """The start of the first span: recorded times count from an arbitrary zero."""
-    return min(span.start_s for span in timeline.spans)
-
-
 def _panel(canvas: Canvas, title: str, timeline: Timeline, y: float, unit_s: float | None) -> tuple[list[str], float]:
     """The panel's elements, and the top of the next one."""
-    length_s, origin_s, right = timeline.makespan_s, _origin_s(timeline), canvas.x(canvas.until_s)
+    length_s, right = timeline.makespan_s, canvas.x(canvas.until_s)
+    origin_s = min(span.start_s for span in timeline.spans)  # recorded times count from an arbitrary zero
     lasts = f"{length_s / unit_s:.4g} units" if unit_s else format_seconds(length_s)
     busy = f"{lasts}, {100 * timeline.utilisation:.0f} % busy"
     parts = [_text(MARGIN_PX, y + 13, title, "title")] if title else []
