@@ -56,7 +56,7 @@ from weft.measure.process import PeakPss, read_pss_bytes
 from weft.models.gpt import GPTConfig
 from weft.plan.pipeline.communication import FLUSH_FREE, schedule_of
 from weft.plan.pipeline.schedules import live_activations
-from weft.report.timeline import side_by_side
+from weft.report.timeline import draw as draw_timelines
 from weft.training.data.datasets import TokenWindows, split_held_out, standard_library_text
 from weft.units import format_bytes
 
@@ -211,7 +211,7 @@ def bubble(num_ranks: int, args: argparse.Namespace) -> Iterator[str]:
             )
             if args.pictures and dist.get_rank() == 0:
                 args.pictures.mkdir(parents=True, exist_ok=True)
-                picture = side_by_side([(f"{schedule}, foretold", planned), (f"{schedule}, executed", executed)])
+                picture = draw_timelines([(f"{schedule}, foretold", planned), (f"{schedule}, executed", executed)])
                 (args.pictures / f"pipeline-{schedule}-{m}.svg").write_text(picture)
 
 

@@ -110,6 +110,12 @@ def start(*arguments: str | Path, folder: Path, module: str = "weft.cli.main") -
     )
 
 
+def start_torchrun(*arguments: str | Path, folder: Path, max_restarts: int = 0) -> subprocess.Popen[str]:
+    """The command on two ranks of torchrun."""
+    flags = ("--nproc-per-node", "2", "--max-restarts", str(max_restarts), "-m", "weft.cli.main")
+    return start(*flags, *arguments, folder=folder, module="torch.distributed.run")
+
+
 def finish(process: subprocess.Popen[str], *, timeout_s: float = 100.0) -> Outcome:
     try:
         stdout, stderr = process.communicate(timeout=timeout_s)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import Outcome, Workspace, finish, start
+from command import Outcome, Workspace, finish, start_torchrun
 
 from weft.checkpoint.folders import all_checkpoints
 
@@ -32,8 +32,13 @@ class Refusal:
         path.write_text(text)
         return path
 
+    def job_with(self, workspace: Workspace, plan: str) -> Path:
+        """The tiny job under a plan."""
+        self.write("plan.toml", plan)
+        return self.write("job.toml", f'plan = "plan.toml"\n{workspace.job.read_text()}')
+
     def __call__(self, *arguments: str | Path, words: tuple[str, ...]) -> str:
-        before = sorted(path for path in self.folder.rglob("*"))
+        before = sorted(self.folder.rglob("*"))
         outcome = self._run(*arguments)
         assert outcome.code == 2, outcome
         assert outcome.stdout == ""
@@ -42,7 +47,7 @@ class Refusal:
         assert "Traceback" not in message and ".py" not in message, message
         for word in words:
             assert message.count(word) == 1, f"{word!r} is not once in:\n{message}"
-        assert sorted(path for path in self.folder.rglob("*")) == before, "something was left on the disk"
+        assert sorted(self.folder.rglob("*")) == before, "something was left on the disk"
         return message
 
 
@@ -52,21 +57,14 @@ def refuse(run_here: RunHere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return Refusal(run_here, tmp_path)
 
 
-def with_plan(workspace: Workspace, plan: str) -> str:
-    """The tiny job, under a plan file of this name."""
-    return f'plan = "{plan}"\n{workspace.job.read_text()}'
-
-
 def test_axes_that_do_not_multiply_to_the_ranks(refuse: Refusal, workspace: Workspace) -> None:
-    refuse.write("plan.toml", "[axes]\ndata = 2\n")
-    job = refuse.write("job.toml", with_plan(workspace, "plan.toml"))
+    job = refuse.job_with(workspace, "[axes]\ndata = 2\n")
     refuse("train", job, "--ranks", 3, words=("data 2 = 2 ranks, 3 are running", "set [axes] data = 3, or start 2"))
 
 
 def test_unknown_names_and_values_in_a_plan(refuse: Refusal, workspace: Workspace) -> None:
     plan = '[axes]\ndatta = 2\n[data]\nsync = "alreduce"\n[comms]\nx = 1\n[step]\nmicrobatches = 0\n'
-    refuse.write("plan.toml", plan)
-    job = refuse.write("job.toml", with_plan(workspace, "plan.toml"))
+    job = refuse.job_with(workspace, plan)
     words = ('did you mean "data"?', 'did you mean "all-reduce"?', 'did you mean "comm"?', "microbatches = 0")
     refuse("train", job, words=words)
     refuse("verify", job, words=words)
@@ -74,12 +72,10 @@ def test_unknown_names_and_values_in_a_plan(refuse: Refusal, workspace: Workspac
 
 
 def test_what_is_not_built_yet(refuse: Refusal, workspace: Workspace) -> None:
-    refuse.write("plan.toml", '[data]\nsync = "server"\n[codec]\nname = "topk"\n')
-    job = refuse.write("job.toml", with_plan(workspace, "plan.toml"))
+    job = refuse.job_with(workspace, '[data]\nsync = "server"\n[codec]\nname = "topk"\n')
+    words = ('[data] sync = "server" is not built yet', '[codec] name = "topk" is not built yet')
     for command in ("train", "verify"):
-        refuse(
-            command, job, words=('[data] sync = "server" is not built yet', '[codec] name = "topk" is not built yet')
-        )
+        refuse(command, job, words=words)
 
 
 def test_unknown_names_and_values_in_a_job(refuse: Refusal) -> None:
@@ -92,9 +88,8 @@ def test_unknown_names_and_values_in_a_job(refuse: Refusal) -> None:
 
 
 def test_problems_of_plan_and_job_come_together(refuse: Refusal, workspace: Workspace) -> None:
-    refuse.write("plan.toml", '[axes]\ndata = 16\n[data]\nsync = "local"\n')
-    text = with_plan(workspace, "plan.toml").replace("heads = 2", "heads = 3").replace("corpus.txt", "corpse.txt")
-    job = refuse.write("job.toml", text)
+    job = refuse.job_with(workspace, '[axes]\ndata = 16\n[data]\nsync = "local"\n')
+    job.write_text(job.read_text().replace("heads = 2", "heads = 3").replace("corpus.txt", "corpse.txt"))
     words = (
         "data 16 = 16 ranks, 2 are running",
         '[data] sync = "local" is not built yet',
@@ -276,11 +271,7 @@ def test_inside_torchrun_a_mistake_is_printed_once(
 ) -> None:
     job = model_job(refuse, workspace, name)
     output = refuse.folder / "run" if name != "tiny" else reference[0]
-    launcher = ("--nproc-per-node", "2", "-m", "weft.cli.main")
-    process = start(
-        *launcher, "train", job, "--output", output, folder=workspace.folder, module="torch.distributed.run"
-    )
-    outcome = finish(process)
+    outcome = finish(start_torchrun("train", job, "--output", output, folder=workspace.folder))
     assert outcome.code != 0
     assert outcome.stderr.count(told) == 1
     assert "weft/cli/main.py" not in outcome.stderr  # torchrun prints a traceback of its own; no rank does

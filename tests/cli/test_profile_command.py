@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import Outcome, Workspace, finish, start
+from command import Outcome, Workspace, finish, start, start_torchrun
 
 from weft.measure.exchanges import TIMED
 from weft.profiles.cluster_text import read_cluster
@@ -75,10 +75,8 @@ def test_a_launcher_decides_the_number_of_ranks(run_here: RunHere, monkeypatch: 
 
 @pytest.mark.long
 def test_it_joins_torchrun_and_compares_first(workspace: Workspace, tmp_path: Path) -> None:
-    launcher = ("--nproc-per-node", "2", "-m", "weft.cli.main")
     path = tmp_path / "cluster.toml"
-    process = start(*launcher, "profile", "--output", path, folder=workspace.folder, module="torch.distributed.run")
-    outcome = finish(process)
+    outcome = finish(start_torchrun("profile", "--output", path, folder=workspace.folder))
     assert outcome.code == 0, outcome.stderr
     assert outcome.stdout.index("2 ranks compared: nothing differs") < outcome.stdout.index(f"wrote {path}")
     assert outcome.stdout.count("wrote") == 1 and read_cluster(path).num_ranks == 2

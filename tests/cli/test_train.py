@@ -10,8 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,7 @@ from command import (
     lines_of,
     losses_of,
     start,
+    start_torchrun,
     tensors_of,
     wait_for_step,
 )
@@ -53,20 +54,10 @@ def test_the_options_are_these() -> None:
         for name, command in commands.items()
     }
     assert options == {
-        "lab": [
-            "--bandwidth",
-            "--check",
-            "--counters",
-            "--delay",
-            "--hosts",
-            "--jitter",
-            "--loss",
-            "--per-host",
-            "--preset",
-            "--ranks-per-host",
-            "--topology",
-            "--traceback",
-        ],
+        "lab": (
+            "--bandwidth --check --counters --delay --hosts --jitter --loss --per-host --preset --ranks-per-host "
+            "--topology --traceback"
+        ).split(),
         "profile": ["--job", "--output", "--preflight", "--quick", "--ranks", "--traceback"],
         "train": ["--output", "--ranks", "--restarts", "--resume", "--steps", "--trace", "--traceback"],
         "verify": ["--batch", "--dtype", "--json", "--plan", "--steps", "--traceback"],
@@ -89,12 +80,8 @@ def test_version_and_bare_command() -> None:
 
 def test_a_run_leaves_its_files(reference: Reference, workspace: Workspace) -> None:
     directory, _ = reference
-    assert sorted(path.name for path in directory.iterdir()) == [
-        "checkpoints",
-        "job.toml",
-        "metrics.jsonl",
-        "plan.toml",
-    ]
+    files = sorted(path.name for path in directory.iterdir())
+    assert files == ["checkpoints", "job.toml", "metrics.jsonl", "plan.toml"]
     assert read_plan(directory / "plan.toml") == Plan(axes=Axes(data=2))
     job = read_job(workspace.job)
     assert (read_run(directory).steps, read_run(directory).model) == (job.steps, job.model)
@@ -154,16 +141,13 @@ def test_more_steps_go_on_from_the_end(run_here: RunHere, reference: Reference, 
     assert read_run(tmp_path / "run").steps.total == TOTAL_STEPS + 5
 
 
-def stop_with(directory: Path, signal_it: Callable[[], None]) -> threading.Thread:
-    """Interfere when the first checkpoint is a few steps old."""
-
-    def wait_and_signal() -> None:
-        wait_for_step(directory, SAVE_EVERY + 3)
-        signal_it()
-
-    thread = threading.Thread(target=wait_and_signal)
+@contextmanager
+def after_step(directory: Path, step: int, act: Callable[[], None]) -> Iterator[None]:
+    """Context in which `act` is called once the run has done a step."""
+    thread = threading.Thread(target=lambda: (wait_for_step(directory, step), act()))
     thread.start()
-    return thread
+    yield
+    thread.join()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
@@ -171,9 +155,8 @@ def test_a_signal_to_the_parent_stops_and_resume_goes_on(
     run_here: RunHere, workspace: Workspace, reference: Reference, tmp_path: Path, number: signal.Signals
 ) -> None:
     directory, job = tmp_path / "run", workspace.slow_job(tmp_path)
-    thread = stop_with(directory, lambda: os.kill(os.getpid(), number))
-    outcome = run_here("train", job, "--output", directory)
-    thread.join()
+    with after_step(directory, SAVE_EVERY + 3, lambda: os.kill(os.getpid(), number)):
+        outcome = run_here("train", job, "--output", directory)
     assert outcome.code == 130
     assert outcome.stderr.strip() == "stopping after this step; Ctrl-C again to end at once"
     done = max(losses_of(directory))
@@ -190,9 +173,9 @@ def test_ctrl_c_in_a_terminal_stops_and_says_how_to_resume(
     """A terminal sends it to the whole process group: parent, forkserver and ranks."""
     directory = tmp_path / "run"
     process = start("train", workspace.slow_job(tmp_path), "--output", directory, folder=workspace.folder)
-    thread = stop_with(directory, lambda: os.killpg(process.pid, signal.SIGINT))
+    wait_for_step(directory, SAVE_EVERY + 3)
+    os.killpg(process.pid, signal.SIGINT)
     outcome = finish(process)
-    thread.join()
     assert outcome.code == 130
     assert outcome.stderr.strip() == "stopping after this step; Ctrl-C again to end at once"
     done = max(losses_of(directory))
@@ -208,27 +191,12 @@ def kill_rank(folder: Path, rank: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_is_started_again(
-    run_here: RunHere, workspace: Workspace, reference: Reference, tmp_path: Path, rank: int
-) -> None:
-    directory, job = tmp_path / "run", workspace.slow_job(tmp_path, delay_s=0.01)
-    thread = stop_with(directory, lambda: kill_rank(tmp_path, rank))
-    outcome = run_here("train", job, "--output", directory)
-    thread.join()
-    assert (outcome.code, outcome.stderr) == (0, "")
-    assert_same_run(directory, reference[0])
-
-
-@pytest.mark.long
 def test_a_rank_killed_before_the_first_checkpoint_starts_from_the_beginning(
     run_here: RunHere, workspace: Workspace, reference: Reference, tmp_path: Path
 ) -> None:
     directory, job = tmp_path / "run", workspace.slow_job(tmp_path)
-    thread = threading.Thread(target=lambda: (wait_for_step(directory, 3), kill_rank(tmp_path, 1)))
-    thread.start()
-    assert run_here("train", job, "--output", directory).code == 0
-    thread.join()
+    with after_step(directory, 3, lambda: kill_rank(tmp_path, 1)):
+        assert run_here("train", job, "--output", directory).code == 0
     assert_same_run(directory, reference[0])
 
 
@@ -265,10 +233,8 @@ def test_kills_at_any_moment_of_a_run_that_always_saves(
             with suppress(ProcessLookupError):
                 kill_rank(tmp_path, chance.randrange(2))
 
-    thread = threading.Thread(target=kill)
-    thread.start()
-    assert run_here("train", job, "--output", directory).code == 0
-    thread.join()
+    with after_step(directory, 0, kill):
+        assert run_here("train", job, "--output", directory).code == 0
     assert_same_run(directory, reference[0])
     kept = [f"step-{step}" for step in (TOTAL_STEPS - 2, TOTAL_STEPS - 1, TOTAL_STEPS)]
     assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == kept
@@ -301,7 +267,7 @@ def test_a_second_ctrl_c_ends_at_once(workspace: Workspace, tmp_path: Path) -> N
 
 
 def is_alive(folder: Path, rank: int) -> bool:
-    """Whether a rank still runs; one that is dead and not yet buried does not."""
+    """True if a rank still runs; a zombie does not."""
     try:
         status = Path("/proc", (folder / "pids" / str(rank)).read_text(), "stat").read_text()
     except FileNotFoundError:
@@ -342,8 +308,7 @@ def test_inside_torchrun_the_command_joins_its_world(
     workspace: Workspace, reference: Reference, tmp_path: Path
 ) -> None:
     directory = tmp_path / "run"
-    arguments = ("--nproc-per-node", "2", "-m", "weft.cli.main", "train", workspace.job, "--output", directory)
-    outcome = finish(start(*arguments, folder=workspace.folder, module="torch.distributed.run"))
+    outcome = finish(start_torchrun("train", workspace.job, "--output", directory, folder=workspace.folder))
     assert outcome.code == 0, outcome.stderr
     assert outcome.stdout.count("done: 60 steps") == 1
     assert_same_run(directory, reference[0])
@@ -352,10 +317,7 @@ def test_inside_torchrun_the_command_joins_its_world(
 @pytest.mark.long
 def test_torchrun_restarts_a_killed_rank(workspace: Workspace, reference: Reference, tmp_path: Path) -> None:
     directory, job = tmp_path / "run", workspace.slow_job(tmp_path)
-    launcher = ("--nproc-per-node", "2", "--max-restarts", "2", "-m", "weft.cli.main")
-    process = start(
-        *launcher, "train", job, "--output", directory, folder=workspace.folder, module="torch.distributed.run"
-    )
+    process = start_torchrun("train", job, "--output", directory, folder=workspace.folder, max_restarts=2)
     wait_for_step(directory, 13)
     kill_rank(tmp_path, 1)
     outcome = finish(process)

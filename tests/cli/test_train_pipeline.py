@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,6 @@ import torch
 from command import Outcome, Workspace, lines_of, tensors_of
 
 from weft.plan.text import read_plan
-from weft.report.trace import read
 
 PLAN = """
 [axes]
@@ -41,9 +41,9 @@ def test_a_pipeline_trains_resumes_and_leaves_a_trace(
     steps = [line for line in lines_of(whole) if "loss" in line]
     assert len(steps) == 20 and steps[-1]["sent_bytes"]["pipeline"] > 0 and steps[-1]["bubble_s"] > 0
     assert (steps[0]["loss"] is None) == (schedule == "2bw") and steps[-1]["loss"] < steps[1]["loss"]
-    timeline = read(tmp_path / "trace.json")
-    forwards = [span for span in timeline.spans if span.action.kind == "forward"]
-    assert timeline.num_ranks == 2 and {span.rank for span in forwards} == {0, 1}
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    forwards = [event for event in events if event.get("cat") == "forward"]
+    assert {event["pid"] for event in forwards} == {0, 1}
     assert len(forwards) >= 20 * 4 * 2, "every step is in it"
     shutil.copytree(whole, again)
     shutil.rmtree(again / "checkpoints" / "step-20")

@@ -7,15 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import Outcome, Workspace, finish, start
+from command import Outcome, Workspace, finish, start, start_torchrun
 
 from weft.cli.verify import _finite
 
 RunHere = Callable[..., Outcome]
 
 
+def files_in(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*")) if "__pycache__" not in str(path)]
+
+
 def test_it_prints_a_table_and_a_verdict(workspace: Workspace, tmp_path: Path) -> None:
-    before = sorted(workspace.folder.rglob("*"))
+    before = files_in(workspace.folder)
     outcome = finish(start("verify", workspace.job, "--steps", "2", folder=workspace.folder))
     assert (outcome.code, outcome.stderr) == (0, "")
     rows = {line.split("│")[1].strip(): line.split("│")[2:] for line in outcome.stdout.splitlines() if "│" in line}
@@ -25,9 +29,7 @@ def test_it_prints_a_table_and_a_verdict(workspace: Workspace, tmp_path: Path) -
         assert 0 <= float(error) <= 1e-10 and int(rank) in (0, 1) and int(step) in (1, 2)
     assert "equal to one process over 2 steps (tolerance 1e-10)" in outcome.stdout
     assert "NOT" not in outcome.stdout
-    assert [path for path in sorted(workspace.folder.rglob("*")) if "__pycache__" not in str(path)] == [
-        path for path in before if "__pycache__" not in str(path)
-    ]
+    assert files_in(workspace.folder) == before
 
 
 MODELS = '''
@@ -100,9 +102,7 @@ def test_what_it_cannot_verify(run_here: RunHere, workspace: Workspace, argument
 def test_it_verifies_the_default_job_and_joins_torchrun(workspace: Workspace, tmp_path: Path) -> None:
     outcome = finish(start("verify", "--steps", "1", "--batch", "4", folder=tmp_path))
     assert outcome.code == 0 and "equal to one process" in outcome.stdout
-    launcher = ("--nproc-per-node", "2", "-m", "weft.cli.main")
-    process = start(*launcher, "verify", workspace.job, folder=workspace.folder, module="torch.distributed.run")
-    outcome = finish(process)
+    outcome = finish(start_torchrun("verify", workspace.job, folder=workspace.folder))
     assert outcome.code == 0 and outcome.stdout.count("equal to one process") == 1
 
 

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from weft.lab.fabric import Delivery, Fabric
-from weft.lab.network import Host, Network, Way
+from weft.lab.network import Host, Network, Route
 
 MBIT = 1e6
 PACKET = bytes(12_500)  # 100,000 bits: 1 ms at 100 Mbit/s
@@ -27,8 +27,8 @@ def network(
 ) -> Network:
     host = Host(ranks=1, upload_bits_per_s=upload or rate, download_bits_per_s=rate, compute=0.0)
     pairs = [(a, b) for a in range(num_hosts) for b in range(num_hosts) if a != b]
-    ways = {
-        pair: Way(
+    routes = {
+        pair: Route(
             delay_s=delay_s,
             jitter_s=jitter_s,
             loss=loss,
@@ -36,7 +36,14 @@ def network(
         )
         for pair in pairs
     }
-    return Network(hosts=(host,) * num_hosts, ways=ways, trunks=() if trunk is None else (trunk,), mtu_bytes=65000)
+    return Network(hosts=(host,) * num_hosts, routes=routes, trunks=() if trunk is None else (trunk,), mtu_bytes=65000)
+
+
+def send(fabric: Fabric, count: int, *pairs: tuple[int, int]) -> None:
+    """Packets between each pair at time 0, in turns."""
+    for _ in range(count):
+        for source, destination in pairs:
+            fabric.send(0.0, source, destination, PACKET)
 
 
 def drain(fabric: Fabric, until_s: float = math.inf) -> list[Delivery]:
@@ -60,32 +67,26 @@ def test_a_packet_takes_its_size_over_the_rate_once_and_the_delay() -> None:
 
 def test_departures_are_serialised() -> None:
     fabric = Fabric(network(delay_s=0.01))
-    for _ in range(50):
-        fabric.send(0.0, 0, 1, PACKET)
+    send(fabric, 50, (0, 1))
     assert times(drain(fabric)) == pytest.approx([0.01 + 0.001 * (n + 1) for n in range(50)])
 
 
 def test_the_slower_of_two_lines_decides() -> None:
     for upload, rate in ((10 * MBIT, 100 * MBIT), (100 * MBIT, 10 * MBIT)):
         fabric = Fabric(network(upload=upload, rate=rate))
-        for _ in range(3):
-            fabric.send(0.0, 0, 1, PACKET)
+        send(fabric, 3, (0, 1))
         assert times(drain(fabric)) == pytest.approx([0.01, 0.02, 0.03])
 
 
 def test_lines_are_full_duplex() -> None:
     fabric = Fabric(network())
-    for _ in range(10):
-        fabric.send(0.0, 0, 1, PACKET)
-        fabric.send(0.0, 1, 0, PACKET)
+    send(fabric, 10, (0, 1), (1, 0))
     assert max(times(drain(fabric))) == pytest.approx(0.010)
 
 
 def test_senders_share_the_receivers_line() -> None:
     fabric = Fabric(network(3))
-    for _ in range(10):
-        fabric.send(0.0, 0, 2, PACKET)
-        fabric.send(0.0, 1, 2, PACKET)
+    send(fabric, 10, (0, 2), (1, 2))
     arrived = drain(fabric)
     assert times(arrived) == pytest.approx([0.001 * (n + 1) for n in range(20)])
     assert {each.source for each in arrived[:4]} == {0, 1}  # neither waits for the other to finish
@@ -94,8 +95,7 @@ def test_senders_share_the_receivers_line() -> None:
 def test_a_slow_receiver_does_not_hold_up_others() -> None:
     """A packet reserves the receiver's line when it gets there, not when it is sent."""
     fabric = Fabric(network(3))
-    for _ in range(100):
-        fabric.send(0.0, 0, 2, PACKET)  # host 0's own line is busy for 100 ms
+    send(fabric, 100, (0, 2))  # host 0's own line is busy for 100 ms
     fabric.send(0.0, 1, 2, PACKET)
     assert next(each.due_s for each in drain(fabric) if each.source == 1) <= 0.0021
 
@@ -103,9 +103,7 @@ def test_a_slow_receiver_does_not_hold_up_others() -> None:
 def test_a_trunk_is_shared_by_its_ways_only() -> None:
     over = {(0, 2), (1, 3)}
     fabric = Fabric(network(4, trunk=50 * MBIT, over_trunk=over))
-    for _ in range(10):
-        for pair in ((0, 2), (1, 3), (2, 0)):
-            fabric.send(0.0, *pair, PACKET)
+    send(fabric, 10, (0, 2), (1, 3), (2, 0))
     arrived = drain(fabric)
     last = {pair: max(e.due_s for e in arrived if (e.source, e.destination) == pair) for pair in (*over, (2, 0))}
     assert max(last[0, 2], last[1, 3]) == pytest.approx(20 * 0.002)
@@ -119,7 +117,7 @@ def test_a_full_queue_drops_at_its_tail() -> None:
     for number in range(200):
         fabric.send(0.0, 0, 1, number.to_bytes(2, "big") + PACKET)
     arrived = drain(fabric)
-    kept = net.queue_bytes(8 * MBIT) // (len(PACKET) + 2) + 1  # the first is under way, not queued
+    kept = net.queue_bytes(8 * MBIT) // (len(PACKET) + 2) + 1  # the first is under route, not queued
     assert len(arrived) == kept and len(fabric.drops) == 200 - kept
     assert [int.from_bytes(each.packet[:2], "big") for each in arrived] == list(range(kept))
     assert not any(drop.by_chance for drop in fabric.drops)
@@ -129,8 +127,7 @@ def test_a_full_queue_drops_at_its_tail() -> None:
 
 def test_an_urgent_packet_overtakes_the_queue_but_takes_its_time() -> None:
     fabric = Fabric(network(delay_s=0.005))
-    for _ in range(10):
-        fabric.send(0.0, 0, 1, PACKET)
+    send(fabric, 10, (0, 1))
     fabric.send(0.0, 0, 1, bytes(52), urgent=True)
     fabric.send(0.0, 0, 1, PACKET)
     arrived = drain(fabric)
@@ -141,8 +138,7 @@ def test_an_urgent_packet_overtakes_the_queue_but_takes_its_time() -> None:
 def test_lateness_does_not_add_up() -> None:
     """Whoever turns the crank late finds every packet at its own time."""
     fabric = Fabric(network())
-    for _ in range(100):
-        fabric.send(0.0, 0, 1, PACKET)
+    send(fabric, 100, (0, 1))
     arrived = fabric.advance(0.0503) + fabric.advance(1.0)
     assert times(arrived) == pytest.approx([0.001 * (n + 1) for n in range(100)])
 

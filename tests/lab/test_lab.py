@@ -16,7 +16,15 @@ from weft.lab.counters import Counters, make_table, read_counters
 from weft.lab.namespaces import missing_here
 from weft.lab.switch import is_empty_acknowledgement
 
-ECHO = """
+CONNECT = """
+while True:
+    try:
+        stream = socket.create_connection(("host1", 7000))
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.01)
+"""
+ECHO = f"""
 import json, os, socket, time
 from weft.lab.counters import read_counters
 
@@ -27,13 +35,7 @@ if rank == 1:
     while data := stream.recv(64):
         stream.sendall(data)
     raise SystemExit(0)
-while True:
-    try:
-        stream = socket.create_connection(("host1", 7000))
-        break
-    except ConnectionRefusedError:
-        time.sleep(0.01)
-stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+{CONNECT}stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 trips = []
 for _ in range(10):
     begin = time.monotonic()
@@ -44,7 +46,8 @@ before = read_counters()[0, 1].packets
 loop = socket.create_server(("127.0.0.1", 0))
 inside = socket.create_connection(loop.getsockname())
 inside.sendall(bytes(100_000))
-print(json.dumps({"trips": trips, "crossed": read_counters()[0, 1].packets - before, "name": socket.gethostname()}))
+crossed = read_counters()[0, 1].packets - before
+print(json.dumps(dict(trips=trips, crossed=crossed, name=socket.gethostname())))
 """
 
 
@@ -110,20 +113,14 @@ def test_every_rank_is_told_its_place(tmp_path: Path) -> None:
     ]
 
 
-VANISHES = """
+VANISHES = f"""
 import os, signal, socket, time
 if os.environ["RANK"] == "1":
     server = socket.create_server((os.environ["WEFT_LAB_ADDRESS"], 7000))
     stream, _ = server.accept()
     stream.recv(1)
     os.kill(os.getpid(), signal.SIGKILL)
-while True:
-    try:
-        stream = socket.create_connection(("host1", 7000))
-        break
-    except ConnectionRefusedError:
-        time.sleep(0.01)
-stream.sendall(b"x")
+{CONNECT}stream.sendall(b"x")
 try:
     assert stream.recv(1) == b""
 except ConnectionResetError:

@@ -183,9 +183,8 @@ def test_slow_hosts_are_slow_with_all_their_processes(tmp_path: Path) -> None:
     for line in ended.stdout.splitlines():
         rank, seconds = line.split()
         used[rank] += float(seconds)
-    assert all(0.2 < seconds < 0.75 for seconds in used.values()), (
-        used
-    )  # of 3 s at 0.2, and a start before the throttle
+    # 3 s at a share of 0.2, and a start before the throttle
+    assert all(0.2 < seconds < 0.75 for seconds in used.values()), used
 
 
 def test_a_dozen_hosts(tmp_path: Path) -> None:

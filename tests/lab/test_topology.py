@@ -50,14 +50,8 @@ def test_quantities(parse: Callable[[object], float], text: object, value: float
 
 
 def test_rates_as_printed() -> None:
-    assert [format_rate(rate) for rate in (100e6, 2.5e9, 999.9e6, 64e3, 8, math.inf)] == [
-        "100 Mbit/s",
-        "2.5 Gbit/s",
-        "999.9 Mbit/s",
-        "64 kbit/s",
-        "8 bit/s",
-        "unlimited",
-    ]
+    printed = [format_rate(rate) for rate in (100e6, 2.5e9, 999.9e6, 64e3, 8, math.inf)]
+    assert printed == ["100 Mbit/s", "2.5 Gbit/s", "999.9 Mbit/s", "64 kbit/s", "8 bit/s", "unlimited"]
 
 
 def test_addresses_go_both_ways() -> None:
@@ -69,7 +63,7 @@ def test_addresses_go_both_ways() -> None:
 def test_every_preset_is_a_network(name: str) -> None:
     network = make_network(preset=name)
     assert presets()[name]["about"]
-    assert all(0 < network.rate(*pair) < math.inf for pair in network.ways)
+    assert all(0 < network.rate(*pair) < math.inf for pair in network.routes)
     assert network.load() > 0
 
 
@@ -77,7 +71,7 @@ def test_presets_are_those_promised() -> None:
     assert set(presets()) == {
         *("rack", "datacentre", "10GbE", "1GbE", "100Mbit", "wifi", "half-globe", "world", "raspberry-pi")
     }
-    delays = {name: make_network(preset=name).ways[0, 1].delay_s for name in ("datacentre", "half-globe", "world")}
+    delays = {name: make_network(preset=name).routes[0, 1].delay_s for name in ("datacentre", "half-globe", "world")}
     assert delays == {"datacentre": 0.001, "half-globe": 0.150, "world": 0.300}
     pi = make_network(preset="raspberry-pi", flags={"hosts": 16})
     assert len(pi.hosts) == 16 and all(host.compute == 0.1 for host in pi.hosts)
@@ -88,7 +82,7 @@ def test_flags_win_over_the_file_and_the_file_over_its_preset(tmp_path: Path) ->
     file.write_text('preset = "world"\nhosts = 3\nbandwidth = "10Mbit"\n')
     network = make_network(topology=file, flags={"bandwidth": "20Mbit", "ranks": 2})
     assert len(network.hosts) == 3 and network.num_ranks == 6
-    assert network.rate(0, 2) == 20e6 and network.ways[0, 2].delay_s == 0.3
+    assert network.rate(0, 2) == 20e6 and network.routes[0, 2].delay_s == 0.3
     assert make_network() == make_network(preset="1GbE")
 
 
@@ -119,17 +113,17 @@ def test_hosts_and_links_that_differ(tmp_path: Path) -> None:
     assert (network.hosts[3].upload_bits_per_s, network.hosts[3].download_bits_per_s) == (10e6, 1e9)
     assert network.hosts[3].compute == 0.5
     assert (network.rate(0, 1), network.rate(0, 2), network.rate(3, 0)) == (1e9, 100e6, 10e6)
-    assert network.ways[0, 1].delay_s == 0.001 and network.ways[0, 1].trunk is None
-    there, back = network.ways[0, 2], network.ways[2, 0]
+    assert network.routes[0, 1].delay_s == 0.001 and network.routes[0, 1].trunk is None
+    there, back = network.routes[0, 2], network.routes[2, 0]
     assert there.delay_s == back.delay_s == 0.050 and there.loss == 0.01
-    assert there.trunk == network.ways[1, 3].trunk != back.trunk  # one line each way, shared by the pairs
+    assert there.trunk == network.routes[1, 3].trunk != back.trunk  # one line each way, shared by the pairs
     assert network.trunks == (100e6, 100e6)
     assert network.round_trip_s() == pytest.approx(0.1)
 
 
 def test_air_is_one_line_for_everybody() -> None:
     network = make_network(preset="wifi", flags={"hosts": 4})
-    assert len(network.trunks) == 1 and {way.trunk for way in network.ways.values()} == {0}
+    assert len(network.trunks) == 1 and {route.trunk for route in network.routes.values()} == {0}
     assert network.load() == network.trunks[0]
 
 
@@ -188,7 +182,7 @@ def test_what_the_machine_cannot_hold() -> None:
     network = make_network(flags={"hosts": 4, "bandwidth": "10Gbit", "delay": "50us"})
     problems = problems_of_machine(network, num_cores=2, bits_per_s=8e9, latency_s=100e-6)
     assert len(problems) == 2
-    assert "40 Gbit/s; the switch moves 8 Gbit/s" in problems[0] and "at most 2 Gbit/s a host" in problems[0]
+    assert "40 Gbit/s; the switch moves 8 Gbit/s" in problems[0] and "at most 2 Gbit/s per host" in problems[0]
     assert "a delay of 50 µs is less than the 100 µs" in problems[1]
     slow = make_network(preset="raspberry-pi", flags={"hosts": 20})
     (problem,) = problems_of_machine(slow, num_cores=2, bits_per_s=8e9, latency_s=1e-4)

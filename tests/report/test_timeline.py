@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ElementTree
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from weft.errors import DataError
 from weft.plan.pipeline.actions import Action, Kind
 from weft.plan.pipeline.timeline import Span, Timeline
 from weft.report import colours
-from weft.report.timeline import draw, side_by_side
+from weft.report.timeline import draw as draw_all
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -37,6 +38,10 @@ def two_ranks(*, since_s: float = 0.0) -> Timeline:
             span("update", since_s + 7, since_s + 7, version=1),
         ),
     )
+
+
+def draw(timeline: Timeline, *, title: str = "", **settings: Any) -> str:
+    return draw_all([(title, timeline)], **settings)
 
 
 def drawn(svg: str, role: str = "box") -> list[ElementTree.Element]:
@@ -167,7 +172,7 @@ def test_titles_are_escaped_and_said_with_the_busy_share() -> None:
 
 def test_side_by_side_shares_one_scale() -> None:
     short = Timeline(num_ranks=1, spans=(span("forward", 0, 1, microbatch=0),))
-    svg = side_by_side([("planned", two_ranks()), ("executed", short)])
+    svg = draw_all([("planned", two_ranks()), ("executed", short)])
     boxes = [rectangle(box) for box in drawn(svg)]
     assert boxes[0]["width"] == boxes[-1]["width"] and boxes[0]["x"] == boxes[-1]["x"]
     assert boxes[-1]["y"] > max(box["y"] for box in boxes[:-1])
@@ -177,16 +182,12 @@ def test_side_by_side_shares_one_scale() -> None:
 
 def test_what_cannot_be_drawn_is_refused_all_at_once() -> None:
     with pytest.raises(DataError) as refused:
-        side_by_side([("empty", Timeline(spans=(), num_ranks=2))], width_px=10, until_s=0.0, unit_s=-1.0)
-    assert [problem.split(" ")[0] for problem in refused.value.problems] == [
-        "timeline",
-        "until_s",
-        "unit_s",
-        "width_px",
-    ]
+        draw_all([("empty", Timeline(spans=(), num_ranks=2))], width_px=10, until_s=0.0, unit_s=-1.0)
+    named = [problem.split(" ")[0] for problem in refused.value.problems]
+    assert named == ["timeline", "until_s", "unit_s", "width_px"]
     assert '"empty" has 0 spans' in str(refused.value)
     with pytest.raises(DataError, match="0 timelines"):
-        side_by_side([])
+        draw_all([])
 
 
 def test_both_modes_tell_all_kinds_apart_and_have_readable_text() -> None:

@@ -1,4 +1,4 @@
-"""The trace of a pipeline: every span once, in microseconds, in lanes where none overlap, and read back as it was."""
+"""The trace of a pipeline: every span once, in microseconds, in lanes where none overlap."""
 
 from __future__ import annotations
 
@@ -66,13 +66,8 @@ def test_ranks_and_lanes_are_named() -> None:
     named = names_of(found, "thread_name")
     lanes = {(event["pid"], event["tid"]): event["cat"] for event in spans_of(found)}
     assert set(lanes) == set(named)
-    assert [named[1, event["tid"]] for event in spans_of(found) if event["pid"] == 1] == [
-        "in",
-        "in 2",
-        "compute",
-        "compute",
-        "in",
-    ]
+    lanes_of_1 = [named[1, event["tid"]] for event in spans_of(found) if event["pid"] == 1]
+    assert lanes_of_1 == ["in", "in 2", "compute", "compute", "in"]
 
 
 def test_spans_of_a_lane_do_not_overlap() -> None:
@@ -83,62 +78,13 @@ def test_spans_of_a_lane_do_not_overlap() -> None:
         last_us[lane] = event["ts"] + event["dur"]
 
 
-def test_read_gives_what_was_written(tmp_path: Path) -> None:
-    trace.write(tmp_path / "trace.json", TIMELINE)
-    assert trace.read(tmp_path / "trace.json") == TIMELINE
-    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
-
-
-def test_times_between_nanoseconds_are_rounded_to_them(tmp_path: Path) -> None:
+def test_a_trace_is_a_file_of_json_with_times_to_the_nanosecond(tmp_path: Path) -> None:
     timeline = Timeline(num_ranks=1, spans=(span("forward", 1 / 3, 2 / 3, microbatch=0),))
     trace.write(tmp_path / "trace.json", timeline)
-    assert trace.read(tmp_path / "trace.json").spans[0].start_s == 0.333333333
-    assert trace.read(tmp_path / "trace.json").spans[0].stop_s == 0.666666667
-
-
-def test_nothing_happened_is_a_trace_too(tmp_path: Path) -> None:
+    (event,) = spans_of(json.loads((tmp_path / "trace.json").read_text()))
+    assert (event["ts"], event["dur"]) == (333333.333, 333333.334)
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
     trace.write(tmp_path / "trace.json", Timeline(spans=(), num_ranks=2))
-    assert trace.read(tmp_path / "trace.json") == Timeline(spans=(), num_ranks=2)
-
-
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) == 2, "the names of both ranks"
     with pytest.raises(DataError, match="cannot be written"):
         trace.write(tmp_path / "nowhere" / "trace.json", TIMELINE)
-    with pytest.raises(DataError, match="cannot be read"):
-        trace.read(tmp_path / "nowhere" / "trace.json")
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("{", "not JSON"),
-        ("[]", 'no list "traceEvents"'),
-        ('{"traceEvents": 3}', 'no list "traceEvents"'),
-        ('{"traceEvents": [7]}', "event 0 is not one of weft's"),
-        ('{"traceEvents": [{"ph": "X", "pid": 0}]}', "event 0 is not one of weft's"),
-    ],
-)
-def test_what_is_no_trace_of_ours_is_refused(tmp_path: Path, text: str, problem: str) -> None:
-    (tmp_path / "trace.json").write_text(text)
-    with pytest.raises(DataError, match=problem):
-        trace.read(tmp_path / "trace.json")
-
-
-def test_every_damaged_event_is_named_up_to_a_point(tmp_path: Path) -> None:
-    found = trace.chrome(TIMELINE)
-    events = spans_of(found)
-    events[0]["args"]["kind"] = "juggle"
-    events[1]["args"]["stage"] = "one"
-    events[2]["ts"] = float("inf")
-    events[3]["pid"] = 7
-    (tmp_path / "trace.json").write_text(json.dumps(found))
-    with pytest.raises(DataError) as refused:
-        trace.read(tmp_path / "trace.json")
-    hints = ("unknown kind juggle", "whole numbers", "infinity", "names 3 ranks, but has spans of [7]")
-    assert len(refused.value.problems) == len(hints)
-    assert all(hint in problem for hint, problem in zip(hints, refused.value.problems, strict=True))
-    for event in events:
-        del event["dur"]
-    (tmp_path / "trace.json").write_text(json.dumps(found))
-    with pytest.raises(DataError, match="and 7 problems more"):
-        trace.read(tmp_path / "trace.json")

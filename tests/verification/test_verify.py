@@ -22,6 +22,7 @@ from weft.sync.base import Totals
 from weft.training.parallelize import parallelize
 from weft.training.trainer import Trainer
 from weft.verification import verify as verify_module
+from weft.verification.compare import relative_error
 from weft.verification.verify import Verification, verify
 
 
@@ -65,6 +66,18 @@ def wrong_with(change: Callable[[Trainer], None], model: nn.Module | None = None
     return outcome
 
 
+def after(owner: Any, method: str, then: Callable[[Any], Any]) -> None:
+    """Call `then` with every result of a method; totals that it returns replace the result."""
+    real = getattr(owner, method)
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        result = real(*args, **kwargs)
+        other = then(result)
+        return other if isinstance(other, Totals) else result
+
+    setattr(owner, method, changed)
+
+
 class Attends(nn.Module):
     """Torch's own attention, which keeps its dropout in a plain number."""
 
@@ -101,6 +114,16 @@ def test_a_right_plan_passes_and_says_how_near_it_was() -> None:
 def test_one_process_without_a_group_passes_too() -> None:
     assert not dist.is_initialized()
     assert run(plan=data_plan(1, microbatches=3, clip_norm=0.1)).require().ok
+
+
+def test_rounding_of_cancelling_terms_is_no_error_and_a_wrong_factor_is() -> None:
+    """The gradient of a scale in front of BatchNorm is 1e-6 of the model's largest, its terms as large as that."""
+    largest = 0.2
+    small, unit = 1e-6 * largest, 2.2e-16 * largest
+    assert relative_error(16 * unit, small, largest) < 1e-10
+    assert relative_error(small, small, largest) > 1e-4  # twice the true one
+    assert relative_error(1e-12 * largest, 1e-12 * largest, largest) > 1e-10  # the same where it is nearly noise
+    assert relative_error(2e-10 * largest, largest, largest) > 1e-10
 
 
 @ranks(2)
@@ -230,15 +253,7 @@ def test_one_rank_that_went_astray_is_named() -> None:
 
     def drift(trainer: Trainer) -> None:
         if trainer.data_rank == 2:
-            update = trainer.optimizer.step
-
-            def step(*args: Any) -> Any:
-                result = update(*args)
-                with torch.no_grad():
-                    trainer.model.get_parameter("norm.weight")[3] += 1e-6
-                return result
-
-            trainer.optimizer.step = step  # type: ignore[method-assign]
+            after(trainer.optimizer, "step", lambda _: trainer.model.get_parameter("norm.weight").data[3].add_(1e-6))
 
     outcome = wrong_with(drift, batches=[token_batch(8)])
     wrong = [d for d in outcome.differences if d.error > 1e-10]
@@ -259,20 +274,10 @@ def test_not_a_number_is_never_near(where: str) -> None:
         if where == "gradient":
             model.get_parameter("head.bias").register_hook(lambda gradient: gradient * nan)
         elif where == "loss":
-            finish = trainer.sync.finish
-            trainer.sync.finish = lambda *args, **kwargs: dataclasses.replace(  # type: ignore[method-assign]
-                finish(*args, **kwargs), loss_sum=torch.tensor(nan)
-            )
+            after(trainer.sync, "finish", lambda totals: dataclasses.replace(totals, loss_sum=torch.tensor(nan)))
         else:
-            update = trainer.optimizer.step
-
-            def step() -> None:
-                update()
-                tensor = model.get_parameter("head.bias") if where == "weight" else model.stem_norm.running_mean
-                with torch.no_grad():
-                    tensor[0] = nan
-
-            trainer.optimizer.step = step  # type: ignore[method-assign, assignment]
+            tensor = model.get_parameter("head.bias") if where == "weight" else model.stem_norm.running_mean
+            after(trainer.optimizer, "step", lambda _: tensor.data[0].fill_(nan))
 
     outcome = wrong_with(poison, small_convnet(), batches=[image_batch(6)])
     assert outcome.worst(where).error == float("inf")
@@ -292,25 +297,18 @@ def test_a_gradient_that_should_not_be_there_and_one_that_should() -> None:
         def forward(self, tokens: Tensor) -> Tensor:
             return self.gpt(tokens)
 
-    def after_finish(name: str, value: Callable[[Tensor], Tensor | None]) -> Callable[[Trainer], None]:
+    def with_gradient(name: str, value: Callable[[Tensor], Tensor | None]) -> Callable[[Trainer], None]:
         def change(trainer: Trainer) -> None:
-            finish = trainer.sync.finish
             parameter = trainer.model.get_parameter(name)
-
-            def finish_and_change(*args: Any, **kwargs: Any) -> Any:
-                totals = finish(*args, **kwargs)
-                parameter.grad = value(parameter.detach())
-                return totals
-
-            trainer.sync.finish = finish_and_change  # type: ignore[method-assign]
+            after(trainer.sync, "finish", lambda _: setattr(parameter, "grad", value(parameter.detach())))
 
         return change
 
     batches = [token_batch(4)]
-    outcome = wrong_with(after_finish("spare", torch.zeros_like), Spare(), batches=batches)
+    outcome = wrong_with(with_gradient("spare", torch.zeros_like), Spare(), batches=batches)
     assert (outcome.worst("gradient").name, outcome.worst("gradient").error) == ("spare", float("inf"))
     assert outcome.first is not None and outcome.first.cause.kind == "extra"
-    outcome = wrong_with(after_finish("gpt.norm.weight", lambda _: None), Spare(), batches=batches)
+    outcome = wrong_with(with_gradient("gpt.norm.weight", lambda _: None), Spare(), batches=batches)
     assert (outcome.worst("gradient").name, outcome.worst("gradient").error) == ("gpt.norm.weight", float("inf"))
     assert outcome.first is not None and outcome.first.cause.kind == "missing"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -118,54 +119,44 @@ def test_rounding_is_measured_after_the_algebra(plan: Plan, loss: float, gradien
     assert deviation.gradient is not None and 1e-5 < deviation.gradient < gradient, deviation
 
 
-@ranks(2)
-@pytest.mark.parametrize("wrong", [2.0, math.nan])
-def test_a_loss_that_no_rounding_explains_fails(wrong: float) -> None:
-    """The plan is right in float64, and as it stands its loss is another."""
-    plan = mixed(data_plan(2), compute="bf16")
+def run_with_wrong_16_bits(change: Callable[[Trainer, Any], Any]) -> Verification:
+    """A plan that is right in float64; in bf16 `change` is applied to the trainer and its loss after every step."""
     real = verify_module.parallelize
 
     def tampered(model: Any, given: Plan, **settings: Any) -> Trainer:
         trainer = real(model, given, **settings)
         if given.precision.compute == "bf16":
             step = trainer.step
-            trainer.step = lambda *args: step(*args) * wrong  # type: ignore[method-assign]
-        return trainer
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verify_module, "parallelize", tampered)
-        outcome = run(small_gpt(), plan, [token_batch(8)])
-    assert outcome.is_equal and not outcome.ok
-    with pytest.raises(VerifyError, match="not finite" if math.isnan(wrong) else "100.0% from one process in float32"):
-        outcome.require()
-
-
-@ranks(2)
-def test_gradients_that_no_rounding_explains_fail() -> None:
-    """As from a loss scale that nobody takes out again: under Adam the loss would not show it."""
-    real = verify_module.parallelize
-
-    def tampered(model: Any, given: Plan, **settings: Any) -> Trainer:
-        trainer = real(model, given, **settings)
-        if given.precision.compute == "bf16":
-            step = trainer.step
-
-            def step_twice_as_far(*args: Any) -> Any:
-                loss = step(*args)
-                for piece in trainer.sync.pieces:
-                    if piece.tensor.grad is not None:
-                        piece.tensor.grad *= 2
-                return loss
-
-            trainer.step = step_twice_as_far  # type: ignore[method-assign]
+            trainer.step = lambda *args: change(trainer, step(*args))  # type: ignore[method-assign]
         return trainer
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify_module, "parallelize", tampered)
         outcome = run(small_gpt(), mixed(data_plan(2), compute="bf16"), [token_batch(8)])
     assert outcome.is_equal and not outcome.ok
-    with pytest.raises(VerifyError, match=r"gradients that are 1\d\d\.\d% from one process in float32"):
+    return outcome
+
+
+@ranks(2)
+@pytest.mark.parametrize("wrong", [2.0, math.nan])
+def test_a_loss_that_no_rounding_explains_fails(wrong: float) -> None:
+    outcome = run_with_wrong_16_bits(lambda trainer, loss: loss * wrong)
+    with pytest.raises(VerifyError, match="not finite" if math.isnan(wrong) else "100.0% from one process in float32"):
         outcome.require()
+
+
+@ranks(2)
+def test_gradients_that_no_rounding_explains_fail() -> None:
+    """As from a loss scale that is not removed: under Adam the loss would not show it."""
+
+    def double(trainer: Trainer, loss: Any) -> Any:
+        for piece in trainer.sync.pieces:
+            if piece.tensor.grad is not None:
+                piece.tensor.grad *= 2
+        return loss
+
+    with pytest.raises(VerifyError, match=r"gradients that are 1\d\d\.\d% from one process in float32"):
+        run_with_wrong_16_bits(double).require()
 
 
 def test_a_plan_that_skipped_every_step_was_not_measured() -> None:

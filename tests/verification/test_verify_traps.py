@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from weft.verification import compare as comparing
 from weft.verification import examine as examining
-from weft.verification.compare import Own
+from weft.verification.compare import LocalTensor
 from weft.verification.verify import Verification, verify
 
 
@@ -23,10 +23,10 @@ def run(model: nn.Module) -> Verification:
     return verify(model, data_plan(2), loss="cross-entropy", optimizer=SGD, batches=batches, device="cpu")
 
 
-def without(what: str, name: str) -> Callable[..., Iterator[Own]]:
-    real = comparing.own_tensors
+def without(what: str, name: str) -> Callable[..., Iterator[LocalTensor]]:
+    real = comparing.local_tensors
     return lambda *args, **kwargs: (
-        own for own in real(*args, **kwargs) if (own.key.what, own.key.name) != (what, name)
+        local for local in real(*args, **kwargs) if (local.key.what, local.key.name) != (what, name)
     )
 
 
@@ -37,7 +37,7 @@ def without(what: str, name: str) -> Callable[..., Iterator[Own]]:
 def test_what_no_rank_holds_is_missing(what: str, name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for module in (comparing, examining):
-            patch.setattr(module, "own_tensors", without(what, name))
+            patch.setattr(module, "local_tensors", without(what, name))
         outcome = run(small_gpt())
     first = outcome.first
     assert not outcome.ok and first is not None

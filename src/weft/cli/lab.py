@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft.cli.terminal import Traceback, print_table
 from weft.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -22,23 +22,27 @@ _LATE_SHARE, _FEW_PACKETS = 0.01, 10
 
 
 def command(
-    command: Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND", help="What every rank runs.")] = None,
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="-- COMMAND", help="The command that every rank runs.")
+    ] = None,
     hosts: Annotated[int | None, typer.Option(help="Emulated hosts; default 2.")] = None,
     ranks_per_host: Annotated[int | None, typer.Option(help="Ranks on each host; default 1.")] = None,
-    bandwidth: Annotated[str | None, typer.Option(help='Of a host\'s line, each way: "100Mbit", "unlimited".')] = None,
-    delay: Annotated[str | None, typer.Option(help='One way, between two hosts: "25ms".')] = None,
-    jitter: Annotated[str | None, typer.Option(help='How much the delay varies: "2ms".')] = None,
+    bandwidth: Annotated[
+        str | None, typer.Option(help='Rate of each host\'s line, each way: "100Mbit", "unlimited".')
+    ] = None,
+    delay: Annotated[str | None, typer.Option(help='One-way delay between two hosts: "25ms".')] = None,
+    jitter: Annotated[str | None, typer.Option(help='Variation of the delay: "2ms".')] = None,
     loss: Annotated[str | None, typer.Option(help='Share of packets lost: "0.1%".')] = None,
     preset: Annotated[str | None, typer.Option(help="A network by name; default 1GbE.")] = None,
     topology: Annotated[Path | None, typer.Option(metavar="FILE", help="A network from a file.")] = None,
-    per_host: Annotated[bool, typer.Option("--per-host", help="Run the command once a host: for torchrun.")] = False,
+    per_host: Annotated[bool, typer.Option("--per-host", help="Run the command once per host: for torchrun.")] = False,
     counters: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write there what crossed the switch, as JSON.")
+        Path | None, typer.Option(metavar="FILE", help="Write the packets and bytes that crossed the switch, as JSON.")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Measure the network instead: asked against measured.")
+        bool, typer.Option("--check", help="Measure the network instead, and compare with what was asked for.")
     ] = False,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where in the code an error arose.")] = False,
+    traceback: Traceback = False,
 ) -> None:
     """Run a command on emulated hosts: every rank with torchrun's variables, every packet through a switch.
 
@@ -48,6 +52,7 @@ def command(
     from weft.lab.namespaces import missing_here
     from weft.lab.run import run_lab
     from weft.lab.topology import make_network
+    from weft.plan.text import write_text
 
     problems = (
         [] if bool(command) != check else ["give a command after --, or --check to measure the network, not both"]
@@ -64,7 +69,7 @@ def command(
         raise LaunchError(problems)
     outcome = run_lab(network, command or (), per_host=per_host)
     if counters is not None:
-        _write(counters, outcome.counters)
+        write_text(counters, outcome.counters, kind=LaunchError)
     if check:
         _print(outcome.findings)
         raise typer.Exit(int(not all(finding.ok for finding in outcome.findings)))
@@ -73,17 +78,6 @@ def command(
     if outcome.failure:
         print(f"weft: {outcome.failure}; that ended the lab", file=sys.stderr)
     raise typer.Exit(outcome.code)
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text)
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise LaunchError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def _warn_if_late(switch: SwitchCount) -> None:
@@ -96,20 +90,19 @@ def _warn_if_late(switch: SwitchCount) -> None:
         )
 
 
-def _format_cores(cores: float) -> str:
-    return f"{cores:.3g} cores"
-
-
 def _print(findings: tuple[Finding, ...]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     from weft.lab.quantities import format_rate
     from weft.units import format_seconds
 
-    show: dict[str, Callable[[float], str]] = {"rate": format_rate, "delay": format_seconds, "compute": _format_cores}
-    table = Table("", "where", "asked", "measured", "off by")
+    show: dict[str, Callable[[float], str]] = {
+        "rate": format_rate,
+        "delay": format_seconds,
+        "compute": "{:.3g} cores".format,
+    }
+    rows = []
     for each in findings:
         verdict = "-" if not each.asked else f"{each.error:+.1%}" + ("" if each.ok else "  too much")
-        table.add_row(each.what, each.where, show[each.what](each.asked), show[each.what](each.measured), verdict)
-    Console().print(table)
+        rows.append((each.what, each.where, show[each.what](each.asked), show[each.what](each.measured), verdict))
+    print_table(Console(), ("", "where", "asked", "measured", "off by"), rows)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weft.cli.terminal import SECONDS_BETWEEN_LINES, Traceback, is_first_rank, print_table, refuse_ranks, say
 from weft.errors import LaunchError
 from weft.launch import default_num_ranks, is_launched, launch
 from weft.units import format_bytes, format_count, format_seconds
@@ -21,18 +22,17 @@ if TYPE_CHECKING:
 
 _DEFAULT_OUTPUT = Path("cluster.toml")
 _JOIN_TIMEOUT_S = 300.0
-_SECONDS_BETWEEN_LINES = 5.0
 
 
 def command(
     output: Annotated[Path | None, typer.Option(help="File to write; default: cluster.toml.")] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks to start here; default: one a GPU, or 2.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks to start here; default: one per GPU, or 2.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and repetitions: seconds, not a minute.")] = False,
     preflight: Annotated[bool, typer.Option("--preflight", help="Only compare ranks; measure nothing.")] = False,
     job: Annotated[
         Path | None, typer.Option(metavar="JOB.toml", help="Compare this job's files and data on all ranks too.")
     ] = None,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where in the code an error arose.")] = False,
+    traceback: Traceback = False,
 ) -> None:
     """Measure devices, links and collectives, and write them to cluster.toml.
 
@@ -48,14 +48,12 @@ def command(
     if preflight and (quick or output is not None):
         raise LaunchError("--preflight measures nothing and writes nothing; leave out --quick and --output")
     target = None if preflight else output or _DEFAULT_OUTPUT
-    is_writer = os.environ.get("RANK", "0") == "0"  # other hosts need not have the directory
-    if target is not None and is_writer and not target.parent.is_dir():
+    # Hosts of other ranks need not have the directory.
+    if target is not None and is_first_rank() and not target.parent.is_dir():
         raise LaunchError(f"{target} cannot be written: there is no directory {target.parent}; make it first")
     arguments: dict[str, Any] = {"target": target, "quick": quick, "job": job, "compares": preflight or job is not None}
     if is_launched():
-        running = int(os.environ["WORLD_SIZE"])
-        if ranks not in (None, running):
-            raise LaunchError(f"--ranks {ranks} has no effect here: a launcher started {running} already; leave it out")
+        refuse_ranks(ranks, LaunchError)
         is_ok = _run_rank(folder=None, attempt=0, **{**arguments, "compares": True})
     else:
         is_ok = all(launch(_run_rank, arguments, num_ranks=ranks or default_num_ranks(), max_restarts=0))
@@ -66,7 +64,7 @@ def command(
 def _run_rank(
     *, folder: Path | None, attempt: int, target: Path | None, quick: bool, job: Path | None, compares: bool
 ) -> bool:
-    """What every rank does; whether nothing was found that would break a run."""
+    """The work of every rank; returns False if something was found that would break a run."""
     del folder, attempt
     from weft.measure.cluster import FULL, QUICK, measure_cluster
     from weft.measure.preflight import run_preflight
@@ -114,7 +112,7 @@ def _join() -> Any:
 
 
 class _View:
-    """What rank 0 shows: a bar while it measures (lines where there is no terminal), tables at the end."""
+    """Output of rank 0: a bar while it measures (lines where there is no terminal), tables at the end."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -125,9 +123,9 @@ class _View:
 
     def progress(self, done: int, total: int, label: str) -> None:
         if not self._console.is_terminal:
-            if time.monotonic() - self._last_line_s >= _SECONDS_BETWEEN_LINES:
+            if time.monotonic() - self._last_line_s >= SECONDS_BETWEEN_LINES:
                 self._last_line_s = time.monotonic()
-                self.say(f"measuring {label} ({done}/{total})")
+                say(self._console, f"measuring {label} ({done}/{total})")
             return
         if self._bar is None:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -141,33 +139,30 @@ class _View:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-            self._bar = None
-
-    def say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def compared(self, found: Preflight) -> None:
-        """The preflight: what all ranks have, then what differs."""
+        """Print the preflight: what rank 0 has, then all differences."""
         first = found.facts[0]
         told = {**first["same"], **first["alike"], "address": first["address"]}
         told |= {name: format_bytes(amount) for name, amount in first["amounts"].items()}
-        self._table(("compared", "rank 0 has"), [(name, str(value)) for name, value in told.items()])
+        print_table(self._console, ("compared", "rank 0 has"), [(name, str(value)) for name, value in told.items()])
         for finding in found.findings:
-            self.say(f"{'problem' if finding.breaks else 'note'}: {finding.text}")
+            say(self._console, f"{'problem' if finding.breaks else 'note'}: {finding.text}")
         if found.ok:
-            self.say(f"{len(found.facts)} ranks compared: nothing differs that would break a run")
+            say(self._console, f"{len(found.facts)} ranks compared: nothing differs that would break a run")
         else:
-            self.say(f"{len(found.facts)} ranks compared: a run would break; mend the problems above first")
+            say(self._console, f"{len(found.facts)} ranks compared: a run would break; mend the problems above first")
 
     def measured(self, cluster: Cluster, notes: list[str], target: Path) -> None:
-        """What was measured, the slow links, and where it was written."""
+        """Print devices, links and collectives, the slow links, and the file."""
         from weft.measure.preflight import say_ranks
         from weft.profiles.slow import slow_links
 
         for name in dict.fromkeys(device.name for device in cluster.devices):
             ranks = [device.rank for device in cluster.devices if device.name == name]
-            self.say(f"{say_ranks(ranks)}: {name} (products of matrices in FLOP/s)")
-        self._table(
+            say(self._console, f"{say_ranks(ranks)}: {name} (products of matrices in FLOP/s)")
+        print_table(
+            self._console,
             ("rank", "host", "memory", "copy", "fp32", "bf16", "fp16"),
             [
                 (
@@ -184,7 +179,8 @@ class _View:
         )
         rows: list[tuple[str, int, str, Link | Timing]] = [(_place(link), 2, link.kind, link) for link in cluster.links]
         rows += [(timing.collective, timing.num_ranks, timing.link, timing) for timing in cluster.timings]
-        self._table(
+        print_table(
+            self._console,
             ("exchange", "ranks", "link", "latency", "rate", "miss"),
             [
                 (what, str(size), kind, format_seconds(line.alpha_s), _rate(line.bytes_per_s), f"{line.miss:.0%}")
@@ -192,19 +188,10 @@ class _View:
             ],
         )
         for slow in slow_links(cluster.links):
-            self.say(str(slow))
+            say(self._console, str(slow))
         for note in notes:
-            self.say(f"note: {note}")
-        self.say(f"wrote {target}")
-
-    def _table(self, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-        from rich.table import Table
-
-        if rows:
-            table = Table(*columns)
-            for row in rows:
-                table.add_row(*row)
-            self._console.print(table)
+            say(self._console, f"note: {note}")
+        say(self._console, f"wrote {target}")
 
 
 def _rate(bytes_per_s: float) -> str:

@@ -1,4 +1,4 @@
-"""What a run looks like in a terminal: a bar with loss, speed and time left; plain lines where there is no terminal."""
+"""A run in a terminal: a bar with loss, speed and time left; plain lines where there is no terminal."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from weft.cli.terminal import SECONDS_BETWEEN_LINES, say
 from weft.training.run.job import Job
 from weft.training.run.loop import Observer, Summary
 from weft.training.run.metrics import StepRecord
 from weft.training.trainer import Trainer
 from weft.units import format_bytes, format_count, format_seconds
 
-_SECONDS_BETWEEN_LINES = 5.0
 _SMOOTHING = 0.9
 
 
@@ -67,7 +67,7 @@ class TerminalObserver(Observer):
             self._bar.update(self._task, completed=record.step, loss=f"{record.loss:.3f}", speed=speed)
             return
         now = time.monotonic()
-        if now - self._last_line_s >= _SECONDS_BETWEEN_LINES or record.step == self._total:
+        if now - self._last_line_s >= SECONDS_BETWEEN_LINES or record.step == self._total:
             self._last_line_s = now
             left = format_seconds((self._total - record.step) * record.step_s)
             self._say(f"step {record.step}/{self._total}  loss {record.loss:.3f}  {speed}  {left} left")
@@ -85,12 +85,11 @@ class TerminalObserver(Observer):
             self._bar = None
 
     def finished(self, summary: Summary) -> None:
-        """The last words of a run."""
+        """Print the sample and the outcome."""
         self.close()
         if summary.sample is not None:
             self._say("a sample of its text:\n")
-            self._console.print(summary.sample, markup=False, highlight=False, soft_wrap=True)
-            self._say("")
+            self._say(f"{summary.sample}\n")
         if summary.stopped_early:
             self._say(f"stopped after step {summary.steps_done} of {summary.total_steps}; go on with:")
             self._say(f"  weft train --resume {summary.directory}")
@@ -98,4 +97,4 @@ class TerminalObserver(Observer):
             self._say(f"done: {summary.steps_done} steps, {format_seconds(summary.seconds)} of training")
 
     def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        say(self._console, text)

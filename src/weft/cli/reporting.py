@@ -1,31 +1,31 @@
-"""Who prints an error where torchrun started the ranks: one of them, once.
+"""Errors under torchrun are printed once, by one rank.
 
-Ranks that `launch.py` starts leave their errors for the parent; under torchrun there is no parent of ours, so ranks ask
-the store they share. The first with an error prints it; one that lost its connection because of that keeps quiet.
+Ranks that `launch.py` starts leave their errors to the parent; under torchrun weft has no parent process, so ranks use
+the store they share. The first with an error prints it; one that lost its connection because of that prints nothing.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from typing import Any
 
+from weft.cli.terminal import is_first_rank
 from weft.launch import PEER_ERROR_WAIT_S
 
 _REPORTED = "weft/reported"
 
 
 def reports_first() -> bool:
-    """Whether this rank is the one to print an error: the first that has one, where ranks can ask each other."""
+    """True on the rank that prints an error: the first that has one, or rank 0 where ranks share no store."""
     store = _store()
     if store is None:
-        return os.environ.get("RANK", "0") == "0"
+        return is_first_rank()
     return bool(store.add(_REPORTED, 1) == 1)
 
 
 def peer_reported() -> bool:
-    """For a rank that lost its connection: whether a peer left because of a user's mistake, which it has printed."""
+    """True if a peer has printed an error of the user, and the connection to it was lost because of that."""
     store, deadline = _store(), time.monotonic() + PEER_ERROR_WAIT_S
     while store is not None and time.monotonic() < deadline:
         if store.add(_REPORTED, 0) > 0:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weft.cli.terminal import JobFile, Traceback, is_first_rank, refuse_ranks
 from weft.errors import JobError
 from weft.launch import STOP_FILE, default_num_ranks, is_launched, launch
 from weft.plan.check import check
@@ -19,18 +20,16 @@ if TYPE_CHECKING:
 
 
 def command(
-    job_file: Annotated[
-        Path | None, typer.Argument(metavar="[JOB.toml]", help="What to train; without it, the embedded default.")
-    ] = None,
+    job_file: JobFile = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Ranks to start here; default: what the plan needs.")] = None,
     output: Annotated[Path | None, typer.Option(help="Directory of the run; default: the next free runs/NNNN.")] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with the run in this directory.")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Continue the run in this directory.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Train this many steps in all instead of the job's.")] = None,
     restarts: Annotated[int, typer.Option(min=0, help="Times to start ranks again after one died.")] = 3,
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write when each stage did what (Chrome and Perfetto read it).")
+        Path | None, typer.Option(metavar="FILE", help="Write a timeline of all stages (for Chrome or Perfetto).")
     ] = None,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where in the code an error arose.")] = False,
+    traceback: Traceback = False,
 ) -> None:
     """Train a model as a job file says; with none, a small GPT on Python's own source text.
 
@@ -44,7 +43,7 @@ def command(
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if is_launched() else 0
     job, directory = _job_and_directory(job_file, output, resume, steps, restarted=attempt > 0)
     if is_launched():
-        _refuse_ranks(ranks, int(os.environ["WORLD_SIZE"]))
+        refuse_ranks(ranks, JobError)
         _run_rank(folder=None, attempt=attempt, job=job, directory=directory, resume=resume is not None, trace=trace)
         return
     from weft.training.run.components import prepare
@@ -62,7 +61,7 @@ def command(
 def _job_and_directory(
     job_file: Path | None, output: Path | None, resume: Path | None, steps: int | None, *, restarted: bool
 ) -> tuple[Job, Path]:
-    """What to train and where; a launcher that starts its ranks again finds the run it began there."""
+    """The job and the run's directory; a launcher that starts its ranks again continues the run it began there."""
     from weft.training.run.job import default_job, read_job
     from weft.training.run.loop import JOB_FILE, read_run
 
@@ -85,16 +84,11 @@ def _job_and_directory(
 
 
 def _of_length(job: Job, num_steps: int) -> Job:
-    """The job with another number of steps; a warm-up that would take all of them is cut to a tenth."""
+    """The job with another number of steps; a warm-up longer than that is cut to a tenth."""
     schedule = job.schedule
     if schedule.settings.get("warmup_steps", 0) >= num_steps:
         schedule = replace(schedule, settings={**schedule.settings, "warmup_steps": num_steps // 10})
     return replace(job, schedule=schedule, steps=replace(job.steps, total=num_steps))
-
-
-def _refuse_ranks(ranks: int | None, num_running: int) -> None:
-    if ranks not in (None, num_running):
-        raise JobError(f"--ranks {ranks} has no effect here: a launcher started {num_running} already; leave it out")
 
 
 def _next_free(parent: Path) -> Path:
@@ -104,21 +98,17 @@ def _next_free(parent: Path) -> Path:
 
 
 def _run_rank(*, folder: Path | None, attempt: int, job: Job, directory: Path, resume: bool, trace: Path | None) -> Any:
-    """What every rank does. A rank that was started again goes on from the last checkpoint."""
+    """The work of every rank. A rank that was started again continues from the last checkpoint."""
     from weft.cli.progress import TerminalObserver
     from weft.mesh import leave_world
     from weft.training.run.loop import train
 
-    observer = TerminalObserver(attempt=attempt) if os.environ.get("RANK", "0") == "0" else None
+    observer = TerminalObserver(attempt=attempt) if is_first_rank() else None
     stop_file = None if folder is None else folder / STOP_FILE
+    resume = resume or attempt > 0
     try:
         summary = train(
-            job,
-            directory=directory,
-            resume=resume or attempt > 0,
-            observer=observer,
-            stop_file=stop_file,
-            trace_file=trace,
+            job, directory=directory, resume=resume, observer=observer, stop_file=stop_file, trace_file=trace
         )
     finally:
         if observer is not None:

@@ -1,4 +1,4 @@
-"""Asked against measured: what `weft lab --check` finds out, and what every lab measures before it starts."""
+"""Measured against requested: `weft lab --check`, and the calibration before every lab."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from weft.lab.network import Network
 
 TOLERANCE = 0.05
 _MARGIN = 0.5
-"""The part of the switch's measured speed that is promised: ranks will want the processor too."""
+"""The usable part of the switch's measured rate: ranks need the processor too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that was asked for and measured."""
+    """A requested quantity and its measurement."""
 
     what: str
     """rate | delay | compute"""
     where: str
     asked: float
-    """Bits a second, seconds or cores."""
+    """Bits per second, seconds or cores."""
     measured: float
 
     @property
     def error(self) -> float:
-        """How far it missed, relative to what was asked; of no delay, nothing was asked."""
+        """Relative error; 0 where no delay was requested."""
         return self.measured / self.asked - 1 if self.asked else 0.0
 
     @property
@@ -38,35 +38,35 @@ class Finding:
 
 
 def measure_capacity(hosts: Sequence[EmulatedHost]) -> float:
-    """Bits a second that the switch carries where lines have no limit, less a margin; a quarter of a second."""
+    """Bits per second that the switch carries between unlimited lines, less a margin; takes a quarter of a second."""
     first, second = hosts[:2]
     both = [(first, second), (second, first)]
     return _MARGIN * sum(measure_rates(both, warm_up_s=0.05, window_s=0.2))
 
 
 def measure_latency(hosts: Sequence[EmulatedHost], delay_s: float) -> float:
-    """What the switch and the kernel add to a delay while nothing else is in the way: a third take less."""
+    """Latency that switch and kernel add to a delay on an idle network: the lower third of the probes."""
     delays = measure_delays(*hosts[:2], num_probes=40, spacing_s=0.003, timeout_s=1.0)
     return delays[len(delays) // 3] - delay_s if delays else math.inf
 
 
 def check_network(hosts: Sequence[EmulatedHost], network: Network) -> list[Finding]:
-    """Measure every kind of way, all lines at once, and slow hosts."""
+    """Measure every kind of route, all lines together, and slow hosts."""
     kinds = [
-        (rate, way, *pairs[0], f" and {len(pairs) - 1} more" if len(pairs) > 1 else "")
-        for (rate, way), pairs in network.kinds().items()
+        (rate, route, *pairs[0], f" and {len(pairs) - 1} more" if len(pairs) > 1 else "")
+        for (rate, route), pairs in network.kinds().items()
     ]
     findings = []
-    for _, way, source, destination, others in kinds:  # all of them before any stream fills a queue
+    for _, route, source, destination, others in kinds:  # all of them before any stream fills a queue
         delays = measure_delays(
             hosts[source],
             hosts[destination],
-            num_probes=400 if way.jitter_s else 100,
-            spacing_s=max(0.004, 2 * way.jitter_s),
-            timeout_s=1 + 2 * way.delay_s,
+            num_probes=400 if route.jitter_s else 100,
+            spacing_s=max(0.004, 2 * route.jitter_s),
+            timeout_s=1 + 2 * route.delay_s,
         )
         where = f"host {source} to host {destination}{others}"
-        findings.append(Finding(what="delay", where=where, asked=way.delay_s, measured=_middle(delays)))
+        findings.append(Finding(what="delay", where=where, asked=route.delay_s, measured=_middle(delays)))
     for rate, _, source, destination, others in kinds:
         if rate < math.inf:
             (measured,) = _rates([(hosts[source], hosts[destination])], network, rate)
@@ -77,21 +77,21 @@ def check_network(hosts: Sequence[EmulatedHost], network: Network) -> list[Findi
 
 
 def _check_all_at_once(hosts: Sequence[EmulatedHost], network: Network) -> list[Finding]:
-    """Every host sends to the next one: what a ring of ranks does, and the most the switch has to carry."""
+    """All hosts send to the next one, as a ring of ranks does: the largest load of the switch."""
     pairs = [(number, (number + 1) % len(hosts)) for number in range(len(hosts))]
     rates = [network.rate(*pair) for pair in pairs]
     if len(hosts) < 2 or math.inf in rates:
         return []
-    free = sum(rate for pair, rate in zip(pairs, rates, strict=True) if network.ways[pair].trunk is None)
+    free = sum(rate for pair, rate in zip(pairs, rates, strict=True) if network.routes[pair].trunk is None)
     for trunk, limit in enumerate(network.trunks):
-        crossing = [rate for pair, rate in zip(pairs, rates, strict=True) if network.ways[pair].trunk == trunk]
+        crossing = [rate for pair, rate in zip(pairs, rates, strict=True) if network.routes[pair].trunk == trunk]
         free += min(limit, sum(crossing))
     measured = sum(_rates([(hosts[a], hosts[b]) for a, b in pairs], network, min(rates)))
     return [Finding(what="rate", where="all hosts at once, in a ring", asked=free, measured=measured)]
 
 
 def _check_compute(hosts: Sequence[EmulatedHost], network: Network) -> list[Finding]:
-    """A busy process on every slow host at once; of hosts with the same share, the one farthest off."""
+    """One busy process on every slow host together; for hosts with the same share, the largest error."""
     slow = [number for number, host in enumerate(network.hosts) if host.compute]
     found: dict[float, list[float]] = {}
     for number, share in zip(slow, measure_compute([hosts[number] for number in slow], window_s=2.0), strict=True):
@@ -108,13 +108,13 @@ def _check_compute(hosts: Sequence[EmulatedHost], network: Network) -> list[Find
 
 
 def _middle(values: Sequence[float]) -> float:
-    """The mean of the middle half: what is far out met a process that did not get to run. Infinity of nothing."""
+    """Mean of the middle half, without outliers of a busy machine; infinity if there are no values."""
     quarter = len(values) // 4
     return statistics.fmean(values[quarter : len(values) - quarter]) if values else math.inf
 
 
 def _rates(pairs: Sequence[tuple[EmulatedHost, EmulatedHost]], network: Network, bits_per_s: float) -> list[float]:
-    """Streams that are given the time TCP needs on long ways, and a window of at least sixty packets."""
+    """Rates of streams after the warm-up that TCP needs on long routes, over a window of at least sixty packets."""
     round_trip_s = network.round_trip_s()
     window_s = max(2.0, 4 * round_trip_s, 60 * network.mtu_bytes * 8 / bits_per_s)
     return measure_rates(pairs, warm_up_s=1 + 12 * round_trip_s, window_s=window_s)

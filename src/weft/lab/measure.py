@@ -1,8 +1,8 @@
-"""What an emulated network really does: delays, rates and processor shares, measured inside it.
+"""Delays, rates and processor shares of an emulated network, measured inside it.
 
-All hosts share one clock, so a delay is measured one way. Rates are what the receiving host's device counts, headers
-and repeated packets included, while a TCP stream that has had time to find its speed keeps the lines busy: what TCP
-hands to its reader comes in leaps where a lost packet had to be sent again.
+All hosts share one clock, so a delay is measured one way. Rates are counted by the receiving host's device, headers and
+retransmissions included, while a warmed-up TCP stream keeps the lines busy: the bytes that TCP hands to its reader
+arrive in bursts where a lost packet was sent again.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from weft.lab.namespaces import DEVICE, EmulatedHost, run_normally, run_promptly
 _STAMP = struct.Struct("d")
 _BUFFER_BYTES = 1 << 20
 _PRIORITY = 1
-"""Below the switch, above everything else on the machine: the network is measured, not who else is busy."""
+"""Below the switch, above everything else on the machine, so that other load is not measured."""
 
 
 def measure_delays(
     source: EmulatedHost, destination: EmulatedHost, *, num_probes: int, spacing_s: float, timeout_s: float
 ) -> list[float]:
-    """The seconds that small datagrams take, of those that arrive, the shortest first."""
+    """Delays in seconds of the small datagrams that arrive, sorted."""
     with _socket_in(destination, socket.SOCK_DGRAM) as receiver, _socket_in(source, socket.SOCK_DGRAM) as sender:
         receiver.bind((destination.address, 0))
         run_promptly(priority=_PRIORITY)
@@ -42,7 +42,7 @@ def measure_delays(
 def measure_rates(
     pairs: Sequence[tuple[EmulatedHost, EmulatedHost]], *, warm_up_s: float, window_s: float
 ) -> list[float]:
-    """Bits a second that each pair's receiver gets while TCP streams run at once, one a pair."""
+    """Bits per second that each pair's receiver gets while one TCP stream per pair runs, all at once."""
     with ExitStack() as opened:
         streams = [tuple(map(opened.enter_context, _stream(*pair))) for pair in pairs]
         counts = [opened.enter_context(_device_counts(destination)) for _, destination in pairs]
@@ -61,7 +61,7 @@ def measure_rates(
 
 
 def measure_compute(hosts: Sequence[EmulatedHost], *, window_s: float) -> list[float]:
-    """The processor time that a busy process gets in each host at once, a second of wall time."""
+    """Processor time per second of wall time of one busy process in each host, all at once."""
 
     def work(host: EmulatedHost) -> float:
         host.enter()
@@ -92,7 +92,7 @@ def _stream(source: EmulatedHost, destination: EmulatedHost) -> tuple[socket.soc
 
 
 def _device_counts(host: EmulatedHost) -> TextIO:
-    """A file that says, every time it is read, what a host's devices have carried."""
+    """The file with the traffic counts of a host's devices."""
     with host.visited():
         return open("/proc/self/net/dev")
 
@@ -100,7 +100,7 @@ def _device_counts(host: EmulatedHost) -> TextIO:
 def _probe(
     sender: socket.socket, receiver: socket.socket, num_probes: int, spacing_s: float, timeout_s: float
 ) -> list[float]:
-    """How long each datagram took that arrived; they are sent without waiting for one another."""
+    """The delay of each datagram that arrived; they are sent without waiting for one another."""
     taken: list[float] = []
     sent, next_s = 0, time.monotonic()
     deadline_s = next_s + num_probes * spacing_s + timeout_s
@@ -116,7 +116,7 @@ def _probe(
 
 
 def _receive(counts: TextIO, stream: socket.socket, begin_s: float, end_s: float) -> float:
-    """Bytes a second that the host's device got between two moments, while the stream is read all the time."""
+    """Bytes per second that the host's device received between two moments, while the stream is read."""
     run_promptly(priority=_PRIORITY)
     buffer = bytearray(_BUFFER_BYTES)
     marks: list[tuple[float, int]] = []
@@ -130,7 +130,7 @@ def _receive(counts: TextIO, stream: socket.socket, begin_s: float, end_s: float
 
 
 def _received_bytes(counts: TextIO) -> int:
-    """What a host has received over the emulated network."""
+    """Bytes that a host has received over the emulated network."""
     counts.seek(0)
     (line,) = (line for line in counts.read().splitlines() if line.strip().startswith(f"{DEVICE}:"))
     return int(line.partition(":")[2].split()[0])
@@ -145,7 +145,7 @@ def _send(stream: socket.socket) -> float:
 
 
 def _fork(work: Callable[[], float]) -> tuple[int, int]:
-    """Do some work in a process of its own: (its id, where its result can be read)."""
+    """Do some work in a process of its own; returns its id and the descriptor to read its result from."""
     read_fd, write_fd = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -158,7 +158,7 @@ def _fork(work: Callable[[], float]) -> tuple[int, int]:
 
 
 def _result(task: tuple[int, int]) -> float:
-    """What the process found; 0 if it failed."""
+    """The result of the process; 0 if it failed."""
     pid, read_fd = task
     data = os.read(read_fd, _STAMP.size)
     os.close(read_fd)

@@ -1,8 +1,8 @@
 """The kernel's part of an emulated host: namespaces, a TUN device in each, and processes that die with their parent.
 
 A host is a network namespace and a host name. Neither has a name in the file system, as `ip netns add` would give it:
-they live as long as somebody has them open, so the kernel takes everything back when the lab's processes end, however
-that happens. Devices are set up by ioctl, because `ip` is missing on many machines.
+they exist as long as a process has them open, so the kernel frees everything when the lab's processes end, however that
+happens. Devices are set up by ioctl, because `ip` is missing on many machines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +35,7 @@ _OWN_NAMESPACES = ("/proc/self/ns/net", "/proc/self/ns/uts")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedHost:
-    """A host that exists: what must be open to enter it and to carry its packets."""
+    """An existing host: the file descriptors to enter it and to carry its packets."""
 
     name: str
     address: str
@@ -53,14 +53,14 @@ class EmulatedHost:
 
     @contextmanager
     def visited(self) -> Iterator[None]:
-        """Be in the host for a moment: sockets and files of its network that are opened now stay the host's."""
+        """Context inside the host: sockets and network files opened in it stay the host's."""
         with _back_home():
             self.enter()
             yield
 
 
 def missing_here() -> list[str]:
-    """What this machine or user lacks to emulate a network; empty if nothing."""
+    """Messages about what this machine or user lacks to emulate a network."""
     if sys.platform != "linux":
         return [
             f"the lab needs Linux's network namespaces, this is {sys.platform}; run it on Linux or in a virtual machine"
@@ -90,14 +90,14 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def new_process_tree() -> None:
-    """Put children of this process into a process and a mount namespace of their own: when the first ends, all do."""
+    """Put children of this process into a new process and mount namespace: when the first ends, all do."""
     _call("unshare", _CLONE_NEWPID | _CLONE_NEWNS)
 
 
 def own_files(host_addresses: dict[str, str]) -> None:
     """Give this mount namespace a /proc of its process namespace, and an /etc/hosts that knows the emulated hosts."""
     _call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
-    # /proc is covered in a moment anyway: until then it is the place for a file that leaves no trace on any disk.
+    # /proc is mounted over below: until then it can hold a file that is on no disk.
     _call("mount", b"tmpfs", b"/proc", b"tmpfs", 0, None)
     known = {"localhost": "127.0.0.1", **host_addresses}
     # twice, because torch's store looks its peers up under the IPv6 form of their IPv4 addresses
@@ -105,26 +105,26 @@ def own_files(host_addresses: dict[str, str]) -> None:
     Path("/proc/hosts").write_text(f"::1 localhost\n{names}")
     if os.path.exists("/etc/hosts"):
         _call("mount", b"/proc/hosts", b"/etc/hosts", None, _MS_BIND, None)
-    _call("umount2", b"/proc", 2)  # lazily: the file lives on under /etc
+    _call("umount2", b"/proc", 2)  # lazily: the file remains under /etc
     _call("mount", b"proc", b"/proc", b"proc", 0, None)
 
 
 def make_host(name: str, address: str, *, netmask: str, mtu_bytes: int, tcp_buffer_bytes: int) -> EmulatedHost:
-    """A new host; this process makes it and does not stay there."""
+    """Make a host; this process does not stay in it."""
     with _back_home():
         _call("unshare", _CLONE_NEWNET | _CLONE_NEWUTS)
         socket.sethostname(name)
         tun_fd = _make_device(address, netmask=netmask, mtu_bytes=mtu_bytes)
         for setting in ("tcp_rmem", "tcp_wmem"):
             _set(f"net/ipv4/{setting}", f"4096 {tcp_buffer_bytes // 4} {tcp_buffer_bytes}")
-        # The most common one, or the one every kernel allows here: never a machine's own, or labs would differ.
+        # The most common one, or the one every kernel allows here: with a machine's own default, labs would differ.
         _ = _set("net/ipv4/tcp_congestion_control", "cubic") or _set("net/ipv4/tcp_congestion_control", "reno")
         net_fd, uts_fd = (os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in _OWN_NAMESPACES)
     return EmulatedHost(name=name, address=address, net_fd=net_fd, uts_fd=uts_fd, tun_fd=tun_fd)
 
 
 def _make_device(address: str, *, netmask: str, mtu_bytes: int) -> int:
-    """Set up this namespace's loopback, and its device on the emulated network, whose packets pass what is returned."""
+    """Set up this namespace's loopback and its device on the emulated network; returns the device's descriptor."""
     tun_fd = os.open(_TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     fcntl.ioctl(tun_fd, _TUNSETIFF, struct.pack("16sH14x", DEVICE.encode(), _IFF_TUN | _IFF_NO_PI))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
@@ -140,7 +140,7 @@ def _make_device(address: str, *, netmask: str, mtu_bytes: int) -> int:
 
 @contextmanager
 def _back_home() -> Iterator[None]:
-    """Return to the network and the host name this process has now: the lab's own processes are on no host."""
+    """Context at whose end this process is in its present namespaces again: the lab's own processes are on no host."""
     home = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in _OWN_NAMESPACES]
     try:
         yield
@@ -151,7 +151,7 @@ def _back_home() -> Iterator[None]:
 
 
 def run_promptly(*, priority: int) -> None:
-    """Let this process run as soon as it has something to do, before those that compute beside it."""
+    """Give this process precedence over all that compute beside it."""
     _call("prctl", _PR_SET_TIMERSLACK, 1, 0, 0, 0)
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(priority))
@@ -160,14 +160,10 @@ def run_promptly(*, priority: int) -> None:
 
 
 def keep_cores_awake() -> None:
-    """Have idle cores wait without sleeping while this process lives: waking one up takes 0.1 ms in virtual machines.
-
-    The kernel drops the wish when the file is closed, so it is left open.
-    """
-    try:
+    """Keep idle cores from sleeping while this process lives: waking one up takes 0.1 ms in virtual machines."""
+    with suppress(OSError):  # delays are a little longer then
+        # The kernel drops the request when the file is closed, so it is left open.
         os.write(os.open("/dev/cpu_dma_latency", os.O_WRONLY | os.O_CLOEXEC), struct.pack("i", 0))
-    except OSError:  # delays are a little longer then
-        pass
 
 
 def run_normally() -> None:
@@ -184,7 +180,7 @@ def _set_up(control: socket.socket, device: str) -> None:
 
 
 def _set(name: str, value: str) -> bool:
-    """Set a kernel parameter of this namespace; whether the kernel has it and allows it."""
+    """Set a kernel parameter of this namespace; returns False where the kernel lacks or protects it."""
     try:
         Path("/proc/sys", name).write_text(value)
     except (FileNotFoundError, PermissionError):
@@ -193,7 +189,7 @@ def _set(name: str, value: str) -> bool:
 
 
 def _call(name: str, *arguments: int | bytes | None) -> None:
-    """A call of the C library, whose failure is an OSError that names it."""
+    """Call the C library; failure raises an OSError that names the function."""
     words: Sequence[object] = [ctypes.c_ulong(each) if isinstance(each, int) else each for each in arguments]
     library = ctypes.CDLL(None, use_errno=True)
     if getattr(library, name)(*words) != 0:

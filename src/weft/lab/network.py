@@ -1,13 +1,13 @@
-"""What an emulated network is: hosts with a line each, ways between them, and lines that several ways share.
+"""An emulated network: hosts with a line each, routes between them, and trunks that several routes share.
 
         host 0 ══ up ══╗                      ╔══ down ══ host 1
-               ══ down ╣  the way from 0 to 1 ╣
+               ══ down ╣  route from 0 to 1   ╣
         host 2 ══ up ══╝  (delay, loss, and   ╚══ down ══ host 3
                            perhaps a trunk)
 
 A *line* sends one packet after the other, at its rate, and has a queue. A packet leaves through its host's upload line,
-travels its way, crosses the trunk that way belongs to, if any, and arrives through the other host's download line.
-Plain data: `fabric.py` moves packets by it, `topology.py` reads it from text.
+is delayed by its route, crosses the route's trunk, if any, and arrives through the other host's download line. Plain
+data: `fabric.py` moves packets by it, `topology.py` reads it from text.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from weft.lab.quantities import format_rate
 
 QUEUE_BYTES = 1_500_000
-"""The least a line's queue holds: a thousand packets of Ethernet's size, which is what Linux long gave a device."""
+"""Smallest size of a line's queue: a thousand Ethernet packets, the traditional default of Linux."""
 _PAUSE_S = 0.005
-"""How long a busy machine may keep a sender from running while its line goes on sending."""
+"""Longest pause of a sender on a busy machine during which its line must stay busy."""
 _LEAST_TCP_BUFFER_BYTES = 16 << 20
 _USABLE_CORES = 0.9
 _FIRST_ADDRESS = 10 << 24 | 83 << 16
@@ -43,7 +43,7 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class Route:
     """How packets get from one host to another."""
 
     delay_s: float
@@ -51,30 +51,30 @@ class Way:
     jitter_s: float
     """A packet's delay is drawn evenly from delay - jitter to delay + jitter; order is kept."""
     loss: float
-    """Share of packets that vanish."""
+    """Share of packets lost."""
     trunk: int | None = None
     """Number of the trunk it crosses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """Hosts and what lies between them."""
+    """Hosts, routes and trunks."""
 
     hosts: tuple[Host, ...]
-    ways: dict[tuple[int, int], Way]
+    routes: dict[tuple[int, int], Route]
     """By (from, to); every pair of different hosts."""
     trunks: tuple[float, ...]
-    """Bits a second of lines that several ways share."""
+    """Bits per second of lines that several routes share."""
     mtu_bytes: int
-    """Largest packet. Large ones keep the switch fast; 1500 is Ethernet's."""
+    """Largest packet. Large packets keep the switch fast; Ethernet's are 1500."""
 
     @property
     def num_ranks(self) -> int:
         return sum(host.ranks for host in self.hosts)
 
     def rate(self, source: int, destination: int) -> float:
-        """Bits a second that one host can send another while all else is quiet."""
-        trunk = self.ways[source, destination].trunk
+        """Bits per second that one host can send another on an idle network."""
+        trunk = self.routes[source, destination].trunk
         return min(
             self.hosts[source].upload_bits_per_s,
             self.hosts[destination].download_bits_per_s,
@@ -82,65 +82,63 @@ class Network:
         )
 
     def load(self) -> float:
-        """Bits a second when all hosts send all they can: what the switch must hold. Unlimited lines do not count."""
+        """Bits per second when all hosts send at full rate, without unlimited lines: what the switch must carry."""
         if len(self.hosts) == 1:
             return 0.0
         uploads = sum(host.upload_bits_per_s for host in self.hosts if host.upload_bits_per_s < math.inf)
         downloads = sum(host.download_bits_per_s for host in self.hosts if host.download_bits_per_s < math.inf)
         load = min(uploads or downloads, downloads or uploads)
-        if all(way.trunk is not None for way in self.ways.values()):
+        if all(route.trunk is not None for route in self.routes.values()):
             load = min(load or math.inf, sum(self.trunks))
         return 0.0 if math.isinf(load) else load
 
     def round_trip_s(self) -> float:
-        """The longest way there and back."""
-        return 2 * max((way.delay_s + way.jitter_s for way in self.ways.values()), default=0.0)
+        """The longest round trip."""
+        return 2 * max((route.delay_s + route.jitter_s for route in self.routes.values()), default=0.0)
 
     def queue_bytes(self, bits_per_s: float) -> int:
-        """What a line's queue holds: a round trip at its full rate, so that one TCP stream can keep it busy."""
+        """Size of a line's queue: a round trip at its full rate, so that one TCP stream can keep it busy."""
         if math.isinf(bits_per_s):
             return QUEUE_BYTES
         return max(QUEUE_BYTES, int(bits_per_s / 8 * (self.round_trip_s() + _PAUSE_S)))
 
     def tcp_buffer_bytes(self) -> int:
-        """Buffers that are never what limits a TCP stream: four times what the fastest line and its queue hold."""
-        rates = [rate for pair in self.ways if (rate := self.rate(*pair)) < math.inf]
+        """TCP buffer that never limits a stream: four times the content of the fastest line and its queue."""
+        rates = [rate for pair in self.routes if (rate := self.rate(*pair)) < math.inf]
         held = max((rate / 8 * self.round_trip_s() + self.queue_bytes(rate) for rate in rates), default=0.0)
         return min(max(_LEAST_TCP_BUFFER_BYTES, int(4 * held)), 1 << 30)
 
-    def kinds(self) -> dict[tuple[float, Way], list[tuple[int, int]]]:
-        """The pairs of hosts, put together where rate and way are the same."""
-        found: dict[tuple[float, Way], list[tuple[int, int]]] = {}
-        for pair, way in self.ways.items():
-            found.setdefault((self.rate(*pair), way), []).append(pair)
+    def kinds(self) -> dict[tuple[float, Route], list[tuple[int, int]]]:
+        """The pairs of hosts, grouped by rate and route."""
+        found: dict[tuple[float, Route], list[tuple[int, int]]] = {}
+        for pair, route in self.routes.items():
+            found.setdefault((self.rate(*pair), route), []).append(pair)
         return found
 
 
 def unlimited(num_hosts: int, *, delay_s: float, mtu_bytes: int) -> Network:
-    """Hosts with nothing between them but a delay."""
+    """Hosts with unlimited lines and one delay between all of them."""
     host = Host(ranks=1, upload_bits_per_s=math.inf, download_bits_per_s=math.inf, compute=0.0)
-    way = Way(delay_s=delay_s, jitter_s=0.0, loss=0.0)
+    route = Route(delay_s=delay_s, jitter_s=0.0, loss=0.0)
     pairs = itertools.permutations(range(num_hosts), 2)
-    return Network(hosts=(host,) * num_hosts, ways=dict.fromkeys(pairs, way), trunks=(), mtu_bytes=mtu_bytes)
+    return Network(hosts=(host,) * num_hosts, routes=dict.fromkeys(pairs, route), trunks=(), mtu_bytes=mtu_bytes)
 
 
 def host_name(number: int) -> str:
-    """What a host calls itself."""
     return f"host{number}"
 
 
 def host_address(number: int) -> str:
-    """A host's address on the emulated network."""
     return ".".join(str(byte) for byte in (_FIRST_ADDRESS + number + 1).to_bytes(4, "big"))
 
 
 def host_number(address: bytes) -> int:
-    """The host with these four bytes of address; what is not one of the lab's gives a number no host has."""
+    """The host with these four bytes of address; an address outside the lab gives a number that no host has."""
     return int.from_bytes(address, "big") - _FIRST_ADDRESS - 1
 
 
 def problems_of_machine(network: Network, *, num_cores: int, bits_per_s: float, latency_s: float) -> list[str]:
-    """Why this machine cannot emulate the network as asked: its cores, and the rate and latency of its switch."""
+    """Reasons why this machine cannot emulate the network: its cores, and the rate and latency of its switch."""
     problems = []
     compute = sum(host.compute for host in network.hosts)
     if compute > num_cores * _USABLE_CORES:
@@ -153,9 +151,9 @@ def problems_of_machine(network: Network, *, num_cores: int, bits_per_s: float, 
         problems.append(
             f"{len(network.hosts)} hosts sending at once make {format_rate(network.load())}; the switch moves "
             f"{format_rate(bits_per_s)} on this machine: take at most "
-            f"{format_rate(bits_per_s / len(network.hosts))} a host, or fewer hosts"
+            f"{format_rate(bits_per_s / len(network.hosts))} per host, or fewer hosts"
         )
-    least_s = min((way.delay_s for way in network.ways.values() if way.delay_s > 0), default=math.inf)
+    least_s = min((route.delay_s for route in network.routes.values() if route.delay_s > 0), default=math.inf)
     if least_s < latency_s:
         problems.append(
             f"a delay of {least_s * 1e6:.0f} µs is less than the {latency_s * 1e6:.0f} µs a packet takes through the "

@@ -10,7 +10,7 @@ _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
 
 
 def parse_rate(value: object) -> float:
-    """'100Mbit' -> 100e6 bits a second; 'unlimited' -> infinity. A ValueError says what is wrong."""
+    """'100Mbit' -> 100e6 bits per second; 'unlimited' -> infinity. A ValueError says what is wrong."""
     if value == "unlimited":
         return math.inf
     number, unit = _split(value, "a rate", '"100Mbit", "1.5Gbit" or "unlimited"')

@@ -1,4 +1,4 @@
-"""Which processes run on which host, and the environment each is told of its place by: torchrun's variables."""
+"""The processes of each host, and their environment: torchrun's variables."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from weft.lab.namespaces import DEVICE
 from weft.lab.network import Network, host_address, host_name
 
 MASTER_PORT = 29500
-_OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
+_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
-    """A process to start."""
+class PlannedProcess:
+    """A process to start on a host."""
 
     host: int
     name: str
-    """What messages call it."""
+    """Its name in messages."""
     environment: dict[str, str]
 
 
 def processes(
     network: Network, *, per_host: bool, outside: Mapping[str, str], variables: Mapping[str, str]
-) -> list[Started]:
-    """The command's processes, one a rank or one a host. `outside` is the environment the lab was started in."""
+) -> list[PlannedProcess]:
+    """The command's processes, one per rank or one per host. `outside` is the environment of the lab's own process."""
     common = {
-        name: value for name, value in outside.items() if name not in _OF_A_LAUNCHER and "TORCHELASTIC" not in name
+        name: value for name, value in outside.items() if name not in _LAUNCHER_VARIABLES and "TORCHELASTIC" not in name
     }
-    common.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // network.num_ranks)))
+    common.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // network.num_ranks)))
     common |= variables
     common |= {
         "MASTER_ADDR": host_address(0),
@@ -38,28 +38,27 @@ def processes(
         "WEFT_LAB_HOSTS": str(len(network.hosts)),
         **{f"{library}_SOCKET_IFNAME": DEVICE for library in ("GLOO", "NCCL", "TP")},
     }
-    started: list[Started] = []
+    planned: list[PlannedProcess] = []
     for number, host in enumerate(network.hosts):
         here = {**common, "WEFT_LAB_HOST": str(number), "WEFT_LAB_ADDRESS": host_address(number)}
         if per_host:
-            started.append(
-                Started(host=number, name=host_name(number), environment={**here, **_for_torchrun(network, number)})
-            )
+            environment = {**here, **_for_torchrun(network, number)}
+            planned.append(PlannedProcess(host=number, name=host_name(number), environment=environment))
             continue
         for local_rank in range(host.ranks):
-            rank = len(started)
+            rank = len(planned)
             environment = {
-                "RANK": rank,
-                "WORLD_SIZE": network.num_ranks,
-                "LOCAL_RANK": local_rank,
-                "LOCAL_WORLD_SIZE": host.ranks,
-                "GROUP_RANK": number,
-                "GROUP_WORLD_SIZE": len(network.hosts),
+                **here,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(network.num_ranks),
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(host.ranks),
+                "GROUP_RANK": str(number),
+                "GROUP_WORLD_SIZE": str(len(network.hosts)),
             }
             name = f"rank {rank} on {host_name(number)}"
-            numbers = {variable: str(value) for variable, value in environment.items()}
-            started.append(Started(host=number, name=name, environment={**here, **numbers}))
-    return started
+            planned.append(PlannedProcess(host=number, name=name, environment=environment))
+    return planned
 
 
 def _for_torchrun(network: Network, number: int) -> dict[str, str]:
@@ -71,7 +70,3 @@ def _for_torchrun(network: Network, number: int) -> dict[str, str]:
         "PET_MASTER_ADDR": host_address(0),
         "PET_MASTER_PORT": str(MASTER_PORT),
     }
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0))

@@ -18,7 +18,7 @@ from weft.lab.supervise import Outcome, Request
 
 
 def run_lab(network: Network, command: Sequence[str], *, per_host: bool = False) -> Outcome:
-    """Run a command once a rank (or once a host) in the network; without a command, measure the network.
+    """Run a command once per rank (or once per host) in the network; without a command, measure the network.
 
     Ctrl-C and SIGTERM are passed on to the command's processes; a second one ends them at once.
     """
@@ -54,7 +54,7 @@ def run_lab(network: Network, command: Sequence[str], *, per_host: bool = False)
 
 @contextmanager
 def _interruptible(keeper: subprocess.Popen[bytes]) -> Iterator[Callable[[], bool]]:
-    """Pass signals on while this context is open; what it gives says whether there was one."""
+    """Context that forwards signals; yields a function that returns True once there was one."""
     asked = False
 
     def interrupt(number: int, frame: FrameType | None) -> None:

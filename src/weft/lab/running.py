@@ -1,7 +1,7 @@
 """The command's processes, from their start to the end of the last; process 1 of the lab waits for them here.
 
-A rank that fails ends the lab: the others get a moment to notice it themselves, then SIGTERM, then they are killed with
-their process namespace. The user's wish to stop is passed on first, and becomes an order when it is repeated.
+A rank that fails ends the lab: the others get a few seconds to notice it themselves, then SIGTERM, then they are killed
+with their process namespace. The user's first signal is forwarded; a second one kills.
 """
 
 from __future__ import annotations
@@ -14,24 +14,29 @@ from collections.abc import Sequence
 
 from weft.errors import LaunchError
 from weft.lab.namespaces import EmulatedHost
-from weft.lab.ranks import Started
+from weft.lab.ranks import PlannedProcess
 
 FAILURE_GRACE_S = 5.0
-"""How long ranks may go on when one has failed: they notice a lost connection themselves, and say so."""
+"""Time for the other ranks when one has failed: they notice a lost connection themselves, and report it."""
 INTERRUPT_GRACE_S = 30.0
-"""How long they may take to end when the user asks them to."""
+"""Time for ranks to end after the user's first signal."""
 _TERMINATE_GRACE_S = 2.0
 WATCHED = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that `wait` takes; whoever makes `Running` blocks them first."""
+"""Signals that `wait` receives; the caller blocks them first."""
 
 
 class Running:
-    """The command's processes, from their start to the end of the last."""
+    """The running processes of the command."""
 
     def __init__(
-        self, hosts: Sequence[EmulatedHost], planned: Sequence[Started], command: Sequence[str], *, own: dict[int, str]
+        self,
+        hosts: Sequence[EmulatedHost],
+        planned: Sequence[PlannedProcess],
+        command: Sequence[str],
+        *,
+        own: dict[int, str],
     ) -> None:
-        """`own` names the lab's processes, without which ranks would wait for ever."""
+        """`own` names the lab's own processes by id: their end, too, ends the lab."""
         self._own = own
         self._running: dict[int, str] = {}
         self._code = 0
@@ -42,7 +47,7 @@ class Running:
             self._running[_start(hosts[each.host], each, command)] = each.name
 
     def wait(self) -> tuple[int, str]:
-        """Exit code of the first that fails, and who that was; the others are ended a little later."""
+        """Exit code and name of the first that fails; the others are ended after the grace periods."""
         while self._running:
             self._reap()
             if not self._running:
@@ -60,7 +65,7 @@ class Running:
         return self._code, self._failure
 
     def _reap(self) -> None:
-        """Take note of what ended; orphans of ranks, which process 1 inherits, among it."""
+        """Record all ended processes, including orphans of ranks, which process 1 inherits."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -77,7 +82,7 @@ class Running:
             self._deadline_s = min(self._deadline_s, time.monotonic() + FAILURE_GRACE_S)
 
     def _interrupt(self, number: signal.Signals) -> None:
-        """Pass the user's wish on; a second one is an order."""
+        """Forward the user's signal; a second one ends the lab at once."""
         self._code = self._code or 128 + number
         self._deadline_s = 0.0 if self._interrupted else time.monotonic() + INTERRUPT_GRACE_S
         self._terminated = self._interrupted
@@ -89,7 +94,7 @@ class Running:
             os.kill(pid, number)
 
 
-def _start(host: EmulatedHost, planned: Started, command: Sequence[str]) -> int:
+def _start(host: EmulatedHost, planned: PlannedProcess, command: Sequence[str]) -> int:
     def enter() -> None:
         host.enter()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
@@ -98,5 +103,5 @@ def _start(host: EmulatedHost, planned: Started, command: Sequence[str]) -> int:
         process = subprocess.Popen(command, env=planned.environment, stdin=subprocess.DEVNULL, preexec_fn=enter)
     except OSError as error:
         raise LaunchError(f"{command[0]} cannot be started: {error.strerror}") from error
-    process.returncode = 0  # process 1 reaps everybody itself
+    process.returncode = 0  # process 1 reaps all processes itself
     return process.pid

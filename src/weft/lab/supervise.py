@@ -1,4 +1,4 @@
-"""Inside the lab: the process that makes the hosts, starts the switch and the ranks, and takes all down with it.
+"""Inside the lab: the process that makes the hosts, starts the switch and the ranks, and ends all of them with itself.
 
     weft lab              the user's process
     └─ keeper             leads a session of its own, so that Ctrl-C reaches the user's process alone
@@ -7,9 +7,9 @@
           ├─ throttle     where hosts are slow
           └─ ranks        each in its host's namespaces
 
-Keeper and init ask the kernel to be killed when their parent ends, so a kill -9 of any of them, at any moment, ends all
-of them, and with the last process go namespaces and devices. The keeper is there because process 1 can only be made by
-a process that gives up its own namespaces for it, and the user's process should keep them.
+Keeper and init have the kernel kill them when their parent ends, so a kill -9 of any of them, at any moment, ends all
+of them, and with the last process namespaces and devices disappear. The keeper exists because only a process that gives
+up its own namespaces can make process 1, and the user's process should keep them.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from weft.lab.throttle import run_throttle
 _TRIALS = 3
 _TRIAL_DELAY_S = 0.002
 _MAX_CORRECTION_S = 0.0005
-"""What is taken off delays at most: a longer latency is a busy machine's, and may be over in a moment."""
+"""Largest correction of delays: a longer latency is that of a busy machine, and may be short-lived."""
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the lab is to do."""
+    """The work of a lab."""
 
     network: Network
     command: tuple[str, ...]
@@ -62,23 +62,23 @@ class Request:
     per_host: bool
     parent_pid: int
     result_fd: int
-    """Where the outcome is written, pickled."""
+    """File descriptor to which the pickled outcome is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How it went."""
+    """The result of a lab."""
 
     code: int = 0
     """Exit code of the first process that failed, 0 if none did."""
     failure: str = ""
-    """Who failed, and how."""
+    """The process that failed, and how."""
     findings: tuple[Finding, ...] = ()
     counters: str = ""
-    """What crossed the switch, as JSON."""
+    """Traffic through the switch, as JSON."""
     switch: SwitchCount | None = None
     problems: tuple[str, ...] = ()
-    """Why nothing was started."""
+    """Reasons why nothing was started."""
 
 
 def main() -> NoReturn:
@@ -104,10 +104,10 @@ def main() -> NoReturn:
 
 
 def _run_init(request: Request, alive_fd: int) -> NoReturn:
-    """Process 1: its end is the end of everything in the lab."""
+    """Process 1: when it ends, everything in the lab does."""
     code = 1
     try:
-        die_with_parent(0)  # which is what a parent outside the namespace looks like
+        die_with_parent(0)  # the id of a parent outside the namespace
         if select.select([alive_fd], [], [], 0)[0]:  # its end was closed: the keeper died before the line above
             os._exit(1)
         for number in _ENDING:  # without a handler, process 1 would ignore them
@@ -161,7 +161,7 @@ def _run(request: Request) -> Outcome:
 
 @contextmanager
 def _trial(hosts: Sequence[EmulatedHost], network: Network) -> Iterator[None]:
-    """A switch for another network between the same hosts, which ends again."""
+    """Context with a switch for another network between the same hosts."""
     pid = _start_switch(hosts, Fabric(network), make_table(len(hosts)))
     try:
         yield
@@ -173,7 +173,7 @@ def _trial(hosts: Sequence[EmulatedHost], network: Network) -> Iterator[None]:
 def _require_machine(network: Network, hosts: Sequence[EmulatedHost]) -> float:
     """The switch's latency here; a network that this machine cannot emulate is refused.
 
-    What other processes or a hypervisor take for a moment should not decide that, so a bad trial is made again.
+    Load of other processes or a hypervisor may be short-lived, so a bad trial is repeated.
     """
     num_cores, bits_per_s, latency_s = len(os.sched_getaffinity(0)), 0.0, math.inf
     for _ in range(_TRIALS):
@@ -186,7 +186,7 @@ def _require_machine(network: Network, hosts: Sequence[EmulatedHost]) -> float:
 
 
 def _calibrate(hosts: Sequence[EmulatedHost], mtu_bytes: int) -> tuple[float, float]:
-    """Bits a second and seconds of latency of the switch on this machine, now."""
+    """Bits per second and latency in seconds of the switch on this machine, now."""
     if len(hosts) == 1:
         return 0.0, 0.0
     with _trial(hosts, unlimited(len(hosts), delay_s=0.0, mtu_bytes=mtu_bytes)):
@@ -202,7 +202,7 @@ def _start_switch(hosts: Sequence[EmulatedHost], fabric: Fabric, table_fd: int) 
 
 
 def _fork(work: Callable[[], None]) -> int:
-    """A process of the lab's own, which runs before the ranks."""
+    """Start a process of the lab's own, with precedence over the ranks."""
     pid = os.fork()
     if pid == 0:
         try:

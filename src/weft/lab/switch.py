@@ -1,7 +1,7 @@
 """The switch: one process that reads packets from every host's device and writes them to another's when it is time.
 
-All thinking is in `fabric.py`; this is its loop around the devices. It runs before the ranks it serves (real-time
-priority where the machine allows it), waits with microsecond timers, and counts what it delivers and how late.
+The model is in `fabric.py`; this is the loop around the devices. It has precedence over the ranks (real-time priority
+where the machine allows it), waits with microsecond timers, and counts deliveries and their lateness.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import select
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from weft.lab.counters import LATE_S, Counters
 from weft.lab.fabric import Fabric
@@ -19,14 +20,14 @@ from weft.lab.network import host_number
 
 _MAX_PACKET_BYTES = 65536
 _READS_AT_ONCE = 16
-"""Packets taken from one host before the others get their turn and what is due is delivered."""
+"""Packets read from one host before the others have their turn and due packets are delivered."""
 _SPIN_S, _SPARSE_S = 0.00015, 0.001
-"""Where packets are far apart, each is waited for without sleeping at the end: timers wake a process up late. Where
-they are close together, that would cost a core, and nobody would notice."""
+"""Where packets are far apart, the end of each wait is spent spinning, because timers wake a process up late. Where
+they are close together, that would cost a core for no benefit."""
 _DESTINATION = slice(16, 20)  # of an IPv4 header
 _IPV4, _TCP = 4, 6
 _MAX_EMPTY_BYTES = 120
-"""No packet without data is larger: two headers with all their options."""
+"""Largest packet without data: two headers with all their options."""
 _ACK, _PUSH_ACK = 0x10, 0x18
 
 
@@ -68,7 +69,7 @@ def run_switch(fabric: Fabric, tun_fds: Sequence[int], counters: Counters) -> No
 
 
 def is_empty_acknowledgement(packet: bytes) -> bool:
-    """Whether an IPv4 packet only tells a sender what has arrived: TCP, no data, nothing else asked."""
+    """True for a plain TCP acknowledgement in IPv4: no data, no other flags."""
     header_bytes = (packet[0] & 0x0F) * 4
     if packet[9] != _TCP or len(packet) < header_bytes + 20:
         return False
@@ -77,18 +78,16 @@ def is_empty_acknowledgement(packet: bytes) -> bool:
 
 
 def _read(fd: int) -> list[bytes]:
-    """Packets that wait at a device, oldest first."""
+    """Packets waiting at a device, oldest first."""
     packets: list[bytes] = []
-    try:
+    with suppress(BlockingIOError):
         while len(packets) < _READS_AT_ONCE:
             packets.append(os.read(fd, _MAX_PACKET_BYTES))
-    except BlockingIOError:
-        pass
     return packets
 
 
 def _deliver(packet: bytes, fd: int) -> bool:
-    """Whether the kernel took the packet; if it had no room for it, TCP will send it again."""
+    """Returns False if the kernel had no room for the packet; TCP will send it again."""
     try:
         os.write(fd, packet)
     except OSError:

@@ -1,8 +1,8 @@
-"""Slow hosts: a process that lets each host's processes use no more than their share of the processor.
+"""Slow hosts: a process that limits each host's processes to a share of the processor.
 
-It looks every few milliseconds how much processor time a host's processes took. A host that is ahead of its share is
-stopped (SIGSTOP) until the share has caught up, so waiting costs nothing and computing is slowed, as on a slow machine.
-The kernel's own way, a control group, would leave a folder behind when the lab is killed; this leaves nothing.
+Every few milliseconds it reads the processor time of a host's processes. A host ahead of its share is stopped (SIGSTOP)
+until the share has caught up, so waiting is free and computing is slowed, as on a slow machine. A control group would
+do the same, but leave a folder behind when the lab is killed.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 _TICK_S = 0.002
 _SCAN_S = 0.05
-"""How often new processes are looked for; one that lives shorter is not slowed."""
+"""Interval of the scan for new processes; one that lives shorter is not slowed."""
 _MAX_CREDIT_S = 0.02
-"""Wall time of unused share that a host may keep: a little, so that waiting does not buy a long sprint."""
-
-
+"""Wall time of unused share that a host may keep: little, so that waiting does not buy a long sprint."""
 _NICENESS = -19
 
 
@@ -55,7 +54,7 @@ class _Throttled:
 
 
 def run_throttle(shares: Mapping[int, float]) -> None:
-    """Hold hosts to their shares of a core until this process is killed; hosts are named by their namespace's inode."""
+    """Limit hosts to `shares` of a core, by inode of the network namespace, until this process is killed."""
     hosts = {inode: _Throttled(share) for inode, share in shares.items()}
     last_s = scanned_s = float("-inf")
     while True:
@@ -72,7 +71,7 @@ def run_throttle(shares: Mapping[int, float]) -> None:
 
 
 def _members(inodes: Iterable[int]) -> dict[int, set[int]]:
-    """The processes in each network namespace: ranks, for the lab's own processes are in none of them."""
+    """The processes in each network namespace: only ranks, because the lab's own processes are in none of them."""
     found: dict[int, set[int]] = {inode: set() for inode in inodes}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -88,27 +87,19 @@ def _members(inodes: Iterable[int]) -> dict[int, set[int]]:
 def _processor_s(pid: int) -> float:
     """Processor time of all threads of a process; 0 if it has ended."""
     try:
-        return time.clock_gettime(_clock_of(pid))
+        # the id of its CPU-time clock (clock_getcpuclockid, which Python lacks)
+        return time.clock_gettime(ctypes.c_int32((~pid << 3) | 2).value)
     except OSError:
         return 0.0
 
 
-def _clock_of(pid: int) -> int:
-    """The kernel's number for a process's clock (clock_getcpuclockid, which Python lacks)."""
-    return ctypes.c_int32((~pid << 3) | 2).value
-
-
 def _prefer(pid: int) -> None:
-    """Let a process run before other work on this machine: its share is all it gets, but that it should get."""
-    try:
+    """Give a process precedence over other work on this machine, so that it gets its whole share."""
+    with suppress(OSError):  # it has ended, or the kernel has no such file
         os.setpriority(os.PRIO_PROCESS, pid, _NICENESS)
         Path(f"/proc/{pid}/autogroup").write_text(str(_NICENESS))  # where the kernel weighs sessions, not processes
-    except OSError:  # it has ended, or the kernel does not do that
-        pass
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass

@@ -1,4 +1,4 @@
-"""A network from words: the defaults, a preset, a topology file and flags, each over the one before.
+"""A network from text: the defaults, a preset, a topology file and flags, each overriding the one before.
 
     preset = "1GbE"                 # what is not said below
     hosts = 4
@@ -21,7 +21,7 @@
     delay = "50ms"
     one_way = true                  # left out: two lines, one for each direction
 
-All problems of all of them come at once.
+All problems of all of them are reported together.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from importlib import resources
 from typing import Any
 
 from weft.errors import LaunchError, nearest
-from weft.lab.network import Host, Network, Way
+from weft.lab.network import Host, Network, Route
 from weft.lab.quantities import parse_rate, parse_share, parse_time
 from weft.plan.text import parse_toml, read_text
 
@@ -73,12 +73,12 @@ def _members(value: object) -> object:
 
 
 _Parsers = Mapping[str, Callable[[object], Any]]
-_WAY: _Parsers = {"delay": parse_time, "jitter": parse_time, "loss": parse_share}
+_ROUTE: _Parsers = {"delay": parse_time, "jitter": parse_time, "loss": parse_share}
 _GENERAL: _Parsers = {
     "hosts": _whole(1, MAX_HOSTS),
     "ranks": _whole(1, 64),
     "bandwidth": parse_rate,
-    **_WAY,
+    **_ROUTE,
     "compute": _cores,
     "mtu": _whole(576, 65000),
 }
@@ -90,12 +90,12 @@ _HOST: _Parsers = {
     "download": parse_rate,
     "compute": _cores,
 }
-_LINK: _Parsers = {"from": _members, "to": _members, "bandwidth": parse_rate, **_WAY, "one_way": _flag}
+_LINK: _Parsers = {"from": _members, "to": _members, "bandwidth": parse_rate, **_ROUTE, "one_way": _flag}
 
 
 @functools.cache
 def presets() -> dict[str, dict[str, Any]]:
-    """The networks that have a name, as tables of a topology file; `about` says what each is."""
+    """Named networks, as tables of a topology file; `about` describes each."""
     return tomllib.loads((resources.files("weft.lab") / "presets.toml").read_text("utf-8"))
 
 
@@ -105,7 +105,7 @@ def make_network(
     topology: str | os.PathLike[str] | None = None,
     flags: Mapping[str, object] | None = None,
 ) -> Network:
-    """The network of a preset, a topology file and flags, in a file's words; flags win, then the file."""
+    """The network of a preset, a topology file and flags, named as the file's fields; flags win, then the file."""
     problems: list[str] = []
     file: dict[str, Any] = {}
     if topology is not None:
@@ -153,7 +153,7 @@ def _tables(tables: object, name: str, parsers: _Parsers, problems: list[str]) -
 def _assemble(
     values: dict[str, Any], hosts: list[dict[str, Any]], links: list[dict[str, Any]], problems: list[str]
 ) -> Network | None:
-    """The network of parsed values; None where they are not even complete."""
+    """The network of parsed values; None if there are problems."""
     if problems:
         return None
     count = values["hosts"]
@@ -164,19 +164,19 @@ def _assemble(
             problems.append(f"[[host]] {index}: {said}; the {count} hosts are numbered 0 to {count - 1}")
         else:
             by_number.setdefault(table["number"], {}).update(table)
-    ways, trunks = _ways(count, values, links, problems)
+    routes, trunks = _routes(count, values, links, problems)
     if problems:
         return None
-    for pair, way in ways.items():
-        if way.jitter_s > way.delay_s:
+    for pair, route in routes.items():
+        if route.jitter_s > route.delay_s:
             problems.append(
-                f"jitter {way.jitter_s * 1e3:g} ms is more than the delay of {way.delay_s * 1e3:g} ms from host "
+                f"jitter {route.jitter_s * 1e3:g} ms is more than the delay of {route.delay_s * 1e3:g} ms from host "
                 f"{pair[0]} to {pair[1]}; packets cannot arrive before they are sent"
             )
             break
     return Network(
         hosts=tuple(_host(values, by_number.get(number, {})) for number in range(count)),
-        ways=ways,
+        routes=routes,
         trunks=tuple(trunks),
         mtu_bytes=values["mtu"],
     )
@@ -192,13 +192,13 @@ def _host(values: dict[str, Any], own: dict[str, Any]) -> Host:
     )
 
 
-def _ways(
+def _routes(
     count: int, values: dict[str, Any], links: list[dict[str, Any]], problems: list[str]
-) -> tuple[dict[tuple[int, int], Way], list[float]]:
-    """The way between every two hosts, and the trunks that links make. A later link is over an earlier one."""
+) -> tuple[dict[tuple[int, int], Route], list[float]]:
+    """The route between every two hosts, and the trunks that links make. A later link is over an earlier one."""
     trunks: list[float] = []
-    ways = {
-        pair: Way(delay_s=values["delay"], jitter_s=values["jitter"], loss=values["loss"])
+    routes = {
+        pair: Route(delay_s=values["delay"], jitter_s=values["jitter"], loss=values["loss"])
         for pair in itertools.permutations(range(count), 2)
     }
     for index, link in enumerate(links):
@@ -216,12 +216,12 @@ def _ways(
                 trunk = len(trunks)
                 trunks.append(link["bandwidth"])
             for pair in itertools.product(sources or (), destinations or ()):
-                if pair in ways:
-                    old = ways[pair]
-                    ways[pair] = Way(
+                if pair in routes:
+                    old = routes[pair]
+                    routes[pair] = Route(
                         delay_s=link.get("delay", old.delay_s),
                         jitter_s=link.get("jitter", old.jitter_s),
                         loss=link.get("loss", old.loss),
                         trunk=old.trunk if trunk is None else trunk,
                     )
-    return ways, trunks
+    return routes, trunks

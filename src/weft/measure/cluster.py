@@ -4,9 +4,9 @@
     2 one pair of ranks at a time: the first ranks of each two hosts, then two ranks of each host
     3 one shape of group (`shapes.py`) and transport at a time, each collective at growing sizes: inside hosts first
 
-Everything is bounded: each part has a share of the time that is left, a slow link is measured at fewer sizes, and what
-time does not suffice for is left out and named. Collectives between hosts come last because they take longest, and can
-be reckoned from links.
+Time is bounded: each part has a share of the time that is left, a slow link is measured at fewer sizes, and parts
+without time are left out and named. Collectives between hosts come last because they take longest, and can be computed
+from links.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ from weft.plan.plan import Axes, Comm, Plan
 from weft.profiles.cluster import Cluster, Device, Link, Timing
 
 POOR_MISS = 1.0
-"""A fit is called poor if a size took more than twice, or less than half, of what its line says."""
+"""Largest relative miss of a good fit: a size took twice, or half, as long as its line says."""
 
 _COMPARED_BYTES = 1 << 20
 _CPU = torch.device("cpu")
 
 Groups = dict[tuple[Shape, str], tuple[Group, Group]]
-"""By shape and transport: the group to time, and one of the same ranks by which they agree."""
+"""By shape and transport: the group to time, and a control group of the same ranks."""
 
 Progress = Callable[[int, int, str], None]
-"""Called on every rank with parts done, parts in all, and what comes next."""
+"""Called on every rank with parts done, parts in all, and the name of the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much time to spend."""
+    """Sizes to measure, and limits of time."""
 
     sizes: tuple[int, ...]
     total_s: float
-    """When no link or collective is begun any more, if there are `usual_parts` of them; more have longer."""
+    """Time after which no link or collective is begun, if there are `usual_parts` of them; more parts have more."""
     part_s: float
-    """The most that one link or collective takes, where it is not slow."""
+    """Time limit of one link or collective that is not slow."""
     device_s: float
     usual_parts: int = 12
     between_hosts: int = 3
-    """As how many parts one between hosts counts."""
+    """Number of parts that one between hosts counts as."""
     most_times: int = 10
-    """However many parts there are, no more than so many times `total_s`."""
+    """Limit of the time for many parts, as a multiple of `total_s`."""
 
     def limit_s(self, kinds: Sequence[str]) -> float:
-        """Seconds for parts over these kinds of links."""
+        """Time limit of parts over these kinds of links."""
         num_parts = sum(self.between_hosts if kind == "network" else 1 for kind in kinds)
         return self.total_s * min(max(1.0, num_parts / self.usual_parts), self.most_times)
 
@@ -80,19 +80,19 @@ class _Part:
 
     label: str
     kind: str
-    """Of the link it goes over."""
+    """Kind of the link it uses."""
     make: Callable[[int], Callable[[], None]]
     sizes: tuple[int, ...]
     agreement: Agreement | None
-    """None: this rank has no part in it."""
+    """None on a rank that takes no part."""
     chained: bool
     num_messages: int
-    """Exchanges that follow each other in one call."""
+    """Consecutive exchanges in one call."""
     record: Callable[..., Link | Timing]
     """Makes the record, given alpha_s, bytes_per_s and miss."""
 
     def measure(self, budget_s: float) -> list[float] | None:
-        """alpha_s, bytes_per_s and miss, as this rank sees them."""
+        """alpha_s, bytes_per_s and miss, as measured on this rank."""
         if self.agreement is None:
             return None
         points = time_sizes(self.make, self.sizes, self.agreement, budget_s=budget_s, chained=self.chained)
@@ -103,7 +103,7 @@ class _Part:
 def measure_cluster(
     world: World, *, effort: Effort, progress: Progress, name: str = "cluster"
 ) -> tuple[Cluster, list[str]]:
-    """The cluster these ranks run on, and notes on what was measured badly or not at all. Collective; alike on all."""
+    """The cluster these ranks run on, and notes on poor and missing measurements. Collective; the same on all ranks."""
     mesh = make_mesh(Plan(axes=Axes(data=world.size), comm=Comm(transport="c10d")), world)
     control = mesh.everyone("profile-control")
     progress(0, 1, "devices")
@@ -124,7 +124,7 @@ def measure_cluster(
             continue
         progress(place, len(parts), part.label)
         found = part.measure(min(effort.part_s, left_s / (len(parts) - place)))
-        # This is where all ranks meet, those without a part in it too: one part at a time, and one clock for all.
+        # All ranks meet here, also those that take no part: one part at a time, and one clock for all.
         told = gather_values([time.monotonic() - began, found], control, _CPU)
         left_s = limit_s - max(spent_s for spent_s, _ in told)
         alpha_s, bytes_per_s, miss = max(
@@ -151,14 +151,14 @@ def _notes(skipped: list[str], poor: list[str], limit_s: float) -> list[str]:
 
 
 def transports_of(shape: Shape, world: World) -> tuple[str, ...]:
-    """How groups of a shape can talk: CPU ranks that are together on a host share its memory, also in two levels."""
+    """Transports of groups of a shape: CPU ranks on the same host can share its memory, also in two levels."""
     is_together = not shape.between_hosts or shape.num_ranks > len(set(world.hosts))
     is_shared = world.device.type == "cpu" and is_together
     return ("c10d", "shared") if is_shared else ("c10d",)
 
 
 def link_kind(world: World, transport: str, *, between_hosts: bool) -> str:
-    """What bytes go through."""
+    """The kind of link that a transport uses."""
     if between_hosts:
         return "network"
     if transport == "shared":
@@ -179,7 +179,7 @@ def _groups(shape: Shape, transport: str, world: World) -> tuple[Group, Group]:
 
 
 def _links(world: World, everyone: Group, groups: Groups, effort: Effort) -> Iterator[_Part]:
-    """Pairs of ranks. Sockets join any two; for memory, a group inside the host is needed."""
+    """Pairs of ranks. Sockets connect any two; shared memory needs a group inside the host."""
     inside = {way: group for (shape, way), (group, _) in groups.items() if not shape.between_hosts}
     inside["c10d"] = everyone
     for first, second in host_pairs(world.hosts):

@@ -1,6 +1,6 @@
-"""What a rank computes on: its name and memory, and how fast it multiplies matrices and copies memory.
+"""The device of a rank: its name and memory, and its speed at matrix products and memory copies.
 
-All ranks measure at the same time, so ranks that share cores or memory get what they will get in training.
+All ranks measure at the same time, so ranks that share cores or memory find the speeds they will have in training.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def measure_speeds(device: torch.device, *, budget_s: float, meet: Callable[[], 
 
 
 def _flops_per_s(dtype: torch.dtype, device: torch.device, budget_s: float) -> float:
-    """A product small enough that a slow dtype, too, is done in time, and large enough to be at full speed."""
+    """Speed of a product large enough for full speed, or of a smaller one where the dtype is slow."""
     size = _MATRIX_SIZE[device.type]
     small = _product(size // 4, dtype, device)
     if 64 * _median_s(small, device, budget_s / 8) > budget_s / 2:
@@ -79,9 +79,9 @@ def _median_s(call: Callable[[], object], device: torch.device, budget_s: float)
 
 
 def can_multiply(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a product in this dtype works here.
+    """True if a product in this dtype works here.
 
-    On a CPU a child tries it: some virtual machines advertise instructions that they then refuse, which ends a process.
+    On a CPU a child process tries it: some virtual machines advertise instructions that then end the process.
     """
     if device.type == "cuda" or dtype == torch.float32:
         return True
@@ -90,7 +90,7 @@ def can_multiply(dtype: torch.dtype, device: torch.device) -> bool:
         child = os.fork()
     if child == 0:
         try:
-            faulthandler.disable()  # its end is an answer, not a fault to report
+            faulthandler.disable()  # its death is an answer, not a fault to report
             torch.set_num_threads(1)
             matrix = torch.ones(256, 256, dtype=dtype)
             torch.mm(matrix, matrix)

@@ -1,7 +1,7 @@
-"""One exchange of a given size, ready to be called again and again: what `timing.py` times.
+"""One exchange of a given size, which `timing.py` calls repeatedly.
 
-Buffers are made once a size and filled, so that no page is touched for the first time while the clock runs. They lie
-where training has them: in memory that the group shares, if it does.
+Buffers are made once per size and filled, so that no page is touched for the first time while the clock runs. They are
+placed as in training: in the group's shared memory, if it has any.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ TIMED = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast"
 """The collectives that training uses."""
 
 UNCHAINED = ("broadcast",)
-"""Those whose root may be done before the others have begun."""
+"""Collectives whose root may finish before the others have begun."""
 
 _ITEM_BYTES = 4
 
 
 def buffer_bytes(num_bytes: int, num_ranks: int) -> int:
-    """The size nearest above that has an equal part of whole float32 numbers for each rank."""
+    """The size, rounded up to an equal number of float32 values per rank."""
     part = _ITEM_BYTES * num_ranks
     return -(-num_bytes // part) * part
 
@@ -62,33 +62,32 @@ def _call(collective: str, whole: torch.Tensor, group: Group) -> Callable[[], ob
 
 
 def make_ping_pong(first: int, second: int, group: Group, device: torch.device) -> Callable[[int], Run]:
-    """A message from one rank to another and back: two one-way times. Only these two may call what this gives."""
+    """A message from one rank to another and back: two one-way times. Only these two ranks may call the result."""
 
     def make(num_bytes: int) -> Run:
         message, answer = _filled(num_bytes, device), _filled(num_bytes, device)
         is_first = group.ranks[group.index] == first
         other = group.ranks.index(second if is_first else first)
 
-        def give() -> None:
-            send(message, group, to=other).wait()
+        def exchange() -> None:
+            if is_first:
+                send(message, group, to=other).wait()
             receive(answer, group, source=other).wait()
+            if not is_first:
+                send(message, group, to=other).wait()
 
-        def give_back() -> None:
-            receive(answer, group, source=other).wait()
-            send(message, group, to=other).wait()
-
-        return _finished(give if is_first else give_back, device)
+        return _finished(exchange, device)
 
     return make
 
 
 def _filled(num_bytes: int, device: torch.device) -> torch.Tensor:
-    # Zeros stay zeros however often they are added up; written here, for fresh zeros may have no memory yet.
+    # Zeros stay zeros in every sum; they are written here, because fresh zeros may have no memory yet.
     return torch.empty(num_bytes // _ITEM_BYTES, device=device).fill_(0)
 
 
 def _finished(call: Callable[[], object], device: torch.device, *, keep: object = None) -> Run:
-    """The call, until its result is there: on a GPU it is only put on a stream. `keep` lives as long as the call."""
+    """The call and a wait for its result, because a GPU runs it asynchronously. `keep` lives as long as the call."""
 
     def run(_kept: object = keep) -> None:
         call()

@@ -1,7 +1,7 @@
-"""Short hashes of what must be the same everywhere: weft's own code, a job's files, the data.
+"""Short hashes of weft's own code, a job's files and its data, which must be the same on all ranks.
 
-Files up to 64 MB are hashed whole. Of larger ones the size and 64 evenly spaced blocks of 64 KB are: that finds another
-file, a file cut short and one whose parts were moved, but not a few changed bytes in between.
+Files up to 64 MB are hashed whole, larger ones by their size and 64 evenly spaced blocks of 64 KB: that detects another
+file, a truncated one and one whose parts were moved, but not a few changed bytes in between.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MISSING = "missing"
 
 
 def hash_file(path: Path) -> str:
-    """A hash of a file's content; the word `missing` where it cannot be read."""
+    """A hash of a file's content; "missing" if it cannot be read."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -52,7 +52,7 @@ def hash_code() -> str:
 
 
 def hash_job(path: Path) -> dict[str, str]:
-    """Hashes by what they are of: the job file, its plan, modules it names, its data."""
+    """Hashes of the job file, its plan, the modules it names and its data, by name."""
     tables = parse_toml(read_text(path, kind=JobError), source=os.fspath(path), kind=JobError)
     hashes = {f"job {path.name}": hash_file(path)}
     plan = tables.get("plan")
@@ -67,7 +67,7 @@ def hash_job(path: Path) -> dict[str, str]:
 
 
 def _data_hashes(path: Path, dataset: Any) -> dict[str, str]:
-    """Files by name where the job names files; else a checksum of evenly spaced samples."""
+    """Hashes of the files that the job names; else a checksum of evenly spaced samples."""
     named = [dataset.get("file"), dataset.get("files")] if isinstance(dataset, dict) else []
     patterns = [name for entry in named for name in (entry if isinstance(entry, list) else [entry]) if name]
     if patterns:
@@ -84,7 +84,7 @@ def _data_hashes(path: Path, dataset: Any) -> dict[str, str]:
 
 
 def _source_of(module: str) -> Path | None:
-    """Where a module would be imported from; modules of the user are looked for in the current directory first."""
+    """The file that a module would be imported from; the current directory is searched first."""
     here = Path.cwd() / Path(*module.split(".")).with_suffix(".py")
     if here.exists():
         return here

@@ -1,9 +1,9 @@
-"""A latency and a rate from times at several sizes: the line that misses them least, whatever a few of them say.
+"""A robust fit of latency and rate to times at several sizes.
 
-A time disturbed by something else on the machine is far too long, and least squares would follow it. Here every line
-through two of the points is tried (and through one and the origin), and the one with the least sum of misses is taken.
-A miss is the logarithm of predicted over measured: half and double count alike, small messages as much as large ones,
-and a few wild points hardly more than other points.
+A time disturbed by other load is far too long, and least squares would follow it. Here every line through two of the
+points (and through one and the origin) is tried, and the one with the least sum of misses is taken. A miss is the
+logarithm of predicted over measured: half and double weigh the same, small messages as much as large ones, and an
+outlier hardly more than any other point.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 Point = tuple[float, float]
-"""Bytes, and the seconds they took."""
+"""(bytes, seconds)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Line:
     alpha_s: float
     bytes_per_s: float
     miss: float = 0.0
-    """The worst miss of a point, as a factor less one: a poor fit is not hidden."""
+    """Largest miss of a point, as a factor less one."""
 
     def time_s(self, num_bytes: float) -> float:
         return self.alpha_s + num_bytes / self.bytes_per_s

@@ -1,6 +1,6 @@
-"""Which address a rank offers to the others: gloo takes the interface it is told, or the one the host's name leads to.
+"""The address that a rank offers to the others: of gloo's chosen interface, or the one the host's name resolves to.
 
-A host whose name leads to 127.0.0.1 offers an address that no other host can reach: ranks then do not find each other.
+A host whose name resolves to 127.0.0.1 offers an address that no other host can reach, and ranks cannot connect.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NAME_BYTES = 15
 
 
 def addresses() -> dict[str, str]:
-    """IPv4 address by interface, as far as this system says."""
+    """IPv4 address by interface, as far as this system tells."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex() if sys.platform == "linux" else ():
@@ -30,7 +30,7 @@ def addresses() -> dict[str, str]:
 
 
 def offered() -> tuple[str, str]:
-    """(interface, address) that gloo offers here; a question mark where this cannot be told."""
+    """(interface, address) that gloo offers here; a question mark for an unknown one."""
     here = addresses()
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if chosen:
@@ -38,7 +38,7 @@ def offered() -> tuple[str, str]:
     try:
         address = socket.gethostbyname(socket.gethostname())
     except OSError:
-        address = "127.0.0.1"  # as gloo does where the name leads nowhere
+        address = "127.0.0.1"  # as gloo does where the name does not resolve
     return next((name for name, its in here.items() if its == address), "?"), address
 
 

@@ -1,7 +1,7 @@
-"""How many bytes of tensors are alive at each moment of a computation, counted by storage.
+"""Bytes of live tensors at each moment of a computation, counted by storage.
 
-Works on fake tensors, which have sizes and lifetimes but no memory, so a model of any size can be looked at anywhere.
-What a kernel allocates for itself and frees before it returns is not seen.
+Works on fake tensors, which have sizes and lifetimes but no memory, so a model of any size can be profiled anywhere.
+A kernel's own workspace, freed before it returns, is not counted.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ Listener = Callable[[Operator, torch.Tensor], None]
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows every storage made while it is active, from its making to its end; others are never counted."""
+    """Counts every storage made while it is active, until it is freed; others are never counted."""
 
     def __init__(self, *, others: Iterable[torch.Tensor], made: Listener) -> None:
-        """`others` exist already; `made` is told of each tensor that an operator makes in a new storage."""
+        """`others` exist already; `made` is called with each tensor that an operator makes in a new storage."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
-        """The most since the last `restart_peak`."""
+        """Largest `live_bytes` since the last `restart_peak`."""
         self.accumulating = False
-        """The backward pass runs: see `_is_accumulation`."""
+        """True during the backward pass: see `_is_accumulation`."""
         self._made = made
         self._num_seen = 0
         self._others = [tensor.untyped_storage() for tensor in others]

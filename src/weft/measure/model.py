@@ -1,9 +1,9 @@
-"""From a model to its profile, without its memory: one training step on fake tensors, watched storage by storage.
+"""A model's profile, without its memory: one training step on fake tensors, recorded storage by storage.
 
-The step is the trainer's: forward, loss, backward, every gradient of a parameter taken away as soon as it is there
-(a sync keeps gradients in buffers of its own). It is run twice, with the given microbatch and with one of twice the
-samples, so that what grows with samples is told apart from what does not. The model may be anywhere, also on the meta
-device; neither it nor the random state is changed.
+The step is the trainer's: forward, loss, backward, every gradient of a parameter removed as soon as it is computed
+(a sync keeps gradients in buffers of its own). It runs twice, with the given microbatch and with one of twice the
+samples, to separate what grows with samples from what does not. The model may be on any device, also on meta; neither
+it nor the random state is changed.
 
 A model or loss that reads the *values* of tensors (`.item()`, `if x.max() > 0`) cannot be profiled. Kernels' own
 workspaces are not seen (`liveness.py`).
@@ -126,10 +126,10 @@ def _batch(inputs: Any, targets: Any, times: int) -> tuple[Any, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Watched:
-    """What one step showed."""
+    """Sizes recorded in one step."""
 
     sizes: dict[str, list[int]]
-    """By the names of `Segment`'s sizes: bytes of each segment."""
+    """Bytes of each segment, by the names of `Segment`'s sizes."""
     batch_bytes: int
     output_bytes: int
 

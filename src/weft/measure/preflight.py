@@ -1,4 +1,4 @@
-"""Do all ranks have the same software, code and data? What differs is named, with ranks and values, before a run is.
+"""Comparison of the ranks' software, code and data before a run; differences are named with ranks and values.
 
 Three kinds of facts:
 
@@ -6,7 +6,7 @@ Three kinds of facts:
     better equal       Python, numpy, threads, processor                   a difference is a note
     quantities         free memory and disk                                less than half of another's is a note
 
-Clocks of hosts are compared by messages back and forth, as NTP does; the shortest of several counts.
+Clocks of hosts are compared by round trips, as NTP does; the shortest of several counts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from weft.mesh import World
 from weft.units import format_bytes, format_seconds
 
 CLOCK_SKEW_S = 0.5
-"""From here on clocks are called different: timestamps of logs and files would be in the wrong order."""
+"""Smallest difference of clocks that is reported: timestamps of logs and files would be in the wrong order."""
 _CLOCK_TRIALS = 4
 
 Facts = dict[str, Any]
@@ -42,16 +42,16 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something that is not the same everywhere."""
+    """A difference between ranks."""
 
     breaks: bool
-    """A run would fail, or quietly train on something else."""
+    """A run would fail, or silently train on something else."""
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preflight:
-    """What every rank said of itself, and what to think of it."""
+    """The facts of every rank, and the differences."""
 
     facts: tuple[Facts, ...]
     findings: tuple[Finding, ...]
@@ -62,20 +62,16 @@ class Preflight:
 
 
 def run_preflight(world: World, control: Group, *, job: Path | None = None) -> Preflight:
-    """Collective; all ranks get the same."""
+    """Compare all ranks; collective, with the same result on each."""
     facts = gather_values(collect(world, job), control, torch.device("cpu"))
     skews = clock_skews(world, control)
     return Preflight(facts=tuple(facts), findings=tuple([*compare(facts), *_clock_findings(skews)]))
 
 
 def collect(world: World, job: Path | None) -> Facts:
-    """What this rank says of itself: `same`, `alike` and `amounts` by name, and problems it has by itself."""
+    """This rank's facts: `same`, `alike` and `amounts` by name, and its own problems."""
     interface, address = offered()
-    same = {
-        "weft": metadata.version("weft"),
-        "weft's code": hash_code(),
-        "torch": torch.__version__,
-    }
+    same = {"weft": metadata.version("weft"), "weft's code": hash_code(), "torch": torch.__version__}
     problems: tuple[str, ...] = ()
     if job is not None:
         try:
@@ -124,18 +120,17 @@ def compare(facts: Sequence[Facts]) -> list[Finding]:
 
 
 def clock_skews(world: World, group: Group) -> dict[int, tuple[float, float]]:
-    """By host: how far its clock is ahead of the first one's, and how far that may be wrong, in seconds. Collective."""
-    leaders = [world.hosts.index(host) for host in range(1, max(world.hosts) + 1)]
-    found: dict[int, tuple[float, float]] = {}
-    for leader in leaders:
-        for _ in range(_CLOCK_TRIALS):
-            if world.rank == 0:
-                offset_s, doubt_s = _ask_time(group, leader)
-                host = world.hosts[leader]
-                found[host] = min(found.get(host, (0.0, float("inf"))), (offset_s, doubt_s), key=lambda pair: pair[1])
-            elif world.rank == leader:
+    """Seconds that each host's clock is ahead of the first one's, and their uncertainty, by host; collective."""
+    found: list[list[float]] = []
+    for host in range(1, max(world.hosts) + 1):
+        leader = world.hosts.index(host)
+        if world.rank == 0:
+            trials = [_ask_time(group, leader) for _ in range(_CLOCK_TRIALS)]
+            found.append([host, *min(trials, key=lambda trial: trial[1])])
+        elif world.rank == leader:
+            for _ in range(_CLOCK_TRIALS):
                 _tell_time(group)
-    told = gather_values([[host, *pair] for host, pair in found.items()], group, torch.device("cpu"))[0]
+    told = gather_values(found, group, torch.device("cpu"))[0]
     return {host: (offset_s, doubt_s) for host, offset_s, doubt_s in told}
 
 
@@ -186,7 +181,6 @@ def say_ranks(ranks: Sequence[int]) -> str:
 
 
 def _free_memory_bytes() -> int:
-    """What the host could still give."""
     information = Path("/proc/meminfo")
     if information.exists():
         for line in information.read_text().splitlines():

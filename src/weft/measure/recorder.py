@@ -1,8 +1,8 @@
-"""Follows one training step through a model's segments: what each of them saves, is given and needs at most.
+"""Records what each segment of a model saves, receives and needs at its peak, in one training step.
 
-Segments are entered by hooks on the blocks in the forward pass, and by hooks on the gradients of what blocks return in
-the backward pass. Holding a tensor is an event; which events count is decided at the end, once for every policy of
-recomputation, so that one step answers for all of them.
+Segments are entered by hooks on the blocks in the forward pass, and by hooks on the gradients of the blocks' outputs in
+the backward pass. Holding a tensor is an event; which events count is decided at the end, for each recompute policy, so
+that one step serves all of them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from weft.measure.liveness import LiveBytes
 from weft.parallel.recompute import KEPT_PRODUCTS
 
 SIZES = ("saved", "selective", "inputs", "forward_peak", "backward_peak")
-"""What is found for every segment, by the names of `profiles.model.Segment`."""
+"""Names of the recorded sizes, as in `profiles.model.Segment`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Event:
-    """A segment came to hold a storage, as something saved, as a block's input, or as a matrix product."""
+    """A segment holds a storage from now on: saved, as a block's input, or as a matrix product."""
 
     kind: str
     segment: int
@@ -33,9 +33,9 @@ class _Event:
 
 
 class Recorder:
-    """Which segment the step is in, and what each one came to hold. Segment 0 is the prelude, the last the postlude.
+    """The present segment of the step, and the storages of each. Segment 0 is the prelude, the last the postlude.
 
-    What the model does between two blocks counts as the first one's.
+    Computation between two blocks counts as the first one's.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], *, others: Sequence[torch.Tensor]) -> None:
@@ -77,7 +77,6 @@ class Recorder:
         }
 
     def _attach(self, block: nn.Module, number: int) -> None:
-
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._enter("forward", number + 1)
             for tensor in _tensors((args, kwargs)):
@@ -110,7 +109,7 @@ class Recorder:
         self._phase, self._segment = phase, segment
 
     def _on_gradient(self, tensor: torch.Tensor, segment: int) -> None:
-        """When this tensor's gradient is there, the backward pass enters the segment that made it."""
+        """Enter the segment that made this tensor when its gradient is computed."""
         if tensor.requires_grad:
             tensor.register_hook(lambda _: self._enter("backward", segment))
 

@@ -1,10 +1,10 @@
-"""Which groups of ranks are worth timing, from where the ranks are: pure arithmetic over host numbers.
+"""The groups of ranks to time, computed from the host of each rank.
 
     one host, 4 ranks        pairs, and all 4                                         inside the host
     2 hosts × 4 ranks        pairs, and all 4 of a host                               inside each host
                              one rank of every host, and all 8                        between hosts
 
-All groups of a size exchange at once, as they do in training. Where hosts hold unequal numbers of ranks, or ranks are
+All groups of a size exchange at once, as in training. Where hosts hold unequal numbers of ranks, or ranks are
 not numbered host by host, only the group of all is timed: no grid of axes fits the others.
 """
 
@@ -18,7 +18,7 @@ from weft.plan.plan import Axes, Comm, Data, Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A mesh, and the axis of it whose groups are timed."""
+    """A mesh, and its axis whose groups are timed."""
 
     replicate: int
     data: int

@@ -1,7 +1,7 @@
-"""How long an exchange takes, timed by all who take part: they start together, the slowest counts, the median stands.
+"""The time of an exchange, measured by all participants: they start together, the slowest counts, in the median.
 
-What they do next may depend on nothing that differs between them, so every decision (how often to repeat, whether a
-larger size would take too long) is made from the maximum over all of them.
+Participants must decide alike (how often to repeat, whether a larger size would take too long), so every decision is
+made from the maximum over all of them.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _FEWEST_SIZES = 3
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Those who take part in an exchange, and how they agree on numbers."""
+    """The means by which the participants of an exchange agree on numbers."""
 
     replace_by_largest: Callable[[torch.Tensor], object]
-    """Makes each entry the maximum over all of them, in place."""
+    """Makes each entry the maximum over all participants, in place."""
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """The maximum over all of them, of each value."""
+        """The maximum of each value over all participants."""
         table = torch.tensor(values, dtype=torch.float64)
         self.replace_by_largest(table)
         return [float(value) for value in table]
 
     def meet(self) -> None:
-        """Nobody leaves before everybody has come."""
+        """Barrier over all participants."""
         self.largest([0.0])
 
 
@@ -54,9 +54,8 @@ def agree_as_pair(group: Group, other: int) -> Agreement:
 
     def replace_by_largest(table: torch.Tensor) -> None:
         theirs = torch.empty_like(table)
-        pending = [receive(theirs, group, source=other), send(table.clone(), group, to=other)]
-        for each in pending:
-            each.wait()
+        for pending in [receive(theirs, group, source=other), send(table.clone(), group, to=other)]:
+            pending.wait()
         torch.maximum(table, theirs, out=table)
 
     return Agreement(replace_by_largest)
@@ -68,7 +67,7 @@ def time_sizes(
     """(bytes, seconds) of an exchange at growing sizes, until they or the budget are used up.
 
     `make(size)` gives one exchange of that size; all make it together. `chained` says that a call ends on no rank
-    before all have begun it, so calls may follow each other without a meeting, and small ones are timed by the dozen.
+    before all have begun it, so calls may follow each other without a barrier, and small ones are timed in batches.
     """
     points: list[Point] = []
     began = time.perf_counter()

@@ -1,1 +1,1 @@
-"""What a run looked like: its pipeline as a picture and as a trace. Text made of plain data; no torch needed."""
+"""A run's pipeline as a picture and as a trace: text made from plain data, without torch."""

@@ -1,9 +1,8 @@
 """The colours of a pipeline's picture, as one style sheet for light and dark mode.
 
-Hue tells the microbatch, tone and hatch tell what is done to it: a forward pass is a tint, a whole backward pass deep,
-the half of it that the stage before waits for (input gradient) plain, and the other half (weight gradient) hatched.
-Every colour is a fixed class and not a CSS variable, which many viewers of SVG do not know. Text is black or white,
-whichever contrasts more with the box behind it.
+The hue shows the microbatch, tone and hatch show the kind of pass: a forward pass is a tint, a whole backward pass
+deep, its input-gradient half plain, and its weight-gradient half hatched. Every colour is a fixed class and not a CSS
+variable, which many viewers of SVG do not support. Text is black or white, whichever contrasts more with its box.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ HUES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """What one of the reader's two modes adds to the hues."""
+    """Colours of light or dark mode besides the hues."""
 
     page: str
     ink: str
@@ -25,7 +24,7 @@ class Scheme:
     idle: str
     grid: str
     deep: str
-    """What a whole backward pass is mixed with."""
+    """Colour that the hue of a whole backward pass is mixed with."""
 
 
 LIGHT = Scheme(page="#ffffff", ink="#1f2328", faint="#59636e", idle="#eff1f4", grid="#d5dae0", deep="#000000")
@@ -41,8 +40,9 @@ rect { stroke-width: 1 } .narrow { stroke-width: 0 }
 
 
 def style_sheet() -> str:
-    """The rules of both modes; the reader's own mode decides which hold."""
-    return f"{SHAPES}{_rules(LIGHT)}\n@media (prefers-color-scheme: dark) {{\n{_rules(DARK)}\n}}\n"
+    """The CSS rules of both modes; the viewer selects one."""
+    light, dark = ("\n".join(_rules(scheme)) for scheme in (LIGHT, DARK))
+    return f"{SHAPES}{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}\n"
 
 
 def hatches() -> str:
@@ -55,11 +55,7 @@ def hatches() -> str:
     return f"<defs>{''.join(patterns)}</defs>"
 
 
-def _rules(scheme: Scheme) -> str:
-    return "\n".join(_scheme_rules(scheme))
-
-
-def _scheme_rules(scheme: Scheme) -> Iterator[str]:
+def _rules(scheme: Scheme) -> Iterator[str]:
     yield f".page {{ fill: {scheme.page} }} .idle {{ fill: {scheme.idle} }} .grid {{ stroke: {scheme.grid} }}"
     yield f".title, .label {{ fill: {scheme.ink} }} .faint {{ fill: {scheme.faint} }}"
     yield f"rect {{ stroke: {scheme.page} }} .strip {{ stroke: {scheme.ink} }}"

@@ -3,9 +3,9 @@
     rank 0   F0 F1 F2 F3 .. .. .. B0 B1 B2 B3     hue: the microbatch    tone and hatch: what is done to it
     rank 1   .. F0 F1 F2 F3 .. B0 B1 B2 B3 ..     a dot (background): the rank waits
 
-Planned and executed timelines are the same records, so one function draws both, and `side_by_side` puts one above the
-other on one time scale. The SVG is written by hand: it needs no library, its boxes carry tooltips, and it follows the
-reader's light or dark mode (`colours.py`).
+Planned and executed timelines are the same records, and are drawn one above the other on one time scale. The SVG is
+written by hand: it needs no library, its boxes have tooltips, and it follows the reader's light or dark mode
+(`colours.py`).
 
 Not drawn: `release`, which takes no time, and the arrows of messages; `trace.py` has every span.
 """
@@ -34,7 +34,7 @@ NAMES: dict[Kind, str] = {
     "receive": "receive",
     "gather": "gather",
 }
-"""What is drawn, in the legend's order and words."""
+"""Kinds of actions that are drawn, in the order and words of the legend."""
 
 OUTGOING, INCOMING = ("send", "reduce"), ("receive", "gather")
 
@@ -42,12 +42,12 @@ MARGIN_PX, LABEL_PX, TITLE_PX, AXIS_PX, LEGEND_PX = 16, 52, 26, 40, 22
 ROW_PX, VERSION_PX, EXCHANGE_PX, GAP_PX = 26, 9, 10, 6
 DIGIT_PX, SMALL_DIGIT_PX, LETTER_PX = 6.6, 5.0, 6.9
 SHORTEST_PX, OUTLINED_PX = 2.0, 5.0
-"""What takes no time is still seen; a narrow box has no outline, which would leave nothing of it."""
+"""Actions of no duration stay visible; a narrow box has no outline, which would cover all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
-    """What all panels of a picture share: the scale, and which details are worth their room."""
+class Canvas:
+    """The scale that all panels of a picture share, and the details that are drawn."""
 
     width_px: float
     until_s: float
@@ -72,19 +72,6 @@ class Look:
 
 
 def draw(
-    timeline: Timeline,
-    *,
-    title: str = "",
-    width_px: int = 960,
-    until_s: float | None = None,
-    unit_s: float | None = None,
-    exchanges: bool = False,
-) -> str:
-    """One timeline as the text of an SVG, up to `until_s` after its first span; the axis in units if one is given."""
-    return side_by_side([(title, timeline)], width_px=width_px, until_s=until_s, unit_s=unit_s, exchanges=exchanges)
-
-
-def side_by_side(
     panels: Sequence[tuple[str, Timeline]],
     *,
     width_px: int = 960,
@@ -92,10 +79,13 @@ def side_by_side(
     unit_s: float | None = None,
     exchanges: bool = False,
 ) -> str:
-    """Several titled timelines, one below the other on one time scale: planned above executed, say."""
+    """Titled timelines as the text of an SVG, one below the other on one time scale.
+
+    They are drawn up to `until_s` after their first spans; the axis counts in units if `unit_s` is given.
+    """
     _refuse(panels, width_px=width_px, until_s=until_s, unit_s=unit_s)
     drawn = [span for _, timeline in panels for span in timeline.spans if span.action.kind in NAMES]
-    look = Look(
+    canvas = Canvas(
         width_px=width_px,
         until_s=until_s or max(timeline.makespan_s for _, timeline in panels),
         exchanges=exchanges and any(not span.action.is_compute for span in drawn),
@@ -106,10 +96,12 @@ def side_by_side(
     )
     parts, y = [], float(MARGIN_PX)
     for title, timeline in panels:
-        panel, y = _panel(look, title, timeline, y, unit_s)
+        panel, y = _panel(canvas, title, timeline, y, unit_s)
         parts += panel
-    parts += _axis(look, y, unit_s)
-    legend, y = _legend(look, [kind for kind in NAMES if any(span.action.kind == kind for span in drawn)], y + AXIS_PX)
+    parts += _axis(canvas, y, unit_s)
+    legend, y = _legend(
+        canvas, [kind for kind in NAMES if any(span.action.kind == kind for span in drawn)], y + AXIS_PX
+    )
     name = escape("; ".join(title for title, _ in panels if title) or "timeline of a pipeline")
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width_px} {y:g}" width="{width_px}" height="{y:g}"'
     opening = [f'{head} role="img" aria-label="{name}">', f"<title>{name}</title>", f"<style>{style_sheet()}</style>"]
@@ -136,46 +128,44 @@ def _refuse(
         raise DataError(problems)
 
 
-def _origin_s(timeline: Timeline) -> float:
-    """Recorded times count from any clock's zero; a picture begins at its first span."""
-    return min(span.start_s for span in timeline.spans)
-
-
-def _panel(look: Look, title: str, timeline: Timeline, y: float, unit_s: float | None) -> tuple[list[str], float]:
-    """The panel's elements, and where the next one begins."""
-    length_s, origin_s, right = timeline.makespan_s, _origin_s(timeline), look.x(look.until_s)
+def _panel(canvas: Canvas, title: str, timeline: Timeline, y: float, unit_s: float | None) -> tuple[list[str], float]:
+    """The panel's elements, and the top of the next one."""
+    length_s, right = timeline.makespan_s, canvas.x(canvas.until_s)
+    origin_s = min(span.start_s for span in timeline.spans)  # recorded times count from an arbitrary zero
     lasts = f"{length_s / unit_s:.4g} units" if unit_s else format_seconds(length_s)
     busy = f"{lasts}, {100 * timeline.utilisation:.0f} % busy"
     parts = [_text(MARGIN_PX, y + 13, title, "title")] if title else []
     parts.append(_text(right, y + 13, busy, "faint end"))
     y += TITLE_PX
-    idle_px = look.px_per_s * min(length_s, look.until_s)
+    idle_px = canvas.px_per_s * min(length_s, canvas.until_s)
     for rank in range(timeline.num_ranks):
-        top = y + rank * look.row_px
-        parts.append(_text(look.x(0) - 10, top + look.box_px / 2 + 4, f"rank {rank}", "label end"))
-        parts.append(f'<path class="idle" d="M{look.x(0):g} {top:g}h{idle_px:.2f}v{look.box_px:g}h-{idle_px:.2f}z"/>')
-    bottom = y + timeline.num_ranks * look.row_px
-    lines = "".join(f"M{look.x(at_s):.2f} {y - 3:g}V{bottom:g}" for at_s, _ in _ticks(look, unit_s)[0])
+        top = y + rank * canvas.row_px
+        parts.append(_text(canvas.x(0) - 10, top + canvas.box_px / 2 + 4, f"rank {rank}", "label end"))
+        parts.append(
+            f'<path class="idle" d="M{canvas.x(0):g} {top:g}h{idle_px:.2f}v{canvas.box_px:g}h-{idle_px:.2f}z"/>'
+        )
+    bottom = y + timeline.num_ranks * canvas.row_px
+    lines = "".join(f"M{canvas.x(at_s):.2f} {y - 3:g}V{bottom:g}" for at_s, _ in _ticks(canvas, unit_s)[0])
     parts.append(f'<path class="grid" d="{lines}"/>')
     # A box of no length is drawn last, or its longer neighbour would hide it.
     for span in sorted(timeline.spans, key=lambda span: span.duration_s == 0):
-        start_s, stop_s = span.start_s - origin_s, min(span.stop_s - origin_s, look.until_s)
-        is_past = start_s > look.until_s or (start_s == look.until_s and span.duration_s > 0)
-        if is_past or span.action.kind not in NAMES or not (span.action.is_compute or look.exchanges):
+        start_s, stop_s = span.start_s - origin_s, min(span.stop_s - origin_s, canvas.until_s)
+        is_past = start_s > canvas.until_s or (start_s == canvas.until_s and span.duration_s > 0)
+        if is_past or span.action.kind not in NAMES or not (span.action.is_compute or canvas.exchanges):
             continue
-        x, px = look.x(start_s), max((stop_s - start_s) * look.px_per_s, SHORTEST_PX)
-        top = y + span.rank * look.row_px
+        x, px = canvas.x(start_s), max((stop_s - start_s) * canvas.px_per_s, SHORTEST_PX)
+        top = y + span.rank * canvas.row_px
         inside = _tooltip(span, origin_s)
         if span.action.is_compute:
-            inside += _box(look, span, x, top, px, chunk=span.action.stage // timeline.num_ranks)
+            inside += _box(canvas, span, x, top, px, chunk=span.action.stage // timeline.num_ranks)
         else:
-            inside += _mark(span.action.kind, x, top + look.box_px + 1, px)
+            inside += _mark(span.action.kind, x, top + canvas.box_px + 1, px)
         parts.append(f'<g class="{_classes(span)}">{inside}</g>')
     return parts, bottom + (GAP_PX if title else 0)
 
 
 def _classes(span: Span) -> str:
-    """The element's role, its kind, and (of what belongs to a microbatch) its hue."""
+    """The element's role, its kind, and the hue of its microbatch, if any."""
     action = span.action
     role = "box" if action.is_compute else "mark"
     return f"{role} {action.kind}" + ("" if action.microbatch == EVERY else f" m{action.microbatch % len(HUES)}")
@@ -193,17 +183,17 @@ def _tooltip(span: Span, origin_s: float) -> str:
     return f"<title>{escape(f'{NAMES[action.kind]}{of}: {where}{weights}; {when}')}</title>"
 
 
-def _box(look: Look, span: Span, x: float, top: float, px: float, *, chunk: int) -> str:
+def _box(canvas: Canvas, span: Span, x: float, top: float, px: float, *, chunk: int) -> str:
     """A compute span: its rectangle, its chunk's strip, and as much of its numbers as there is room for."""
     action, middle = span.action, x + px / 2
     outline = "" if px >= OUTLINED_PX else ' class="narrow"'
-    parts = [f'<rect{outline} x="{x:.2f}" y="{top:g}" width="{px:.2f}" height="{look.box_px:g}"/>']
+    parts = [f'<rect{outline} x="{x:.2f}" y="{top:g}" width="{px:.2f}" height="{canvas.box_px:g}"/>']
     if chunk:
-        shade = chunk / (look.num_chunks - 1)
+        shade = chunk / (canvas.num_chunks - 1)
         parts.append(f'<path class="strip" stroke-opacity="{shade:.2g}" d="M{x:.2f} {top + 2:g}h{px:.2f}"/>')
     number = "" if action.microbatch == EVERY or action.kind == "update" else str(action.microbatch)
-    version = f"v{action.version}" if look.versions else ""
-    line = top + look.box_px / 2 + (4 if not (number and version) else -1)
+    version = f"v{action.version}" if canvas.versions else ""
+    line = top + canvas.box_px / 2 + (4 if not (number and version) else -1)
     if number and px > DIGIT_PX * len(number) + 2:
         parts.append(_text(middle, line, number, "number"))
     if version and px > SMALL_DIGIT_PX * len(version) + 1:
@@ -212,43 +202,47 @@ def _box(look: Look, span: Span, x: float, top: float, px: float, *, chunk: int)
 
 
 def _mark(kind: Kind, x: float, top: float, px: float) -> str:
-    """An exchange: a thin bar below the boxes, what goes out above what comes in."""
+    """A message: a thin bar below the boxes, outgoing above incoming."""
     y = top + (0 if kind in OUTGOING else EXCHANGE_PX / 2)
     return f'<path d="M{x:.2f} {y:g}h{px:.2f}v3.5h-{px:.2f}z"/>'
 
 
-def _ticks(look: Look, unit_s: float | None) -> tuple[list[tuple[float, str]], str]:
-    """(seconds, text) of every tick, and what the axis counts."""
+def _ticks(canvas: Canvas, unit_s: float | None) -> tuple[list[tuple[float, str]], str]:
+    """(seconds, text) of every tick, and the name of the axis."""
     if unit_s:
         counts_s, name = unit_s, f"time (1 unit = {format_seconds(unit_s)})"
     else:
         counts_s, name = next(
-            (s, n) for s, n in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")) if look.until_s > s or n == "µs"
+            (s, n) for s, n in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")) if canvas.until_s > s or n == "µs"
         )
         name = f"time ({name})"
-    most = (look.width_px - 2 * MARGIN_PX - LABEL_PX) / 60
-    rough = look.until_s / counts_s / most
+    most = (canvas.width_px - 2 * MARGIN_PX - LABEL_PX) / 60
+    rough = canvas.until_s / counts_s / most
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
-    num_ticks = math.floor(look.until_s / counts_s / step * (1 + 1e-9)) + 1
+    num_ticks = math.floor(canvas.until_s / counts_s / step * (1 + 1e-9)) + 1
     return [(tick * step * counts_s, f"{tick * step:.6g}") for tick in range(num_ticks)], name
 
 
-def _axis(look: Look, y: float, unit_s: float | None) -> Iterator[str]:
-    ticks, name = _ticks(look, unit_s)
-    yield from (_text(look.x(at_s), y + 10, text, "faint middle") for at_s, text in ticks)
-    yield _text(look.x(look.until_s), y + 26, name, "faint end")
+def _axis(canvas: Canvas, y: float, unit_s: float | None) -> Iterator[str]:
+    ticks, name = _ticks(canvas, unit_s)
+    yield from (_text(canvas.x(at_s), y + 10, text, "faint middle") for at_s, text in ticks)
+    yield _text(canvas.x(canvas.until_s), y + 26, name, "faint end")
 
 
-def _legend(look: Look, kinds: Sequence[Kind], y: float) -> tuple[list[str], float]:
-    """A sample of everything that is drawn, in lines as wide as the picture, and where the picture ends."""
-    entries = [(f"{kind} m0", NAMES[kind], 0.0) for kind in kinds if look.exchanges or kind not in OUTGOING + INCOMING]
-    entries += [("forward m0", f"chunk {c}", c / (look.num_chunks - 1)) for c in range(look.num_chunks) if c]
-    notes = ["number, hue: microbatch"] + (["v: weights' version used, or made by an update"] if look.versions else [])
+def _legend(canvas: Canvas, kinds: Sequence[Kind], y: float) -> tuple[list[str], float]:
+    """The legend, in lines as wide as the picture, and the bottom of the picture."""
+    entries = [
+        (f"{kind} m0", NAMES[kind], 0.0) for kind in kinds if canvas.exchanges or kind not in OUTGOING + INCOMING
+    ]
+    entries += [("forward m0", f"chunk {c}", c / (canvas.num_chunks - 1)) for c in range(canvas.num_chunks) if c]
+    notes = ["number, hue: microbatch"] + (
+        ["v: weights' version used, or made by an update"] if canvas.versions else []
+    )
     parts, x = [], float(MARGIN_PX)
     for classes, text, shade in [*entries, *(("", note, 0.0) for note in notes)]:
         sample_px = 24 if classes else 0
-        if x + sample_px + LETTER_PX * len(text) > look.width_px - MARGIN_PX:
+        if x + sample_px + LETTER_PX * len(text) > canvas.width_px - MARGIN_PX:
             x, y = float(MARGIN_PX), y + LEGEND_PX
         if classes:
             thin = classes.split()[0] in OUTGOING + INCOMING

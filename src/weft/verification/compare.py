@@ -1,14 +1,13 @@
-"""This rank's gradients, weights and buffers beside those of one process, which rank 0 sends one by one.
+"""This rank's gradients, weights and buffers against those of one process, which rank 0 broadcasts one by one.
 
-Nothing but the errors is kept: a right plan, the usual case, must not pay for what only a wrong one needs
-(`examine.py`).
+Only errors are kept: a right plan, the usual case, must not pay for what only a wrong one needs (`examine.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,110 +15,121 @@ import torch
 
 from weft.checkpoint.local_parts import held_parameters
 from weft.comm.collectives import broadcast
-from weft.comm.group import Group
 from weft.comm.objects import gather_values
-from weft.layout import Layout
+from weft.layout import Layout, part_of
+from weft.mesh import Mesh
 from weft.parallel.tensor.shares import local_part
+from weft.training.data.trees import num_samples, split_tree
 from weft.training.step.pipeline_stream import PipelineStream
 from weft.training.trainer import Trainer
 from weft.verification.one_process import Key
 from weft.verification.oracles import Oracle
 from weft.verification.verdict import Difference
 
-_ZERO_GRADIENT = 1e-6
-"""A tensor whose true values are all (nearly) zero is measured against this part of the model's largest value."""
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
+"""Largest relative error by dtype. In float32 only losses are held to it; rounding may amplify in single weights."""
+
+_ROUNDING = 64 * torch.finfo(torch.float64).eps
+"""Error that rounding alone may cause, relative to the model's largest value. A gradient that is nearly zero by the
+maths (of a scale in front of a norm) is a sum of terms that cancel, as large as the model's largest gradient: its error
+is relative to the terms, not to the sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Own:
-    """Something of this rank's that has a counterpart in one process."""
+class LocalTensor:
+    """A tensor of this rank that has a counterpart in one process."""
 
     key: Key
     tensor: torch.Tensor | None
     layout: Layout
     is_copy: bool = False
-    """The model's, where the optimizer updates another."""
+    """It is the model's copy of a weight that the optimizer updates elsewhere."""
 
 
-def own_tensors(trainer: Trainer, *, is_settled: bool) -> Iterator[Own]:
+def local_tensors(trainer: Trainer, *, is_drained: bool) -> Iterator[LocalTensor]:
     """Gradients and weights as the optimizer has them, weights as the model uses them, buffers.
 
-    While steps are still under way, gradients and buffers may be of any of them.
+    While microbatches are in flight, gradients and buffers may be of any step, and are left out.
     """
     version = trainer.pipeline_step.versions.newest if isinstance(trainer.pipeline_step, PipelineStream) else 0
     held = held_parameters(trainer.named_model, trainer.sync, trainer.layouts)
     for name, one in held.items():
-        if is_settled:
+        if is_drained:
             gradient = one.piece.grad if one.piece is not None else None
-            yield Own(key=Key("gradient", name, version), tensor=gradient, layout=one.layout)
-        yield Own(key=Key("weight", name, version), tensor=one.tensor, layout=one.layout)
+            yield LocalTensor(key=Key("gradient", name, version), tensor=gradient, layout=one.layout)
+        yield LocalTensor(key=Key("weight", name, version), tensor=one.tensor, layout=one.layout)
     if trainer.sync.flats and trainer.plan.data.shard != "parameters":
         for name, parameter in trainer.named_model.named_parameters():
             layout = dataclasses.replace(trainer.layouts[name], flat_range=None)
-            yield Own(key=Key("weight", name, version), tensor=parameter.detach(), layout=layout, is_copy=True)
-    if is_settled and trainer.plan.data.buffers == "synchronise":
+            yield LocalTensor(key=Key("weight", name, version), tensor=parameter.detach(), layout=layout, is_copy=True)
+    if is_drained and trainer.plan.data.buffers == "synchronise":
         for name, buffer in trainer.named_model.named_buffers():
-            yield Own(key=Key("buffer", name, version), tensor=buffer.double(), layout=trainer.layouts[name])
+            yield LocalTensor(key=Key("buffer", name, version), tensor=buffer.double(), layout=trainer.layouts[name])
 
 
 @torch.no_grad()
-def compare_tensors(trainer: Trainer, oracle: Oracle | None, *, step: int, is_settled: bool) -> list[Difference]:
-    """How far everything of this rank's is from what one process has; collective."""
-    mesh, group = trainer.mesh, trainer.mesh.everyone("control")
-    owned: dict[Key, list[Own]] = {}
-    for own in own_tensors(trainer, is_settled=is_settled):
-        owned.setdefault(own.key, []).append(own)
-    wanted = dict(oracle.tensors(is_settled=is_settled)) if oracle else {}
-    listed = gather_values([[*key, list(t.shape)] for key, t in wanted.items()], group, mesh.world.device)[0]
+def compare_tensors(trainer: Trainer, oracle: Oracle | None, *, step: int, is_drained: bool) -> list[Difference]:
+    """The errors of all tensors of this rank; collective."""
+    mesh, rank = trainer.mesh, trainer.mesh.world.rank
+    unmatched: dict[Key, list[LocalTensor]] = {}
+    for local in local_tensors(trainer, is_drained=is_drained):
+        unmatched.setdefault(local.key, []).append(local)
+    reference = dict(oracle.tensors(is_drained=is_drained)) if oracle else {}
+    expected: list[Key] = []
     largest: dict[str, float] = {}
-    measured = []
-    for what, name, version, shape in listed:
-        key = Key(what, name, version)
-        true = receive(wanted.get(key), tuple(shape), group, mesh.world.device)
+    measured: list[tuple[Key, float, float]] = []
+    for key, true in broadcast_tensors(reference, mesh):
         scale = float(true.abs().max()) if true.numel() else 0.0
-        largest[what] = max(largest.get(what, 0.0), scale)
-        for own in owned.pop(key, ()):
-            if own.tensor is None:
-                measured.append((key, float("inf"), 0.0))
+        largest[key.what] = max(largest.get(key.what, 0.0), scale)
+        if true.numel() and (key.what != "buffer" or trainer.plan.data.buffers == "synchronise"):
+            expected.append(key)
+        for local in unmatched.pop(key, ()):
+            if local.tensor is None:
+                measured.append((key, math.inf, 0.0))
             elif true.numel():
-                off = (own.tensor.to(true.device) - local_part(true, own.layout, mesh.grid, mesh.world.rank)).abs()
+                off = (local.tensor.to(true.device) - local_part(true, local.layout, mesh.grid, rank)).abs()
                 measured.append((key, float(off.max()) if off.numel() else 0.0, scale))
-    if is_settled:  # before, a stage may hold any version
-        measured += [
-            (key, float("inf"), 0.0) for key in _held_by_nobody(trainer, listed, {key for key, _, _ in measured})
-        ]
-    for key, unexpected in owned.items():  # a gradient where one process has none
-        measured += [(key, float("inf"), 0.0) for own in unexpected if own.tensor is not None]
+    if is_drained:  # before, a stage may hold any version
+        # A tensor that no rank could compare is missing on all of them.
+        mine = [[key.what, key.name] for key, _, _ in measured]
+        gathered = gather_values(mine, mesh.everyone("control"), mesh.world.device)
+        compared = {tuple(one) for part in gathered for one in part}
+        measured += [(key, math.inf, 0.0) for key in expected if (key.what, key.name) not in compared]
+    for key, unexpected in unmatched.items():  # a gradient where one process has none
+        measured += [(key, math.inf, 0.0) for local in unexpected if local.tensor is not None]
     return [
-        difference(key, step, mesh.world.rank, off / max(scale, _ZERO_GRADIENT * largest.get(key.what, 0.0), 1e-300))
+        difference(key, step, rank, relative_error(off, scale, largest.get(key.what, 0.0)))
         for key, off, scale in measured
     ]
 
 
-def _held_by_nobody(trainer: Trainer, listed: list[Any], compared: set[Key]) -> list[Key]:
-    """What one process has and no rank could compare, the same on every rank; collective."""
-    mesh = trainer.mesh
-    mine = [[key.what, key.name] for key in compared]
-    held = {tuple(one) for part in gather_values(mine, mesh.everyone("control"), mesh.world.device) for one in part}
-    wanted = {"gradient", "weight"} | ({"buffer"} if trainer.plan.data.buffers == "synchronise" else set())
-    return [
-        Key(what, name, version)
-        for what, name, version, shape in listed
-        if what in wanted and math.prod(shape) and (what, name) not in held
-    ]
+def broadcast_tensors(sent: Mapping[Key, torch.Tensor], mesh: Mesh) -> Iterator[tuple[Key, torch.Tensor]]:
+    """Rank 0's tensors on every rank, one at a time, in float64; collective."""
+    group, device = mesh.everyone("control"), mesh.world.device
+    listed = gather_values([[*key, list(tensor.shape)] for key, tensor in sent.items()], group, device)[0]
+    for what, name, version, shape in listed:
+        key = Key(what, name, version)
+        if key in sent:
+            tensor = sent[key].detach().to(device, torch.float64, copy=True).contiguous()
+        else:
+            tensor = torch.empty(shape, dtype=torch.float64, device=device)
+        broadcast(tensor, group)
+        yield key, tensor
 
 
-def receive(sent: torch.Tensor | None, shape: tuple[int, ...], group: Group, device: torch.device) -> torch.Tensor:
-    """A tensor of rank 0's, in float64, which is what is compared; collective."""
-    if sent is None:
-        tensor = torch.empty(shape, dtype=torch.float64, device=device)
-    else:
-        tensor = sent.detach().to(device, torch.float64, copy=True).contiguous()
-    broadcast(tensor, group)
-    return tensor
+def step_on_part(trainer: Trainer, batch: tuple[Any, Any]) -> float:
+    """The loss of one step of the trainer on its part of a global batch."""
+    start, stop = part_of(num_samples(batch[0]), trainer.data_rank, trainer.data_size)
+    inputs, targets = (split_tree(tree, start, stop) for tree in batch)
+    return float(trainer.step(inputs, targets))
+
+
+def relative_error(off: float, scale: float, largest: float) -> float:
+    """The error of a tensor whose largest entry is `scale`, in a model whose largest is `largest`."""
+    return off / max(scale, _ROUNDING / TOLERANCES[torch.float64] * largest, 1e-300)
 
 
 def difference(key: Key, step: int, rank: int, error: float) -> Difference:
     # NaN compares false with everything, and would pass for small.
-    error = float("inf") if error != error else error
+    error = math.inf if math.isnan(error) else error
     return Difference(what=key.what, name=key.name, step=step, rank=rank, error=error)

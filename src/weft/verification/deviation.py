@@ -1,42 +1,40 @@
-"""How far a lossy plan is from what it stands in for: reported, and only failed where no rounding explains it.
+"""How far a lossy plan is from what it replaces: reported, and a failure only where no rounding explains it.
 
-A plan of 16-bit numbers is run once more as it stands, beside one process in float32. A rule of its own, such as late
-weights, is beside plain training in one process: what the delay changes, not how it is carried out.
+A plan of 16-bit numbers is run once more as it stands, against one process in float32. A rule of its own, such as
+delayed weights, is compared with plain training in one process: the effect of the delay, not of its implementation.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from weft.comm.collectives import all_reduce, broadcast
-from weft.comm.objects import gather_values
-from weft.layout import part_of
 from weft.mesh import Mesh
 from weft.parallel.tensor.shares import local_part
-from weft.training.data.trees import map_tensors, num_samples, split_tree
+from weft.training.data.trees import map_tensors
 from weft.training.trainer import Trainer
-from weft.verification.compare import own_tensors, receive
-from weft.verification.one_process import Key, OneProcess
+from weft.verification.compare import broadcast_tensors, local_tensors, step_on_part
+from weft.verification.one_process import OneProcess
 from weft.verification.oracles import Oracle
 from weft.verification.verdict import LARGEST_LOSS_DEVIATION, Deviation
 
 Batch = tuple[Any, Any]
 
 
-def rounding(trainer: Trainer, reference: OneProcess | None, batches: Sequence[Batch]) -> Deviation:
+def measure_rounding(trainer: Trainer, reference: OneProcess | None, batches: Sequence[Batch]) -> Deviation:
     """A plan as it stands against one process in float32, which rank 0 has; collective."""
     device = trainer.mesh.world.device
     loss, gradient = 0.0, 0.0
-    for inputs, targets in batches:
-        start, stop = part_of(num_samples(inputs), trainer.data_rank, trainer.data_size)
+    for batch in batches:
         skipped = trainer.num_skipped
-        mine = float(trainer.step(split_tree(inputs, start, stop), split_tree(targets, start, stop)))
+        mine = step_on_part(trainer, batch)
         is_updated = trainer.num_skipped == skipped
-        whole = map_tensors(lambda tensor: tensor.to(device), (inputs, targets))
-        true = _from_first(reference.step(*whole, update=is_updated) if reference else 0.0, trainer.mesh)
+        whole = map_tensors(lambda tensor: tensor.to(device), batch)
+        (true,) = _from_first([reference.step(*whole, update=is_updated) if reference else 0.0], trainer.mesh)
         loss = _larger(loss, abs(mine - true) / max(abs(true), 1e-30))
         if is_updated:
             gradient = _larger(gradient, _gradient_deviation(trainer, reference))
@@ -51,52 +49,51 @@ def rounding(trainer: Trainer, reference: OneProcess | None, batches: Sequence[B
 
 
 @torch.no_grad()
-def of_rule(oracle: Oracle | None, plain: OneProcess | None, batches: Sequence[Batch], mesh: Mesh) -> Deviation:
-    """What a rule of its own gave in one process, against plain training there; rank 0 has both; collective."""
+def measure_rule(oracle: Oracle | None, plain: OneProcess | None, batches: Sequence[Batch], mesh: Mesh) -> Deviation:
+    """A rule of its own in one process against plain training there; rank 0 has both; collective."""
     loss, movement = 0.0, 0.0
     if oracle is not None and plain is not None:
         start = {name: weight.detach().clone() for name, weight in plain.model.named_parameters()}
-        for (inputs, targets), theirs in zip(batches, oracle.losses, strict=True):
-            whole = map_tensors(lambda tensor: tensor.to(mesh.world.device), (inputs, targets))
+        for batch, theirs in zip(batches, oracle.losses, strict=True):
+            whole = map_tensors(lambda tensor: tensor.to(mesh.world.device), batch)
             with torch.enable_grad():
                 true = plain.step(*whole)
             loss = _larger(loss, abs(theirs - true) / max(abs(true), 1e-30))
-        off, way = 0.0, 0.0
-        ends = {key.name: tensor for key, tensor in oracle.tensors(is_settled=True) if key.what == "weight"}
+        off, moved = 0.0, 0.0
+        ends = {key.name: tensor for key, tensor in oracle.tensors(is_drained=True) if key.what == "weight"}
         for name, weight in plain.model.named_parameters():
             off += float((ends[name] - weight).square().sum())
-            way += float((weight - start[name]).square().sum())
-        movement = (off / max(way, 1e-300)) ** 0.5
-    loss, movement = (_from_first(value, mesh) for value in (loss, movement))
+            moved += float((weight - start[name]).square().sum())
+        movement = (off / max(moved, 1e-300)) ** 0.5
+    loss, movement = _from_first([loss, movement], mesh)
     return Deviation(against="one process without delays", loss=loss, movement=movement)
 
 
 def _larger(one: float, other: float) -> float:
     # NaN compares false with everything, and would pass for small.
-    return max(one, float("inf") if other != other else other)
+    return max(one, math.inf if math.isnan(other) else other)
 
 
-def _from_first(value: float, mesh: Mesh) -> float:
-    """Rank 0's number, on every rank."""
-    sent = torch.tensor([value], dtype=torch.float64, device=mesh.world.device)
+def _from_first(values: list[float], mesh: Mesh) -> list[float]:
+    """Rank 0's numbers, on every rank."""
+    sent = torch.tensor(values, dtype=torch.float64, device=mesh.world.device)
     broadcast(sent, mesh.everyone("control"))
-    return float(sent)
+    received: list[float] = sent.tolist()
+    return received
 
 
 @torch.no_grad()
 def _gradient_deviation(trainer: Trainer, reference: OneProcess | None) -> float:
-    """Of all gradients that ranks hold, together; what several hold counts as often."""
-    mesh, group = trainer.mesh, trainer.mesh.everyone("control")
-    wanted = {key: t for key, t in reference.tensors() if key.what == "gradient"} if reference else {}
-    owned = {own.key: own for own in own_tensors(trainer, is_settled=True) if own.key.what == "gradient"}
+    """Relative deviation of all ranks' gradients together; a replicated gradient counts once per replica."""
+    mesh = trainer.mesh
+    sent = {key: t for key, t in reference.tensors() if key.what == "gradient"} if reference else {}
+    held = {local.key: local for local in local_tensors(trainer, is_drained=True)}
     squares = torch.zeros(2, dtype=torch.float64, device=mesh.world.device)
-    for name, shape in gather_values([[k.name, list(t.shape)] for k, t in wanted.items()], group, mesh.world.device)[0]:
-        key = Key("gradient", name)
-        true = receive(wanted.get(key), tuple(shape), group, mesh.world.device)
-        own = owned.get(key)
-        if own is not None:
-            part = local_part(true, own.layout, mesh.grid, mesh.world.rank)
-            mine = torch.zeros_like(part) if own.tensor is None else own.tensor.to(part)
+    for key, true in broadcast_tensors(sent, mesh):
+        local = held.get(key)
+        if local is not None:
+            part = local_part(true, local.layout, mesh.grid, mesh.world.rank)
+            mine = torch.zeros_like(part) if local.tensor is None else local.tensor.to(part)
             squares += torch.stack([(mine - part).square().sum(), part.square().sum()])
-    all_reduce(squares, group)
+    all_reduce(squares, mesh.everyone("control"))
     return float((squares[0] / squares[1].clamp(min=1e-300)).sqrt())

@@ -1,9 +1,9 @@
-"""From numbers to a likely cause: pure functions on what every rank saw of the first thing that differs.
+"""From numbers to a likely cause: pure functions on every rank's evidence about the first tensor that differs.
 
-An explanation counts when it leaves next to nothing of the difference: scaled by one number, added up over an axis,
-taken from the step before, a tensor is then the true one. Where a number is the degree of several axes, the pattern of
-what else is off decides their order: an exchange of gradients spoils all of them, one inside the model only those
-behind it, a stage of a pipeline its own.
+An explanation holds if it removes nearly all of the difference: the tensor scaled by one number, summed over an axis,
+or taken from the step before is then the true one. Where a number is the size of several axes, the pattern of the other
+errors decides their order: an exchange of gradients affects all of them, one inside the model only those behind it, a
+stage of a pipeline its own.
 """
 
 from __future__ import annotations
@@ -18,85 +18,96 @@ from weft.plan.plan import Plan
 from weft.verification.verdict import Cause
 
 EXPLAINED = 1e-3
-"""An explanation holds if it leaves less than this part of the difference."""
+"""Largest part of the difference that may remain under an explanation."""
 
 _SAME = 1e-6
-"""Two factors are one if they differ by less than this part."""
+"""Relative difference below which two factors are equal."""
 
 _INSIDE = ("tensor", "ulysses", "ring", "pipeline")
-"""Axes whose ranks exchange inside a model's passes."""
+"""Axes whose ranks exchange inside forward and backward passes."""
 
-_BETWEEN = ("data", "replicate", "ring", "ulysses", "microbatches")
-"""What a gradient is added up over when a pass is done."""
+_SUMMED = ("data", "replicate", "ring", "ulysses", "microbatches")
+"""Axes, and microbatches, over which gradients are summed after a backward pass."""
+
+_DEGREES = {
+    "targets": "the targets in the batch, over which the mean is taken",
+    "microbatches": "[step] microbatches",
+}
+"""Names of degrees that are not axes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
-    """What one rank sees of one tensor that is off somewhere. Each "left" is the part of the difference left by an
-    explanation."""
+class Evidence:
+    """One rank's measurements of a tensor that is off somewhere. Each "left" is the part of the difference that remains
+    under an explanation."""
 
     rank: int
     is_off: bool = False
     state: str = ""
     """missing, extra, not a number (here) or nowhere a number (in one process neither); empty: plain values."""
     ratio: float = math.nan
-    """Of mine to the true one, by least squares; of a weight, of what it moved."""
+    """Least-squares factor from the true tensor to this rank's; for a weight, from the true update."""
     ratio_left: float = math.inf
-    before_left: float = math.inf
-    """If it is the one of the step before."""
-    sums_left: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """By axes, joined by "+": if the sum over their ranks is the true one, or their mean."""
-    twin: int | None = None
+    previous_left: float = math.inf
+    """Explanation: the tensor is that of the step before."""
+    sums_left: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Explanation: the sum over the ranks of some axes is the true tensor, or their mean; by axes, joined by "+"."""
+    swapped_with: int | None = None
     """The rank whose true part this rank has."""
     rows: tuple[int, int, int, int] | None = None
-    """(dim, first, last, length): all that is off is in here; None if it is everywhere."""
+    """(dim, first, last, length) of a range that contains all entries that are off; None if they are everywhere."""
     rows_ratio: float = math.nan
     rows_left: float = math.inf
-    worst: tuple[int, ...] = ()
-    """The entry that is furthest off."""
+    worst: Sequence[int] = ()
+    """Index of the entry with the largest error."""
     mine: float = math.nan
     true: float = math.nan
     is_copy: bool = False
-    """Only the model's copy is off; what the optimizer updates is right."""
+    """Only the model's copy is off; the tensor that the optimizer updates is right."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Survey:
-    """What else is off in the same step: of each rank, its gradients."""
+class GradientErrors:
+    """The errors of all gradients in the same step, by rank."""
 
     off: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    """By rank and name: the factor, NaN where it is none."""
+    """By rank and name: the factor from the true gradient, NaN where no factor fits."""
     right: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    """By rank: names of right gradients."""
 
 
-def diagnose(looks: Sequence[Look], survey: Survey, plan: Plan, *, what: str, num_targets: float) -> Cause:
-    """Why a tensor is probably off."""
-    off = [look for look in looks if look.is_off]
-    states = {look.state for look in off if look.state}
+def diagnose(
+    evidence: Sequence[Evidence], gradients: GradientErrors, plan: Plan, *, what: str, num_targets: float
+) -> Cause:
+    """The likely cause of a tensor's error."""
+    off = [one for one in evidence if one.is_off]
+    states = {one.state for one in off if one.state}
     if states:
         return _cause_of_state(sorted(states)[0], what)
-    if what == "weight" and all(look.is_copy for look in off):
-        late = " and are still those of the step before" if all(_holds(look.before_left) for look in off) else ""
+    if what == "weight" and all(one.is_copy for one in off):
+        late = " and are still those of the step before" if all(_holds(one.previous_left) for one in off) else ""
         text = f"what the optimizer updated is right, but the weights that the model computes with are not{late}"
         return Cause(kind="unpublished", text=f"{text}: they were not taken over after the update", axes=("data",))
-    if all(_holds(look.before_left) for look in off):
+    if all(_holds(one.previous_left) for one in off):
         stale = "it did not move in this step: the update left it out"
         text = stale if what == "weight" else "it is stale: exactly what it should have been one update before"
         return Cause(kind="stale", text=text)
-    if _common([(look.ratio, look.ratio_left) for look in off]):
-        return _cause_of_factor(off[0].ratio, survey, plan, what=what, num_targets=num_targets)
+    if _common([(one.ratio, one.ratio_left) for one in off]):
+        return _cause_of_factor(off[0].ratio, gradients, plan, what=what, num_targets=num_targets)
     for number, word in ((0, "sum"), (1, "mean")):
         for axes in _axes_that_add_up(off, number):
             text = f"it was not summed over [axes] {axes}: its ranks hold different ones, whose {word} is the true one"
             return Cause(kind="not summed", text=text, axes=tuple(axes.split("+")))
-    if all(look.twin is not None for look in off):
-        pairs = ", ".join(f"rank {look.rank} has rank {look.twin}'s" for look in off)
+    if all(one.swapped_with is not None for one in off):
+        pairs = ", ".join(f"rank {one.rank} has rank {one.swapped_with}'s" for one in off)
         return Cause(kind="swapped", text=f"shares are swapped: {pairs}", axes=_axes_between(off, plan))
-    return _cause_of_rows(off, survey, plan, what=what, num_targets=num_targets)
+    return _cause_of_rows(off, gradients, plan, what=what, num_targets=num_targets)
 
 
-def diagnose_loss(mine: Sequence[float], true: float, before: float | None, survey: Survey, plan: Plan) -> Cause:
-    """Why a loss is probably off: `mine` of every rank, `before` the true one of the step before."""
+def diagnose_loss(
+    mine: Sequence[float], true: float, before: float | None, gradients: GradientErrors, plan: Plan
+) -> Cause:
+    """The likely cause of a loss's error: `mine` by rank, `before` the true one of the step before."""
     if not math.isfinite(true):
         return _cause_of_state("nowhere a number", "loss")
     if not all(math.isfinite(one) for one in mine):
@@ -108,7 +119,7 @@ def diagnose_loss(mine: Sequence[float], true: float, before: float | None, surv
     if true and (candidates := _factors(mine[0] / true, plan, num_targets=math.nan)):
         return _say_factor(mine[0] / true, candidates, plan, "")
     inside = tuple(axis for axis in _INSIDE if plan.axes.sizes[axis] > 1)
-    if any(survey.right.values()) and not any(survey.off.values()):
+    if any(gradients.right.values()) and not any(gradients.off.values()):
         return Cause(kind="unknown", text="no simple one; gradients are right, so only what is reported is off")
     text = f"no simple one: the forward pass computes something else ({mine[0]:.9g} for {true:.9g})"
     if inside:
@@ -117,7 +128,7 @@ def diagnose_loss(mine: Sequence[float], true: float, before: float | None, surv
 
 
 def places(ranks: Sequence[int], holders: Sequence[int], plan: Plan) -> str:
-    """Where ranks are along the axes, in words; `holders` are all that have the thing in question."""
+    """The coordinates of ranks along the axes, in words; `holders` are all ranks that have the tensor."""
     grid, sizes = Grid(plan.axes), plan.axes.sizes
     everyone = range(plan.axes.num_ranks)
     if set(ranks) == set(everyone):
@@ -149,10 +160,10 @@ def _cause_of_state(state: str, what: str) -> Cause:
     return Cause(kind="not a number" if state == "nowhere a number" else state, text=text)
 
 
-def _cause_of_factor(ratio: float, survey: Survey, plan: Plan, *, what: str, num_targets: float) -> Cause:
+def _cause_of_factor(ratio: float, gradients: GradientErrors, plan: Plan, *, what: str, num_targets: float) -> Cause:
     if what == "weight":
         return Cause(kind="factor", text=f"it moved {ratio:.9g} times as far as it should: look at the learning rate")
-    order, seen = _pattern(ratio, survey, plan)
+    order, seen = _pattern(ratio, gradients, plan)
     candidates = _factors(ratio, plan, num_targets=num_targets)
     candidates.sort(key=lambda names: (len(names), [order.index(name) for name in names]))
     if candidates:
@@ -165,7 +176,7 @@ def _cause_of_factor(ratio: float, survey: Survey, plan: Plan, *, what: str, num
 
 def _say_factor(ratio: float, candidates: Sequence[tuple[str, ...]], plan: Plan, seen: str) -> Cause:
     degree = ratio if ratio > 1 else 1 / ratio
-    named = [" × ".join(_said(name, plan) for name in names) for names in candidates]
+    named = [" × ".join(_DEGREES.get(name, f"[axes] {name}") for name in names) for names in candidates]
     text = f"it is too {'large' if ratio > 1 else 'small'} by exactly {degree:.9g}, the degree of {named[0]}"
     if len(named) > 1:
         text += f" (also of {', '.join(named[1:])})"
@@ -174,14 +185,8 @@ def _say_factor(ratio: float, candidates: Sequence[tuple[str, ...]], plan: Plan,
     return Cause(kind="factor", text=text, axes=tuple(dict.fromkeys(itertools.chain(*candidates))))
 
 
-def _said(name: str, plan: Plan) -> str:
-    if name == "targets":
-        return "the targets in the batch, over which the mean is taken"
-    return f"[step] {name}" if name == "microbatches" else f"[axes] {name}"
-
-
 def _factors(ratio: float, plan: Plan, *, num_targets: float) -> list[tuple[str, ...]]:
-    """What in a plan has this degree, or one over it: single axes if any, else products of two or more."""
+    """Parts of a plan with this degree, or one over it: single axes if any, else products of two or more."""
     degrees = {axis: size for axis, size in plan.axes.sizes.items() if size > 1}
     if plan.step.microbatches > 1:
         degrees["microbatches"] = plan.step.microbatches
@@ -195,15 +200,15 @@ def _factors(ratio: float, plan: Plan, *, num_targets: float) -> list[tuple[str,
     return []
 
 
-def _pattern(ratio: float, survey: Survey, plan: Plan) -> tuple[list[str], str]:
-    """Which axes a factor points to, likeliest first, by what else is off."""
-    ranks = [rank for rank, off in survey.off.items() if off or survey.right.get(rank)]
-    is_none = {rank: not survey.off[rank] for rank in ranks}
+def _pattern(ratio: float, gradients: GradientErrors, plan: Plan) -> tuple[list[str], str]:
+    """The axes that may cause a factor, likeliest first, by the pattern of all errors; and that pattern in words."""
+    ranks = [rank for rank, off in gradients.off.items() if off or gradients.right.get(rank)]
+    is_none = {rank: not gradients.off[rank] for rank in ranks}
     is_all = {
-        rank: not survey.right.get(rank) and all(_is_same(one, ratio) for one in survey.off[rank].values())
+        rank: not gradients.right.get(rank) and all(_is_same(one, ratio) for one in gradients.off[rank].values())
         for rank in ranks
     }
-    everything = [*_BETWEEN, "pipeline", "tensor", "targets"]
+    everything = [*_SUMMED, "pipeline", "tensor", "targets"]
     if is_all and all(is_all.values()):
         return everything, "every gradient is off by it, as from an exchange that all of them go through"
     grid, stages = Grid(plan.axes), range(plan.axes.pipeline)
@@ -212,50 +217,51 @@ def _pattern(ratio: float, survey: Survey, plan: Plan) -> tuple[list[str], str]:
     if wrong and all(is_none[rank] for s in stages if s not in wrong for rank in on_stage[s]):
         told = f"all gradients of pipeline stage {', '.join(map(str, wrong))} are off by it, and those of others right"
         return ["pipeline", *(name for name in everything if name != "pipeline")], told
-    num_off = len({name for off in survey.off.values() for name in off})
-    num = num_off + len({name for names in survey.right.values() for name in names})
+    num_off = len({name for off in gradients.off.values() for name in off})
+    num = num_off + len({name for names in gradients.right.values() for name in names})
     told = f"{num_off} of {num} gradients are off, not all by it, as from an exchange inside the model"
     return [*_INSIDE, *(name for name in everything if name not in _INSIDE)], told
 
 
-def _cause_of_rows(off: Sequence[Look], survey: Survey, plan: Plan, *, what: str, num_targets: float) -> Cause:
-    """Only a part of it is off, or there is nothing simple to say."""
-    told = []
-    for look in off[:1]:
-        if look.rows is not None:
-            dim, first, last, length = look.rows
-            told.append(f"only entries {first} to {last} of {length} along dim {dim} are off")
-        at = f" at {list(look.worst)}" if look.worst else ""
-        told.append(f"the furthest entry{at} is {look.mine:.9g} for {look.true:.9g}")
-    rows = {look.rows for look in off}
-    if len(rows) == 1 and None not in rows and _common([(look.rows_ratio, look.rows_left) for look in off]):
-        cause = _cause_of_factor(off[0].rows_ratio, survey, plan, what=what, num_targets=num_targets)
+def _cause_of_rows(
+    off: Sequence[Evidence], gradients: GradientErrors, plan: Plan, *, what: str, num_targets: float
+) -> Cause:
+    """The cause where only some rows are off, or no simple explanation holds."""
+    told, one = [], off[0]
+    if one.rows is not None:
+        dim, first, last, length = one.rows
+        told.append(f"only entries {first} to {last} of {length} along dim {dim} are off")
+    at = f" at {list(one.worst)}" if one.worst else ""
+    told.append(f"the furthest entry{at} is {one.mine:.9g} for {one.true:.9g}")
+    rows = {one.rows for one in off}
+    if len(rows) == 1 and None not in rows and _common([(one.rows_ratio, one.rows_left) for one in off]):
+        cause = _cause_of_factor(off[0].rows_ratio, gradients, plan, what=what, num_targets=num_targets)
         return Cause(kind="factor", text=f"{told[0]}: there {cause.text}", axes=cause.axes)
     if None not in rows:
         return Cause(kind="rows", text=", ".join(told))
     return Cause(kind="unknown", text=f"no simple one; {', '.join(told)}")
 
 
-def _axes_that_add_up(off: Sequence[Look], number: int) -> list[str]:
-    """Axes over which the sum (0) or mean (1) of what ranks hold is true for all of them, the fewest first."""
-    names = set.intersection(*(set(look.sums_left) for look in off))
-    found = [axes for axes in names if all(_holds(look.sums_left[axes][number]) for look in off)]
+def _axes_that_add_up(off: Sequence[Evidence], number: int) -> list[str]:
+    """Axes over which the sum (0) or mean (1) of the ranks' tensors is true for all of them, the fewest first."""
+    names = set.intersection(*(set(one.sums_left) for one in off))
+    found = [axes for axes in names if all(_holds(one.sums_left[axes][number]) for one in off)]
     return sorted(found, key=lambda axes: (axes.count("+"), axes))
 
 
-def _axes_between(off: Sequence[Look], plan: Plan) -> tuple[str, ...]:
-    """Along which axes ranks and their twins differ."""
+def _axes_between(off: Sequence[Evidence], plan: Plan) -> tuple[str, ...]:
+    """The axes along which ranks differ from those they swapped with."""
     grid = Grid(plan.axes)
     found = []
-    for look in off:
-        assert look.twin is not None
-        here, there = grid.coordinates(look.rank), grid.coordinates(look.twin)
+    for one in off:
+        assert one.swapped_with is not None
+        here, there = grid.coordinates(one.rank), grid.coordinates(one.swapped_with)
         found += [axis for axis in here if here[axis] != there[axis]]
     return tuple(dict.fromkeys(found))
 
 
 def _common(ratios: Sequence[tuple[float, float]]) -> bool:
-    """Whether one factor explains them all."""
+    """One factor explains them all."""
     return all(_holds(left) and _is_same(ratio, ratios[0][0]) for ratio, left in ratios)
 
 

@@ -1,7 +1,7 @@
-"""A closer look at the first thing that differs: numbers from every rank, out of which `diagnosis.py` finds a cause.
+"""Examines the first tensor that differs: measurements from every rank, in which `diagnosis.py` finds a cause.
 
-Only a wrong plan comes here, so nothing is spared: rank 0 sends what is off again, and what it was a step before; ranks
-try whose share they have, and add up what they hold along every axis.
+Only a wrong plan comes here, so speed does not matter: rank 0 broadcasts the tensor again, and that of the step before;
+ranks compare with other ranks' parts, and sum what they hold over every axis.
 """
 
 from __future__ import annotations
@@ -19,41 +19,33 @@ from weft.layout import Layout
 from weft.mesh import Mesh
 from weft.parallel.tensor.shares import local_part
 from weft.training.trainer import Trainer
-from weft.verification.compare import Own, own_tensors, receive
-from weft.verification.diagnosis import EXPLAINED, Look, Survey, diagnose, diagnose_loss, places
-from weft.verification.one_process import Key
+from weft.verification.compare import LocalTensor, broadcast_tensors, local_tensors
+from weft.verification.diagnosis import EXPLAINED, Evidence, GradientErrors, diagnose, diagnose_loss, places
 from weft.verification.oracles import Oracle
 from weft.verification.verdict import Cause, Difference, Finding
 
 _PHASES = {"loss": "forward", "gradient": "backward", "weight": "update", "buffer": "buffers"}
-"""Of what is compared, in the order in which it happens in a step."""
+"""The phase in which each kind of value is computed, in the order of a step."""
+
+Rows = tuple[int, int, int, int]
+"""A dim, the first and the last index along it, and its length."""
+
+Compared = tuple[LocalTensor, torch.Tensor | None, torch.Tensor | None]
+"""A tensor of this rank, the whole true one, and the whole true one of the step before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Losses:
-    """What a step returned here, and what it should have, now and a step before."""
+    """The loss that a step returned here, and the true one of this step and of the one before."""
 
     mine: float
     true: float
     before: float | None
 
 
-@torch.no_grad()
-def examine(
-    trainer: Trainer,
-    oracle: Oracle | None,
-    losses: Losses,
-    found: Sequence[Difference],
-    *,
-    step: int,
-    tolerance: float,
-    is_settled: bool,
-) -> Finding:
-    """The first of the differences of a step, and why; collective. `found` are this rank's, some rank's is off."""
-    return _Examination(trainer, oracle, found, step=step, tolerance=tolerance, is_settled=is_settled).run(losses)
+class Examination:
+    """Finds the first error of a step, and its cause. Every method that sends tensors is collective."""
 
-
-class _Examination:
     def __init__(
         self,
         trainer: Trainer,
@@ -62,41 +54,38 @@ class _Examination:
         *,
         step: int,
         tolerance: float,
-        is_settled: bool,
+        is_drained: bool,
     ) -> None:
-        self._mesh = trainer.mesh
-        self._group, self._device = self._mesh.everyone("control"), self._mesh.world.device
-        self._oracle = oracle
-        self._wanted = dict(oracle.tensors(is_settled=is_settled)) if oracle else {}
-        self._tolerance = tolerance
-        self._step = step
-        self._owned: dict[tuple[str, str], list[Own]] = {}
-        for own in own_tensors(trainer, is_settled=is_settled):
-            self._owned.setdefault((own.key.what, own.key.name), []).append(own)
+        """`found` are this rank's differences; on some rank one is above the tolerance."""
+        self._mesh, self._oracle, self._tolerance, self._step = trainer.mesh, oracle, tolerance, step
+        self._reference = dict(oracle.tensors(is_drained=is_drained)) if oracle else {}
+        self._held: dict[tuple[str, str], list[LocalTensor]] = {}
+        for local in local_tensors(trainer, is_drained=is_drained):
+            self._held.setdefault((local.key.what, local.key.name), []).append(local)
         errors = [[one.what, one.name, one.error] for one in found]
         self._errors: list[list[tuple[str, str, float]]] = self._gather(errors)
-        """Of every rank: what, name and error of all that was compared there."""
+        """By rank: what, name and error of all that was compared there."""
 
+    @torch.no_grad()
     def run(self, losses: Losses) -> Finding:
         facts = self._gather(None if self._oracle is None else [self._oracle.backward_order, self._oracle.num_targets])
         order, num_targets = facts[0]
-        first = self._first(order)
-        survey = self._survey() if first[0] in ("loss", "gradient") else Survey()
-        if first[0] == "loss":
+        what, name = first = self._first(order)
+        gradients = self._gradient_errors() if what in ("loss", "gradient") else GradientErrors()
+        if what == "loss":
             mine = self._gather(losses.mine)
-            return self._finding(first, diagnose_loss(mine, losses.true, losses.before, survey, self._mesh.plan))
-        looks = self._look_at(*first)
-        cause = diagnose(looks, survey, self._mesh.plan, what=first[0], num_targets=num_targets)
-        return self._finding(first, cause)
+            return self._finding(first, diagnose_loss(mine, losses.true, losses.before, gradients, self._mesh.plan))
+        evidence = self._collect(what, name)
+        return self._finding(first, diagnose(evidence, gradients, self._mesh.plan, what=what, num_targets=num_targets))
 
     def _gather(self, value: Any) -> list[Any]:
-        return gather_values(value, self._group, self._device)
+        return gather_values(value, self._mesh.everyone("control"), self._mesh.world.device)
 
     def _is_off(self, error: float) -> bool:
         return not error <= self._tolerance
 
     def _first(self, backward_order: Sequence[str]) -> tuple[str, str]:
-        """What is off first, in the order in which things happen."""
+        """The first error in the order of a step."""
         off = {(what, name) for mine in self._errors for what, name, error in mine if self._is_off(error)}
         what = next(what for what in _PHASES if any(what == other for other, _ in off))
         names = {name for other, name in off if other == what}
@@ -123,116 +112,116 @@ class _Examination:
             cause=cause,
         )
 
-    def _survey(self) -> Survey:
-        """All gradients that are off, and by which factor; collective."""
-        off = {
-            name for mine in self._errors for what, name, error in mine if what == "gradient" and self._is_off(error)
-        }
+    def _gradient_errors(self) -> GradientErrors:
+        """All gradients of all ranks: those that are off, with their factors, and those that are right."""
+        errors = [{name: error for what, name, error in mine if what == "gradient"} for mine in self._errors]
         ratios: dict[str, float] = {}
-        for name in sorted(off):
-            for own, true, _ in self._wholes("gradient", name):
-                if own.tensor is not None and true is not None:
-                    ratio, left = ratio_of(own.tensor, self._part(true, own.layout))
+        for name in sorted({name for mine in errors for name, error in mine.items() if self._is_off(error)}):
+            for local, true, _ in self._compared("gradient", name):
+                if local.tensor is not None and true is not None:
+                    ratio, left = ratio_of(local.tensor, self._part(true, local.layout))
                     ratios[name] = ratio if left <= EXPLAINED else math.nan
         gathered = self._gather(ratios)
-        rank_off = [
-            {n: gathered[rank].get(n, math.nan) for w, n, e in mine if w == "gradient" and self._is_off(e)}
-            for rank, mine in enumerate(self._errors)
-        ]
-        right = [[n for w, n, e in mine if w == "gradient" and not self._is_off(e)] for mine in self._errors]
-        return Survey(off=dict(enumerate(rank_off)), right=dict(enumerate(right)))
+        return GradientErrors(
+            off={
+                rank: {name: gathered[rank].get(name, math.nan) for name, error in mine.items() if self._is_off(error)}
+                for rank, mine in enumerate(errors)
+            },
+            right={
+                rank: [name for name, error in mine.items() if not self._is_off(error)]
+                for rank, mine in enumerate(errors)
+            },
+        )
 
     def _part(self, whole: torch.Tensor, layout: Layout, rank: int | None = None) -> torch.Tensor:
         return local_part(whole, layout, self._mesh.grid, self._mesh.world.rank if rank is None else rank)
 
-    def _wholes(self, what: str, name: str) -> list[tuple[Own, torch.Tensor | None, torch.Tensor | None]]:
-        """This rank's tensors of a name, each beside the whole true one, and the one before; collective."""
-        known: list[list[Any]] = []
-        kept: dict[Key, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        for key, true in self._wanted.items():
+    def _compared(self, what: str, name: str) -> list[Compared]:
+        """This rank's tensors of a name, each with its whole true one, and the true one of the step before."""
+        true, before = {}, {}
+        for key, tensor in self._reference.items():
             if self._oracle is not None and (key.what, key.name) == (what, name):
-                kept[key] = (true, self._oracle.before(key))
-                known.append([key.version, list(true.shape), kept[key][1] is not None])
-        received = {}
-        for version, shape, has_before in self._gather(known)[0]:
-            key = Key(what, name, version)
-            sent = kept.get(key, (None, None))
-            received[key] = (
-                receive(sent[0], tuple(shape), self._group, self._device),
-                receive(sent[1], tuple(shape), self._group, self._device) if has_before else None,
-            )
-        nothing = (None, None)
-        return [(own, *received.get(own.key, nothing)) for own in self._owned.get((what, name), [])]
+                true[key] = tensor
+                if (previous := self._oracle.previous(key)) is not None:
+                    before[key] = previous
+        true, before = (dict(broadcast_tensors(tensors, self._mesh)) for tensors in (true, before))
+        return [(local, true.get(local.key), before.get(local.key)) for local in self._held.get((what, name), [])]
 
-    def _look_at(self, what: str, name: str) -> list[Look]:
-        """Of every rank, in order; collective."""
-        pairs = [
-            (own, true, before, largest_error(own.tensor, None if true is None else self._part(true, own.layout)))
-            for own, true, before in self._wholes(what, name)
-        ]
-        look: dict[str, Any] = {"rank": self._mesh.world.rank}
-        chosen = max(pairs, key=lambda pair: pair[3], default=None)
+    def _collect(self, what: str, name: str) -> list[Evidence]:
+        """The evidence of every rank, in order."""
+        compared = self._compared(what, name)
+        worst = max(compared, key=lambda one: self._largest_error(*one[:2]), default=None)
         errors = self._errors[self._mesh.world.rank]
-        look["is_off"] = any(self._is_off(error) for w, n, error in errors if (w, n) == (what, name))
-        held = self._gather(None if chosen is None or chosen[0].tensor is None else _described(chosen[0]))
-        sums = self._sums(None if chosen is None else chosen[0], held)
-        look["state"] = "missing" if chosen is None and look["is_off"] else ""
-        if chosen is not None and look["is_off"]:
-            own, true, before, _ = chosen
-            look["is_copy"] = own.is_copy and not any(
-                self._is_far(other, true) for other, true, _, _ in pairs if not other.is_copy
-            )
-            look |= self._measure(own, true, before, sums, held)
-        return [_read_look(one) for one in self._gather(asdict(Look(**look)))]
+        is_off = any(self._is_off(error) for w, n, error in errors if (w, n) == (what, name))
+        local = None if worst is None else worst[0]
+        held = self._gather(None if local is None or local.tensor is None else _described(local))
+        sums = self._sums(local, held)
+        found: dict[str, Any] = {"rank": self._mesh.world.rank, "is_off": is_off}
+        if worst is None and is_off:
+            found["state"] = "missing"
+        if worst is not None and is_off:
+            others = [(other, true) for other, true, _ in compared if not other.is_copy]
+            found["is_copy"] = worst[0].is_copy and not any(self._is_far(*other) for other in others)
+            found |= self._measure(*worst, sums, held)
+        gathered = self._gather(asdict(Evidence(**found)))
+        return [Evidence(**{**one, "rows": one["rows"] and tuple(one["rows"])}) for one in gathered]
 
-    def _is_far(self, own: Own, true: torch.Tensor | None) -> bool:
-        if true is None or not true.numel():
+    def _largest_error(self, local: LocalTensor, whole: torch.Tensor | None) -> float:
+        """The largest difference; infinite where there is nothing to compare, or not a number."""
+        if local.tensor is None or whole is None:
+            return math.inf
+        true = self._part(whole, local.layout)
+        error = float((local.tensor.to(true) - true).abs().max()) if true.numel() else 0.0
+        return math.inf if math.isnan(error) else error
+
+    def _is_far(self, local: LocalTensor, whole: torch.Tensor | None) -> bool:
+        if whole is None or not whole.numel():
             return True
-        return self._is_off(
-            largest_error(own.tensor, self._part(true, own.layout)) / max(float(true.abs().max()), 1e-300)
-        )
+        return self._is_off(self._largest_error(local, whole) / max(float(whole.abs().max()), 1e-300))
 
     def _measure(
         self,
-        own: Own,
+        local: LocalTensor,
         whole: torch.Tensor | None,
         whole_before: torch.Tensor | None,
         sums: Mapping[str, tuple[torch.Tensor, int]],
         held: Sequence[Any],
     ) -> dict[str, Any]:
         """All explanations tried on this rank's tensor."""
-        if whole is None or own.tensor is None:
-            return {"state": "missing" if own.tensor is None else "extra"}
-        if not (whole.isfinite().all() and own.tensor.isfinite().all()):
+        if whole is None or local.tensor is None:
+            return {"state": "missing" if local.tensor is None else "extra"}
+        if not (whole.isfinite().all() and local.tensor.isfinite().all()):
             return {"state": "not a number" if whole.isfinite().all() else "nowhere a number"}
-        mine, true = own.tensor.to(whole), self._part(whole, own.layout)
-        before = None if whole_before is None else self._part(whole_before, own.layout)
+        mine, true = local.tensor.to(whole), self._part(whole, local.layout)
+        before = None if whole_before is None else self._part(whole_before, local.layout)
         off = (mine - true).abs()
         error, place = float(off.max()), int(off.argmax())
-        moved = before if own.key.what == "weight" and before is not None else torch.zeros_like(true)
-        ratio, left = ratio_of(mine - moved, true - moved)
+        start = before if local.key.what == "weight" and before is not None else torch.zeros_like(true)
+        ratio, left = ratio_of(mine - start, true - start)
         measured: dict[str, Any] = {
             "ratio": ratio,
             "ratio_left": left,
-            "twin": self._twin(mine, own.layout, whole, error, held),
+            "swapped_with": self._swapped_with(mine, local.layout, whole, error, held),
+            "sums_left": {
+                axes: [float((total / part - true).abs().max()) / error for part in (1, size)]
+                for axes, (total, size) in sums.items()
+            },
+            "worst": [int(index) for index in torch.unravel_index(torch.tensor(place), off.shape)] if off.dim() else [],
+            "mine": float(mine.flatten()[place]),
+            "true": float(true.flatten()[place]),
         }
         if before is not None:
-            measured["before_left"] = float((mine - before).abs().max()) / error
-        measured["sums_left"] = {
-            axes: [float((total / part - true).abs().max()) / error for part in (1, size)]
-            for axes, (total, size) in sums.items()
-        }
+            measured["previous_left"] = float((mine - before).abs().max()) / error
         rows = rows_off(off > EXPLAINED * error)
         if rows is not None:
-            inside = [one.narrow(rows[0], rows[1], rows[2] - rows[1] + 1) for one in (mine, true, moved)]
-            measured["rows"] = self._in_whole(rows, own.layout)
+            inside = [one.narrow(rows[0], rows[1], rows[2] - rows[1] + 1) for one in (mine, true, start)]
+            measured["rows"] = self._rows_of_whole(rows, local.layout)
             measured["rows_ratio"], measured["rows_left"] = ratio_of(inside[0] - inside[2], inside[1] - inside[2])
-        worst = [int(index) for index in torch.unravel_index(torch.tensor(place), off.shape)] if off.dim() else []
-        return {**measured, "worst": worst, "mine": float(mine.flatten()[place]), "true": float(true.flatten()[place])}
+        return measured
 
-    def _in_whole(self, rows: Rows, layout: Layout) -> Rows:
-        """The same range in the whole tensor, where this rank has one stretch of it."""
-        dim, first, last, length = rows
+    def _rows_of_whole(self, rows: Rows, layout: Layout) -> Rows:
+        """The same range in the whole tensor, where this rank has one contiguous part of it."""
+        dim, first, last, _ = rows
         if layout.flat_range is not None:
             return rows
         ranges = layout.ranges(self._mesh.grid.axes.sizes, self._mesh.grid.coordinates(self._mesh.world.rank))[dim]
@@ -241,7 +230,7 @@ class _Examination:
         start = ranges[0][0]
         return dim, first + start, last + start, layout.global_shape[dim]
 
-    def _twin(
+    def _swapped_with(
         self, mine: torch.Tensor, layout: Layout, whole: torch.Tensor, error: float, held: Sequence[Any]
     ) -> int | None:
         """Another rank whose true part this rank has."""
@@ -253,31 +242,32 @@ class _Examination:
                 return rank
         return None
 
-    def _sums(self, own: Own | None, held: Sequence[Any]) -> dict[str, tuple[torch.Tensor, int]]:
-        """What ranks hold, added up over every axis along which they have the same part; collective."""
+    def _sums(self, local: LocalTensor | None, held: Sequence[Any]) -> dict[str, tuple[torch.Tensor, int]]:
+        """Sums of the ranks' tensors over every axis along which they have the same part, and numbers of summands."""
         totals = {}
-        for axes in _axes_to_add(self._mesh):
+        for axes in _axes_to_sum(self._mesh):
             group = self._mesh.group(axes, "control")  # which all ranks make, also those that have no use for it
             inside = [held[rank] for rank in group.ranks if held[rank] is not None]
             if len(inside) < 2 or any(one != inside[0] for one in inside) or set(axes.split("+")) & set(inside[0][1]):
                 continue
-            total = torch.zeros(inside[0][0], dtype=torch.float64, device=self._device)
-            if own is not None and own.tensor is not None:
-                total += own.tensor.to(total)
+            total = torch.zeros(inside[0][0], dtype=torch.float64, device=self._mesh.world.device)
+            if local is not None and local.tensor is not None:
+                total += local.tensor.to(total)
             all_reduce(total, group)
             totals[axes] = (total, len(inside))
         return totals
 
 
-def _described(own: Own) -> list[Any]:
-    """What others must know of a tensor of this rank's: its shape, the axes that split it, and its flat range."""
-    assert own.tensor is not None
-    flat = own.layout.flat_range
-    return [list(own.tensor.shape), [split.axis for split in own.layout.splits], None if flat is None else list(flat)]
+def _described(local: LocalTensor) -> list[Any]:
+    """Shape of a tensor of this rank, the axes that split it, and its flat range: for other ranks."""
+    assert local.tensor is not None
+    flat = local.layout.flat_range
+    axes = [split.axis for split in local.layout.splits]
+    return [list(local.tensor.shape), axes, None if flat is None else list(flat)]
 
 
-def _axes_to_add(mesh: Mesh) -> list[str]:
-    """Every axis of several ranks, and those that gradients are added up over together."""
+def _axes_to_sum(mesh: Mesh) -> list[str]:
+    """Every axis of several ranks, and those over which gradients are summed together."""
     several = [axis for axis, size in mesh.grid.axes.sizes.items() if size > 1]
     together = [axis for axis in several if axis in ("data", "ring", "ulysses")]
     found = [*several]
@@ -287,32 +277,8 @@ def _axes_to_add(mesh: Mesh) -> list[str]:
     return found
 
 
-def _read_look(values: dict[str, Any]) -> Look:
-    rows = values["rows"]
-    return Look(
-        **{
-            **values,
-            "sums_left": {axes: (left[0], left[1]) for axes, left in values["sums_left"].items()},
-            "rows": None if rows is None else tuple(rows),
-            "worst": tuple(values["worst"]),
-        }
-    )
-
-
-Rows = tuple[int, int, int, int]
-"""A dim, the first and the last index along it, and its length."""
-
-
-def largest_error(mine: torch.Tensor | None, true: torch.Tensor | None) -> float:
-    """The largest difference; infinite where there is nothing to compare, or not a number."""
-    if mine is None or true is None:
-        return math.inf
-    error = float((mine.to(true) - true).abs().max()) if true.numel() else 0.0
-    return math.inf if math.isnan(error) else error
-
-
 def ratio_of(mine: torch.Tensor, true: torch.Tensor) -> tuple[float, float]:
-    """The factor that fits best, by least squares, and the part of the largest difference that it leaves."""
+    """The least-squares factor, and the part of the largest difference that remains under it."""
     mine = mine.to(true)
     size, error = float((true * true).sum()), float((mine - true).abs().max()) if true.numel() else 0.0
     if size == 0 or error == 0:
@@ -322,7 +288,7 @@ def ratio_of(mine: torch.Tensor, true: torch.Tensor) -> tuple[float, float]:
 
 
 def rows_off(is_off: torch.Tensor) -> Rows | None:
-    """The narrowest range of indices along one dim that has all that is off; None if that is all of every dim."""
+    """The narrowest range of indices along one dim that contains all errors; None if that is all of every dim."""
     found: list[tuple[float, Rows]] = []
     for dim, length in enumerate(is_off.shape):
         others = [other for other in range(is_off.dim()) if other != dim]

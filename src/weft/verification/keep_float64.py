@@ -1,9 +1,9 @@
-"""What a model rounds to float32 by itself stays in float64: for comparisons only.
+"""Context in which a float64 model's own casts to float32 are no-ops: for comparisons only.
 
 Norms, softmaxes and rotary tables of many models cast to float32 and back, whatever they are given: right for 16 bits,
-but in float64 a sum that was taken in another order is then off by 1e-7, which hides what is looked for. Models that do
-so are noticed by calling them once. The casts are left out below autograd, where a backward pass and what is computed
-again in it are seen too; that makes every operator slower, so other models are spared it.
+but in float64 a sum in another order is then off by 1e-7, which hides real errors. Models that do so are detected by
+calling them once. The casts are left out below autograd, so that backward passes and recomputation are covered; that
+makes every operator slower, so it is done for no other models.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from weft.training.data.trees import forward
 from weft.training.step.evaluating import evaluating
 
 
-def unrounded(model: nn.Module, inputs: Any) -> AbstractContextManager[object]:
-    """Where a model of float64 casts to float32, it does not inside; found by calling it with these inputs."""
-    noticing = _Noticing()
+def keep_float64(model: nn.Module, inputs: Any) -> AbstractContextManager[object]:
+    """A context without casts of float64 tensors to float32, if calling the model with these inputs shows any."""
+    detector = _CastDetector()
     try:
-        with evaluating(model), noticing:
+        with evaluating(model), detector:
             forward(model, inputs)
     except Exception:
-        return nullcontext()  # whoever trains it will meet the same, and say so
-    return _Unrounded() if noticing.has_cast else nullcontext()  # type: ignore[no-untyped-call]
+        return nullcontext()  # training it will raise the same error, with its message
+    return _KeepFloat64() if detector.has_cast else nullcontext()  # type: ignore[no-untyped-call]
 
 
-class _Noticing(TorchFunctionMode):
+class _CastDetector(TorchFunctionMode):
     has_cast = False
 
     def __torch_function__(
@@ -45,7 +45,7 @@ class _Noticing(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Unrounded(TorchDispatchMode):
+class _KeepFloat64(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64:

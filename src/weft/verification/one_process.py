@@ -1,12 +1,13 @@
 """One process training the same model on the same microbatches: what every lossless plan must equal.
 
-It is written as plainly as a training loop can be, and shares no code with the trainer but how a model is called, the
-meaning of a loss and the cutting of a batch, so that a mistake in the one does not hide in the other.
+It is as plain as a training loop can be. It shares with the trainer only the way a model is called, the definition of a
+loss and the split of a batch, so that a mistake in one does not hide in the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,61 +16,76 @@ from torch import nn
 from weft.layout import part_of
 from weft.plan.plan import Plan
 from weft.training.data.trees import forward, map_tensors, num_samples
-from weft.training.step.loss import Loss, count_targets, loss_terms
-
-MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
+from weft.training.parallelize import ParameterGroups
+from weft.training.setup.probe_optimizer import OptimizerFactory
+from weft.training.step.loss import LossFunction, count_targets, loss_terms, resolve_loss
 
 
 class Key(NamedTuple):
-    """Something that is compared."""
+    """Identifies a tensor that is compared."""
 
     what: str
     """gradient, weight or buffer."""
     name: str
     version: int = 0
-    """Updates that made it, where ranks may have done different numbers of them."""
+    """Number of updates that made it, where ranks may have done different numbers of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Loss, optimizer and learning rates, the same under the plan and in one process; as for `parallelize`."""
+
+    loss: str | LossFunction
+    optimizer: OptimizerFactory
+    schedule: Callable[[int], float] | None
+    groups: ParameterGroups | None
+
+
+class Updates:
+    """A torch optimizer with one parameter group per parameter, torch's own clipping, and the recipe's schedule."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], plan: Plan, recipe: Recipe) -> None:
+        groups = recipe.groups or (lambda name, shape: {})
+        self.optimizer = recipe.optimizer(
+            [{"params": [p], **groups(name, tuple(p.shape))} for name, p in parameters.items()]
+        )
+        self._parameters, self._clip_norm = list(parameters.values()), plan.step.clip_norm
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+        self._schedule = recipe.schedule or (lambda step: 1.0)
+
+    def step(self, steps_done: int) -> None:
+        if self._clip_norm:
+            nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * self._schedule(steps_done)
+        self.optimizer.step()
 
 
 class OneProcess:
     """A model trained without any parallelism."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        *,
-        loss: Loss,
-        optimizer: MakeOptimizer,
-        schedule: Callable[[int], float] | None = None,
-        groups: Callable[[str, tuple[int, ...]], dict[str, Any]] | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, recipe: Recipe) -> None:
         self.model = model
         self.num_targets = 0.0
-        """Of the last step."""
         self.losses: list[float] = []
-        """Of each step."""
         self.backward_order: list[str] = []
-        """Parameters in the order in which the first backward pass was done with them."""
-        self._plan = plan
-        self._loss = loss
-        self._schedule = schedule
-        self._steps_done = 0
-        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self._parameters = list(trained.values())
-        self._optimizer = optimizer(
-            [{"params": [p], **(groups(name, tuple(p.shape)) if groups else {})} for name, p in trained.items()]
-        )
-        self._rates = [group["lr"] for group in self._optimizer.param_groups]
-        self._gradients_before: dict[str, torch.Tensor] = {}
-        self._weights_before: dict[str, torch.Tensor] = {}
-        self._hooks = [p.register_post_accumulate_grad_hook(self._make_note(name)) for name, p in trained.items()]
+        self._plan, self._loss = plan, resolve_loss(recipe.loss)
+        self._trained = trained_parameters(model)
+        self._updates = Updates(self._trained, plan, recipe)
+        self._previous: dict[str, dict[str, torch.Tensor]] = {}
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(lambda _, name=name: self.backward_order.append(name))
+            for name, p in self._trained.items()
+        ]
 
     def step(self, inputs: Any, targets: Any, *, update: bool = True) -> float:
-        """One step on a whole global batch; returns its mean loss. Gradients stay to be looked at."""
+        """One step on a whole global batch; returns its mean loss. Gradients are kept for the comparison."""
         named = dict(self.model.named_parameters())
-        self._gradients_before = {name: p.grad for name, p in named.items() if p.grad is not None}
-        self._weights_before = {name: p.detach().clone() for name, p in named.items()}
-        self._optimizer.zero_grad(set_to_none=True)
+        self._previous = {
+            "gradient": {name: p.grad for name, p in named.items() if p.grad is not None},
+            "weight": {name: p.detach().clone() for name, p in named.items()},
+        }
+        self._updates.optimizer.zero_grad(set_to_none=True)
         loss_sum, count_sum = 0.0, 0.0
         for rows in microbatch_rows(self._plan, num_samples(inputs)):
             if not rows:
@@ -82,19 +98,18 @@ class OneProcess:
                 hook.remove()
             loss_sum += float(loss.detach())
             count_sum += float(terms.count)
-        for parameter in self._parameters:
+        for parameter in self._trained.values():
             if parameter.grad is not None:
                 parameter.grad /= count_sum
         self.num_targets = count_sum
         if update:
-            self._update()
-        self._steps_done += 1
+            self._updates.step(len(self.losses))
         self.losses.append(loss_sum / count_sum)
         return self.losses[-1]
 
-    def tensors(self, *, is_settled: bool = True) -> Iterator[tuple[Key, torch.Tensor]]:
+    def tensors(self, *, is_drained: bool = True) -> Iterator[tuple[Key, torch.Tensor]]:
         """All that can be compared after a step. A gradient that is None is left out."""
-        del is_settled  # a step leaves nothing under way here
+        del is_drained  # a step leaves nothing in flight here
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
                 yield Key("gradient", name), parameter.grad
@@ -102,20 +117,12 @@ class OneProcess:
         for name, buffer in self.model.named_buffers():
             yield Key("buffer", name), buffer.double()
 
-    def before(self, key: Key) -> torch.Tensor | None:
-        """The same thing a step earlier, if it is kept."""
-        kept = {"gradient": self._gradients_before, "weight": self._weights_before}.get(key.what, {})
-        return kept.get(key.name)
+    def previous(self, key: Key) -> torch.Tensor | None:
+        return self._previous.get(key.what, {}).get(key.name)
 
-    def _update(self) -> None:
-        if self._plan.step.clip_norm:
-            nn.utils.clip_grad_norm_(self._parameters, self._plan.step.clip_norm)
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = rate * self._schedule(self._steps_done) if self._schedule else rate
-        self._optimizer.step()
 
-    def _make_note(self, name: str) -> Callable[[torch.Tensor], None]:
-        return lambda _: self.backward_order.append(name)
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def microbatch_rows(plan: Plan, total: int) -> list[list[int]]:

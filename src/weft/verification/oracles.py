@@ -1,8 +1,8 @@
-"""Whose answer a plan must give: the list of rules, and the one process that computes by each.
+"""The answer a plan must give: the list of rules, and the one process that computes by each.
 
 A lossless plan is held to plain training in one process. A method that changes the maths obeys a rule of its own, and
-is held to a process that computes by that rule: it enters `RULES` with the plans it is for and an `Oracle`. What the
-change costs is measured besides (`deviation.py`).
+is held to a process that computes by that rule: it enters `RULES` with the plans it is for and an `Oracle`. The effect
+of the change is measured separately (`deviation.py`).
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class Oracle(Protocol):
     """One process that computes what a plan must. It lives on rank 0."""
 
     num_targets: float
-    """Of the last step."""
+    """Number of targets in the last step."""
     losses: list[float]
-    """Of each batch, in the passes that were done with it."""
+    """Mean loss of each batch, in the passes that computed it."""
     backward_order: list[str]
-    """Parameters in the order in which a backward pass is done with them."""
+    """Parameters in the order in which a backward pass finishes their gradients."""
 
     def step(self, inputs: Any, targets: Any) -> float | None:
         """Train on a whole global batch; what the plan's step must return, None where it has no loss to return yet."""
 
-    def tensors(self, *, is_settled: bool) -> Iterator[tuple[Key, torch.Tensor]]:
-        """What a rank may hold after the step; `is_settled`: nothing is under way any more."""
+    def tensors(self, *, is_drained: bool) -> Iterator[tuple[Key, torch.Tensor]]:
+        """Tensors that a rank may hold after the step; `is_drained`: no microbatch is in flight."""
 
-    def before(self, key: Key) -> torch.Tensor | None:
-        """The same thing an update earlier, if it is kept."""
+    def previous(self, key: Key) -> torch.Tensor | None:
+        """The same tensor one update earlier, if it is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,31 +46,27 @@ class Rule:
     """A way of training that one process can follow too."""
 
     name: str
-    """Whose answer it is, as messages say it."""
+    """The process that follows it, as messages name it."""
     is_for: Callable[[Plan], bool]
     make: Callable[..., Oracle]
     """Called as `OneProcess` is."""
     needs_stages: bool = False
-    """It must also be told the stage of every parameter: `stage_of`."""
+    """`make` also takes the stage of every parameter: `stage_of`."""
     is_exact: bool = True
-    """The answer is plain training's."""
-
-
-def _is_flush_free(plan: Plan) -> bool:
-    return plan.axes.pipeline > 1 and plan.pipeline.schedule in FLUSH_FREE
+    """The answer is that of plain training."""
 
 
 RULES = (
     Rule(
         name="one process with delayed weights",
-        is_for=_is_flush_free,
+        is_for=lambda plan: plan.axes.pipeline > 1 and plan.pipeline.schedule in FLUSH_FREE,
         make=DelayedVersions,
         needs_stages=True,
         is_exact=False,
     ),
     Rule(name="one process", is_for=lambda plan: True, make=OneProcess),
 )
-"""The first one that is for a plan is its rule."""
+"""The first that is for a plan is its rule."""
 
 
 def rule_of(plan: Plan) -> Rule:
@@ -78,7 +74,7 @@ def rule_of(plan: Plan) -> Rule:
 
 
 def find_stages(trainer: Trainer) -> dict[str, int]:
-    """Of every parameter, the first stage of the pipeline that has it; collective."""
+    """The first pipeline stage that has each parameter, by name; collective."""
     mesh = trainer.mesh
     mine = [mesh.index("pipeline"), [name for name, _ in trainer.named_model.named_parameters()]]
     found: dict[str, int] = {}

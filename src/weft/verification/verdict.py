@@ -1,7 +1,6 @@
-"""What `verify` found: the worst of everything that was compared, the first thing that differs, and how far a lossy
-plan is from what it stands in for.
+"""The outcome of `verify`: the largest error of each tensor, the first error, and the deviation of a lossy plan.
 
-Plain values, the same on every rank, with nothing of torch in them: they travel between processes and into files.
+Plain values, the same on every rank, without torch: they are sent between processes and written to files.
 """
 
 from __future__ import annotations
@@ -11,43 +10,43 @@ from dataclasses import dataclass
 from weft.errors import VerifyError
 
 LARGEST_LOSS_DEVIATION = 0.05
-"""A plan of 16-bit numbers whose loss is further from float32's than this does not merely round."""
+"""Largest relative deviation of a 16-bit plan's loss from float32 that rounding explains."""
 
 LARGEST_GRADIENT_DEVIATION = 0.4
-"""And whose gradients are further than this, all together: twice as much is 1 away, half as much 0.5, and rounding to
-bf16 or fp16 less than 0.01 in the models that were measured."""
+"""The same for all gradients together: a factor of 2 deviates by 1, a factor of 0.5 by 0.5, and rounding to bf16 or
+fp16 by less than 0.01 in the models that were measured."""
 
 _MOST_LISTED = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """How far one thing was from the reference, at worst."""
+    """The largest error of one tensor, or of the loss."""
 
     what: str
     """loss, gradient, weight or buffer."""
     name: str
     error: float
-    """The largest difference, relative to the largest entry of the reference tensor."""
+    """The largest difference, relative to the largest entry of the reference tensor (see `compare.relative_error`)."""
     rank: int
     step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """Why a tensor is probably off."""
+    """The likely cause of an error."""
 
     kind: str
     """factor, not summed, stale, missing, extra, not a number, swapped, rows, unpublished, random, or unknown."""
     text: str
     """A sentence without a full stop."""
     axes: tuple[str, ...] = ()
-    """The axes of the plan that it points to, likeliest first; "microbatches" may be among them."""
+    """Axes of the plan that may be responsible, likeliest first; "microbatches" may be among them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The first thing that differs, in the order in which things happen."""
+    """The first error, in the order of a step."""
 
     step: int
     phase: str
@@ -56,9 +55,9 @@ class Finding:
     name: str
     error: float
     ranks: tuple[int, ...]
-    """Whose are off."""
+    """Ranks on which it is off."""
     places: str
-    """The same in words: where these ranks are along the axes."""
+    """Coordinates of these ranks along the axes, in words."""
     cause: Cause
 
     def __str__(self) -> str:
@@ -71,22 +70,22 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deviation:
-    """How far a plan that is not exact is from what it stands in for: measured, and no mistake by itself."""
+    """The difference between a plan that is not exact and what it replaces: measured, and no error by itself."""
 
     against: str
-    """What it was compared with."""
+    """The process it was compared with, as messages name it."""
     loss: float
     """The largest relative difference of a step's loss."""
     gradient: float | None = None
     """The largest relative difference of a step's gradients, all together, in the Euclidean norm."""
     movement: float | None = None
-    """How far the weights ended from the other's, relative to how far those moved."""
+    """Distance between the two final weights, relative to the distance that the other's moved."""
     limit: float | None = None
     """The largest difference of the loss that passes; None: any finite one."""
     num_skipped: int = 0
     """Steps that changed nothing, because a gradient was not finite."""
     num_steps: int = 0
-    """Of the plan as it stands."""
+    """Steps of the plan as it stands."""
 
     @property
     def problem(self) -> str | None:
@@ -127,15 +126,15 @@ class Verification:
     tolerance: float
     differences: tuple[Difference, ...]
     rule: str = "one process"
-    """Whose answer the plan was held to."""
+    """The process that the plan was compared with."""
     first: Finding | None = None
-    """None where everything is equal."""
+    """The first error; None where everything is equal."""
     deviation: Deviation | None = None
-    """Of a lossy plan."""
+    """The deviation of a lossy plan."""
 
     @property
     def is_equal(self) -> bool:
-        """Whether the plan obeys its rule, whatever its deviation."""
+        """The plan obeys its rule, whatever its deviation."""
         return all(difference.error <= self.tolerance for difference in self.differences)
 
     @property
@@ -152,7 +151,7 @@ class Verification:
         return self
 
     def problems(self) -> list[str]:
-        """The first thing that differs, then what is off most, each a sentence."""
+        """The first error, then the largest ones, each a sentence."""
         problems = [] if self.first is None else [str(self.first)]
         if self.deviation is not None and self.deviation.problem is not None:
             problems.append(self.deviation.problem)

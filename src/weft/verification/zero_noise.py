@@ -1,7 +1,7 @@
-"""Gradients that are nothing but rounding are set to zero on both sides of a comparison, before the update.
+"""Gradients that consist of rounding errors are set to zero on both sides of a comparison, before the update.
 
-A bias in front of BatchNorm has no gradient, by the maths; what is computed for it is noise, another one in every order
-of additions. Adam divides by its size, and would make two different noises into two different weights.
+A bias in front of BatchNorm has a gradient of zero by the maths; what is computed for it is noise, different in every
+order of additions. Adam divides by its size, and would turn two different noises into two different weights.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ _NOISE = 1e-12
 """A gradient all of whose entries are below this part of the model's largest is rounding."""
 
 
-class Silenced:
-    """Makes the same optimizer, which sees zero where a gradient is rounding."""
+class ZeroNoise:
+    """A factory of the same optimizer, with noise gradients set to zero before each update."""
 
     def __init__(self, optimizer: OptimizerFactory, *, stages: Sequence[int] = (), by_stage: bool = False) -> None:
-        """`by_stage`: stages update by themselves, so each knows its own gradients only; `stages` of all parameters,
-        where one process has those of several."""
+        """`by_stage`: pipeline stages update independently, so each compares only with its own gradients; `stages`
+        has the stage of every parameter, where one process has those of several."""
         self._optimizer = optimizer
         self._stages = stages
         self._by_stage = by_stage
         self.mesh: Mesh | None = None
-        """Of ranks that share gradients out: a part may be all rounding where the whole is not."""
+        """The mesh of ranks that share gradients: a part may be all noise where the whole is not."""
 
     def __call__(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
         made = self._optimizer(parameters)
-        made.register_step_pre_hook(self._silence)
+        made.register_step_pre_hook(self._zero)
         return made
 
     @torch.no_grad()
-    def _silence(self, made: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _zero(self, made: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
         gradients = [p.grad for group in made.param_groups for p in group["params"]]
         largest = torch.zeros(1 + max(self._stages, default=0), dtype=torch.float64)
