@@ -99,7 +99,7 @@ class Team:
         """`num_cases` share what is left until the deadline."""
         world = join_world("cpu")
         plans = [Plan(axes=Axes(data=num_ranks), comm=Comm(transport=one)) for one in ("c10d", "shared")]
-        sockets, memory = (make_mesh(plan, world) for plan in plans)
+        sockets, memory = (make_mesh(plan, world, groups=[("data", "timed"), ("data", "control")]) for plan in plans)
         self.index = world.rank
         self.sockets, self.shared = sockets.group("data", "timed"), memory.group("data", "timed")
         self._control = memory.group("data", "control")

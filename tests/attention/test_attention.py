@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import Mesh  # meshes of one shape share their groups
+from meshes import mesh_with
 from ranks import ranks
 from torch import Tensor
 
 from weft.errors import ModelError
-from weft.mesh import join_world
+from weft.mesh import Mesh
 from weft.parallel.attention.attention import Pass, SequenceAxes, attend, attend_traced, register
 from weft.parallel.attention.attention_call import make_axes
-from weft.plan.partition.grid import Grid
 from weft.plan.partition.sequence import Places, make_places
 from weft.plan.plan import Axes, Comm, Plan
 
@@ -31,7 +30,7 @@ HEADS = [(4, 4, 8, 8), (6, 2, 8, 8), (4, 1, 7, 5), (15, 3, 4, 4)]
 @functools.cache
 def mesh_of(ring: int, ulysses: int, transport: str) -> Mesh:
     plan = Plan(axes=Axes(ring=ring, ulysses=ulysses), comm=Comm(transport=transport))
-    return Mesh(plan=plan, world=join_world("cpu"), grid=Grid(plan.axes))
+    return mesh_with(plan, ("ring", "neighbours"), ("ulysses", "heads"))
 
 
 def axes_of(ring: int, ulysses: int, variant: str = "ring", transport: str = "shared") -> SequenceAxes:

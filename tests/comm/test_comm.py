@@ -28,8 +28,11 @@ both_transports = pytest.mark.parametrize("transport", ["shared", "c10d"])
 
 @functools.cache
 def mesh(transport: str) -> Mesh:
-    """Made once a rank: the pool keeps groups, and their threads, for the whole run."""
-    return make_mesh(data_plan(dist.get_world_size(), transport=transport), join_world("cpu"))
+    """Made once per rank: the pool keeps groups, and their threads, for the whole run."""
+    keys = [("data", purpose) for purpose in ("test", "ring", "control", "background")]
+    return make_mesh(
+        data_plan(dist.get_world_size(), transport=transport), join_world("cpu"), groups=[("world", "control"), *keys]
+    )
 
 
 def group_on(transport: str) -> Group:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
+from meshes import data_group
 from oracle import ADAMW, data_plan, image_batch, small_convnet, small_gpt, token_batch
 from ranks import ranks
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from weft.comm import collectives
 from weft.comm.exchange_buffers import Room
 from weft.comm.group import Group
-from weft.mesh import World, join_world, make_mesh
+from weft.mesh import World, join_world
 from weft.plan.partition.wire import sent_bytes
 from weft.verification.verify import verify
 
@@ -35,7 +35,7 @@ def on_hosts(hosts: tuple[int, ...]) -> Iterator[None]:
 @functools.cache
 def group_on(hosts: tuple[int, ...]) -> Group:
     world: World = replace(join_world("cpu"), hosts=hosts)
-    return make_mesh(data_plan(dist.get_world_size()), world).group("data", f"levels {hosts}")
+    return data_group("levels", world=world)
 
 
 def tensor_of(rank: int, numel: int, dtype: torch.dtype) -> Tensor:

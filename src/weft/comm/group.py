@@ -1,13 +1,14 @@
 """Ranks that exchange with each other, how they do it, and what went over their wire so far.
 
-Groups are made by `mesh.py` only. Each picks how it talks: host tensors of ranks on one host go through its memory, the
-rest through torch.distributed, which always works.
+Groups are made by `process_groups.py` only. Host tensors of ranks on one host go through its memory, the rest through
+torch.distributed, which always works.
 """
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from typing import NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,14 @@ class Traffic:
             self.wait_s += wait_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class _Closed:
+    """Stands for a process group that is gone: whoever exchanges through it is told so."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RuntimeError("this process group is gone: its mesh was closed; make a new one")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class Group:
     """Ranks that exchange with each other along an axis, for one purpose."""
 
@@ -74,6 +82,12 @@ class Group:
     def host_wire(self) -> SharedTransport | None:
         """The memory that this rank shares with those of the group that are on its host."""
         return self.shared if self.levels is None else self.levels.wire
+
+    def close(self) -> None:
+        """Let every later exchange fail."""
+        self.shared = self.levels = self.connection = None
+        if self.handle is not None:
+            self.handle = cast(dist.ProcessGroup, _Closed())
 
     def __deepcopy__(self, memo: object) -> Group:
         """A copy of a model exchanges with the same ranks through the same group."""

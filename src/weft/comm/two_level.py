@@ -60,6 +60,10 @@ class TwoLevel:
         """Exchange beside the caller."""
         return self._background.start(task)
 
+    def close(self) -> None:
+        """End the thread; `wire` is closed by itself."""
+        self._background.close()
+
     def all_reduce(self, tensor: torch.Tensor, op: Reduction) -> None:
         flat = tensor.view(-1)
         if not self.is_even or self.wire is None or op != "sum" or flat.nbytes <= SMALL_BYTES:

@@ -256,8 +256,9 @@ class _Examination:
     def _sums(self, own: Own | None, held: Sequence[Any]) -> dict[str, tuple[torch.Tensor, int]]:
         """What ranks hold, added up over every axis along which they have the same part; collective."""
         totals = {}
+        self._mesh.add_groups((axes, "control") for axes in _axes_to_add(self._mesh))
         for axes in _axes_to_add(self._mesh):
-            group = self._mesh.group(axes, "control")  # which all ranks make, also those that have no use for it
+            group = self._mesh.group(axes, "control")
             inside = [held[rank] for rank in group.ranks if held[rank] is not None]
             if len(inside) < 2 or any(one != inside[0] for one in inside) or set(axes.split("+")) & set(inside[0][1]):
                 continue

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -126,9 +126,9 @@ def _prove(
 ) -> tuple[Verification, Deviation | None]:
     """Compare a plan with one process under its rule, and the rule with plain training where it is another."""
     parallel = copied(model, dtype)
-    with _unrounded(parallel, plan, batches[0][0], dtype):
+    with _unrounded(parallel, plan, batches[0][0], dtype), ExitStack() as stack:
         silenced = Silenced(settings.optimizer, by_stage=rule.needs_stages)
-        trainer = settings.parallel(parallel, plan, silenced, batches[0][0])
+        trainer = stack.enter_context(settings.parallel(parallel, plan, silenced, batches[0][0]))
         silenced.mesh = trainer.mesh
         stage_of = find_stages(trainer) if rule.needs_stages else {}
         oracle, plain = None, None
@@ -260,12 +260,12 @@ def _measure_rounding(
 ) -> Deviation:
     """The plan as it stands, the model in its own formats, against one process in float32."""
     parallel, batches = copied(model), _cast(batches, torch.float32)
-    trainer = settings.parallel(parallel, plan, settings.optimizer, batches[0][0])
-    reference = None
-    if trainer.mesh.world.rank == 0:
-        alone = copied(model, torch.float32, trainer.mesh.world.device)
-        reference = settings.alone(OneProcess, alone, plan, settings.optimizer)
-    return rounding(trainer, reference, batches)
+    with settings.parallel(parallel, plan, settings.optimizer, batches[0][0]) as trainer:
+        reference = None
+        if trainer.mesh.world.rank == 0:
+            alone = copied(model, torch.float32, trainer.mesh.world.device)
+            reference = settings.alone(OneProcess, alone, plan, settings.optimizer)
+        return rounding(trainer, reference, batches)
 
 
 def copied(model: nn.Module, dtype: torch.dtype | None = None, device: torch.device | None = None) -> nn.Module:

@@ -20,6 +20,7 @@ from weft.comm.p2p import receive, send
 from weft.comm.shared_memory.connect import WAYS, Connection
 from weft.comm.shared_memory.segments import Way
 from weft.mesh import Mesh, World, join_world, make_mesh
+from weft.plan.partition.groups import GroupKey
 from weft.plan.plan import Axes, Comm, Plan
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -38,16 +39,16 @@ def world() -> World:
     return join_world("cpu")
 
 
-def new_mesh(transport: str) -> Mesh:
+def new_mesh(transport: str, *keys: GroupKey) -> Mesh:
     plan = Plan(axes=Axes(data=world().size), comm=Comm(transport=transport))  # type: ignore[arg-type]
-    return make_mesh(plan, world())
+    return make_mesh(plan, world(), groups=keys)
 
 
 def new_group(transport: str, purpose: str, *, ways: Sequence[Way] = WAYS) -> Group:
-    """Of all ranks of the pool; collective. Groups of one purpose may be the same, groups of two never are."""
+    """All ranks of the pool; collective."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weft.mesh.Connection", functools.partial(Connection, ways=tuple(ways)))
-        group = new_mesh(transport).group("data", f"{purpose} {transport} {' '.join(ways)}")
+        patch.setattr("weft.comm.process_groups.Connection", functools.partial(Connection, ways=tuple(ways)))
+        group = new_mesh(transport, ("data", purpose)).group("data", purpose)
     assert (group.shared is not None) == (transport == "shared")
     return group
 

@@ -75,7 +75,7 @@ class _Outgoing:
     def send(self, message: torch.Tensor, tag: int) -> None:
         number, num_bytes = self._num_sent, message.nbytes
         if number >= NUM_ENVELOPES:
-            self._wait_until_opened(number - NUM_ENVELOPES)
+            self._wait_until_opened(number - NUM_ENVELOPES, self._timeout_s)
         block = self._find_block(num_bytes)
         _view(block.memory, block.views, (message.dtype, message.shape), num_bytes).copy_(message)
         block.message = number
@@ -88,13 +88,13 @@ class _Outgoing:
         self._num_sent += 1
         self._counter.post()
 
-    def settle(self) -> None:
+    def settle(self, timeout_s: float) -> None:
         """Wait until every message has been taken: the memory it lies in goes with this rank."""
         for block in self._blocks:
             if block.message >= 0 and not self._is_opened(block.message):
-                self._wait_until_opened(block.message)
+                self._wait_until_opened(block.message, timeout_s)
 
-    def _wait_until_opened(self, number: int) -> None:
+    def _wait_until_opened(self, number: int, timeout_s: float) -> None:
         started = looked = time.monotonic()
         while not self._is_opened(number):
             time.sleep(_NAP_S)
@@ -103,7 +103,7 @@ class _Outgoing:
                 looked, rank = now, self._receiver.rank
                 if self._receiver.is_gone:
                     raise RuntimeError(f"Connection closed by peer: rank {rank} is gone")
-                if now - started > self._timeout_s:
+                if now - started > timeout_s:
                     raise RuntimeError(f"Timed out: rank {rank} has not received what was sent to it")
 
     def _is_opened(self, number: int) -> bool:
@@ -221,6 +221,7 @@ class Mailbox:
     ) -> None:
         """`memory`: mailbox_bytes, zeroed, the same for all ranks."""
         size = len(peers)
+        self._timeout_s = timeout_s
 
         def ring(source: int, target: int) -> tuple[memoryview, Counter]:
             first = (source * size + target) * _RING_BYTES
@@ -235,10 +236,10 @@ class Mailbox:
         """The tensor may change as soon as this returns."""
         self._outgoing[to].send(tensor.detach(), tag)
 
-    def settle(self) -> None:
+    def settle(self, timeout_s: float | None = None) -> None:
         """Wait until every message that was sent has been taken."""
         for outgoing in self._outgoing.values():
-            outgoing.settle()
+            outgoing.settle(self._timeout_s if timeout_s is None else timeout_s)
 
     def receive(self, tensor: torch.Tensor, *, source: int, tag: int) -> Receipt:
         """The next message of this tag that nobody awaits yet."""

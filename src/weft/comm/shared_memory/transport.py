@@ -13,6 +13,7 @@ An exchange in which peers read a rank's own tensors ends with a meeting (`barri
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -22,7 +23,7 @@ from weft.comm.shared_memory.mailbox import Mailbox
 from weft.comm.shared_memory.native import copy
 from weft.comm.shared_memory.reduction import Reduction, add_into, reduce_into
 from weft.comm.shared_memory.segments import Segment
-from weft.comm.shared_memory.worker import Work, Worker
+from weft.comm.shared_memory.worker import CLOSE_TIMEOUT_S, Work, Worker
 
 SMALL_BYTES = 2**15
 """Up to here everybody does all the work, and one meeting is enough."""
@@ -53,6 +54,12 @@ class SharedTransport:
     def start(self, task: Callable[[], None]) -> Work:
         """Exchange beside the caller."""
         return self._background.start(task)
+
+    def close(self) -> None:
+        """Wait a while for exchanges under way, and end the thread. Memory is unmapped with the last reference."""
+        self._background.close()
+        with suppress(RuntimeError):  # a peer that is gone, or is not going to receive
+            self.mailbox.settle(CLOSE_TIMEOUT_S)
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, root: int | None = None) -> None:
         """In place; with a root, only its tensor matters afterwards."""

@@ -13,6 +13,9 @@ from collections.abc import Callable
 
 import torch
 
+CLOSE_TIMEOUT_S = 5.0
+"""Seconds for exchanges under way to end when their group is closed."""
+
 
 class Work:
     """Something under way. `wait` raises what it raised."""
@@ -51,6 +54,7 @@ class Worker:
         self._last: Work | None = None
         self._lock = threading.Lock()
         self._broken: list[str] = []
+        self._thread: threading.Thread | None = None
 
     def run(self, task: Callable[[], None]) -> None:
         """Do it now, after all that was given before."""
@@ -71,13 +75,21 @@ class Worker:
         with self._lock:
             if self._tasks is None:
                 self._tasks = queue.SimpleQueue()
-                threading.Thread(
+                self._thread = threading.Thread(
                     target=_work_off, args=(self._tasks, self._broken), name=self._name, daemon=True
-                ).start()
+                )
+                self._thread.start()
                 weakref.finalize(self, self._tasks.put, None).atexit = False
             self._last = work = Work()
             self._tasks.put((task, work))
         return work
+
+    def close(self) -> None:
+        """End the thread after what it was given; one whose peers never come is left to the end of the process."""
+        with self._lock:
+            if self._tasks is not None and self._thread is not None:
+                self._tasks.put(None)
+                self._thread.join(CLOSE_TIMEOUT_S)
 
 
 def _work_off(tasks: queue.SimpleQueue[Task | None], broken: list[str]) -> None:

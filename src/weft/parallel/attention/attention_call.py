@@ -49,8 +49,8 @@ class SequenceAxes:
 
 
 def make_axes(mesh: Mesh) -> SequenceAxes:
-    """The axes of a mesh's plan; collective."""
-    ring = mesh.group("ring", "keys")
+    """The axes of a mesh's plan."""
+    ring = mesh.group("ring", "neighbours")
     return SequenceAxes(
         ring=ring,
         ulysses=mesh.group("ulysses", "heads"),

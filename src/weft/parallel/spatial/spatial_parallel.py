@@ -4,7 +4,7 @@ Each rank has some rows of every map of the model and fetches what its convoluti
 What it keeps for the backward pass falls with the number of ranks; weights are whole on all of them. Where a model
 leaves the picture (global pooling, flatten, anything unknown), ranks go on with the whole, alike.
 
-    rows = RowParallel(mesh.group("ring", "rows"))
+    rows = RowParallel(mesh.group("ring", "neighbours"))
     rows.prepare(model)                      # once, after its BatchNorms are synchronised
     output = rows.call(model, images)        # the whole output, on every rank
 
