@@ -77,33 +77,6 @@ def check_broadcast(group: Group, wait: bool) -> None:
         assert torch.equal(mine, tensor_of(root, 7, torch.float32))
 
 
-def check_reduce(group: Group, wait: bool) -> None:
-    for root in range(group.size):
-        mine = tensor_of(group.index, 7, torch.float32)
-        with counted(group, "reduce", 28):
-            collectives.reduce(mine, group, root=root, wait=wait).wait()
-        if group.index == root:
-            assert torch.equal(mine, everyones(7, torch.float32, group.size).sum(0))
-
-
-def check_scatter(group: Group, wait: bool) -> None:
-    for root in range(group.size):
-        parts = list(everyones(5, torch.float64, group.size)) if group.index == root else None
-        output = torch.empty(5, dtype=torch.float64)
-        with counted(group, "scatter", 40 * group.size):
-            collectives.scatter(output, parts, group, root=root, wait=wait).wait()
-        assert torch.equal(output, tensor_of(group.index, 5, torch.float64))
-
-
-def check_gather(group: Group, wait: bool) -> None:
-    for root in range(group.size):
-        outputs = [torch.empty(5) for _ in group.ranks] if group.index == root else None
-        with counted(group, "gather", 20 * group.size):
-            collectives.gather(tensor_of(group.index, 5, torch.float32), outputs, group, root=root, wait=wait).wait()
-        if outputs is not None:
-            assert torch.equal(torch.stack(outputs), everyones(5, torch.float32, group.size))
-
-
 def check_all_gather(group: Group, wait: bool) -> None:
     for dtype in DTYPES:
         mine, output = tensor_of(group.index, 5, dtype), torch.empty(5 * group.size, dtype=dtype)
@@ -159,9 +132,6 @@ CHECKS = {
     for check in (
         check_all_reduce,
         check_broadcast,
-        check_reduce,
-        check_scatter,
-        check_gather,
         check_all_gather,
         check_reduce_scatter,
         check_all_to_all,

@@ -20,7 +20,7 @@ from ranks import ranks
 
 from weft import hosts
 from weft.comm import collectives
-from weft.comm.exchange_buffers import Room
+from weft.comm.exchange_buffers import ExchangeBuffers
 from weft.comm.group import Group
 from weft.comm.shared_memory.connect import Connection
 from weft.errors import LaunchError, PlanError
@@ -63,7 +63,7 @@ def check_works(group: Group) -> None:
     mine = torch.full((5,), float(group.index))
     collectives.all_reduce(mine, group)
     assert mine.tolist() == [sum(range(group.size))] * 5
-    assert Room(group, torch.device("cpu"), num_bytes=100).zeros(10, torch.float32).tolist() == [0.0] * 10
+    assert ExchangeBuffers(group, torch.device("cpu"), num_bytes=100).zeros(10, torch.float32).tolist() == [0.0] * 10
 
 
 def check_one_notice(notices: Notices, *, about: str) -> None:
@@ -80,18 +80,18 @@ def fail_on(rank: int, what: str, patch: pytest.MonkeyPatch) -> None:
 
 
 @ranks(3)
-@pytest.mark.parametrize("rank, what", [(0, "Maker"), (1, "open_segment"), (2, "open_segment")])
+@pytest.mark.parametrize("rank, what", [(0, "SegmentOwner"), (1, "open_segment"), (2, "open_segment")])
 def test_one_rank_that_cannot_is_enough(rank: int, what: str) -> None:
     with pytest.MonkeyPatch.context() as patch, listening() as notices:
         fail_on(rank, what, patch)
         for group in new_mesh("auto", ("data", "one"), ("data", "two"), ("world", "three")).groups:
             check_works(group)
-    about = "No space left" if what == "Maker" else "cannot open"
+    about = "No space left" if what == "SegmentOwner" else "cannot open"
     check_one_notice(notices, about=about)
 
 
 @ranks(3)
-@pytest.mark.parametrize("rank, what", [(0, "Maker"), (1, "open_segment")])
+@pytest.mark.parametrize("rank, what", [(0, "SegmentOwner"), (1, "open_segment")])
 def test_a_plan_that_insists_is_refused_on_all_ranks(rank: int, what: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         fail_on(rank, what, patch)
@@ -104,8 +104,8 @@ def test_too_little_memory_for_buffers_is_no_reason_to_stop() -> None:
     """The group shares memory, but there is none left for an arena: tensors then pass through slots."""
     group = new_group("shared", "no arena")
     with pytest.MonkeyPatch.context() as patch:
-        fail_on(0, "Maker", patch)
-        room = Room(group, torch.device("cpu"), num_bytes=2**20)
+        fail_on(0, "SegmentOwner", patch)
+        room = ExchangeBuffers(group, torch.device("cpu"), num_bytes=2**20)
     mine = room.zeros(50_000, torch.float32).add_(group.index + 1)
     collectives.all_reduce(mine, group)
     assert group.shared is not None and bool((mine == 3.0).all())
@@ -114,7 +114,7 @@ def test_too_little_memory_for_buffers_is_no_reason_to_stop() -> None:
 @ranks(2)
 def test_room_for_nothing_is_room() -> None:
     group = new_group("shared", "nothing")
-    room = Room(group, torch.device("cpu"), num_bytes=0)
+    room = ExchangeBuffers(group, torch.device("cpu"), num_bytes=0)
     assert room.empty(0, torch.float32).numel() == 0 and room.zeros(10_000, torch.float32).sum() == 0
 
 

@@ -14,8 +14,8 @@ from weft.comm.shared_memory.arena import ALIGNMENT_BYTES, Arena, round_up
 from weft.comm.shared_memory.connect import SharedMemoryError
 
 
-class Room:
-    """Room for buffers of a group, each rank's own; ordinary memory where none is shared, or when it is full."""
+class ExchangeBuffers:
+    """ExchangeBuffers for buffers of a group, each rank's own; ordinary memory where none is shared, or when it is full."""
 
     def __init__(self, group: Group, device: torch.device, *, num_bytes: int) -> None:
         """Collective. Of `num_bytes`, what is never used takes no memory."""

@@ -48,21 +48,21 @@ class TwoLevel:
         self._here = self.places[self._host].index(index)
         self._across = across
         self._across_ranks = tuple(across_ranks)
-        self._background = Worker(name)
+        self._worker = Worker(name)
         self.is_even = len({len(inside) for inside in self.places}) == 1
         """All hosts have as many ranks: then each of them has its counterparts."""
 
     def run(self, task: Callable[[], None]) -> None:
         """Exchange now."""
-        self._background.run(task)
+        self._worker.run(task)
 
     def start(self, task: Callable[[], None]) -> Work:
         """Exchange beside the caller."""
-        return self._background.start(task)
+        return self._worker.start(task)
 
     def close(self) -> None:
         """End the thread; `wire` is closed by itself."""
-        self._background.close()
+        self._worker.close()
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction) -> None:
         flat = tensor.view(-1)
@@ -80,7 +80,7 @@ class TwoLevel:
         parts = padded.view(size, -1)
         self.wire.reduce_scatter(parts[self._here], padded, add=False)
         dist.all_reduce(parts[self._here], dist.ReduceOp.SUM, self._across)
-        self.wire.all_gather(list(parts), parts[self._here], name="all-gather")
+        self.wire.all_gather(list(parts), parts[self._here])
         flat.copy_(padded[: flat.numel()])
 
     def _all_reduce_by_leaders(self, flat: torch.Tensor, op: Reduction) -> None:
@@ -113,7 +113,7 @@ class TwoLevel:
         if self.wire is None:
             return
         for part, inside in zip(mine, self.places, strict=True):
-            self.wire.all_gather([outputs[place] for place in inside], part, name="all-gather")
+            self.wire.all_gather([outputs[place] for place in inside], part)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, *, add: bool) -> None:
         """Only where all hosts have as many ranks."""

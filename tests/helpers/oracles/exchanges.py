@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import collectives
-from weft.comm.exchange_buffers import Room
+from weft.comm.exchange_buffers import ExchangeBuffers
 from weft.comm.group import Group
 from weft.comm.p2p import receive, send
 from weft.comm.shared_memory.connect import WAYS, Connection
@@ -54,10 +54,10 @@ def new_group(transport: str, purpose: str, *, ways: Sequence[Way] = WAYS) -> Gr
 
 
 @functools.cache
-def kept_group(transport: str, ways: Sequence[Way] = WAYS) -> tuple[Group, Room]:
+def kept_group(transport: str, ways: Sequence[Way] = WAYS) -> tuple[Group, ExchangeBuffers]:
     """A group and room for its tensors, made once a rank."""
     group = new_group(transport, "exchanges", ways=ways)
-    return group, Room(group, torch.device("cpu"), num_bytes=_ROOM_BYTES)
+    return group, ExchangeBuffers(group, torch.device("cpu"), num_bytes=_ROOM_BYTES)
 
 
 def values(rank: int, numel: int, dtype: torch.dtype, salt: int = 0) -> Tensor:
@@ -79,17 +79,17 @@ def true_sum(terms: Sequence[Tensor], wide: torch.dtype | None = None) -> Tensor
     return total.to(wide or own)
 
 
-def placed(tensor: Tensor, group: Group, room: Room, place: str, offset: int) -> Tensor:
+def placed(tensor: Tensor, group: Group, room: ExchangeBuffers, place: str, offset: int) -> Tensor:
     """A copy that lies in a place, `offset` elements after the beginning of some memory."""
     in_arena = place == "arena" or (place == "mixed" and group.index % 2 == 1)
     numel = tensor.numel() + offset
     memory = room.empty(numel, tensor.dtype) if in_arena else torch.empty(numel, dtype=tensor.dtype)
-    assert not in_arena or group.shared is None or group.shared._meeting._find(memory) is not None, "no room"
+    assert not in_arena or group.shared is None or group.shared._barrier._find(memory) is not None, "no room"
     return memory[offset:].copy_(tensor)
 
 
 def results_of(
-    transport: tuple[Group, Room], numel: int, dtype: torch.dtype, *, place: str = "slots", offset: int = 0, wait: bool
+    transport: tuple[Group, ExchangeBuffers], numel: int, dtype: torch.dtype, *, place: str = "slots", offset: int = 0, wait: bool
 ) -> dict[str, Tensor]:
     """What every exchange of tensors of this size gives this rank, by name."""
     group, room = transport
@@ -105,8 +105,7 @@ def results_of(
     for op in ("sum", "max", "min") if not dtype.is_complex else ("sum",):
         found[op] = put(mine)
         pending.append(collectives.all_reduce(found[op], group, op=op, wait=wait))  # type: ignore[arg-type]
-    reduced, found["broadcast"] = put(mine), put(mine)
-    pending.append(collectives.reduce(reduced, group, root=root, wait=wait))
+    found["broadcast"] = put(mine)
     pending.append(collectives.broadcast(found["broadcast"], group, root=root, wait=wait))
     found["all-gather"], found["in place"] = torch.empty(numel * size, dtype=dtype), put(torch.zeros_like(long))
     part = found["in place"].view(size, -1)[me].copy_(mine)
@@ -117,17 +116,10 @@ def results_of(
         pending.append(collectives.reduce_scatter(found[name], put(long), group, add=add, wait=wait))
     found["all-to-all"] = torch.empty(numel * size, dtype=dtype)
     pending.append(collectives.all_to_all(found["all-to-all"], put(long), group, wait=wait))
-    found["scatter"] = torch.empty(numel, dtype=dtype)
-    parts = list(long.view(size, -1)) if me == root else None
-    pending.append(collectives.scatter(found["scatter"], parts, group, root=root, wait=wait))
-    outputs = [torch.empty(numel, dtype=dtype) for _ in range(size)] if me == root else None
-    pending.append(collectives.gather(put(mine), outputs, group, root=root, wait=wait))
     found["message"] = put(torch.zeros_like(mine))
     pending += [send(put(mine), group, to=(me + 1) % size), receive(found["message"], group, source=(me - 1) % size)]
     for exchange in pending:
         exchange.wait()
-    if outputs is not None:
-        found["reduce"], found["gather"] = reduced, torch.cat(outputs)
     return found
 
 
@@ -147,11 +139,8 @@ def truths_of(size: int, me: int, numel: int, dtype: torch.dtype) -> dict[str, T
         "added": (torch.ones(numel, dtype=dtype) + true_sum(own_parts, finest)).to(dtype),
         "widened": torch.ones(numel, dtype=_wider(dtype)) + true_sum(own_parts, _wider(dtype)),
         "all-to-all": torch.cat(own_parts),
-        "scatter": longs[root].view(size, -1)[me],
         "message": table[(me - 1) % size],
     }
-    if me == root:
-        true |= {"reduce": true_sum(table), "gather": torch.cat(table)}
     return true
 
 

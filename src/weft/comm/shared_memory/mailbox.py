@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from weft.comm.shared_memory.counters import LINE_BYTES, Counter, Peer
-from weft.comm.shared_memory.segments import Maker, Segment, Ticket, Way, forget_name, open_segment
+from weft.comm.shared_memory.segments import SegmentOwner, Segment, SegmentHandle, Way, forget_name, open_segment
 
 NUM_ENVELOPES = 256
 """Messages from one rank to another that nobody has received yet; one more waits for the first to be."""
@@ -44,7 +44,7 @@ class _Block:
     """Memory of a sender for one message at a time to one receiver."""
 
     number: int
-    maker: Maker
+    owner: SegmentOwner
     memory: torch.Tensor
     message: int = -1
     """The last message it held."""
@@ -79,12 +79,12 @@ class _Outgoing:
         block = self._find_block(num_bytes)
         _view(block.memory, block.views, (message.dtype, message.shape), num_bytes).copy_(message)
         block.message = number
-        ticket = block.maker.ticket
+        handle = block.owner.handle
         first = number % NUM_ENVELOPES * _WORDS
         words = self._words
         words[first + _TAG], words[first + _NUM_BYTES] = tag, num_bytes
         words[first + _BLOCK], words[first + _BLOCK_BYTES] = block.number, block.memory.numel()
-        words[first + _FD], words[first + _NAME], words[first + _TOKEN] = ticket.fd, ticket.name_number, ticket.token
+        words[first + _FD], words[first + _NAME], words[first + _TOKEN] = handle.fd, handle.name_number, handle.token
         self._num_sent += 1
         self._counter.post()
 
@@ -115,18 +115,18 @@ class _Outgoing:
         for block in self._blocks:
             if block.message >= 0 and self._is_opened(block.message):
                 block.message = -1
-                block.maker.close()  # whoever copied a message out of it has opened it
+                block.owner.close()  # whoever copied a message out of it has opened it
             if block.message < 0 and num_bytes <= block.memory.numel() <= max(4 * num_bytes, _SMALLEST_BLOCK_BYTES):
                 if best is None or block.memory.numel() < best.memory.numel():
                     best = block
         if best is None:
             size = max(_SMALLEST_BLOCK_BYTES, 1 << (num_bytes - 1).bit_length() if num_bytes else 0)
             try:
-                maker = Maker(size, self._way)
+                owner = SegmentOwner(size, self._way)
             except OSError as error:
                 raise RuntimeError(f"no shared memory for a message of {num_bytes} bytes: {error}") from error
-            memory = torch.frombuffer(maker.segment.part(0, size), dtype=torch.uint8)
-            best = _Block(number=len(self._blocks), maker=maker, memory=memory)
+            memory = torch.frombuffer(owner.segment.part(0, size), dtype=torch.uint8)
+            best = _Block(number=len(self._blocks), owner=owner, memory=memory)
             self._blocks.append(best)
         return best
 
@@ -179,7 +179,7 @@ class _Incoming:
         block = words[first + _BLOCK]
         if block not in self._segments:
             size, token = words[first + _BLOCK_BYTES], words[first + _TOKEN]
-            ticket = Ticket(
+            handle = SegmentHandle(
                 way=self._way,
                 num_bytes=size,
                 token=token,
@@ -188,8 +188,8 @@ class _Incoming:
                 name_number=words[first + _NAME],
             )
             try:
-                segment = open_segment(ticket)
-                forget_name(ticket)
+                segment = open_segment(handle)
+                forget_name(handle)
             except OSError as error:
                 raise RuntimeError(
                     f"Connection closed by peer: a message of rank {self._sender.rank} cannot be opened ({error})"

@@ -1,8 +1,8 @@
 """Memory that several processes of one host see: made by one of them, opened by the others, private to the user.
 
-Linux has memory with no name (memfd), which peers open through the maker's /proc entry: it cannot outlive the processes
+Linux has memory with no name (memfd), which peers open through the owner's /proc entry: it cannot outlive the processes
 that use it, and no size limit of /dev/shm applies. Elsewhere, and where /proc is closed, it has a POSIX name, of mode
-600, which the maker removes as soon as its peers have opened it.
+600, which the owner removes as soon as its peers have opened it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WORD_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ticket:
+class SegmentHandle:
     """What a peer needs to open a segment: plain numbers."""
 
     way: Way
@@ -58,8 +58,8 @@ class Segment:
         return int.from_bytes(self.memory[:_WORD_BYTES], "little")
 
 
-class Maker:
-    """A segment being handed out: peers can open it by its ticket until `close`."""
+class SegmentOwner:
+    """A segment being handed out: peers can open it by its handle until `close`."""
 
     def __init__(self, num_bytes: int, way: Way) -> None:
         """OSError where there is too little memory of this kind, or none of it."""
@@ -75,7 +75,7 @@ class Maker:
             raise
         token = _random()
         self.segment.memory[:_WORD_BYTES] = token.to_bytes(_WORD_BYTES, "little")
-        self.ticket = Ticket(
+        self.handle = SegmentHandle(
             way=way, num_bytes=num_bytes, token=token, pid=self._pid, fd=self._fd, name_number=self._name_number
         )
 
@@ -92,27 +92,27 @@ class Maker:
     __del__ = close
 
 
-def open_segment(ticket: Ticket) -> Segment:
+def open_segment(handle: SegmentHandle) -> Segment:
     """A segment that a process of this host made; OSError where it cannot be reached, or is not what it should be."""
-    if ticket.way == "anonymous":
-        fd = os.open(f"/proc/{ticket.pid}/fd/{ticket.fd}", os.O_RDWR | os.O_CLOEXEC)
+    if handle.way == "anonymous":
+        fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDWR | os.O_CLOEXEC)
     else:
-        fd = _open_named(ticket.name_number, os.O_RDWR)
+        fd = _open_named(handle.name_number, os.O_RDWR)
     try:
-        if os.fstat(fd).st_size < _HEADER_BYTES + ticket.num_bytes:  # a process of another namespace has this number
-            raise OSError(f"{ticket} is something else")
-        segment = Segment(fd, ticket.num_bytes)
+        if os.fstat(fd).st_size < _HEADER_BYTES + handle.num_bytes:  # a process of another namespace has this number
+            raise OSError(f"{handle} is something else")
+        segment = Segment(fd, handle.num_bytes)
     finally:
         os.close(fd)
-    if segment.token != ticket.token:
-        raise OSError(f"{ticket} is something else")
+    if segment.token != handle.token:
+        raise OSError(f"{handle} is something else")
     return segment
 
 
-def forget_name(ticket: Ticket) -> None:
-    """By the only peer, once it has opened a segment: nothing is left behind whatever becomes of its maker."""
-    if ticket.name_number:
-        _unlink(ticket.name_number)
+def forget_name(handle: SegmentHandle) -> None:
+    """By the only peer, once it has opened a segment: nothing is left behind whatever becomes of its owner."""
+    if handle.name_number:
+        _unlink(handle.name_number)
 
 
 @functools.cache
