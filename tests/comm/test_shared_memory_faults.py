@@ -61,7 +61,9 @@ def test_a_dead_rank_is_noticed_in_every_wait() -> None:
         group = new_group("shared", name)
         common = common_empty(group, CPU, 300, torch.float32)
         assert common is not None
-        given.append((name, wait, group, ExchangeBuffers(group, CPU, num_bytes=2**17).empty(30_000, torch.float32), common))
+        given.append(
+            (name, wait, group, ExchangeBuffers(group, CPU, num_bytes=2**17).empty(30_000, torch.float32), common)
+        )
 
     def run(name: str, wait: Callable[..., object], *given: object) -> None:
         try:

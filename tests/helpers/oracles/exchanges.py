@@ -89,7 +89,13 @@ def placed(tensor: Tensor, group: Group, room: ExchangeBuffers, place: str, offs
 
 
 def results_of(
-    transport: tuple[Group, ExchangeBuffers], numel: int, dtype: torch.dtype, *, place: str = "slots", offset: int = 0, wait: bool
+    transport: tuple[Group, ExchangeBuffers],
+    numel: int,
+    dtype: torch.dtype,
+    *,
+    place: str = "slots",
+    offset: int = 0,
+    wait: bool,
 ) -> dict[str, Tensor]:
     """What every exchange of tensors of this size gives this rank, by name."""
     group, room = transport

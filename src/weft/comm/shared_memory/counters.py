@@ -1,9 +1,8 @@
-"""Counters in shared memory by which ranks tell each other how far they are.
+"""Progress counters in shared memory.
 
 Every rank counts up its own counter and only reads those of others, so that no atomic operation is needed. A wait spins
 for a moment where every rank has a core of its own, then sleeps in the kernel (futex) until the counter changes, or,
-where there is no futex, yields and naps. A rank that waits looks from time to time whether the one it waits for still
-exists.
+where there is no futex, yields and naps. It checks from time to time that the process it waits for still exists.
 """
 
 from __future__ import annotations
@@ -18,7 +17,9 @@ import time
 from pathlib import Path
 
 LINE_BYTES = 128
-"""Between counters of two ranks: they must not share a cache line, nor a pair that is fetched together."""
+"""Bytes per counter: two must not share a cache line, nor a pair of lines that is fetched together."""
+LOOK_EVERY_S = 0.2
+"""Seconds between two looks at a peer that is waited for."""
 
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _EVERYBODY = 2**31 - 1
@@ -26,7 +27,6 @@ _SYSCALL_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98}
 _SPINS = 400
 _YIELDS = 200
 _NAP_S = 50e-6
-_LOOK_EVERY_S = 0.2
 _WRAP = 2**32
 
 
@@ -58,7 +58,7 @@ class Peer:
 
 
 def _start_of(pid: int) -> str | None:
-    """When a living process started, in the kernel's ticks; None if it does not live or there is no /proc."""
+    """The start of a living process in the kernel's ticks; None if it does not live or there is no /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -67,7 +67,7 @@ def _start_of(pid: int) -> str | None:
 
 
 class Counter:
-    """A 32-bit word in shared memory, which wraps: one rank counts it up, the others wait for it."""
+    """A 32-bit word in shared memory, which wraps: its owner counts it up, the others wait for it."""
 
     __slots__ = ("_address", "_fence", "_futex", "_num_spins", "_owner", "_timeout_s", "_word", "count")
 
@@ -81,10 +81,10 @@ class Counter:
         self._fence = threading.Lock()
         self._futex = _find_futex()
         self.count = 0
-        """How far its owner has counted; of use to the owner only."""
+        """The count so far; kept by the owner only."""
 
     def post(self) -> int:
-        """Count up: all this rank wrote before is seen by whoever sees the new count, which is returned."""
+        """Count up and return the count: whoever sees it also sees all that this rank wrote before."""
         self.count = count = (self.count + 1) % _WRAP
         self.order_writes()
         self._word[0] = count
@@ -96,7 +96,7 @@ class Counter:
         return (self._word[0] - count) % _WRAP < _WRAP // 2
 
     def wait(self, count: int) -> None:
-        """Until the owner has counted to `count` or beyond; RuntimeError, as gloo's, if it is gone or too late."""
+        """Block until the owner has counted to `count`; RuntimeError, as gloo's, if it is gone or too late."""
         word = self._word
         for _ in range(self._num_spins):
             if (word[0] - count) % _WRAP < _WRAP // 2:
@@ -106,23 +106,20 @@ class Counter:
         num_yields = 0
         while ((seen := word[0]) - count) % _WRAP >= _WRAP // 2:
             if self._futex is not None:
-                self._futex(self._address, _FUTEX_WAIT, seen, _LOOK_EVERY_S)
+                self._futex(self._address, _FUTEX_WAIT, seen, LOOK_EVERY_S)
             elif num_yields < _YIELDS:
                 num_yields += 1
                 time.sleep(0)
             else:
                 time.sleep(_NAP_S)
             now = time.monotonic()
-            if now - looked >= _LOOK_EVERY_S:
+            if now - looked >= LOOK_EVERY_S:
                 looked = now
                 self._look(count, now - started)
         self.order_writes()
 
     def order_writes(self) -> None:
-        """What comes before in the program is over before what comes after begins, as other processors see it.
-
-        Taking and giving back a lock twice is such a fence everywhere; x86 would need none.
-        """
+        """A memory fence. Taking and giving back a lock twice is one everywhere; x86 would need none."""
         with self._fence:
             pass
         with self._fence:
