@@ -20,7 +20,8 @@ def try_on_all(
 
     `describe` puts an unexpected exception into words.
     """
-    value, failure = None, None
+    value: Any = None
+    failure: Exception | None = None
     problems: tuple[str, ...] = ()
     try:
         value = action()

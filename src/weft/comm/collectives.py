@@ -37,7 +37,7 @@ class Pending:
 
     __slots__ = ("_after", "_traffic", "_work")
 
-    def __init__(self, work: _Work | None, traffic: Traffic, after: Callable[[], None] | None = None) -> None:
+    def __init__(self, work: _Work | None, traffic: Traffic, after: Callable[[], object] | None = None) -> None:
         self._work = work
         self._traffic = traffic
         self._after = after
@@ -91,7 +91,7 @@ def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: Group, *, wait
         output.copy_(tensor.reshape(output.shape))
     run = partial(_run, group, "all-gather", output.nbytes, wait=wait)
     shared = group.wire(tensor)
-    if shared is not None and shared.is_common(output):
+    if shared is not None and shared.barrier.is_common(output):
         return run(shared.arrive)
     wire = shared or group.level_wire(tensor, is_even=True)
     if wire is not None:
@@ -201,8 +201,8 @@ def _start_on(wire: SharedTransport | TwoLevel, task: Callable[[], None], wait: 
 
     def start() -> _Work:
         if not wait:
-            return wire.start(task)
-        wire.run(task)
+            return wire.worker.start(task)
+        wire.worker.run(task)
         return _DONE
 
     return start

@@ -55,4 +55,4 @@ def _make_arena(group: Group, device: torch.device, num_bytes: int, *, is_common
         segment, _ = group.connection.share(row_bytes if is_common else row_bytes * wire.size)
     except SharedMemoryError:  # on all ranks of the host alike: buffers then pass through slots
         return None
-    return wire.add_arena(segment, is_common=is_common)
+    return wire.barrier.add_arena(segment, is_common=is_common)

@@ -54,9 +54,10 @@ class ProcessGroups:
         """Give back threads, sockets and shared memory. Tensors that lie in shared memory keep theirs."""
         self.is_closed = True
         for group in self._made.values():
-            for wire in (group.host_wire, group.levels):
-                if wire is not None:
-                    wire.close()
+            if group.host_wire is not None:
+                group.host_wire.close()
+            if group.levels is not None:
+                group.levels.worker.close()
             group.close()
         for handle in self._handles:
             with suppress(ValueError):  # the whole world was left before

@@ -84,7 +84,7 @@ def placed(tensor: Tensor, group: Group, room: ExchangeBuffers, place: str, offs
     in_arena = place == "arena" or (place == "mixed" and group.index % 2 == 1)
     numel = tensor.numel() + offset
     memory = room.empty(numel, tensor.dtype) if in_arena else torch.empty(numel, dtype=tensor.dtype)
-    assert not in_arena or group.shared is None or group.shared._barrier._find(memory) is not None, "no room"
+    assert not in_arena or group.shared is None or group.shared.barrier._find(memory) is not None, "no room"
     return memory[offset:].copy_(tensor)
 
 

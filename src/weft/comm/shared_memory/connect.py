@@ -103,7 +103,7 @@ class Connection:
         if wire is None:
             dist.all_reduce(tensor, REDUCE_OPS[op], self._handle)
         else:
-            wire.run(lambda: wire.all_reduce(tensor, op))
+            wire.worker.run(lambda: wire.all_reduce(tensor, op))
 
     def _tell(self, message: dict[str, Any]) -> dict[str, Any]:
         """The first rank's message, on all ranks."""
@@ -115,7 +115,7 @@ class Connection:
         if wire is None:
             dist.broadcast(memory, self._ranks[0], self._handle)
         else:
-            wire.run(lambda: wire.broadcast(memory, 0))
+            wire.worker.run(lambda: wire.broadcast(memory, 0))
         told: dict[str, Any] = json.loads(bytes(memory.tolist()).rstrip(b"\0"))
         return told
 

@@ -12,18 +12,16 @@ An exchange in which peers read a rank's own tensors ends with a barrier (`barri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
 
-from weft.comm.shared_memory.arena import Arena
 from weft.comm.shared_memory.barrier import DESCRIPTION_WORDS, Barrier, PendingBarrier
 from weft.comm.shared_memory.mailbox import Mailbox
 from weft.comm.shared_memory.native import copy
 from weft.comm.shared_memory.reduction import Reduction, add_into, reduce_into
-from weft.comm.shared_memory.segments import Segment
-from weft.comm.shared_memory.worker import CLOSE_TIMEOUT_S, Work, Worker
+from weft.comm.shared_memory.worker import CLOSE_TIMEOUT_S, Worker
 
 SMALL_BYTES = 2**15
 """Up to this size every rank does all the work, and one barrier is enough."""
@@ -34,30 +32,15 @@ class SharedTransport:
 
     def __init__(self, barrier: Barrier, mailbox: Mailbox, *, name: str) -> None:
         self.mailbox = mailbox
-        self._barrier = barrier
+        self.barrier = barrier
+        self.worker = Worker(name)
+        """Runs every exchange, here or in the background."""
         self._index = barrier.index
         self.size = barrier.size
-        self._worker = Worker(name)
-
-    def add_arena(self, segment: Segment, *, is_common: bool) -> Arena:
-        """Memory for tensors to be exchanged in place. Ranks add theirs together."""
-        return self._barrier.add_arena(segment, is_common=is_common)
-
-    def is_common(self, tensor: torch.Tensor) -> bool:
-        """The tensor is the same memory on all ranks."""
-        return self._barrier.is_common(tensor)
-
-    def run(self, task: Callable[[], None]) -> None:
-        """Exchange now."""
-        self._worker.run(task)
-
-    def start(self, task: Callable[[], None]) -> Work:
-        """Exchange in the background."""
-        return self._worker.start(task)
 
     def close(self) -> None:
         """Wait a while for exchanges under way, and end the thread. Memory is unmapped with the last reference."""
-        self._worker.close()
+        self.worker.close()
         with suppress(RuntimeError):  # a peer that is gone, or is not going to receive
             self.mailbox.settle(CLOSE_TIMEOUT_S)
 
@@ -67,45 +50,45 @@ class SharedTransport:
         if not flat.numel():
             return
         if flat.nbytes <= SMALL_BYTES:
-            self._barrier.copy_in(flat)
-            self._barrier.wait_agreed("all-reduce", flat)
-            reduce_into([flat], self._barrier.slot_rows(flat), op)
-            self._barrier.turn += 1
+            self.barrier.copy_in(flat)
+            self.barrier.wait_agreed("all-reduce", flat)
+            reduce_into([flat], self.barrier.slot_rows(flat), op)
+            self.barrier.turn += 1
             return
-        rows = self._barrier.share_rows("all-reduce", flat)
+        rows = self.barrier.share_rows("all-reduce", flat)
         if rows is None:
             self._all_reduce_by_slots(flat, op)
             return
-        part = self._barrier.slice_of(flat.numel())
+        part = self.barrier.slice_of(flat.numel())
         terms = [row[part] for row in rows]
         reduce_into(terms, terms, op)
-        self._barrier.wait()
+        self.barrier.wait()
 
     def _all_reduce_by_slots(self, flat: torch.Tensor, op: Reduction) -> None:
-        for number, chunk in enumerate(flat.split(self._barrier.chunk_numel(flat))):
+        for number, chunk in enumerate(flat.split(self.barrier.chunk_numel(flat))):
             if number:
-                self._barrier.copy_in(chunk)
-                self._barrier.wait()
-            rows = self._barrier.slot_rows(chunk)
-            part = self._barrier.slice_of(chunk.numel())
+                self.barrier.copy_in(chunk)
+                self.barrier.wait()
+            rows = self.barrier.slot_rows(chunk)
+            part = self.barrier.slice_of(chunk.numel())
             terms = [row[part] for row in rows]
             if terms[0].numel():
                 reduce_into([terms[self._index]], terms, op)
-            self._barrier.wait()
+            self.barrier.wait()
             for rank, row in enumerate(rows):
-                part = self._barrier.slice_of(chunk.numel(), rank)
+                part = self.barrier.slice_of(chunk.numel(), rank)
                 chunk[part].copy_(row[part])
-            self._barrier.turn += 1
+            self.barrier.turn += 1
 
     def reduce_slice(self, flat: torch.Tensor) -> torch.Tensor | None:
         """The first half of an all-reduce: this rank's slice of its own tensor ends as the sum of all ranks' slices.
 
         None, on all ranks alike, if tensors do not lie in arenas. `gather_slices` is the second half.
         """
-        rows = self._barrier.share_rows("all-reduce", flat)
+        rows = self.barrier.share_rows("all-reduce", flat)
         if rows is None:
             return None
-        part = self._barrier.slice_of(flat.numel())
+        part = self.barrier.slice_of(flat.numel())
         terms = [row[part] for row in rows]
         if terms[0].numel():
             reduce_into([terms[self._index]], terms, "sum")
@@ -113,26 +96,26 @@ class SharedTransport:
 
     def gather_slices(self, flat: torch.Tensor) -> None:
         """Every rank's slice of its own tensor is copied to all."""
-        rows = self._barrier.share_rows("all-reduce", flat)
+        rows = self.barrier.share_rows("all-reduce", flat)
         assert rows is not None
         for rank, row in enumerate(rows):
-            part = self._barrier.slice_of(flat.numel(), rank)
+            part = self.barrier.slice_of(flat.numel(), rank)
             if rank != self._index:
                 copy(flat[part], row[part])
-        self._barrier.wait()
+        self.barrier.wait()
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         flat = tensor.view(-1)
-        for number, chunk in enumerate(flat.split(self._barrier.chunk_numel(flat))):
+        for number, chunk in enumerate(flat.split(self.barrier.chunk_numel(flat))):
             if self._index == root:
-                self._barrier.copy_in(chunk)
+                self.barrier.copy_in(chunk)
             if number:
-                self._barrier.wait()
+                self.barrier.wait()
             else:
-                self._barrier.wait_agreed("broadcast", flat)
+                self.barrier.wait_agreed("broadcast", flat)
             if self._index != root:
-                chunk.copy_(self._barrier.slot_rows(chunk)[root])
-            self._barrier.turn += 1
+                chunk.copy_(self.barrier.slot_rows(chunk)[root])
+            self.barrier.turn += 1
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         """Rank k's tensor is copied to the k-th output."""
@@ -143,23 +126,23 @@ class SharedTransport:
         if any(target.numel() != flat.numel() for target in targets):
             raise ValueError(f"all-gather: an output has not the {flat.numel()} elements of the tensor given")
         if flat.nbytes > SMALL_BYTES:
-            rows = self._barrier.share_rows("all-gather", flat)
+            rows = self.barrier.share_rows("all-gather", flat)
             if rows is not None:
                 self._copy_out(targets, rows, flat)
-                self._barrier.wait()
+                self.barrier.wait()
                 return
         else:
-            self._barrier.copy_in(flat)
-            self._barrier.wait_agreed("all-gather", flat)
-        width = self._barrier.chunk_numel(flat)
+            self.barrier.copy_in(flat)
+            self.barrier.wait_agreed("all-gather", flat)
+        width = self.barrier.chunk_numel(flat)
         for number, chunk in enumerate(flat.split(width)):
             if number:
-                self._barrier.copy_in(chunk)
-                self._barrier.wait()
+                self.barrier.copy_in(chunk)
+                self.barrier.wait()
             first = number * width
             here = [target[first : first + chunk.numel()] for target in targets]
-            self._copy_out(here, self._barrier.slot_rows(chunk), chunk)
-            self._barrier.turn += 1
+            self._copy_out(here, self.barrier.slot_rows(chunk), chunk)
+            self.barrier.turn += 1
 
     def _copy_out(self, targets: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], own: torch.Tensor) -> None:
         for rank, target in enumerate(targets):
@@ -170,7 +153,7 @@ class SharedTransport:
     def arrive(self) -> PendingBarrier:
         """The all-gather of common memory: nothing moves, and the wait tells that all ranks are ready."""
         arrived: list[PendingBarrier] = []
-        self.run(lambda: arrived.append(self._barrier.arrive()))
+        self.worker.run(lambda: arrived.append(self.barrier.arrive()))
         return arrived[0]
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, *, add: bool) -> None:
@@ -182,47 +165,47 @@ class SharedTransport:
         if not length:
             return
         is_small = flat.nbytes <= SMALL_BYTES
-        rows = None if is_small else self._barrier.share_rows("reduce-scatter", flat, with_chunk=False)
+        rows = None if is_small else self.barrier.share_rows("reduce-scatter", flat, with_chunk=False)
         if rows is not None:
             mine = slice(self._index * length, (self._index + 1) * length)
             add_into(target, [row[mine] for row in rows], add=add)
-            self._barrier.wait()
+            self.barrier.wait()
             return
         parts = flat.view(self.size, length)
-        most = self._barrier.chunk_numel(flat) // self.size
+        most = self.barrier.chunk_numel(flat) // self.size
         for first in range(0, length, most):
             pieces = parts[:, first : first + most]
-            self._barrier.copy_in(pieces)
+            self.barrier.copy_in(pieces)
             if is_small and not first:
-                self._barrier.wait_agreed("reduce-scatter", flat)
+                self.barrier.wait_agreed("reduce-scatter", flat)
             else:
-                self._barrier.wait()
+                self.barrier.wait()
             width = pieces.shape[1]
             within = slice(self._index * width, (self._index + 1) * width)
-            terms = [slot[within] for slot in self._barrier.slots(flat.dtype)]
+            terms = [slot[within] for slot in self.barrier.slots(flat.dtype)]
             add_into(target[first : first + width], terms, add=add)
-            self._barrier.turn += 1
+            self.barrier.turn += 1
 
     def all_to_all(
         self, output: torch.Tensor, tensor: torch.Tensor, output_lengths: Sequence[int], input_lengths: Sequence[int]
     ) -> None:
         """Piece k of `tensor` goes to rank k; lengths are numbers of elements."""
         flat, target = tensor.view(-1), output.view(-1)
-        tables = self._barrier.wait_agreed("all-to-all", flat, lengths=input_lengths)
+        tables = self.barrier.wait_agreed("all-to-all", flat, lengths=input_lengths)
         lengths = [table[DESCRIPTION_WORDS:].tolist() for table in tables]
         received = [row[self._index] for row in lengths]
         if received != list(output_lengths):
             raise RuntimeError(f"all-to-all: the others send {received} elements, {list(output_lengths)} are awaited")
-        most = self._barrier.chunk_numel(flat) // self.size
+        most = self.barrier.chunk_numel(flat) // self.size
         pieces, places = flat.split(list(input_lengths)), target.split(list(output_lengths))
         for first in range(0, max(max(row) for row in lengths), most):
-            slots = self._barrier.slots(flat.dtype)
+            slots = self.barrier.slots(flat.dtype)
             for rank, piece in enumerate(pieces):
                 part = piece[first : first + most]
                 slots[self._index][rank * most : rank * most + part.numel()].copy_(part)
-            self._barrier.wait()
+            self.barrier.wait()
             for rank, place in enumerate(places):
                 part = place[first : first + most]
                 begin = self._index * most
                 part.copy_(slots[rank][begin : begin + part.numel()])
-            self._barrier.turn += 1
+            self.barrier.turn += 1

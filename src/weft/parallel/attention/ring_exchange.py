@@ -32,7 +32,8 @@ from torch import Tensor
 
 from weft.comm.collectives import Pending
 from weft.comm.group import Group
-from weft.comm.p2p import Together, exchange
+from weft.comm.p2p import exchange
+from weft.comm.pairwise import WaitAll
 from weft.parallel.attention.kernels import accumulator_dtype
 from weft.parallel.attention.ring_shared_memory import CommonBlocks
 
@@ -68,7 +69,7 @@ class Rotation(Protocol):
 class _WireArrival:
     __slots__ = ("_exchange", "_received")
 
-    def __init__(self, exchange: Together, received: Tensor) -> None:
+    def __init__(self, exchange: WaitAll, received: Tensor) -> None:
         self._exchange = exchange
         self._received = received
 
