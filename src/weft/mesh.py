@@ -24,7 +24,7 @@ from weft.comm.fake_world import is_fake, ranks_per_host, refuse_half_fake
 from weft.comm.group import Group, Traffic
 from weft.comm.process_groups import ProcessGroups
 from weft.errors import LaunchError, PlanError
-from weft.hosts import host_id, number_hosts
+from weft.hosts import host_id
 from weft.plan.check import require
 from weft.plan.model_refusals import SHARED_MEMORY_ON_A_DEVICE
 from weft.plan.partition.grid import Grid
@@ -45,11 +45,11 @@ class World:
     device: torch.device
     """Where this rank computes."""
     hosts: tuple[int, ...] = (0,)
-    """Of every rank, the number of its host."""
+    """The number of each rank's host."""
 
     @property
     def is_fake(self) -> bool:
-        """Nothing can be run: tensors have no values, and other ranks, if any, do not exist."""
+        """Tensors have no values, and other ranks, if any, do not exist, so nothing can be run."""
         return self.device.type == "meta"
 
 
@@ -188,9 +188,8 @@ def make_mesh(
 def join_world(device: torch.device | str | None = None, *, timeout_s: float = 1800.0) -> World:
     """Join the processes a launcher started (torchrun's environment), or be the only one.
 
-    A process group that exists already is used as it is. Otherwise one is made with a store of its own for every
-    attempt: after a restart, torchrun's shared store still holds the dead attempt's addresses, and gloo would dial
-    them.
+    A process group that exists already is used as it is. A new one gets a store of its own for every attempt: after a
+    restart, torchrun's shared store still holds the dead attempt's addresses, and gloo would connect to them.
     """
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -202,21 +201,12 @@ def join_world(device: torch.device | str | None = None, *, timeout_s: float = 1
     refuse_half_fake(chosen)
     if not dist.is_initialized():
         return World(rank=0, size=1, local_rank=0, device=chosen)
+    rank, size = dist.get_rank(), dist.get_world_size()
     if is_fake():
-        return _imagine_world(chosen)
-    return World(
-        rank=dist.get_rank(),
-        size=dist.get_world_size(),
-        local_rank=local_rank,
-        device=chosen,
-        hosts=_find_hosts(chosen),
-    )
-
-
-def _imagine_world(device: torch.device) -> World:
-    rank, size, each = dist.get_rank(), dist.get_world_size(), ranks_per_host()
-    hosts = tuple(other // each for other in range(size))
-    return World(rank=rank, size=size, local_rank=rank % each, device=device, hosts=hosts)
+        each = ranks_per_host()
+        hosts = tuple(other // each for other in range(size))
+        return World(rank=rank, size=size, local_rank=rank % each, device=chosen, hosts=hosts)
+    return World(rank=rank, size=size, local_rank=local_rank, device=chosen, hosts=_find_hosts(chosen))
 
 
 def leave_world() -> None:
@@ -226,11 +216,12 @@ def leave_world() -> None:
 
 
 def _find_hosts(device: torch.device) -> tuple[int, ...]:
-    """Of every rank, the number of its host; collective."""
+    """The number of each rank's host, counted in the order of first ranks; collective."""
     ids = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device)
     ids[dist.get_rank()] = int.from_bytes(hashlib.sha256(host_id().encode()).digest()[:7], "little")
     dist.all_reduce(ids)
-    return number_hosts([str(one) for one in ids.tolist()])
+    numbers: dict[int, int] = {}
+    return tuple(numbers.setdefault(one, len(numbers)) for one in ids.tolist())
 
 
 def _init_process_group(device: torch.device, timeout_s: float) -> None:
@@ -240,13 +231,12 @@ def _init_process_group(device: torch.device, timeout_s: float) -> None:
         store, rank, size = next(rendezvous("env://", timeout=timeout))
     except (ValueError, RuntimeError) as error:
         raise LaunchError(f"cannot reach the other ranks: {error}; start weft with `weft train` or torchrun") from error
-    dist.init_process_group(
-        _backend(device),
-        store=PrefixStore(f"weft/attempt-{attempt}", store),
-        rank=rank,
-        world_size=size,
-        timeout=timeout,
-    )
+    store = PrefixStore(f"weft/attempt-{attempt}", store)
+    # NCCL refuses two ranks on one GPU; gloo does not.
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    has_nccl = device.type == "cuda" and ranks_here <= torch.cuda.device_count()
+    backend = "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def _choose_device(device: torch.device | str | None, local_rank: int) -> torch.device:
@@ -254,11 +244,3 @@ def _choose_device(device: torch.device | str | None, local_rank: int) -> torch.
     if chosen.type == "cuda" and chosen.index is None:  # "cuda" means this rank's own
         return torch.device("cuda", local_rank % torch.cuda.device_count())
     return chosen
-
-
-def _backend(device: torch.device) -> str:
-    # NCCL refuses two ranks on one GPU; gloo does not.
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if device.type == "cuda" and ranks_here <= torch.cuda.device_count():
-        return "cpu:gloo,cuda:nccl"
-    return "gloo"
