@@ -152,7 +152,7 @@ def test_an_opened_segment_needs_no_descriptor(way: Way) -> None:
 
 @pytest.fixture
 def unraisable(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What was raised where nobody could catch it."""
+    """Exceptions raised in finalizers."""
     found: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda about: found.append(about.exc_value))
     return found

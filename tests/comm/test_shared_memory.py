@@ -108,7 +108,7 @@ def test_eight_ranks_over_gloo_agree() -> None:
 
 @ranks(3, fresh=True)
 def write_digests(path: Path) -> None:
-    """What every exchange gave this rank, on either transport, in a process of its own."""
+    """The results of every exchange on this rank, on either transport, in a process of its own."""
     digest = hashlib.sha256()
     for transport in ("shared", "c10d"):
         for dtype in (torch.float32, torch.bfloat16):

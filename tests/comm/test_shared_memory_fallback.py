@@ -34,7 +34,7 @@ _NEW_NETWORK, _NEW_MOUNTS, _PRIVATE_AND_BELOW = 0x40000000, 0x00020000, (1 << 18
 
 
 class Notices(logging.Handler):
-    """What is said on this rank."""
+    """Log messages of this rank."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -97,7 +97,7 @@ class Pool:
         return Report(kind="died", text=f"died: {how}\n{self.stack(rank)}".rstrip())
 
     def stack(self, rank: int) -> str:
-        """What the rank's faulthandler wrote: its stack when it crashed or was asked."""
+        """The rank's stack when it crashed or was asked, as its faulthandler wrote it."""
         path = self.folder / f"stack-{rank}"
         return path.read_text() if path.exists() else ""
 
@@ -242,7 +242,7 @@ def ranks(
 
 @functools.cache
 def device_mesh(shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:
-    """torch's mesh of this shape, made once a rank: its groups cost tens of milliseconds, and the pool keeps groups."""
+    """torch's mesh of this shape, made once per rank: its groups cost tens of milliseconds, and are kept."""
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh("cpu", shape, mesh_dim_names=axes)

@@ -30,7 +30,7 @@ GLOO_DTYPES = (
 """Those that gloo can add up too."""
 DTYPES = (*GLOO_DTYPES, torch.int16, torch.complex64)
 PLACES = ("slots", "arena", "mixed")
-"""Where a rank's tensors lie: in ordinary memory, in an arena, or here on some ranks and there on others."""
+"""The memory of a rank's tensors: ordinary, an arena, or one on some ranks and the other on others."""
 _ROOM_BYTES = 2**28
 
 
@@ -55,7 +55,7 @@ def new_group(transport: str, purpose: str, *, ways: Sequence[Way] = WAYS) -> Gr
 
 @functools.cache
 def kept_group(transport: str, ways: Sequence[Way] = WAYS) -> tuple[Group, ExchangeBuffers]:
-    """A group and room for its tensors, made once a rank."""
+    """A group and buffers for its tensors, made once per rank."""
     group = new_group(transport, "exchanges", ways=ways)
     return group, ExchangeBuffers(group, torch.device("cpu"), num_bytes=_ROOM_BYTES)
 
@@ -97,7 +97,7 @@ def results_of(
     offset: int = 0,
     wait: bool,
 ) -> dict[str, Tensor]:
-    """What every exchange of tensors of this size gives this rank, by name."""
+    """The result of every exchange of tensors of this size on this rank, by name."""
     group, room = transport
     size, me, root = group.size, group.index, (numel + 1) % group.size
     mine = values(me, numel, dtype)

@@ -134,7 +134,7 @@ def image_batch(num_samples: int, *, seed: int = 0) -> Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What is left after one step."""
+    """Loss, gradients and weights after one step."""
 
     loss: float
     gradients: dict[str, Tensor | None]
@@ -227,7 +227,7 @@ def kept_bytes(model: nn.Module, forward: Callable[[], object]) -> int:
 
 
 def cut(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
-    """A batch of tensors cut into one part a rank, of these numbers of samples."""
+    """A batch of tensors cut into one part per rank, of these numbers of samples."""
     inputs, targets = batch
     assert sum(sizes) == len(inputs)
     return list(zip(inputs.split(list(sizes)), targets.split(list(sizes)), strict=True))

@@ -14,6 +14,7 @@ import platform
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 LINE_BYTES = 128
@@ -28,10 +29,6 @@ _SPINS = 400
 _YIELDS = 200
 _NAP_S = 50e-6
 _WRAP = 2**32
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
 
 
 class Peer:
@@ -135,27 +132,25 @@ class Counter:
             )
 
 
-class _Futex:
-    """The kernel's wait and wake on a word, without a compiler: through the C library's syscall()."""
-
-    __slots__ = ("_call", "_number")
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-        call = ctypes.CDLL(None, use_errno=False).syscall
-        call.restype = ctypes.c_long
-        call.argtypes = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p)
-        self._call = call
-
-    def __call__(self, address: int, operation: int, value: int, timeout_s: float | None) -> None:
-        if timeout_s is None:
-            self._call(self._number, address, operation, value, None)
-            return
-        timeout = _Timespec(int(timeout_s), int(timeout_s % 1 * 1e9))
-        self._call(self._number, address, operation, value, ctypes.addressof(timeout))
+Futex = Callable[[int, int, int, float | None], None]
+"""Address, operation, value, timeout."""
 
 
 @functools.cache
-def _find_futex() -> _Futex | None:
+def _find_futex() -> Futex | None:
+    """The kernel's wait and wake on a word, without a compiler: through the C library's syscall()."""
     number = _SYSCALL_NUMBERS.get(platform.machine()) if sys.platform == "linux" else None
-    return _Futex(number) if number is not None and sys.maxsize > 2**32 else None
+    if number is None or sys.maxsize <= 2**32:
+        return None
+    call = ctypes.CDLL(None, use_errno=False).syscall
+    call.restype = ctypes.c_long
+    call.argtypes = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p)
+
+    def futex(address: int, operation: int, value: int, timeout_s: float | None) -> None:
+        if timeout_s is None:
+            call(number, address, operation, value, None)
+            return
+        timespec = (ctypes.c_long * 2)(int(timeout_s), int(timeout_s % 1 * 1e9))
+        call(number, address, operation, value, ctypes.addressof(timespec))
+
+    return futex
