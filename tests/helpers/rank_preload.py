@@ -16,7 +16,6 @@ import rank_process  # noqa: F401
 import ranks  # noqa: F401
 import torch  # noqa: F401
 import torch._dynamo  # noqa: F401
-import torch.distributed.device_mesh  # noqa: F401
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 SOURCE = Path(__file__).parents[2] / "src"

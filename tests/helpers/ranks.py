@@ -238,11 +238,3 @@ def ranks(
         return pytest.mark.ranks(pytest.mark.timeout(START_TIMEOUT_S + timeout_s)(on_ranks))
 
     return decorate
-
-
-@functools.cache
-def device_mesh(shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:
-    """torch's mesh of this shape, made once per rank: its groups cost tens of milliseconds, and are kept."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", shape, mesh_dim_names=axes)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from weft.comm.gloo import parts_to_add, start_all_gather, start_reduce_scatter
 from weft.comm.group import Group, Traffic
 from weft.comm.hide_from_modes import hide_from_modes
+from weft.comm.pairwise import WaitAll
 from weft.comm.shared_memory.reduction import REDUCE_OPS, Reduction, add_into
 from weft.comm.shared_memory.transport import SharedTransport
 from weft.comm.two_level import TwoLevel
@@ -72,7 +73,7 @@ def all_reduce(
     run = partial(_run, group, "all-reduce", tensor.nbytes, wait=wait, after=after)
     wire = group.wire(tensor) or group.level_wire(tensor)
     if wire is not None:
-        return run(_start_on(wire, lambda: wire.all_reduce(tensor, op), wait))
+        return run(lambda: wire.all_reduce(tensor, op), wire=wire)
     return run(lambda: dist.all_reduce(tensor, REDUCE_OPS[op], group.handle, True))
 
 
@@ -81,7 +82,7 @@ def broadcast(tensor: torch.Tensor, group: Group, *, root: int = 0, wait: bool =
     run = partial(_run, group, "broadcast", tensor.nbytes, wait=wait)
     wire = group.wire(tensor) or group.level_wire(tensor)
     if wire is not None:
-        return run(_start_on(wire, lambda: wire.broadcast(tensor, root), wait))
+        return run(lambda: wire.broadcast(tensor, root), wire=wire)
     return run(lambda: dist.broadcast(tensor, group.ranks[root], group.handle, True))
 
 
@@ -96,7 +97,7 @@ def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: Group, *, wait
     wire = shared or group.level_wire(tensor, is_even=True)
     if wire is not None:
         outputs = list(output.view(group.size, -1))
-        return run(_start_on(wire, lambda: wire.all_gather(outputs, tensor), wait))
+        return run(lambda: wire.all_gather(outputs, tensor), wire=wire)
     if uses_messages(group, tensor):
         return run(lambda: start_all_gather(output, tensor, group))
     return run(lambda: _all_gather_flat(output, tensor, group.handle, True))
@@ -123,7 +124,7 @@ def reduce_scatter(
     run = partial(_run, group, "reduce-scatter", tensor.nbytes, wait=wait)
     wire = group.wire(tensor) or group.level_wire(tensor, is_even=True)
     if wire is not None:
-        return run(_start_on(wire, lambda: wire.reduce_scatter(output, tensor, add=add), wait))
+        return run(lambda: wire.reduce_scatter(output, tensor, add=add), wire=wire)
     target = output.view(-1)
     if uses_messages(group, tensor):
         rows = torch.empty_like(tensor).view(-1) if received is None else received
@@ -176,7 +177,7 @@ def all_to_all(
         received, given = (
             _lengths(one, splits, group.size) for one, splits in ((output, output_splits), (tensor, input_splits))
         )
-        return run(_start_on(wire, lambda: wire.all_to_all(output, tensor, received, given), wait))
+        return run(lambda: wire.all_to_all(output, tensor, received, given), wire=wire)
     return run(lambda: dist.all_to_all_single(output, tensor, output_splits, input_splits, group.handle, True))
 
 
@@ -188,24 +189,11 @@ def _lengths(tensor: torch.Tensor, splits: list[int] | None, size: int) -> list[
     return [length * row for length in splits]
 
 
-class _Done:
-    def wait(self) -> None:
-        pass
-
-
-_DONE = _Done()
-
-
-def _start_on(wire: SharedTransport | TwoLevel, task: Callable[[], None], wait: bool) -> Callable[[], _Work]:
-    """Exchange through shared memory: in this thread if it is waited for at once, else in the wire's."""
-
-    def start() -> _Work:
-        if not wait:
-            return wire.worker.start(task)
-        wire.worker.run(task)
-        return _DONE
-
-    return start
+def _run_on(wire: SharedTransport | TwoLevel, task: Callable[[], object], wait: bool) -> _Work:
+    if not wait:
+        return wire.worker.start(task)
+    wire.worker.run(task)
+    return WaitAll(())
 
 
 def _run(
@@ -215,10 +203,14 @@ def _run(
     start: Callable[[], _Work | None],
     *,
     wait: bool,
+    wire: SharedTransport | TwoLevel | None = None,
     after: Callable[[], None] | None = None,
     sent: int | None = None,
 ) -> Pending:
-    """Start an exchange and count it: by its kind and buffer, or as the bytes `sent` where parts differ in size."""
+    """Start an exchange and count it: by its kind and buffer, or as the bytes `sent` where parts differ in size.
+
+    On a `wire`, `start` does the whole exchange: in this thread if it is waited for at once, else in the wire's.
+    """
     traffic = group.traffic
     if group.handle is None:
         return Pending(None, traffic)
@@ -226,7 +218,7 @@ def _run(
     traffic.add(num_calls=1, sent_bytes=counted)
     started = time.perf_counter()
     with hide_from_modes():
-        pending = Pending(start(), traffic, after)
+        pending = Pending(_run_on(wire, start, wait) if wire is not None else start(), traffic, after)
     if wait:
         pending.wait(since=started)
     return pending

@@ -42,7 +42,7 @@ class Work:
             raise self._error
 
 
-Task = tuple[Callable[[], None], Work]
+Task = tuple[Callable[[], object], Work]
 
 
 class Worker:
@@ -56,7 +56,7 @@ class Worker:
         self._broken: list[str] = []
         self._thread: threading.Thread | None = None
 
-    def run(self, task: Callable[[], None]) -> None:
+    def run(self, task: Callable[[], object]) -> None:
         """Run a task now, after all that were given before."""
         with self._lock:
             if self._last is not None:
@@ -70,7 +70,7 @@ class Worker:
                 _note(self._broken, error)
                 raise
 
-    def start(self, task: Callable[[], None]) -> Work:
+    def start(self, task: Callable[[], object]) -> Work:
         """Queue a task."""
         with self._lock:
             if self._tasks is None:
