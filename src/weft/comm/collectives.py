@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -33,15 +34,13 @@ class _Work(Protocol):
     def wait(self) -> object: ...
 
 
+@dataclass(slots=True, eq=False)
 class Pending:
     """An exchange under way. `wait` blocks until it is done (on CUDA: until the stream may go on) and is timed."""
 
-    __slots__ = ("_after", "_traffic", "_work")
-
-    def __init__(self, work: _Work | None, traffic: Traffic, after: Callable[[], object] | None = None) -> None:
-        self._work = work
-        self._traffic = traffic
-        self._after = after
+    _work: _Work | None
+    _traffic: Traffic
+    _after: Callable[[], object] | None = None
 
     @property
     def is_over(self) -> bool:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 
+@dataclass(slots=True)
 class WaitAll:
     """Exchanges that are waited for as one."""
 
-    __slots__ = ("_works",)
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
+    works: Sequence[Any]
 
     def wait(self) -> None:
-        for work in self._works:
+        for work in self.works:
             work.wait()
 
 

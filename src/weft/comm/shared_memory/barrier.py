@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -174,18 +175,16 @@ class Barrier:
         self.slots(chunk.dtype)[self.index][: chunk.numel()].view(chunk.shape).copy_(chunk)
 
 
+@dataclass(slots=True)
 class PendingBarrier:
     """A barrier that this rank has entered."""
 
-    __slots__ = ("_count", "_others")
-
-    def __init__(self, others: Sequence[Counter], count: int) -> None:
-        self._others = others
-        self._count = count
+    others: Sequence[Counter]
+    count: int
 
     def wait(self) -> None:
-        for other in self._others:
-            other.wait(self._count)
+        for other in self.others:
+            other.wait(self.count)
 
 
 def _address_of(known: tuple[int, weakref.ref[Arena]]) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -33,17 +33,15 @@ class SharedMemoryError(Exception):
     """The ranks of a group cannot share memory; raised on all of them."""
 
 
+@dataclass(slots=True)
 class Connection:
     """The process group by which ranks get shared memory, and this rank's place in it."""
 
-    def __init__(
-        self, handle: dist.ProcessGroup, ranks: tuple[int, ...], index: int, ways: tuple[Way, ...] = WAYS
-    ) -> None:
-        self._handle = handle
-        self._ranks = ranks
-        self._index = index
-        self._ways = ways
-        self._wire: SharedTransport | None = None
+    _handle: dist.ProcessGroup
+    _ranks: tuple[int, ...]
+    _index: int
+    ways: tuple[Way, ...] = WAYS
+    _wire: SharedTransport | None = None
 
     @property
     def is_first(self) -> bool:
@@ -52,7 +50,7 @@ class Connection:
     def share(self, num_bytes: int) -> tuple[Segment, Way]:
         """Zeroed memory that all ranks of the group see. SharedMemoryError on all of them if one cannot."""
         reasons = []
-        for way in self._ways:
+        for way in self.ways:
             owner, problem = None, ""
             if self.is_first:
                 try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections import Counter as Counts
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -55,17 +56,18 @@ class _Block:
         return self.views[form]
 
 
+@dataclass(slots=True)
 class _Outgoing:
     """The messages from this rank to one other."""
 
-    def __init__(self, ring: memoryview, counter: Counter, receiver: Peer, way: Way, timeout_s: float) -> None:
-        self._words = ring[LINE_BYTES:].cast("q")
-        self._counter = counter
-        self._receiver = receiver
-        self._timeout_s = timeout_s
-        self._way: Way = way
-        self._blocks: list[_Block] = []
-        self._num_sent = 0
+    _words: memoryview
+    """The envelopes."""
+    _counter: Counter
+    _receiver: Peer
+    _way: Way
+    _timeout_s: float
+    _blocks: list[_Block] = field(default_factory=list)
+    _num_sent: int = 0
 
     def send(self, message: torch.Tensor, tag: int) -> None:
         number, num_bytes = self._num_sent, message.nbytes
@@ -127,35 +129,33 @@ class _Outgoing:
         return len(self._blocks) - 1
 
 
+@dataclass(slots=True)
 class _Incoming:
     """The messages from one other rank to this one."""
 
-    def __init__(self, ring: memoryview, counter: Counter, sender: Peer, way: Way) -> None:
-        self._words = ring[LINE_BYTES:].cast("q")
-        self._counter = counter
-        self._sender = sender
-        self._way: Way = way
-        self._blocks: dict[int, _Block] = {}
-        self._num_seen = 0
-        self._num_awaited: dict[int, int] = {}
-        self._num_arrived: dict[int, int] = {}
-        self._arrived: dict[tuple[int, int], int] = {}
-        """(tag, how many of this tag were before) -> number of the message"""
+    _words: memoryview
+    _counter: Counter
+    _sender: Peer
+    _way: Way
+    _blocks: dict[int, _Block] = field(default_factory=dict)
+    _num_seen: int = 0
+    _num_awaited: Counts[int] = field(default_factory=Counts)
+    _num_arrived: Counts[int] = field(default_factory=Counts)
+    _arrived: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(tag, how many of this tag were before) -> number of the message"""
 
     def expect(self, tag: int) -> int:
         """The place of the next message of this tag among all of this tag."""
-        place = self._num_awaited.get(tag, 0)
-        self._num_awaited[tag] = place + 1
-        return place
+        self._num_awaited[tag] += 1
+        return self._num_awaited[tag] - 1
 
     def receive(self, target: torch.Tensor, tag: int, place: int) -> None:
         """Copy a message out, once it is there."""
         while (tag, place) not in self._arrived:
             self._counter.wait((self._num_seen + 1) % 2**32)
             seen = self._words[self._num_seen % NUM_ENVELOPES * _WORDS]
-            order = self._num_arrived.get(seen, 0)
-            self._num_arrived[seen] = order + 1
-            self._arrived[seen, order] = self._num_seen
+            self._arrived[seen, self._num_arrived[seen]] = self._num_seen
+            self._num_arrived[seen] += 1
             self._num_seen += 1
         number = self._arrived.pop((tag, place))
         first = number % NUM_ENVELOPES * _WORDS
@@ -186,19 +186,17 @@ class _Incoming:
         return self._blocks[place]
 
 
+@dataclass(slots=True)
 class PendingReceive:
     """A message that is awaited: `wait` copies it out."""
 
-    __slots__ = ("_incoming", "_place", "_tag", "_target")
-
-    def __init__(self, incoming: _Incoming, target: torch.Tensor, tag: int) -> None:
-        self._incoming = incoming
-        self._target = target
-        self._tag = tag
-        self._place = incoming.expect(tag)
+    incoming: _Incoming
+    target: torch.Tensor
+    tag: int
+    place: int
 
     def wait(self) -> None:
-        self._incoming.receive(self._target, self._tag, self._place)
+        self.incoming.receive(self.target, self.tag, self.place)
 
 
 class Mailbox:
@@ -214,7 +212,8 @@ class Mailbox:
         def ring(source: int, target: int) -> tuple[memoryview, Counter]:
             first = (source * size + target) * _RING_BYTES
             part = memory[first : first + _RING_BYTES]
-            return part, Counter(part[:LINE_BYTES], owner=peers[source], timeout_s=timeout_s, spin=spin)
+            counter = Counter(part[:LINE_BYTES], owner=peers[source], timeout_s=timeout_s, spin=spin)
+            return part[LINE_BYTES:].cast("q"), counter
 
         others = [rank for rank in range(size) if rank != index]
         self._outgoing = {rank: _Outgoing(*ring(index, rank), peers[rank], way, timeout_s) for rank in others}
@@ -231,4 +230,5 @@ class Mailbox:
 
     def receive(self, tensor: torch.Tensor, *, source: int, tag: int) -> PendingReceive:
         """The next message of this tag that is not awaited yet."""
-        return PendingReceive(self._incoming[source], tensor.detach(), tag)
+        incoming = self._incoming[source]
+        return PendingReceive(incoming, tensor.detach(), tag, incoming.expect(tag))
