@@ -41,7 +41,7 @@ def receive(tensor: torch.Tensor, group: Group, *, source: int, tag: int = 0) ->
         return Pending(dist.irecv(tensor, group.ranks[source], group.handle, tag), group.traffic)
     staged = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     work = dist.irecv(staged, group.ranks[source], group.handle, tag)
-    return Pending(work, group.traffic, after=lambda: tensor.copy_(staged))
+    return Pending(work, group.traffic, lambda: tensor.copy_(staged))
 
 
 def exchange(
