@@ -1,5 +1,16 @@
 """The errors a user can cause or must know of; everything else that escapes weft is a bug of ours.
 
+    WeftError
+    ├── PlanError         a plan that is malformed, or cannot run here
+    ├── JobError          a job file that cannot be read or does not make sense
+    ├── ClusterError      a cluster description that is malformed, or lacks what is asked for
+    ├── ModelError        a model weft cannot train as asked
+    ├── DataError         data that is missing, unreadable or too small
+    ├── CheckpointError   a checkpoint that is missing, damaged or of another model
+    ├── DivergenceError   replicas that should be equal are not
+    ├── VerifyError       a plan that does not give one process's answer
+    └── LaunchError       ranks that could not be started or kept alive
+
 An error carries *every* problem found, not the first one, so that one run of a command is enough to mend them all.
 """
 
