@@ -38,13 +38,13 @@ def test_a_layout_without_splits_is_whole() -> None:
     layout = Layout(global_shape=(3, 4))
     assert layout.is_whole
     assert list(layout.windows({}, {})) == [((slice(0, 3), slice(0, 4)),) * 2]
-    assert layout.local_numel({}, {}) == 12
+    assert layout.local_shape({}, {}) == (3, 4)
 
 
 def test_a_scalar_is_one_element() -> None:
     layout = Layout(global_shape=())
     assert list(layout.windows({}, {})) == [((), ())]
-    assert layout.local_numel({}, {}) == 1
+    assert layout.local_shape({}, {}) == ()
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,6 @@ def test_regions_of_all_ranks_are_the_whole(shape: tuple[int, int], splits: tupl
         if any(place[axis] for axis in sizes if axis not in used):
             continue  # a replica of the rank at 0
         local = numpy.zeros(layout.local_shape(sizes, place), dtype=int)
-        assert local.size == layout.local_numel(sizes, place)
         for there, here in layout.windows(sizes, place):
             seen[there] += 1
             local[here] += 1
@@ -100,7 +99,7 @@ def test_listed_parts_come_one_after_another_and_may_overlap() -> None:
 def test_a_flat_range_is_what_a_rank_keeps() -> None:
     layout = Layout(global_shape=(4, 4), splits=(Split(dim=0, axis="tensor"),), flat_range=(3, 8))
     assert not layout.is_whole and not Layout(global_shape=(4,), flat_range=(0, 4)).is_whole
-    assert layout.local_numel({"tensor": 2}, {"tensor": 1}) == 5
+    assert sum(one.numel * one.count for one in layout.runs({"tensor": 2}, {"tensor": 1})) == 5
     assert [there for there, _ in layout.windows({"tensor": 2}, {"tensor": 1})] == [(slice(2, 4), slice(0, 4))]
 
 

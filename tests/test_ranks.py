@@ -13,7 +13,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import close_pools, device_mesh, kept_pools, ranks
+from ranks import close_pools, kept_pools, ranks
 
 
 def failure_of(body, **parameters) -> str:
@@ -277,15 +277,6 @@ def test_a_body_leaves_no_traces(tmp_path: Path) -> None:
     assert [path.read_text() for path in tmp_path.iterdir()] == before
     assert before[0] == before[1]
     assert before[0].endswith(" 1)")
-
-
-@ranks(4)
-def test_a_mesh_is_made_once() -> None:
-    mesh = device_mesh((2, 2), ("data", "tensor"))
-    assert device_mesh((2, 2), ("data", "tensor")) is mesh
-    tensor = torch.ones(1)
-    dist.all_reduce(tensor, group=mesh.get_group("tensor"))
-    assert tensor.item() == 2
 
 
 def test_what_cannot_be_sent_is_said() -> None:

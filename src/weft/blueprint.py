@@ -1,13 +1,12 @@
-"""Where a model may be cut: prelude, blocks, postlude, found in an ordinary module without changing it.
+"""The places where a model may be cut: prelude, blocks, postlude, found in an ordinary module without changing it.
 
 A block list is the longest `ModuleList` or `Sequential` whose members are all of one class with parameters; without
-one, the longest `Sequential` of whatever layers. What is registered before it is the prelude, what comes after it the
-postlude. That covers transformers, most residual nets, and plain stacks of layers.
-A model whose order of registration is not its order of use, or with several equal lists, declares its own:
+one, the longest `Sequential` of whatever layers. Modules registered before it are the prelude, those after it the
+postlude. A model whose order of registration is not its order of use, or with several equal lists, declares its own:
 
     def weft_blueprint(self) -> Blueprint: ...
 
-Names, not modules, are kept: a blueprint is plain data that outlives the model and can be compared.
+A blueprint holds names, not modules: plain data that outlives the model and can be compared.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from weft.plan.partition.tensor import Region
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Positions:
-    """Where a model learns which place in the sequence a token has, for ranks that have some tokens only."""
+    """The ways in which a model gets position ids, for ranks that have only some tokens of a sequence."""
 
     argument: str | None = None
-    """An argument of the model's forward that takes one number a token; None: 0 to T - 1."""
+    """An argument of the model's forward that takes one position id per token; None: 0 to T - 1."""
     longest: int | None = None
-    """Places there are, where that is not said by the modules and tables below."""
+    """The number of positions, if it does not follow from the modules and tables below."""
     num_dims: int = 1
-    """Of that argument: 1 (tokens), or 2 (1, tokens)."""
+    """Dims of that argument: 1 (tokens), or 2 (1, tokens)."""
     modules: tuple[str, ...] = ()
-    """Submodules that are called with these numbers, such as an embedding of places."""
+    """Submodules that are called with position ids, such as a position embedding."""
     tables: tuple[tuple[str, int], ...] = ()
-    """Buffers, each with the dim that is places, of which the model takes the first rows."""
+    """Buffers of which the model takes the first rows, each with its dim of positions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,17 +40,17 @@ class Blueprint:
     """The parts of a model, by the names of its submodules, in the order of use."""
 
     prelude: tuple[str, ...] = ()
-    """What turns inputs into activations."""
+    """The modules that turn inputs into activations."""
     blocks: tuple[str, ...] = ()
     """The repeated part; the model may be cut between any two of them. Empty: the model cannot be cut."""
     postlude: tuple[str, ...] = ()
-    """What turns activations into outputs."""
+    """The modules that turn activations into outputs."""
     tied: tuple[tuple[str, ...], ...] = ()
     """Names of one and the same parameter, each group sorted by first appearance."""
     regions: tuple[Region, ...] | None = None
-    """What is shared out over the tensor axis; None: not declared, and found from the flow of data."""
+    """The layers split over the tensor axis; None: not declared, and found from the dataflow."""
     positions: Positions | None = None
-    """Where positions enter; None: not declared. Needed where the axes of the sequence split tokens."""
+    """Needed if the sequence axes split tokens; None: not declared."""
 
 
 def find_blueprint(model: nn.Module) -> Blueprint:

@@ -3,7 +3,7 @@
     WeftError
     ├── PlanError         a plan that is malformed, or cannot run here
     ├── JobError          a job file that cannot be read or does not make sense
-    ├── ClusterError      a cluster's description that is malformed, or says nothing of what is asked
+    ├── ClusterError      a cluster description that is malformed, or lacks what is asked for
     ├── ModelError        a model weft cannot train as asked
     ├── DataError         data that is missing, unreadable or too small
     ├── CheckpointError   a checkpoint that is missing, damaged or of another model
@@ -42,7 +42,7 @@ class JobError(WeftError):
 
 
 class ClusterError(WeftError):
-    """A cluster's description that is malformed, or says nothing of what is asked."""
+    """A cluster description that is malformed, or lacks what is asked for."""
 
 
 class ModelError(WeftError):

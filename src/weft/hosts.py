@@ -1,8 +1,7 @@
-"""Which ranks share a host: those, and only those, may talk through its memory.
+"""The identity of a host: ranks with the same one, and only those, exchange through its memory.
 
-The same boot id means the same running kernel; the same network namespace means the same place on the network. Both
-must agree, so that an emulated network, whose hosts are namespaces of one machine, is never bypassed. And the same
-namespace of processes, because ranks look for each other by process number.
+It is made of the boot id (the running kernel), the network namespace, so that an emulated network whose hosts are
+namespaces of one machine is never bypassed, and the process namespace, because ranks find each other by process id.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import os
 import platform
 import uuid
-from collections.abc import Sequence
 from pathlib import Path
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -18,7 +16,7 @@ _NAMESPACES = (Path("/proc/self/ns/net"), Path("/proc/self/ns/pid"))
 
 
 def host_id() -> str:
-    """The name of this host; equal for two processes that share memory and a place on the network."""
+    """A name that is equal for two processes that share memory and a place on the network."""
     try:
         return "/".join([_BOOT_ID.read_text().strip(), *(str(os.stat(path).st_ino) for path in _NAMESPACES)])
     except OSError:  # not Linux: no namespaces there
@@ -28,9 +26,3 @@ def host_id() -> str:
 def num_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def number_hosts(ids: Sequence[str]) -> tuple[int, ...]:
-    """Of every rank, which host it is on: hosts are numbered in the order of their first rank."""
-    numbers: dict[str, int] = {}
-    return tuple(numbers.setdefault(one, len(numbers)) for one in ids)

@@ -1,11 +1,10 @@
-"""Start local ranks through torch's elastic agent, which also starts them again when one dies.
+"""Start local ranks through torch's elastic agent, which restarts all of them when one dies.
 
-The agent watches its ranks; when one is killed or fails, it stops the others and starts all of them anew, and they go
-on from the last checkpoint. Mistakes of the user (`WeftError`) are not worth that: such a rank leaves its problems in a
-folder and ends, ranks that are started again see them there and do nothing, and the parent prints them once.
+They then continue from the last checkpoint. A user's mistake (`WeftError`) is not worth a restart: its rank writes the
+problems to a folder and ends, restarted ranks see them there and do nothing, and the parent raises them once.
 
-Ranks are forked from a server that has imported torch once, so that a restart does not wait for imports.
-Several hosts are torchrun's business: there `launch` is not called.
+Ranks are forked from a server that has imported torch once, so that a restart does not wait for imports. Ranks on
+several hosts are started by torchrun instead.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -38,16 +36,16 @@ STOP_FILE = "stop"
 _ERROR_FILE = "error.json"
 _PARENT_FILE = "parent"
 PEER_ERROR_WAIT_S = 2.0
-"""How long a rank that lost its connection waits to see whether a peer left because of a user's mistake."""
+"""Seconds for which a rank that lost its connection waits for a peer to report a user's mistake."""
 
 
 def is_launched() -> bool:
-    """Whether a launcher (torchrun, or this file) started this process as one of several ranks."""
+    """A launcher (torchrun, or this file) started this process as one of several ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def default_num_ranks() -> int:
-    """Ranks to start where nobody says how many: one a GPU, or two that share a CPU."""
+    """Ranks to start by default: one per GPU, or two that share a CPU."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 2
@@ -56,17 +54,16 @@ def default_num_ranks() -> int:
 def launch(
     function: Callable[..., Any], arguments: dict[str, Any], *, num_ranks: int, max_restarts: int = 3
 ) -> list[Any]:
-    """Run a function on local ranks; returns what it returned on each, in order.
+    """Run a function on local ranks; returns its results in the order of ranks.
 
-    It is called as function(folder=..., attempt=..., **arguments). `folder` is shared by the ranks of this launch; a
-    file `stop` in it says that the user asked to stop. Ctrl-C and SIGTERM make that file instead of killing anybody; a
-    second one ends the ranks at once.
+    It is called as function(folder=..., attempt=..., **arguments). `folder` is shared by the ranks of this launch. The
+    first Ctrl-C or SIGTERM only makes a file `stop` in it, which asks them to stop; a second one ends them at once.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    for chatty in ("torch.distributed.elastic", "torch.multiprocessing"):  # what they report is said better below
+    for chatty in ("torch.distributed.elastic", "torch.multiprocessing"):  # the errors below say it better
         logging.getLogger(chatty).setLevel(logging.CRITICAL)
     _start_server()
     with tempfile.TemporaryDirectory(prefix="weft-") as name, (Path(name) / _PARENT_FILE).open("w") as parent:
@@ -90,15 +87,15 @@ def launch(
             with _interruptible(folder):
                 results = elastic_launch(config, _enter)(function, str(folder), arguments)
         except ChildFailedError as error:
-            failure = _left_behind(folder) or _describe(error, max_restarts)
+            failure = _reported(folder) or _describe(error, max_restarts)
             raise failure from failure.__cause__
-        if mistake := _left_behind(folder):
+        if mistake := _reported(folder):
             raise mistake
     return [results[rank] for rank in sorted(results)]
 
 
 def _start_server() -> None:
-    """Start the process that ranks are forked from. Ctrl-C must not reach it in the middle of its imports."""
+    """Start the process that ranks are forked from, out of reach of Ctrl-C."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["weft.training.run.loop", "weft.launch"])
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which it inherits
     try:
@@ -108,17 +105,17 @@ def _start_server() -> None:
 
 
 def _enter(function: Callable[..., Any], folder_name: str, arguments: dict[str, Any]) -> Any:
-    """What a rank runs. A user's mistake is left for the parent; anything else is the agent's to see."""
+    """The main function of a rank. It reports a user's mistake to the parent, any other error to the agent."""
     folder, attempt = Path(folder_name), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if (folder / _ERROR_FILE).exists():
         return None
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent's file speaks for it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; ranks look for the file
     _end_with_parent(folder)
     _share_cores(int(os.environ["LOCAL_WORLD_SIZE"]))
     try:
         return function(folder=folder, attempt=attempt, **arguments)
     except WeftError as error:
-        _leave_behind(folder, error)
+        _report(folder, error)
         _end()
     except RuntimeError:
         deadline = time.monotonic() + PEER_ERROR_WAIT_S
@@ -130,14 +127,14 @@ def _enter(function: Callable[..., Any], folder_name: str, arguments: dict[str, 
 
 
 def _end() -> NoReturn:
-    """End this rank now. One that merely returned would stay, its connections open, until all of them have."""
+    """End this rank now. If it merely returned, its process would stay, with open connections, until all have."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(2)
 
 
 def _end_with_parent(folder: Path) -> None:
-    """Ranks whose parent was killed must not train on: a resumed run would meet them in its directory."""
+    """End this rank when its parent is killed: a resumed run would find it writing to its directory."""
     file = (folder / _PARENT_FILE).open()
 
     def watch() -> None:
@@ -148,7 +145,7 @@ def _end_with_parent(folder: Path) -> None:
 
 
 def _share_cores(num_ranks: int) -> None:
-    """Ranks on one host divide its cores; left alone, each would start a thread for every one of them."""
+    """Divide the cores of a host between its ranks; by default each rank would start a thread per core."""
     import torch
 
     if "OMP_NUM_THREADS" not in os.environ:
@@ -157,20 +154,11 @@ def _share_cores(num_ranks: int) -> None:
 
 @contextmanager
 def _interruptible(folder: Path) -> Iterator[None]:
-    """Ctrl-C and SIGTERM ask the ranks to stop while this context is open."""
-    interrupt = _make_interrupt(folder, others=multiprocessing.active_children())
-    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    """Context in which Ctrl-C and SIGTERM ask the ranks to stop."""
+    stop, others = folder / STOP_FILE, multiprocessing.active_children()
 
-
-def _make_interrupt(folder: Path, *, others: Collection[BaseProcess]) -> Callable[[int, FrameType | None], None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         del number, frame
-        stop = folder / STOP_FILE
         if stop.exists():
             for process in multiprocessing.active_children():
                 if process not in others:
@@ -179,25 +167,30 @@ def _make_interrupt(folder: Path, *, others: Collection[BaseProcess]) -> Callabl
         stop.touch()
         print("\nstopping after this step; Ctrl-C again to end at once", file=sys.stderr, flush=True)
 
-    return interrupt
+    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 class RankTraceback(Exception):
-    """Where in a rank an error arose: the cause of the error that the parent raises, shown only if asked for."""
+    """A rank's traceback: the cause of the error that the parent raises, shown only on request."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
-def _leave_behind(folder: Path, error: WeftError) -> None:
+def _report(folder: Path, error: WeftError) -> None:
     temporary = folder / f".{os.getpid()}"
     where = "".join(traceback.format_exception(error))
     temporary.write_text(json.dumps({"kind": type(error).__name__, "problems": error.problems, "traceback": where}))
     temporary.rename(folder / _ERROR_FILE)
 
 
-def _left_behind(folder: Path) -> WeftError | None:
-    """The mistake a rank reported, if one did."""
+def _reported(folder: Path) -> WeftError | None:
+    """The user's mistake that a rank reported, if one did."""
     path = folder / _ERROR_FILE
     if not path.exists():
         return None
@@ -209,7 +202,7 @@ def _left_behind(folder: Path) -> WeftError | None:
 
 
 def _describe(error: Any, max_restarts: int) -> LaunchError:
-    """Which rank failed and how, after all restarts were used up."""
+    """The failure of a rank after all restarts."""
     rank, failure = error.get_first_failure()
     how = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with code {failure.exitcode}"
     times = "once" if max_restarts == 1 else f"{max_restarts} times"

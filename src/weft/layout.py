@@ -1,7 +1,7 @@
-"""A parameter's place: its global shape, the splits of its dims by axis, then a flat range of what is left.
+"""A parameter's placement: its global shape, the splits of its dims by axis, then a flat range of what is left.
 
-Parameters themselves are plain tensors. Everything that must know which part of the whole a rank holds (checkpoints,
-gradient norms, the wire) reads it here, as index arithmetic without a single tensor.
+Parameters themselves are plain tensors. Checkpoints, gradient norms and exchanges read here which part of the global
+tensor a rank holds, as index arithmetic without a single tensor.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ Window = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """Equal runs of elements at equal distances, each in one piece both in the whole and in a rank's part.
+    """Equal runs of elements at equal strides, each contiguous both in the global tensor and in a rank's part.
 
-    A row of a matrix whose columns are split is a run; all the rows of a rank's part are one of these.
+    A row of a matrix whose columns are split is a run; all rows of a rank's part are one `Runs`.
     """
 
     there: int
-    """Where the first run starts in the flattened whole."""
+    """The start of the first run in the flattened global tensor."""
     here: int
-    """And in what the rank has of it, flattened."""
+    """Its start in the rank's part, flattened."""
     numel: int
     """Elements of each run."""
     count: int = 1
     there_step: int = 0
-    """From the start of a run to the start of the next, in the whole."""
+    """Distance between the starts of two runs in the global tensor."""
     here_step: int = 0
 
     def places(self) -> Iterator[Range]:
-        """Of every run: where it starts in the whole, and in the part."""
+        """The start of every run in the global tensor, and in the part."""
         for number in range(self.count):
             yield self.there + number * self.there_step, self.here + number * self.here_step
 
     def within(self, low: int, high: int) -> Iterator[Runs]:
-        """What of these lies in a range of the part; `here` is counted from the start of that range."""
+        """The intersection with a range of the part; `here` is counted from the start of that range."""
         first, last = 0, self.count
         if self.count > 1:
             first = max((low - self.here - self.numel) // self.here_step + 1, 0)
@@ -56,7 +56,7 @@ class Runs:
             yield end
 
     def _piece(self, number: int, low: int, high: int) -> Runs:
-        """What of one run lies in a range of the part."""
+        """The intersection of one run with a range of the part."""
         here = self.here + number * self.here_step
         start, stop = max(here, low), min(here + self.numel, high)
         there = self.there + number * self.there_step + start - here
@@ -70,13 +70,13 @@ class Split:
     dim: int
     axis: str
     parts: tuple[tuple[Range, ...], ...] = ()
-    """Of each place along the axis: the ranges of the dim it has, one after another. They may overlap between places.
-    Empty: cut evenly; the first ranks have one more where it does not divide."""
+    """The ranges of the dim at each place along the axis, one after another; places may overlap. Empty: cut evenly,
+    the first ranks have one more where it does not divide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where this rank's part of a tensor lies in the whole."""
+    """The placement of this rank's part in the global tensor."""
 
     global_shape: tuple[int, ...]
     splits: tuple[Split, ...] = ()
@@ -89,22 +89,21 @@ class Layout:
         return not self.splits and self.flat_range is None
 
     def ranges(self, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> tuple[tuple[Range, ...], ...]:
-        """Of every dim, the ranges of the global tensor that the rank at these coordinates has."""
+        """The ranges of every dim of the global tensor that the rank at these coordinates has."""
         ranges: list[tuple[Range, ...]] = [((0, length),) for length in self.global_shape]
         for split in self.splits:
             place = coordinates[split.axis]
-            inside = split.parts[place] if split.parts else None
-            if inside is None:
-                inside = (part_of(_length(ranges[split.dim]), place, sizes[split.axis]),)
+            even = part_of(_length(ranges[split.dim]), place, sizes[split.axis]) if not split.parts else None
+            inside = split.parts[place] if even is None else (even,)
             ranges[split.dim] = tuple(found for one in inside for found in _within(ranges[split.dim], one))
         return tuple(ranges)
 
     def local_shape(self, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of what the rank at these coordinates has, before any flat range."""
+        """The shape of the part of the rank at these coordinates, before any flat range."""
         return tuple(_length(inside) for inside in self.ranges(sizes, coordinates))
 
     def windows(self, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> Iterator[tuple[Window, Window]]:
-        """Box by box: where it is in the global tensor, and where in the local one, before any flat range."""
+        """Each box of the part as slices of the global tensor and of the local one, before any flat range."""
         dims = []
         for inside in self.ranges(sizes, coordinates):
             stops = list(itertools.accumulate(stop - start for start, stop in inside))
@@ -116,7 +115,7 @@ class Layout:
     def runs(
         self, sizes: Mapping[str, int], coordinates: Mapping[str, int], within: Range | None = None
     ) -> Iterator[Runs]:
-        """What the rank at these coordinates keeps, or a range of it, as runs that lie in one piece here and there.
+        """The elements that the rank at these coordinates keeps, or a range of them, as contiguous runs.
 
         `here` is counted from the first element kept, or the first one of the range.
         """
@@ -136,12 +135,6 @@ class Layout:
                     last = runs
         if last is not None:
             yield last
-
-    def local_numel(self, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> int:
-        """Elements the rank at these coordinates keeps."""
-        if self.flat_range is not None:
-            return self.flat_range[1] - self.flat_range[0]
-        return math.prod(self.local_shape(sizes, coordinates))
 
 
 def _runs_of_box(whole: tuple[int, ...], part: tuple[int, ...], there: Window, here: Window) -> Iterator[Runs]:

@@ -20,15 +20,15 @@ import torch
 
 from weft.comm.shared_memory import arena as arena_module
 from weft.comm.shared_memory.arena import ALIGNMENT_BYTES, Arena
-from weft.comm.shared_memory.segments import Maker, open_segment
+from weft.comm.shared_memory.segments import SegmentOwner, open_segment
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex128)
 
 
 def make_arenas(num_ranks: int = 1, row_bytes: int = 2**20, *, is_common: bool = False) -> list[Arena]:
     """The same arena as each rank sees it, all in this process, each through a mapping of its own."""
-    maker = Maker(row_bytes if is_common else row_bytes * num_ranks, "named")
-    segments = [open_segment(maker.ticket) for _ in range(num_ranks)]
+    owner = SegmentOwner(row_bytes if is_common else row_bytes * num_ranks, "named")
+    segments = [open_segment(owner.handle) for _ in range(num_ranks)]
     return [
         Arena(segment, number=1, index=index, num_ranks=num_ranks, is_common=is_common)
         for index, segment in enumerate(segments)

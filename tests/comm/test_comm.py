@@ -28,8 +28,11 @@ both_transports = pytest.mark.parametrize("transport", ["shared", "c10d"])
 
 @functools.cache
 def mesh(transport: str) -> Mesh:
-    """Made once a rank: the pool keeps groups, and their threads, for the whole run."""
-    return make_mesh(data_plan(dist.get_world_size(), transport=transport), join_world("cpu"))
+    """Made once per rank: the pool keeps groups, and their threads, for the whole run."""
+    keys = [("data", purpose) for purpose in ("test", "ring", "control", "background")]
+    return make_mesh(
+        data_plan(dist.get_world_size(), transport=transport), join_world("cpu"), groups=[("world", "control"), *keys]
+    )
 
 
 def group_on(transport: str) -> Group:
@@ -74,33 +77,6 @@ def check_broadcast(group: Group, wait: bool) -> None:
         assert torch.equal(mine, tensor_of(root, 7, torch.float32))
 
 
-def check_reduce(group: Group, wait: bool) -> None:
-    for root in range(group.size):
-        mine = tensor_of(group.index, 7, torch.float32)
-        with counted(group, "reduce", 28):
-            collectives.reduce(mine, group, root=root, wait=wait).wait()
-        if group.index == root:
-            assert torch.equal(mine, everyones(7, torch.float32, group.size).sum(0))
-
-
-def check_scatter(group: Group, wait: bool) -> None:
-    for root in range(group.size):
-        parts = list(everyones(5, torch.float64, group.size)) if group.index == root else None
-        output = torch.empty(5, dtype=torch.float64)
-        with counted(group, "scatter", 40 * group.size):
-            collectives.scatter(output, parts, group, root=root, wait=wait).wait()
-        assert torch.equal(output, tensor_of(group.index, 5, torch.float64))
-
-
-def check_gather(group: Group, wait: bool) -> None:
-    for root in range(group.size):
-        outputs = [torch.empty(5) for _ in group.ranks] if group.index == root else None
-        with counted(group, "gather", 20 * group.size):
-            collectives.gather(tensor_of(group.index, 5, torch.float32), outputs, group, root=root, wait=wait).wait()
-        if outputs is not None:
-            assert torch.equal(torch.stack(outputs), everyones(5, torch.float32, group.size))
-
-
 def check_all_gather(group: Group, wait: bool) -> None:
     for dtype in DTYPES:
         mine, output = tensor_of(group.index, 5, dtype), torch.empty(5 * group.size, dtype=dtype)
@@ -128,7 +104,7 @@ def check_all_to_all(group: Group, wait: bool) -> None:
 
 def check_nothing(group: Group, wait: bool) -> None:
     """Tensors without elements go through every exchange like others."""
-    for exchange in (collectives.all_reduce, collectives.broadcast, collectives.reduce):
+    for exchange in (collectives.all_reduce, collectives.broadcast):
         exchange(torch.empty(0), group, wait=wait).wait()
     for exchange in (collectives.all_gather, collectives.reduce_scatter, collectives.all_to_all):
         output = torch.empty(0)
@@ -156,9 +132,6 @@ CHECKS = {
     for check in (
         check_all_reduce,
         check_broadcast,
-        check_reduce,
-        check_scatter,
-        check_gather,
         check_all_gather,
         check_reduce_scatter,
         check_all_to_all,

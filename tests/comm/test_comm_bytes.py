@@ -16,7 +16,7 @@ from weft.training.trainer import Trainer
 
 
 def bytes_of_a_step(trainer: Trainer, batch: tuple[Tensor, Tensor]) -> int:
-    """What the third step sends over the data axis: by then the order of buckets is agreed."""
+    """Bytes that the third step sends over the data axis: by then the order of buckets is agreed."""
     rank, size = trainer.data_rank, trainer.data_size
     for number in range(3):
         before = trainer.mesh.traffic["data"].sent_bytes
@@ -40,7 +40,7 @@ def check_gpt_bytes(bucket_bytes: int, microbatches: int) -> None:
     counted_bytes, numel = bytes_of_a_step(trainer, token_batch(8)), sum(p.numel() for p in trainer.model.parameters())
     assert counted_bytes == predicted_gradient_bytes(trainer)
     tail, size = 3 + len(list(trainer.model.parameters())), trainer.data_size
-    assert 0 <= counted_bytes - 2 * (size - 1) * 4 * (numel + tail) / size < tail, "only rounding, once a bucket"
+    assert 0 <= counted_bytes - 2 * (size - 1) * 4 * (numel + tail) / size < tail, "only rounding, once per bucket"
 
 
 def check_convnet_bytes(dtype: torch.dtype, microbatches: int) -> None:

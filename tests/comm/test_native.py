@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("_clean_cache")
 
 @pytest.fixture
 def _clean_cache() -> Iterator[None]:
-    """What a test makes of the search for a compiler is forgotten after it."""
+    """Forget the result of the search for a compiler after each test."""
     find_kernels.cache_clear()
     yield
     find_kernels.cache_clear()
@@ -40,7 +40,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def numbers(numel: int, dtype: torch.dtype, seed: int, *, offset: int = 0) -> torch.Tensor:
-    """Of very different sizes, so that every order of additions rounds differently; infinities among them."""
+    """Numbers of very different sizes, so that every order of additions rounds differently; infinities among them."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(numel + offset, generator=generator, dtype=torch.float64)
     values *= 10.0 ** torch.randint(-6, 7, (numel + offset,), generator=generator)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from weft.comm.shared_memory import segments
-from weft.comm.shared_memory.segments import Maker, Ticket, Way, open_segment
+from weft.comm.shared_memory.segments import SegmentHandle, SegmentOwner, Way, open_segment
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc and /dev/shm")
 both_ways = pytest.mark.parametrize("way", ["anonymous", "named"] if hasattr(os, "memfd_create") else ["named"])
@@ -44,46 +44,46 @@ def in_child(body: Callable[[], None]) -> int:
 
 @both_ways
 def test_what_one_process_writes_another_reads(way: Way) -> None:
-    maker = Maker(10_000, way)
-    assert bytes(maker.segment.part(0, 10_000)) == bytes(10_000)
-    ticket = maker.ticket
+    owner = SegmentOwner(10_000, way)
+    assert bytes(owner.segment.part(0, 10_000)) == bytes(10_000)
+    handle = owner.handle
 
     def write() -> None:
-        open_segment(ticket).part(9_996, 4)[:] = b"weft"
+        open_segment(handle).part(9_996, 4)[:] = b"weft"
 
     assert in_child(write) == 0
-    assert bytes(maker.segment.part(9_996, 4)) == b"weft"
+    assert bytes(owner.segment.part(9_996, 4)) == b"weft"
 
 
 @both_ways
 def test_parts_outlive_the_segment_and_its_maker(way: Way) -> None:
-    maker = Maker(100, way)
-    part = open_segment(maker.ticket).part(50, 50)
-    maker.segment.part(50, 4)[:] = b"weft"
-    del maker
+    owner = SegmentOwner(100, way)
+    part = open_segment(owner.handle).part(50, 50)
+    owner.segment.part(50, 4)[:] = b"weft"
+    del owner
     gc.collect()
     assert bytes(part[:4]) == b"weft"
 
 
 @both_ways
 def test_nobody_opens_it_by_its_ticket_after_it_is_closed(way: Way) -> None:
-    maker = Maker(100, way)
-    opened = open_segment(maker.ticket)
-    maker.close()
+    owner = SegmentOwner(100, way)
+    opened = open_segment(owner.handle)
+    owner.close()
     with pytest.raises(OSError):
-        open_segment(maker.ticket)
-    maker.close()  # again, which is nothing
+        open_segment(owner.handle)
+    owner.close()  # again, which is nothing
     opened.part(0, 4)[:] = b"weft"
-    assert bytes(maker.segment.part(0, 4)) == b"weft"
+    assert bytes(owner.segment.part(0, 4)) == b"weft"
 
 
 @both_ways
 def test_a_ticket_opens_only_what_it_was_made_for(way: Way) -> None:
-    maker, other = Maker(100, way), Maker(100, way)
+    owner, other = SegmentOwner(100, way), SegmentOwner(100, way)
     with pytest.raises(OSError, match="something else"):
-        open_segment(replace(maker.ticket, token=other.ticket.token))
+        open_segment(replace(owner.handle, token=other.handle.token))
     with pytest.raises(OSError, match="something else"):
-        open_segment(replace(maker.ticket, num_bytes=10**6))
+        open_segment(replace(owner.handle, num_bytes=10**6))
 
 
 @needs_linux
@@ -91,15 +91,15 @@ def test_another_file_under_the_same_number_is_left_alone(tmp_path: Path) -> Non
     """A process of another container may have our number, and anything under its descriptors."""
     path = tmp_path / "precious"
     path.write_bytes(bytes(range(256)) * 100)
-    maker = Maker(100, "anonymous")
+    owner = SegmentOwner(100, "anonymous")
     with path.open("rb+") as file, pytest.raises(OSError):
-        open_segment(replace(maker.ticket, fd=file.fileno()))
+        open_segment(replace(owner.handle, fd=file.fileno()))
     read, write = os.pipe()
     with pytest.raises(OSError):
-        open_segment(replace(maker.ticket, fd=read))
+        open_segment(replace(owner.handle, fd=read))
     os.close(read), os.close(write)
     with pytest.raises(OSError):
-        open_segment(replace(maker.ticket, fd=10_000))
+        open_segment(replace(owner.handle, fd=10_000))
     assert path.read_bytes() == bytes(range(256)) * 100
 
 
@@ -108,22 +108,22 @@ def test_another_file_under_the_same_number_is_left_alone(tmp_path: Path) -> Non
 def test_it_is_private_to_the_user(way: Way) -> None:
     umask = os.umask(0)
     try:
-        maker = Maker(100, way)
+        owner = SegmentOwner(100, way)
     finally:
         os.umask(umask)
-    status = os.stat(f"/proc/self/fd/{maker.ticket.fd}")
+    status = os.stat(f"/proc/self/fd/{owner.handle.fd}")
     assert stat.S_IMODE(status.st_mode) == 0o600 and status.st_uid == os.geteuid()
 
 
 @needs_linux
 def test_a_name_lives_only_until_it_is_closed() -> None:
     before = names()
-    maker = Maker(100, "named")
+    owner = SegmentOwner(100, "named")
     assert len(names() - before) == 1
-    maker.close()
+    owner.close()
     assert names() == before
-    maker = Maker(100, "named")
-    del maker
+    owner = SegmentOwner(100, "named")
+    del owner
     gc.collect()
     assert names() == before
 
@@ -131,10 +131,10 @@ def test_a_name_lives_only_until_it_is_closed() -> None:
 @needs_linux
 def test_a_child_leaves_its_parents_name_alone() -> None:
     """Workers of a DataLoader are forked, and drop copies of all their parent had."""
-    held = [Maker(100, "named")]
-    ticket = held[0].ticket
+    held = [SegmentOwner(100, "named")]
+    handle = held[0].handle
     assert in_child(held.clear) == 0
-    assert open_segment(ticket).token == ticket.token
+    assert open_segment(handle).num_bytes == handle.num_bytes
 
 
 @needs_linux
@@ -142,17 +142,17 @@ def test_a_child_leaves_its_parents_name_alone() -> None:
 def test_an_opened_segment_needs_no_descriptor(way: Way) -> None:
     """A model of a thousand buffers must not meet the limit of open files."""
     before = num_descriptors()
-    makers = [Maker(100, way) for _ in range(20)]
-    opened = [open_segment(maker.ticket) for maker in makers]
-    for maker in makers:
-        maker.close()
+    owners = [SegmentOwner(100, way) for _ in range(20)]
+    opened = [open_segment(owner.handle) for owner in owners]
+    for owner in owners:
+        owner.close()
     assert num_descriptors() == before
     assert len(opened) == 20
 
 
 @pytest.fixture
 def unraisable(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What was raised where nobody could catch it."""
+    """Exceptions raised in finalizers."""
     found: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda about: found.append(about.exc_value))
     return found
@@ -163,7 +163,7 @@ def test_without_such_memory_there_is_one_plain_error(
 ) -> None:
     monkeypatch.delattr(os, "memfd_create", raising=False)
     with pytest.raises(OSError, match="without a name"):
-        Maker(100, "anonymous")
+        SegmentOwner(100, "anonymous")
     gc.collect()
     assert not unraisable
 
@@ -176,30 +176,30 @@ def test_a_maker_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch, unra
     before, descriptors = names(), num_descriptors()
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(OSError, match="no space"):
-        Maker(100, "named")
+        SegmentOwner(100, "named")
     gc.collect()
     assert names() == before and num_descriptors() == descriptors and not unraisable
 
 
 @needs_linux
 def test_a_name_that_is_taken_is_not_removed(monkeypatch: pytest.MonkeyPatch, unraisable: list[object]) -> None:
-    first = Maker(100, "named")
-    monkeypatch.setattr(segments, "_random", lambda: first.ticket.name_number)
+    first = SegmentOwner(100, "named")
+    monkeypatch.setattr(segments.secrets, "randbits", lambda _: first.handle.name_number - 1)
     with pytest.raises(FileExistsError):
-        Maker(100, "named")
+        SegmentOwner(100, "named")
     gc.collect()
-    assert open_segment(first.ticket).num_bytes == 100 and not unraisable
+    assert open_segment(first.handle).num_bytes == 100 and not unraisable
 
 
 SMALL_ROOM = """
 import os
-from weft.comm.shared_memory.segments import Maker
-Maker(2**19, "named")
+from weft.comm.shared_memory.segments import SegmentOwner
+SegmentOwner(2**19, "named")
 try:
-    Maker(2**21, "named")
+    SegmentOwner(2**21, "named")
 except OSError as error:
     print(error.errno, os.listdir("/dev/shm"))
-Maker(2**21, "anonymous").segment.part(2**21 - 1, 1)[:] = b"x"
+SegmentOwner(2**21, "anonymous").segment.part(2**21 - 1, 1)[:] = b"x"
 """
 
 
@@ -216,6 +216,6 @@ def test_too_little_named_memory_is_found_at_once() -> None:
 
 
 def test_a_ticket_is_plain_numbers() -> None:
-    ticket = Maker(100, "named").ticket
-    assert ticket == Ticket(**{field: getattr(ticket, field) for field in Ticket.__slots__})
-    assert all(isinstance(getattr(ticket, field), int | str) for field in Ticket.__slots__)
+    handle = SegmentOwner(100, "named").handle
+    assert handle == SegmentHandle(**{field: getattr(handle, field) for field in SegmentHandle.__slots__})
+    assert all(isinstance(getattr(handle, field), int | str) for field in SegmentHandle.__slots__)

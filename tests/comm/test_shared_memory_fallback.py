@@ -14,17 +14,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import new_mesh, world
+from exchanges import new_group, new_mesh, world
+from meshes import data_group
 from ranks import ranks
 
 from weft import hosts
 from weft.comm import collectives
-from weft.comm.exchange_buffers import Room
+from weft.comm.exchange_buffers import ExchangeBuffers
 from weft.comm.group import Group
 from weft.comm.shared_memory.connect import Connection
 from weft.errors import LaunchError, PlanError
 from weft.mesh import World, join_world, make_mesh
-from weft.plan.plan import Axes, Comm, Plan
+from weft.plan.plan import Comm, Plan
 
 needs_root = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0, reason="makes namespaces of its own, which takes root"
@@ -33,7 +34,7 @@ _NEW_NETWORK, _NEW_MOUNTS, _PRIVATE_AND_BELOW = 0x40000000, 0x00020000, (1 << 18
 
 
 class Notices(logging.Handler):
-    """What is said on this rank."""
+    """Log messages of this rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ def check_works(group: Group) -> None:
     mine = torch.full((5,), float(group.index))
     collectives.all_reduce(mine, group)
     assert mine.tolist() == [sum(range(group.size))] * 5
-    assert Room(group, torch.device("cpu"), num_bytes=100).zeros(10, torch.float32).tolist() == [0.0] * 10
+    assert ExchangeBuffers(group, torch.device("cpu"), num_bytes=100).zeros(10, torch.float32).tolist() == [0.0] * 10
 
 
 def check_one_notice(notices: Notices, *, about: str) -> None:
@@ -79,34 +80,32 @@ def fail_on(rank: int, what: str, patch: pytest.MonkeyPatch) -> None:
 
 
 @ranks(3)
-@pytest.mark.parametrize("rank, what", [(0, "Maker"), (1, "open_segment"), (2, "open_segment")])
+@pytest.mark.parametrize("rank, what", [(0, "SegmentOwner"), (1, "open_segment"), (2, "open_segment")])
 def test_one_rank_that_cannot_is_enough(rank: int, what: str) -> None:
     with pytest.MonkeyPatch.context() as patch, listening() as notices:
         fail_on(rank, what, patch)
-        mesh = new_mesh("auto")
-        groups = [mesh.group("data", f"cannot {rank} {number}") for number in range(2)]
-        for group in (*groups, mesh.everyone(f"cannot {rank}")):
+        for group in new_mesh("auto", ("data", "one"), ("data", "two"), ("world", "three")).groups:
             check_works(group)
-    about = "No space left" if what == "Maker" else "cannot open"
+    about = "No space left" if what == "SegmentOwner" else "cannot open"
     check_one_notice(notices, about=about)
 
 
 @ranks(3)
-@pytest.mark.parametrize("rank, what", [(0, "Maker"), (1, "open_segment")])
+@pytest.mark.parametrize("rank, what", [(0, "SegmentOwner"), (1, "open_segment")])
 def test_a_plan_that_insists_is_refused_on_all_ranks(rank: int, what: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         fail_on(rank, what, patch)
         with pytest.raises(LaunchError, match='cannot share memory .* transport = "c10d"'):
-            new_mesh("shared").group("data", f"insists {rank}")
+            new_mesh("shared", ("data", "insists"))
 
 
 @ranks(2)
 def test_too_little_memory_for_buffers_is_no_reason_to_stop() -> None:
     """The group shares memory, but there is none left for an arena: tensors then pass through slots."""
-    group = new_mesh("shared").group("data", "no arena")
+    group = new_group("shared", "no arena")
     with pytest.MonkeyPatch.context() as patch:
-        fail_on(0, "Maker", patch)
-        room = Room(group, torch.device("cpu"), num_bytes=2**20)
+        fail_on(0, "SegmentOwner", patch)
+        room = ExchangeBuffers(group, torch.device("cpu"), num_bytes=2**20)
     mine = room.zeros(50_000, torch.float32).add_(group.index + 1)
     collectives.all_reduce(mine, group)
     assert group.shared is not None and bool((mine == 3.0).all())
@@ -114,8 +113,8 @@ def test_too_little_memory_for_buffers_is_no_reason_to_stop() -> None:
 
 @ranks(2)
 def test_room_for_nothing_is_room() -> None:
-    group = new_mesh("shared").group("data", "nothing")
-    room = Room(group, torch.device("cpu"), num_bytes=0)
+    group = new_group("shared", "nothing")
+    room = ExchangeBuffers(group, torch.device("cpu"), num_bytes=0)
     assert room.empty(0, torch.float32).numel() == 0 and room.zeros(10_000, torch.float32).sum() == 0
 
 
@@ -135,8 +134,8 @@ def mount_small_memory(size: str) -> None:
 def test_a_small_file_system_and_one_that_others_do_not_see(size: str, about: str) -> None:
     mount_small_memory(size)
     with pytest.MonkeyPatch.context() as patch, listening() as notices:
-        patch.setattr("weft.mesh.Connection", functools.partial(Connection, ways=("named",)))
-        check_works(new_mesh("auto").group("data", "small"))
+        patch.setattr("weft.comm.process_groups.Connection", functools.partial(Connection, ways=("named",)))
+        check_works(new_mesh("auto", ("data", "small")).groups[0])
         check_one_notice(notices, about=about)
     assert os.listdir("/dev/shm") == []
 
@@ -151,7 +150,7 @@ def test_ranks_of_another_network_are_another_host() -> None:
     joined = join_world("cpu")
     library.setns(here, 0)  # there is no way to the others from there
     assert joined.hosts == (0, 0, 1)
-    group = make_mesh(Plan(axes=Axes(data=3), comm=Comm(transport="auto")), joined).group("data", "network")
+    group = data_group("network", transport="auto", world=joined)
     assert group.shared is None and group.levels is not None
 
 
@@ -165,7 +164,7 @@ def test_ranks_of_another_boot_share_nothing(rank: int, tmp_path: Path) -> None:
             patch.setattr(hosts, "_BOOT_ID", other)
         joined = join_world("cpu")
     assert joined.hosts == (0, 1)
-    check_works(make_mesh(Plan(axes=Axes(data=2), comm=Comm(transport="auto")), joined).group("data", f"boot {rank}"))
+    check_works(data_group("boot", transport="auto", world=joined))
     assert not notices.texts, "there is nothing to notice: they are on two hosts"
 
 
@@ -196,4 +195,4 @@ def test_shared_memory_is_for_host_tensors() -> None:
 @pytest.mark.parametrize("transport, shares", [("auto", True), ("shared", True), ("c10d", False)])
 def test_the_plan_says_how_ranks_exchange(transport: str, shares: bool) -> None:
     assert world().hosts == (0, 0)
-    assert (new_mesh(transport).group("data", "plan").shared is not None) == shares
+    assert (new_mesh(transport, ("data", "plan")).groups[0].shared is not None) == shares

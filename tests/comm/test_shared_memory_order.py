@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft.comm import collectives
 from weft.comm.collectives import Pending
-from weft.comm.exchange_buffers import Room, common_empty
+from weft.comm.exchange_buffers import ExchangeBuffers, common_empty
 from weft.comm.group import Group
 from weft.comm.p2p import receive, send
 
@@ -33,7 +33,7 @@ def tiny_slots() -> Iterator[None]:
         patch.setattr("weft.comm.shared_memory.barrier.SLOT_BYTES", 4096)
         patch.setattr("weft.comm.shared_memory.transport.SMALL_BYTES", 256)
         for module in ("native", "reduction"):
-            patch.setattr(f"weft.comm.{module}.LEAST_BYTES", 64)
+            patch.setattr(f"weft.comm.shared_memory.{module}.LEAST_BYTES", 64)
         yield
 
 
@@ -41,7 +41,7 @@ def set_counters(group: Group, count: int) -> None:
     """As if that many meetings had been."""
     assert group.shared is not None
     dist.barrier(group.handle)
-    mine = group.shared._meeting._mine
+    mine = group.shared.barrier._mine
     mine.count = mine._word[0] = count
     dist.barrier(group.handle)
 
@@ -50,7 +50,7 @@ class Draw:
     """One exchange after another; what kind, of what and how are drawn alike on all ranks, the rest is each rank's."""
 
     def __init__(self, group: Group, *, seed: int) -> None:
-        self.group, self.room = group, Room(group, torch.device("cpu"), num_bytes=2**22)
+        self.group, self.room = group, ExchangeBuffers(group, torch.device("cpu"), num_bytes=2**22)
         self.alike, self.own = random.Random(seed), random.Random(100 * seed + group.index)
         common = common_empty(group, torch.device("cpu"), 100 * group.size, torch.int64)
         assert common is not None
@@ -59,8 +59,8 @@ class Draw:
 
     def run(self, num_exchanges: int) -> None:
         kinds: list[Callable[[], None]] = [
-            self.all_reduce, self.all_reduce, self.broadcast, self.reduce, self.all_gather, self.reduce_scatter,
-            self.all_to_all, self.scatter, self.gather, self.message, self.arrive,
+            self.all_reduce, self.all_reduce, self.broadcast, self.all_gather, self.reduce_scatter,
+            self.all_to_all, self.message, self.arrive,
         ]  # fmt: skip
         for _ in range(num_exchanges):
             self.numel, self.dtype = self.alike.choice(NUMELS), self.alike.choice(DTYPES)
@@ -106,12 +106,6 @@ class Draw:
         mine = self.put(table[self.group.index])
         self.note(collectives.broadcast(mine, self.group, root=self.root, wait=self.wait), mine, table[self.root])
 
-    def reduce(self) -> None:
-        table = self.table(self.numel)
-        mine = self.put(table[self.group.index])
-        true = true_sum(table) if self.group.index == self.root else None
-        self.note(collectives.reduce(mine, self.group, root=self.root, wait=self.wait), mine, true)
-
     def all_gather(self) -> None:
         table = self.table(self.numel)
         output = self.put(torch.zeros(self.numel * self.group.size, dtype=self.dtype))
@@ -139,20 +133,6 @@ class Draw:
         )
         self.note(pending, output, true)
 
-    def scatter(self) -> None:
-        table, output = self.table(self.numel), torch.empty(self.numel, dtype=self.dtype)
-        parts = table if self.group.index == self.root else None
-        pending = collectives.scatter(output, parts, self.group, root=self.root, wait=self.wait)
-        self.note(pending, output, table[self.group.index])
-
-    def gather(self) -> None:
-        table = self.table(self.numel)
-        output = torch.zeros(self.group.size, self.numel, dtype=self.dtype)
-        outputs = list(output) if self.group.index == self.root else None
-        mine = self.put(table[self.group.index])
-        pending = collectives.gather(mine, outputs, self.group, root=self.root, wait=self.wait)
-        self.note(pending, output, torch.stack(table) if outputs is not None else None)
-
     def message(self) -> None:
         table, me, size = self.table(self.numel), self.group.index, self.group.size
         send(self.put(table[me]), self.group, to=(me + 1) % size, tag=self.salt)
@@ -178,7 +158,7 @@ def test_two_ranks_in_any_order(start: int) -> None:
         group = new_group("shared", f"order {start}")
         set_counters(group, start)
         Draw(group, seed=1 + start).run(300)
-        assert start == 0 or group.shared._meeting._mine.count < start  # type: ignore[union-attr]
+        assert start == 0 or group.shared.barrier._mine.count < start  # type: ignore[union-attr]
 
 
 @ranks(3)

@@ -71,7 +71,7 @@ def is_late(plan: Plan) -> bool:
 
 def check_messages(world: World) -> str:
     """Collectives and messages move the right values between tensors of this device."""
-    group = make_mesh(Plan(axes=Axes(data=world.size)), world).group("data", "smoke")
+    group = make_mesh(Plan(axes=Axes(data=world.size)), world, groups=[("data", "smoke")]).group("data", "smoke")
     mine = torch.full((5,), float(group.index + 1), device=world.device)
     collectives.all_reduce(mine, group)
     assert mine.tolist() == [sum(range(1, group.size + 1))] * 5, mine
@@ -252,7 +252,7 @@ def main() -> None:
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
     world = join_world()
     started = time.perf_counter()
-    control = make_mesh(Plan(axes=Axes(data=world.size)), world).everyone("smoke")
+    control = make_mesh(Plan(axes=Axes(data=world.size)), world, groups=[("world", "smoke")]).everyone("smoke")
     with tempfile.TemporaryDirectory() as mine:
         folder = Path(gather_values(mine, control, world.device)[0])
         failed = run_checks(world, folder)

@@ -1,4 +1,4 @@
-"""What one rank of the test pool does: join the group, then run test bodies until the pipe closes.
+"""One rank of the test pool: join the group, then run test bodies until the pipe closes.
 
 A body arrives as a file, a name and pickled parameters, never as a closure: the rank imports the test file itself,
 through pytest's assertion rewriter, so a failed `assert` shows its values here as it would in the parent.
@@ -52,7 +52,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What became of one body on one rank."""
+    """The outcome of one body on one rank."""
 
     kind: str
     """passed, failed, skipped or died; a rank never says `died` of itself."""
@@ -83,7 +83,7 @@ def filtered_warnings(filters: list[Filter]) -> Iterator[None]:
 
 
 def load_module(file: str, name: str) -> types.ModuleType:
-    """The test file under the name pytest gave it, its assertions rewritten; imported once a rank."""
+    """The test file under the name pytest gave it, its assertions rewritten; imported once per rank."""
     loaded = sys.modules.get(name)
     if loaded is not None and loaded.__file__ == file:
         return loaded

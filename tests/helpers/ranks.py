@@ -97,7 +97,7 @@ class Pool:
         return Report(kind="died", text=f"died: {how}\n{self.stack(rank)}".rstrip())
 
     def stack(self, rank: int) -> str:
-        """What the rank's faulthandler wrote: its stack when it crashed or was asked."""
+        """The rank's stack when it crashed or was asked, as its faulthandler wrote it."""
         path = self.folder / f"stack-{rank}"
         return path.read_text() if path.exists() else ""
 
@@ -247,11 +247,3 @@ def ranks(
         return pytest.mark.ranks(pytest.mark.timeout(START_TIMEOUT_S + timeout_s)(on_ranks))
 
     return decorate
-
-
-@functools.cache
-def device_mesh(shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:
-    """torch's mesh of this shape, made once a rank: its groups cost tens of milliseconds, and the pool keeps groups."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", shape, mesh_dim_names=axes)

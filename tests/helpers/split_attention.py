@@ -7,13 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from oracle import Mesh  # meshes of one shape share their groups
+from meshes import mesh_with
 from torch import Tensor
 
-from weft.mesh import join_world
+from weft.mesh import Mesh
 from weft.parallel.attention.attention import Pass, SequenceAxes, attend
 from weft.parallel.attention.attention_call import make_axes
-from weft.plan.partition.grid import Grid
 from weft.plan.partition.sequence import Places
 from weft.plan.plan import Axes, Comm, Plan
 
@@ -23,7 +22,7 @@ SCALE = 0.3
 @functools.cache
 def mesh_of(ring: int, ulysses: int, transport: str) -> Mesh:
     plan = Plan(axes=Axes(ring=ring, ulysses=ulysses), comm=Comm(transport=transport))
-    return Mesh(plan=plan, world=join_world("cpu"), grid=Grid(plan.axes))
+    return mesh_with(plan, ("ring", "neighbours"), ("ulysses", "heads"))
 
 
 def axes_of(ring: int, ulysses: int, variant: str = "ring", transport: str = "shared") -> SequenceAxes:

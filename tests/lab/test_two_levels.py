@@ -25,7 +25,8 @@ from weft.plan.plan import Axes, Comm, Data, Plan
 torch.set_num_threads(1)
 transport = sys.argv[1]
 world = join_world("cpu")
-group = make_mesh(Plan(axes=Axes(data=4), comm=Comm(transport=transport)), world).group("data", "test")
+plan = Plan(axes=Axes(data=4), comm=Comm(transport=transport))
+group = make_mesh(plan, world, groups=[("data", "test")]).group("data", "test")
 whole, part = torch.full(({NUMEL},), float(world.rank)), torch.empty({NUMEL} // 4)
 all_reduce(whole, group)
 reduce_scatter(part, whole, group)

@@ -58,6 +58,7 @@ class Between:
 
     def __init__(self, inside: Sync, mesh: Mesh) -> None:
         self.inside = inside
+        mesh.add_groups([("replicate", "between")])
         self.replicas = mesh.group("replicate", "between")
 
     def __getattr__(self, name: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import data_plan
+from meshes import data_group
 from ranks import ranks
 
 from weft.measure.cluster import Effort, measure_cluster
@@ -20,7 +20,7 @@ from weft.measure.fingerprints import MISSING, WHOLE_BYTES, hash_code, hash_file
 from weft.measure.interfaces import addresses, advice, offered
 from weft.measure.preflight import clock_skews, collect, compare, run_preflight, say_ranks
 from weft.measure.timing import agree_as_pair, agree_in_group, time_sizes
-from weft.mesh import join_world, make_mesh
+from weft.mesh import join_world
 from weft.profiles.cluster_text import format_cluster, parse_cluster
 
 TINY = Effort(sizes=(1 << 10, 1 << 14), total_s=20.0, part_s=0.01, device_s=0.04)
@@ -88,7 +88,7 @@ def test_one_process_has_a_device_and_no_links() -> None:
 
 @ranks(2)
 def test_sizes_that_would_take_too_long_are_left_out() -> None:
-    group = make_mesh(data_plan(2), join_world("cpu")).everyone("control")
+    group = data_group("control")
     # Ranks differ in how long they take; what they decide must not.
     num_rows = 2000 if dist.get_rank() == 1 else 1
 
@@ -128,14 +128,14 @@ def test_a_dtype_that_ends_a_process_is_left_out(monkeypatch: pytest.MonkeyPatch
 @ranks(3)
 def test_ranks_of_one_host_differ_in_nothing_that_matters() -> None:
     world = join_world("cpu")
-    found = run_preflight(world, make_mesh(data_plan(3), world).everyone("preflight"))
+    found = run_preflight(world, data_group("preflight", world=world))
     assert found.ok and len(found.facts) == 3
 
 
 @ranks(3)
 def test_clocks_of_one_machine_agree() -> None:
     world = replace(join_world("cpu"), hosts=(0, 0, 1))
-    skews = clock_skews(world, make_mesh(data_plan(3), world).everyone("clocks"))
+    skews = clock_skews(world, data_group("clocks", world=world))
     assert skews.keys() == {1}
     offset_s, doubt_s = skews[1]
     assert abs(offset_s) <= doubt_s + 1e-6

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from meshes import data_group
 from oracle import (
     ADAMW,
     assert_same,
@@ -26,7 +27,6 @@ from torch import Tensor, nn
 
 from weft.comm.group import Group
 from weft.errors import ModelError
-from weft.mesh import join_world, make_mesh
 from weft.parallel.state.batchnorm import SynchronisedBatchNorm, synchronise_batch_norms
 from weft.parallel.state.buffers import consensus_buffers
 
@@ -40,7 +40,7 @@ KINDS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
 
 
 def statistics_group() -> Group:
-    return make_mesh(data_plan(dist.get_world_size()), join_world("cpu")).group("data", "statistics")
+    return data_group("statistics")
 
 
 def check_layer(kind: str, sizes: tuple[int, ...], *, eval_mode: bool = False, **settings: Any) -> None:
@@ -147,7 +147,7 @@ def test_half_precision_inputs_have_statistics_in_single() -> None:
 def test_a_module_keeps_its_class_its_checks_and_its_names() -> None:
     model = small_convnet()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    group = make_mesh(data_plan(1), join_world("cpu")).group("data", "statistics")
+    group = data_group("statistics")
     assert synchronise_batch_norms(model, group) == 5
     assert synchronise_batch_norms(model, group) == 5, "twice is the same as once"
     assert isinstance(model.stem_norm, nn.BatchNorm2d) and isinstance(model.stem_norm, SynchronisedBatchNorm)

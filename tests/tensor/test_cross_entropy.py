@@ -10,9 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from oracle import data_plan
+from meshes import data_group
 from ranks import ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
 from weft.comm.objects import gather_values
-from weft.mesh import World, join_world, make_mesh
+from weft.mesh import World
 from weft.parallel.tensor import cross_entropy as vocabulary
 from weft.parallel.tensor.cross_entropy import Share, gather_logits, split_cross_entropy_sum
 from weft.plan.partition.tensor import shares
@@ -33,12 +32,12 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3, t
 
 @functools.cache
 def group_on(transport: str) -> Group:
-    return make_mesh(data_plan(dist.get_world_size(), transport=transport), join_world("cpu")).group("data", "test")
+    return data_group("test", transport=transport)
 
 
 def alone() -> Group:
     world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
-    return make_mesh(data_plan(1), world).group("data", "test")
+    return data_group("test", world=world)
 
 
 def share(total: int, group: Group) -> Share:

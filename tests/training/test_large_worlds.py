@@ -145,6 +145,7 @@ def test_groups_of_1024_ranks(rank: int, pipeline: range, data: range, tensor: r
     with imagined(rank, 1024):
         world = join_world("meta")
         mesh = make_mesh(Plan(axes=LARGE), world)
+        mesh.add_groups([("data", "activations"), ("pipeline:0,15", "tied")])
         for axis, ranks in (("pipeline", pipeline), ("data", data), ("tensor", tensor)):
             group = mesh.group(axis, "activations")
             assert group.ranks == tuple(ranks) and group.ranks[group.index] == rank and group.handle is None

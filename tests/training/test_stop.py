@@ -10,16 +10,17 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from meshes import mesh_with
 from oracle import data_plan
 from ranks import ranks
 
-from weft.mesh import Mesh, join_world, make_mesh
+from weft.mesh import Mesh
 from weft.training.run import stop as stop_module
 from weft.training.run.stop import StopRequest
 
 
 def mesh_of(num_ranks: int) -> Mesh:
-    return make_mesh(data_plan(num_ranks), join_world("cpu"))
+    return mesh_with(data_plan(num_ranks), ("world", "control"))
 
 
 def steps_until_stop(stop: StopRequest, *, most: int = 500, step_s: float = 0.0) -> int | None:

@@ -32,7 +32,7 @@ from weft.checkpoint.safetensors import TensorReader
 from weft.checkpoint.save import index_checksum
 from weft.checkpoint.snapshot import FORMAT
 from weft.checkpoint.state import TrainerState
-from weft.comm.agree import together
+from weft.comm.agree import try_on_files
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError
 from weft.mesh import Mesh
@@ -58,20 +58,20 @@ def load(trainer: TrainerState, directory: Path) -> None:
             portable.read_model(reader)
             portable.load_optimizer(reader, index["tensors"][OPTIMIZER], index["optimizer_numbers"])
 
-    together(everyone, "restore", directory, lambda: restore(directory) if world.rank == 0 else None)
-    if len(set(together(everyone, "read", directory, look))) > 1:
+    try_on_files(everyone, "restore", directory, lambda: restore(directory) if world.rank == 0 else None)
+    if len(set(try_on_files(everyone, "read", directory, look))) > 1:
         raise CheckpointError(
             f"{directory} is not the same checkpoint on all ranks; give one in a folder that all hosts share"
         )
     require_undamaged(directory, index, trainer.mesh)
-    together(everyone, "read", directory, read)
+    try_on_files(everyone, "read", directory, read)
     trainer.sync.publish()
     trainer.steps_done = index["step"]
     trainer.data_position = index["data_position"]
     trainer.seeds.base = index["dropout_seed"]
     trainer.update.load_state(index["update"])
     if index["plan"] == format_plan(trainer.plan):
-        together(everyone, "read", directory, lambda: load_rank_part(trainer, directory))
+        try_on_files(everyone, "read", directory, lambda: load_rank_part(trainer, directory))
         return
     if trainer.pipeline_step is not None:
         trainer.pipeline_step.load_state({}, {})

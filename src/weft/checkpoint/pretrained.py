@@ -20,7 +20,7 @@ from weft.checkpoint.load import read_index, require_undamaged
 from weft.checkpoint.portable import Portable
 from weft.checkpoint.safetensors import TensorReader
 from weft.checkpoint.state import TrainerState
-from weft.comm.agree import together
+from weft.comm.agree import try_on_files
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError, LaunchError
 from weft.parallel.state.buffers import persistent_buffers
@@ -40,15 +40,15 @@ def load_weights(trainer: TrainerState, folder: str | Path) -> None:
         raise LaunchError("load_weights() needs values, and a fake world has none; start the ranks with torchrun")
     trainer.wait_for_save()
     folder, world, everyone = Path(folder), trainer.mesh.world, trainer.mesh.everyone("control")
-    together(everyone, "restore", folder, lambda: restore(folder) if world.rank == 0 else None)
-    if any(together(everyone, "read", folder, lambda: (folder / INDEX).is_file())):
+    try_on_files(everyone, "restore", folder, lambda: restore(folder) if world.rank == 0 else None)
+    if any(try_on_files(everyone, "read", folder, lambda: (folder / INDEX).is_file())):
         index: dict[str, Any] = {}
-        together(everyone, "read", folder, lambda: index.update(read_index(folder)))
+        try_on_files(everyone, "read", folder, lambda: index.update(read_index(folder)))
         require_undamaged(folder, index, trainer.mesh)
     portable, readers = Portable(trainer), []
     try:
         # Opened on every rank before any goes on, since what is wrong on one must be known to all.
-        together(
+        try_on_files(
             everyone,
             "read",
             folder,
@@ -57,7 +57,7 @@ def load_weights(trainer: TrainerState, folder: str | Path) -> None:
         reader = readers[0]
         stored_as = _match(trainer.named_model, reader.entries)
         _require_fitting(trainer, reader, stored_as, folder)
-        together(everyone, "read", folder, lambda: portable.read_model(reader, stored_as))
+        try_on_files(everyone, "read", folder, lambda: portable.read_model(reader, stored_as))
         trainer.sync.publish()
         if trainer.pipeline_step is not None:
             trainer.pipeline_step.load_state({}, {})

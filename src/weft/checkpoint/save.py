@@ -32,7 +32,7 @@ from weft.checkpoint.folders import INDEX, publish, refuse_foreign, restore
 from weft.checkpoint.safetensors import TensorFile
 from weft.checkpoint.snapshot import Snapshot, take
 from weft.checkpoint.state import TrainerState
-from weft.comm.agree import together
+from weft.comm.agree import try_on_files
 from weft.comm.group import Group, Traffic
 from weft.errors import CheckpointError
 
@@ -44,17 +44,17 @@ def write(snapshot: Snapshot, directory: Path, group: Group) -> None:
     partial = directory.with_name(f".{directory.name}.partial")
     try:
         headers = zlib.crc32(b"".join(file.header for file in snapshot.files))
-        if len(set(together(group, "create", partial, lambda: headers))) > 1:
+        if len(set(try_on_files(group, "create", partial, lambda: headers))) > 1:
             raise CheckpointError(
                 "ranks would write different files: their parameters or optimizer states differ in name, shape or dtype"
             )
-        together(group, "create", partial, lambda: _make_folder(directory, partial) if group.index == 0 else None)
-        together(group, "create", partial, lambda: _create_files(snapshot, partial, group))
-        own = together(group, "write", partial, lambda: _write_tensors(snapshot, partial))
+        try_on_files(group, "create", partial, lambda: _make_folder(directory, partial) if group.index == 0 else None)
+        try_on_files(group, "create", partial, lambda: _create_files(snapshot, partial, group))
+        own = try_on_files(group, "write", partial, lambda: _write_tensors(snapshot, partial))
         sizes = [(file.name, file.num_bytes) for file in snapshot.files] + [(name, size) for name, size in own]
-        found = together(group, "checksum", partial, lambda: _seal(snapshot, partial, sizes, group))
+        found = try_on_files(group, "checksum", partial, lambda: _seal(snapshot, partial, sizes, group))
         crc32 = [value for part in found for value in part]
-        together(
+        try_on_files(
             group, "finish", directory, lambda: _finish(snapshot, partial, directory, sizes, crc32, group.index == 0)
         )
     except CheckpointError as error:

@@ -75,8 +75,10 @@ def _run_rank(
     world = _join()
     view = _View() if world.rank == 0 else None
     if compares:
-        mesh = make_mesh(Plan(axes=Axes(data=world.size), comm=Comm(transport="c10d")), world)
+        plan = Plan(axes=Axes(data=world.size), comm=Comm(transport="c10d"))
+        mesh = make_mesh(plan, world, groups=[("world", "preflight")])
         found = run_preflight(world, mesh.everyone("preflight"), job=job)
+        mesh.close()
         if view is not None:
             view.compared(found)
         if not found.ok:

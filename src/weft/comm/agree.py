@@ -1,4 +1,4 @@
-"""Doing something on every rank that may fail on one: then all of them raise, with every problem, and go on alike."""
+"""Actions that every rank tries: if one fails on any rank, all ranks raise the same error."""
 
 from __future__ import annotations
 
@@ -10,34 +10,46 @@ import torch
 
 from weft.comm.group import Group
 from weft.comm.objects import gather_values
-from weft.errors import CheckpointError
+from weft.errors import CheckpointError, WeftError
 
 
-def together(group: Group, verb: str, path: Path, action: Callable[[], Any]) -> list[Any]:
-    """Do something on every rank; all ranks raise if it failed on any. Returns what it gave on each."""
-    outcome: dict[str, Any] = {"value": None, "problems": []}
+def try_on_all(
+    group: Group, action: Callable[[], Any], *, error: type[WeftError], describe: Callable[[Exception], str]
+) -> list[Any]:
+    """Run an action on every rank and return all results; where any rank fails, all raise `error` with all problems.
+
+    `describe` puts an unexpected exception into words.
+    """
+    value: Any = None
     failure: Exception | None = None
+    problems: tuple[str, ...] = ()
     try:
-        outcome["value"] = action()
-    except CheckpointError as error:
-        outcome["problems"], failure = error.problems, error
-    except Exception as error:  # whatever it is, the others are waiting to be told
-        outcome["problems"], failure = [_say(error, group.ranks[group.index], verb, path)], error
-    outcomes = gather_values(outcome, group, _device_of(group))
-    problems = [problem for outcome in outcomes for problem in outcome["problems"]]
-    if problems:
-        raise CheckpointError(list(dict.fromkeys(problems))) from failure
-    return [outcome["value"] for outcome in outcomes]
+        value = action()
+    except WeftError as caught:
+        problems, failure = caught.problems, caught
+    except Exception as caught:  # whatever it is, the others are waiting to be told
+        problems, failure = (describe(caught),), caught
+    outcomes = gather_values([value, problems], group, _device_of(group))
+    found = [problem for _, problems in outcomes for problem in problems]
+    if found:
+        raise error(list(dict.fromkeys(found))) from failure
+    return [value for value, _ in outcomes]
 
 
-def _say(error: Exception, rank: int, verb: str, path: Path) -> str:
-    if isinstance(error, OSError):
-        return f"rank {rank} cannot {verb} {error.filename or path}: {error.strerror or error}"
-    return f"rank {rank} cannot {verb} {path}: {type(error).__name__}: {error}"
+def try_on_files(group: Group, verb: str, path: Path, action: Callable[[], Any]) -> list[Any]:
+    """`try_on_all` for actions on a checkpoint's files."""
+
+    def describe(error: Exception) -> str:
+        rank = group.ranks[group.index]
+        if isinstance(error, OSError):
+            return f"rank {rank} cannot {verb} {error.filename or path}: {error.strerror or error}"
+        return f"rank {rank} cannot {verb} {path}: {type(error).__name__}: {error}"
+
+    return try_on_all(group, action, error=CheckpointError, describe=describe)
 
 
 def _device_of(group: Group) -> torch.device:
-    """Where messages of a group must lie: on the host, unless its only backend sends from a GPU."""
+    """The device that messages of a group must be on: the host, unless its only backend sends from a GPU."""
     host = torch.device("cpu")
     if group.handle is None or host in group.handle._device_types:
         return host

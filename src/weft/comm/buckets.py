@@ -1,7 +1,7 @@
-"""Flat buffers for gradients: many tensors travel as a few, and each tensor is a view into one of them.
+"""Flat buffers for gradients: many tensors are exchanged as a few, and each is a view into one of them.
 
-The last member is the tail (`plan/partition/wire.py`): the loss, the count of targets and the flags of used parameters
-ride along with the gradients instead of costing a collective of their own.
+The last member is the tail (`plan/partition/wire.py`): the loss, the count of targets and the flags of used parameters,
+which go with the gradients instead of costing a collective of their own.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.comm.exchange_buffers import Room, bytes_for
+from weft.comm.exchange_buffers import ExchangeBuffers, bytes_for
 from weft.plan.partition.wire import Member, assign_buckets, tail_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """One flat buffer and the members that lie in it."""
+    """One flat buffer and the tensors in it."""
 
     flat: torch.Tensor
     members: tuple[int, ...]
@@ -25,13 +25,13 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buckets:
-    """All buckets in the order of exchange, and where each member is."""
+    """All buckets in the order of exchange, and each tensor's place in them."""
 
     buckets: tuple[Bucket, ...]
     views: tuple[torch.Tensor, ...]
-    """Per tensor given: its part of a bucket, in the tensor's shape and, where it can be, its strides."""
+    """Each given tensor's part of a bucket, in its shape and, where possible, its strides."""
     bucket_of: tuple[int, ...]
-    """Per tensor given: the bucket it lies in."""
+    """Each given tensor's bucket."""
     tail: torch.Tensor
     tail_bucket: int
 
@@ -41,12 +41,14 @@ def member_of(tensor: torch.Tensor) -> Member:
 
 
 def bucket_room(tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes that buckets of tensors like these take, in whatever order they are filled."""
+    """The most bytes that buckets of tensors like these take, in any order."""
     tail_bytes = 8 * tail_of([member_of(tensor) for tensor in tensors]).numel  # at the widest
     return tail_bytes + bytes_for([tensor.numel() for tensor in tensors], [tensor.dtype for tensor in tensors])
 
 
-def make_buckets(tensors: Sequence[torch.Tensor], order: Sequence[int], *, bucket_bytes: int, room: Room) -> Buckets:
+def make_buckets(
+    tensors: Sequence[torch.Tensor], order: Sequence[int], *, bucket_bytes: int, room: ExchangeBuffers
+) -> Buckets:
     """Allocate buckets for tensors like these, filled in the given order (the order in which gradients get ready)."""
     members = [member_of(tensors[index]) for index in order]
     members.append(tail_of(members))

@@ -1,15 +1,16 @@
-"""Collectives as thin calls on a mesh group, counting bytes and blocked seconds by axis.
+"""Collectives on a group of ranks, with bytes and blocked seconds counted by axis.
 
 Each call works in place or into tensors the caller owns, so that buffers can be kept from step to step. With
-`wait=False` it returns a `Pending` at once and the exchange goes on beside computation; the caller must wait for it.
-A group of one returns without touching torch.distributed. Roots are places in the group, not global ranks.
+`wait=False` it returns a `Pending` at once, and the caller must wait for it. A group of one rank exchanges nothing.
+Roots are places in the group, not global ranks.
 """
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from weft.comm.gloo import parts_to_add, start_all_gather, start_reduce_scatter
 from weft.comm.group import Group, Traffic
 from weft.comm.hide_from_modes import hide_from_modes
+from weft.comm.pairwise import WaitAll
 from weft.comm.shared_memory.reduction import REDUCE_OPS, Reduction, add_into
 from weft.comm.shared_memory.transport import SharedTransport
 from weft.comm.two_level import TwoLevel
@@ -32,19 +34,17 @@ class _Work(Protocol):
     def wait(self) -> object: ...
 
 
+@dataclass(slots=True, eq=False)
 class Pending:
     """An exchange under way. `wait` blocks until it is done (on CUDA: until the stream may go on) and is timed."""
 
-    __slots__ = ("_after", "_traffic", "_work")
-
-    def __init__(self, work: _Work | None, traffic: Traffic, after: Callable[[], None] | None = None) -> None:
-        self._work = work
-        self._traffic = traffic
-        self._after = after
+    _work: _Work | None
+    _traffic: Traffic
+    _after: Callable[[], object] | None = None
 
     @property
     def is_over(self) -> bool:
-        """Whether it is known that `wait` would not block."""
+        """`wait` is known not to block."""
         return self._work is None or (isinstance(self._work, dist.Work) and self._work.is_completed())
 
     def wait(self, *, since: float | None = None) -> None:
@@ -69,84 +69,37 @@ def all_reduce(
     after: Callable[[], None] | None = None,
 ) -> Pending:
     """Every rank ends with the reduction of all ranks' tensors, in place; `after` runs when it is waited for."""
+    run = partial(_run, group, "all-reduce", tensor.nbytes, wait=wait, after=after)
     wire = group.wire(tensor) or group.level_wire(tensor)
     if wire is not None:
-        return _share(group, "all-reduce", tensor.nbytes, wait, wire, lambda: wire.all_reduce(tensor, op), after)
-    return _run(
-        group,
-        "all-reduce",
-        tensor.nbytes,
-        wait,
-        lambda: dist.all_reduce(tensor, REDUCE_OPS[op], group.handle, True),
-        after,
-    )
+        return run(lambda: wire.all_reduce(tensor, op), wire=wire)
+    return run(lambda: dist.all_reduce(tensor, REDUCE_OPS[op], group.handle, True))
 
 
 def broadcast(tensor: torch.Tensor, group: Group, *, root: int = 0, wait: bool = True) -> Pending:
     """Every rank ends with the root's tensor, in place."""
-    wire, source = group.wire(tensor) or group.level_wire(tensor), group.ranks[root]
+    run = partial(_run, group, "broadcast", tensor.nbytes, wait=wait)
+    wire = group.wire(tensor) or group.level_wire(tensor)
     if wire is not None:
-        return _share(group, "broadcast", tensor.nbytes, wait, wire, lambda: wire.broadcast(tensor, root))
-    return _run(group, "broadcast", tensor.nbytes, wait, lambda: dist.broadcast(tensor, source, group.handle, True))
-
-
-def reduce(tensor: torch.Tensor, group: Group, *, root: int = 0, op: Reduction = "sum", wait: bool = True) -> Pending:
-    """The root ends with the reduction of all ranks' tensors, in place; other ranks' tensors are undefined after."""
-    wire, target = group.wire(tensor), group.ranks[root]
-    if wire is not None:
-        return _share(group, "reduce", tensor.nbytes, wait, wire, lambda: wire.all_reduce(tensor, op, root))
-    return _run(
-        group, "reduce", tensor.nbytes, wait, lambda: dist.reduce(tensor, target, REDUCE_OPS[op], group.handle, True)
-    )
-
-
-def scatter(
-    output: torch.Tensor, parts: Sequence[torch.Tensor] | None, group: Group, *, root: int = 0, wait: bool = True
-) -> Pending:
-    """Every rank gets its part of the root's list; `parts` is None on the others. Parts have one shape."""
-    if group.size == 1:
-        assert parts is not None
-        output.copy_(parts[0])
-    wire, source = group.wire(output), group.ranks[root]
-    listed = list(parts) if parts is not None and group.index == root else None
-    num_bytes = output.nbytes * group.size
-    if wire is not None:
-        return _share(group, "scatter", num_bytes, wait, wire, lambda: wire.scatter(output, listed, root))
-    return _run(group, "scatter", num_bytes, wait, lambda: dist.scatter(output, listed, source, group.handle, True))
-
-
-def gather(
-    tensor: torch.Tensor, outputs: Sequence[torch.Tensor] | None, group: Group, *, root: int = 0, wait: bool = True
-) -> Pending:
-    """The root gets every rank's tensor in `outputs`, which is None on the others. Tensors have one shape."""
-    if group.size == 1:
-        assert outputs is not None
-        outputs[0].copy_(tensor)
-    wire, target = group.wire(tensor), group.ranks[root]
-    listed = list(outputs) if outputs is not None and group.index == root else None
-    num_bytes = tensor.nbytes * group.size
-    if wire is not None:
-        return _share(group, "gather", num_bytes, wait, wire, lambda: wire.all_gather(listed, tensor, name="gather"))
-    return _run(group, "gather", num_bytes, wait, lambda: dist.gather(tensor, listed, target, group.handle, True))
+        return run(lambda: wire.broadcast(tensor, root), wire=wire)
+    return run(lambda: dist.broadcast(tensor, group.ranks[root], group.handle, True))
 
 
 def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: Group, *, wait: bool = True) -> Pending:
     """`output` ends as all ranks' tensors, one after another along dim 0; `tensor` may be this rank's place in it."""
     if group.size == 1 and output.data_ptr() != tensor.data_ptr():
         output.copy_(tensor.reshape(output.shape))
-    wire = group.wire(tensor)
-    if wire is not None and wire.is_common(output):
-        return _run(group, "all-gather", output.nbytes, wait, wire.arrive)
-    outputs = list(output.view(group.size, -1))
+    run = partial(_run, group, "all-gather", output.nbytes, wait=wait)
+    shared = group.wire(tensor)
+    if shared is not None and shared.barrier.is_common(output):
+        return run(shared.arrive)
+    wire = shared or group.level_wire(tensor, is_even=True)
     if wire is not None:
-        gather = functools.partial(wire.all_gather, outputs, tensor, name="all-gather")
-        return _share(group, "all-gather", output.nbytes, wait, wire, gather)
-    levels = group.level_wire(tensor, is_even=True)
-    if levels is not None:
-        return _share(group, "all-gather", output.nbytes, wait, levels, lambda: levels.all_gather(outputs, tensor))
+        outputs = list(output.view(group.size, -1))
+        return run(lambda: wire.all_gather(outputs, tensor), wire=wire)
     if uses_messages(group, tensor):
-        return _run(group, "all-gather", output.nbytes, wait, lambda: start_all_gather(output, tensor, group))
-    return _run(group, "all-gather", output.nbytes, wait, lambda: _all_gather_flat(output, tensor, group.handle, True))
+        return run(lambda: start_all_gather(output, tensor, group))
+    return run(lambda: _all_gather_flat(output, tensor, group.handle, True))
 
 
 def reduce_scatter(
@@ -165,42 +118,28 @@ def reduce_scatter(
     """
     if group.size == 1:
         if add or output.data_ptr() != tensor.data_ptr():
-            _take(output, tensor.reshape(output.shape), add)
+            _store(output, tensor.reshape(output.shape), add)
         return Pending(None, group.traffic)
+    run = partial(_run, group, "reduce-scatter", tensor.nbytes, wait=wait)
     wire = group.wire(tensor) or group.level_wire(tensor, is_even=True)
     if wire is not None:
-        return _share(
-            group,
-            "reduce-scatter",
-            tensor.nbytes,
-            wait,
-            wire,
-            lambda: wire.reduce_scatter(output, tensor, add=add),
-        )
+        return run(lambda: wire.reduce_scatter(output, tensor, add=add), wire=wire)
     target = output.view(-1)
     if uses_messages(group, tensor):
         rows = torch.empty_like(tensor).view(-1) if received is None else received
-        return _run(
-            group,
-            "reduce-scatter",
-            tensor.nbytes,
-            wait,
+        return run(
             lambda: start_reduce_scatter(tensor, rows, group),
-            lambda: add_into(target, parts_to_add(tensor, rows, group), add=add),
+            after=lambda: add_into(target, parts_to_add(tensor, rows, group), add=add),
         )
     in_place = not add and target.dtype == tensor.dtype
     result = target if in_place else tensor.new_empty(target.numel())
-    return _run(
-        group,
-        "reduce-scatter",
-        tensor.nbytes,
-        wait,
+    return run(
         lambda: _reduce_scatter_flat(result, tensor.view(-1), dist.ReduceOp.SUM, group.handle, True),
-        None if in_place else lambda: _take(target, result, add),
+        after=None if in_place else lambda: _store(target, result, add),
     )
 
 
-def _take(target: torch.Tensor, result: torch.Tensor, add: bool) -> None:
+def _store(target: torch.Tensor, result: torch.Tensor, add: bool) -> None:
     if add:
         target.add_(result)
     else:
@@ -208,7 +147,7 @@ def _take(target: torch.Tensor, result: torch.Tensor, add: bool) -> None:
 
 
 def uses_messages(group: Group, tensor: torch.Tensor) -> bool:
-    """Whether parts go as messages from rank to rank. gloo cannot send from a GPU, and NCCL has better ways."""
+    """Parts go as messages from rank to rank. gloo cannot send from a GPU, and NCCL has better ways."""
     is_direct = group.wire(tensor) is None and group.level_wire(tensor, is_even=True) is None
     return group.handle is not None and is_direct and tensor.device.type == "cpu"
 
@@ -228,24 +167,17 @@ def all_to_all(
     """
     if group.size == 1:
         output.copy_(tensor)
-    wire = group.wire(tensor)
     sent = None
     if input_splits is not None:  # a rank keeps its own part, whatever its size
         sent = tensor.nbytes - tensor[: input_splits[group.index]].nbytes
+    run = partial(_run, group, "all-to-all", tensor.nbytes, wait=wait, sent=sent)
+    wire = group.wire(tensor)
     if wire is not None:
-        lengths = [
+        received, given = (
             _lengths(one, splits, group.size) for one, splits in ((output, output_splits), (tensor, input_splits))
-        ]
-        exchange = functools.partial(wire.all_to_all, output, tensor, *lengths)
-        return _share(group, "all-to-all", tensor.nbytes, wait, wire, exchange, sent=sent)
-    return _run(
-        group,
-        "all-to-all",
-        tensor.nbytes,
-        wait,
-        lambda: dist.all_to_all_single(output, tensor, output_splits, input_splits, group.handle, True),
-        sent=sent,
-    )
+        )
+        return run(lambda: wire.all_to_all(output, tensor, received, given), wire=wire)
+    return run(lambda: dist.all_to_all_single(output, tensor, output_splits, input_splits, group.handle, True))
 
 
 def _lengths(tensor: torch.Tensor, splits: list[int] | None, size: int) -> list[int]:
@@ -256,45 +188,28 @@ def _lengths(tensor: torch.Tensor, splits: list[int] | None, size: int) -> list[
     return [length * row for length in splits]
 
 
-class _Done:
-    def wait(self) -> None:
-        pass
-
-
-_DONE = _Done()
-
-
-def _share(
-    group: Group,
-    collective: Collective,
-    buffer_bytes: int,
-    wait: bool,
-    wire: SharedTransport | TwoLevel,
-    task: Callable[[], None],
-    after: Callable[[], None] | None = None,
-    sent: int | None = None,
-) -> Pending:
-    """Exchange through shared memory: here if it is waited for at once, else beside the caller."""
-
-    def start() -> _Work:
-        if not wait:
-            return wire.start(task)
-        wire.run(task)
-        return _DONE
-
-    return _run(group, collective, buffer_bytes, wait, start, after, sent)
+def _run_on(wire: SharedTransport | TwoLevel, task: Callable[[], object], wait: bool) -> _Work:
+    if not wait:
+        return wire.worker.start(task)
+    wire.worker.run(task)
+    return WaitAll(())
 
 
 def _run(
     group: Group,
     collective: Collective,
     buffer_bytes: int,
-    wait: bool,
     start: Callable[[], _Work | None],
+    *,
+    wait: bool,
+    wire: SharedTransport | TwoLevel | None = None,
     after: Callable[[], None] | None = None,
     sent: int | None = None,
 ) -> Pending:
-    """Start an exchange and count it: by its kind and buffer, or as the bytes `sent` where parts differ in size."""
+    """Start an exchange and count it: by its kind and buffer, or as the bytes `sent` where parts differ in size.
+
+    On a `wire`, `start` does the whole exchange: in this thread if it is waited for at once, else in the wire's.
+    """
     traffic = group.traffic
     if group.handle is None:
         return Pending(None, traffic)
@@ -302,7 +217,7 @@ def _run(
     traffic.add(num_calls=1, sent_bytes=counted)
     started = time.perf_counter()
     with hide_from_modes():
-        pending = Pending(start(), traffic, after)
+        pending = Pending(_run_on(wire, start, wait) if wire is not None else start(), traffic, after)
     if wait:
         pending.wait(since=started)
     return pending

@@ -1,6 +1,7 @@
-"""Where tensors that a group exchanges lie: in shared memory if it has some, so that they need not be copied there.
+"""Buffers for tensors that a group exchanges: in shared memory if it has some, so that they need not be copied there.
 
-Whoever keeps buffers from step to step asks for room once, collectively, and then allocates in it by itself.
+Whoever keeps buffers from step to step makes an `ExchangeBuffers` once, collectively, and then allocates in it by
+itself.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from weft.comm.shared_memory.arena import ALIGNMENT_BYTES, Arena, round_up
 from weft.comm.shared_memory.connect import SharedMemoryError
 
 
-class Room:
-    """Room for buffers of a group, each rank's own; ordinary memory where none is shared, or when it is full."""
+class ExchangeBuffers:
+    """An allocator of a rank's own buffers; of ordinary memory where none is shared, or when that is full."""
 
     def __init__(self, group: Group, device: torch.device, *, num_bytes: int) -> None:
         """Collective. Of `num_bytes`, what is never used takes no memory."""
@@ -23,7 +24,7 @@ class Room:
         self._arena = _make_arena(group, device, num_bytes, is_common=False)
 
     def empty(self, numel: int, dtype: torch.dtype, *, shared: bool = True) -> torch.Tensor:
-        """A flat buffer with anything in it."""
+        """A flat, uninitialised buffer."""
         found = self._arena.empty(numel, dtype) if shared and self._arena is not None else None
         return torch.empty(numel, dtype=dtype, device=self._device) if found is None else found
 
@@ -41,10 +42,8 @@ def common_empty(group: Group, device: torch.device, numel: int, dtype: torch.dt
     if group.shared is None:
         return None
     arena = _make_arena(group, device, max(numel, 1) * dtype.itemsize, is_common=True)
-    if arena is None:
-        return None
-    # Every rank allocates the same place: it is the first in everybody's account of the one row.
-    return arena.empty(numel, dtype)
+    # Every rank allocates the same place: the first of the one row.
+    return None if arena is None else arena.empty(numel, dtype)
 
 
 def _make_arena(group: Group, device: torch.device, num_bytes: int, *, is_common: bool) -> Arena | None:
@@ -56,4 +55,4 @@ def _make_arena(group: Group, device: torch.device, num_bytes: int, *, is_common
         segment, _ = group.connection.share(row_bytes if is_common else row_bytes * wire.size)
     except SharedMemoryError:  # on all ranks of the host alike: buffers then pass through slots
         return None
-    return wire.add_arena(segment, is_common=is_common)
+    return wire.barrier.add_arena(segment, is_common=is_common)

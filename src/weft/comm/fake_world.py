@@ -1,9 +1,8 @@
-"""A world that is only imagined: one rank of many without the others, to look at a plan before there are machines.
+"""A fake world: one rank of many without the others, to look at a plan before there are machines.
 
-torch's "fake" process group says which rank this is and of how many. Everything lives on the meta device, so nothing
-has memory or values, and nothing is sent: a group of an imagined world knows its ranks but has no handle, and
-collectives on it return at once. Where ranks tell each other plain values (`objects.py`), all are taken to say what
-this one says. So a model can be cut, shared out and laid out as one rank of 1,024 would have it; it cannot be run.
+torch's "fake" process group has the rank and the number of ranks. Everything is on the meta device, without memory or
+values. A group of a fake world knows its ranks but has no handle, and collectives on it return at once. So a model can
+be cut and placed as one rank of 1,024 would have it; it cannot be run.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ import torch.distributed as dist
 
 from weft.errors import LaunchError
 
-_RANKS_A_HOST = 8
+_RANKS_PER_HOST = 8
 
 
 def is_fake() -> bool:
-    """Whether the other ranks of this world do not exist."""
+    """The other ranks of this world do not exist."""
     return dist.is_initialized() and dist.get_backend() == "fake"
 
 
 def refuse_half_fake(device: torch.device) -> None:
-    """Real tensors would stay what they are where ranks should exchange them, and be silently wrong."""
+    """Real tensors would stay unchanged where ranks should exchange them, and be silently wrong."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     if is_fake() and device.type != "meta":
         raise LaunchError(
@@ -34,10 +33,10 @@ def refuse_half_fake(device: torch.device) -> None:
     if device.type == "meta" and size > 1 and not is_fake():
         raise LaunchError(
             f"the {size} ranks of this run are real, and the meta device has no values that they could exchange; give "
-            'another device, or imagine the ranks: torch.distributed.init_process_group("fake", ...) in one process'
+            'another device, or make a fake world: torch.distributed.init_process_group("fake", ...) in one process'
         )
 
 
 def ranks_per_host() -> int:
-    """Ranks on each imagined host: torchrun's word, or as many as machines have GPUs."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", _RANKS_A_HOST))
+    """Ranks on each host of a fake world: torchrun's number, or as many as machines have GPUs."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", _RANKS_PER_HOST))

@@ -1,13 +1,14 @@
-"""Ranks that exchange with each other, how they do it, and what went over their wire so far.
+"""Groups of ranks: how they exchange, and the bytes they have sent so far.
 
-Groups are made by `mesh.py` only. Each picks how it talks: host tensors of ranks on one host go through its memory, the
-rest through torch.distributed, which always works.
+Groups are made by `process_groups.py` only. Host tensors of ranks on one host go through its memory, the rest through
+torch.distributed, which always works.
 """
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from typing import NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from weft.comm.two_level import TwoLevel
 
 @dataclass(slots=True)
 class Traffic:
-    """What went over one axis so far: counted by `comm/`, read by metrics and by the byte tests."""
+    """Calls, bytes and blocked seconds of one axis so far."""
 
     num_calls: int = 0
     sent_bytes: int = 0
@@ -28,14 +29,21 @@ class Traffic:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, *, num_calls: int = 0, sent_bytes: int = 0, wait_s: float = 0.0) -> None:
-        """Count; groups of several threads share the traffic of their axis."""
+        """Add to the totals; groups of several threads share the traffic of their axis."""
         with self._lock:
             self.num_calls += num_calls
             self.sent_bytes += sent_bytes
             self.wait_s += wait_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
+class _Closed:
+    """Placeholder for a destroyed process group: every use raises."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RuntimeError("this process group is gone: its mesh was closed; make a new one")
+
+
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Group:
     """Ranks that exchange with each other along an axis, for one purpose."""
 
@@ -46,14 +54,14 @@ class Group:
     index: int
     """This rank's place in `ranks`."""
     handle: dist.ProcessGroup | None
-    """None when there is nobody to exchange with: alone, or where the others are only imagined."""
+    """None in a group of one, and in a fake world."""
     traffic: Traffic
     shared: SharedTransport | None = None
-    """The memory of the one host all ranks are on; None where they are not, or do not use it."""
+    """The transport through host memory, if all ranks are on one host and use it."""
     levels: TwoLevel | None = None
-    """Where ranks are on several hosts, some of them together: how they exchange in two levels."""
+    """The hierarchical collectives, if ranks are on several hosts and some share one."""
     connection: Connection | None = None
-    """By which ranks of this host get more memory that they share."""
+    """The means by which ranks of this host get more shared memory."""
     through_host: bool = False
     """Messages of CUDA tensors pass through host memory, because gloo can send only from there."""
 
@@ -62,19 +70,25 @@ class Group:
         return len(self.ranks)
 
     def wire(self, tensor: torch.Tensor) -> SharedTransport | None:
-        """Shared memory, if this tensor can go through it."""
+        """The shared-memory transport, if this tensor can use it."""
         return self.shared if tensor.device.type == "cpu" else None
 
     def level_wire(self, tensor: torch.Tensor, *, is_even: bool = False) -> TwoLevel | None:
-        """Two levels, if this tensor can go by them; `is_even`: and all hosts have as many ranks."""
+        """The hierarchical collectives, if this tensor can use them; `is_even`: if hosts are of equal size."""
         levels = self.levels if tensor.device.type == "cpu" else None
         return None if levels is None or (is_even and not levels.is_even) else levels
 
     @property
     def host_wire(self) -> SharedTransport | None:
-        """The memory that this rank shares with those of the group that are on its host."""
+        """The shared-memory transport between this rank and those of the group on its host."""
         return self.shared if self.levels is None else self.levels.wire
 
+    def close(self) -> None:
+        """Let every later exchange fail."""
+        self.shared = self.levels = self.connection = None
+        if self.handle is not None:
+            self.handle = cast(dist.ProcessGroup, _Closed())
+
     def __deepcopy__(self, memo: object) -> Group:
-        """A copy of a model exchanges with the same ranks through the same group."""
+        """A copied model keeps its groups."""
         return self

@@ -1,7 +1,7 @@
-"""Exchanges are nobody's operators: modes that watch or replay torch's operators are not to see how they are done.
+"""Hides communication from TorchDispatchModes.
 
-A policy of recomputation, say, expects the same operators in the second run as in the first; a wire that makes a view
-of its memory once, and keeps it, has others.
+A policy of recomputation, say, expects the same operators in the second run as in the first; a transport that makes a
+view of its memory once, and keeps it, has others.
 """
 
 from __future__ import annotations
@@ -15,5 +15,5 @@ _NOTHING = nullcontext()
 
 
 def hide_from_modes() -> AbstractContextManager[object]:
-    """No mode sees what is done in here; costs nothing where there is none."""
+    """Context in which no mode sees operators; costs nothing where there is none."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NOTHING

@@ -1,7 +1,4 @@
-"""Small plain values between ranks: agreeing on an outcome, collecting reports. For the control path only.
-
-Values travel as JSON, never as pickles, so a message can hold nothing that runs.
-"""
+"""Small plain values between ranks, for the control path. They travel as JSON, never as pickles, and hold no code."""
 
 from __future__ import annotations
 
@@ -16,10 +13,7 @@ from weft.comm.group import Group
 
 
 def gather_values(value: Any, group: Group, device: torch.device) -> list[Any]:
-    """Every rank's value, in the order of the group, on every rank. Values are what JSON can hold.
-
-    Ranks that are only imagined are taken to say what this one says: whatever a plan does, it does on all alike.
-    """
+    """Every rank's value, in the order of the group, on every rank. Ranks of a fake world have this one's."""
     text = json.dumps(value)
     if group.handle is None:
         return [json.loads(text) for _ in group.ranks]
@@ -36,6 +30,6 @@ def gather_values(value: Any, group: Group, device: torch.device) -> list[Any]:
 
 
 def value_of_first(make: Callable[[], Any], group: Group, device: torch.device) -> Any:
-    """What the first rank of a group makes, on every rank. Others need not make it, unless the first is imagined."""
+    """The value that the first rank of a group makes, on every rank. In a fake world every rank makes its own."""
     makes = group.index == 0 or group.handle is None
     return gather_values(make() if makes else None, group, device)[0]

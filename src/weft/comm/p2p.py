@@ -12,6 +12,7 @@ import torch.distributed as dist
 from weft.comm.collectives import Pending
 from weft.comm.group import Group
 from weft.comm.hide_from_modes import hide_from_modes
+from weft.comm.pairwise import WaitAll
 from weft.plan.partition.wire import sent_bytes
 
 
@@ -40,37 +41,20 @@ def receive(tensor: torch.Tensor, group: Group, *, source: int, tag: int = 0) ->
         return Pending(dist.irecv(tensor, group.ranks[source], group.handle, tag), group.traffic)
     staged = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     work = dist.irecv(staged, group.ranks[source], group.handle, tag)
-
-    def unstage() -> None:
-        tensor.copy_(staged)
-
-    return Pending(work, group.traffic, after=unstage)
-
-
-class Together:
-    """Exchanges that are waited for as one."""
-
-    __slots__ = ("_parts",)
-
-    def __init__(self, *parts: Pending) -> None:
-        self._parts = parts
-
-    def wait(self) -> None:
-        for part in self._parts:
-            part.wait()
+    return Pending(work, group.traffic, lambda: tensor.copy_(staged))
 
 
 def exchange(
     outgoing: torch.Tensor, incoming: torch.Tensor, group: Group, *, to: int, source: int, tag: int = 0
-) -> Together:
+) -> WaitAll:
     """Start a send and a receive as one, for rings, where every rank does both at every step; both are contiguous."""
     if outgoing.device.type == "cpu" or group.through_host:
         sent = send(outgoing, group, to=to, tag=tag)
-        return Together(sent, receive(incoming, group, source=source, tag=tag))
+        return WaitAll([sent, receive(incoming, group, source=source, tag=tag)])
     # NCCL runs what it is given in order: if every rank's send came before its receive, all would wait for ever.
     group.traffic.add(num_calls=2, sent_bytes=sent_bytes("send", outgoing.nbytes, group.size))
     both = [
         dist.P2POp(dist.isend, outgoing, group.ranks[to], group.handle, tag),
         dist.P2POp(dist.irecv, incoming, group.ranks[source], group.handle, tag),
     ]
-    return Together(*(Pending(work, group.traffic) for work in dist.batch_isend_irecv(both)))
+    return WaitAll([Pending(work, group.traffic) for work in dist.batch_isend_irecv(both)])

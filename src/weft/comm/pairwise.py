@@ -1,23 +1,23 @@
-"""One message from every rank to every other, all under way at once: what direct exchanges are made of."""
+"""One message from every rank to every other, all under way at once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 
-class Messages:
-    """Sends and receives under way, waited for together."""
+@dataclass(slots=True)
+class WaitAll:
+    """Exchanges that are waited for as one."""
 
-    __slots__ = ("_works",)
-
-    def __init__(self, works: list[dist.Work]) -> None:
-        self._works = works
+    works: Sequence[Any]
 
     def wait(self) -> None:
-        for work in self._works:
+        for work in self.works:
             work.wait()
 
 
@@ -28,10 +28,10 @@ def exchange(
     ranks: Sequence[int],
     index: int,
     handle: dist.ProcessGroup | None,
-) -> Messages:
+) -> WaitAll:
     """Send message k to rank k and receive into place k from it, for every other rank, nearest neighbours first.
 
-    `ranks` are the global numbers of all, of which this one is at `index`; its own place and message are not used.
+    `ranks` are global numbers, this rank's at `index`; its own place and message are not used.
     """
     works, size = [], len(ranks)
     for distance in range(1, size):
@@ -39,4 +39,4 @@ def exchange(
         works.append(dist.irecv(places[source], ranks[source], handle))
         works.append(dist.isend(messages[target], ranks[target], handle))
     assert all(works)
-    return Messages(works)  # type: ignore[arg-type]
+    return WaitAll(works)

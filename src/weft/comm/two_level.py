@@ -1,27 +1,27 @@
-"""Exchanges of ranks on several hosts in two levels: inside each host through its memory, then between hosts.
+"""Hierarchical collectives for ranks on several hosts: inside each host through its memory, then between hosts.
 
-What crosses the network is what one rank of each host would exchange: every rank takes a slice of that upon itself, so
-that all connections are used at once. With R ranks a host an R-th of the bytes cross that would without.
+The network carries what one rank per host would exchange, an R-th of the bytes with R ranks per host, and every rank
+sends a slice of it, so that all connections are used at once.
 
     all-reduce       sum my slice in the host | all-reduce it with ranks of my place on other hosts | copy the others
     reduce-scatter   sum in the host what goes to ranks of my place anywhere | reduce-scatter that between hosts
     all-gather       gather between ranks of my place | share all that in the host
 
-Small tensors, other reductions than sums, and hosts with unequal numbers of ranks: the first rank of each host speaks
-for all of them. Where not stated here, ranks exchange in one level.
+For small tensors, reductions other than sums, and hosts with unequal numbers of ranks, the first rank of each host
+exchanges for all of them. Other collectives have one level.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from weft.comm.pairwise import Messages, exchange
+from weft.comm.pairwise import WaitAll, exchange
 from weft.comm.shared_memory.reduction import REDUCE_OPS, Reduction, add_into
 from weft.comm.shared_memory.transport import SMALL_BYTES, SharedTransport
-from weft.comm.shared_memory.worker import Work, Worker
+from weft.comm.shared_memory.worker import Worker
 
 
 class TwoLevel:
@@ -37,10 +37,10 @@ class TwoLevel:
         across_ranks: Sequence[int],
         name: str,
     ) -> None:
-        """`places`: of every host, where in the group its ranks are; `index`: this rank's own place in the group.
+        """`places`: each host's ranks, as places in the group; `index`: this rank's place in the group.
 
-        `wire` is that of this host's ranks, None where there is one only. `across` joins the ranks with this one's
-        place in their hosts, of global numbers `across_ranks`; None on ranks that have others exchange for them.
+        `wire` is that of this host's ranks, None if there is only one. `across` joins the ranks with this one's place
+        on their hosts, of global numbers `across_ranks`; None on ranks for which others exchange.
         """
         self.places = [list(inside) for inside in places]
         self.wire = wire
@@ -48,17 +48,9 @@ class TwoLevel:
         self._here = self.places[self._host].index(index)
         self._across = across
         self._across_ranks = tuple(across_ranks)
-        self._background = Worker(name)
+        self.worker = Worker(name)
         self.is_even = len({len(inside) for inside in self.places}) == 1
-        """All hosts have as many ranks: then each of them has its counterparts."""
-
-    def run(self, task: Callable[[], None]) -> None:
-        """Exchange now."""
-        self._background.run(task)
-
-    def start(self, task: Callable[[], None]) -> Work:
-        """Exchange beside the caller."""
-        return self._background.start(task)
+        """All hosts have as many ranks, so that each rank has counterparts."""
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction) -> None:
         flat = tensor.view(-1)
@@ -76,7 +68,7 @@ class TwoLevel:
         parts = padded.view(size, -1)
         self.wire.reduce_scatter(parts[self._here], padded, add=False)
         dist.all_reduce(parts[self._here], dist.ReduceOp.SUM, self._across)
-        self.wire.all_gather(list(parts), parts[self._here], name="all-gather")
+        self.wire.all_gather(list(parts), parts[self._here])
         flat.copy_(padded[: flat.numel()])
 
     def _all_reduce_by_leaders(self, flat: torch.Tensor, op: Reduction) -> None:
@@ -88,7 +80,6 @@ class TwoLevel:
             self.wire.broadcast(flat, 0)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """To one rank of each host, and on from there."""
         host = next(number for number, inside in enumerate(self.places) if root in inside)
         place = self.places[host].index(root)
         sender = place if self.is_even else 0
@@ -109,7 +100,7 @@ class TwoLevel:
         if self.wire is None:
             return
         for part, inside in zip(mine, self.places, strict=True):
-            self.wire.all_gather([outputs[place] for place in inside], part, name="all-gather")
+            self.wire.all_gather([outputs[place] for place in inside], part)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, *, add: bool) -> None:
         """Only where all hosts have as many ranks."""
@@ -128,6 +119,6 @@ class TwoLevel:
         received[self._host] = sums[self._host]
         add_into(target, list(received), add=add)
 
-    def _exchange(self, places: Sequence[torch.Tensor], messages: Sequence[torch.Tensor]) -> Messages:
+    def _exchange(self, places: Sequence[torch.Tensor], messages: Sequence[torch.Tensor]) -> WaitAll:
         """Message k to this rank's counterpart on host k, and into place k from it."""
         return exchange(places, messages, ranks=self._across_ranks, index=self._host, handle=self._across)

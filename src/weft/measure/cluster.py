@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -103,17 +104,28 @@ class _Part:
 def measure_cluster(
     world: World, *, effort: Effort, progress: Progress, name: str = "cluster"
 ) -> tuple[Cluster, list[str]]:
-    """The cluster these ranks run on, and notes on poor and missing measurements. Collective; the same on all ranks."""
-    mesh = make_mesh(Plan(axes=Axes(data=world.size), comm=Comm(transport="c10d")), world)
-    control = mesh.everyone("profile-control")
-    progress(0, 1, "devices")
-    devices = _devices(world, control, effort)
-    groups = {
-        (shape, transport): _groups(shape, transport, world)
-        for shape in group_shapes(world.hosts)
-        for transport in transports_of(shape, world)
-    }
-    parts = [*_links(world, mesh.everyone("profile"), groups, effort), *_timings(world, groups, effort)]
+    """The cluster these ranks run on, and notes on what was measured badly or not at all. Collective; alike on all."""
+    with ExitStack() as stack:
+        plan = Plan(axes=Axes(data=world.size), comm=Comm(transport="c10d"))
+        everyone, control = _groups(plan, "world", world, stack)
+        progress(0, 1, "devices")
+        devices = _devices(world, control, effort)
+        groups = {
+            (shape, transport): _groups(shape.plan(transport), shape.axis, world, stack)
+            for shape in group_shapes(world.hosts)
+            for transport in transports_of(shape, world)
+        }
+        parts = [*_links(world, everyone, groups, effort), *_timings(world, groups, effort)]
+        measured, notes = _measure(parts, control, effort, progress)
+    links = tuple(each for each in measured if isinstance(each, Link))
+    timings = tuple(each for each in measured if isinstance(each, Timing))
+    return Cluster(name=name, measured=True, devices=devices, links=links, timings=timings), notes
+
+
+def _measure(
+    parts: Sequence[_Part], control: Group, effort: Effort, progress: Progress
+) -> tuple[list[Link | Timing], list[str]]:
+    """One part after the other, as long as there is time; and notes."""
     measured: list[Link | Timing] = []
     skipped, poor = [], []
     limit_s = effort.limit_s([part.kind for part in parts])
@@ -135,10 +147,7 @@ def measure_cluster(
         if miss > POOR_MISS:
             poor.append(f"{part.label} ({miss:.0%})")
     progress(len(parts), len(parts), "done")
-    links = tuple(each for each in measured if isinstance(each, Link))
-    timings = tuple(each for each in measured if isinstance(each, Timing))
-    cluster = Cluster(name=name, measured=True, devices=devices, links=links, timings=timings)
-    return cluster, _notes(skipped, poor, limit_s)
+    return measured, _notes(skipped, poor, limit_s)
 
 
 def _notes(skipped: list[str], poor: list[str], limit_s: float) -> list[str]:
@@ -173,9 +182,10 @@ def _devices(world: World, control: Group, effort: Effort) -> tuple[Device, ...]
     return tuple(Device(rank=rank, host=world.hosts[rank], **row) for rank, row in enumerate(rows))
 
 
-def _groups(shape: Shape, transport: str, world: World) -> tuple[Group, Group]:
-    mesh = make_mesh(shape.plan(transport), world)
-    return mesh.group(shape.axis, "profile"), mesh.group(shape.axis, "profile-control")
+def _groups(plan: Plan, axes: str, world: World, stack: ExitStack) -> tuple[Group, Group]:
+    keys = [(axes, purpose) for purpose in ("profile", "profile-control")]
+    mesh = stack.enter_context(make_mesh(plan, world, groups=keys))
+    return mesh.group(*keys[0]), mesh.group(*keys[1])
 
 
 def _links(world: World, everyone: Group, groups: Groups, effort: Effort) -> Iterator[_Part]:

@@ -21,14 +21,14 @@ from weft.blueprint import Blueprint
 from weft.errors import ModelError
 from weft.mesh import Mesh
 from weft.parallel.recompute import find_blocks, recompute_blocks
-from weft.parallel.state.batchnorm import SynchronisedBatchNorm, synchronise_batch_norms
+from weft.parallel.state.batchnorm import SynchronisedBatchNorm, has_batch_norms, synchronise_batch_norms
 from weft.plan.model_refusals import COMPILED_STATISTICS
 
 
 def apply_plan(model: nn.Module, mesh: Mesh, blueprint: Blueprint) -> None:
     """Change a model in place as the mesh's plan says."""
     plan = mesh.plan
-    if mesh.data_size * mesh.sequence_size > 1 and plan.data.buffers == "synchronise":
+    if has_batch_norms(model) and mesh.data_size * mesh.sequence_size > 1 and plan.data.buffers == "synchronise":
         synchronise_batch_norms(model, mesh.batch_group("statistics"))
     if plan.recompute.policy != "none":
         recompute_blocks(model, blueprint, plan.recompute.policy)

@@ -55,6 +55,7 @@ def parallelize(
     example: Any = None,
     weights: str | Path | None = None,
     device: torch.device | str | None = None,
+    mesh: Mesh | None = None,
 ) -> Trainer:
     """Train a model as a plan says.
 
@@ -75,6 +76,8 @@ def parallelize(
                 the split model, which is best built on the meta device, where no random values are drawn for it then
     device      where this rank computes. "meta", alone or on torch's "fake" process group: nothing is run or read
                 (weights neither), and the trainer shows what this rank of a large world would hold
+    mesh        another trainer's mesh, of a plan with the same axes and transport: its process groups are used, and
+                are still there when this trainer is closed
     """
     world = join_world(device)
     named_model: nn.Module = getattr(model, "_orig_mod", model)
@@ -92,7 +95,7 @@ def parallelize(
         local_batch_statistics=had_batch_norms,
     )
     resolved_loss = resolve_loss(loss, compiled=plan.compile.blocks)
-    mesh = make_mesh(plan, world)
+    mesh = make_mesh(plan, world, batch_norms=had_batch_norms, sharing=mesh)
     if model is not named_model and plan.axes.pipeline * plan.axes.tensor * plan.axes.sequence > 1:
         raise ModelError(COMPILED_AS_A_WHOLE.message())
     with agreed_seed(named_model, mesh):

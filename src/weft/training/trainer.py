@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -334,6 +334,22 @@ class Trainer:
         self.flush()
         self.wait_for_save()
         checkpoint.load(self, Path(directory))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for a background save, then give back process groups, threads and shared memory. All ranks do it.
+
+        The model keeps its values; the trainer cannot be used any more.
+        """
+        try:
+            self.wait_for_save()
+        finally:
+            self.mesh.close()
 
     def check_divergence(self) -> None:
         """Compare weights, optimizer state and buffers of all replicas now; collective."""

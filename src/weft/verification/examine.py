@@ -245,8 +245,9 @@ class Examination:
     def _sums(self, local: LocalTensor | None, held: Sequence[Any]) -> dict[str, tuple[torch.Tensor, int]]:
         """Sums of the ranks' tensors over every axis along which they have the same part, and numbers of summands."""
         totals = {}
+        self._mesh.add_groups((axes, "control") for axes in _axes_to_sum(self._mesh))
         for axes in _axes_to_sum(self._mesh):
-            group = self._mesh.group(axes, "control")  # which all ranks make, also those that have no use for it
+            group = self._mesh.group(axes, "control")
             inside = [held[rank] for rank in group.ranks if held[rank] is not None]
             if len(inside) < 2 or any(one != inside[0] for one in inside) or set(axes.split("+")) & set(inside[0][1]):
                 continue

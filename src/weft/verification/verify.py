@@ -18,7 +18,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -96,9 +96,10 @@ def _prove(
     """Compare a plan with one process under its rule, and an inexact rule with plain training."""
     rule = rule_of(plan)
     parallel = _copy_without_dropout(model, dtype)
-    with _without_casts(parallel, plan, batches[0][0], dtype):
+    with _without_casts(parallel, plan, batches[0][0], dtype), ExitStack() as stack:
         zero_noise = ZeroNoise(recipe.optimizer, by_stage=rule.needs_stages)
-        trainer = _parallelize(parallel, plan, dataclasses.replace(recipe, optimizer=zero_noise), batches, device)
+        silent = dataclasses.replace(recipe, optimizer=zero_noise)
+        trainer = stack.enter_context(_parallelize(parallel, plan, silent, batches, device))
         zero_noise.mesh = trainer.mesh
         stage_of = find_stages(trainer) if rule.needs_stages else {}
         oracle, plain = None, None
@@ -212,12 +213,12 @@ def _measure_rounding(
     model: nn.Module, plan: Plan, recipe: Recipe, batches: Sequence[Any], device: torch.device | str | None
 ) -> Deviation:
     """The plan as it stands, the model in its own dtypes, against one process in float32."""
-    trainer = _parallelize(_copy_without_dropout(model), plan, recipe, batches, device)
-    reference = None
-    if trainer.mesh.world.rank == 0:
-        alone = _copy_without_dropout(model, torch.float32, trainer.mesh.world.device)
-        reference = OneProcess(alone, plan, recipe)
-    return measure_rounding(trainer, reference, batches)
+    with _parallelize(_copy_without_dropout(model), plan, recipe, batches, device) as trainer:
+        reference = None
+        if trainer.mesh.world.rank == 0:
+            alone = _copy_without_dropout(model, torch.float32, trainer.mesh.world.device)
+            reference = OneProcess(alone, plan, recipe)
+        return measure_rounding(trainer, reference, batches)
 
 
 def _parallelize(

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from weft.comm import collectives
-from weft.comm.exchange_buffers import Room
+from weft.comm.exchange_buffers import ExchangeBuffers
 from weft.comm.group import Group
 from weft.comm.p2p import receive, send
 from weft.comm.shared_memory.connect import WAYS, Connection
 from weft.comm.shared_memory.segments import Way
 from weft.mesh import Mesh, World, join_world, make_mesh
+from weft.plan.partition.groups import GroupKey
 from weft.plan.plan import Axes, Comm, Plan
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -29,7 +30,7 @@ GLOO_DTYPES = (
 """Those that gloo can add up too."""
 DTYPES = (*GLOO_DTYPES, torch.int16, torch.complex64)
 PLACES = ("slots", "arena", "mixed")
-"""Where a rank's tensors lie: in ordinary memory, in an arena, or here on some ranks and there on others."""
+"""The memory of a rank's tensors: ordinary, an arena, or one on some ranks and the other on others."""
 _ROOM_BYTES = 2**28
 
 
@@ -38,25 +39,25 @@ def world() -> World:
     return join_world("cpu")
 
 
-def new_mesh(transport: str) -> Mesh:
+def new_mesh(transport: str, *keys: GroupKey) -> Mesh:
     plan = Plan(axes=Axes(data=world().size), comm=Comm(transport=transport))  # type: ignore[arg-type]
-    return make_mesh(plan, world())
+    return make_mesh(plan, world(), groups=keys)
 
 
 def new_group(transport: str, purpose: str, *, ways: Sequence[Way] = WAYS) -> Group:
-    """Of all ranks of the pool; collective. Groups of one purpose may be the same, groups of two never are."""
+    """All ranks of the pool; collective."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weft.mesh.Connection", functools.partial(Connection, ways=tuple(ways)))
-        group = new_mesh(transport).group("data", f"{purpose} {transport} {' '.join(ways)}")
+        patch.setattr("weft.comm.process_groups.Connection", functools.partial(Connection, ways=tuple(ways)))
+        group = new_mesh(transport, ("data", purpose)).group("data", purpose)
     assert (group.shared is not None) == (transport == "shared")
     return group
 
 
 @functools.cache
-def kept_group(transport: str, ways: Sequence[Way] = WAYS) -> tuple[Group, Room]:
-    """A group and room for its tensors, made once a rank."""
+def kept_group(transport: str, ways: Sequence[Way] = WAYS) -> tuple[Group, ExchangeBuffers]:
+    """A group and buffers for its tensors, made once per rank."""
     group = new_group(transport, "exchanges", ways=ways)
-    return group, Room(group, torch.device("cpu"), num_bytes=_ROOM_BYTES)
+    return group, ExchangeBuffers(group, torch.device("cpu"), num_bytes=_ROOM_BYTES)
 
 
 def values(rank: int, numel: int, dtype: torch.dtype, salt: int = 0) -> Tensor:
@@ -78,19 +79,25 @@ def true_sum(terms: Sequence[Tensor], wide: torch.dtype | None = None) -> Tensor
     return total.to(wide or own)
 
 
-def placed(tensor: Tensor, group: Group, room: Room, place: str, offset: int) -> Tensor:
+def placed(tensor: Tensor, group: Group, room: ExchangeBuffers, place: str, offset: int) -> Tensor:
     """A copy that lies in a place, `offset` elements after the beginning of some memory."""
     in_arena = place == "arena" or (place == "mixed" and group.index % 2 == 1)
     numel = tensor.numel() + offset
     memory = room.empty(numel, tensor.dtype) if in_arena else torch.empty(numel, dtype=tensor.dtype)
-    assert not in_arena or group.shared is None or group.shared._meeting._find(memory) is not None, "no room"
+    assert not in_arena or group.shared is None or group.shared.barrier._find(memory) is not None, "no room"
     return memory[offset:].copy_(tensor)
 
 
 def results_of(
-    transport: tuple[Group, Room], numel: int, dtype: torch.dtype, *, place: str = "slots", offset: int = 0, wait: bool
+    transport: tuple[Group, ExchangeBuffers],
+    numel: int,
+    dtype: torch.dtype,
+    *,
+    place: str = "slots",
+    offset: int = 0,
+    wait: bool,
 ) -> dict[str, Tensor]:
-    """What every exchange of tensors of this size gives this rank, by name."""
+    """The result of every exchange of tensors of this size on this rank, by name."""
     group, room = transport
     size, me, root = group.size, group.index, (numel + 1) % group.size
     mine = values(me, numel, dtype)
@@ -104,8 +111,7 @@ def results_of(
     for op in ("sum", "max", "min") if not dtype.is_complex else ("sum",):
         found[op] = put(mine)
         pending.append(collectives.all_reduce(found[op], group, op=op, wait=wait))  # type: ignore[arg-type]
-    reduced, found["broadcast"] = put(mine), put(mine)
-    pending.append(collectives.reduce(reduced, group, root=root, wait=wait))
+    found["broadcast"] = put(mine)
     pending.append(collectives.broadcast(found["broadcast"], group, root=root, wait=wait))
     found["all-gather"], found["in place"] = torch.empty(numel * size, dtype=dtype), put(torch.zeros_like(long))
     part = found["in place"].view(size, -1)[me].copy_(mine)
@@ -116,17 +122,10 @@ def results_of(
         pending.append(collectives.reduce_scatter(found[name], put(long), group, add=add, wait=wait))
     found["all-to-all"] = torch.empty(numel * size, dtype=dtype)
     pending.append(collectives.all_to_all(found["all-to-all"], put(long), group, wait=wait))
-    found["scatter"] = torch.empty(numel, dtype=dtype)
-    parts = list(long.view(size, -1)) if me == root else None
-    pending.append(collectives.scatter(found["scatter"], parts, group, root=root, wait=wait))
-    outputs = [torch.empty(numel, dtype=dtype) for _ in range(size)] if me == root else None
-    pending.append(collectives.gather(put(mine), outputs, group, root=root, wait=wait))
     found["message"] = put(torch.zeros_like(mine))
     pending += [send(put(mine), group, to=(me + 1) % size), receive(found["message"], group, source=(me - 1) % size)]
     for exchange in pending:
         exchange.wait()
-    if outputs is not None:
-        found["reduce"], found["gather"] = reduced, torch.cat(outputs)
     return found
 
 
@@ -146,11 +145,8 @@ def truths_of(size: int, me: int, numel: int, dtype: torch.dtype) -> dict[str, T
         "added": (torch.ones(numel, dtype=dtype) + true_sum(own_parts, finest)).to(dtype),
         "widened": torch.ones(numel, dtype=_wider(dtype)) + true_sum(own_parts, _wider(dtype)),
         "all-to-all": torch.cat(own_parts),
-        "scatter": longs[root].view(size, -1)[me],
         "message": table[(me - 1) % size],
     }
-    if me == root:
-        true |= {"reduce": true_sum(table), "gather": torch.cat(table)}
     return true
 
 

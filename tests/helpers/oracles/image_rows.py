@@ -5,22 +5,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
-import oracle  # noqa: F401  (meshes of one shape share their groups)
 import torch
+from meshes import mesh_with
 from torch import Tensor, nn
 
 from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
-from weft.mesh import Mesh, join_world
 from weft.parallel.spatial.spatial_parallel import SpatialParallel
 from weft.parallel.state.batchnorm import synchronise_batch_norms
-from weft.plan.partition.grid import Grid
 from weft.plan.plan import Axes, Comm, Plan
 
 
 def rows_group(num_ranks: int, **comm: str) -> Group:
-    axes = Axes(ring=num_ranks)
-    return Mesh(plan=Plan(axes=axes, comm=Comm(**comm)), world=join_world("cpu"), grid=Grid(axes)).group("ring", "rows")
+    key = ("ring", "neighbours")
+    return mesh_with(Plan(axes=Axes(ring=num_ranks), comm=Comm(**comm)), key).group(*key)
 
 
 def images(height: int, *, channels: int = 3, samples: int = 2, width: int = 11) -> Tensor:

@@ -3,8 +3,6 @@
 `train_alone` sees whole batches, never a microbatch or a rank; `train_parallel` is given each rank's part of the same
 batches. Both say what they saw after every step, and `assert_same` compares the two. A loss here returns (sum, count),
 which is how one process would average over everything; what a trainer is given instead is the test's choice.
-
-Importing this file also makes meshes of one shape share their process groups, which makes these tests twice as fast.
 """
 
 from __future__ import annotations
@@ -18,11 +16,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from meshes import kept_mesh
 from torch import Tensor, nn
 
-from weft.comm.group import Group, Traffic
 from weft.layout import part_of
-from weft.mesh import WORLD, Mesh, World
 from weft.models.convnet import ConvNet, ConvNetConfig
 from weft.models.gpt import GPT, GPTConfig
 from weft.plan.plan import Axes, Comm, Data, Pipeline, Plan, Step
@@ -30,26 +27,6 @@ from weft.plan.plan import Sequence as SequenceSection
 from weft.plan.plan import Tensor as TensorSection
 from weft.training.parallelize import parallelize
 from weft.training.trainer import Trainer
-
-groups_made: dict[tuple[str, str, World, str, str], Group] = {}
-make_group = Mesh._make_group
-
-
-def kept_group(mesh: Mesh, axis: str, purpose: str) -> Group:
-    """A group of an earlier mesh in which the same ranks were together along an axis of that name, counted anew.
-
-    Making a group takes tens of milliseconds and three threads that live as long as the rank. Beside who is together,
-    the transport and the hosts say everything; worlds that are only imagined have several ranks in one process.
-    """
-    together = "" if axis == WORLD else repr(mesh.grid.groups(tuple(axis.partition(":")[0].split("+"))))
-    key = (together, mesh.plan.comm.transport, mesh.world, axis, purpose)
-    if key not in groups_made:
-        groups_made[key] = make_group(mesh, axis, purpose)
-    made = groups_made[key]
-    return dataclasses.replace(made, traffic=mesh.traffic.setdefault(made.axis, Traffic()))
-
-
-Mesh._make_group = kept_group  # type: ignore[method-assign]
 
 Batch = tuple[Any, Any]
 SumAndCount = Callable[[Any, Any], tuple[Tensor, Any]]
@@ -157,7 +134,7 @@ def image_batch(num_samples: int, *, seed: int = 0) -> Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What is left after one step."""
+    """Loss, gradients and weights after one step."""
 
     loss: float
     gradients: dict[str, Tensor | None]
@@ -211,8 +188,9 @@ def train_parallel(trainer: Trainer, parts: Sequence[Sequence[Batch]]) -> list[S
 
 
 def make_trainer(model: nn.Module, plan: Plan, **changes: Any) -> Trainer:
-    """A trainer with SGD and the built-in loss, unless the test says otherwise."""
-    return parallelize(model, plan, **{"loss": "cross-entropy", "optimizer": SGD, "device": "cpu", **changes})
+    """A trainer with SGD and the built-in loss, unless the test says otherwise. Its process groups are kept ones."""
+    given = {"loss": "cross-entropy", "optimizer": SGD, "device": "cpu", **changes}
+    return parallelize(model, plan, **{"mesh": kept_mesh(plan) if given["device"] == "cpu" else None, **given})
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
@@ -249,7 +227,7 @@ def kept_bytes(model: nn.Module, forward: Callable[[], object]) -> int:
 
 
 def cut(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
-    """A batch of tensors cut into one part a rank, of these numbers of samples."""
+    """A batch of tensors cut into one part per rank, of these numbers of samples."""
     inputs, targets = batch
     assert sum(sizes) == len(inputs)
     return list(zip(inputs.split(list(sizes)), targets.split(list(sizes)), strict=True))

@@ -1,7 +1,7 @@
-"""A piece of shared memory cut into tensors: what is allocated here can be exchanged without being copied first.
+"""Shared memory from which tensors are allocated, so that they can be exchanged without being copied first.
 
 Every rank has a row of its own, in which it allocates by itself, and sees the rows of all others. A *common* arena has
-one row only, which is everybody's.
+a single row, shared by all ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Arena:
         self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Memory in this rank's row with anything in it; None if there is no room. Given back when nobody uses it."""
+        """Uninitialised memory in this rank's row, free again with its last reference; None if the row is full."""
         while self._returned:
             self._merge(*self._returned.popleft())
         num_bytes = round_up(max(numel, 1) * dtype.itemsize)
@@ -54,29 +54,27 @@ class Arena:
         if free_bytes > num_bytes:
             self._free[start + num_bytes] = free_bytes - num_bytes
         held = self._memory[start : start + num_bytes]
-        # As long as anything lies in it, the arena is there, and the group finds it.
+        # The finalizer refers to the arena, so that it lives, and the group finds it, as long as a tensor lies in it.
         # The last reference may go in any thread, or in the middle of another allocation: then it is only noted.
-        weakref.finalize(held, self._note_return, start, num_bytes).atexit = False
+        weakref.finalize(held, self._free_later, start, num_bytes).atexit = False
         return torch.frombuffer(held, dtype=dtype, count=max(numel, 1))[:numel]
 
-    def _note_return(self, start: int, num_bytes: int) -> None:
+    def _free_later(self, start: int, num_bytes: int) -> None:
         self._returned.append((start, num_bytes))
 
     def _merge(self, start: int, num_bytes: int) -> None:
-        """Join what was given back with the free space around it."""
-        free = {**self._free, start: num_bytes}
+        """Join freed memory with the free space around it."""
         merged: dict[int, int] = {}
         last = -1
-        for first in sorted(free):
+        for first, size in sorted({**self._free, start: num_bytes}.items()):
             if last >= 0 and last + merged[last] == first:
-                merged[last] += free[first]
+                merged[last] += size
             else:
-                merged[first] = free[first]
-                last = first
+                merged[first], last = size, first
         self._free = merged
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Where in this rank's row a tensor lies, if it does."""
+        """A tensor's offset in this rank's row, if it lies there."""
         offset = tensor.data_ptr() - self.address
         return offset if 0 <= offset < self.row_bytes else None
 

@@ -1,8 +1,8 @@
-"""Where ranks of one host meet: counters to wait for each other, tables to say what about, slots to put things.
+"""Barrier, agreement table and staging slots in shared memory, for the ranks of one group on one host.
 
-Ranks *meet* by counters (`counters.py`). In a table each says what it is about to exchange, and the others must think
-the same. A slot, or a table, is written again only after a meeting later than the one that followed its last use; hence
-there are two of each.
+Ranks wait for each other by counters (`counters.py`). In the table each describes the exchange it is about to do, and
+all descriptions must agree. A slot, or a table, is written again only after a barrier later than the one that followed
+its last use; hence there are two of each.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -19,9 +20,9 @@ from weft.comm.shared_memory.segments import Segment
 
 SLOT_BYTES = 2**22
 _CACHED_BYTES = 2**20
-"""As much of a slot is used at a time where meetings are cheap: it stays in a core's own cache."""
+"""The part of a slot used at a time where barriers are cheap: it stays in a core's own cache."""
 
-_OPERATIONS = ("all-reduce", "broadcast", "all-gather", "reduce-scatter", "all-to-all", "gather", "scatter")
+_OPERATIONS = ("all-reduce", "broadcast", "all-gather", "reduce-scatter", "all-to-all")
 _DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool, torch.complex64, torch.complex128,
@@ -31,7 +32,7 @@ _NOWHERE = -1
 
 
 def control_bytes(num_ranks: int) -> int:
-    """Of counters, descriptions, tables of splits and slots."""
+    """Bytes of counters, descriptions, tables of splits and slots."""
     words = 2 * num_ranks * (DESCRIPTION_WORDS + num_ranks)
     return num_ranks * LINE_BYTES + round_up(8 * words) + 2 * num_ranks * SLOT_BYTES
 
@@ -53,11 +54,12 @@ class Barrier:
         step = DESCRIPTION_WORDS + self.size
         tables = [words[place * step : (place + 1) * step] for place in range(2 * self.size)]
         self._tables = (tables[: self.size], tables[self.size :])
-        self._talk = 0
+        self._current_table = 0
         self._slot_memory = torch.frombuffer(memory[-2 * self.size * SLOT_BYTES :], dtype=torch.uint8)
         self._typed_slots: dict[torch.dtype, list[list[torch.Tensor]]] = {}
         self.turn = 0
-        self.chunk_bytes = min(_CACHED_BYTES, SLOT_BYTES) if spin else SLOT_BYTES
+        """Slotfuls exchanged so far."""
+        self._chunk_bytes = min(_CACHED_BYTES, SLOT_BYTES) if spin else SLOT_BYTES
         self._num_arenas = 0
         self._arenas: tuple[tuple[int, weakref.ref[Arena]], ...] = ()
         """By address."""
@@ -68,7 +70,7 @@ class Barrier:
         arena = Arena(segment, number=self._num_arenas, index=self.index, num_ranks=self.size, is_common=is_common)
         alive = [each for each in self._arenas if each[1]() is not None]
         alive.append((arena.address, weakref.ref(arena)))
-        self._arenas = tuple(sorted(alive, key=_address_of))  # a new one: another thread may be looking
+        self._arenas = tuple(sorted(alive, key=_address_of))  # a new tuple: another thread may be looking
         return arena
 
     def _arena_of(self, tensor: torch.Tensor) -> Arena | None:
@@ -78,44 +80,46 @@ class Barrier:
         arena = arenas[place][1]() if place >= 0 else None
         return arena if arena is not None and arena.offset_of(tensor) is not None else None
 
-    def meet(self) -> None:
-        """Until all ranks are here."""
+    def wait(self) -> None:
+        """Block until all ranks are here."""
         count = self._mine.post()
         for other in self._others:
             other.wait(count)
 
-    def meet_directly(
-        self, operation: str, flat: torch.Tensor, *, with_chunk: bool = True
-    ) -> list[torch.Tensor] | None:
-        """Meet; the rows of all ranks if all tensors lie in arenas. If not, with their first chunks in the slots."""
+    def arrive(self) -> PendingBarrier:
+        """Enter the barrier without waiting for the others."""
+        return PendingBarrier(self._others, self._mine.post())
+
+    def share_rows(self, operation: str, flat: torch.Tensor, *, with_chunk: bool = True) -> list[torch.Tensor] | None:
+        """A barrier, and all ranks' tensors if they all lie in arenas. If not, their first chunks are in the slots."""
         found = self._find(flat)
-        room = self.chunk_bytes // flat.element_size()
+        chunk = flat[: self.chunk_numel(flat)]
         if found is None and with_chunk:
-            self.copy_in(flat[:room])
-        places = [(table[2], table[3]) for table in self.meet_about(operation, flat, found)]
+            self.copy_in(chunk)
+        places = [(table[2], table[3]) for table in self.wait_agreed(operation, flat, found)]
         if all(number != _NOWHERE for number, _ in places):
             arenas = {arena.number: arena for _, known in self._arenas if (arena := known()) is not None}
             return [
                 arenas[number].view(rank, offset, flat.nbytes, flat.dtype)
                 for rank, (number, offset) in enumerate(places)
             ]
-        if any(number != _NOWHERE for number, _ in places):  # some of us thought otherwise
+        if any(number != _NOWHERE for number, _ in places):  # some ranks have not filled their slots
             if found is not None and with_chunk:
-                self.copy_in(flat[:room])
-            self.meet()
+                self.copy_in(chunk)
+            self.wait()
         return None
 
-    def meet_about(
+    def wait_agreed(
         self,
         operation: str,
         flat: torch.Tensor,
-        found: tuple[int, int] | None,
+        found: tuple[int, int] | None = None,
         *,
         lengths: Sequence[int] | None = None,
     ) -> list[memoryview]:
-        """Meet, having told the others what this is about; they must think the same. What all told is returned."""
-        self._talk ^= 1  # like a slot, a table is written again only after the meeting after next
-        tables = self._tables[self._talk]
+        """A barrier in which ranks must describe the same exchange; returns all descriptions."""
+        self._current_table ^= 1  # like a slot, a table is written again only after the next barrier but one
+        tables = self._tables[self._current_table]
         mine = tables[self.index]
         subject = _OPERATIONS.index(operation) * 256 + (_DTYPES.index(flat.dtype) if flat.dtype in _DTYPES else 255)
         num_bytes = 0 if lengths else flat.nbytes
@@ -123,7 +127,7 @@ class Barrier:
         mine[2], mine[3] = found or (_NOWHERE, 0)
         for rank, length in enumerate(lengths or ()):
             mine[DESCRIPTION_WORDS + rank] = length
-        self.meet()
+        self.wait()
         for rank, table in enumerate(tables):
             if table[0] != subject or table[1] != num_bytes:
                 raise RuntimeError(
@@ -133,55 +137,54 @@ class Barrier:
         return tables
 
     def _find(self, flat: torch.Tensor) -> tuple[int, int] | None:
-        """The arena a tensor lies in, and where in this rank's row."""
+        """The number of the arena a tensor lies in, and its offset in this rank's row."""
         arena = self._arena_of(flat) if flat.is_contiguous() else None
         offset = None if arena is None or arena.is_common else arena.offset_of(flat)
         return None if arena is None or offset is None else (arena.number, offset)
 
     def is_common(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is the same memory on all ranks."""
+        """The tensor is the same memory on all ranks."""
         arena = self._arena_of(tensor)
         return arena is not None and arena.is_common
 
-    def slice_of(self, numel: int, rank: int | None = None) -> tuple[int, int]:
+    def slice_of(self, numel: int, rank: int | None = None) -> slice:
         """The part of a tensor that a rank reduces, in whole cache lines where that is possible."""
         rank = self.index if rank is None else rank
         width = -(-numel // (self.size * 64)) * 64
-        return min(rank * width, numel), min((rank + 1) * width, numel)
+        return slice(min(rank * width, numel), min((rank + 1) * width, numel))
+
+    def chunk_numel(self, flat: torch.Tensor) -> int:
+        """Elements of a tensor that pass through a slot at a time."""
+        return self._chunk_bytes // flat.element_size()
 
     def slots(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """Every rank's slot of this turn."""
         slots = self._typed_slots.get(dtype)
         if slots is None:
-            with torch.inference_mode(False):  # they are kept, and what is made in that mode is of no use outside of it
+            with torch.inference_mode(False):  # kept tensors that were made in that mode are of no use outside of it
                 table = self._slot_memory.view(dtype).view(2, self.size, -1)
                 slots = self._typed_slots[dtype] = [list(half.unbind()) for half in table.unbind()]
         return slots[self.turn % 2]
 
     def slot_rows(self, chunk: torch.Tensor) -> list[torch.Tensor]:
-        numel = chunk.numel()
-        return [slot[:numel] for slot in self.slots(chunk.dtype)]
+        """Every rank's chunk of this turn."""
+        return [slot[: chunk.numel()] for slot in self.slots(chunk.dtype)]
 
     def copy_in(self, chunk: torch.Tensor) -> None:
+        """Put a chunk into this rank's slot."""
         self.slots(chunk.dtype)[self.index][: chunk.numel()].view(chunk.shape).copy_(chunk)
 
-    def arrive(self) -> Arrival:
-        """Come to a meeting without waiting for it."""
-        return Arrival(self._others, self._mine.post())
 
+@dataclass(slots=True)
+class PendingBarrier:
+    """A barrier that this rank has entered."""
 
-class Arrival:
-    """A meeting this rank has come to and need not wait for at once."""
-
-    __slots__ = ("_count", "_others")
-
-    def __init__(self, others: Sequence[Counter], count: int) -> None:
-        self._others = others
-        self._count = count
+    others: Sequence[Counter]
+    count: int
 
     def wait(self) -> None:
-        for other in self._others:
-            other.wait(self._count)
+        for other in self.others:
+            other.wait(self.count)
 
 
 def _address_of(known: tuple[int, weakref.ref[Arena]]) -> int:

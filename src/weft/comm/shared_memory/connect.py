@@ -1,14 +1,14 @@
-"""How the ranks of a group come by memory they share; collective, and every rank finds out alike if it fails.
+"""Shared memory for the ranks of a group; collective, and all ranks fail alike.
 
-The first rank makes a segment and tells the others where it is over their ordinary connection. When all have opened it
-nobody else can any more, so nothing is left behind, whoever is killed when.
+The first rank creates a segment and tells the others where it is through their process group. Once all have opened it,
+nobody else can, so nothing is left behind, whoever is killed when.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +20,7 @@ from weft.comm.shared_memory.counters import Peer
 from weft.comm.shared_memory.mailbox import Mailbox, mailbox_bytes
 from weft.comm.shared_memory.native import find_kernels
 from weft.comm.shared_memory.reduction import REDUCE_OPS, Reduction
-from weft.comm.shared_memory.segments import Maker, Segment, Ticket, Way, open_segment
+from weft.comm.shared_memory.segments import Segment, SegmentHandle, SegmentOwner, Way, open_segment
 from weft.comm.shared_memory.transport import SharedTransport
 
 WAYS: tuple[Way, ...] = ("anonymous", "named")
@@ -33,17 +33,15 @@ class SharedMemoryError(Exception):
     """The ranks of a group cannot share memory; raised on all of them."""
 
 
+@dataclass(slots=True)
 class Connection:
-    """What a group needs to share memory: its ordinary connection, and this rank's place in it."""
+    """The process group by which ranks get shared memory, and this rank's place in it."""
 
-    def __init__(
-        self, handle: dist.ProcessGroup, ranks: tuple[int, ...], index: int, ways: tuple[Way, ...] = WAYS
-    ) -> None:
-        self._handle = handle
-        self._ranks = ranks
-        self._index = index
-        self._ways = ways
-        self._wire: SharedTransport | None = None
+    _handle: dist.ProcessGroup
+    _ranks: tuple[int, ...]
+    _index: int
+    ways: tuple[Way, ...] = WAYS
+    _wire: SharedTransport | None = None
 
     @property
     def is_first(self) -> bool:
@@ -52,24 +50,24 @@ class Connection:
     def share(self, num_bytes: int) -> tuple[Segment, Way]:
         """Zeroed memory that all ranks of the group see. SharedMemoryError on all of them if one cannot."""
         reasons = []
-        for way in self._ways:
-            maker, problem = None, ""
-            if self._index == 0:
+        for way in self.ways:
+            owner, problem = None, ""
+            if self.is_first:
                 try:
-                    maker = Maker(num_bytes, way)
+                    owner = SegmentOwner(num_bytes, way)
                 except OSError as error:
                     problem = str(error)[:_REASON_LETTERS]
-            said = self._tell({"problem": problem, "ticket": asdict(maker.ticket) if maker else None})
-            segment = maker.segment if maker else None
+            said = self._tell({"problem": problem, "handle": asdict(owner.handle) if owner else None})
+            segment = owner.segment if owner else None
             if segment is None and not said["problem"]:
                 try:
-                    segment = open_segment(Ticket(**said["ticket"]))
+                    segment = open_segment(SegmentHandle(**said["handle"]))
                 except OSError as error:
                     problem = str(error)
             is_opened = torch.tensor([int(segment is not None)])
             self._reduce(is_opened, "min")
-            if maker is not None:
-                maker.close()
+            if owner is not None:
+                owner.close()
             if segment is not None and is_opened:
                 return segment, way
             reasons.append(said["problem"] or problem or "a rank cannot open what another one made")
@@ -85,42 +83,43 @@ class Connection:
         said[self._index], said[size] = os.getpid(), spin
         self._reduce(said, "sum")
         *pids, num_spinning = said.tolist()
-        spin = num_spinning == size  # alike on all ranks: it decides how much goes into a slot
         peers = [Peer(rank, pid) for rank, pid in zip(self._ranks, pids, strict=True)]
-        patience_s = timeout_s(self._handle)
-        mailbox = Mailbox(
-            segment.part(first, rest), index=self._index, peers=peers, timeout_s=patience_s, spin=spin, way=way
-        )
-        meeting = Barrier(segment.part(0, first), index=self._index, peers=peers, timeout_s=patience_s, spin=spin)
+        settings: dict[str, Any] = {
+            "index": self._index,
+            "peers": peers,
+            "timeout_s": timeout_s(self._handle),
+            "spin": num_spinning == size,  # alike on all ranks: it decides how much goes into a slot
+        }
+        mailbox = Mailbox(segment.part(first, rest), way=way, **settings)
+        barrier = Barrier(segment.part(0, first), **settings)
         dist.barrier(self._handle)  # a rank that had ended before its peers looked its process up would not be missed
-        self._wire = SharedTransport(meeting, mailbox, name=name)
+        self._wire = SharedTransport(barrier, mailbox, name=name)
         return self._wire
 
     def _reduce(self, tensor: torch.Tensor, op: Reduction) -> None:
-        """Over the ordinary connection, until there is a better one."""
         wire = self._wire
         if wire is None:
             dist.all_reduce(tensor, REDUCE_OPS[op], self._handle)
         else:
-            wire.run(lambda: wire.all_reduce(tensor, op))
+            wire.worker.run(lambda: wire.all_reduce(tensor, op))
 
     def _tell(self, message: dict[str, Any]) -> dict[str, Any]:
-        """What the first rank says."""
+        """The first rank's message, on all ranks."""
         memory = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
-        if self._index == 0:
+        if self.is_first:
             text = json.dumps(message).encode()
             memory[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         wire = self._wire
         if wire is None:
             dist.broadcast(memory, self._ranks[0], self._handle)
         else:
-            wire.run(lambda: wire.broadcast(memory, 0))
+            wire.worker.run(lambda: wire.broadcast(memory, 0))
         told: dict[str, Any] = json.loads(bytes(memory.tolist()).rstrip(b"\0"))
         return told
 
 
 def timeout_s(handle: dist.ProcessGroup) -> float:
-    """After how long the group's own exchanges give up."""
+    """Seconds after which the group's own exchanges give up."""
     try:
         timeout: timedelta = handle._get_backend(torch.device("cpu")).options._timeout
     except (AttributeError, RuntimeError):

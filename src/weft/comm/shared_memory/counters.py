@@ -1,9 +1,8 @@
-"""Counters in shared memory by which ranks tell each other how far they are.
+"""Progress counters in shared memory.
 
 Every rank counts up its own counter and only reads those of others, so that no atomic operation is needed. A wait spins
 for a moment where every rank has a core of its own, then sleeps in the kernel (futex) until the counter changes, or,
-where there is no futex, yields and naps. A rank that waits looks from time to time whether the one it waits for still
-exists.
+where there is no futex, yields and naps. It checks from time to time that the process it waits for still exists.
 """
 
 from __future__ import annotations
@@ -15,10 +14,13 @@ import platform
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 LINE_BYTES = 128
-"""Between counters of two ranks: they must not share a cache line, nor a pair that is fetched together."""
+"""Bytes per counter: two must not share a cache line, nor a pair of lines that is fetched together."""
+LOOK_EVERY_S = 0.2
+"""Seconds between two looks at a peer that is waited for."""
 
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _EVERYBODY = 2**31 - 1
@@ -26,12 +28,7 @@ _SYSCALL_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98}
 _SPINS = 400
 _YIELDS = 200
 _NAP_S = 50e-6
-_LOOK_EVERY_S = 0.2
 _WRAP = 2**32
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
 
 
 class Peer:
@@ -58,7 +55,7 @@ class Peer:
 
 
 def _start_of(pid: int) -> str | None:
-    """When a living process started, in the kernel's ticks; None if it does not live or there is no /proc."""
+    """The start of a living process in the kernel's ticks; None if it does not live or there is no /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -67,7 +64,7 @@ def _start_of(pid: int) -> str | None:
 
 
 class Counter:
-    """A 32-bit word in shared memory, which wraps: one rank counts it up, the others wait for it."""
+    """A 32-bit word in shared memory, which wraps: its owner counts it up, the others wait for it."""
 
     __slots__ = ("_address", "_fence", "_futex", "_num_spins", "_owner", "_timeout_s", "_word", "count")
 
@@ -81,10 +78,10 @@ class Counter:
         self._fence = threading.Lock()
         self._futex = _find_futex()
         self.count = 0
-        """How far its owner has counted; of use to the owner only."""
+        """The count so far; kept by the owner only."""
 
     def post(self) -> int:
-        """Count up: all this rank wrote before is seen by whoever sees the new count, which is returned."""
+        """Count up and return the count: whoever sees it also sees all that this rank wrote before."""
         self.count = count = (self.count + 1) % _WRAP
         self.order_writes()
         self._word[0] = count
@@ -96,7 +93,7 @@ class Counter:
         return (self._word[0] - count) % _WRAP < _WRAP // 2
 
     def wait(self, count: int) -> None:
-        """Until the owner has counted to `count` or beyond; RuntimeError, as gloo's, if it is gone or too late."""
+        """Block until the owner has counted to `count`; RuntimeError, as gloo's, if it is gone or too late."""
         word = self._word
         for _ in range(self._num_spins):
             if (word[0] - count) % _WRAP < _WRAP // 2:
@@ -106,23 +103,20 @@ class Counter:
         num_yields = 0
         while ((seen := word[0]) - count) % _WRAP >= _WRAP // 2:
             if self._futex is not None:
-                self._futex(self._address, _FUTEX_WAIT, seen, _LOOK_EVERY_S)
+                self._futex(self._address, _FUTEX_WAIT, seen, LOOK_EVERY_S)
             elif num_yields < _YIELDS:
                 num_yields += 1
                 time.sleep(0)
             else:
                 time.sleep(_NAP_S)
             now = time.monotonic()
-            if now - looked >= _LOOK_EVERY_S:
+            if now - looked >= LOOK_EVERY_S:
                 looked = now
                 self._look(count, now - started)
         self.order_writes()
 
     def order_writes(self) -> None:
-        """What comes before in the program is over before what comes after begins, as other processors see it.
-
-        Taking and giving back a lock twice is such a fence everywhere; x86 would need none.
-        """
+        """A memory fence. Taking and giving back a lock twice is one everywhere; x86 would need none."""
         with self._fence:
             pass
         with self._fence:
@@ -138,27 +132,25 @@ class Counter:
             )
 
 
-class _Futex:
-    """The kernel's wait and wake on a word, without a compiler: through the C library's syscall()."""
-
-    __slots__ = ("_call", "_number")
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-        call = ctypes.CDLL(None, use_errno=False).syscall
-        call.restype = ctypes.c_long
-        call.argtypes = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p)
-        self._call = call
-
-    def __call__(self, address: int, operation: int, value: int, timeout_s: float | None) -> None:
-        if timeout_s is None:
-            self._call(self._number, address, operation, value, None)
-            return
-        timeout = _Timespec(int(timeout_s), int(timeout_s % 1 * 1e9))
-        self._call(self._number, address, operation, value, ctypes.addressof(timeout))
+Futex = Callable[[int, int, int, float | None], None]
+"""Address, operation, value, timeout."""
 
 
 @functools.cache
-def _find_futex() -> _Futex | None:
+def _find_futex() -> Futex | None:
+    """The kernel's wait and wake on a word, without a compiler: through the C library's syscall()."""
     number = _SYSCALL_NUMBERS.get(platform.machine()) if sys.platform == "linux" else None
-    return _Futex(number) if number is not None and sys.maxsize > 2**32 else None
+    if number is None or sys.maxsize <= 2**32:
+        return None
+    call = ctypes.CDLL(None, use_errno=False).syscall
+    call.restype = ctypes.c_long
+    call.argtypes = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p)
+
+    def futex(address: int, operation: int, value: int, timeout_s: float | None) -> None:
+        if timeout_s is None:
+            call(number, address, operation, value, None)
+            return
+        timespec = (ctypes.c_long * 2)(int(timeout_s), int(timeout_s % 1 * 1e9))
+        call(number, address, operation, value, ctypes.addressof(timespec))
+
+    return futex

@@ -1,7 +1,7 @@
 """The inner loops of `kernels.c`, compiled when first needed if there is a C compiler; everything works without.
 
-The library is kept in the user's cache folder, under a name made of its source and the compiler's version: it is built
-once a machine, in less than a second.
+The library is kept in the user's cache folder, under a hash of its source and the compiler's version: it is built once
+per machine, in less than a second.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 log = logging.getLogger("weft")
 
 LEAST_BYTES = 2**16
-"""Below this a call of torch's costs less than looking at the tensors."""
+"""Below this size a call of torch costs less than checking the tensors."""
 _SOURCE = Path(__file__).with_name("kernels.c")
 _FLAGS = ("-O3", "-fPIC", "-shared", "-std=c11")
 _BUILD_TIMEOUT_S = 60.0
@@ -31,7 +31,7 @@ _SUMS = {torch.float32: "weft_sum_float", torch.float64: "weft_sum_double"}
 
 
 class Kernels:
-    """The compiled loops. Their callers see to it that tensors are dense, on the host, and of one dtype and size."""
+    """The compiled loops, for tensors that are dense, on the host, and of one dtype and size."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
@@ -50,7 +50,7 @@ class Kernels:
         self._copy(target.data_ptr(), source.data_ptr(), source.nbytes)
 
     def sums(self, dtype: torch.dtype) -> bool:
-        """Whether `sum` knows this dtype."""
+        """`sum` is compiled for this dtype."""
         return dtype in self._sums
 
     def sum(self, targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor], *, add: bool = False) -> None:
@@ -75,7 +75,7 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Its numbers lie in host memory one after another, as they are: neither to be conjugated nor negated."""
+    """A dense host tensor whose numbers are stored as they are, neither to be conjugated nor negated."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 

@@ -1,7 +1,7 @@
 """Sums of several ranks' memory, block by block, so that what is written back is still in the cache.
 
-Terms are added in the order of ranks, whatever part of a tensor a rank reduces: results are the same from run to run,
-for every element by the same rule. 16-bit numbers are added in float32 and rounded once.
+Terms are added in rank order, whatever part of a tensor a rank reduces, so results are the same from run to run. 16-bit
+numbers are added in float32 and rounded once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Memory that several processes of one host see: made by one of them, opened by the others, private to the user.
+"""Shared memory segments: created by one process, opened by others of the same host and user.
 
-Linux has memory with no name (memfd), which peers open through the maker's /proc entry: it cannot outlive the processes
-that use it, and no size limit of /dev/shm applies. Elsewhere, and where /proc is closed, it has a POSIX name, of mode
-600, which the maker removes as soon as its peers have opened it.
+On Linux they are anonymous (memfd), and peers open them through the owner's /proc entry: they cannot outlive the
+processes that use them, and no size limit of /dev/shm applies. Elsewhere, and where /proc is closed, they have a POSIX
+name, of mode 600, which the owner removes as soon as its peers have opened them.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from typing import Literal
 Way = Literal["anonymous", "named"]
 
 _HEADER_BYTES = 4096
-"""Before the memory itself: a token that proves to a peer that it opened the right thing."""
+"""Bytes before the memory itself, with a token that proves to a peer that it opened the right thing."""
 _WORD_BYTES = 8
+_NAME = "/weft-{:016x}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ticket:
-    """What a peer needs to open a segment: plain numbers."""
+class SegmentHandle:
+    """Plain numbers by which a peer opens a segment."""
 
     way: Way
     num_bytes: int
     token: int
     """Written at its beginning."""
     pid: int = 0
-    """anonymous: whose it is."""
+    """anonymous: its owner."""
     fd: int = -1
-    """anonymous: its number there."""
+    """anonymous: the owner's file descriptor."""
     name_number: int = 0
-    """named: after which its name is made."""
+    """named: the number in its name."""
 
 
 class Segment:
-    """Zeroed memory in this process. It goes when nothing refers to it any more."""
+    """Zeroed shared memory, mapped until nothing refers to it any more."""
 
     __slots__ = ("memory", "num_bytes")
 
@@ -53,29 +54,28 @@ class Segment:
         first = _HEADER_BYTES + start
         return self.memory[first : first + num_bytes]
 
-    @property
-    def token(self) -> int:
-        return int.from_bytes(self.memory[:_WORD_BYTES], "little")
 
-
-class Maker:
-    """A segment being handed out: peers can open it by its ticket until `close`."""
+class SegmentOwner:
+    """A new segment, which peers can open by its handle until `close`."""
 
     def __init__(self, num_bytes: int, way: Way) -> None:
         """OSError where there is too little memory of this kind, or none of it."""
-        self._fd, self._name_number = -1, 0
-        name_number = _random() if way == "named" else 0
+        self._fd, self._name_number, self._pid = -1, 0, os.getpid()
+        name_number = secrets.randbits(62) + 1 if way == "named" else 0  # a signed word, never zero
         self._fd = _create(name_number)
-        self._name_number, self._pid = name_number, os.getpid()
+        self._name_number = name_number
         try:
-            _reserve(self._fd, _HEADER_BYTES + num_bytes, is_limited=way == "named")
+            os.ftruncate(self._fd, _HEADER_BYTES + num_bytes)
+            if way == "named" and hasattr(os, "posix_fallocate"):
+                # /dev/shm may be small: find out now, and not by a bus error in the middle of a step.
+                os.posix_fallocate(self._fd, 0, _HEADER_BYTES + num_bytes)
             self.segment = Segment(self._fd, num_bytes)
         except BaseException:
             self.close()
             raise
-        token = _random()
+        token = secrets.randbits(62) + 1
         self.segment.memory[:_WORD_BYTES] = token.to_bytes(_WORD_BYTES, "little")
-        self.ticket = Ticket(
+        self.handle = SegmentHandle(
             way=way, num_bytes=num_bytes, token=token, pid=self._pid, fd=self._fd, name_number=self._name_number
         )
 
@@ -92,27 +92,27 @@ class Maker:
     __del__ = close
 
 
-def open_segment(ticket: Ticket) -> Segment:
-    """A segment that a process of this host made; OSError where it cannot be reached, or is not what it should be."""
-    if ticket.way == "anonymous":
-        fd = os.open(f"/proc/{ticket.pid}/fd/{ticket.fd}", os.O_RDWR | os.O_CLOEXEC)
+def open_segment(handle: SegmentHandle) -> Segment:
+    """A segment of another process of this host; OSError if it cannot be reached, or is not what it should be."""
+    if handle.way == "anonymous":
+        fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDWR | os.O_CLOEXEC)
     else:
-        fd = _open_named(ticket.name_number, os.O_RDWR)
+        fd = _open_named(handle.name_number, os.O_RDWR)
     try:
-        if os.fstat(fd).st_size < _HEADER_BYTES + ticket.num_bytes:  # a process of another namespace has this number
-            raise OSError(f"{ticket} is something else")
-        segment = Segment(fd, ticket.num_bytes)
+        if os.fstat(fd).st_size < _HEADER_BYTES + handle.num_bytes:  # a process of another namespace has this number
+            raise OSError(f"{handle} is something else")
+        segment = Segment(fd, handle.num_bytes)
     finally:
         os.close(fd)
-    if segment.token != ticket.token:
-        raise OSError(f"{ticket} is something else")
+    if int.from_bytes(segment.memory[:_WORD_BYTES], "little") != handle.token:
+        raise OSError(f"{handle} is something else")
     return segment
 
 
-def forget_name(ticket: Ticket) -> None:
-    """By the only peer, once it has opened a segment: nothing is left behind whatever becomes of its maker."""
-    if ticket.name_number:
-        _unlink(ticket.name_number)
+def forget_name(handle: SegmentHandle) -> None:
+    """Remove a segment's name, as its only peer does once it has opened it: its owner may be killed before it can."""
+    if handle.name_number:
+        _unlink(handle.name_number)
 
 
 @functools.cache
@@ -127,7 +127,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _map(fd: int, num_bytes: int) -> memoryview:
-    """The file's memory, until nothing refers to it. Python's own mmap keeps a descriptor for each of them."""
+    """Map a file until nothing refers to the memory. Python's own mmap keeps a descriptor for each mapping."""
     access = mmap.PROT_READ | mmap.PROT_WRITE
     address = _library().mmap(None, num_bytes, access, mmap.MAP_SHARED, fd, 0)
     if address is None or address == ctypes.c_void_p(-1).value:
@@ -136,14 +136,6 @@ def _map(fd: int, num_bytes: int) -> memoryview:
     mapping = (ctypes.c_char * num_bytes).from_address(address)
     weakref.finalize(mapping, _library().munmap, address, num_bytes).atexit = False
     return memoryview(mapping).cast("B")
-
-
-def _random() -> int:
-    return secrets.randbits(62) + 1  # fits a signed word, and is never zero
-
-
-def _name(number: int) -> str:
-    return f"/weft-{number:016x}"
 
 
 def _create(name_number: int) -> int:
@@ -159,7 +151,7 @@ def _create(name_number: int) -> int:
 def _open_named(name_number: int, flags: int) -> int:
     import _posixshmem  # type: ignore[import-not-found]  # what multiprocessing.shared_memory stands on
 
-    fd: int = _posixshmem.shm_open(_name(name_number), flags, mode=0o600)
+    fd: int = _posixshmem.shm_open(_NAME.format(name_number), flags, mode=0o600)
     return fd
 
 
@@ -167,11 +159,4 @@ def _unlink(name_number: int) -> None:
     import _posixshmem
 
     with suppress(FileNotFoundError):  # the one peer that was to open it has removed it
-        _posixshmem.shm_unlink(_name(name_number))
-
-
-def _reserve(fd: int, num_bytes: int, *, is_limited: bool) -> None:
-    """Give it its size. Where its file system is small, find out now and not by a bus error in the middle of a step."""
-    os.ftruncate(fd, num_bytes)
-    if is_limited and hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, 0, num_bytes)
+        _posixshmem.shm_unlink(_NAME.format(name_number))

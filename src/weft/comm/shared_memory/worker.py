@@ -1,7 +1,7 @@
-"""Work that goes on beside the main thread, in the order in which it was given.
+"""One background thread per group, which runs its exchanges in order.
 
-One thread for each group that ever exchanges without waiting; it starts with the first such exchange. What is given
-while nothing is under way and must be waited for anyway runs in the caller's thread, which saves two changes of thread.
+It starts with the first exchange that is not waited for. One that is waited for at once runs in the caller's thread,
+after those under way, which saves two changes of thread.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from collections.abc import Callable
 
 import torch
 
+CLOSE_TIMEOUT_S = 5.0
+"""Seconds for exchanges under way to end when their group is closed."""
+
 
 class Work:
-    """Something under way. `wait` raises what it raised."""
+    """A task under way. `wait` raises what it raised."""
 
     __slots__ = ("_done", "_error")
 
@@ -29,7 +32,7 @@ class Work:
         self._done.release()
 
     def join(self) -> None:
-        """Until it is over, well or not."""
+        """Block until it is over, well or not."""
         with self._done:
             pass
 
@@ -39,11 +42,11 @@ class Work:
             raise self._error
 
 
-Task = tuple[Callable[[], None], Work]
+Task = tuple[Callable[[], object], Work]
 
 
 class Worker:
-    """One queue and the thread that empties it."""
+    """A queue of tasks and the thread that runs them."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -51,9 +54,10 @@ class Worker:
         self._last: Work | None = None
         self._lock = threading.Lock()
         self._broken: list[str] = []
+        self._thread: threading.Thread | None = None
 
-    def run(self, task: Callable[[], None]) -> None:
-        """Do it now, after all that was given before."""
+    def run(self, task: Callable[[], object]) -> None:
+        """Run a task now, after all that were given before."""
         with self._lock:
             if self._last is not None:
                 self._last.join()  # its error is raised where it is waited for
@@ -66,21 +70,29 @@ class Worker:
                 _note(self._broken, error)
                 raise
 
-    def start(self, task: Callable[[], None]) -> Work:
-        """Do it soon, after all that was given before."""
+    def start(self, task: Callable[[], object]) -> Work:
+        """Queue a task."""
         with self._lock:
             if self._tasks is None:
                 self._tasks = queue.SimpleQueue()
-                threading.Thread(
-                    target=_work_off, args=(self._tasks, self._broken), name=self._name, daemon=True
-                ).start()
+                self._thread = threading.Thread(
+                    target=_run_tasks, args=(self._tasks, self._broken), name=self._name, daemon=True
+                )
+                self._thread.start()
                 weakref.finalize(self, self._tasks.put, None).atexit = False
             self._last = work = Work()
             self._tasks.put((task, work))
         return work
 
+    def close(self) -> None:
+        """End the thread after its tasks; one whose peers never come is left to the end of the process."""
+        with self._lock:
+            if self._tasks is not None and self._thread is not None:
+                self._tasks.put(None)
+                self._thread.join(CLOSE_TIMEOUT_S)
 
-def _work_off(tasks: queue.SimpleQueue[Task | None], broken: list[str]) -> None:
+
+def _run_tasks(tasks: queue.SimpleQueue[Task | None], broken: list[str]) -> None:
     torch.set_grad_enabled(False)  # it is a thread's own setting
     while (given := tasks.get()) is not None:
         task, work = given

@@ -50,8 +50,8 @@ class SequenceAxes:
 
 
 def make_axes(mesh: Mesh) -> SequenceAxes:
-    """The sequence axes of a mesh's plan; collective."""
-    ring = mesh.group("ring", "keys")
+    """The axes of a mesh's plan."""
+    ring = mesh.group("ring", "neighbours")
     return SequenceAxes(
         ring=ring,
         ulysses=mesh.group("ulysses", "heads"),

@@ -193,7 +193,15 @@ def _signature(inputs: Any) -> Any:
 
 
 def tied_groups(made: CutModel, mesh: Mesh) -> dict[str, Group]:
-    """Of every parameter of this rank that other stages hold too: the ranks that do; collective."""
-    # Asking for a group is collective: every rank asks for all of them, in one order.
-    asked = {name: mesh.group(f"pipeline:{','.join(map(str, on))}", "tied") for name, on in made.holders.items()}
-    return {name: group for name, group in asked.items() if group.ranks}
+    """Each parameter of this rank that other stages hold too, with the group of ranks that do."""
+    groups = {name: mesh.group(*_tied_key(ranks)) for name, ranks in made.holders.items()}
+    return {name: group for name, group in groups.items() if group.ranks}
+
+
+def make_tied_groups(made: CutModel, mesh: Mesh) -> None:
+    """Make the groups of ranks that hold one parameter together, once the model is cut; collective."""
+    mesh.add_groups([_tied_key(ranks) for ranks in made.holders.values()])
+
+
+def _tied_key(ranks: Sequence[int]) -> tuple[str, str]:
+    return f"pipeline:{','.join(map(str, ranks))}", "tied"

@@ -1,6 +1,6 @@
 """Spatial parallelism: images split by height over ranks, the sequence axis of vision models.
 
-    rows = SpatialParallel(mesh.group("ring", "rows"))
+    rows = SpatialParallel(mesh.group("ring", "neighbours"))
     rows.prepare(model)                      # once, after its BatchNorms are synchronised
     output = rows.call(model, images)        # the whole output, on every rank
 

@@ -241,15 +241,13 @@ class TensorParallel:
         for name in named:
             if name in partial:
                 add_up_gradient(named[name], self.group)
-        # Asking for a group is collective: all ranks ask for all, in one order.
-        groups = {
-            holders: self._mesh.group(f"{AXIS}:{','.join(map(str, holders))}", "repeated")
-            for holders in sorted({one.holders for one in self.shares.repeated})
-        }
+        keys = {one.holders: (f"{AXIS}:{','.join(map(str, one.holders))}", "repeated") for one in self.shares.repeated}
+        self._mesh.add_groups(sorted(keys.values()))
         for one in self.shares.repeated:
             if one.place == self.group.index and one.name in named:
                 start, stop = one.entries
-                add_up_gradient(named[one.name], groups[one.holders], within=(one.dim, start, stop - start))
+                group = self._mesh.group(*keys[one.holders])
+                add_up_gradient(named[one.name], group, within=(one.dim, start, stop - start))
 
 
 def add_up_gradient(parameter: nn.Parameter, group: Group, *, within: tuple[int, int, int] | None = None) -> None:

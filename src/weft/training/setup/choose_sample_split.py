@@ -36,7 +36,7 @@ def choose_sample_split(mesh: Mesh, blueprint: Blueprint, example: Any) -> Calla
                 "inputs, and after it has left the images, is done whole on every rank",
                 mesh.size("ring"),
             )
-        return lambda model: RowSplit(SpatialParallel(mesh.group("ring", "rows")))
+        return lambda model: RowSplit(SpatialParallel(mesh.group("ring", "neighbours")))
 
     axes = make_axes(mesh)
 

@@ -14,7 +14,7 @@ from weft.comm.objects import gather_values, value_of_first
 from weft.errors import ModelError, PlanError
 from weft.mesh import Mesh
 from weft.parallel.pipeline.block_costs import Unit, time_units
-from weft.parallel.pipeline.cut_model import CutModel, Outline, cut, outline, tied_groups
+from weft.parallel.pipeline.cut_model import CutModel, Outline, cut, make_tied_groups, outline, tied_groups
 from weft.parallel.state.materialise import Materialiser
 from weft.plan.model_refusals import PIPEDREAM_WITH_SHARED_WEIGHTS, VERSIONS_OF_MASTERS
 from weft.plan.pipeline.communication import FLUSH_FREE
@@ -55,6 +55,7 @@ def cut_model(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: Any) 
     _begin_alike(model, mesh)
     made = cut(whole, plan.pipeline.cuts, rank=mesh.index("pipeline"), num_ranks=plan.axes.pipeline)
     _refuse_shared(made, plan)
+    make_tied_groups(made, mesh)
     _materialise_shared(made, mesh)
     return made, plan
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from weft.blueprint import Blueprint
+from weft.comm.agree import try_on_all
 from weft.comm.collectives import all_reduce, broadcast
 from weft.comm.objects import gather_values
 from weft.errors import ModelError, WeftError
@@ -90,7 +91,10 @@ def probe_split(
         except CannotCopyError as error:
             problem = str(error)
 
-    _together(mesh, "the model fails on the example", try_first)
+    def describe(error: Exception) -> str:
+        return f"the model fails on the example ({type(error).__name__}: {error}){_advice(mesh)}"
+
+    try_on_all(mesh.everyone("control"), try_first, error=ModelError, describe=describe)
     told = [problem] + ([False] * 3 if trial is None else [bool(trial.found), trial.is_wide, trial.casts])
     problem, has_answer, is_wide, casts = gather_values(told, mesh.everyone("control"), device)[0]
     if problem is not None:
@@ -197,20 +201,6 @@ def _cut_copy(
         broadcast(there, mesh.everyone("control"))
         memo[id(buffer)] = cutting.cut_one(name, there)
     return copy.deepcopy(model, memo)
-
-
-def _together(mesh: Mesh, what: str, action: Callable[[], None]) -> None:
-    """Do something on every rank; all raise if it failed on any."""
-    problem = None
-    try:
-        action()
-    except WeftError as error:
-        problem = "; ".join(error.problems)
-    except Exception as error:
-        problem = f"{what} ({type(error).__name__}: {error})" + _advice(mesh)
-    problem = next((p for p in gather_values(problem, mesh.everyone("control"), mesh.world.device) if p), None)
-    if problem is not None:
-        raise ModelError(problem)
 
 
 def _axes(mesh: Mesh) -> str:

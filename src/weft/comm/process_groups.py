@@ -1,0 +1,170 @@
+"""Makes the process groups of a mesh and gives them back: the only place that calls `new_group`.
+
+Both are done in one order on all ranks. Each group also finds out here how it will exchange: through the memory of one
+host, in two levels where ranks are on several hosts, or through torch.distributed alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.group import Group, Traffic
+from weft.comm.shared_memory.connect import Connection, SharedMemoryError, timeout_s
+from weft.comm.shared_memory.transport import SharedTransport
+from weft.comm.two_level import TwoLevel
+from weft.errors import LaunchError
+from weft.hosts import num_cores
+from weft.plan.partition.grid import Grid
+from weft.plan.partition.groups import WORLD, GroupKey
+
+log = logging.getLogger("weft")
+
+
+class ProcessGroups:
+    """The process groups that ranks on a grid have made so far."""
+
+    def __init__(self, grid: Grid, *, rank: int, hosts: Sequence[int], device: torch.device, transport: str) -> None:
+        """`hosts`: the number of each rank's host; `transport`: as `[comm] transport` of the plan."""
+        self.grid = grid
+        self.transport = transport
+        self.is_closed = False
+        self._rank = rank
+        self._hosts = hosts
+        self._device = device
+        self._made: dict[GroupKey, Group] = {}
+        self._handles: list[dist.ProcessGroup] = []
+        self._has_warned = False
+
+    def add(self, keys: Iterable[GroupKey]) -> list[Group]:
+        """The groups of these keys; those that are missing are made. Collective: all ranks give the same keys."""
+        keys = list(keys)
+        for key in keys:
+            if key not in self._made:
+                self._made[key] = self._make(*key)
+        return [self._made[key] for key in keys]
+
+    def close(self) -> None:
+        """Give back threads, sockets and shared memory. Tensors that lie in shared memory keep theirs."""
+        self.is_closed = True
+        for group in self._made.values():
+            if group.host_wire is not None:
+                group.host_wire.close()
+            if group.levels is not None:
+                group.levels.worker.close()
+            group.close()
+        for handle in self._handles:
+            with suppress(ValueError):  # the whole world was left before
+                dist.destroy_process_group(handle)
+        self._made.clear()
+        self._handles.clear()
+
+    def _make(self, axes: str, purpose: str) -> Group:
+        name = f"{axes}/{purpose}"
+        groups = self._ranks_of_all(axes)
+        mine = next((ranks for ranks in groups if self._rank in ranks), ())
+        handle = None
+        if len(groups[0]) > 1 and self._device.type != "meta":
+            # A thread beside the steps must not touch a GPU's streams: its messages stay on the host.
+            backend = "gloo" if purpose == "saving" and self._device.type == "cuda" else None
+            handle = self._new_group(groups, mine, name, backend)
+        group = Group(
+            axis=axes.partition(":")[0],
+            purpose=purpose,
+            ranks=mine,
+            index=mine.index(self._rank) if mine else -1,
+            handle=handle,
+            traffic=Traffic(),
+            through_host=self._device.type == "cuda" and handle is not None and dist.get_backend(handle) == "gloo",
+        )
+        if handle is None or self.transport == "c10d" or self._device.type != "cpu":
+            return group
+        hosts = [self._by_host(ranks) for ranks in groups]
+        if all(len(places) == 1 for places in hosts):
+            connection = Connection(handle, mine, group.index)
+            shared = self._connect(connection, name)
+            return replace(group, shared=shared, connection=connection if shared is not None else None)
+        if all(len(inside) == 1 for places in hosts for inside in places):
+            return group
+        return self._add_levels(group, groups, hosts, name)
+
+    def _ranks_of_all(self, axes: str) -> list[tuple[int, ...]]:
+        """The ranks of every group along these axes."""
+        if axes == WORLD:
+            return [tuple(range(self.grid.num_ranks))]
+        along, _, places = axes.partition(":")
+        groups = list(self.grid.groups(tuple(along.split("+"))))
+        if not places:
+            return groups
+        chosen = [int(place) for place in places.split(",")]
+        return [tuple(ranks[place] for place in chosen) for ranks in groups]
+
+    def _new_group(
+        self, groups: Sequence[tuple[int, ...]], mine: tuple[int, ...], name: str, backend: str | None = None
+    ) -> dist.ProcessGroup | None:
+        """This rank's process group among all of these, which every rank takes part in making."""
+        handle, everyone = None, dist.group.WORLD
+        assert everyone is not None
+        timeout = timedelta(seconds=timeout_s(everyone))
+        for ranks in groups:
+            made = dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=name)
+            if ranks == mine:
+                handle = made
+                self._handles.append(made)
+        return handle
+
+    def _by_host(self, ranks: tuple[int, ...]) -> list[list[int]]:
+        """The places of a group's ranks, by host, in the order of each host's first rank."""
+        places: dict[int, list[int]] = {}
+        for place, rank in enumerate(ranks):
+            places.setdefault(self._hosts[rank], []).append(place)
+        return list(places.values())
+
+    def _add_levels(
+        self, group: Group, groups: Sequence[tuple[int, ...]], hosts: Sequence[list[list[int]]], name: str
+    ) -> Group:
+        """The same group, exchanging in two levels."""
+        inside, across = [], []
+        for ranks, places in zip(groups, hosts, strict=True):
+            inside += [tuple(ranks[place] for place in here) for here in places]
+            is_even = len({len(here) for here in places}) == 1
+            for number in range(len(places[0]) if is_even else 1):
+                across.append(tuple(ranks[here[number]] for here in places))
+        local = next(ranks for ranks in inside if self._rank in ranks)
+        counterparts = next((ranks for ranks in across if self._rank in ranks), ())
+        local_handle = self._new_group([ranks for ranks in inside if len(ranks) > 1], local, f"{name}/host")
+        across_handle = self._new_group([ranks for ranks in across if len(ranks) > 1], counterparts, f"{name}/across")
+        connection = Connection(local_handle, local, local.index(self._rank)) if local_handle is not None else None
+        wire = self._connect(connection, name) if connection is not None else None
+        # Ranks of another host may not share memory where these do; then all exchange in one level.
+        is_complete = torch.tensor([int(wire is not None or len(local) == 1)])
+        dist.all_reduce(is_complete, dist.ReduceOp.MIN, group.handle)
+        if not is_complete:
+            return group
+        levels = TwoLevel(
+            self._by_host(group.ranks),
+            group.index,
+            wire=wire,
+            across=across_handle,
+            across_ranks=counterparts,
+            name=name,
+        )
+        return replace(group, levels=levels, connection=connection)
+
+    def _connect(self, connection: Connection, name: str) -> SharedTransport | None:
+        try:
+            return connection.connect(spin=self._hosts.count(self._hosts[self._rank]) <= num_cores(), name=name)
+        except SharedMemoryError as error:
+            problem = f"ranks of one host cannot share memory ({error})"
+        if self.transport == "shared":
+            raise LaunchError(f'{problem}; give it room, or use [comm] transport = "c10d"')
+        if connection.is_first and not self._has_warned:
+            log.warning("%s, so they exchange through sockets, which is several times slower", problem)
+        self._has_warned = True
+        return None

@@ -1,0 +1,50 @@
+"""Every process group of a plan, in one list: all ranks make them in this order when the mesh is made.
+
+A group is named by its axes, joined by "+", and its purpose. Each purpose has a group of its own, because two threads,
+or two exchanges whose order may differ between ranks, must never share one. Groups of one rank are not listed.
+"""
+
+from __future__ import annotations
+
+import math
+
+from weft.plan.plan import Axes, Plan
+
+GroupKey = tuple[str, str]
+"""Axes and purpose. "pipeline:0,3" are the ranks at these places along an axis."""
+
+WORLD = "world"
+"""The name under which exchanges between all ranks are counted; not an axis of the plan."""
+
+
+def plan_groups(plan: Plan, *, batch_norms: bool) -> tuple[GroupKey, ...]:
+    """The groups a plan uses; those of weights that several stages or tensor ranks hold depend on the model."""
+    state, batch = plan.axes.state_axes, batch_axes(plan.axes)
+    keys = [(WORLD, "control"), (WORLD, "saving"), (batch, "control"), (state, "gradients")]
+    if plan.data.shard != "nothing":
+        keys += [(state, "parameters"), ("replicate", "gradients"), ("replicate", "control")]
+    if batch_norms and plan.data.buffers == "synchronise":
+        keys.append((batch, "statistics"))
+    keys += [("pipeline+ring+ulysses+tensor", "control"), ("tensor", "control"), ("tensor", "activations")]
+    keys += [("ring+ulysses", "control"), ("ring+ulysses", "masks"), ("ring", "neighbours"), ("ulysses", "heads")]
+    keys += [("pipeline", "control"), ("pipeline", "activations"), ("pipeline", "gradients")]
+    if plan.pipeline.chunks > 1:
+        keys += [("pipeline", "activations round"), ("pipeline", "gradients round")]
+    return tuple(key for key in keys if num_ranks_along(plan.axes, key[0]) > 1)
+
+
+def batch_axes(axes: Axes) -> str:
+    """The axes of the ranks that share one global batch and have the same parameters."""
+    if axes.replicate == 1:
+        return axes.state_axes
+    return f"replicate+{axes.state_axes}" if axes.state > 1 else "replicate"
+
+
+def num_ranks_along(axes: Axes, names: str) -> int:
+    """The size of a group of these axes."""
+    if names == WORLD:
+        return axes.num_ranks
+    along, _, places = names.partition(":")
+    if places:
+        return len(places.split(","))
+    return math.prod(axes.sizes[name] for name in along.split("+"))
