@@ -7,6 +7,7 @@ counts its own traffic.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch.distributed as dist
 
@@ -14,6 +15,8 @@ from weft.comm.group import Group
 from weft.mesh import Mesh, World, join_world, make_mesh
 from weft.plan.partition.groups import GroupKey
 from weft.plan.plan import Axes, Comm, Plan
+from weft.verification.verdict import Verification
+from weft.verification.verify import verify as verify_plan
 
 
 @functools.cache
@@ -37,3 +40,8 @@ def data_group(purpose: str, *, transport: str | None = None, world: World | Non
     size = world.size if world is not None else dist.get_world_size() if dist.is_initialized() else 1
     comm = Comm() if transport is None else Comm(transport=transport)  # type: ignore[arg-type]
     return mesh_with(Plan(axes=Axes(data=size), comm=comm), ("data", purpose), world=world).group("data", purpose)
+
+
+def verify(model: Any, plan: Plan, **settings: Any) -> Verification:
+    """`weft.verify` with the process groups of the kept mesh."""
+    return verify_plan(model, plan, mesh=kept_mesh(plan), **settings)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from meshes import verify
 from oracle import SGD, small_gpt, token_batch
 
 from weft.comm.collectives import Pending
@@ -22,7 +23,6 @@ from weft.training.parallelize import parallelize
 from weft.training.trainer import Trainer
 from weft.verification import verify as verify_module
 from weft.verification.verdict import Finding
-from weft.verification.verify import verify
 
 Patch = pytest.MonkeyPatch
 Plant = Callable[[Patch, Trainer], None]

@@ -25,6 +25,7 @@ from combinations import (
     read_rows,
     settle,
 )
+from meshes import verify
 from oracle import Batch, image_batch, token_batch
 from pairwise import Row, pairs_of
 from ranks import ranks
@@ -32,7 +33,6 @@ from ranks import ranks
 from weft.plan.check import _BUILT
 from weft.plan.fields import facts_of
 from weft.plan.plan import SECTIONS
-from weft.verification.verify import verify
 
 ROWS, NEVER = read_rows()
 

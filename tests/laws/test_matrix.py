@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from meshes import verify
 from oracle import (
     ADAMW,
     SGD,
@@ -36,7 +37,6 @@ from weft.models.gpt import GPT
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Plan, Recompute
 from weft.plan.text import read_plan
-from weft.verification.verify import verify
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "plans"
 NUM_STEPS_IN_SINGLE = 10

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from meshes import verify
 from oracle import ADAMW, SGD, Batch, cut_evenly, image_batch, make_trainer, small_convnet, small_gpt, token_batch
 from pipelines import FLUSHING, pipeline_plan
 from ranks import ranks
@@ -22,7 +23,6 @@ from torch import Tensor, nn
 from weft.errors import DataError
 from weft.plan.pipeline.communication import schedule_of
 from weft.plan.plan import Plan
-from weft.verification.verify import verify
 
 gpt: Callable[..., nn.Module] = functools.partial(small_gpt, num_layers=4)
 convnet: Callable[..., nn.Module] = functools.partial(small_convnet, num_blocks=4)

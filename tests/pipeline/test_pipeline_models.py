@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from meshes import verify
 from oracle import ADAMW, Batch, small_gpt
 from pipelines import HIDDEN, Block, Stack, pipeline_plan, vector_batch
 from ranks import ranks
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 
 from weft.blueprint import Blueprint
 from weft.plan.plan import Plan
-from weft.verification.verify import verify
 
 
 class UNet(Stack):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from meshes import verify
 from oracle import SGD, make_trainer, pipeline_plan, small_gpt, token_batch
 from ranks import ranks
 from torch import Tensor, nn
 
 from weft.errors import DataError, ModelError
-from weft.verification.verify import verify
 
 
 class Table(nn.Module):

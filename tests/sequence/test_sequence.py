@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from meshes import verify
 from oracle import ADAMW, Batch, make_trainer, sequence_plan, small_gpt
 from ranks import ranks
 
 from weft.plan.plan import Plan
-from weft.verification.verify import Verification, verify
+from weft.verification.verdict import Verification
 
 LAYERNORMS = {"norm": "layer", "bias": True, "positions": "learned"}
 SPLITS = {"ring": {"ring": 2}, "ulysses": {"ulysses": 2}}

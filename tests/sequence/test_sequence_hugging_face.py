@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from meshes import verify
 from oracle import ADAMW, sequence_plan, token_batch
 from ranks import ranks
 from torch import Tensor, nn
 
 from weft.errors import ModelError
 from weft.plan.plan import Plan, Recompute
-from weft.verification.verify import verify
 
 SIZES: dict[str, Any] = dict(
     vocab_size=17, hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4,

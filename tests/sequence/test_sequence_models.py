@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from attending import Lengths, NanoGPT, RotaryInside, Transformer, Wrapped, batch
+from meshes import verify
 from oracle import SGD, make_trainer, sequence_plan, small_gpt, token_batch
 from ranks import ranks
 
 from weft.errors import DataError, ModelError, WeftError
 from weft.plan.plan import Plan
-from weft.verification.verify import verify
 
 RING, ULYSSES = sequence_plan(ring=2), sequence_plan(ulysses=2)
 

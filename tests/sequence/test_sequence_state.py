@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from meshes import verify
 from oracle import ADAMW, data_plan, make_trainer, sequence_plan, small_gpt, token_batch, train_on_tokens
 from ranks import ranks
 from torch import nn
@@ -15,7 +16,6 @@ from torch import nn
 from weft.errors import DivergenceError
 from weft.plan.plan import Compile, Plan, Precision
 from weft.training.trainer import Trainer
-from weft.verification.verify import verify
 
 
 def gpt_trainer(plan: Plan, model: nn.Module | None = None, **changes: Any) -> Trainer:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from meshes import verify
 from oracle import ADAMW, make_trainer
 from ranks import ranks
 
 from weft.plan.text import read_plan
-from weft.verification.verify import verify
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))

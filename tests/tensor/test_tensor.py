@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from meshes import verify
 from oracle import ADAMW, small_gpt, tensor_plan, token_batch
 from ranks import ranks
 
 from weft.plan.plan import Plan
-from weft.verification.verify import Verification, verify
+from weft.verification.verdict import Verification
 
 LAYERNORMS = {"norm": "layer", "bias": True, "positions": "learned"}
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import transformers
+from meshes import verify
 from oracle import ADAMW, tensor_plan, token_batch
 from ranks import ranks
 
 from weft.plan.plan import Plan, Recompute
-from weft.verification.verify import verify
 
 SIZES = dict(
     vocab_size=17, hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from meshes import verify
 from oracle import (
     ADAMW,
     cross_entropy,
@@ -29,7 +30,6 @@ from weft.errors import ModelError
 from weft.models.gpt import GPT
 from weft.plan.partition.tensor import Region
 from weft.plan.plan import Plan
-from weft.verification.verify import verify
 
 
 def verified(model: nn.Module, plan: Plan, batches: list[Any]) -> None:

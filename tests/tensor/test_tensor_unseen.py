@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from meshes import verify
 from oracle import ADAMW, Batch, image_batch, small_convnet, tensor_plan, token_batch
 from ranks import ranks
 from torch import Tensor, nn
 
 from weft.plan.plan import Plan
-from weft.verification.verify import Verification, verify
+from weft.verification.verdict import Verification
 
 VOCABULARY, HIDDEN, HEADS = 17, 16, 4
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from by_hand import DTYPES, SHARDS, SMALLEST, UNIT, ByHand, adamw, gradients, masters, mixed, worst_excess
+from meshes import verify
 from oracle import ADAMW, cut, cut_evenly, data_plan, image_batch, make_trainer, small_convnet, small_gpt, token_batch
 from ranks import ranks
 
 from weft.plan.partition.wire import ShardedFlat, sharded_bytes
-from weft.verification.verify import verify
 
 FIXED_SCALE = 256
 

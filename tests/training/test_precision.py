@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from by_hand import DTYPES, UNIT, TorchsScale, adamw, masters, mixed
+from meshes import verify
 from oracle import (
     MLP,
     SGD,
@@ -30,7 +31,6 @@ from weft.errors import PlanError
 from weft.plan.plan import Plan
 from weft.training.step import precision
 from weft.training.step.precision import Caller, LossScale
-from weft.verification.verify import verify
 
 HALVES = ["bf16", "fp16"]
 

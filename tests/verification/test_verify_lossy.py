@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from by_hand import mixed
+from meshes import verify
 from oracle import SGD, data_plan, pipeline_plan, small_gpt, tensor_plan, token_batch
 from ranks import ranks
 from streamed import ADAMW, Net, batches_of, stream_plan
@@ -20,8 +21,7 @@ from weft.plan.plan import Plan
 from weft.training.trainer import Trainer
 from weft.verification import verify as verify_module
 from weft.verification.oracles import rule_of
-from weft.verification.verdict import Deviation
-from weft.verification.verify import Verification, verify
+from weft.verification.verdict import Deviation, Verification
 
 RATE = [1.0, 0.5, 0.25, 0.8, 0.7, 0.1].__getitem__
 

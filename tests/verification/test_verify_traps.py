@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from meshes import verify
 from oracle import SGD, data_plan, small_gpt, token_batch
 from ranks import ranks
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from weft.verification import compare as comparing
 from weft.verification import examine as examining
 from weft.verification.compare import LocalTensor
-from weft.verification.verify import Verification, verify
+from weft.verification.verdict import Verification
 
 
 def run(model: nn.Module) -> Verification:

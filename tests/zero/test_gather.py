@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from meshes import verify
 from oracle import ADAMW, Batch, data_plan, make_trainer, token_batch
 from ranks import ranks
 from torch import Tensor, nn
@@ -20,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.errors import ModelError
 from weft.plan.plan import Compile, Plan
-from weft.verification.verify import verify
 
 WIDTH = 8
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -28,6 +29,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from weft.comm.collectives import all_reduce, broadcast
 from weft.comm.objects import gather_values
+from weft.mesh import Mesh
 from weft.parallel.state.materialise import draw_seed, fill_alone, is_on_meta
 from weft.plan.plan import Plan, Precision
 from weft.training.data.trees import map_tensors, split_tree
@@ -62,6 +64,7 @@ def verify(
     groups: ParameterGroups | None = None,
     dtype: torch.dtype = torch.float64,
     device: torch.device | str | None = None,
+    mesh: Mesh | None = None,
     on_step: Callable[[int], object] | None = None,
 ) -> Verification:
     """Train copies of a model under a plan and in one process, and compare them after every step; collective.
@@ -77,9 +80,10 @@ def verify(
         fill_alone(model, draw_seed(), torch.device("cpu"))
     exact = dataclasses.replace(plan, precision=Precision())
     cast = _cast(batches, dtype)
-    outcome, deviation = _prove(model, exact, recipe, cast, dtype=dtype, device=device, on_step=on_step)
+    make_trainer = functools.partial(_parallelize, device=device, mesh=mesh)
+    outcome, deviation = _prove(model, exact, recipe, cast, make_trainer, dtype=dtype, on_step=on_step)
     if _rounds(plan.precision):
-        deviation = _measure_rounding(model, plan, recipe, _cast(batches, torch.float32), device)
+        deviation = _measure_rounding(model, plan, recipe, _cast(batches, torch.float32), make_trainer)
     return dataclasses.replace(outcome, deviation=deviation)
 
 
@@ -88,9 +92,9 @@ def _prove(
     plan: Plan,
     recipe: Recipe,
     batches: Sequence[Any],
+    make_trainer: Callable[..., Trainer],
     *,
     dtype: torch.dtype,
-    device: torch.device | str | None,
     on_step: Callable[[int], object] | None,
 ) -> tuple[Verification, Deviation | None]:
     """Compare a plan with one process under its rule, and an inexact rule with plain training."""
@@ -99,7 +103,7 @@ def _prove(
     with _without_casts(parallel, plan, batches[0][0], dtype), ExitStack() as stack:
         zero_noise = ZeroNoise(recipe.optimizer, by_stage=rule.needs_stages)
         silent = dataclasses.replace(recipe, optimizer=zero_noise)
-        trainer = stack.enter_context(_parallelize(parallel, plan, silent, batches, device))
+        trainer = stack.enter_context(make_trainer(parallel, plan, silent, batches))
         zero_noise.mesh = trainer.mesh
         stage_of = find_stages(trainer) if rule.needs_stages else {}
         oracle, plain = None, None
@@ -210,10 +214,10 @@ def _rounds(precision: Precision) -> bool:
 
 
 def _measure_rounding(
-    model: nn.Module, plan: Plan, recipe: Recipe, batches: Sequence[Any], device: torch.device | str | None
+    model: nn.Module, plan: Plan, recipe: Recipe, batches: Sequence[Any], make_trainer: Callable[..., Trainer]
 ) -> Deviation:
     """The plan as it stands, the model in its own dtypes, against one process in float32."""
-    with _parallelize(_copy_without_dropout(model), plan, recipe, batches, device) as trainer:
+    with make_trainer(_copy_without_dropout(model), plan, recipe, batches) as trainer:
         reference = None
         if trainer.mesh.world.rank == 0:
             alone = _copy_without_dropout(model, torch.float32, trainer.mesh.world.device)
@@ -221,9 +225,7 @@ def _measure_rounding(
         return measure_rounding(trainer, reference, batches)
 
 
-def _parallelize(
-    model: nn.Module, plan: Plan, recipe: Recipe, batches: Sequence[Any], device: torch.device | str | None
-) -> Trainer:
+def _parallelize(model: nn.Module, plan: Plan, recipe: Recipe, batches: Sequence[Any], **where: Any) -> Trainer:
     return parallelize(
         model,
         plan,
@@ -231,7 +233,7 @@ def _parallelize(
         optimizer=recipe.optimizer,
         schedule=recipe.schedule,
         groups=recipe.groups,
-        device=device,
+        **where,
         example=batches[0][0],
     )
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import transformers
+from meshes import verify
 from oracle import ADAMW, pipeline_plan, sequence_plan
 from torch import Tensor, nn
 
 from weft.plan.plan import Plan, Recompute
-from weft.verification.verify import verify
 
 SIZES: dict[str, Any] = dict(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
