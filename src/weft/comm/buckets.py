@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.comm.exchange_buffers import ExchangeBuffers, bytes_for
+from weft.comm.exchange_buffers import BufferAllocator, bytes_for
 from weft.plan.partition.wire import Member, assign_buckets, tail_of
 
 
@@ -47,7 +47,7 @@ def bucket_room(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def make_buckets(
-    tensors: Sequence[torch.Tensor], order: Sequence[int], *, bucket_bytes: int, room: ExchangeBuffers
+    tensors: Sequence[torch.Tensor], order: Sequence[int], *, bucket_bytes: int, room: BufferAllocator
 ) -> Buckets:
     """Allocate buckets for tensors like these, filled in the given order (the order in which gradients get ready)."""
     members = [member_of(tensors[index]) for index in order]

@@ -1,6 +1,6 @@
 """Buffers for tensors that a group exchanges: in shared memory if it has some, so that they need not be copied there.
 
-Whoever keeps buffers from step to step makes an `ExchangeBuffers` once, collectively, and then allocates in it by
+Whoever keeps buffers from step to step makes an `BufferAllocator` once, collectively, and then allocates in it by
 itself.
 """
 
@@ -15,7 +15,7 @@ from weft.comm.shared_memory.arena import ALIGNMENT_BYTES, Arena, round_up
 from weft.comm.shared_memory.connect import SharedMemoryError
 
 
-class ExchangeBuffers:
+class BufferAllocator:
     """An allocator of a rank's own buffers; of ordinary memory where none is shared, or when that is full."""
 
     def __init__(self, group: Group, device: torch.device, *, num_bytes: int) -> None:

@@ -25,7 +25,7 @@ import torch
 
 from weft.comm.buckets import Buckets, bucket_room, make_buckets
 from weft.comm.collectives import Pending, all_reduce, broadcast
-from weft.comm.exchange_buffers import ExchangeBuffers
+from weft.comm.exchange_buffers import BufferAllocator
 from weft.comm.group import Group
 from weft.comm.shared_memory.native import copy
 from weft.errors import ModelError
@@ -47,7 +47,7 @@ class AllReduce(Counting, WholeGradients):
         self._group = group
         self._bucket_bytes = bucket_bytes
         device = self._parameters[0].device
-        self._room = ExchangeBuffers(group, device, num_bytes=bucket_room(self._parameters))
+        self._room = BufferAllocator(group, device, num_bytes=bucket_room(self._parameters))
         self._pending: list[Pending] = []
         self._ready_order: list[int] = []
         self._order_agreed = False

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from weft.comm.collectives import Pending, all_reduce
-from weft.comm.exchange_buffers import ExchangeBuffers
+from weft.comm.exchange_buffers import BufferAllocator
 from weft.comm.group import Group
 from weft.errors import ModelError
 from weft.parallel.zero.flat_parameters import FlatParameters, Piece
@@ -66,7 +66,7 @@ class ZeroSync(Counting):
         # Gradients become ready from the last parameters to the first.
         trainable = [flat for flat in reversed(self.flats) if flat.kind.trainable]
         exchanging = next((one for one in (group, *self._replicas) if one.size > 1), group)
-        pool = GradientPool(ExchangeBuffers(exchanging, device, num_bytes=gradient_room(trainable, settings)))
+        pool = GradientPool(BufferAllocator(exchanging, device, num_bytes=gradient_room(trainable, settings)))
         self._gradients = tuple(Gradients(flat, group, settings, pool) for flat in trainable)
         self._gradients_of = {gradients.flat: gradients for gradients in self._gradients}
         self.pieces: Sequence[Piece] = tuple(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.comm.collectives import Pending, all_reduce, reduce_scatter, uses_messages
-from weft.comm.exchange_buffers import ExchangeBuffers, bytes_for
+from weft.comm.exchange_buffers import BufferAllocator, bytes_for
 from weft.comm.group import Group
 from weft.comm.shared_memory.native import copy
 from weft.parallel.zero.flat_parameters import FlatParameters
@@ -52,7 +52,7 @@ class GradientPool:
     that are free are a little too small, one of them makes way.
     """
 
-    def __init__(self, room: ExchangeBuffers) -> None:
+    def __init__(self, room: BufferAllocator) -> None:
         self._room = room
         self._free: dict[torch.dtype, list[torch.Tensor]] = {}
 

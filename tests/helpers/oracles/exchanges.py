@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import collectives
-from weft.comm.exchange_buffers import ExchangeBuffers
+from weft.comm.exchange_buffers import BufferAllocator
 from weft.comm.group import Group
 from weft.comm.p2p import receive, send
 from weft.comm.shared_memory.connect import WAYS, Connection
@@ -54,10 +54,10 @@ def new_group(transport: str, purpose: str, *, ways: Sequence[Way] = WAYS) -> Gr
 
 
 @functools.cache
-def kept_group(transport: str, ways: Sequence[Way] = WAYS) -> tuple[Group, ExchangeBuffers]:
+def kept_group(transport: str, ways: Sequence[Way] = WAYS) -> tuple[Group, BufferAllocator]:
     """A group and buffers for its tensors, made once per rank."""
     group = new_group(transport, "exchanges", ways=ways)
-    return group, ExchangeBuffers(group, torch.device("cpu"), num_bytes=_ROOM_BYTES)
+    return group, BufferAllocator(group, torch.device("cpu"), num_bytes=_ROOM_BYTES)
 
 
 def values(rank: int, numel: int, dtype: torch.dtype, salt: int = 0) -> Tensor:
@@ -79,7 +79,7 @@ def true_sum(terms: Sequence[Tensor], wide: torch.dtype | None = None) -> Tensor
     return total.to(wide or own)
 
 
-def placed(tensor: Tensor, group: Group, room: ExchangeBuffers, place: str, offset: int) -> Tensor:
+def placed(tensor: Tensor, group: Group, room: BufferAllocator, place: str, offset: int) -> Tensor:
     """A copy that lies in a place, `offset` elements after the beginning of some memory."""
     in_arena = place == "arena" or (place == "mixed" and group.index % 2 == 1)
     numel = tensor.numel() + offset
@@ -89,7 +89,7 @@ def placed(tensor: Tensor, group: Group, room: ExchangeBuffers, place: str, offs
 
 
 def results_of(
-    transport: tuple[Group, ExchangeBuffers],
+    transport: tuple[Group, BufferAllocator],
     numel: int,
     dtype: torch.dtype,
     *,

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from weft.comm.collectives import Pending, all_gather, broadcast
-from weft.comm.exchange_buffers import ExchangeBuffers, bytes_for, common_empty
+from weft.comm.exchange_buffers import BufferAllocator, bytes_for, common_empty
 from weft.comm.group import Group
 from weft.layout import Layout
 from weft.plan.partition.zero import Flat
@@ -115,7 +115,7 @@ class FlatParameters:
             return staged.to(dtype)
         start, stop = self.flat.part(self.group.index)
         if self._keep_whole:
-            room = ExchangeBuffers(self.group, device, num_bytes=bytes_for([staged.numel()], [dtype]))
+            room = BufferAllocator(self.group, device, num_bytes=bytes_for([staged.numel()], [dtype]))
             return room.empty(staged.numel(), dtype).copy_(staged)
         common = common_empty(self.group, device, staged.numel(), dtype)
         if common is None:

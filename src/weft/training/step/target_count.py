@@ -18,7 +18,7 @@ from weft.errors import DataError
 from weft.training.step.loss import Count
 
 
-@dataclass()
+@dataclass
 class TargetCount:
     """The number of targets in a global batch, as far as a rank knows it."""
 
