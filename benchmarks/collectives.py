@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from weft.comm import collectives
-from weft.comm.exchange_buffers import Room, bytes_for
+from weft.comm.exchange_buffers import BufferAllocator, bytes_for
 from weft.comm.gloo import parts_to_add, start_all_gather, start_reduce_scatter
 from weft.comm.group import Group
 from weft.comm.shared_memory.native import find_kernels
@@ -180,7 +180,7 @@ def check(name: str, case: Case, tensors: Tensors, index: int, call: Call, *, wa
 def make_calls(case: Case, team: Team, *, wait: bool) -> tuple[dict[str, Call], Call]:
     """Every side's exchange, checked, and the copy of a buffer as large, which takes `wait` for company."""
     whole, other, received = (torch.empty(case.numel) for _ in range(3))  # what is not used takes no memory
-    room = Room(team.shared, whole.device, num_bytes=bytes_for([case.numel] * 2, [whole.dtype] * 2))
+    room = BufferAllocator(team.shared, whole.device, num_bytes=bytes_for([case.numel] * 2, [whole.dtype] * 2))
     ordinary, arena = place(case, whole, other), place(case, *(room.empty(case.numel, whole.dtype) for _ in range(2)))
     if any(tensor.untyped_storage().resizable() for tensor in arena):  # as ordinary memory is, to which a room resorts
         raise RuntimeError(f"there is too little shared memory for {case}; give it room, or leave this size out")

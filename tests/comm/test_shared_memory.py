@@ -24,7 +24,7 @@ from exchanges import (
 from ranks import ranks
 
 from weft.comm import collectives
-from weft.comm.exchange_buffers import Room
+from weft.comm.exchange_buffers import BufferAllocator
 from weft.comm.p2p import receive, send
 from weft.comm.shared_memory.connect import WAYS
 from weft.comm.shared_memory.segments import Way
@@ -139,7 +139,7 @@ def test_what_a_system_lacks_changes_no_bit(without: str) -> None:
             patch.setattr("weft.comm.shared_memory.reduction.find_kernels", lambda: None)
         ways: tuple[Way, ...] = ("named",) if without == "memory without a name" else WAYS
         group = new_group("shared", f"without {without}", ways=ways)
-        room = Room(group, torch.device("cpu"), num_bytes=2**23)
+        room = BufferAllocator(group, torch.device("cpu"), num_bytes=2**23)
         for dtype, place in ((torch.float32, "arena"), (torch.bfloat16, "mixed")):
             found = results_of((group, room), 17_001, dtype, place=place, offset=1, wait=True)
             assert_same_bits(found, truths_of(size, me, 17_001, dtype))
@@ -150,7 +150,7 @@ def test_what_a_system_lacks_changes_no_bit(without: str) -> None:
 def test_names_are_gone_once_all_have_opened_them() -> None:
     before = set(NAMES.glob("weft-*"))
     group = new_group("shared", "names", ways=("named",))
-    room = Room(group, torch.device("cpu"), num_bytes=2**22)
+    room = BufferAllocator(group, torch.device("cpu"), num_bytes=2**22)
     results_of((group, room), 17_001, torch.float32, place="arena", wait=False)
     dist.barrier()
     assert set(NAMES.glob("weft-*")) <= before
@@ -223,7 +223,7 @@ def check_large(transport: str, num_bytes: int) -> None:
     size, me = group.size, group.index
     for in_arena in (False, True) if transport == "shared" else (False,):
         numel = num_bytes // 4 - size - num_bytes // 4 % size
-        room = Room(group, torch.device("cpu"), num_bytes=num_bytes)
+        room = BufferAllocator(group, torch.device("cpu"), num_bytes=num_bytes)
         mine = room.empty(numel + 1, torch.float32, shared=in_arena)[1:]
         pattern = torch.arange(numel, dtype=torch.float32) % 1000
         for wait in (True, False):

@@ -19,7 +19,7 @@ from ranks import ranks
 
 from weft import hosts
 from weft.comm import collectives
-from weft.comm.exchange_buffers import Room
+from weft.comm.exchange_buffers import BufferAllocator
 from weft.comm.group import Group
 from weft.comm.shared_memory.connect import Connection
 from weft.errors import LaunchError, PlanError
@@ -62,7 +62,7 @@ def check_works(group: Group) -> None:
     mine = torch.full((5,), float(group.index))
     collectives.all_reduce(mine, group)
     assert mine.tolist() == [sum(range(group.size))] * 5
-    assert Room(group, torch.device("cpu"), num_bytes=100).zeros(10, torch.float32).tolist() == [0.0] * 10
+    assert BufferAllocator(group, torch.device("cpu"), num_bytes=100).zeros(10, torch.float32).tolist() == [0.0] * 10
 
 
 def check_one_notice(notices: Notices, *, about: str) -> None:
@@ -106,7 +106,7 @@ def test_too_little_memory_for_buffers_is_no_reason_to_stop() -> None:
     group = new_mesh("shared").group("data", "no arena")
     with pytest.MonkeyPatch.context() as patch:
         fail_on(0, "Maker", patch)
-        room = Room(group, torch.device("cpu"), num_bytes=2**20)
+        room = BufferAllocator(group, torch.device("cpu"), num_bytes=2**20)
     mine = room.zeros(50_000, torch.float32).add_(group.index + 1)
     collectives.all_reduce(mine, group)
     assert group.shared is not None and bool((mine == 3.0).all())
@@ -115,7 +115,7 @@ def test_too_little_memory_for_buffers_is_no_reason_to_stop() -> None:
 @ranks(2)
 def test_room_for_nothing_is_room() -> None:
     group = new_mesh("shared").group("data", "nothing")
-    room = Room(group, torch.device("cpu"), num_bytes=0)
+    room = BufferAllocator(group, torch.device("cpu"), num_bytes=0)
     assert room.empty(0, torch.float32).numel() == 0 and room.zeros(10_000, torch.float32).sum() == 0
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from weft.comm import collectives
 from weft.comm.collectives import Pending
-from weft.comm.exchange_buffers import Room, common_empty
+from weft.comm.exchange_buffers import BufferAllocator, common_empty
 from weft.comm.group import Group
 from weft.comm.p2p import receive, send
 from weft.comm.shared_memory.mailbox import NUM_ENVELOPES
@@ -64,7 +64,9 @@ def test_a_dead_rank_is_noticed_in_every_wait() -> None:
         group = new_group("shared", name)
         common = common_empty(group, CPU, 300, torch.float32)
         assert common is not None
-        given.append((name, wait, group, Room(group, CPU, num_bytes=2**17).empty(30_000, torch.float32), common))
+        given.append(
+            (name, wait, group, BufferAllocator(group, CPU, num_bytes=2**17).empty(30_000, torch.float32), common)
+        )
 
     def run(name: str, wait: Callable[..., object], *given: object) -> None:
         try:
@@ -152,7 +154,7 @@ def test_wrong_sizes_are_refused() -> None:
     for number, exchange in enumerate((collectives.all_gather, collectives.reduce_scatter)):
         for numel in (5, 90_000):
             group = new_group("shared", f"sizes {number} {numel}")
-            room = Room(group, CPU, num_bytes=2**20)
+            room = BufferAllocator(group, CPU, num_bytes=2**20)
             with pytest.raises(ValueError, match=f"{numel} elements"):
                 exchange(torch.zeros(8), room.zeros(numel, torch.float32), group)
 
@@ -178,13 +180,13 @@ def test_a_child_process_changes_nothing() -> None:
 def test_ranks_forget_at_different_times() -> None:
     """One rank's arena is gone while the other's is still in use, and numbers of later ones agree all the same."""
     group = new_group("shared", "forget")
-    rooms = [Room(group, CPU, num_bytes=2**18) for _ in range(3)]
+    rooms = [BufferAllocator(group, CPU, num_bytes=2**18) for _ in range(3)]
     held = [room.empty(20_000, torch.float32).fill_(1.0) for room in rooms]
     if group.index == 0:
         held[0] = torch.ones(20_000)
         rooms[0] = rooms[1]
         gc.collect()
-    rooms.append(Room(group, CPU, num_bytes=2**18))
+    rooms.append(BufferAllocator(group, CPU, num_bytes=2**18))
     held.append(rooms[3].empty(20_000, torch.float32).fill_(1.0))
     for tensor in held:
         collectives.all_reduce(tensor, group)
@@ -195,7 +197,7 @@ def test_ranks_forget_at_different_times() -> None:
 def test_connected_ranks_keep_no_descriptor_of_memory() -> None:
     before = num_memory_descriptors()
     group = new_group("shared", "descriptors")
-    rooms = [Room(group, CPU, num_bytes=2**18) for _ in range(5)]
+    rooms = [BufferAllocator(group, CPU, num_bytes=2**18) for _ in range(5)]
     assert num_memory_descriptors() == before and len(rooms) == 5
 
 

@@ -31,7 +31,7 @@ import torch.distributed as dist  # noqa: E402
 from exchanges import new_group  # noqa: E402
 
 from weft.comm import collectives  # noqa: E402
-from weft.comm.exchange_buffers import Room, common_empty  # noqa: E402
+from weft.comm.exchange_buffers import BufferAllocator, common_empty  # noqa: E402
 from weft.comm.p2p import receive, send  # noqa: E402
 from weft.comm.shared_memory.native import find_kernels  # noqa: E402
 
@@ -49,7 +49,7 @@ def live_as_rank(rank: int, folder: Path, way: str) -> None:
     cpu, other = torch.device("cpu"), 1 - rank
     for number in range(1000):
         group = new_group("shared", f"kills {number}", ways=(way,))  # type: ignore[arg-type]
-        room = Room(group, cpu, num_bytes=2**20)
+        room = BufferAllocator(group, cpu, num_bytes=2**20)
         common = common_empty(group, cpu, 1000 * NUM_RANKS, torch.float32)
         assert common is not None
         bucket, got = room.zeros(100_000, torch.float32), torch.empty(100_000)

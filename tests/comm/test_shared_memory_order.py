@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft.comm import collectives
 from weft.comm.collectives import Pending
-from weft.comm.exchange_buffers import Room, common_empty
+from weft.comm.exchange_buffers import BufferAllocator, common_empty
 from weft.comm.group import Group
 from weft.comm.p2p import receive, send
 
@@ -50,7 +50,7 @@ class Draw:
     """One exchange after another; what kind, of what and how are drawn alike on all ranks, the rest is each rank's."""
 
     def __init__(self, group: Group, *, seed: int) -> None:
-        self.group, self.room = group, Room(group, torch.device("cpu"), num_bytes=2**22)
+        self.group, self.room = group, BufferAllocator(group, torch.device("cpu"), num_bytes=2**22)
         self.alike, self.own = random.Random(seed), random.Random(100 * seed + group.index)
         common = common_empty(group, torch.device("cpu"), 100 * group.size, torch.int64)
         assert common is not None

@@ -15,7 +15,7 @@ from ranks import ranks
 from torch import Tensor
 
 from weft.comm import collectives
-from weft.comm.exchange_buffers import Room
+from weft.comm.exchange_buffers import BufferAllocator
 from weft.comm.group import Group
 from weft.mesh import World, join_world, make_mesh
 from weft.plan.partition.wire import sent_bytes
@@ -46,7 +46,7 @@ def placed(tensor: Tensor, group: Group, in_arena: bool) -> Tensor:
     """A copy, in memory that ranks of this host share or not."""
     if not in_arena:
         return tensor.clone()
-    room = Room(group, torch.device("cpu"), num_bytes=tensor.nbytes + 256)
+    room = BufferAllocator(group, torch.device("cpu"), num_bytes=tensor.nbytes + 256)
     return room.empty(tensor.numel(), tensor.dtype).copy_(tensor)
 
 

@@ -193,7 +193,7 @@ def test_a_gradient_is_a_part_of_its_bucket(bucket_bytes: int) -> None:
         trainer.step(*batch_of(2))
         sync = trainer.sync
         assert isinstance(sync, AllReduce)
-        spans = [(bucket.flat.data_ptr(), bucket.flat.nbytes) for bucket in sync._buckets.buckets]
+        spans = [(bucket.data_ptr(), bucket.nbytes) for bucket in sync._buckets.buckets]
         for parameter in trainer.model.parameters():
             assert parameter.grad is not None
             place = parameter.grad.data_ptr()

@@ -22,7 +22,7 @@ from oracle import (
 )
 from ranks import ranks
 
-from weft.plan.partition.wire import ShardedFlat, sharded_bytes
+from weft.plan.partition.flat_buffers import FlatBuffer, sharded_bytes
 from weft.verification.verify import verify
 
 FIXED_SCALE = 256
@@ -219,11 +219,11 @@ def test_gradients_travel_in_the_format_of_the_plan(shard: str, reduce: str) -> 
     before = trainer.mesh.traffic["data"].sent_bytes
     trainer.step(*parts[trainer.data_rank])
     flats = [
-        ShardedFlat(
+        FlatBuffer(
             flat=flat.flat,
-            item_bytes=2,
-            reduce_item_bytes=DTYPES[reduce].itemsize,
-            is_root=not any(name.startswith("blocks") for name in flat.names),
+            compute="bfloat16",
+            reduce=str(DTYPES[reduce]).removeprefix("torch."),
+            block=0 if flat.names[0].startswith("blocks") else None,
         )
         for flat in trainer.sync.flats
     ]

@@ -1,6 +1,6 @@
-"""Where tensors that a group exchanges lie: in shared memory if it has some, so that they need not be copied there.
+"""Memory for tensors that a group exchanges: shared if it has some, so that they need not be copied there.
 
-Whoever keeps buffers from step to step asks for room once, collectively, and then allocates in it by itself.
+Memory for buffers that are kept from step to step is asked for once, collectively; each rank then allocates in it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from weft.comm.shared_memory.arena import ALIGNMENT_BYTES, Arena, round_up
 from weft.comm.shared_memory.connect import SharedMemoryError
 
 
-class Room:
-    """Room for buffers of a group, each rank's own; ordinary memory where none is shared, or when it is full."""
+class BufferAllocator:
+    """Allocates a rank's own buffers in its group's shared memory; elsewhere if there is none, or when it is full."""
 
     def __init__(self, group: Group, device: torch.device, *, num_bytes: int) -> None:
-        """Collective. Of `num_bytes`, what is never used takes no memory."""
+        """Collective. The part of `num_bytes` that is never used takes no memory."""
         self._device = device
         self._arena = _make_arena(group, device, num_bytes, is_common=False)
 
     def empty(self, numel: int, dtype: torch.dtype, *, shared: bool = True) -> torch.Tensor:
-        """A flat buffer with anything in it."""
+        """A flat buffer that is not initialised; `shared`: it is exchanged."""
         found = self._arena.empty(numel, dtype) if shared and self._arena is not None else None
         return torch.empty(numel, dtype=dtype, device=self._device) if found is None else found
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from weft.comm import collectives
-from weft.comm.exchange_buffers import Room, bytes_for
+from weft.comm.exchange_buffers import BufferAllocator, bytes_for
 from weft.comm.group import Group
 from weft.comm.p2p import receive, send
 from weft.measure.timing import Run
@@ -36,7 +36,7 @@ def make_collective(collective: str, group: Group, device: torch.device) -> Call
 
     def make(num_bytes: int) -> Run:
         numel = num_bytes // _ITEM_BYTES
-        room = Room(group, device, num_bytes=bytes_for([numel], [torch.float32]))
+        room = BufferAllocator(group, device, num_bytes=bytes_for([numel], [torch.float32]))
         whole = room.zeros(numel, torch.float32)
         return _finished(_call(collective, whole, group), device, keep=room)
 

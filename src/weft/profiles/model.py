@@ -11,31 +11,10 @@ Parameters belong to units: each block is one, and everything outside the blocks
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from weft.errors import ModelError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterProfile:
-    """One parameter; a tied one appears once, under its first name."""
-
-    name: str
-    shape: tuple[int, ...]
-    item_bytes: int
-    """Bytes an element, in the model's own dtype."""
-    kind: str = "torch.float32"
-    """The model's own dtype, as torch prints it."""
-    block: int | None = None
-    """Number of the block that alone uses it; None: it belongs to the root."""
-    trainable: bool = True
-    keeps_dtype: bool = False
-    """Mixed precision leaves it as it is: a BatchNorm's, or not a floating-point number."""
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
+from weft.plan.partition.flat_buffers import ParameterSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +59,7 @@ class Segment:
 class ModelProfile:
     """A model and one microbatch of it."""
 
-    parameters: tuple[ParameterProfile, ...]
+    parameters: tuple[ParameterSpec, ...]
     """In the order of registration."""
     blocks: tuple[str, ...] = ()
     """Names of the blocks, in the order of use; empty: the model has none."""
@@ -121,7 +100,3 @@ class ModelProfile:
     def numel(self) -> int:
         """Elements of all parameters."""
         return sum(parameter.numel for parameter in self.parameters)
-
-    def unit(self, block: int | None) -> tuple[ParameterProfile, ...]:
-        """The parameters of a block, or of the root."""
-        return tuple(parameter for parameter in self.parameters if parameter.block == block)

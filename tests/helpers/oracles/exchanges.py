@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import collectives
-from weft.comm.exchange_buffers import Room
+from weft.comm.exchange_buffers import BufferAllocator
 from weft.comm.group import Group
 from weft.comm.p2p import receive, send
 from weft.comm.shared_memory.connect import WAYS, Connection
@@ -53,10 +53,10 @@ def new_group(transport: str, purpose: str, *, ways: Sequence[Way] = WAYS) -> Gr
 
 
 @functools.cache
-def kept_group(transport: str, ways: Sequence[Way] = WAYS) -> tuple[Group, Room]:
+def kept_group(transport: str, ways: Sequence[Way] = WAYS) -> tuple[Group, BufferAllocator]:
     """A group and room for its tensors, made once a rank."""
     group = new_group(transport, "exchanges", ways=ways)
-    return group, Room(group, torch.device("cpu"), num_bytes=_ROOM_BYTES)
+    return group, BufferAllocator(group, torch.device("cpu"), num_bytes=_ROOM_BYTES)
 
 
 def values(rank: int, numel: int, dtype: torch.dtype, salt: int = 0) -> Tensor:
@@ -78,7 +78,7 @@ def true_sum(terms: Sequence[Tensor], wide: torch.dtype | None = None) -> Tensor
     return total.to(wide or own)
 
 
-def placed(tensor: Tensor, group: Group, room: Room, place: str, offset: int) -> Tensor:
+def placed(tensor: Tensor, group: Group, room: BufferAllocator, place: str, offset: int) -> Tensor:
     """A copy that lies in a place, `offset` elements after the beginning of some memory."""
     in_arena = place == "arena" or (place == "mixed" and group.index % 2 == 1)
     numel = tensor.numel() + offset
@@ -88,7 +88,13 @@ def placed(tensor: Tensor, group: Group, room: Room, place: str, offset: int) ->
 
 
 def results_of(
-    transport: tuple[Group, Room], numel: int, dtype: torch.dtype, *, place: str = "slots", offset: int = 0, wait: bool
+    transport: tuple[Group, BufferAllocator],
+    numel: int,
+    dtype: torch.dtype,
+    *,
+    place: str = "slots",
+    offset: int = 0,
+    wait: bool,
 ) -> dict[str, Tensor]:
     """What every exchange of tensors of this size gives this rank, by name."""
     group, room = transport

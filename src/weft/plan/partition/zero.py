@@ -20,22 +20,23 @@ ALIGNED_NUMEL = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flat:
-    """Members in one flat buffer that is cut into equal parts, one a rank."""
+    """Members in one flat buffer that is cut into equal parts, one per rank."""
 
     numels: tuple[int, ...]
     """Elements of each member."""
     num_parts: int
     """Ranks that share the buffer."""
+    aligned_numel: int = ALIGNED_NUMEL
     offsets: tuple[int, ...] = field(init=False)
-    """Where each member starts."""
+    """Each member's first element."""
     numel: int = field(init=False)
     """Elements of the buffer, padding included."""
 
     def __post_init__(self) -> None:
-        ends = itertools.accumulate((_round_up(numel, ALIGNED_NUMEL) for numel in self.numels), initial=0)
+        ends = itertools.accumulate((_round_up(numel, self.aligned_numel) for numel in self.numels), initial=0)
         *offsets, end = ends
         object.__setattr__(self, "offsets", tuple(offsets))
-        object.__setattr__(self, "numel", _round_up(end, ALIGNED_NUMEL * self.num_parts))
+        object.__setattr__(self, "numel", _round_up(end, self.aligned_numel * self.num_parts))
 
     @property
     def part_numel(self) -> int:
@@ -55,13 +56,8 @@ class Flat:
         return first, max(min(stop - offset, numel), first)
 
 
-def flat_numel(numels: Sequence[int], num_parts: int) -> int:
-    """Elements of a flat buffer of these members, padding included."""
-    return Flat(numels=tuple(numels), num_parts=num_parts).numel
-
-
-def pick(free_numels: Sequence[int], numel: int) -> int | None:
-    """Which of some free buffers to take; None: none, make another.
+def choose_free_buffer(free_numels: Sequence[int], numel: int) -> int | None:
+    """The place of the free buffer to take for a request of `numel` elements; None: make another.
 
     The smallest that is large enough, else the largest, to be made anew. Only those of about the size (half to double)
     count, so that small requests do not use up the few large buffers, nor large ones drive out the many small.

@@ -26,7 +26,7 @@ from weft.parallel.state.rng import Seeds
 from weft.parallel.zero.gather_by_stage import StageGathering
 from weft.plan.pipeline.actions import Action
 from weft.plan.pipeline.communication import evaluation_of, schedule_of
-from weft.sync.base import Sync, Totals
+from weft.sync.base import PipelineSync, Totals
 from weft.training.step.clipping import join_norm
 from weft.training.step.loss import Count, Loss, loss_terms, no_loss
 from weft.training.step.pipeline_passes import Looking, Part, Passes
@@ -46,7 +46,7 @@ class PipelineStep(Passes):
         *,
         cut: CutModel,
         mesh: Mesh,
-        sync: Sync,
+        sync: PipelineSync,
         update: Update,
         loss: Loss,
         call: Callable[[Any], Any],
@@ -143,7 +143,7 @@ class PipelineStep(Passes):
         if self._gathering is not None:
             self._gathering.wait_for_stage(action.stage)
         if (action.kind, action.stage, action.microbatch) in self._last:
-            self._sync.arm(self._names[action.stage])
+            self._sync.arm_parameters(self._names[action.stage])
         return nullcontext() if self.parts[action.microbatch].num_samples else self._sync.ignoring()
 
     def exchange(self, action: Action) -> None:
@@ -175,8 +175,8 @@ class PipelineStep(Passes):
         """Sum what several stages hold; with that, nothing keeps gradients from the other data ranks."""
         with torch.no_grad():
             for name, group in self._ties:
-                all_reduce(self._sync.held_gradient(name), group)
-        self._sync.take_held()
+                all_reduce(self._sync.deferred_gradient(name), group)
+        self._sync.take_deferred()
         self._sync.arm()
         self._sync.end_microbatch()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from weft.parallel.zero.grouping import DTYPES
+from weft.parallel.zero.grouping import torch_dtype
 from weft.plan.plan import Plan
 from weft.training.data.trees import map_output, map_tensors
 from weft.training.step.loss import forward
@@ -32,7 +32,7 @@ class Caller:
     def __init__(self, model: Callable[..., Any], plan: Plan, *, widens: bool) -> None:
         """`widens`: outputs are given back in float32; the built-in loss does that by itself, and compiled."""
         self._model = model
-        self._compute = None if plan.precision.compute == "model" else DTYPES[plan.precision.compute]
+        self._compute = None if plan.precision.compute == "model" else torch_dtype(plan.precision.compute)
         self._widens = widens
 
     def __call__(self, inputs: Any) -> Any:
