@@ -33,19 +33,12 @@ from weft.planning.gradient_buffers import travelling_bytes
 from weft.profiles.model import ModelProfile
 from weft.units import format_bytes
 
-_WHAT = {
-    "parameters": "as the model computes with them",
-    "gradients": "kept over microbatches",
-    "master": "what the optimizer updates, where it is not the parameters themselves",
-    "optimizer": "the optimizer's moments",
-    "buffers": "running statistics and tables of the model",
-    "gathered": "parameters of other ranks, whole for a while",
-    "gradient_buffers": "gradients on their way to other ranks",
-    "activations": "kept from forward to backward",
-    "workspace": "what the segment needs beyond that, the loss included",
-    "update": "temporaries of the update",
-}
 _STATE = ("parameters", "gradients", "master", "optimizer", "buffers")
+
+
+def _category(meaning: str) -> int:
+    counted: int = dataclasses.field(default=0, metadata={"meaning": meaning})
+    return counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,16 +47,16 @@ class Memory:
 
     moment: str
     """The moment's name: "backward of blocks.3", "update"."""
-    parameters: int = 0
-    gradients: int = 0
-    master: int = 0
-    optimizer: int = 0
-    buffers: int = 0
-    gathered: int = 0
-    gradient_buffers: int = 0
-    activations: int = 0
-    workspace: int = 0
-    update: int = 0
+    parameters: int = _category("as the model computes with them")
+    gradients: int = _category("kept over microbatches")
+    master: int = _category("what the optimizer updates, where it is not the parameters themselves")
+    optimizer: int = _category("the optimizer's moments")
+    buffers: int = _category("running statistics and tables of the model")
+    gathered: int = _category("parameters of other ranks, whole for a while")
+    gradient_buffers: int = _category("gradients on their way to other ranks")
+    activations: int = _category("kept from forward to backward")
+    workspace: int = _category("what the segment needs beyond that, the loss included")
+    update: int = _category("temporaries of the update")
     host: int = 0
     """With `[data] offload`: bytes in host memory, which the total does not count."""
 
@@ -74,12 +67,17 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, name) for name in _WHAT)
+        return sum(num_bytes for _, num_bytes, _ in self._rows())
+
+    def _rows(self) -> list[tuple[str, int, str]]:
+        counted = (field for field in dataclasses.fields(self) if field.metadata)
+        return [
+            (field.name.replace("_", " "), getattr(self, field.name), field.metadata["meaning"]) for field in counted
+        ]
 
     def table(self) -> str:
         """The categories as people read them, one per line."""
-        rows = [(name.replace("_", " "), getattr(self, name), what) for name, what in _WHAT.items()]
-        rows.append(("total", self.total, f"at its peak: {self.moment}"))
+        rows = [*self._rows(), ("total", self.total, f"at its peak: {self.moment}")]
         rows.append(("on the host", self.host, "masters, moments and gradients of the update"))
         return "\n".join(f"{name:17s} {format_bytes(num):>10s}  {what}" for name, num, what in rows if num)
 

@@ -1,9 +1,8 @@
-"""How long a schedule takes: its lists of actions played out event by event, without running any of them.
+"""How long a schedule takes: its lists of actions simulated event by event, without running any of them.
 
-Each rank does its list in order. A compute action waits for its message, which is there `transfer_s` after it was sent;
-messages do not queue for the wire. An update waits for nobody, and neither do the data ranks: they are taken
-to be in step, so that a gather or a reduce costs its own time and no waiting. Nothing is rounded: whole
-numbers or fractions as times give exact results.
+Each rank does its list in order. A compute action waits for its message, which arrives `transfer_s` after it was sent;
+messages do not queue for the wire. Updates wait for no other rank. Data ranks are taken to be in step, so that a gather
+or a reduce costs its own time and no waiting. Nothing is rounded: whole numbers or fractions give exact times.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from weft.plan.pipeline.communication import source_of
 from weft.plan.pipeline.timeline import Span, Timeline
 
 Seconds = float | tuple[float, ...]
-"""The same for all stages, or one for each."""
+"""One time for all stages, or one per stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Durations:
-    """How long each kind of action keeps its rank; a send, a receive and a release keep it no time at all."""
+    """Seconds that each kind of action keeps its rank; a send, a receive and a release take none."""
 
     forward_s: Seconds
     backward_s: Seconds
@@ -32,7 +31,7 @@ class Durations:
     reduce_s: Seconds = 0
 
     def of_kinds(self, num_stages: int) -> dict[str, tuple[float, ...]]:
-        """By kind of action: one duration for each stage."""
+        """One duration per stage, by kind of action."""
         kinds = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -44,13 +43,13 @@ class Durations:
 
 
 _Message = tuple[int, int, int]
-"""From a stage, to a stage, microbatch."""
+"""Sending stage, receiving stage, microbatch."""
 
 
 def simulate(schedule: Schedule, durations: Durations, *, transfer_s: float = 0) -> Timeline:
-    """When every action of the schedule begins and ends, if all ranks begin at 0.
+    """The start and end of every action of the schedule, if all ranks begin at 0.
 
-    A send's span is the transfer; a receive's goes from where it is posted until the message is there.
+    A send's span is the transfer; a receive's lasts from where it is posted until the message arrives.
     """
     num_stages = 1 + max((action.stage for actions in schedule for action in actions), default=0)
     kinds = durations.of_kinds(num_stages)
@@ -66,12 +65,13 @@ def simulate(schedule: Schedule, durations: Durations, *, transfer_s: float = 0)
         if rank.waits_for is not None:
             waiting[rank.waits_for] = rank
     if waiting:
-        raise ValueError("this schedule cannot go on: " + "; ".join(rank.excuse for rank in waiting.values()))
+        stuck = "; ".join(f"{rank.here} waits for {_said(lost)}, which is never sent" for lost, rank in waiting.items())
+        raise ValueError(f"this schedule cannot go on: {stuck}")
     return Timeline(spans=tuple(span for rank in ranks for span in rank.spans()), num_ranks=len(schedule))
 
 
 class _Rank:
-    """A rank on its way through its list."""
+    """A rank's progress through its list of actions."""
 
     def __init__(
         self, number: int, actions: tuple[Action, ...], num_stages: int, kinds: dict[str, tuple[float, ...]]
@@ -85,7 +85,7 @@ class _Rank:
         self.waits_for: _Message | None = None
 
     def run(self, arrivals: dict[_Message, float], transfer_s: float) -> list[_Message]:
-        """Go on until a message is missing or the list ends; the messages that were sent on the way."""
+        """Go on until a message is missing or the list ends; returns the messages that were sent."""
         sent: list[_Message] = []
         self.waits_for = None
         while self.place < len(self.actions):
@@ -112,7 +112,7 @@ class _Rank:
     def _receive(self, message: _Message, arrivals: dict[_Message, float]) -> bool:
         """Wait for the message; False if it has not even been sent yet."""
         if message not in self.posted:
-            raise ValueError(f"{self._here} needs {_said(message)}, but posts no receive for it before")
+            raise ValueError(f"{self.here} needs {_said(message)}, but posts no receive for it before")
         if message not in arrivals:
             self.waits_for = message
             return False
@@ -122,14 +122,9 @@ class _Rank:
         return True
 
     @property
-    def _here(self) -> str:
+    def here(self) -> str:
         action = self.actions[self.place]
         return f"rank {self.number}, {action.kind} of microbatch {action.microbatch} on stage {action.stage},"
-
-    @property
-    def excuse(self) -> str:
-        assert self.waits_for is not None
-        return f"{self._here} waits for {_said(self.waits_for)}, which is never sent"
 
     def spans(self) -> list[Span]:
         return [

@@ -25,7 +25,7 @@ that exchanges among replicas, or not at every step, wraps another one and adds 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,60 +46,71 @@ class Totals:
 
 
 class Sync(Protocol):
-    """The trainer's side of every way to exchange gradients."""
+    """The trainer's side of every way to exchange gradients. Those with a body may be left out."""
 
     pieces: Sequence[Piece]
     """The tensors that the optimizer updates."""
 
-    flats: Sequence[FlatParameters]
-    """The flat buffers that hold parameters; empty where parameters stay the model's own tensors."""
+    flats: Sequence[FlatParameters] = ()
+    """The flat buffers that hold parameters; none where parameters stay the model's own tensors."""
 
     @property
     def exchanges_in_forward(self) -> bool:
         """Whether forward passes are collective, so that every rank must run as many as the others."""
+        return False
 
     def begin(self) -> None:
         """Drop the last step's gradients."""
 
     def arm(self) -> None:
         """The next backward pass is the last one of this step: exchange what it makes ready beside it."""
+        return
 
     def skip_microbatch(self) -> None:
         """Take part in what a microbatch's forward and backward passes exchange, without samples."""
+        return
 
     def end_microbatch(self) -> None:
         """A microbatch's backward pass is over."""
+        return
 
     def ignoring(self) -> AbstractContextManager[object]:
         """Context of backward passes that only keep ranks in step: their gradients are dropped."""
+        return nullcontext()
 
     def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool) -> Totals:
         """Complete the exchange."""
 
     def publish(self) -> None:
         """Copy what the optimizer updated to the model's parameters, on all ranks."""
+        return
 
     def state(self) -> dict[str, Any]:
         """Plain values and tensors from which the same plan goes on to the bit."""
+        return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` returned."""
+        return
 
 
 class PipelineSync(Sync, Protocol):
     """A sync that a schedule tells when which gradients are complete."""
 
-    gathering: ParameterGathering | None
+    gathering: ParameterGathering | None = None
     """Gathers and frees parameters under ZeRO-3; None where they stay whole."""
 
     def arm_parameters(self, names: Collection[str]) -> None:
         """The next backward pass is the last one of this step for these parameters."""
+        return
 
     def complete(self, names: Collection[str]) -> None:
         """No more gradients of these will come in this step: buckets that wait for them may leave."""
+        return
 
     def deferred_gradient(self, name: str) -> torch.Tensor:
         """This rank's sum so far of a deferred gradient, to be added to in place."""
 
     def take_deferred(self) -> None:
         """The gradients that were deferred are complete."""
+        return

@@ -8,7 +8,7 @@ different parameters. How a gradient gets into its bucket, and how a bucket is r
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from weft.errors import ModelError
+from weft.sync.base import PipelineSync
 
 
-class BucketedSync(ABC):
+class BucketedSync(PipelineSync):
     """Hooks on parameters, readiness of their gradients, and the order in which buckets leave."""
 
     def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], deferred: Collection[str]) -> None:

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
-from weft.parallel.zero.flat_parameters import FlatParameters, Piece
-from weft.parallel.zero.gather import ParameterGathering
-from weft.sync.base import Totals
+from weft.parallel.zero.flat_parameters import Piece
+from weft.sync.base import PipelineSync, Totals
 from weft.sync.norm import GradientRules, NormParts
 
 
-class WholeParameters:
+class WholeParameters(PipelineSync):
     """The part of a sync that does not depend on how whole gradients are exchanged."""
-
-    exchanges_in_forward = False
-    flats: Sequence[FlatParameters] = ()
-    gathering: ParameterGathering | None = None
 
     def __init__(self, pieces: Sequence[Piece], rules: GradientRules) -> None:
         self.pieces: Sequence[Piece] = tuple(pieces)
@@ -32,20 +25,11 @@ class WholeParameters:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def skip_microbatch(self) -> None:
-        pass
-
-    def end_microbatch(self) -> None:
-        pass
-
     def deferred_gradient(self, name: str) -> torch.Tensor:
         parameter = next(piece.tensor for piece in self.pieces if piece.name == name)
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
-
-    def publish(self) -> None:
-        pass
 
 
 class NoSync(WholeParameters):
@@ -55,21 +39,6 @@ class NoSync(WholeParameters):
         super().__init__(pieces, rules)
         self._group = group
 
-    def arm(self) -> None:
-        pass
-
-    def arm_parameters(self, names: Collection[str]) -> None:
-        pass
-
-    def complete(self, names: Collection[str]) -> None:
-        pass
-
-    def take_deferred(self) -> None:
-        pass
-
-    def ignoring(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
     def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool) -> Totals:
         norm = self._norm_parts.norm(loss_sum.device) if with_norm else None
         if self._group.size == 1:
@@ -77,9 +46,3 @@ class NoSync(WholeParameters):
         totals = torch.stack([loss_sum.double(), count.double()])
         all_reduce(totals, self._group)
         return Totals(loss_sum=totals[0], count=totals[1], norm=norm)
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        del state

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -65,8 +64,8 @@ class ZeroSync(BucketedSync):
         # Gradients become ready from the last parameters to the first.
         trainable = [flat for flat in reversed(self.flats) if flat.trainable]
         exchanging = next((one for one in (group, *self._replicas) if one.size > 1), group)
-        pool = GradientPool(BufferAllocator(exchanging, device, num_bytes=gradient_memory_bytes(trainable)))
-        self._gradients = tuple(Gradients(flat, group, sharding, pool) for flat in trainable)
+        self._pool = GradientPool(BufferAllocator(exchanging, device, num_bytes=gradient_memory_bytes(trainable)))
+        self._gradients = tuple(Gradients(flat, group, sharding, self._pool) for flat in trainable)
         self._bucket_of_flat = {flat: bucket for bucket, flat in enumerate(trainable)}
         self.pieces: Sequence[Piece] = tuple(
             piece for gradients in reversed(self._gradients) for piece in gradients.pieces
@@ -171,12 +170,6 @@ class ZeroSync(BucketedSync):
             for pending in [flat.start_refresh() for flat in self.flats if flat.group.size > 1]:
                 pending.wait()
 
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        del state
-
     @property
     def _is_reducing(self) -> bool:
         return self._in_step and (self._is_armed or self._every_microbatch)
@@ -208,7 +201,7 @@ class ZeroSync(BucketedSync):
     def _complete_oldest(self) -> None:
         reduction = self._in_flight.popleft()
         reduction.pending.wait()
-        reduction.gradients.hand_back(reduction.borrowed)
+        self._pool.hand_back(reduction.borrowed)
         if reduction.is_last:
             for group in self._replicas:
                 self._replicating.append(reduction.gradients.start_replication(group))

@@ -19,7 +19,7 @@ from weft.comm.shared_memory.native import copy
 from weft.parallel.zero.flat_parameters import FlatParameters
 from weft.parallel.zero.grouping import torch_dtype
 from weft.plan.partition.flat_buffers import Sharding
-from weft.plan.partition.zero import choose_free_buffer
+from weft.plan.partition.zero import BufferPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,29 +34,20 @@ class Reduction:
 
 
 class GradientPool:
-    """Buffers that are borrowed for a while and handed back, so that memory is neither kept twice nor made anew.
-
-    There are never more buffers of about one size than were out at once, and none larger than the largest asked for:
-    where all that are free are a little too small, one of them makes way.
-    """
+    """A pool of buffers, some of which lie where the group can see them."""
 
     def __init__(self, allocator: BufferAllocator) -> None:
         self._allocator = allocator
-        self._free: dict[torch.dtype, list[torch.Tensor]] = {}
+        self._pool: BufferPool[torch.Tensor] = BufferPool(torch.Tensor.numel)
 
     def borrow(self, numel: int, dtype: torch.dtype, *, travels: bool) -> torch.Tensor:
-        """A buffer that is not initialised; one that travels had better lie where the group can see it."""
-        free = self._free.setdefault(dtype, [])
-        place = choose_free_buffer([buffer.numel() for buffer in free], numel)
-        found = free.pop(place) if place is not None else None
-        if found is None or found.numel() < numel:
-            del found
-            found = self._allocator.empty(numel, dtype, shared=travels)
-        return found[:numel]
+        """A buffer that is not initialised; one that `travels` had better be visible to the group."""
+        found = self._pool.borrow(numel, dtype)
+        return self._allocator.empty(numel, dtype, shared=travels) if found is None else found[:numel]
 
-    def hand_back(self, borrowed: torch.Tensor) -> None:
-        whole = borrowed if borrowed._base is None else borrowed._base
-        self._free.setdefault(whole.dtype, []).append(whole)
+    def hand_back(self, borrowed: Sequence[torch.Tensor]) -> None:
+        for buffer in borrowed:
+            self._pool.hand_back(buffer if buffer._base is None else buffer._base, buffer.dtype)
 
 
 def gradient_memory_bytes(flats: Sequence[FlatParameters]) -> int:
@@ -160,11 +151,6 @@ class Gradients:
         is_added, self._is_reduced = self._is_reduced, True
         pending = reduce_scatter(self.part, whole, self._group, add=is_added, received=received, wait=False)
         return Reduction(gradients=self, pending=pending, borrowed=tuple(borrowed), is_last=is_last)
-
-    def hand_back(self, borrowed: Sequence[torch.Tensor]) -> None:
-        """A reduction is complete: others may use what it borrowed."""
-        for buffer in borrowed:
-            self._pool.hand_back(buffer)
 
     def start_replication(self, group: Group) -> Pending:
         """Begin to add up this part over ranks that keep the same one."""

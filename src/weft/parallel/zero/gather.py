@@ -132,18 +132,21 @@ class Gathering(ParameterGathering):
         self._with_grad = torch.is_grad_enabled()
         self._root.start_gather()
         self._root.wait()
-        stays = self._stays()
         for index in self._forward_order + (self._backward_order if self._with_grad else []):
             if index < 0:
                 self._reducer.close(self._blocks[~index].flats)
                 continue
             self._start(index)
             self._blocks[index].wait()
-            if not stays:
+            if not self._stays:
                 self._blocks[index].free()
         self._log.clear()
         if not self._with_grad:
             self._root.free()
+
+    @property
+    def _stays(self) -> bool:
+        return self._stay_whole and self._with_grad
 
     def _start(self, index: int) -> None:
         if not self._blocks[index].is_whole:
@@ -162,9 +165,6 @@ class Gathering(ParameterGathering):
         self._num_open = [0] * len(self._blocks)  # calls of each block whose backward pass is still to come
         super()._free_all()
 
-    def _stays(self) -> bool:
-        return self._stay_whole and self._with_grad
-
     def _start_forward(self, *_: object) -> None:
         # Asked once: inside, a block may run without gradients, in a checkpoint of the user's own for one.
         self._with_grad, self._is_forward_over = torch.is_grad_enabled(), False
@@ -182,7 +182,7 @@ class Gathering(ParameterGathering):
         self._is_forward_over = True
         if self._log:  # empty where everything stayed whole
             self._forward_order, self._log = self._log, []
-        if self._stays():
+        if self._stays:
             return
         for index, block in enumerate(self._blocks):
             if not self._in_backward[index]:
@@ -196,11 +196,11 @@ class Gathering(ParameterGathering):
     def _advance_forward(self, index: int) -> None:
         """Start to gather blocks up to this one and, for later, the next one; free those passed by."""
         for passed in range(min(self._next_forward, index)):
-            if not self._stays() and not self._in_backward[passed]:
+            if not self._stays and not self._in_backward[passed]:
                 self._blocks[passed].free()
         while self._next_forward < len(self._blocks) and self._next_forward <= index + 1:
             self._start(self._next_forward)
-            if self._next_forward < index and not self._stays():  # skipped here: only the others need it
+            if self._next_forward < index and not self._stays:  # skipped here: only the others need it
                 self._blocks[self._next_forward].free()
             self._next_forward += 1
 
@@ -253,7 +253,7 @@ class Gathering(ParameterGathering):
             if torch.is_grad_enabled():
                 for tensor in _outputs_of(output, module):
                     tensor.register_hook(before_backward)
-            if not self._stays() and not self._is_forward_over:  # computed again, it stays for its backward pass
+            if not self._stays and not self._is_forward_over:  # computed again, it stays for its backward pass
                 self._blocks[index].free()
 
         return after_forward
