@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from weft.plan.partition.wire import (
@@ -154,14 +154,13 @@ def flat_buffers(parameters: Sequence[ParameterSpec], plan: Plan) -> list[FlatBu
     their formats, and frozen and trainable ones, never share a buffer.
     """
     if plan.data.shard == "parameters":
-        blocks = sorted({one.block for one in parameters if one.block is not None})
-        units = ([one for one in parameters if one.block == block] for block in (None, *blocks))
-        return [_buffer(inside, plan) for unit in units for inside in _by_formats(unit, plan)]
+        together: dict[tuple[object, ...], list[ParameterSpec]] = {}
+        for one in sorted(parameters, key=lambda one: -1 if one.block is None else one.block):
+            together.setdefault((one.block, *_formats(one, plan)), []).append(one)
+        return [_buffer(inside, plan) for inside in together.values()]
     trainable = [parameter for parameter in parameters if parameter.trainable]
     members = [
-        Member(
-            numel=one.numel, item_bytes=item_bytes(compute_dtype(one, plan)), kind=" of ".join(_formats(one, plan)[:2])
-        )
+        Member(numel=one.numel, item_bytes=item_bytes(compute_dtype(one, plan)), kind=str(_formats(one, plan)))
         for one in trainable
     ]
     buckets = reversed(shard_buckets(members, plan.comm.bucket_bytes))
@@ -230,13 +229,6 @@ def _formats(parameter: ParameterSpec, plan: Plan) -> tuple[str, str, bool]:
     keeps_master = parameter.trainable and _is_cast(parameter, plan)
     master = _PROMOTED.get(parameter.dtype, "float32") if keeps_master else parameter.dtype
     return compute_dtype(parameter, plan), master, parameter.trainable
-
-
-def _by_formats(unit: Sequence[ParameterSpec], plan: Plan) -> Iterator[list[ParameterSpec]]:
-    together: dict[tuple[str, str, bool], list[ParameterSpec]] = {}
-    for parameter in unit:
-        together.setdefault(_formats(parameter, plan), []).append(parameter)
-    yield from together.values()
 
 
 def _buffer(parameters: Sequence[ParameterSpec], plan: Plan) -> FlatBuffer:
