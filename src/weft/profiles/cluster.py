@@ -69,28 +69,28 @@ class ClusterSection(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device(ClusterSection):
-    """One rank and what it computes on. Speeds are those it has while all other ranks of its host compute too."""
+    """One rank and the processor it computes on, whose speeds hold while all other ranks of its host compute, too."""
 
     rank: int = declare(0, Whole(minimum=0), "The rank, counted over all hosts.")
     host: int = declare(0, Whole(minimum=0), "The host it runs on, counted from 0.")
-    kind: str = declare("", Choice(("cpu", "cuda")), "What it computes on.")
-    name: str = declare("", Text(), "The processor, as it calls itself.")
+    kind: str = declare("", Choice(("cpu", "cuda")), "The kind of processor.")
+    name: str = declare("", Text(), "The processor's name.")
     memory_bytes: int = declare(0, Whole(minimum=1), "Memory it may use: its share of the GPU's or the host's.")
-    copy_bytes_per_s: float = declare(0.0, Real(above=0), "Bytes copied a second, from memory to memory.")
-    fp32_flops_per_s: float = declare(0.0, Real(above=0), "Operations a second in a product of fp32 matrices.")
-    bf16_flops_per_s: float = declare(0.0, Real(minimum=0), "The same in bf16; 0: it cannot, or nobody measured.")
-    fp16_flops_per_s: float = declare(0.0, Real(minimum=0), "The same in fp16; 0: it cannot, or nobody measured.")
+    copy_bytes_per_s: float = declare(0.0, Real(above=0), "Bytes copied per second, from memory to memory.")
+    fp32_flops_per_s: float = declare(0.0, Real(above=0), "Operations per second in a product of fp32 matrices.")
+    bf16_flops_per_s: float = declare(0.0, Real(minimum=0), "The same in bf16; 0: not supported, or not measured.")
+    fp16_flops_per_s: float = declare(0.0, Real(minimum=0), "The same in fp16; 0: not supported, or not measured.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link(ClusterSection):
     """One message between two ranks: on one host, or on two."""
 
-    kind: str = declare("", Choice(LINKS), "What the bytes go through; device: from GPU to GPU in a host.")
+    kind: str = declare("", Choice(LINKS), "The path of the bytes; device: from GPU to GPU in a host.")
     transport: str = declare("c10d", Choice(TRANSPORTS), "The `[comm] transport` that moves them.")
     hosts: tuple[int, int] = declare((0, 0), Pair(), "The hosts of the two ranks.")
     alpha_s: float = declare(-1.0, Real(minimum=0), "Seconds an empty message takes, one way.")
-    bytes_per_s: float = declare(0.0, Real(above=0), "Further bytes a second.")
+    bytes_per_s: float = declare(0.0, Real(above=0), "Further bytes per second.")
     miss: float = declare(0.0, Real(minimum=0), _MISS)
 
     def time_s(self, num_bytes: float) -> float:
@@ -102,12 +102,12 @@ class Link(ClusterSection):
 class Timing(ClusterSection):
     """One collective on a group of some size, while all groups of that size on these ranks do the same."""
 
-    collective: str = declare("", Choice(COLLECTIVES), "Which one.")
+    collective: str = declare("", Choice(COLLECTIVES), "The collective.")
     link: str = declare("", Choice(LINKS), "The slowest kind of link inside the group.")
     transport: str = declare("c10d", Choice(TRANSPORTS), "The `[comm] transport` of the group.")
     num_ranks: int = declare(0, Whole(minimum=2), "Ranks in the group.")
     alpha_s: float = declare(-1.0, Real(minimum=0), "Seconds the collective takes on an empty buffer.")
-    bytes_per_s: float = declare(0.0, Real(above=0), "Further bytes of the whole buffer a second.")
+    bytes_per_s: float = declare(0.0, Real(above=0), "Further bytes of the whole buffer per second.")
     miss: float = declare(0.0, Real(minimum=0), _MISS)
 
     def time_s(self, num_bytes: float, num_ranks: int | None = None) -> float:

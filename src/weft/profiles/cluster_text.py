@@ -23,7 +23,6 @@ _HEAD = {"name": str, "measured": bool}
 
 
 def read_cluster(path: str | os.PathLike[str]) -> Cluster:
-    """The cluster in a file."""
     return parse_cluster(read_text(path, kind=ClusterError), source=os.fspath(path))
 
 

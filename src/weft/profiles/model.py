@@ -1,4 +1,4 @@
-"""What a planner must know of a model, as plain data: its parameters, and what one microbatch leaves in memory.
+"""A model as plain data: its parameters, and the memory that one microbatch takes.
 
 A training step passes through the model's segments in this order and back; the memory of a segment is measured once
 (`measure/model.py`) and added up for any plan (`planning/memory.py`):
@@ -22,7 +22,7 @@ class Size:
     """Bytes that grow with the number of samples in a microbatch."""
 
     fixed_bytes: int = 0
-    """What does not grow: gradients of weights, attention masks."""
+    """Bytes that do not grow: gradients of weights, attention masks."""
     sample_bytes: int = 0
 
     def at(self, samples: int) -> int:
@@ -32,7 +32,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """What one segment of the model holds and needs, beside parameters and their kept gradients.
+    """The memory of one segment of the model, beside parameters and their kept gradients.
 
     A storage that several segments hold counts for the first of them only.
     """
@@ -51,7 +51,7 @@ class Segment:
     """The most that is alive in its backward pass, above what it and the segments before it have saved."""
 
     def kept(self, policy: str) -> Size:
-        """What is kept from forward to backward under a `[recompute] policy`."""
+        """Bytes kept from forward to backward under a `[recompute] policy`."""
         return {"none": self.saved, "selective": self.selective, "full": self.inputs}[policy]
 
 
@@ -72,7 +72,7 @@ class ModelProfile:
     batch: Size = Size()
     """Inputs and targets."""
     output: Size = Size()
-    """What the model returns: the logits."""
+    """The model's output: the logits."""
     compute: str = "model"
     """The `[precision] compute` under which segments were measured."""
     device: str = "cpu"

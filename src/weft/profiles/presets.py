@@ -1,7 +1,7 @@
-"""Clusters to plan for without having one: typical figures of well-known hardware, none of them measured here.
+"""Typical clusters to plan for: figures of well-known hardware, none of them measured here.
 
-Rates are what applications usually see, not what is printed on the box: about 94 % of an Ethernet link's bits, and
-three quarters of NVLink's. A profile of the real cluster (`weft profile`) replaces them.
+Rates are those that applications usually see: about 94 % of an Ethernet link's nominal rate, and three quarters of
+NVLink's. A profile of the real cluster (`weft profile`) replaces them.
 """
 
 from __future__ import annotations
@@ -34,21 +34,15 @@ _NVLINK = {"kind": "device", "transport": "c10d", "alpha_s": 10e-6, "bytes_per_s
 _ETHERNET_1G = {"alpha_s": 100e-6, "bytes_per_s": 1.17e8}
 _ETHERNET_10G = {"alpha_s": 30e-6, "bytes_per_s": 1.17e9}
 _INFINIBAND_100G = {"alpha_s": 5e-6, "bytes_per_s": 1.15e10}
+_GPU_HOSTS = {"num_hosts": 4, "ranks_per_host": 8, "device": _GPU, "inside": [_NVLINK]}
 _CPU_HOSTS = {"num_hosts": 4, "ranks_per_host": 2, "device": _CPU, "inside": [_SHARED, _LOOPBACK]}
 
-
 PRESETS: dict[str, dict[str, Any]] = {
-    "laptop": {"num_hosts": 1, "ranks_per_host": 2, "device": _CPU, "inside": [_SHARED, _LOOPBACK]},
+    "laptop": {**_CPU_HOSTS, "num_hosts": 1},
     "1gbe": {**_CPU_HOSTS, "between": _ETHERNET_1G},
     "10gbe": {**_CPU_HOSTS, "between": _ETHERNET_10G},
-    "infiniband-100g": {
-        "num_hosts": 4,
-        "ranks_per_host": 8,
-        "device": _GPU,
-        "inside": [_NVLINK],
-        "between": _INFINIBAND_100G,
-    },
-    "nvlink-8": {"num_hosts": 1, "ranks_per_host": 8, "device": _GPU, "inside": [_NVLINK]},
+    "infiniband-100g": {**_GPU_HOSTS, "between": _INFINIBAND_100G},
+    "nvlink-8": {**_GPU_HOSTS, "num_hosts": 1},
 }
 
 
