@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from weft.blueprint import find_blueprint
 from weft.comm.group import Group, Traffic
+from weft.layout import Layout
 from weft.parallel.zero.flat_parameters import FlatParameters
 from weft.parallel.zero.grouping import describe_parameters, torch_dtype
 from weft.plan.partition.flat_buffers import FlatBuffer, flat_buffers
@@ -46,6 +47,7 @@ def make_flat(
     return FlatParameters(
         FlatBuffer(flat=flat, names=names, **kind),
         parameters,
+        layouts=[Layout(global_shape=tuple(parameter.shape)) for parameter in parameters],
         group=group(size, index),
         source=None,
         keep_whole=keep_whole,

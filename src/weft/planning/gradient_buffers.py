@@ -21,13 +21,11 @@ def travelling_bytes(plan: Plan, flats: Sequence[FlatBuffer], *, receives: bool,
     """
     sharding = Sharding.of(plan)
     trainable = [flat for flat in reversed(flats) if flat.trainable]
+    max_in_flight = None if waits_in_backward else MAX_IN_FLIGHT
+    narrowed = [one for one in trainable if sharding.num_replicas > 1 and one.reduce != one.accumulate]
+    travelling = sum(one.part_bytes(one.reduce) for one in narrowed)
     if sharding.num_parts > 1:
-        max_in_flight = None if waits_in_backward else MAX_IN_FLIGHT
-        travelling = _pool_bytes(plan, sharding, trainable, receives=receives, max_in_flight=max_in_flight)
-    else:
-        travelling = 0
-    if sharding.num_replicas > 1:
-        travelling += sum(one.part_bytes(one.reduce) for one in trainable if one.reduce != one.accumulate)
+        travelling += _pool_bytes(plan, sharding, trainable, receives=receives, max_in_flight=max_in_flight)
     return travelling
 
 

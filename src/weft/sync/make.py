@@ -47,20 +47,17 @@ def place(
     mesh: Mesh,
     blueprint: Blueprint,
     *,
-    layouts: Mapping[str, Layout] | None = None,
-    cut: Cut | None = None,
-    rules: GradientRules | None = None,
-    stage_of: Mapping[str, int] | None = None,
-    initialise: bool = True,
+    layouts: Mapping[str, Layout],
+    cut: Cut | None,
+    rules: GradientRules,
+    stage_of: Mapping[str, int] | None,
+    initialise: bool,
 ) -> PipelineSync:
     """Put a model on this rank's device, its parameters where its plan wants them, equal on all ranks; collective.
 
     `layouts` say which part of the whole each parameter is, and `cut` makes that part of one that still has no memory.
-    `rules` and `stage_of`, the stage of every block, are for pipelines. Without `initialise`, values come later.
+    `stage_of` is the stage of every block in a pipeline. Without `initialise`, values come later.
     """
-    rules = rules or GradientRules()
-    if layouts is None:
-        layouts = {name: Layout(global_shape=tuple(p.shape)) for name, p in model.named_parameters()}
     materialiser = Materialiser(model, mesh, cut, initialise=initialise)
     if needs_flats(model, mesh):
         return _place_in_flats(model, mesh, blueprint, layouts, materialiser, rules, stage_of)

@@ -48,22 +48,21 @@ class FlatParameters:
         buffer: FlatBuffer,
         parameters: Sequence[nn.Parameter],
         *,
-        layouts: Sequence[Layout] | None = None,
+        layouts: Sequence[Layout],
         group: Group,
         source: Group | None,
         keep_whole: bool,
         device: torch.device,
         master_device: torch.device,
     ) -> None:
-        """Take over parameters, which are whole unless `layouts` says otherwise. The values of the first rank of
-        `source` become everybody's; collective."""
+        """Take over parameters, with the values of the first rank of `source`; collective."""
         self.buffer = buffer
         self.names = buffer.names
         self.flat = buffer.flat
         self.trainable = buffer.trainable
         self.parameters = tuple(parameters)
         self.shapes = tuple(tuple(parameter.shape) for parameter in self.parameters)
-        self._layouts = layouts or [Layout(global_shape=shape) for shape in self.shapes]
+        self._layouts = layouts
         self.group = group
         self._keep_whole = keep_whole
         master_device = device if device.type == "meta" else master_device  # what has no memory has none anywhere
@@ -77,7 +76,9 @@ class FlatParameters:
         is_same = buffer.compute == buffer.master and master_device == device
         self.master = self.mine if is_same or not buffer.trainable else _copy(staged[start:stop], master_device)
         self._views = self.member_views(self.whole)
-        self._placeholder = _make_placeholder(self.whole.dtype, device)
+        self._placeholder = self.whole.new_empty(0)
+        if self.whole.is_floating_point():
+            self._placeholder = self.whole.new_full((1,), float("nan")).expand(_PLACEHOLDER_NUMEL)
         self._num_bytes = self.whole.nbytes
         self._lend()
         self.is_whole = True
@@ -184,12 +185,6 @@ class FlatParameters:
     def _lend(self) -> None:
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.data = view
-
-
-def _make_placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if not dtype.is_floating_point:
-        return torch.empty(0, dtype=dtype, device=device)
-    return torch.full((1,), float("nan"), dtype=dtype, device=device).expand(_PLACEHOLDER_NUMEL)
 
 
 def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
