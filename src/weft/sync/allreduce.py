@@ -144,11 +144,13 @@ class AllReduce(BucketedSync, WholeParameters):
             copy(view, parameter.grad)
             parameter.grad = view
             self._used[index] = True
-        if self._armed[index] and self._ready[index]:
-            self._refuse_if_sent(index)
-        elif self._armed[index]:
+        if not self._armed[index]:
+            return
+        if not self._ready[index]:
             self._ready_order.append(index)
             self._set_ready(index)
+        elif self._bucket_of[index] < self._turn:
+            self._refuse_second(index)
 
     def _set_absent(self, index: int) -> None:
         if not self._used[index]:

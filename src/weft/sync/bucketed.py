@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -94,13 +95,11 @@ class BucketedSync(PipelineSync):
         self._turn += 1
         self._launch(self._turn - 1)
 
-    def _refuse_if_sent(self, index: int) -> None:
-        if self._bucket_of[index] < self._turn:
-            raise ModelError(
-                f'"{self._names[index]}" got a second gradient in one backward pass after its first was sent; '
-                "reentrant checkpointing of shared layers does that, so call torch.utils.checkpoint with "
-                "use_reentrant=False"
-            )
+    def _refuse_second(self, index: int) -> NoReturn:
+        raise ModelError(
+            f'"{self._names[index]}" got a second gradient in one backward pass after its first was sent; reentrant '
+            "checkpointing of shared layers does that, so call torch.utils.checkpoint with use_reentrant=False"
+        )
 
     def _indices(self, names: Collection[str]) -> list[int]:
         return [self._index[name] for name in names if name in self._index]

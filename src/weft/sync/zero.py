@@ -182,8 +182,8 @@ class ZeroSync(BucketedSync):
             return
         assert gradient is not None
         is_last = (self._is_reducing or self._armed[index]) and index not in self._deferred
-        if is_last:
-            self._refuse_if_sent(index)
+        if is_last and self._bucket_of[index] < self._turn:
+            self._refuse_second(index)
         gradients, member = self._slots[index]
         gradients.add(member, gradient)
         if is_last and not self._ready[index]:
