@@ -221,7 +221,7 @@ def test_a_gradient_has_the_strides_of_its_parameter(fused: bool) -> None:
 @ranks(2)
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_accumulation_exchanges_once(microbatches: int) -> None:
-    """As many collectives with four microbatches as with one: one a bucket."""
+    """As many collectives with four microbatches as with one: one per bucket."""
     trainer = make_trainer(MLP(), data_plan(2, microbatches=microbatches, bucket_bytes=1))
     traffic = trainer.mesh.traffic["data"]
     for number in range(4):

@@ -43,7 +43,7 @@ def common_empty(group: Group, device: torch.device, numel: int, dtype: torch.dt
     arena = _make_arena(group, device, max(numel, 1) * dtype.itemsize, is_common=True)
     if arena is None:
         return None
-    # Every rank allocates the same place: it is the first in everybody's account of the one row.
+    # Every rank allocates the same place: the first of the one row.
     return arena.empty(numel, dtype)
 
 

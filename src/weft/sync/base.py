@@ -56,7 +56,7 @@ class Sync(Protocol):
 
     @property
     def exchanges_in_forward(self) -> bool:
-        """Whether forward passes are collective, so that every rank must run as many as the others."""
+        """Forward passes are collective, so that every rank must run as many as the others."""
         return False
 
     def begin(self) -> None:

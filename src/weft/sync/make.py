@@ -38,7 +38,7 @@ log = logging.getLogger("weft")
 
 
 def needs_flats(model: nn.Module, mesh: Mesh) -> bool:
-    """Whether parameters must move into flat buffers, instead of staying the model's own tensors."""
+    """The plan moves this model's parameters into flat buffers, instead of leaving them the model's own tensors."""
     return flat_buffers.needs_flats(mesh.plan, describe_parameters(model), device=mesh.world.device.type)
 
 

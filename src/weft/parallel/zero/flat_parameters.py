@@ -8,8 +8,8 @@ Where the master has the compute dtype and device it *is* `mine`, and where para
 is a view of `whole`; so nothing is kept twice. At stage 3 the storage of `whole` is resized to nothing and back, so
 that views which autograd saved are right again once it is gathered. Ranks that share memory have one whole among them,
 of which each writes its part: nothing is resized, and a gather only waits until all parts are up to date.
-While `whole` is freed its parameters are a NaN of a shape that fits nothing: whoever uses one outside its turn gets an
-error about its shape, or NaN, but neither old memory nor a wrong number.
+While `whole` is freed its parameters are a NaN of a shape that fits nothing: code that uses one outside its turn gets
+an error about its shape, or NaN, but neither old memory nor a wrong number.
 """
 
 from __future__ import annotations

@@ -129,12 +129,12 @@ def compute_dtype(parameter: ParameterSpec, plan: Plan) -> str:
 
 
 def offloads(plan: Plan, device: str) -> bool:
-    """Whether masters and moments are in host memory, and parameters are not."""
+    """Masters and moments are in host memory, and parameters are not."""
     return plan.data.offload and device != "cpu"
 
 
 def needs_flats(plan: Plan, parameters: Iterable[ParameterSpec], *, device: str) -> bool:
-    """Whether parameters move into flat buffers, instead of staying the model's own tensors."""
+    """Parameters move into flat buffers, instead of staying the model's own tensors."""
     is_half = any(one.dtype in ("float16", "bfloat16") for one in parameters if one.trainable)
     is_summed = plan.axes.state * plan.axes.replicate > 1 or plan.step.microbatches > 1
     return (
@@ -216,7 +216,7 @@ def _num_gathers(one: FlatBuffer, plan: Plan, sharding: Sharding) -> int:
     """How often a step gathers a flat buffer of parameters."""
     if sharding.stage < 3 or sharding.stays_whole:
         return min(sharding.stage, 1)
-    # The root stays whole between the two passes, a block is given back and gathered again.
+    # The root stays whole between the two passes; a block is freed and gathered again.
     return plan.step.microbatches * (1 if one.block is None else 2)
 
 
@@ -225,7 +225,7 @@ def _is_cast(parameter: ParameterSpec, plan: Plan) -> bool:
 
 
 def _formats(parameter: ParameterSpec, plan: Plan) -> tuple[str, str, bool]:
-    """What parameters of one buffer have in common: the compute and master dtypes, and whether they are trained."""
+    """The facts that parameters of one buffer have in common: compute and master dtypes, trainable or frozen."""
     keeps_master = parameter.trainable and _is_cast(parameter, plan)
     master = _PROMOTED.get(parameter.dtype, "float32") if keeps_master else parameter.dtype
     return compute_dtype(parameter, plan), master, parameter.trainable

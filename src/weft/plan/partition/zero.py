@@ -47,7 +47,7 @@ class Flat:
         return self.numel // self.num_parts
 
     def part(self, number: int) -> tuple[int, int]:
-        """Where a part starts and stops in the buffer."""
+        """The first element of a part in the buffer, and the first after it."""
         assert 0 <= number < self.num_parts, f"part {number} of {self.num_parts}"
         return number * self.part_numel, (number + 1) * self.part_numel
 
