@@ -80,8 +80,8 @@ def tiling_problems(trainer: MetaTrainer) -> list[str]:
 
 def stage_problems(trainer: MetaTrainer, names: list[str]) -> list[str]:
     """Whether every parameter is on one stage, and this rank has those of its own stages."""
-    assert trainer.pipeline_step is not None
-    cut = trainer.pipeline_step._cut
+    cut = trainer.cut
+    assert cut is not None
     problems = [f"{name} is on stages {cut.stages_of.get(name)}" for name in names if len(cut.stages_of[name]) != 1]
     mine = {name for name in names if not cut.stages_of[name].isdisjoint(cut.my_stages)}
     held = {name for flat in trainer.sync.flats for name in flat.names}

@@ -17,7 +17,8 @@ from weft.measure.liveness import LiveBytes
 from weft.measure.model import profile_model
 from weft.models.gpt import GPT, GPTConfig
 from weft.parallel.recompute import recompute_blocks
-from weft.profiles.model import ModelProfile, ParameterProfile, Segment, Size
+from weft.plan.partition.flat_buffers import ParameterSpec
+from weft.profiles.model import ModelProfile, Segment, Size
 from weft.training.step.loss import cross_entropy_sum
 
 B, T, C, V, L = 3, 8, 16, 17, 2  # samples, and small_gpt's sizes
@@ -147,7 +148,7 @@ def test_parameters_and_their_units() -> None:
     found = {parameter.name: parameter for parameter in profile.parameters}
     assert list(found) == [name for name, _ in model.named_parameters()]
     assert "head.weight" not in found  # tied
-    assert found["embedding.weight"] == ParameterProfile(name="embedding.weight", shape=(V, C), item_bytes=4)
+    assert found["embedding.weight"] == ParameterSpec(name="embedding.weight", shape=(V, C))
     assert found["blocks.0.mlp.up.weight"].block == 0
     assert not found["blocks.1.mlp.up.weight"].trainable
     assert profile.blocks == ("blocks.0", "blocks.1")
@@ -169,7 +170,7 @@ def test_batch_norm_keeps_its_dtype() -> None:
     profile = profile_model(small_convnet(), inputs, targets, compute="bf16")
     keeps = {parameter.name for parameter in profile.parameters if parameter.keeps_dtype}
     assert keeps == {p.name for p in profile.parameters if "norm" in p.name}
-    assert all(parameter.item_bytes == 4 for parameter in profile.parameters)
+    assert all(parameter.dtype == "float32" for parameter in profile.parameters)
 
 
 def test_a_table_that_widens_is_cast_again_between_layers() -> None:
@@ -243,7 +244,7 @@ def test_a_declared_blueprint_is_used() -> None:
 def test_profiles_are_checked_on_birth() -> None:
     with pytest.raises(ModelError) as caught:
         ModelProfile(
-            parameters=(ParameterProfile(name="w", shape=(2,), item_bytes=4, block=3),),
+            parameters=(ParameterSpec(name="w", shape=(2,), block=3),),
             blocks=("a",),
             segments=(Segment(name="prelude"),),
         )

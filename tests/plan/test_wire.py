@@ -6,20 +6,18 @@ from typing import get_args
 
 import pytest
 
+from weft.plan.partition.flat_buffers import FlatBuffer, shard_buckets, sharded_bytes
 from weft.plan.partition.wire import (
     SHARDED_TAIL_ITEM_BYTES,
     SHARDED_TAIL_WORDS,
     TAIL_WORDS,
     Collective,
     Member,
-    ShardedFlat,
     assign_buckets,
     batch_norm_bytes,
     between_hosts_bytes,
     gradient_all_reduce_bytes,
     sent_bytes,
-    shard_buckets,
-    sharded_bytes,
     tail_of,
 )
 from weft.plan.partition.zero import Flat
@@ -166,14 +164,12 @@ def sharded_plan(
     )
 
 
-def flat_of(numels: tuple[int, ...], num_parts: int, **facts) -> ShardedFlat:
-    """A float32 flat, unless told otherwise."""
-    return ShardedFlat(
-        flat=Flat(numels=numels, num_parts=num_parts), **({"item_bytes": 4, "reduce_item_bytes": 4} | facts)
-    )
+def flat_of(numels: tuple[int, ...], num_parts: int, **facts) -> FlatBuffer:
+    """A float32 buffer of a block, unless told otherwise."""
+    return FlatBuffer(flat=Flat(numels=numels, num_parts=num_parts), **({"block": 0} | facts))
 
 
-def payload(flats: list[ShardedFlat], plan: Plan) -> dict[str, int]:
+def payload(flats: list[FlatBuffer], plan: Plan) -> dict[str, int]:
     """What a step sends besides its tail."""
     num_parameters = sum(len(one.flat.numels) for one in flats if one.trainable)
     tail_bytes = (SHARDED_TAIL_WORDS + num_parameters) * SHARDED_TAIL_ITEM_BYTES
@@ -210,7 +206,7 @@ def test_zero_3_of_blocks_sends_half_as_much_again(data: int) -> None:
 
 def test_what_zero_3_keeps_whole_is_gathered_once() -> None:
     # 64 words on 2 ranks: half of 256 bytes for each gather and each reduction
-    block, root = flat_of((64,), 2), flat_of((64,), 2, is_root=True)
+    block, root = flat_of((64,), 2), flat_of((64,), 2, block=None)
     frozen = flat_of((64,), 2, trainable=False)
     counts = {
         (microbatches, reshard): [
@@ -235,7 +231,7 @@ def test_only_zero_2_reduces_every_microbatch_below_zero_3() -> None:
 
 
 def test_nothing_sharded_is_one_all_reduce_of_each_flat() -> None:
-    flats = [flat_of((64, 10), 1), flat_of((100,), 1, item_bytes=2, reduce_item_bytes=2)]
+    flats = [flat_of((64, 10), 1), flat_of((100,), 1, compute="bfloat16", reduce="bfloat16")]
     for microbatches in (1, 3):
         plan = sharded_plan("nothing", data=4, microbatches=microbatches)
         # 80 words of 4 bytes and 112 of 2, each 2 · 3/4 times
@@ -244,7 +240,7 @@ def test_nothing_sharded_is_one_all_reduce_of_each_flat() -> None:
 
 @pytest.mark.parametrize(("shard", "microbatches"), [("optimizer", 1), ("gradients", 3), ("parameters", 3)])
 def test_replicas_exchange_parts_once_a_step(shard: str, microbatches: int) -> None:
-    flats = [flat_of((640,), 4), flat_of((64,), 4, is_root=True), flat_of((64,), 4, trainable=shard != "parameters")]
+    flats = [flat_of((640,), 4), flat_of((64,), 4, block=None), flat_of((64,), 4, trainable=shard != "parameters")]
     hybrid = sharded_plan(shard, data=4, replicate=2, microbatches=microbatches)
     alone = sharded_plan(shard, data=4, microbatches=microbatches)
     parts = 160 + 16 + (16 if shard != "parameters" else 0)
@@ -252,7 +248,7 @@ def test_replicas_exchange_parts_once_a_step(shard: str, microbatches: int) -> N
 
 
 def test_parameters_and_gradients_travel_in_their_own_formats() -> None:
-    one = flat_of((64,), 2, item_bytes=2, reduce_item_bytes=4)
+    one = flat_of((64,), 2, compute="bfloat16")
     assert payload([one], sharded_plan("optimizer")) == {"data": 64 + 128, "replicate": 0}
     assert payload([one], sharded_plan("parameters")) == {"data": 2 * 64 + 128, "replicate": 0}
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from weft.plan.partition.zero import ALIGNED_NUMEL, Flat, flat_numel
+from weft.plan.partition.zero import ALIGNED_NUMEL, Flat
 
 AWKWARD = [
     Flat(numels=(), num_parts=3),
@@ -96,11 +96,6 @@ def test_a_member_smaller_than_the_number_of_parts_is_kept_by_one() -> None:
 def test_an_empty_buffer_has_empty_parts() -> None:
     flat = Flat(numels=(), num_parts=3)
     assert (flat.offsets, flat.numel, flat.part(2)) == ((), 0, (0, 0))
-
-
-def test_flat_numel_is_the_length_of_the_buffer() -> None:
-    for flat in FLATS:
-        assert flat_numel(list(flat.numels), flat.num_parts) == flat.numel
 
 
 def test_a_part_that_is_not_there() -> None:

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from weft.errors import PlanError
+from weft.plan.partition.flat_buffers import ParameterSpec
 from weft.plan.plan import Axes, Comm, Data, Plan, Precision, Recompute, Step
 from weft.planning.memory import Memory, predict_memory
-from weft.profiles.model import ModelProfile, ParameterProfile, Segment, Size
+from weft.profiles.model import ModelProfile, Segment, Size
 
 GB = 10**9
 SHARDS = ("nothing", "optimizer", "gradients", "parameters")
@@ -18,9 +19,9 @@ HALF_GRADIENTS = Precision(compute="bf16", accumulate="bf16", reduce="bf16")
 
 def make_profile(*block_numels: int, root: int = 0, compute: str = "model", **changes: Any) -> ModelProfile:
     """A model of blocks with one matrix each, and a root with another."""
-    parameters = [ParameterProfile(name="root", shape=(root,), item_bytes=4)] if root else []
+    parameters = [ParameterSpec(name="root", shape=(root,))] if root else []
     parameters += [
-        ParameterProfile(name=f"blocks.{number}", shape=(numel,), item_bytes=4, block=number)
+        ParameterSpec(name=f"blocks.{number}", shape=(numel,), block=number)
         for number, numel in enumerate(block_numels)
     ]
     blocks = tuple(f"blocks.{number}" for number in range(len(block_numels)))
@@ -94,9 +95,9 @@ def test_padding_is_counted() -> None:
 def test_frozen_parameters_and_those_that_keep_their_dtype() -> None:
     profile = ModelProfile(
         parameters=(
-            ParameterProfile(name="frozen", shape=(64,), item_bytes=4, trainable=False),
-            ParameterProfile(name="norm", shape=(64,), item_bytes=4, keeps_dtype=True),
-            ParameterProfile(name="weight", shape=(4, 16), item_bytes=4),
+            ParameterSpec(name="frozen", shape=(64,), trainable=False),
+            ParameterSpec(name="norm", shape=(64,), keeps_dtype=True),
+            ParameterSpec(name="weight", shape=(4, 16)),
         ),
         compute="bf16",
     )
@@ -110,7 +111,7 @@ def test_frozen_parameters_and_those_that_keep_their_dtype() -> None:
 
 
 def test_a_wider_model_keeps_its_width() -> None:
-    wide = ParameterProfile(name="w", shape=(64,), item_bytes=8, kind="torch.float64")
+    wide = ParameterSpec(name="w", shape=(64,), dtype="float64")
     memory = predict_memory(make_plan("optimizer", 2), ModelProfile(parameters=(wide,)))
     assert (memory.parameters, memory.gradients, memory.optimizer) == (64 * 8, 64 * 8, 32 * 16)
 

@@ -123,9 +123,7 @@ def test_presets_are_typical_not_measured_and_survive_the_round_trip(name: str) 
     assert ("network" in kinds) == (cluster.num_hosts > 1)
     for kind in kinds:
         assert cluster.time_s("all-reduce", 1e6, num_ranks=2, link=kind) > 0
-    assert [cluster.ranks_of(host)[0] for host in range(cluster.num_hosts)] == sorted(
-        cluster.ranks_of(host)[0] for host in range(cluster.num_hosts)
-    )
+    assert [device.host for device in cluster.devices] == sorted(device.host for device in cluster.devices)
 
 
 def test_an_unknown_preset_names_the_nearest() -> None:

@@ -193,7 +193,7 @@ def test_a_gradient_is_a_part_of_its_bucket(bucket_bytes: int) -> None:
         trainer.step(*batch_of(2))
         sync = trainer.sync
         assert isinstance(sync, AllReduce)
-        spans = [(bucket.flat.data_ptr(), bucket.flat.nbytes) for bucket in sync._buckets.buckets]
+        spans = [(bucket.data_ptr(), bucket.nbytes) for bucket in sync._buckets.buckets]
         for parameter in trainer.model.parameters():
             assert parameter.grad is not None
             place = parameter.grad.data_ptr()
@@ -221,7 +221,7 @@ def test_a_gradient_has_the_strides_of_its_parameter(fused: bool) -> None:
 @ranks(2)
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_accumulation_exchanges_once(microbatches: int) -> None:
-    """As many collectives with four microbatches as with one: one a bucket."""
+    """As many collectives with four microbatches as with one: one per bucket."""
     trainer = make_trainer(MLP(), data_plan(2, microbatches=microbatches, bucket_bytes=1))
     traffic = trainer.mesh.traffic["data"]
     for number in range(4):

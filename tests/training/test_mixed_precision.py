@@ -13,7 +13,7 @@ from meshes import verify
 from oracle import ADAMW, cut, cut_evenly, data_plan, image_batch, make_trainer, small_convnet, small_gpt, token_batch
 from ranks import ranks
 
-from weft.plan.partition.wire import ShardedFlat, sharded_bytes
+from weft.plan.partition.flat_buffers import FlatBuffer, sharded_bytes
 
 FIXED_SCALE = 256
 
@@ -189,11 +189,11 @@ def test_gradients_travel_in_the_format_of_the_plan(shard: str, reduce: str) -> 
     before = trainer.mesh.traffic["data"].sent_bytes
     trainer.step(*parts[trainer.data_rank])
     flats = [
-        ShardedFlat(
+        FlatBuffer(
             flat=flat.flat,
-            item_bytes=2,
-            reduce_item_bytes=DTYPES[reduce].itemsize,
-            is_root=not any(name.startswith("blocks") for name in flat.names),
+            compute="bfloat16",
+            reduce=str(DTYPES[reduce]).removeprefix("torch."),
+            block=0 if flat.names[0].startswith("blocks") else None,
         )
         for flat in trainer.sync.flats
     ]

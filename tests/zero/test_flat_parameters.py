@@ -14,14 +14,17 @@ from torch import Tensor, nn
 
 from weft.blueprint import find_blueprint
 from weft.comm.group import Group, Traffic
-from weft.parallel.zero.flat_parameters import FlatKind, FlatParameters
-from weft.parallel.zero.grouping import make_members
+from weft.layout import Layout
+from weft.parallel.zero.flat_parameters import FlatParameters
+from weft.parallel.zero.grouping import describe_parameters, torch_dtype
+from weft.plan.partition.flat_buffers import FlatBuffer, flat_buffers
+from weft.plan.partition.zero import Flat
 from weft.plan.plan import Plan, Precision
 
 CPU = torch.device("cpu")
-OWN = FlatKind(compute=torch.float32, master=torch.float32, trainable=True)
-MIXED = FlatKind(compute=torch.bfloat16, master=torch.float32, trainable=True)
-FROZEN = FlatKind(compute=torch.bfloat16, master=torch.float32, trainable=False)
+OWN: dict[str, Any] = {}
+MIXED = {"compute": "bfloat16"}
+FROZEN = {"compute": "bfloat16", "trainable": False}
 
 
 def group(size: int, index: int) -> Group:
@@ -36,9 +39,21 @@ def named(*shapes: tuple[int, ...], trainable: bool = True) -> list[tuple[str, n
     ]
 
 
-def make_flat(members: list[tuple[str, nn.Parameter]], size: int, index: int, **changes: Any) -> FlatParameters:
-    settings = {"kind": OWN, "sources": [], "keep_whole": True, "device": CPU, "master_device": CPU}
-    return FlatParameters(members, group=group(size, index), **{**settings, **changes})
+def make_flat(
+    members: list[tuple[str, nn.Parameter]], size: int, index: int, *, kind: Any = OWN, keep_whole: bool = True
+) -> FlatParameters:
+    names, parameters = zip(*members, strict=True)
+    flat = Flat(numels=tuple(parameter.numel() for parameter in parameters), num_parts=size)
+    return FlatParameters(
+        FlatBuffer(flat=flat, names=names, **kind),
+        parameters,
+        layouts=[Layout(global_shape=tuple(parameter.shape)) for parameter in parameters],
+        group=group(size, index),
+        source=None,
+        keep_whole=keep_whole,
+        device=CPU,
+        master_device=CPU,
+    )
 
 
 def same_memory(first: Tensor, second: Tensor) -> bool:
@@ -102,9 +117,10 @@ def test_masters_are_apart_only_where_they_must_be() -> None:
 
 
 @pytest.mark.parametrize("kind", [OWN, MIXED, FROZEN], ids=["own", "mixed", "frozen"])
-def test_what_is_freed_is_gone_and_comes_back(kind: FlatKind) -> None:
-    members = named(*SHAPES, trainable=kind.trainable)
-    original = [parameter.detach().to(kind.compute).clone() for _, parameter in members]
+def test_what_is_freed_is_gone_and_comes_back(kind: dict[str, Any]) -> None:
+    members = named(*SHAPES, trainable=kind.get("trainable", True))
+    dtype = torch_dtype(kind.get("compute", "float32"))
+    original = [parameter.detach().to(dtype).clone() for _, parameter in members]
     flat = make_flat(members, 1, 0, kind=kind, keep_whole=False)
     assert flat.whole.untyped_storage().nbytes() == 0 and not flat.is_whole
     absent = members[0][1]
@@ -138,8 +154,13 @@ def test_views_that_autograd_saved_are_right_again_after_a_gather() -> None:
 # ---- which parameters share a buffer ----
 
 
+def buffers_of(model: nn.Module, plan: Plan) -> list[FlatBuffer]:
+    return flat_buffers(describe_parameters(model, find_blueprint(model).blocks), plan)
+
+
 def units(model: nn.Module, plan: Plan) -> list[tuple[str, tuple[str, ...]]]:
-    return [(m.unit, tuple(name for name, _ in m.named)) for m in make_members(model, find_blueprint(model), plan)]
+    blocks = find_blueprint(model).blocks
+    return [("" if one.block is None else blocks[one.block], one.names) for one in buffers_of(model, plan)]
 
 
 def test_a_unit_is_a_block_and_the_rest_is_the_root() -> None:
@@ -168,11 +189,9 @@ def test_buffers_hold_one_kind_only(shard: str) -> None:
     model = small_convnet()
     model.stem.requires_grad_(False)
     plan = data_plan(2, shard=shard)
-    members = make_members(
-        model, find_blueprint(model), Plan(axes=plan.axes, data=plan.data, precision=Precision(compute="bf16"))
-    )
-    for inside in members:
-        assert len({parameter.requires_grad for _, parameter in inside.named}) == 1
-        is_norm = {isinstance(model.get_submodule(name.rpartition(".")[0]), nn.BatchNorm2d) for name, _ in inside.named}
-        assert len(is_norm) == 1 and inside.kind.compute == (torch.float32 if is_norm.pop() else torch.bfloat16)
-        assert shard == "parameters" or inside.kind.trainable
+    plan = Plan(axes=plan.axes, data=plan.data, precision=Precision(compute="bf16"))
+    for inside in buffers_of(model, plan):
+        assert {model.get_parameter(name).requires_grad for name in inside.names} == {inside.trainable}
+        is_norm = {isinstance(model.get_submodule(name.rpartition(".")[0]), nn.BatchNorm2d) for name in inside.names}
+        assert len(is_norm) == 1 and inside.compute == ("float32" if is_norm.pop() else "bfloat16")
+        assert shard == "parameters" or inside.trainable

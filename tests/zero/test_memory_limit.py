@@ -25,7 +25,7 @@ SIZES = GPTConfig(vocab_size=512, context=64, num_layers=12, hidden=896, heads=8
 NUM_PARAMETERS = 116_000_000
 STATE_BYTES = 16 * NUM_PARAMETERS
 LIMIT_BYTES = STATE_BYTES * 6 // 10
-"""Six tenths of the 16 bytes a parameter that one rank needs. Stacks of threads count too, some 100 MB of them."""
+"""Six tenths of the 16 bytes per parameter that one rank needs. Stacks of threads count too, some 100 MB of them."""
 
 
 def limit_memory() -> None:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from weft.mesh import Mesh
 from weft.models.gpt import GPT, GPTConfig
-from weft.plan.partition.wire import ShardedFlat, batch_norm_bytes, sent_bytes, sharded_bytes
+from weft.plan.partition.flat_buffers import FlatBuffer, sharded_bytes
+from weft.plan.partition.wire import batch_norm_bytes, sent_bytes
 from weft.plan.plan import Plan, Precision
 from weft.sync.zero import ZeroSync
 from weft.training.trainer import Trainer
@@ -65,17 +66,16 @@ def wire_plans(data: int, replicate: int) -> list[Plan]:
     return plans
 
 
-def flats_of(trainer: Trainer) -> list[ShardedFlat]:
-    """What the trainer allocated, as the wire's arithmetic sees it."""
+def flats_of(trainer: Trainer) -> list[FlatBuffer]:
+    """The buffers that the trainer allocated, described by their tensors."""
     blocks = trainer.blueprint.blocks
-    reduce = trainer.plan.precision.reduce
     return [
-        ShardedFlat(
+        FlatBuffer(
             flat=flat.flat,
-            item_bytes=flat.kind.compute.itemsize,
-            reduce_item_bytes={"fp32": 4, "bf16": 2}[reduce],
-            trainable=flat.kind.trainable,
-            is_root=not any(name.startswith(f"{block}.") for block in blocks for name in flat.names),
+            compute=str(flat.whole.dtype).removeprefix("torch."),
+            reduce={"fp32": "float32", "bf16": "bfloat16"}[trainer.plan.precision.reduce],
+            trainable=flat.parameters[0].requires_grad,
+            block=0 if any(name.startswith(f"{block}.") for block in blocks for name in flat.names) else None,
         )
         for flat in trainer.sync.flats
     ]
@@ -133,8 +133,8 @@ def test_the_formulas_are_those_of_the_paper() -> None:
         )
     for shard in (ONE, TWO):
         assert sent[shard] == sum(sent_bytes("all-reduce", 4 * one.flat.numel, 2) for one in flats[shard])
-    blocks = sum(one.flat.numel for one in flats[THREE] if not one.is_root)
-    root = sum(one.flat.numel for one in flats[THREE] if one.is_root)
+    blocks = sum(one.flat.numel for one in flats[THREE] if one.block is not None)
+    root = sum(one.flat.numel for one in flats[THREE] if one.block is None)
     assert sent[THREE] == sent_bytes("all-gather", 4 * (3 * blocks + 2 * root), 2)
 
 

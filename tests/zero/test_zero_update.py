@@ -174,7 +174,7 @@ def largest(trainer: Trainer) -> Any:
 
 
 def frozen_part(trainer: Trainer) -> Tensor:
-    return next(flat.mine for flat in trainer.sync.flats if not flat.kind.trainable)
+    return next(flat.mine for flat in trainer.sync.flats if not flat.trainable)
 
 
 PLACES: dict[str, Callable[[Trainer], Tensor]] = {

@@ -16,60 +16,49 @@ from weft.plan.partition.wire import Member, assign_buckets, tail_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
-    """One flat buffer and the tensors in it."""
-
-    flat: torch.Tensor
-    members: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Buckets:
-    """All buckets in the order of exchange, and each tensor's place in them."""
+    """Flat buffers in the order of exchange, and each tensor's place in them."""
 
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[torch.Tensor, ...]
     views: tuple[torch.Tensor, ...]
     """Each given tensor's part of a bucket, in its shape and, where possible, its strides."""
     bucket_of: tuple[int, ...]
     """Each given tensor's bucket."""
     tail: torch.Tensor
-    tail_bucket: int
+    """The end of the last bucket."""
 
 
 def member_of(tensor: torch.Tensor) -> Member:
     return Member(numel=tensor.numel(), item_bytes=tensor.element_size(), kind=str(tensor.dtype))
 
 
-def bucket_room(tensors: Sequence[torch.Tensor]) -> int:
-    """The most bytes that buckets of tensors like these take, in any order."""
+def bucket_memory_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes that buckets of tensors like these take, in whatever order they are filled."""
     tail_bytes = 8 * tail_of([member_of(tensor) for tensor in tensors]).numel  # at the widest
     return tail_bytes + bytes_for([tensor.numel() for tensor in tensors], [tensor.dtype for tensor in tensors])
 
 
 def make_buckets(
-    tensors: Sequence[torch.Tensor], order: Sequence[int], *, bucket_bytes: int, room: BufferAllocator
+    tensors: Sequence[torch.Tensor], order: Sequence[int], *, bucket_bytes: int, allocator: BufferAllocator
 ) -> Buckets:
     """Allocate buckets for tensors like these, filled in the given order (the order in which gradients get ready)."""
     members = [member_of(tensors[index]) for index in order]
     members.append(tail_of(members))
-    tail = len(members) - 1
     dtypes = {str(tensor.dtype): tensor.dtype for tensor in tensors}
-    flats: list[Bucket] = []
+    flats: list[torch.Tensor] = []
     places: dict[int, tuple[int, torch.Tensor]] = {}
     for number, inside in enumerate(assign_buckets(members, bucket_bytes)):
-        numel = sum(members[position].numel for position in inside)
+        numels = [members[position].numel for position in inside]
         dtype = dtypes.get(members[inside[0]].kind, torch.float32)  # a tail wider than every gradient is float32
-        flat = room.zeros(numel, dtype)
-        for position, part in zip(inside, flat.split([members[p].numel for p in inside]), strict=True):
+        flats.append(allocator.zeros(sum(numels), dtype))
+        for position, part in zip(inside, flats[-1].split(numels), strict=True):
             places[position] = (number, part)
-        flats.append(Bucket(flat=flat, members=tuple(order[p] for p in inside if p != tail)))
     position_of = {index: position for position, index in enumerate(order)}
     return Buckets(
         buckets=tuple(flats),
         views=tuple(_view_like(places[position_of[i]][1], tensor) for i, tensor in enumerate(tensors)),
         bucket_of=tuple(places[position_of[i]][0] for i in range(len(tensors))),
-        tail=places[tail][1],
-        tail_bucket=places[tail][0],
+        tail=places[len(order)][1],
     )
 
 

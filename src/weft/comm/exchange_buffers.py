@@ -1,7 +1,6 @@
-"""Buffers for tensors that a group exchanges: in shared memory if it has some, so that they need not be copied there.
+"""Memory for tensors that a group exchanges: shared if it has some, so that they need not be copied there.
 
-Whoever keeps buffers from step to step makes an `BufferAllocator` once, collectively, and then allocates in it by
-itself.
+Memory for buffers that are kept from step to step is asked for once, collectively; each rank then allocates in it.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from weft.comm.shared_memory.connect import SharedMemoryError
 
 
 class BufferAllocator:
-    """An allocator of a rank's own buffers; of ordinary memory where none is shared, or when that is full."""
+    """Allocates a rank's own buffers in its group's shared memory; elsewhere if there is none, or when it is full."""
 
     def __init__(self, group: Group, device: torch.device, *, num_bytes: int) -> None:
-        """Collective. Of `num_bytes`, what is never used takes no memory."""
+        """Collective. The part of `num_bytes` that is never used takes no memory."""
         self._device = device
         self._arena = _make_arena(group, device, num_bytes, is_common=False)
 
     def empty(self, numel: int, dtype: torch.dtype, *, shared: bool = True) -> torch.Tensor:
-        """A flat, uninitialised buffer."""
+        """A flat buffer that is not initialised; `shared`: it is exchanged."""
         found = self._arena.empty(numel, dtype) if shared and self._arena is not None else None
         return torch.empty(numel, dtype=dtype, device=self._device) if found is None else found
 
@@ -42,8 +41,10 @@ def common_empty(group: Group, device: torch.device, numel: int, dtype: torch.dt
     if group.shared is None:
         return None
     arena = _make_arena(group, device, max(numel, 1) * dtype.itemsize, is_common=True)
+    if arena is None:
+        return None
     # Every rank allocates the same place: the first of the one row.
-    return None if arena is None else arena.empty(numel, dtype)
+    return arena.empty(numel, dtype)
 
 
 def _make_arena(group: Group, device: torch.device, num_bytes: int, *, is_common: bool) -> Arena | None:

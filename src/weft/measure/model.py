@@ -28,9 +28,9 @@ from weft.blueprint import Blueprint, find_blueprint
 from weft.errors import ModelError
 from weft.measure.recorder import SIZES, Recorder
 from weft.parallel.state.batchnorm import has_batch_norms
-from weft.parallel.zero.grouping import cast_between_layers, flat_kinds, make_members
-from weft.plan.plan import Data, Plan, Precision
-from weft.profiles.model import ModelProfile, ParameterProfile, Segment, Size
+from weft.parallel.zero.grouping import cast_between_layers, compute_dtypes, describe_parameters
+from weft.plan.plan import Plan, Precision
+from weft.profiles.model import ModelProfile, Segment, Size
 from weft.training.data.trees import map_tensors, num_samples, tensors_of
 from weft.training.step.loss import Loss, LossFunction, resolve_loss
 from weft.training.step.precision import Caller
@@ -63,7 +63,7 @@ def profile_model(
         for times in (1, 2)
     )
     return ModelProfile(
-        parameters=_describe_parameters(named_model, blueprint),
+        parameters=describe_parameters(named_model, blueprint.blocks),
         blocks=blueprint.blocks,
         segments=tuple(
             Segment(name=name, **{what: _line(once.sizes[what][at], twice.sizes[what][at], samples) for what in SIZES})
@@ -83,25 +83,6 @@ def _line(at_once: int, at_twice: int, samples: int) -> Size:
     """The line through the bytes of `samples` and of twice as many."""
     sample_bytes = (at_twice - at_once) // samples
     return Size(fixed_bytes=at_once - sample_bytes * samples, sample_bytes=sample_bytes)
-
-
-def _describe_parameters(model: nn.Module, blueprint: Blueprint) -> tuple[ParameterProfile, ...]:
-    units = make_members(model, blueprint, Plan(data=Data(shard="parameters")))
-    unit_of = {name: members.unit for members in units for name, _ in members.named}
-    block_of: dict[str, int | None] = {name: number for number, name in enumerate(blueprint.blocks)}
-    casts = [flat_kinds(model, Plan(precision=Precision(compute=compute))) for compute in ("bf16", "fp16")]
-    return tuple(
-        ParameterProfile(
-            name=name,
-            shape=tuple(parameter.shape),
-            item_bytes=parameter.element_size(),
-            kind=str(parameter.dtype),
-            block=block_of.get(unit_of[name]),
-            trainable=parameter.requires_grad,
-            keeps_dtype=all(kinds[name].compute == parameter.dtype for kinds in casts),
-        )
-        for name, parameter in model.named_parameters()
-    )
 
 
 def _device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
@@ -173,11 +154,11 @@ def _watch_step(
 
 def _copy_without_memory(model: nn.Module, plan: Plan, device: torch.device, fake: FakeTensorMode) -> nn.Module:
     """A copy whose parameters, in the dtype they compute in, and buffers are fake tensors."""
-    kinds = flat_kinds(model, plan)
+    dtypes = compute_dtypes(model, plan)
     with fake:
         copies: dict[int, Any] = {id(buffer): _like(buffer, buffer.dtype, device) for buffer in model.buffers()}
         for name, parameter in model.named_parameters():
-            made = nn.Parameter(_like(parameter, kinds[name].compute, device), requires_grad=parameter.requires_grad)
+            made = nn.Parameter(_like(parameter, dtypes[name], device), requires_grad=parameter.requires_grad)
             if parameter.requires_grad:
                 made.register_post_accumulate_grad_hook(_drop_gradient)
             copies[id(parameter)] = made

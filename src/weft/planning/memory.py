@@ -1,43 +1,44 @@
 """The bytes a rank will need, by category, from the plan and the model's profile: arithmetic, nothing is run.
 
-The answer is the fullest moment of a step. What stays from step to step (`state`) is the same in all of them; the rest
-comes and goes:
+The answer is the fullest moment of a step. The state is the same in all of them; the rest is not:
 
     forward and backward of each segment   activations kept so far, the segment's workspace, gathered parameters
     update                                 temporaries of the optimizer, gradients cast to the master's dtype
 
 State, gradient buffers and gathered parameters are counted as they are allocated, padding included. Activations are
 measured at the profile's microbatch and scaled to the plan's. Where a block is recomputed, its backward pass is taken
-to hold all that it saves without recomputation, which leaves out the order in which that comes and goes.
-Not counted: what the framework itself takes (libraries, a CUDA context), fragmentation, and the model as it was before
+to hold all that it saves without recomputation, which ignores the order in which that is allocated and freed.
+Not counted: the framework itself (libraries, a CUDA context), fragmentation, and the model as it was before
 `parallelize` took its parameters over (build it on the meta device if that is what does not fit).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from weft.errors import PlanError
+from weft.plan.partition.flat_buffers import (
+    FlatBuffer,
+    Sharding,
+    flat_buffers,
+    item_bytes,
+    needs_flats,
+    offloads,
+    own_tensor,
+)
 from weft.plan.plan import Plan, said
-from weft.planning.flats import ParameterFlat, Sharding, find_sharding, lay_out, travelling_bytes
+from weft.planning.gradient_buffers import travelling_bytes
 from weft.profiles.model import ModelProfile
 from weft.units import format_bytes
 
-_WHAT = {
-    "parameters": "as the model computes with them",
-    "gradients": "kept over microbatches",
-    "master": "what the optimizer updates, where it is not the parameters themselves",
-    "optimizer": "the optimizer's moments",
-    "buffers": "running statistics and tables of the model",
-    "gathered": "parameters of other ranks, whole for a while",
-    "gradient_buffers": "gradients on their way to other ranks",
-    "activations": "kept from forward to backward",
-    "workspace": "what the segment needs beyond that, the loss included",
-    "update": "temporaries of the update",
-}
 _STATE = ("parameters", "gradients", "master", "optimizer", "buffers")
+
+
+def _category(meaning: str) -> int:
+    counted: int = dataclasses.field(default=0, metadata={"meaning": meaning})
+    return counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,34 +46,38 @@ class Memory:
     """Bytes of one rank at the fullest moment of a step."""
 
     moment: str
-    """When that is: "backward of blocks.3", "update"."""
-    parameters: int = 0
-    gradients: int = 0
-    master: int = 0
-    optimizer: int = 0
-    buffers: int = 0
-    gathered: int = 0
-    gradient_buffers: int = 0
-    activations: int = 0
-    workspace: int = 0
-    update: int = 0
+    """The moment's name: "backward of blocks.3", "update"."""
+    parameters: int = _category("as the model computes with them")
+    gradients: int = _category("kept over microbatches")
+    master: int = _category("what the optimizer updates, where it is not the parameters themselves")
+    optimizer: int = _category("the optimizer's moments")
+    buffers: int = _category("running statistics and tables of the model")
+    gathered: int = _category("parameters of other ranks, whole for a while")
+    gradient_buffers: int = _category("gradients on their way to other ranks")
+    activations: int = _category("kept from forward to backward")
+    workspace: int = _category("what the segment needs beyond that, the loss included")
+    update: int = _category("temporaries of the update")
     host: int = 0
     """With `[data] offload`: bytes in host memory, which the total does not count."""
 
     @property
     def state(self) -> int:
-        """What stays from step to step."""
+        """Bytes that stay from step to step."""
         return sum(getattr(self, name) for name in _STATE)
 
     @property
     def total(self) -> int:
-        """The peak."""
-        return sum(getattr(self, name) for name in _WHAT)
+        return sum(num_bytes for _, num_bytes, _ in self._rows())
+
+    def _rows(self) -> list[tuple[str, int, str]]:
+        counted = (field for field in dataclasses.fields(self) if field.metadata)
+        return [
+            (field.name.replace("_", " "), getattr(self, field.name), field.metadata["meaning"]) for field in counted
+        ]
 
     def table(self) -> str:
-        """The categories as people read them, one a line."""
-        rows = [(name.replace("_", " "), getattr(self, name), what) for name, what in _WHAT.items()]
-        rows.append(("total", self.total, f"at its peak: {self.moment}"))
+        """The categories as people read them, one per line."""
+        rows = [*self._rows(), ("total", self.total, f"at its peak: {self.moment}")]
         rows.append(("on the host", self.host, "masters, moments and gradients of the update"))
         return "\n".join(f"{name:17s} {format_bytes(num):>10s}  {what}" for name, num, what in rows if num)
 
@@ -88,27 +93,45 @@ def predict_memory(
 ) -> Memory:
     """The peak bytes of a rank under a plan.
 
+    microbatch_samples             samples of one rank; None: as many as the profile was made with
     one_host                       all ranks along data are on one host; if they compute on CPUs, they share its memory
-    microbatch_samples             of one rank; None: as many as the profile was made with
     optimizer_bytes_per_parameter  moments of a float32 parameter: 8 for Adam, 4 for SGD with momentum, 0 for SGD
     update_bytes_per_parameter     temporaries of the update, for all parameters at once: 0 for a fused optimizer; None:
                                    torch's own Adam, which takes 4 on a GPU and two of the largest tensor on a CPU
     """
     _refuse(plan, profile)
-    sharding = find_sharding(plan, profile, one_host=one_host)
-    flats = lay_out(plan, profile, sharding)
+    on_host = profile.device == "cpu"
+    shares_memory = on_host and one_host and plan.comm.transport != "c10d"
+    shared: list[FlatBuffer] = []
+    if needs_flats(plan, profile.parameters, device=profile.device):
+        shared = flat_buffers(profile.parameters, plan)
+    names = {name for flat in shared for name in flat.names}
+    flats = [*(own_tensor(one, plan) for one in profile.parameters if one.name not in names), *shared]
     samples = profile.samples if microbatch_samples is None else microbatch_samples
-    batch_bytes = plan.step.microbatches * profile.batch.at(samples)
-    moments = [
-        *_passes(plan, profile, samples, sharding, flats),
-        Memory(moment="update", update=_update_bytes(sharding, flats, update_bytes_per_parameter)),
-    ]
+    # Ranks that share memory have one copy of whole parameters among them.
+    gathered = flats if plan.data.shard == "parameters" and not shares_memory else []
+    update = _update_bytes(plan, flats, update_bytes_per_parameter, device=profile.device)
+    moments = [*_passes(plan, profile, samples, gathered), Memory(moment="update", update=update)]
     fullest = max(moments, key=lambda moment: moment.total)
+    master_bytes = sum(flat.part_bytes(flat.master) for flat in flats if flat.trainable)
+    state = state_memory(
+        plan,
+        flats,
+        device=profile.device,
+        optimizer_bytes=round(master_bytes / 4 * optimizer_bytes_per_parameter),
+        buffer_bytes=profile.buffer_bytes,
+    )
     return dataclasses.replace(
-        _state(sharding, flats, profile, optimizer_bytes_per_parameter),
+        state,
         moment=fullest.moment,
         gathered=fullest.gathered,
-        activations=fullest.activations + batch_bytes,
+        gradient_buffers=travelling_bytes(
+            plan,
+            shared,
+            receives=on_host and not shares_memory,
+            waits_in_backward=plan.data.buffers == "synchronise" and profile.batch_norms,
+        ),
+        activations=fullest.activations + plan.step.microbatches * profile.batch.at(samples),
         workspace=fullest.workspace,
         update=fullest.update,
     )
@@ -129,33 +152,33 @@ def _refuse(plan: Plan, profile: ModelProfile) -> None:
         raise PlanError(problems)
 
 
-def _state(
-    sharding: Sharding, flats: Sequence[ParameterFlat], profile: ModelProfile, moment_bytes_per_parameter: float
+def state_memory(
+    plan: Plan, flats: Sequence[FlatBuffer], *, device: str, optimizer_bytes: int, buffer_bytes: int
 ) -> Memory:
-    """What stays from step to step, and the buffers that are kept for the next step's gradients."""
+    """Bytes that stay from step to step, where parameters lie in these buffers; `optimizer_bytes` are its moments."""
+    sharding, on_host = Sharding.of(plan), offloads(plan, device)
     trainable = [flat for flat in flats if flat.trainable]
-    copies = [flat for flat in trainable if sharding.offloads or flat.master_bytes != flat.item_bytes]
-    master = sum(flat.part_numel * flat.master_bytes for flat in copies)
-    moments = round(sum(flat.part_numel * flat.master_bytes for flat in trainable) / 4 * moment_bytes_per_parameter)
-    handed_over = sum(flat.part_numel * flat.master_bytes for flat in trainable)
+    master = sum(flat.part_bytes(flat.master) for flat in trainable if on_host or flat.master != flat.compute)
+    handed_over = sum(flat.part_bytes(flat.master) for flat in trainable)
     return Memory(
-        moment="",
-        parameters=sum((flat.part_numel if sharding.stage == 3 else flat.numel) * flat.item_bytes for flat in flats),
-        gradients=sum(
-            (flat.numel if sharding.keeps_gradients else flat.part_numel) * flat.accumulate_bytes for flat in trainable
+        moment="between steps",
+        parameters=sum(
+            flat.part_bytes(flat.compute) if sharding.stage == 3 else flat.whole_bytes(flat.compute) for flat in flats
         ),
-        master=0 if sharding.offloads else master,
-        optimizer=0 if sharding.offloads else moments,
-        buffers=profile.buffer_bytes,
-        gradient_buffers=travelling_bytes(sharding, flats),
-        host=master + moments + handed_over if sharding.offloads else 0,
+        gradients=sum(
+            flat.whole_bytes(flat.accumulate) if sharding.keeps_gradients else flat.part_bytes(flat.accumulate)
+            for flat in trainable
+        ),
+        master=0 if on_host else master,
+        optimizer=0 if on_host else optimizer_bytes,
+        buffers=buffer_bytes,
+        host=master + optimizer_bytes + handed_over if on_host else 0,
     )
 
 
-def _passes(
-    plan: Plan, profile: ModelProfile, samples: int, sharding: Sharding, flats: Sequence[ParameterFlat]
-) -> Iterator[Memory]:
-    """Every segment's forward and backward pass: what comes and goes in it."""
+def _passes(plan: Plan, profile: ModelProfile, samples: int, gathered: Sequence[FlatBuffer]) -> Iterator[Memory]:
+    """Every segment's forward and backward pass: the bytes that it takes beside the state."""
+    stays_whole = Sharding.of(plan).stays_whole
     kept_before, num_blocks = 0, len(profile.blocks)
     for block, segment in enumerate(profile.segments, start=-1):  # the prelude is before block 0
         kept, saved = segment.kept(plan.recompute.policy).at(samples), segment.saved.at(samples)
@@ -165,32 +188,25 @@ def _passes(
             ("backward", held + segment.backward_peak.at(samples), {block, block - 1} if block < num_blocks else ()),
         ):
             activations = min(kept, held_here)
+            whole = (flat for flat in gathered if stays_whole or flat.block is None or flat.block in blocks)
             yield Memory(
                 moment=f"{direction} of {segment.name}",
-                gathered=_gathered_bytes(sharding, flats, blocks),
+                gathered=sum(flat.whole_bytes(flat.compute) for flat in whole),
                 activations=kept_before + activations,
                 workspace=held_here - activations,
             )
         kept_before += kept
 
 
-def _gathered_bytes(sharding: Sharding, flats: Sequence[ParameterFlat], blocks: Collection[int]) -> int:
-    """Bytes of whole parameters beside the kept parts, while the root and these blocks are gathered."""
-    if sharding.stage < 3 or sharding.shares_memory:
-        return 0
-    gathered = (flat for flat in flats if sharding.stays_whole or flat.block is None or flat.block in blocks)
-    return sum(flat.numel * flat.item_bytes for flat in gathered)
-
-
-def _update_bytes(sharding: Sharding, flats: Sequence[ParameterFlat], bytes_per_parameter: float | None) -> int:
+def _update_bytes(plan: Plan, flats: Sequence[FlatBuffer], bytes_per_parameter: float | None, *, device: str) -> int:
     """Temporaries of the update: gradients in the master's dtype where they are not, and the optimizer's own."""
-    if sharding.offloads:  # the update is on the host
+    if offloads(plan, device):  # the update is on the host
         return 0
     trainable = [flat for flat in flats if flat.trainable]
-    differing = (flat for flat in trainable if flat.accumulate_bytes != flat.master_bytes)
-    casts = sum(flat.part_numel * flat.master_bytes for flat in differing)
+    casts = sum(flat.part_bytes(flat.master) for flat in trainable if flat.accumulate != flat.master)
     if bytes_per_parameter is not None:
-        return casts + round(sum(flat.part_numel for flat in trainable) * bytes_per_parameter)
-    if not sharding.on_host:
-        return casts + sum(flat.part_numel * flat.master_bytes for flat in trainable)
-    return casts + 2 * max((flat.largest_numel * flat.master_bytes for flat in trainable), default=0)
+        return casts + round(sum(flat.flat.part_numel for flat in trainable) * bytes_per_parameter)
+    if device != "cpu":
+        return casts + sum(flat.part_bytes(flat.master) for flat in trainable)
+    largest = (min(max(flat.flat.numels), flat.flat.part_numel) * item_bytes(flat.master) for flat in trainable)
+    return casts + 2 * max(largest, default=0)

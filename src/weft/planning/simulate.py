@@ -1,14 +1,14 @@
-"""How long a schedule takes: its lists of actions played out event by event, without running any of them.
+"""How long a schedule takes: its lists of actions simulated event by event, without running any of them.
 
-Each rank does its list in order. A compute action waits for its message, which is there `transfer_s` after it was sent;
-messages do not queue for the wire. An update waits for nobody, and neither do the data ranks: they are taken
-to be in step, so that a gather or a reduce costs its own time and no waiting. Nothing is rounded: whole
-numbers or fractions as times give exact results.
+Each rank does its list in order. A compute action waits for its message, which arrives `transfer_s` after it was sent;
+messages do not queue for the wire. Updates wait for no other rank. Data ranks are taken to be in step, so that a gather
+or a reduce costs its own time and no waiting. Nothing is rounded: whole numbers or fractions give exact times.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from weft.plan.pipeline.actions import Action, Schedule
@@ -16,12 +16,12 @@ from weft.plan.pipeline.communication import source_of
 from weft.plan.pipeline.timeline import Span, Timeline
 
 Seconds = float | tuple[float, ...]
-"""The same for all stages, or one for each."""
+"""One time for all stages, or one per stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Durations:
-    """How long each kind of action keeps its rank; a send, a receive and a release keep it no time at all."""
+    """Seconds that each kind of action keeps its rank; a send, a receive and a release take none."""
 
     forward_s: Seconds
     backward_s: Seconds
@@ -32,7 +32,7 @@ class Durations:
     reduce_s: Seconds = 0
 
     def of_kinds(self, num_stages: int) -> dict[str, tuple[float, ...]]:
-        """By kind of action: one duration for each stage."""
+        """One duration per stage, by kind of action."""
         kinds = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -44,98 +44,71 @@ class Durations:
 
 
 _Message = tuple[int, int, int]
-"""From a stage, to a stage, microbatch."""
+"""Sending stage, receiving stage, microbatch."""
 
 
 def simulate(schedule: Schedule, durations: Durations, *, transfer_s: float = 0) -> Timeline:
-    """When every action of the schedule begins and ends, if all ranks begin at 0.
+    """The start and end of every action of the schedule, if all ranks begin at 0.
 
-    A send's span is the transfer; a receive's goes from where it is posted until the message is there.
+    A send's span is the transfer; a receive's lasts from where it is posted until the message arrives.
     """
     num_stages = 1 + max((action.stage for actions in schedule for action in actions), default=0)
     kinds = durations.of_kinds(num_stages)
-    ranks = [_Rank(number, actions, num_stages, kinds) for number, actions in enumerate(schedule)]
+    times_s: list[list[list[float]]] = [[] for _ in schedule]
     arrivals: dict[_Message, float] = {}
-    waiting: dict[_Message, _Rank] = {}
-    runnable = deque(ranks)
+    sent: list[_Message] = []
+
+    def play(rank: int) -> Iterator[tuple[_Message, str]]:
+        """Go through a rank's list; yields each message that has to be sent first, and by what it is needed."""
+        now_s: float = 0
+        posted: dict[_Message, list[float]] = {}
+        for action in schedule[rank]:
+            stop_s = now_s
+            if action.kind == "send":
+                sent.append((action.stage, action.peer, action.microbatch))
+                arrivals[sent[-1]] = stop_s = now_s + transfer_s
+            elif action.kind in kinds:
+                source = source_of(action, num_stages)
+                if source is not None:
+                    message = (source, action.stage, action.microbatch)
+                    if message not in posted:
+                        raise ValueError(
+                            f"{_named(rank, action)} needs {_said(message)}, but posts no receive for it before"
+                        )
+                    while message not in arrivals:
+                        yield message, _named(rank, action)
+                    receive = posted.pop(message)
+                    receive[1] = max(receive[0], arrivals[message])
+                    now_s = max(now_s, arrivals[message])
+                stop_s = now_s + kinds[action.kind][action.stage]
+            times_s[rank].append([now_s, stop_s])
+            if action.kind == "receive":
+                posted[action.peer, action.stage, action.microbatch] = times_s[rank][-1]
+            elif action.kind != "send":
+                now_s = stop_s
+
+    runnable = deque(play(rank) for rank in range(len(schedule)))
+    waiting: dict[_Message, tuple[Iterator[tuple[_Message, str]], str]] = {}
     while runnable:
         rank = runnable.popleft()
-        for message in rank.run(arrivals, transfer_s):
-            if message in waiting:
-                runnable.append(waiting.pop(message))
-        if rank.waits_for is not None:
-            waiting[rank.waits_for] = rank
+        needed = next(rank, None)
+        runnable.extend(waiting.pop(message)[0] for message in sent if message in waiting)
+        sent.clear()
+        if needed is not None:
+            waiting[needed[0]] = rank, needed[1]
     if waiting:
-        raise ValueError("this schedule cannot go on: " + "; ".join(rank.excuse for rank in waiting.values()))
-    return Timeline(spans=tuple(span for rank in ranks for span in rank.spans()), num_ranks=len(schedule))
+        stuck = (f"{who} waits for {_said(message)}, which is never sent" for message, (_, who) in waiting.items())
+        raise ValueError("this schedule cannot go on: " + "; ".join(stuck))
+    spans = (
+        Span(rank=rank, action=action, start_s=start_s, stop_s=stop_s)
+        for rank, actions in enumerate(schedule)
+        for action, (start_s, stop_s) in zip(actions, times_s[rank], strict=True)
+    )
+    return Timeline(spans=tuple(spans), num_ranks=len(schedule))
 
 
-class _Rank:
-    """A rank on its way through its list."""
-
-    def __init__(
-        self, number: int, actions: tuple[Action, ...], num_stages: int, kinds: dict[str, tuple[float, ...]]
-    ) -> None:
-        self.number, self.actions, self.num_stages, self.kinds = number, actions, num_stages, kinds
-        self.place = 0
-        self.now_s: float = 0
-        self.starts_s: list[float] = []
-        self.stops_s: list[float] = []
-        self.posted: dict[_Message, int] = {}
-        self.waits_for: _Message | None = None
-
-    def run(self, arrivals: dict[_Message, float], transfer_s: float) -> list[_Message]:
-        """Go on until a message is missing or the list ends; the messages that were sent on the way."""
-        sent: list[_Message] = []
-        self.waits_for = None
-        while self.place < len(self.actions):
-            action = self.actions[self.place]
-            stop_s = self.now_s
-            if action.kind == "send":
-                message = (action.stage, action.peer, action.microbatch)
-                arrivals[message] = stop_s = self.now_s + transfer_s
-                sent.append(message)
-            elif action.kind == "receive":
-                self.posted[action.peer, action.stage, action.microbatch] = self.place
-            elif action.kind in self.kinds:
-                source = source_of(action, self.num_stages)
-                if source is not None and not self._receive((source, action.stage, action.microbatch), arrivals):
-                    break
-                stop_s = self.now_s + self.kinds[action.kind][action.stage]
-            self.starts_s.append(self.now_s)
-            self.stops_s.append(stop_s)
-            if action.kind != "send":
-                self.now_s = stop_s
-            self.place += 1
-        return sent
-
-    def _receive(self, message: _Message, arrivals: dict[_Message, float]) -> bool:
-        """Wait for the message; False if it has not even been sent yet."""
-        if message not in self.posted:
-            raise ValueError(f"{self._here} needs {_said(message)}, but posts no receive for it before")
-        if message not in arrivals:
-            self.waits_for = message
-            return False
-        posted = self.posted.pop(message)
-        self.stops_s[posted] = max(self.starts_s[posted], arrivals[message])
-        self.now_s = max(self.now_s, arrivals[message])
-        return True
-
-    @property
-    def _here(self) -> str:
-        action = self.actions[self.place]
-        return f"rank {self.number}, {action.kind} of microbatch {action.microbatch} on stage {action.stage},"
-
-    @property
-    def excuse(self) -> str:
-        assert self.waits_for is not None
-        return f"{self._here} waits for {_said(self.waits_for)}, which is never sent"
-
-    def spans(self) -> list[Span]:
-        return [
-            Span(rank=self.number, action=action, start_s=start_s, stop_s=stop_s)
-            for action, start_s, stop_s in zip(self.actions, self.starts_s, self.stops_s, strict=True)
-        ]
+def _named(rank: int, action: Action) -> str:
+    return f"rank {rank}, {action.kind} of microbatch {action.microbatch} on stage {action.stage},"
 
 
 def _said(message: _Message) -> str:

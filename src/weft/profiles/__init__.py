@@ -1,1 +1,1 @@
-"""What we have: models, described as plain data."""
+"""Models and clusters, described as plain data."""

@@ -1,7 +1,7 @@
-"""What a planner must know of a cluster, as plain data: each rank's device, the links, collectives timed on them.
+"""A cluster as plain data: each rank's device, the links, collectives timed on them.
 
 An exchange of n bytes takes alpha + n / beta seconds: a latency and a rate, fitted to measured times. A collective that
-was measured on as many ranks is read off its own line. One that was not is reckoned from the nearest that was, or from
+was measured on as many ranks is read off its own line. Others are computed from the nearest that was measured, or from
 the bare link, by the rounds and bytes of the usual algorithm:
 
     all-reduce       2 (p - 1) rounds, 2 n (p - 1) / p bytes     reduce-scatter, then all-gather, in a ring
@@ -15,7 +15,7 @@ Figures come from `measure/cluster.py`, from a file (`cluster_text.py`) or from 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, get_args
 
 from weft.errors import ClusterError, WeftError
@@ -26,6 +26,7 @@ LINKS = ("shared-memory", "loopback", "device", "network")
 TRANSPORTS = ("c10d", "shared")
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
+_MISS = "The worst miss of this line at a size measured, as a factor less 1: 1 is double or half."
 # Large enough that rounding up to whole bytes does not show in a share of it.
 _UNIT_BYTES = 1 << 40
 
@@ -60,36 +61,37 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device(Section):
-    """One rank and what it computes on. Speeds are those it has while all other ranks of its host compute too."""
+class ClusterSection(Section):
+    """A row of one of the cluster's lists."""
 
     error: ClassVar[type[WeftError]] = ClusterError
-
-    rank: int = declare(0, Whole(minimum=0), "The rank, counted over all hosts.")
-    host: int = declare(0, Whole(minimum=0), "The host it runs on, counted from 0.")
-    kind: str = declare("", Choice(("cpu", "cuda")), "What it computes on.")
-    name: str = declare("", Text(), "The processor, as it calls itself.")
-    memory_bytes: int = declare(0, Whole(minimum=1), "Memory it may use: its share of the GPU's or the host's.")
-    copy_bytes_per_s: float = declare(0.0, Real(above=0), "Bytes copied a second, from memory to memory.")
-    fp32_flops_per_s: float = declare(0.0, Real(above=0), "Operations a second in a product of fp32 matrices.")
-    bf16_flops_per_s: float = declare(0.0, Real(minimum=0), "The same in bf16; 0: it cannot, or nobody measured.")
-    fp16_flops_per_s: float = declare(0.0, Real(minimum=0), "The same in fp16; 0: it cannot, or nobody measured.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link(Section):
+class Device(ClusterSection):
+    """One rank and the processor it computes on, whose speeds hold while all other ranks of its host compute, too."""
+
+    rank: int = declare(0, Whole(minimum=0), "The rank, counted over all hosts.")
+    host: int = declare(0, Whole(minimum=0), "The host it runs on, counted from 0.")
+    kind: str = declare("", Choice(("cpu", "cuda")), "The kind of processor.")
+    name: str = declare("", Text(), "The processor's name.")
+    memory_bytes: int = declare(0, Whole(minimum=1), "Memory it may use: its share of the GPU's or the host's.")
+    copy_bytes_per_s: float = declare(0.0, Real(above=0), "Bytes copied per second, from memory to memory.")
+    fp32_flops_per_s: float = declare(0.0, Real(above=0), "Operations per second in a product of fp32 matrices.")
+    bf16_flops_per_s: float = declare(0.0, Real(minimum=0), "The same in bf16; 0: not supported, or not measured.")
+    fp16_flops_per_s: float = declare(0.0, Real(minimum=0), "The same in fp16; 0: not supported, or not measured.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link(ClusterSection):
     """One message between two ranks: on one host, or on two."""
 
-    error: ClassVar[type[WeftError]] = ClusterError
-
-    kind: str = declare("", Choice(LINKS), "What the bytes go through; device: from GPU to GPU in a host.")
+    kind: str = declare("", Choice(LINKS), "The path of the bytes; device: from GPU to GPU in a host.")
     transport: str = declare("c10d", Choice(TRANSPORTS), "The `[comm] transport` that moves them.")
     hosts: tuple[int, int] = declare((0, 0), Pair(), "The hosts of the two ranks.")
     alpha_s: float = declare(-1.0, Real(minimum=0), "Seconds an empty message takes, one way.")
-    bytes_per_s: float = declare(0.0, Real(above=0), "Further bytes a second.")
-    miss: float = declare(
-        0.0, Real(minimum=0), "The worst miss of this line at a size measured, as a factor less 1: 1 is double or half."
-    )
+    bytes_per_s: float = declare(0.0, Real(above=0), "Further bytes per second.")
+    miss: float = declare(0.0, Real(minimum=0), _MISS)
 
     def time_s(self, num_bytes: float) -> float:
         """Seconds of one message."""
@@ -97,20 +99,16 @@ class Link(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timing(Section):
+class Timing(ClusterSection):
     """One collective on a group of some size, while all groups of that size on these ranks do the same."""
 
-    error: ClassVar[type[WeftError]] = ClusterError
-
-    collective: str = declare("", Choice(COLLECTIVES), "Which one.")
+    collective: str = declare("", Choice(COLLECTIVES), "The collective.")
     link: str = declare("", Choice(LINKS), "The slowest kind of link inside the group.")
     transport: str = declare("c10d", Choice(TRANSPORTS), "The `[comm] transport` of the group.")
     num_ranks: int = declare(0, Whole(minimum=2), "Ranks in the group.")
     alpha_s: float = declare(-1.0, Real(minimum=0), "Seconds the collective takes on an empty buffer.")
-    bytes_per_s: float = declare(0.0, Real(above=0), "Further bytes of the whole buffer a second.")
-    miss: float = declare(
-        0.0, Real(minimum=0), "The worst miss of this line at a size measured, as a factor less 1: 1 is double or half."
-    )
+    bytes_per_s: float = declare(0.0, Real(above=0), "Further bytes of the whole buffer per second.")
+    miss: float = declare(0.0, Real(minimum=0), _MISS)
 
     def time_s(self, num_bytes: float, num_ranks: int | None = None) -> float:
         """Seconds on a buffer of this size; on another number of ranks, by the algorithm's rounds and bytes."""
@@ -126,10 +124,10 @@ class Cluster:
 
     name: str = "cluster"
     measured: bool = False
-    """Whether the figures were measured on it; a preset's are typical ones."""
-    devices: tuple[Device, ...] = field(default_factory=tuple)
-    links: tuple[Link, ...] = field(default_factory=tuple)
-    timings: tuple[Timing, ...] = field(default_factory=tuple)
+    """The figures were measured on it; a preset's are typical ones."""
+    devices: tuple[Device, ...] = ()
+    links: tuple[Link, ...] = ()
+    timings: tuple[Timing, ...] = ()
 
     def __post_init__(self) -> None:
         if problems := list(self._problems()):
@@ -142,10 +140,6 @@ class Cluster:
     @property
     def num_hosts(self) -> int:
         return len({device.host for device in self.devices})
-
-    def ranks_of(self, host: int) -> tuple[int, ...]:
-        """The ranks on a host."""
-        return tuple(device.rank for device in self.devices if device.host == host)
 
     def link_between(self, first: int, second: int) -> str:
         """The fastest kind of link between two ranks."""
@@ -160,7 +154,7 @@ class Cluster:
     def time_s(self, collective: Collective, num_bytes: float, *, num_ranks: int, link: str) -> float:
         """Seconds a collective takes on a buffer, counted as `plan/partition/wire.py` counts it, over links of a kind.
 
-        Of several transports the faster one counts. Between hosts the slowest pair does: a group waits for its last.
+        The faster of several transports counts, and between hosts the slowest pair: a group waits for its last rank.
         """
         if num_ranks < 2:
             return 0.0
@@ -212,7 +206,7 @@ def num_rounds(collective: str, num_ranks: int) -> int:
 
 
 def wire_share(collective: str, num_ranks: int) -> float:
-    """What the busiest rank sends, as a share of the buffer."""
+    """Bytes that the busiest rank sends, as a share of the buffer's."""
     name = COLLECTIVES[COLLECTIVES.index(collective)]
     return sent_bytes(name, _UNIT_BYTES, num_ranks) / _UNIT_BYTES
 

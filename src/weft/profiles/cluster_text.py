@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from weft.errors import ClusterError, nearest
-from weft.plan.fields import Choice, Facts, Section, accept_values, facts_of, section_name, statement, toml
+from weft.plan.fields import Choice, Facts, Flag, Kind, Section, facts_of, section_name, statement, toml
 from weft.plan.text import parse_toml, read_text, write_text
-from weft.profiles.cluster import Cluster, Device, Link, Timing
+from weft.profiles.cluster import Cluster, Device, Link, Text, Timing
 
 LISTS: dict[str, type[Section]] = {section_name(section): section for section in (Device, Link, Timing)}
-_HEAD = {"name": str, "measured": bool}
+_HEAD: dict[str, Kind] = {"name": Text(), "measured": Flag()}
 
 
 def read_cluster(path: str | os.PathLike[str]) -> Cluster:
-    """The cluster in a file."""
     return parse_cluster(read_text(path, kind=ClusterError), source=os.fspath(path))
 
 
@@ -31,7 +31,9 @@ def parse_cluster(text: str, *, source: str = "cluster") -> Cluster:
     """The cluster in a text; `source` names it in messages."""
     tables = parse_toml(text, source=source, kind=ClusterError)
     head = tables.pop("cluster", {})
-    problems = _head_problems(head)
+    problems = ["cluster must be a section: write [cluster], and its fields on the lines below"]
+    if isinstance(head, dict):
+        problems = _value_problems("cluster", "[cluster]", _HEAD, head)
     for name, rows in tables.items():
         if name not in LISTS:
             problems.append(f"[[{name}]] is not a part of a cluster; {nearest(name, ('cluster', *LISTS))}")
@@ -81,33 +83,26 @@ def _described(name: str, section: type[Section]) -> str:
     return "\n".join([*head, *rows]) + "\n"
 
 
-def _head_problems(head: object) -> list[str]:
-    if not isinstance(head, dict):
-        return ["cluster must be a section: write [cluster], and its fields on the lines below"]
-    problems = []
-    for name, value in head.items():
-        if name not in _HEAD:
-            problems.append(f"{statement('cluster', name, value)} is not a field of [cluster]; {nearest(name, _HEAD)}")
-        elif not isinstance(value, _HEAD[name]) or value == "":
-            words = "true or false" if _HEAD[name] is bool else "text, in quotes"
-            problems.append(f"{statement('cluster', name, value)} must be {words}")
-    return problems
-
-
 def _row_problems(section: type[Section], row: dict[str, Any]) -> list[str]:
-    facts = facts_of(section)
-    problems = [
-        f"{statement(section_name(section), name, value)} is not a field of [[{section_name(section)}]]; "
-        f"{nearest(name, facts)}"
-        for name, value in row.items()
-        if name not in facts
+    name, facts = section_name(section), facts_of(section)
+    return _value_problems(name, f"[[{name}]]", {each.name: each.kind for each in facts.values()}, row) + [
+        f"{each.name} is missing; give {each.kind.allowed}"
+        for each in facts.values()
+        if each.name not in row and _is_required(each)
     ]
-    problems += accept_values(section, {name: value for name, value in row.items() if name in facts})[1]
-    return problems + [
-        f"{name} is missing; give {each.kind.allowed}"
-        for name, each in facts.items()
-        if name not in row and _is_required(each)
-    ]
+
+
+def _value_problems(name: str, table: str, kinds: Mapping[str, Kind], values: dict[str, Any]) -> list[str]:
+    problems = []
+    for field, value in values.items():
+        if field not in kinds:
+            problems.append(f"{statement(name, field, value)} is not a field of {table}; {nearest(field, kinds)}")
+            continue
+        try:
+            kinds[field].accept(value)
+        except ValueError as error:
+            problems.append(f"{statement(name, field, value)} {error}")
+    return problems
 
 
 def _is_required(facts: Facts) -> bool:

@@ -1,4 +1,4 @@
-"""What a planner must know of a model, as plain data: its parameters, and what one microbatch leaves in memory.
+"""A model as plain data: its parameters, and the memory that one microbatch takes.
 
 A training step passes through the model's segments in this order and back; the memory of a segment is measured once
 (`measure/model.py`) and added up for any plan (`planning/memory.py`):
@@ -11,31 +11,10 @@ Parameters belong to units: each block is one, and everything outside the blocks
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from weft.errors import ModelError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterProfile:
-    """One parameter; a tied one appears once, under its first name."""
-
-    name: str
-    shape: tuple[int, ...]
-    item_bytes: int
-    """Bytes an element, in the model's own dtype."""
-    kind: str = "torch.float32"
-    """The model's own dtype, as torch prints it."""
-    block: int | None = None
-    """Number of the block that alone uses it; None: it belongs to the root."""
-    trainable: bool = True
-    keeps_dtype: bool = False
-    """Mixed precision leaves it as it is: a BatchNorm's, or not a floating-point number."""
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
+from weft.plan.partition.flat_buffers import ParameterSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +22,7 @@ class Size:
     """Bytes that grow with the number of samples in a microbatch."""
 
     fixed_bytes: int = 0
-    """What does not grow: gradients of weights, attention masks."""
+    """Bytes that do not grow: gradients of weights, attention masks."""
     sample_bytes: int = 0
 
     def at(self, samples: int) -> int:
@@ -53,7 +32,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """What one segment of the model holds and needs, beside parameters and their kept gradients.
+    """The memory of one segment of the model, beside parameters and their kept gradients.
 
     A storage that several segments hold counts for the first of them only.
     """
@@ -72,7 +51,7 @@ class Segment:
     """The most that is alive in its backward pass, above what it and the segments before it have saved."""
 
     def kept(self, policy: str) -> Size:
-        """What is kept from forward to backward under a `[recompute] policy`."""
+        """Bytes kept from forward to backward under a `[recompute] policy`."""
         return {"none": self.saved, "selective": self.selective, "full": self.inputs}[policy]
 
 
@@ -80,7 +59,7 @@ class Segment:
 class ModelProfile:
     """A model and one microbatch of it."""
 
-    parameters: tuple[ParameterProfile, ...]
+    parameters: tuple[ParameterSpec, ...]
     """In the order of registration."""
     blocks: tuple[str, ...] = ()
     """Names of the blocks, in the order of use; empty: the model has none."""
@@ -93,7 +72,7 @@ class ModelProfile:
     batch: Size = Size()
     """Inputs and targets."""
     output: Size = Size()
-    """What the model returns: the logits."""
+    """The model's output: the logits."""
     compute: str = "model"
     """The `[precision] compute` under which segments were measured."""
     device: str = "cpu"
@@ -121,7 +100,3 @@ class ModelProfile:
     def numel(self) -> int:
         """Elements of all parameters."""
         return sum(parameter.numel for parameter in self.parameters)
-
-    def unit(self, block: int | None) -> tuple[ParameterProfile, ...]:
-        """The parameters of a block, or of the root."""
-        return tuple(parameter for parameter in self.parameters if parameter.block == block)

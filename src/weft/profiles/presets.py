@@ -1,29 +1,28 @@
-"""Clusters to plan for without having one: typical figures of well-known hardware, none of them measured here.
+"""Typical clusters to plan for: figures of well-known hardware, none of them measured here.
 
-Rates are what applications usually see, not what is printed on the box: about 94 % of an Ethernet link's bits, and
-three quarters of NVLink's. A profile of the real cluster (`weft profile`) replaces them.
+Rates are those that applications usually see: about 94 % of an Ethernet link's nominal rate, and three quarters of
+NVLink's. A profile of the real cluster (`weft profile`) replaces them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from typing import Any
 
 from weft.errors import ClusterError, nearest
 from weft.profiles.cluster import Cluster, Device, Link
 
-GIB = 1 << 30
-
-_CPU = {
+_CPU: dict[str, Any] = {
     "kind": "cpu",
     "name": "typical 8-core CPU",
-    "memory_bytes": 8 * GIB,
+    "memory_bytes": 8 << 30,
     "copy_bytes_per_s": 8e9,
     "fp32_flops_per_s": 2e11,
 }
-_GPU = {
+_GPU: dict[str, Any] = {
     "kind": "cuda",
     "name": "typical 80 GB GPU",
-    "memory_bytes": 80 * GIB,
+    "memory_bytes": 80 << 30,
     "copy_bytes_per_s": 1.2e12,
     "fp32_flops_per_s": 5e13,
     "bf16_flops_per_s": 6e14,
@@ -35,13 +34,23 @@ _NVLINK = {"kind": "device", "transport": "c10d", "alpha_s": 10e-6, "bytes_per_s
 _ETHERNET_1G = {"alpha_s": 100e-6, "bytes_per_s": 1.17e8}
 _ETHERNET_10G = {"alpha_s": 30e-6, "bytes_per_s": 1.17e9}
 _INFINIBAND_100G = {"alpha_s": 5e-6, "bytes_per_s": 1.15e10}
+_GPU_HOSTS = {"num_hosts": 4, "ranks_per_host": 8, "device": _GPU, "inside": [_NVLINK]}
+_CPU_HOSTS = {"num_hosts": 4, "ranks_per_host": 2, "device": _CPU, "inside": [_SHARED, _LOOPBACK]}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "laptop": {**_CPU_HOSTS, "num_hosts": 1},
+    "1gbe": {**_CPU_HOSTS, "between": _ETHERNET_1G},
+    "10gbe": {**_CPU_HOSTS, "between": _ETHERNET_10G},
+    "infiniband-100g": {**_GPU_HOSTS, "between": _INFINIBAND_100G},
+    "nvlink-8": {**_GPU_HOSTS, "num_hosts": 1},
+}
 
 
 def preset(name: str) -> Cluster:
     """A typical cluster by name."""
     if name not in PRESETS:
         raise ClusterError(f'there is no preset "{name}"; {nearest(name, PRESETS)}')
-    return PRESETS[name]()
+    return _make(name, **PRESETS[name])
 
 
 def _make(
@@ -49,43 +58,20 @@ def _make(
     *,
     num_hosts: int,
     ranks_per_host: int,
-    device: dict[str, object],
-    inside: list[dict[str, object]],
+    device: dict[str, Any],
+    inside: list[dict[str, Any]],
     between: dict[str, float] | None = None,
 ) -> Cluster:
-    rows: list[dict[str, object]] = [
-        {"rank": rank, "host": rank // ranks_per_host, **device} for rank in range(num_hosts * ranks_per_host)
-    ]
-    links = [{"hosts": (host, host), **link} for host in range(num_hosts) for link in inside]
+    links = [Link(hosts=(host, host), **link) for host in range(num_hosts) for link in inside]
     if between is not None:
         links += [
-            {"kind": "network", "transport": "c10d", "hosts": (first, second), **between}
-            for first in range(num_hosts)
-            for second in range(first + 1, num_hosts)
+            Link(kind="network", transport="c10d", hosts=hosts, **between)
+            for hosts in itertools.combinations(range(num_hosts), 2)
         ]
+    ranks = range(num_hosts * ranks_per_host)
     return Cluster(
         name=name,
         measured=False,
-        devices=tuple(Device(**row) for row in rows),  # type: ignore[arg-type]
-        links=tuple(Link(**link) for link in links),  # type: ignore[arg-type]
+        devices=tuple(Device(rank=rank, host=rank // ranks_per_host, **device) for rank in ranks),
+        links=tuple(links),
     )
-
-
-def _ethernet(name: str, between: dict[str, float]) -> Cluster:
-    return _make(name, num_hosts=4, ranks_per_host=2, device=dict(_CPU), inside=[_SHARED, _LOOPBACK], between=between)
-
-
-PRESETS: dict[str, Callable[[], Cluster]] = {
-    "laptop": lambda: _make("laptop", num_hosts=1, ranks_per_host=2, device=dict(_CPU), inside=[_SHARED, _LOOPBACK]),
-    "1gbe": lambda: _ethernet("1gbe", _ETHERNET_1G),
-    "10gbe": lambda: _ethernet("10gbe", _ETHERNET_10G),
-    "infiniband-100g": lambda: _make(
-        "infiniband-100g",
-        num_hosts=4,
-        ranks_per_host=8,
-        device=dict(_GPU),
-        inside=[_NVLINK],
-        between=_INFINIBAND_100G,
-    ),
-    "nvlink-8": lambda: _make("nvlink-8", num_hosts=1, ranks_per_host=8, device=dict(_GPU), inside=[_NVLINK]),
-}

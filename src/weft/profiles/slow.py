@@ -1,4 +1,4 @@
-"""Which links between hosts hold the others up: each is compared with the median of the rest."""
+"""Slow links between hosts: each link is compared with the median of the others."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from weft.profiles.cluster import Link
 from weft.units import format_bytes, format_seconds
 
 MESSAGE_BYTES = 1 << 20
-"""The message by which links are compared: long enough to feel the rate, short enough to feel the latency."""
+"""Size of the message by which links are compared: both rate and latency count in its time."""
 
 SLOW = 1.5
-"""From this many times the others' time on, a link is named."""
+"""A link that takes at least this many times the others' time is slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +34,9 @@ class SlowLink:
 
 
 def slow_links(links: Sequence[Link]) -> list[SlowLink]:
-    """The slow ones among links between hosts, the slowest first; of fewer than two links none is slow.
+    """The slow ones among links between hosts, the slowest first; a single link is not slow.
 
-    Of an even number of others the lower median counts, so that one slow host among three is found by both its links.
+    The median of an even number of others is the lower one, so that both links of one slow host among three are found.
     """
     network = [link for link in links if link.kind == "network"]
     found = []

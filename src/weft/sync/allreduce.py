@@ -6,9 +6,9 @@
     bucket 2 + tail                                                                  3 |~~ exchange ~~| 4
 
 (1) A parameter's gradient moves into its view of a flat bucket as soon as autograd has accumulated it, and from then on
-*is* that view. (2) A bucket leaves when it is full and all buckets before it have left: the order of collectives is
-the same on every rank even where ranks use different parameters. (3) The last bucket waits for the end of the backward
-pass, because the tail (loss, count, flags of used parameters) travels in it. (4) `finish` waits for all of them.
+*is* that view. (2) A bucket leaves when it is full and all buckets before it have left. (3) The last bucket waits for
+the end of the backward pass, because the tail (loss, count, flags of used parameters) travels in it. (4) `finish` waits
+for all of them.
 
 Buckets start in the reverse order of registration and are laid out anew after the first step in the order in which
 gradients really became ready on rank 0, parameters it did not use last, so that these never hold up a full bucket. If
@@ -17,44 +17,42 @@ rank 0 had no data in that step, the next one decides.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from weft.comm.buckets import Buckets, bucket_room, make_buckets
+from weft.comm.buckets import Buckets, bucket_memory_bytes, make_buckets
 from weft.comm.collectives import Pending, all_reduce, broadcast
 from weft.comm.exchange_buffers import BufferAllocator
 from weft.comm.group import Group
 from weft.comm.shared_memory.native import copy
-from weft.errors import ModelError
 from weft.parallel.zero.flat_parameters import Piece
 from weft.plan.partition.wire import TAIL_WORDS
-from weft.sync.base import Apart, Counting, Totals, WholeGradients
+from weft.sync.base import Totals
+from weft.sync.bucketed import BucketedSync
+from weft.sync.norm import GradientRules
+from weft.sync.whole_parameters import WholeParameters
 
 _COUNT_RADIX = 4096
 """A count travels as two words below this radix, so that float32 sums of it stay exact up to 2**36 targets."""
 
 
-class AllReduce(Counting, WholeGradients):
+class AllReduce(BucketedSync, WholeParameters):
     """Sums gradients over the ranks of a group, in buckets, overlapped with the backward pass."""
 
-    def __init__(self, pieces: Sequence[Piece], group: Group, *, bucket_bytes: int, apart: Apart) -> None:
-        super().__init__(pieces, apart)
-        self._index = {piece.name: index for index, piece in enumerate(self.pieces)}
-        self._held = frozenset(self._index[name] for name in apart.held if name in self._index)
+    def __init__(self, pieces: Sequence[Piece], group: Group, *, bucket_bytes: int, rules: GradientRules) -> None:
+        WholeParameters.__init__(self, pieces, rules)
+        BucketedSync.__init__(self, [piece.name for piece in self.pieces], self._parameters, rules.deferred)
         self._group = group
         self._bucket_bytes = bucket_bytes
-        device = self._parameters[0].device
-        self._room = BufferAllocator(group, device, num_bytes=bucket_room(self._parameters))
+        num_bytes = bucket_memory_bytes(self._parameters)
+        self._allocator = BufferAllocator(group, self._parameters[0].device, num_bytes=num_bytes)
         self._pending: list[Pending] = []
         self._ready_order: list[int] = []
         self._order_agreed = False
         self._exchanged = False
         self._lay_out(list(reversed(range(len(self._parameters)))))
-        for index, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(self._make_hook(index))
         self.begin()
 
     def begin(self) -> None:
@@ -64,55 +62,43 @@ class AllReduce(Counting, WholeGradients):
         if not self._order_agreed and self._exchanged:
             self._agree_on_order()
         self._used = [False] * len(self._parameters)
-        self._ready = [False] * len(self._parameters)
-        self._missing = [len(bucket.members) for bucket in self._buckets.buckets]
+        self._reset_ready()
+        self._disarm()
         self._pending = []
         self._ready_order = []
-        self._armed = [False] * len(self._parameters)
-        self._holding = True
+        self._defers = True
 
-    def arm(self, names: Collection[str] | None = None) -> None:
-        for index in range(len(self._parameters)) if names is None else self._places(names):
-            self._armed[index] = True
-
-    def complete(self, names: Collection[str]) -> None:
-        for index in self._places(names):
-            if not self._ready[index] and index not in self._held:
-                self._set_ready(index)
-
-    def take_held(self) -> None:
-        self._holding = False
-        for index in self._held:
+    def take_deferred(self) -> None:
+        self._defers = False
+        for index in self._deferred:
             parameter = self._parameters[index]
             self._armed[index] = True
             if parameter.grad is None:
-                self._set_ready(index)
+                self._set_absent(index)
             else:
                 self._take(index, parameter)
-
-    def _places(self, names: Collection[str]) -> list[int]:
-        return [self._index[name] for name in names if name in self._index]
 
     def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool) -> Totals:
         views = self._buckets.views
         unused = [index for index, used in enumerate(self._used) if not used]
         for index in unused:
-            if self._buckets.bucket_of[index] >= len(self._pending):  # else the others' sum is in there by now
+            if self._bucket_of[index] >= self._turn:  # else the others' sum is in there by now
                 views[index].zero_()
         self._fill_tail(loss_sum, count, unused)
-        for bucket in self._buckets.buckets[len(self._pending) :]:
-            self._pending.append(all_reduce(bucket.flat, self._group, wait=False))
+        while self._turn < len(self._buckets.buckets):
+            self._launch_next()
         for pending in self._pending:
             pending.wait()
         self._exchanged = True
-        self._armed = [False] * len(self._parameters)  # a backward pass of the user's own must not start an exchange
+        self._disarm()  # a backward pass of the user's own must not start an exchange
         if unused:  # a rank that used everything knows that nothing is globally unused, and need not look
             flags = self._buckets.tail[TAIL_WORDS:].tolist()
             for index in unused:
                 self._parameters[index].grad = views[index] if flags[index] else None
         totals = self._buckets.tail[:TAIL_WORDS].clone()  # the tail's memory is the next step's too
         exact_count = totals[1].double() * _COUNT_RADIX + totals[2]
-        return Totals(loss_sum=totals[0], count=exact_count, norm=self.norm(totals.device) if with_norm else None)
+        norm = self._norm_parts.norm(totals.device) if with_norm else None
+        return Totals(loss_sum=totals[0], count=exact_count, norm=norm)
 
     def state(self) -> dict[str, Any]:
         # The layout decides the order of additions inside a ring all-reduce, so it is part of "to the bit".
@@ -128,7 +114,10 @@ class AllReduce(Counting, WholeGradients):
         self._order = order
         if hasattr(self, "_buckets"):
             del self._buckets  # before there are new ones: gradients must not be held twice
-        self._buckets: Buckets = make_buckets(self._parameters, order, bucket_bytes=self._bucket_bytes, room=self._room)
+        self._buckets: Buckets = make_buckets(
+            self._parameters, order, bucket_bytes=self._bucket_bytes, allocator=self._allocator
+        )
+        self._set_buckets(self._buckets.bucket_of, num_early=len(self._buckets.buckets) - 1)
         self._all_used = torch.ones(len(order), dtype=self._buckets.tail.dtype, device=self._buckets.tail.device)
 
     def _agree_on_order(self) -> None:
@@ -142,59 +131,34 @@ class AllReduce(Counting, WholeGradients):
             self._lay_out(agreed)
             self._order_agreed = True
 
-    def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        # Autograd keeps the hook where the garbage collector does not see it: it must not keep the trainer alive.
-        reference = weakref.ref(self)
-
-        def gradient_ready(parameter: torch.Tensor) -> None:
-            sync = reference()
-            if sync is not None:
-                sync._take(index, parameter)
-
-        return gradient_ready
-
     def _take(self, index: int, parameter: torch.Tensor) -> None:
-        """A parameter's gradient is ready."""
-        if index in self._held and self._holding:
+        if index in self._deferred and self._defers:
             return
-        view = self._buckets.views[index]
-        if not self._counting:
+        if self._ignores:
             if not self._used[index]:
                 parameter.grad = None
             return
         if not self._used[index]:
+            view = self._buckets.views[index]
             assert parameter.grad is not None
             copy(view, parameter.grad)
             parameter.grad = view
             self._used[index] = True
-        if self._armed[index] and self._ready[index]:
-            self._refuse_if_sent(index)
-        elif self._armed[index]:
+        if not self._armed[index]:
+            return
+        if not self._ready[index]:
             self._ready_order.append(index)
             self._set_ready(index)
+        elif self._bucket_of[index] < self._turn:
+            self._refuse_second(index)
 
-    def _set_ready(self, index: int) -> None:
-        """No more gradients of a parameter will come."""
+    def _set_absent(self, index: int) -> None:
         if not self._used[index]:
             self._buckets.views[index].zero_()
-        self._ready[index] = True
-        bucket = self._buckets.bucket_of[index]
-        self._missing[bucket] -= 1
-        if self._missing[bucket] == 0:
-            self._launch_full()
+        self._set_ready(index)
 
-    def _refuse_if_sent(self, index: int) -> None:
-        if self._buckets.bucket_of[index] < len(self._pending):
-            raise ModelError(
-                f"a parameter of shape {tuple(self._parameters[index].shape)} got a second gradient in one backward "
-                "pass after its first was sent; reentrant checkpointing of shared layers does that, so call "
-                "torch.utils.checkpoint with use_reentrant=False"
-            )
-
-    def _launch_full(self) -> None:
-        """Send every bucket whose turn it is; the one with the tail waits for `finish`."""
-        while (turn := len(self._pending)) != self._buckets.tail_bucket and self._missing[turn] == 0:
-            self._pending.append(all_reduce(self._buckets.buckets[turn].flat, self._group, wait=False))
+    def _launch(self, bucket: int) -> None:
+        self._pending.append(all_reduce(self._buckets.buckets[bucket], self._group, wait=False))
 
     def _fill_tail(self, loss_sum: torch.Tensor, count: torch.Tensor, unused: list[int]) -> None:
         tail = self._buckets.tail

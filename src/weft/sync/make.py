@@ -1,6 +1,6 @@
 """From a plan to the sync that carries it out: one page of decisions.
 
-one data rank, the model's own precision        `Alone`; also a stage of a pipeline with nothing to train
+one data rank, the model's own precision        `NoSync`; also a stage of a pipeline with nothing to train
 several, the model's own precision               `AllReduce`
 anything sharded, cast, narrowed or offloaded    `ZeroSync`, with as many parts as ranks share one copy
 """
@@ -17,35 +17,29 @@ from torch import nn
 from weft.blueprint import Blueprint
 from weft.comm.collectives import broadcast
 from weft.comm.group import Group
-from weft.dtypes import HALF_DTYPES
 from weft.errors import ModelError
 from weft.layout import Layout
 from weft.mesh import Mesh
 from weft.parallel.state.batchnorm import has_batch_norms
 from weft.parallel.state.materialise import Cut, Materialiser
-from weft.parallel.zero.flat_parameters import FlatParameters
+from weft.parallel.zero.flat_parameters import FlatParameters, Piece
 from weft.parallel.zero.gather import Gathering, Unit
 from weft.parallel.zero.gather_by_stage import StageGathering
-from weft.parallel.zero.grouping import DTYPES, Members, cast_between_layers, flat_kinds, make_members
+from weft.parallel.zero.grouping import cast_between_layers, compute_dtypes, describe_parameters
+from weft.plan.partition import flat_buffers
+from weft.plan.partition.flat_buffers import Sharding
 from weft.sync.allreduce import AllReduce
-from weft.sync.base import Alone, Apart, Sync, whole_pieces
+from weft.sync.base import PipelineSync, Sync
+from weft.sync.norm import GradientRules
+from weft.sync.whole_parameters import NoSync
 from weft.sync.zero import ZeroSync
-from weft.sync.zero_gradients import GradientSettings
 
 log = logging.getLogger("weft")
 
 
 def needs_flats(model: nn.Module, mesh: Mesh) -> bool:
-    """Whether parameters must move into flat buffers, instead of staying the model's own tensors."""
-    plan = mesh.plan
-    is_half = any(parameter.dtype in HALF_DTYPES for parameter in model.parameters() if parameter.requires_grad)
-    return (
-        plan.data.shard != "nothing"
-        or plan.precision.compute != "model"
-        or (plan.precision.reduce, plan.precision.accumulate) != ("fp32", "fp32")
-        or (plan.data.offload and mesh.world.device.type != "cpu")
-        or (is_half and (mesh.data_size * mesh.sequence_size > 1 or plan.step.microbatches > 1))
-    )
+    """The plan moves this model's parameters into flat buffers, instead of leaving them the model's own tensors."""
+    return flat_buffers.needs_flats(mesh.plan, describe_parameters(model), device=mesh.world.device.type)
 
 
 def place(
@@ -53,30 +47,29 @@ def place(
     mesh: Mesh,
     blueprint: Blueprint,
     *,
-    layouts: Mapping[str, Layout] | None = None,
-    cut: Cut | None = None,
-    apart: Apart | None = None,
-    stage_of: Mapping[str, int] | None = None,
-    initialise: bool = True,
-) -> Sync:
+    layouts: Mapping[str, Layout],
+    cut: Cut | None,
+    rules: GradientRules,
+    stage_of: Mapping[str, int] | None,
+    initialise: bool,
+) -> PipelineSync:
     """Put a model on this rank's device, its parameters where its plan wants them, equal on all ranks; collective.
 
     `layouts` say which part of the whole each parameter is, and `cut` makes that part of one that still has no memory.
-    `apart` and `stage_of`, the stage of every block, are for pipelines. Without `initialise`, values come later.
+    `stage_of` is the stage of every block in a pipeline. Without `initialise`, values come later.
     """
-    apart = apart or Apart()
-    if layouts is None:
-        layouts = {name: Layout(global_shape=tuple(p.shape)) for name, p in model.named_parameters()}
     materialiser = Materialiser(model, mesh, cut, initialise=initialise)
     if needs_flats(model, mesh):
-        return _place_sharded(model, mesh, blueprint, layouts, materialiser, apart, stage_of)
+        return _place_in_flats(model, mesh, blueprint, layouts, materialiser, rules, stage_of)
     materialiser.fill_all()
     model.to(mesh.world.device)
     copy_from_first([*model.parameters(), *model.buffers()], mesh.batch_group("control"))
-    pieces, group = whole_pieces(model, layouts), mesh.state_group("gradients")
+    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    pieces = [Piece(name=name, tensor=parameter, layout=layouts[name]) for name, parameter in trainable]
+    group = mesh.state_group("gradients")
     if group.size == 1 or not pieces:
-        return Alone(pieces, group, apart)
-    return AllReduce(pieces, group, bucket_bytes=mesh.plan.comm.bucket_bytes, apart=apart)
+        return NoSync(pieces, group, rules)
+    return AllReduce(pieces, group, bucket_bytes=mesh.plan.comm.bucket_bytes, rules=rules)
 
 
 @torch.no_grad()
@@ -90,64 +83,72 @@ def copy_from_first(tensors: Sequence[torch.Tensor], group: Group) -> None:
 
 
 def find_layouts(layouts: Mapping[str, Layout], sync: Sync) -> dict[str, Layout]:
-    """Of every tensor by name: this rank's place in it, where `layouts` say what is left by the axes."""
+    """Each tensor's placement on this rank by name, where `layouts` say what the axes leave of it."""
     held = {name: flat.layout(member) for flat in sync.flats for member, name in enumerate(flat.names)}
     return {**layouts, **held}
 
 
-def _place_sharded(
+def _place_in_flats(
     model: nn.Module,
     mesh: Mesh,
     blueprint: Blueprint,
     layouts: Mapping[str, Layout],
     materialiser: Materialiser,
-    apart: Apart,
+    rules: GradientRules,
     stage_of: Mapping[str, int] | None,
 ) -> ZeroSync:
-    plan, device = mesh.plan, mesh.world.device
-    stage = ("nothing", "optimizer", "gradients", "parameters").index(plan.data.shard)
-    stays_whole = stage == 3 and plan.data.reshard == "step" and plan.step.microbatches > 1
+    plan, device, sharding = mesh.plan, mesh.world.device, Sharding.of(mesh.plan)
     reductions, replicas = _groups(mesh)
-    if stage < 3:
+    # Gathers have a group of their own: beside a backward pass their order and that of reductions may differ.
+    group = reductions if reductions.size == 1 else mesh.state_group("parameters")
+    if sharding.stage < 3:
         materialiser.fill_all()
-    members = make_members(model, blueprint, plan)
+    # Parameters without memory have their global shapes until they are filled.
+    sizes, coordinates = mesh.grid.axes.sizes, mesh.grid.coordinates(mesh.world.rank)
+    specs = [
+        dataclasses.replace(spec, shape=layouts[spec.name].local_shape(sizes, coordinates))
+        for spec in describe_parameters(model, blueprint.blocks)
+    ]
     flats = []
-    for inside in members:
-        with materialiser.filling(inside) as filled:
-            flats.append(_make_flat(filled, layouts, mesh, reductions, keep_whole=stage < 3))
+    named = dict(model.named_parameters())
+    for buffer in flat_buffers.flat_buffers(specs, plan):
+        with materialiser.filling([named[name] for name in buffer.names]) as parameters:
+            flats.append(
+                FlatParameters(
+                    buffer,
+                    parameters,
+                    layouts=[layouts[name] for name in buffer.names],
+                    group=group,
+                    source=mesh.batch_group("control"),
+                    keep_whole=sharding.stage < 3,
+                    device=device,
+                    master_device=torch.device("cpu") if plan.data.offload else device,
+                )
+            )
     materialiser.finish()
     _place_rest(model, mesh, flats)
-    # With one part the whole is the part: nothing is gained by giving it back.
-    is_whole = stage < 2 or reductions.size == 1
-    settings = GradientSettings(
-        accumulate=DTYPES[plan.precision.accumulate],
-        reduce=DTYPES[plan.precision.reduce],
-        # Microbatches of a pipeline overlap: their gradients add up here, and leave when the stage's are complete.
-        every_microbatch=not is_whole and not stays_whole and mesh.size("pipeline") == 1,
-        keep_whole=is_whole,
-    )
     sync = ZeroSync(
         flats,
         group=reductions,
         replicas=replicas,
-        settings=settings,
+        sharding=sharding,
         device=device,
         waits_in_backward=plan.data.buffers == "synchronise" and has_batch_norms(model),
-        apart=apart,
+        rules=rules,
     )
-    if stage == 3:
-        _add_gathering(sync, model, blueprint, members, flats, stays_whole=stays_whole, stage_of=stage_of)
+    if sharding.stage == 3:
+        _add_gathering(sync, model, blueprint, stay_whole=sharding.stays_whole, stage_of=stage_of)
     return sync
 
 
 def _place_rest(model: nn.Module, mesh: Mesh, flats: Sequence[FlatParameters]) -> None:
     """Buffers, and frozen parameters that are in no flat buffer."""
-    device, kinds = mesh.world.device, flat_kinds(model, mesh.plan)
+    device, dtypes = mesh.world.device, compute_dtypes(model, mesh.plan)
     taken = {id(parameter) for flat in flats for parameter in flat.parameters}
     rest: list[torch.Tensor] = []
     for name, parameter in model.named_parameters():
         if id(parameter) not in taken:
-            parameter.data = parameter.data.to(device, kinds[name].compute)
+            parameter.data = parameter.data.to(device, dtypes[name])
             rest.append(parameter)
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -167,56 +168,27 @@ def _groups(mesh: Mesh) -> tuple[Group, list[Group]]:
     return sharing, [mesh.group("replicate", "gradients")]
 
 
-def _make_flat(
-    members: Members, layouts: Mapping[str, Layout], mesh: Mesh, shared_by: Group, *, keep_whole: bool
-) -> FlatParameters:
-    device = mesh.world.device
-    sources = [mesh.batch_group("control")]
-    # Gathers have a group of their own: beside a backward pass their order and that of reductions may differ.
-    group = shared_by if shared_by.size == 1 else mesh.state_group("parameters")
-    return FlatParameters(
-        members.named,
-        layouts=[layouts[name] for name, _ in members.named],
-        kind=members.kind,
-        group=group,
-        sources=sources,
-        keep_whole=keep_whole,
-        device=device,
-        master_device=torch.device("cpu") if mesh.plan.data.offload else device,
-    )
-
-
 def _add_gathering(
-    sync: ZeroSync,
-    model: nn.Module,
-    blueprint: Blueprint,
-    members: Sequence[Members],
-    flats: Sequence[FlatParameters],
-    *,
-    stays_whole: bool,
-    stage_of: Mapping[str, int] | None,
+    sync: ZeroSync, model: nn.Module, blueprint: Blueprint, *, stay_whole: bool, stage_of: Mapping[str, int] | None
 ) -> None:
-    flats_of: dict[str, list[FlatParameters]] = {}
-    for inside, flat in zip(members, flats, strict=True):
-        flats_of.setdefault(inside.unit, []).append(flat)
     if not blueprint.blocks:
         log.warning(
             'no list of blocks was found in the model, so [data] shard = "parameters" gathers all of it at once; '
             "give the model a weft_blueprint() that names its blocks"
         )
-    blocks = [name for name in blueprint.blocks if name in flats_of]
-    root = Unit(module=model, flats=tuple(flats_of.get("", ())))
-    units = {name: Unit(module=model.get_submodule(name), flats=tuple(flats_of[name])) for name in blocks}
+    flats_of: dict[int | None, list[FlatParameters]] = {}
+    for flat in sync.flats:
+        flats_of.setdefault(flat.buffer.block, []).append(flat)
+    root = Unit(module=model, flats=tuple(flats_of.get(None, ())))
+    units = {
+        name: Unit(module=model.get_submodule(name), flats=tuple(flats_of[number]))
+        for number, name in enumerate(blueprint.blocks)
+        if number in flats_of
+    }
     if stage_of is not None:
-        sync.use(StageGathering(root, units, stage_of))
+        sync.gathering = StageGathering(root, units, stage_of)
     else:
-        gathering = Gathering(
-            root,
-            list(units.values()),
-            stay_whole=stays_whole,
-            block_done=lambda index: sync.close(flats_of[blocks[index]]),
-        )
-        sync.use(gathering)
+        sync.gathering = Gathering(root, list(units.values()), stay_whole=stay_whole, reducer=sync)
     model.register_state_dict_pre_hook(_refuse_state_dict)
 
 

@@ -15,28 +15,25 @@ The tail (loss, count, squared norm, flags of used parameters) is a message of i
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from weft.comm.collectives import Pending, all_reduce
 from weft.comm.exchange_buffers import BufferAllocator
 from weft.comm.group import Group
-from weft.errors import ModelError
 from weft.parallel.zero.flat_parameters import FlatParameters, Piece
-from weft.parallel.zero.gather import Gathers
+from weft.parallel.zero.gather import ParameterGathering
+from weft.plan.partition.flat_buffers import MAX_IN_FLIGHT, Sharding
 from weft.plan.partition.wire import SHARDED_TAIL_WORDS
-from weft.sync.base import Apart, Counted, Counting, Totals, norm_of
-from weft.sync.zero_gradients import GradientPool, Gradients, GradientSettings, Reduction, gradient_room
+from weft.sync.base import Totals
+from weft.sync.bucketed import BucketedSync
+from weft.sync.norm import GradientRules, NormParts
+from weft.sync.zero_gradients import GradientPool, Gradients, Reduction, gradient_memory_bytes
 
-_MOST_IN_FLIGHT = 2
-"""Reductions under way at once: enough to keep the wire busy, few enough to bound the memory of transient buffers."""
 
-
-class ZeroSync(Counting):
+class ZeroSync(BucketedSync):
     """Reduces gradients to the part each rank keeps, and gathers parameters after the update."""
 
     def __init__(
@@ -45,10 +42,10 @@ class ZeroSync(Counting):
         *,
         group: Group,
         replicas: Sequence[Group],
-        settings: GradientSettings,
+        sharding: Sharding,
         device: torch.device,
         waits_in_backward: bool,
-        apart: Apart,
+        rules: GradientRules,
     ) -> None:
         """`flats` in the order of use; `group` shares them out, `replicas` are groups that keep the same part.
 
@@ -56,60 +53,50 @@ class ZeroSync(Counting):
         reduction could keep such a layer on another rank waiting, which has not started that reduction; so none does.
         """
         self.flats: Sequence[FlatParameters] = tuple(flats)
+        self.gathering: ParameterGathering | None = None
+        """Gathers and frees parameters (stage 3)."""
         self._group = group
         self._replicas = tuple(replica for replica in replicas if replica.size > 1)
-        self._settings = settings
+        self._every_microbatch = sharding.every_microbatch
         self._device = device
         self._is_offloaded = any(flat.master.device != device for flat in self.flats)
-        self._most_in_flight = None if waits_in_backward else _MOST_IN_FLIGHT
-        self.gathering: Gathers | None = None
+        self._max_in_flight = None if waits_in_backward else MAX_IN_FLIGHT
         # Gradients become ready from the last parameters to the first.
-        trainable = [flat for flat in reversed(self.flats) if flat.kind.trainable]
+        trainable = [flat for flat in reversed(self.flats) if flat.trainable]
         exchanging = next((one for one in (group, *self._replicas) if one.size > 1), group)
-        pool = GradientPool(BufferAllocator(exchanging, device, num_bytes=gradient_room(trainable, settings)))
-        self._gradients = tuple(Gradients(flat, group, settings, pool) for flat in trainable)
-        self._gradients_of = {gradients.flat: gradients for gradients in self._gradients}
+        self._pool = GradientPool(BufferAllocator(exchanging, device, num_bytes=gradient_memory_bytes(trainable)))
+        self._gradients = tuple(Gradients(flat, group, sharding, self._pool) for flat in trainable)
+        self._bucket_of_flat = {flat: bucket for bucket, flat in enumerate(trainable)}
         self.pieces: Sequence[Piece] = tuple(
             piece for gradients in reversed(self._gradients) for piece in gradients.pieces
         )
-        self._counted = Counted(self.pieces, apart)
-        self._places = {
-            name: (turn, member)
-            for turn, gradients in enumerate(self._gradients)
-            for member, name in enumerate(gradients.flat.names)
-        }
-        self._held = frozenset(apart.held & self._places.keys())
-        first_flag = SHARDED_TAIL_WORDS
-        for turn, gradients in enumerate(self._gradients):
-            gradients.first_flag = first_flag
-            first_flag += len(gradients.flat.names)
-            for member, parameter in enumerate(gradients.flat.parameters):
-                parameter.register_post_accumulate_grad_hook(self._make_hook(turn, member))
-        self._all_used = torch.ones(first_flag, dtype=torch.float64, device=device)
+        self._norm_parts = NormParts(self.pieces, rules)
+        self._slots = [(gradients, member) for gradients in self._gradients for member in range(gradients.num_members)]
+        super().__init__(
+            [name for flat in trainable for name in flat.names],
+            [parameter for flat in trainable for parameter in flat.parameters],
+            rules.deferred,
+        )
+        buckets = [bucket for bucket, flat in enumerate(trainable) for _ in flat.names]
+        self._set_buckets(buckets, num_early=len(trainable))
+        self._all_used = torch.ones(SHARDED_TAIL_WORDS + len(buckets), dtype=torch.float64, device=device)
         self._reset()
         self._in_step = False
 
     @property
-    def keeps_step(self) -> bool:
+    def exchanges_in_forward(self) -> bool:
         return self.gathering is not None
-
-    def use(self, gathering: Gathers) -> None:
-        """Let parameters come and go (stage 3)."""
-        self.gathering = gathering
 
     def close(self, flats: Sequence[FlatParameters]) -> None:
         """No more gradients will come for these in this backward pass."""
         if self._is_reducing:
             for flat in flats:
-                if flat.kind.trainable:
-                    self._gradients_of[flat].is_closed = True
+                if flat.trainable:
+                    self._missing[self._bucket_of_flat[flat]] = 0
             self._launch_full()
 
     def begin(self) -> None:
-        while self._in_flight:  # of a step that ended in an error which the user caught, on all ranks
-            self._complete_oldest()
-        for pending in self._replicating:
-            pending.wait()
+        self._wait_for_all()  # of a step that ended in an error which the user caught, on all ranks
         self._reset()
         self._in_step = True
         for piece in self.pieces:
@@ -123,35 +110,23 @@ class ZeroSync(Counting):
 
     def _reset(self) -> None:
         self._is_armed = False
-        self._armed: set[str] = set()
-        self._turn = 0
+        self._disarm()
+        self._reset_ready()
         self._in_flight: deque[Reduction] = deque()
         self._replicating: list[Pending] = []
 
-    def arm(self, names: Collection[str] | None = None) -> None:
-        if names is not None:
-            self._armed.update(names)
-            return
+    def arm(self) -> None:
         self._is_armed = True
         if self.gathering is not None:
             self.gathering.is_last = True
 
-    def complete(self, names: Collection[str]) -> None:
-        for name in names:
-            if name in self._places and name not in self._held:
-                turn, member = self._places[name]
-                self._gradients[turn].set_ready(member)
-        self._launch_full()
+    def deferred_gradient(self, name: str) -> torch.Tensor:
+        gradients, member = self._slots[self._index[name]]
+        return gradients.so_far(member)
 
-    def held_gradient(self, name: str) -> torch.Tensor:
-        turn, member = self._places[name]
-        return self._gradients[turn].so_far(member)
-
-    def take_held(self) -> None:
-        for name in self._held:
-            turn, member = self._places[name]
-            self._gradients[turn].set_ready(member)
-        self._launch_full()
+    def take_deferred(self) -> None:
+        for index in self._deferred:
+            self._set_ready(index)
 
     def skip_microbatch(self) -> None:
         if self.gathering is not None:
@@ -164,26 +139,26 @@ class ZeroSync(Counting):
             gradients.settle()
         if self._is_reducing:
             while self._turn < len(self._gradients):
-                self._launch()
-            self._turn = 0
+                self._launch_next()
+            self._reset_ready()
             for gradients in self._gradients:
                 gradients.begin_microbatch()
 
     @torch.no_grad()
     def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool) -> Totals:
-        while self._in_flight:
-            self._complete_oldest()
-        for pending in self._replicating:
-            pending.wait()
+        self._wait_for_all()
         self._is_armed = self._in_step = False  # a backward pass of the user's own must not start an exchange
         for gradients in self._gradients:
             gradients.hand_over()
         if self._is_offloaded:
             torch.cuda.current_stream(self._device).synchronize()
-        tail = self._exchange_tail(loss_sum, count, with_norm)
-        self._drop_unused(tail)
-        norm = tail[2].sqrt() if with_norm else None
-        return Totals(loss_sum=tail[0], count=tail[1], norm=norm)
+        unused = [index for index, (gradients, member) in enumerate(self._slots) if not gradients.used[member]]
+        tail = self._exchange_tail(loss_sum, count, unused, with_norm=with_norm)
+        if unused:  # a rank that used everything knows that nothing is globally unused, and need not look
+            flags = tail[SHARDED_TAIL_WORDS:].tolist()
+            for gradients, member in (self._slots[index] for index in unused if not flags[index]):
+                gradients.pieces[member].tensor.grad = None
+        return Totals(loss_sum=tail[0], count=tail[1], norm=tail[2].sqrt() if with_norm else None)
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -195,81 +170,59 @@ class ZeroSync(Counting):
             for pending in [flat.start_refresh() for flat in self.flats if flat.group.size > 1]:
                 pending.wait()
 
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        del state
-
     @property
     def _is_reducing(self) -> bool:
-        return self._in_step and (self._is_armed or self._settings.every_microbatch)
+        return self._in_step and (self._is_armed or self._every_microbatch)
 
-    def _make_hook(self, turn: int, member: int) -> Callable[[torch.Tensor], None]:
-        # Autograd keeps the hook where the garbage collector does not see it: it must not keep the trainer alive.
-        reference = weakref.ref(self)
-
-        def gradient_ready(parameter: torch.Tensor) -> None:
-            sync = reference()
-            if sync is not None:
-                sync._take(turn, member, parameter)
-
-        return gradient_ready
-
-    def _take(self, turn: int, member: int, parameter: torch.Tensor) -> None:
-        """The gradient of a buffer's member is ready."""
+    def _take(self, index: int, parameter: torch.Tensor) -> None:
         if not self._in_step:
             return
         gradient, parameter.grad = parameter.grad, None
-        if not self._counting:
+        if self._ignores:
             return
         assert gradient is not None
-        gradients = self._gradients[turn]
-        name = gradients.flat.names[member]
-        is_last = (self._is_reducing or name in self._armed) and name not in self._held
-        if is_last and turn < self._turn:
-            raise ModelError(
-                f'"{name}" got a second gradient in one backward pass after its first was '
-                "sent; reentrant checkpointing of shared layers does that, so call torch.utils.checkpoint with "
-                "use_reentrant=False"
-            )
-        gradients.add(member, gradient, is_last=is_last)
-        if is_last and gradients.is_full:
-            self._launch_full()
-
-    def _launch_full(self) -> None:
-        while self._turn < len(self._gradients) and self._gradients[self._turn].is_full:
-            self._launch()
+        is_last = (self._is_reducing or self._armed[index]) and index not in self._deferred
+        if is_last and self._bucket_of[index] < self._turn:
+            self._refuse_second(index)
+        gradients, member = self._slots[index]
+        gradients.add(member, gradient)
+        if is_last and not self._ready[index]:
+            self._set_ready(index)
 
     @torch.no_grad()
-    def _launch(self) -> None:
-        """Start reducing the buffer whose turn it is."""
-        gradients = self._gradients[self._turn]
-        self._turn += 1
-        if len(self._in_flight) == self._most_in_flight:
+    def _launch(self, bucket: int) -> None:
+        if len(self._in_flight) == self._max_in_flight:
             self._complete_oldest()
-        self._in_flight.append(gradients.start_reduction(is_last=self._is_armed or not self._settings.every_microbatch))
+        is_last = self._is_armed or not self._every_microbatch
+        self._in_flight.append(self._gradients[bucket].start_reduction(is_last=is_last))
         if self._group.size == 1:  # nothing to wait for before the replicas add up
             self._complete_oldest()
 
     def _complete_oldest(self) -> None:
         reduction = self._in_flight.popleft()
         reduction.pending.wait()
-        reduction.gradients.hand_back(reduction.borrowed)
+        self._pool.hand_back(reduction.borrowed)
         if reduction.is_last:
             for group in self._replicas:
                 self._replicating.append(reduction.gradients.start_replication(group))
 
-    def _exchange_tail(self, loss_sum: torch.Tensor, count: torch.Tensor, with_norm: bool) -> torch.Tensor:
-        """All ranks' losses, counts and squared norms added up, then one flag a parameter: whether any rank used it."""
+    def _wait_for_all(self) -> None:
+        while self._in_flight:
+            self._complete_oldest()
+        for pending in self._replicating:
+            pending.wait()
+
+    def _exchange_tail(
+        self, loss_sum: torch.Tensor, count: torch.Tensor, unused: list[int], *, with_norm: bool
+    ) -> torch.Tensor:
+        """Losses, counts and squared norms summed over all ranks, then one flag per parameter that some rank used."""
         tail = self._all_used.clone()
-        held = self._counted.gradients() if with_norm else []
+        norm = self._norm_parts.norm(self._device) if with_norm else torch.zeros_like(tail[0])
         # As tensors: a plain number would make the host wait for the device.
-        words = (loss_sum, count, norm_of(held, self._device) ** 2)
+        words = (loss_sum, count, norm**2)
         tail[:SHARDED_TAIL_WORDS] = torch.stack([word.to(torch.float64) for word in words])
-        for gradients in self._gradients:
-            for member in gradients.unused:
-                tail[gradients.first_flag + member] = 0.0
+        if unused:
+            tail[SHARDED_TAIL_WORDS:][unused] = 0.0
         all_reduce(tail, self._group)
         for group in self._replicas:
             # Replicas of a part have the same squares already; what they add is their losses and counts.
@@ -277,13 +230,3 @@ class ZeroSync(Counting):
                 tail[2] /= group.size
             all_reduce(tail, group)
         return tail
-
-    def _drop_unused(self, tail: torch.Tensor) -> None:
-        """A parameter that no rank used has no gradient. Who used everything knows there is none, and need not look."""
-        for gradients in self._gradients:
-            if not gradients.unused:
-                continue
-            flags = tail[gradients.first_flag :].tolist()
-            for member in gradients.unused:
-                if not flags[member]:
-                    gradients.pieces[member].tensor.grad = None

@@ -1,23 +1,29 @@
-"""The trainer of one rank of a world that is only imagined: it knows what the rank would hold, and runs nothing.
+"""One rank of a fake world, as `parallelize(..., device="meta")` returns it: what the rank would hold; nothing runs.
 
-Cutting, sharing out and laying out were done as for a real run, with meta tensors (`comm/fake_world.py`), so layouts,
-stages, groups and the optimizer's pieces are those that the rank would have. Bytes are read off these tensors. What
-comes and goes within a step (activations, gathered parameters, gradients on their way) has no tensor here and is not
-counted.
+Cutting, sharding and laying out were done as for a real run, with meta tensors (`comm/fake_world.py`), so layouts,
+stages, groups and the optimizer's pieces are those that the rank would have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from weft.blueprint import Blueprint
 from weft.errors import LaunchError, ModelError
-from weft.parallel.zero.flat_parameters import FlatParameters
-from weft.parallel.zero.grouping import DTYPES
-from weft.planning.memory import Memory
+from weft.layout import Layout
+from weft.mesh import Mesh
+from weft.parallel.pipeline.cut_model import CutModel
+from weft.parallel.zero.grouping import describe_parameters
+from weft.plan.partition.flat_buffers import own_tensor
+from weft.plan.plan import Plan
+from weft.planning.memory import Memory, state_memory
+from weft.sync.base import Sync
 from weft.training.trainer import Trainer
 
 
@@ -32,91 +38,64 @@ def refuse_memory(model: nn.Module) -> None:
         )
 
 
-class MetaTrainer(Trainer):
-    """What `parallelize(..., device="meta")` returns."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetaTrainer:
+    """A rank's parts of a model and of its training state, without memory. Methods of `Trainer` are refused."""
+
+    model: nn.Module
+    mesh: Mesh
+    blueprint: Blueprint
+    layouts: dict[str, Layout]
+    """Each parameter's placement in the global tensor, by name."""
+    optimizer: torch.optim.Optimizer
+    sync: Sync
+    cut: CutModel | None = None
+    """The stages, where a pipeline cuts the model."""
+
+    @property
+    def plan(self) -> Plan:
+        return self.mesh.plan
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the whole model's parameters."""
+        if self.cut is not None:
+            return sum(parameter.numel() for parameter in self.cut.whole.parameters())
+        return sum(math.prod(self.layouts[name].global_shape) for name, _ in self.model.named_parameters())
 
     def state_memory(self) -> Memory:
-        """The bytes that stay on this rank from step to step, by category."""
-        plan, flats = self.plan, self.sync.flats
-        counted = _Storages()
-        parameters = counted.add([tensor for flat in flats for tensor in (flat.whole, flat.mine)])
-        lent = {id(parameter) for flat in flats for parameter in flat.parameters}  # views of those, or not there
-        parameters += counted.add(p for p in self.named_model.parameters() if id(p) not in lent)
-        master = counted.add(flat.master for flat in flats)
-        buffers = counted.add(self.named_model.buffers())
-        gradients = sum(map(self._gradient_bytes, flats))
-        if not flats:
-            gradients = sum(piece.tensor.nbytes for piece in self.sync.pieces)
-        moments = _moment_bytes(self.optimizer)
-        on_host = plan.data.offload
-        # There the optimizer has masters of its own, and is handed gradients.
-        own = sum(flat.master.nbytes for flat in flats if flat.kind.trainable)
-        return Memory(
-            moment="between steps",
-            parameters=parameters,
-            gradients=gradients,
-            master=0 if on_host else master,
-            optimizer=0 if on_host else moments,
-            buffers=buffers,
-            host=2 * own + moments if on_host else 0,
+        """The bytes that stay on this rank from step to step, by category.
+
+        Activations, gathered parameters and gradients on their way live within a step, and are not counted.
+        """
+        flats = [flat.buffer for flat in self.sync.flats]
+        names = {name for flat in flats for name in flat.names}
+        own = [own_tensor(one, self.plan) for one in describe_parameters(self.model) if one.name not in names]
+        return state_memory(
+            self.plan,
+            [*own, *flats],
+            device="meta",
+            optimizer_bytes=_moment_bytes(self.optimizer),
+            buffer_bytes=sum(buffer.nbytes for buffer in self.model.buffers()),
         )
 
-    def _gradient_bytes(self, flat: FlatParameters) -> int:
-        """Where gradients add up: whole up to ZeRO-1, this rank's part from ZeRO-2 on."""
-        if not flat.kind.trainable:
-            return 0
-        planned = DTYPES[self.plan.precision.accumulate]
-        dtype = torch.promote_types(planned, flat.kind.compute) if planned == torch.float32 else planned
-        is_whole = self.plan.data.shard in ("nothing", "optimizer") or flat.flat.num_parts == 1
-        return (flat.flat.numel if is_whole else flat.flat.part_numel) * dtype.itemsize
+    def __getattr__(self, name: str) -> Callable[..., NoReturn]:
+        if not callable(getattr(Trainer, name, None)):
+            raise AttributeError(f"a rank of a fake world has no attribute {name!r}")
 
-    def step(self, inputs: Any, targets: Any) -> NoReturn:
-        self._refuse("step")
+        def refuse(*_: Any, **__: Any) -> NoReturn:
+            world = self.mesh.world
+            raise LaunchError(
+                f"{name}() needs values and {world.size} ranks, and this is rank {world.rank} of a fake world, on the "
+                "meta device, where nothing can be run; start the ranks with torchrun and leave out "
+                'device="meta"'
+            )
 
-    def flush(self) -> NoReturn:
-        self._refuse("flush")
-
-    def evaluate(self, batches: Any) -> NoReturn:
-        self._refuse("evaluate")
-
-    def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("generate")
-
-    def whole_output(self, output: Any) -> NoReturn:
-        self._refuse("whole_output")
-
-    def save(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("save")
-
-    def load(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("load")
-
-    def check_divergence(self) -> NoReturn:
-        self._refuse("check_divergence")
-
-    def _refuse(self, called: str) -> NoReturn:
-        raise LaunchError(
-            f"{called}() needs values and {self.mesh.world.size} ranks, and this is rank {self.mesh.world.rank} of an "
-            "imagined world, on the meta device, where nothing can be run; start the ranks with torchrun and leave out "
-            'device="meta"'
-        )
-
-
-class _Storages:
-    """Bytes behind tensors, each piece of memory once, whoever else shows it."""
-
-    def __init__(self) -> None:
-        self._seen: set[int] = set()
-
-    def add(self, tensors: Iterable[torch.Tensor]) -> int:
-        new = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
-        found = sum(num_bytes for address, num_bytes in new.items() if address not in self._seen)
-        self._seen |= new.keys()
-        return found
+        return refuse
 
 
 def _moment_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """What an optimizer keeps beside the parameters: it makes that in its first update, which is tried here."""
+    """Bytes that an optimizer keeps beside the parameters: it makes them in its first update, which is tried here."""
     pieces = [piece for group in optimizer.param_groups for piece in group["params"]]
     for piece in pieces:
         piece.grad = torch.empty_like(piece)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -28,8 +28,9 @@ from weft.plan.model_refusals import COMPILED_AS_A_WHOLE
 from weft.plan.partition.tensor import Region
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Plan
-from weft.sync.base import Apart, Sync
+from weft.sync.base import Sync
 from weft.sync.make import find_layouts, place
+from weft.sync.norm import GradientRules
 from weft.training.data.sample_split import SampleSplit
 from weft.training.meta_trainer import MetaTrainer, refuse_memory
 from weft.training.setup.choose_sample_split import choose_sample_split
@@ -103,22 +104,26 @@ def parallelize(
         sync = _put_together(
             named_model, mesh, parts, keep_output=resolved_loss.counts_targets, initialise=weights is None
         )
-    make_trainer = MetaTrainer if world.is_fake else Trainer
-    trainer = make_trainer(
-        model=model,
+    held: dict[str, Any] = dict(
         mesh=mesh,
         blueprint=parts.blueprint,
         layouts=find_layouts(parts.layouts, sync),
-        loss=resolved_loss,
         optimizer=optimizer(_optimizer_arguments(sync.pieces, groups)),
         sync=sync,
+        cut=parts.cut,
+    )
+    if world.is_fake:
+        return cast(Trainer, MetaTrainer(model=named_model, **held))
+    trainer = Trainer(
+        model=model,
+        loss=resolved_loss,
         schedule=schedule,
         empty_forward=mesh.data_size > 1 and plan.data.buffers == "synchronise" and had_batch_norms,
-        cut=parts.cut,
         tensor=parts.tensor,
         sample_split=parts.sample_split,
+        **held,
     )
-    if weights is not None and not world.is_fake:
+    if weights is not None:
         load_weights(trainer, Path(weights))
     return trainer
 
@@ -175,7 +180,7 @@ def _put_together(model: nn.Module, mesh: Mesh, parts: _Parts, *, keep_output: b
         parts.blueprint,
         layouts=parts.layouts,
         cut=None if tensor is None else tensor.cut_one,
-        apart=_apart(cut, tensor, parts.layouts, mesh),
+        rules=_gradient_rules(cut, tensor, parts.layouts, mesh),
         stage_of=parts.stage_of,
         initialise=initialise,
     )
@@ -196,17 +201,19 @@ def _shares_out(plan: Plan) -> bool:
     return plan.data.shard != "nothing" or plan.axes.tensor > 1
 
 
-def _apart(cut: CutModel | None, tensor: TensorParallel | None, layouts: Mapping[str, Layout], mesh: Mesh) -> Apart:
-    """What the placing of parameters must know of a pipeline and of the tensor axis."""
-    held: frozenset[str] = frozenset()
+def _gradient_rules(
+    cut: CutModel | None, tensor: TensorParallel | None, layouts: Mapping[str, Layout], mesh: Mesh
+) -> GradientRules:
+    """Exceptions that a pipeline and the tensor axis make for gradients."""
+    deferred: frozenset[str] = frozenset()
     counted = {} if tensor is None else counted_elements(tensor.shares, layouts, mesh)
     if cut is not None:
         rank = mesh.index("pipeline")
-        held = frozenset(name for name, ranks in cut.holders.items() if rank in ranks)
+        deferred = frozenset(name for name, ranks in cut.holders.items() if rank in ranks)
         if mesh.plan.pipeline.schedule in FLUSH_FREE:  # all gradients are made on weight versions
-            held = frozenset(name for name, _ in cut.model.named_parameters())
+            deferred = frozenset(name for name, _ in cut.model.named_parameters())
         counted |= {name: () for name, ranks in cut.holders.items() if rank in ranks[1:]}
-    return Apart(held=held, counted=counted)
+    return GradientRules(deferred=deferred, norm_ranges=counted)
 
 
 def _optimizer_arguments(pieces: Sequence[Piece], groups: ParameterGroups | None) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ from weft.parallel.tensor.tensor_parallel import TensorParallel
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.pipeline.timeline import Timeline
 from weft.plan.plan import Plan
-from weft.sync.base import Sync
+from weft.sync.base import PipelineSync, Sync
 from weft.training.data.batches import Batches
 from weft.training.data.sample_split import SampleSplit
 from weft.training.data.split_tokens import SequenceSplit
@@ -142,7 +142,7 @@ class Trainer:
         parts = StepParts(
             cut=cut,
             mesh=self.mesh,
-            sync=self.sync,
+            sync=cast(PipelineSync, self.sync),
             update=self.update,
             loss=self._loss,
             call=self._call,
@@ -387,7 +387,7 @@ class Trainer:
 
     def _in_step(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
         """The batches; where forward passes exchange, a rank that has no more goes on as long as others have."""
-        if not self.sync.keeps_step:
+        if not self.sync.exchanges_in_forward:
             yield from batches
             return
         group, own = self.mesh.batch_group("control"), iter(batches)

@@ -22,7 +22,7 @@ from weft.parallel.pipeline.run_stage import StageRunner, keep_only, wrap_units
 from weft.parallel.pipeline.stages import Stages, assign_stages, stage_of_blocks, stages_of_units
 from weft.parallel.state.batchnorm import has_batch_norms
 from weft.parallel.tracing.dataflow import Flow, find_units, follow, make_meta_copy
-from weft.parallel.zero.grouping import cast_between_layers, flat_kinds
+from weft.parallel.zero.grouping import cast_between_layers, compute_dtypes
 from weft.plan.model_refusals import BLOCKS_NEEDED, STATISTICS_ON_SEVERAL_STAGES
 from weft.plan.plan import Plan
 
@@ -54,8 +54,7 @@ def outline(
         asked = f"[axes] pipeline = {plan.axes.pipeline}"
         raise ModelError(BLOCKS_NEEDED.message(asked=asked, instead="[axes] pipeline = 1"))
     units = find_units(model, blueprint)
-    kinds = flat_kinds(model, plan)
-    meta_copy = make_meta_copy(model, units, device, {name: kind.compute for name, kind in kinds.items()})
+    meta_copy = make_meta_copy(model, units, device, compute_dtypes(model, plan))
     if plan.precision.compute != "model":
         cast_between_layers(meta_copy)
     flow = follow(meta_copy, units, lambda copied: call(copied, example), device)

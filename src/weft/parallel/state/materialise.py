@@ -10,8 +10,7 @@ tensor's name: every rank computes the same values, under any plan (but for laye
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -22,7 +21,6 @@ from weft.comm.objects import gather_values
 from weft.errors import ModelError
 from weft.mesh import Mesh
 from weft.parallel.state.init_values import InitValues, is_unfilled, unfilled_like
-from weft.parallel.zero.grouping import Members
 
 _PORTION_BYTES = 256 * 2**20
 """Of whole tensors that have memory at once, where a rank keeps a part of each."""
@@ -137,10 +135,10 @@ class Materialiser:
         self._fill(parameters)
 
     @contextmanager
-    def filling(self, members: Members) -> Iterator[Members]:
-        """The same members with memory and values. Until `finish`, the model itself goes back to the meta device."""
-        made = self._fill([parameter for _, parameter in members.named])
-        yield dataclasses.replace(members, named=tuple((name, made.get(p, p)) for name, p in members.named))
+    def filling(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        """The same parameters with memory and values. Until `finish`, the model itself goes back to the meta device."""
+        made = self._fill(parameters)
+        yield [made.get(parameter, parameter) for parameter in parameters]
         self._install({new: old for old, new in made.items()})
         self._made |= made
 

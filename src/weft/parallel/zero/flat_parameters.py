@@ -5,12 +5,11 @@
     master               |  this rank's part |           what the optimizer updates: float32, on the host if offloaded
 
 Where the master has the compute dtype and device it *is* `mine`, and where parameters stay whole (stages 0 to 2) `mine`
-is a window on `whole`; so nothing is kept twice. Where they do not (stage 3) the memory of `whole` comes and goes:
-the storage is resized to nothing and back, so that views which autograd saved are right again once it is gathered.
-Ranks that share memory have one whole among them, of which each writes its part: nothing comes, nothing goes, and a
-gather only waits until all parts are up to date.
-Meanwhile the parameters are a NaN of a shape that fits nothing: whoever uses one outside its turn gets an error about
-its shape, or NaN, but neither old memory nor a wrong number.
+is a view of `whole`; so nothing is kept twice. At stage 3 the storage of `whole` is resized to nothing and back, so
+that views which autograd saved are right again once it is gathered. Ranks that share memory have one whole among them,
+of which each writes its part: nothing is resized, and a gather only waits until all parts are up to date.
+While `whole` is freed its parameters are a NaN of a shape that fits nothing: code that uses one outside its turn gets
+an error about its shape, or NaN, but neither old memory nor a wrong number.
 """
 
 from __future__ import annotations
@@ -25,69 +24,61 @@ from weft.comm.collectives import Pending, all_gather, broadcast
 from weft.comm.exchange_buffers import BufferAllocator, bytes_for, common_empty
 from weft.comm.group import Group
 from weft.layout import Layout
-from weft.plan.partition.zero import Flat
+from weft.parallel.zero.grouping import torch_dtype
+from weft.plan.partition.flat_buffers import FlatBuffer
 
-_ABSENT_NUMEL = 7919
+_PLACEHOLDER_NUMEL = 7919
 """A prime that no layer is likely to have as a width."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What this rank keeps of one parameter, as the optimizer sees it."""
+    """This rank's part of one parameter, as the optimizer sees it."""
 
     name: str
     tensor: nn.Parameter
     layout: Layout
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlatKind:
-    """What all members of a flat have in common."""
-
-    compute: torch.dtype
-    """Of the parameters as the model uses them."""
-    master: torch.dtype
-    """Of what the optimizer updates."""
-    trainable: bool
-
-
 class FlatParameters:
-    """Parameters of one kind in one flat buffer, shared out over the ranks of a group."""
+    """Parameters in one flat buffer, shared out over the ranks of a group."""
 
     def __init__(
         self,
-        named: Sequence[tuple[str, nn.Parameter]],
+        buffer: FlatBuffer,
+        parameters: Sequence[nn.Parameter],
         *,
-        layouts: Sequence[Layout] | None = None,
-        kind: FlatKind,
+        layouts: Sequence[Layout],
         group: Group,
-        sources: Sequence[Group],
+        source: Group | None,
         keep_whole: bool,
         device: torch.device,
         master_device: torch.device,
     ) -> None:
-        """Take over parameters, which are whole unless `layouts` says otherwise. The first rank's values along
-        `sources` become everybody's; collective."""
-        self.names = tuple(name for name, _ in named)
-        self.parameters = tuple(parameter for _, parameter in named)
+        """Take over parameters, with the values of the first rank of `source`; collective."""
+        self.buffer = buffer
+        self.names = buffer.names
+        self.flat = buffer.flat
+        self.trainable = buffer.trainable
+        self.parameters = tuple(parameters)
         self.shapes = tuple(tuple(parameter.shape) for parameter in self.parameters)
-        self._layouts = layouts or [Layout(global_shape=shape) for shape in self.shapes]
-        self.kind = kind
+        self._layouts = layouts
         self.group = group
-        self.flat = Flat(numels=tuple(parameter.numel() for parameter in self.parameters), num_parts=group.size)
         self._keep_whole = keep_whole
         master_device = device if device.type == "meta" else master_device  # what has no memory has none anywhere
         self._pending: Pending | None = None
         start, stop = self.flat.part(group.index)
-        staged = self._stage(sources, device)
+        staged = self._stage(source, device)
         self.is_common = False
         """`whole` is one piece of memory for all ranks of the group together."""
         self.whole = self._place(staged)
         self.mine = self.whole[start:stop] if keep_whole or self.is_common else self.whole[start:stop].clone()
-        is_same = kind.compute == kind.master and master_device == device
-        self.master = self.mine if is_same or not kind.trainable else _copy(staged[start:stop], master_device)
+        is_same = buffer.compute == buffer.master and master_device == device
+        self.master = self.mine if is_same or not buffer.trainable else _copy(staged[start:stop], master_device)
         self._views = self.member_views(self.whole)
-        self._absent = _absent(kind.compute, device)
+        self._placeholder = self.whole.new_empty(0)
+        if self.whole.is_floating_point():
+            self._placeholder = self.whole.new_full((1,), float("nan")).expand(_PLACEHOLDER_NUMEL)
         self._num_bytes = self.whole.nbytes
         self._lend()
         self.is_whole = True
@@ -95,28 +86,28 @@ class FlatParameters:
             self.free()
 
     @torch.no_grad()
-    def _stage(self, sources: Sequence[Group], device: torch.device) -> torch.Tensor:
+    def _stage(self, source: Group | None, device: torch.device) -> torch.Tensor:
         """The whole buffer in the master's dtype, with the first rank's values."""
-        staged = torch.zeros(self.flat.numel, dtype=self.kind.master, device=device)
+        staged = torch.zeros(self.flat.numel, dtype=torch_dtype(self.buffer.master), device=device)
         for parameter, view in zip(self.parameters, self.member_views(staged), strict=True):
             view.copy_(parameter)
-        for group in sources:
-            broadcast(staged, group)
+        if source is not None:
+            broadcast(staged, source)
         return staged
 
     def _place(self, staged: torch.Tensor) -> torch.Tensor:
         """The whole buffer in the compute dtype, where it will live.
 
-        Ranks that share memory need no more than one among them where parameters come and go; where each keeps its own,
-        the others read their parts of it.
+        Ranks that share memory need no more than one among them where it is freed and gathered; where each keeps its
+        own, the others read their parts of it.
         """
-        device, dtype = staged.device, self.kind.compute
+        device, dtype = staged.device, torch_dtype(self.buffer.compute)
         if self.group.shared is None or device.type != "cpu":
             return staged.to(dtype)
         start, stop = self.flat.part(self.group.index)
         if self._keep_whole:
-            room = BufferAllocator(self.group, device, num_bytes=bytes_for([staged.numel()], [dtype]))
-            return room.empty(staged.numel(), dtype).copy_(staged)
+            allocator = BufferAllocator(self.group, device, num_bytes=bytes_for([staged.numel()], [dtype]))
+            return allocator.empty(staged.numel(), dtype).copy_(staged)
         common = common_empty(self.group, device, staged.numel(), dtype)
         if common is None:
             return staged.to(dtype)
@@ -142,14 +133,14 @@ class FlatParameters:
         return tuple(views)
 
     def layout(self, member: int) -> Layout:
-        """This rank's place in a member."""
+        """This rank's placement in the global tensor."""
         layout = self._layouts[member]
         if self.flat.num_parts == 1:
             return layout
         return replace(layout, flat_range=self.flat.kept(member, self.group.index))
 
     def make_pieces(self) -> tuple[Piece, ...]:
-        """What the optimizer is given: one tensor a member on every rank, empty where the rank keeps nothing of it."""
+        """One tensor per member on every rank for the optimizer, empty where the rank keeps nothing of it."""
         return tuple(
             Piece(name=self.names[member], tensor=nn.Parameter(view), layout=self.layout(member))
             for member, view in enumerate(self.kept_views(self.master))
@@ -176,19 +167,19 @@ class FlatParameters:
             return
         self.wait()
         for parameter in self.parameters:
-            parameter.data = self._absent
+            parameter.data = self._placeholder
         if not self.is_common:
             self.whole.untyped_storage().resize_(0)
         self.is_whole = False
 
     @torch.no_grad()
     def take_master(self) -> None:
-        """After an update: the part in the compute dtype follows the master."""
+        """After an update: copy the master into the part in the compute dtype, where they are two tensors."""
         if self.master is not self.mine:
             self.mine.copy_(self.master, non_blocking=True)
 
     def start_refresh(self) -> Pending:
-        """After an update of parameters that stay whole: begin to bring all ranks' parts together, in place."""
+        """After an update of parameters that stay whole: begin to gather all ranks' parts in place."""
         return all_gather(self.whole, self.mine, self.group, wait=False)
 
     def _lend(self) -> None:
@@ -196,13 +187,7 @@ class FlatParameters:
             parameter.data = view
 
 
-def _absent(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if not dtype.is_floating_point:
-        return torch.empty(0, dtype=dtype, device=device)
-    return torch.full((1,), float("nan"), dtype=dtype, device=device).expand(_ABSENT_NUMEL)
-
-
 def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On another device than its own that is the host: page-locked, which is the only memory that moves fast."""
+    """A copy on a device; page-locked where it leaves a GPU for the host, the only memory that moves fast."""
     copied = tensor.to(device, copy=True)
     return copied.pin_memory() if tensor.is_cuda and device.type == "cpu" else copied

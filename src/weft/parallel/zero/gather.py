@@ -1,11 +1,11 @@
-"""ZeRO-3's comings and goings: a block's parameters are whole just before it computes, and gone just after.
+"""ZeRO-3's gather: a block's parameters are gathered just before it computes, and freed just after.
 
     forward    | gather 0 | block 0 | block 1 | block 2 |            backward   | block 2 | block 1 | block 0 |
                | gather 1 ~~~~~~~~~~|                                | gather 2 | gather 1 ~~~~~~~~~~~~~~~~~~~|
                           | gather 2 ~~~~~~~~~~|                                | gather 0 ~~~~~~~~~|
 
 While a block computes, the next one is gathered. The root (all that is outside blocks) is gathered when the model is
-called and stays until the backward pass is over, because its backward starts at once. Gathers always go through *all*
+called and freed when the backward pass is over, because its backward starts at once. Gathers always go through *all*
 blocks in one order, so that a rank which skips a block, or has no data at all, stays in step with the others.
 
 Hooks run on the module's call, outside of what recomputation repeats and of what is compiled.
@@ -31,12 +31,12 @@ from weft.parallel.zero.flat_parameters import FlatParameters
 from weft.plan.model_refusals import HIDDEN_OUTPUTS
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device, torch.layout)
-"""What a block may return besides tensors."""
+"""Types that a block may return besides tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Parameters that come and go together."""
+    """Parameters that are gathered and freed together."""
 
     module: nn.Module
     flats: tuple[FlatParameters, ...]
@@ -58,14 +58,25 @@ class Unit:
             flat.free()
 
 
-class Gathers(Protocol):
-    """What a sync asks of whoever lets parameters come and go."""
+class ParameterGathering:
+    """Gathers and frees units; `Gathering` by hooks on the model, `StageGathering` as a schedule says."""
 
-    is_last: bool
-    """The microbatch is the step's last one."""
+    def __init__(self, root: Unit, blocks: Sequence[Unit]) -> None:
+        """`root` holds what is outside blocks."""
+        self._root = root
+        self._blocks = tuple(blocks)
+        self.is_last = False
+        """The microbatch is the step's last one."""
 
     def begin_step(self) -> None:
-        """Nothing is whole."""
+        """Free everything; no microbatch is the last one yet."""
+        self.is_last = False
+        self._free_all()
+
+    def _free_all(self) -> None:
+        self._root.free()
+        for block in self._blocks:
+            block.free()
 
     def end_microbatch(self) -> None:
         """A backward pass is over."""
@@ -74,18 +85,21 @@ class Gathers(Protocol):
         """Take part in the exchanges of a microbatch without computing anything."""
 
 
-class Gathering:
+class Reducer(Protocol):
+    """Receives the gradients of gathered parameters."""
+
+    def close(self, flats: Sequence[FlatParameters]) -> None:
+        """No more gradients will come for these in this backward pass."""
+
+
+class Gathering(ParameterGathering):
     """Hooks on a model that gather and free its units in time."""
 
-    def __init__(
-        self, root: Unit, blocks: Sequence[Unit], *, stay_whole: bool, block_done: Callable[[int], None]
-    ) -> None:
-        """`stay_whole`: units stay from a step's first forward to its last backward. `block_done` is told when the
-        backward pass of a block is over."""
-        self._root = root
-        self._blocks = tuple(blocks)
+    def __init__(self, root: Unit, blocks: Sequence[Unit], *, stay_whole: bool, reducer: Reducer) -> None:
+        """`stay_whole`: units stay from a step's first forward to its last backward."""
+        super().__init__(root, blocks)
         self._stay_whole = stay_whole
-        self._block_done = block_done
+        self._reducer = reducer
         # What happens in the two passes, until a microbatch shows that it is something else: i, block i begins to be
         # gathered; ~i, its backward pass is over.
         self._forward_order = list(range(len(self._blocks)))
@@ -101,13 +115,8 @@ class Gathering:
             block.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
             block.module.register_forward_hook(_uncompiled(self._make_after(index)))
 
-    def begin_step(self) -> None:
-        """Nothing is whole, and no microbatch is the last one yet."""
-        self.is_last = False
-        self._free_all()
-
     def end_microbatch(self) -> None:
-        """After the backward pass: what was not gathered for it is, and is given back, so that all ranks keep step."""
+        """Gather and free what the backward pass left out, so that all ranks keep step."""
         if self._is_gathering_backward:
             for index in range(self._next_backward, -1, -1):
                 self._advance_backward(index)
@@ -116,25 +125,28 @@ class Gathering:
             self._free_all()
 
     def skip_microbatch(self) -> None:
-        """Take part in the exchanges of a microbatch without computing anything: what the last one here made, again.
+        """Repeat the gathers that the last microbatch here made, without computing anything.
 
-        Reductions too start where they did: who waits for a reduction would not take part in the next gather.
+        Reductions too start where they did: a rank that waits for a reduction would not take part in the next gather.
         """
         self._with_grad = torch.is_grad_enabled()
         self._root.start_gather()
         self._root.wait()
-        stays = self._stays()
         for index in self._forward_order + (self._backward_order if self._with_grad else []):
             if index < 0:
-                self._block_done(~index)
+                self._reducer.close(self._blocks[~index].flats)
                 continue
             self._start(index)
             self._blocks[index].wait()
-            if not stays:
+            if not self._stays:
                 self._blocks[index].free()
         self._log.clear()
         if not self._with_grad:
             self._root.free()
+
+    @property
+    def _stays(self) -> bool:
+        return self._stay_whole and self._with_grad
 
     def _start(self, index: int) -> None:
         if not self._blocks[index].is_whole:
@@ -151,12 +163,7 @@ class Gathering:
             handle.remove()
         self._handles.clear()
         self._num_open = [0] * len(self._blocks)  # calls of each block whose backward pass is still to come
-        self._root.free()
-        for block in self._blocks:
-            block.free()
-
-    def _stays(self) -> bool:
-        return self._stay_whole and self._with_grad
+        super()._free_all()
 
     def _start_forward(self, *_: object) -> None:
         # Asked once: inside, a block may run without gradients, in a checkpoint of the user's own for one.
@@ -175,7 +182,7 @@ class Gathering:
         self._is_forward_over = True
         if self._log:  # empty where everything stayed whole
             self._forward_order, self._log = self._log, []
-        if self._stays():
+        if self._stays:
             return
         for index, block in enumerate(self._blocks):
             if not self._in_backward[index]:
@@ -187,25 +194,25 @@ class Gathering:
             self._root.free()
 
     def _advance_forward(self, index: int) -> None:
-        """Blocks up to this one and, for later, the next one begin to be gathered; those passed by are given back."""
+        """Start to gather blocks up to this one and, for later, the next one; free those passed by."""
         for passed in range(min(self._next_forward, index)):
-            if not self._stays() and not self._in_backward[passed]:
+            if not self._stays and not self._in_backward[passed]:
                 self._blocks[passed].free()
         while self._next_forward < len(self._blocks) and self._next_forward <= index + 1:
             self._start(self._next_forward)
-            if self._next_forward < index and not self._stays():  # skipped here: only the others need it
+            if self._next_forward < index and not self._stays:  # skipped here: only the others need it
                 self._blocks[self._next_forward].free()
             self._next_forward += 1
 
     def _reach_backward(self, index: int) -> None:
-        """Blocks from the last one down to this one begin to be gathered, in the one order."""
+        """Start to gather blocks from the last one down to this one, in the one order."""
         while self._next_backward >= max(index, 0):
             self._start(self._next_backward)
             self._next_backward -= 1
 
     def _advance_backward(self, index: int) -> None:
-        """Blocks down to this one and, for later, the one before it begin to be gathered; those passed by are given
-        back one by one, and done with if they were skipped: the others' reductions wait for this rank's."""
+        """Start to gather blocks down to this one and, for later, the one before it; free those passed by one by one,
+        and close them if they were skipped: the others' reductions wait for this rank's."""
         for passed in reversed(range(index + 1, len(self._blocks))):
             self._reach_backward(passed)
             if not self._in_backward[passed]:
@@ -223,7 +230,7 @@ class Gathering:
                 self._advance_forward(index)
             elif self._is_gathering_backward:  # a checkpoint of the user's own computes the block again
                 self._reach_backward(index)
-            self._start(index)  # a block that is called a second time has been given back already
+            self._start(index)  # a block that is called a second time has been freed already
             self._blocks[index].wait()
             return self._watch_inputs(index, args, kwargs)
 
@@ -246,13 +253,13 @@ class Gathering:
             if torch.is_grad_enabled():
                 for tensor in _outputs_of(output, module):
                     tensor.register_hook(before_backward)
-            if not self._stays() and not self._is_forward_over:  # computed again, it stays for its backward pass
+            if not self._stays and not self._is_forward_over:  # computed again, it stays for its backward pass
                 self._blocks[index].free()
 
         return after_forward
 
     def _watch_inputs(self, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Be told when the gradients of a block's inputs are complete: then its backward pass is over."""
+        """Hook the gradients of a block's inputs: when they are complete, its backward pass is over."""
         # Computed again, a call counts only if it did not the first time: without gradients, in a reentrant checkpoint.
         is_counted = self._is_forward_over and self._num_open[index] > 0
         if not torch.is_grad_enabled() or is_counted or self._in_backward[index]:
@@ -285,7 +292,7 @@ class Gathering:
 
     def _finish_block(self, index: int) -> None:
         self._log.append(~index)
-        self._block_done(index)
+        self._reducer.close(self._blocks[index].flats)
 
 
 def _usual_backward(num_blocks: int) -> list[int]:
@@ -301,7 +308,7 @@ def _differentiable(tree: Any) -> list[torch.Tensor]:
 
 
 def _outputs_of(output: Any, module: nn.Module) -> list[torch.Tensor]:
-    """The tensors a backward pass may come in by. Missing one would mean using parameters that are gone."""
+    """The tensors at which a backward pass may enter. Missing one would mean using parameters that were freed."""
     found: list[torch.Tensor] = []
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor):
@@ -321,5 +328,5 @@ def _outputs_of(output: Any, module: nn.Module) -> list[torch.Tensor]:
 
 
 def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that a model compiled as a whole leaves its graph for. Without a compiler there is nothing to leave."""
+    """A hook that is not compiled into the graph of a model that is compiled as a whole."""
     return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook

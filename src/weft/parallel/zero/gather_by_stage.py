@@ -1,39 +1,37 @@
-"""ZeRO-3 in a pipeline: the schedule says when a stage's parameters become whole and when they are given back.
+"""ZeRO-3 in a pipeline: the schedule says when a stage's parameters are gathered and freed.
 
-Between the forward and the backward pass of one microbatch others pass through the stage, so what comes and goes is
-the whole stage, not a block: gathered when its turn comes, each block waited for just before it computes.
+Between the forward and the backward pass of one microbatch others pass through the stage, so the whole stage, not a
+block, is gathered when its turn comes; each block is waited for just before it computes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from weft.parallel.zero.gather import Unit
+from weft.parallel.zero.gather import ParameterGathering, Unit
 
 
-class StageGathering:
-    """Gathers and frees the units of this rank's stages."""
+class StageGathering(ParameterGathering):
+    """Gathers and frees the units of this rank's stages. Microbatches without samples are on the schedule, too."""
 
     def __init__(self, root: Unit, blocks: Mapping[str, Unit], stage_of: Mapping[str, int]) -> None:
-        """`root` holds what is outside blocks, for all stages of this rank."""
-        self.is_last = False
-        self._root = root
-        self._blocks = dict(blocks)
+        super().__init__(root, list(blocks.values()))
+        self._named = dict(blocks)
         self._gathered: set[int] = set()
         self._of_stage: dict[int, Sequence[Unit]] = {}
-        for name, unit in self._blocks.items():
+        for name, unit in blocks.items():
             self._of_stage[stage_of[name]] = [*self._of_stage.get(stage_of[name], ()), unit]
 
     def gather(self, stage: int) -> None:
-        """Begin to make a stage's parameters whole, in the order in which they will be used."""
+        """Begin to gather a stage's parameters, in the order in which they will be used."""
         self._gathered.add(stage)
         self._root.start_gather()
         for unit in self._of_stage.get(stage, ()):
             unit.start_gather()
 
     def wait(self, block: str | None) -> None:
-        """A block, or what is outside of blocks, is about to be used."""
-        unit = self._root if block is None else self._blocks.get(block)
+        """Wait for the parameters of a block, or of what is outside of blocks."""
+        unit = self._root if block is None else self._named.get(block)
         if unit is not None:
             unit.wait()
 
@@ -43,7 +41,7 @@ class StageGathering:
             unit.wait()
 
     def release(self, stage: int) -> None:
-        """Give a stage's parameters back; the root's when no stage uses them."""
+        """Free a stage's parameters; the root's when no stage uses them."""
         self._gathered.discard(stage)
         if not self._gathered:
             self._root.free()
@@ -51,14 +49,5 @@ class StageGathering:
             unit.free()
 
     def begin_step(self) -> None:
-        self.is_last = False
         self._gathered.clear()
-        self._root.free()
-        for unit in self._blocks.values():
-            unit.free()
-
-    def end_microbatch(self) -> None:
-        """The schedule gives parameters back."""
-
-    def skip_microbatch(self) -> None:
-        """A microbatch without samples is on the schedule like any other."""
+        super().begin_step()

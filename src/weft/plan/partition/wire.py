@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from weft.plan.partition.sequence import HeadShares, Places
-from weft.plan.partition.zero import Flat
 from weft.plan.plan import Plan
 
 Collective = Literal[
@@ -254,75 +253,6 @@ def attention_bytes(layers: SplitAttention, plan: Plan) -> dict[str, int]:
         axis: times * (forwards * sent["forward"] + sent["backward"])
         for axis, sent in (("ring", ring), ("ulysses", ulysses))
     }
-
-
-def shard_buckets(members: Sequence[Member], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
-    """Which trainable parameters, given in the order of registration, share a flat buffer below ZeRO-3.
-
-    Filled from the last parameter to the first, because that is roughly the order in which gradients come; `members`
-    count the bytes of parameters, not of gradients. Each bucket lists its members in the order they have in the flat.
-    """
-    last = len(members) - 1
-    buckets = assign_buckets(members[::-1], bucket_bytes)
-    return tuple(tuple(last - index for index in bucket) for bucket in buckets)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardedFlat:
-    """A flat buffer of parameters of one dtype, all trainable or all frozen, that data ranks share."""
-
-    flat: Flat
-    item_bytes: int
-    """Bytes an element of the parameters, as they are gathered."""
-    reduce_item_bytes: int
-    """Bytes an element of the gradients, as they travel."""
-    trainable: bool = True
-    is_root: bool = False
-    """ZeRO-3: holds what is outside the blocks, and stays whole from forward to backward."""
-
-
-def sharded_bytes(flats: Sequence[ShardedFlat], plan: Plan) -> dict[str, int]:
-    """Bytes a rank sends over each axis in one step in which parameters live in these flat buffers.
-
-    Below ZeRO-3 frozen parameters are in no flat buffer. With nothing sharded each buffer has one part: its gradient
-    is all-reduced, and nothing is gathered.
-    """
-    data, replicate = plan.axes.state, plan.axes.replicate
-    tail_words = SHARDED_TAIL_WORDS + sum(len(one.flat.numels) for one in flats if one.trainable)
-    tail_bytes = tail_words * SHARDED_TAIL_ITEM_BYTES
-    over_data = sent_bytes("all-reduce", tail_bytes, data)
-    over_replicate = sent_bytes("all-reduce", tail_bytes, replicate)
-    reduction: Collective = "all-reduce" if plan.data.shard == "nothing" else "reduce-scatter"
-    for one in flats:
-        whole_bytes = one.flat.numel * one.item_bytes
-        over_data += _num_gathers(one, plan) * sent_bytes("all-gather", whole_bytes, data)
-        if one.trainable:
-            gradient_bytes = one.flat.numel * one.reduce_item_bytes
-            over_data += _num_reductions(plan) * sent_bytes(reduction, gradient_bytes, data)
-            over_replicate += sent_bytes("all-reduce", one.flat.part_numel * one.reduce_item_bytes, replicate)
-    return {plan.axes.state_axes: over_data, "replicate": over_replicate}
-
-
-def _num_gathers(one: ShardedFlat, plan: Plan) -> int:
-    """How often a step gathers a flat buffer of parameters."""
-    microbatches = plan.step.microbatches
-    match plan.data.shard:
-        case "nothing":
-            return 0
-        case "optimizer" | "gradients":
-            return 1
-    if microbatches > 1 and plan.data.reshard == "step":
-        return 1
-    # The root stays whole between the two passes, a block is given back and gathered again.
-    return microbatches if one.is_root else 2 * microbatches
-
-
-def _num_reductions(plan: Plan) -> int:
-    """How often a step reduces the gradient of a flat buffer."""
-    every_microbatch = plan.data.shard == "gradients" or (
-        plan.data.shard == "parameters" and plan.data.reshard == "microbatch"
-    )
-    return plan.step.microbatches if every_microbatch else 1
 
 
 def batch_norm_bytes(channels: Sequence[int], *, item_bytes: int, microbatches: int, data: int) -> int:

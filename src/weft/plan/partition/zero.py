@@ -11,8 +11,11 @@ predictions count these buffers with their padding, because that is what is allo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+Buffer = TypeVar("Buffer")
 
 ALIGNED_NUMEL = 16
 """Members and parts start at multiples of this: 32 bytes in 16-bit formats, which GPU matrix kernels ask for."""
@@ -20,22 +23,23 @@ ALIGNED_NUMEL = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flat:
-    """Members in one flat buffer that is cut into equal parts, one a rank."""
+    """Members in one flat buffer that is cut into equal parts, one per rank."""
 
     numels: tuple[int, ...]
     """Elements of each member."""
     num_parts: int
     """Ranks that share the buffer."""
+    aligned_numel: int = ALIGNED_NUMEL
     offsets: tuple[int, ...] = field(init=False)
-    """Where each member starts."""
+    """Each member's first element."""
     numel: int = field(init=False)
     """Elements of the buffer, padding included."""
 
     def __post_init__(self) -> None:
-        ends = itertools.accumulate((_round_up(numel, ALIGNED_NUMEL) for numel in self.numels), initial=0)
+        ends = itertools.accumulate((_round_up(numel, self.aligned_numel) for numel in self.numels), initial=0)
         *offsets, end = ends
         object.__setattr__(self, "offsets", tuple(offsets))
-        object.__setattr__(self, "numel", _round_up(end, ALIGNED_NUMEL * self.num_parts))
+        object.__setattr__(self, "numel", _round_up(end, self.aligned_numel * self.num_parts))
 
     @property
     def part_numel(self) -> int:
@@ -43,7 +47,7 @@ class Flat:
         return self.numel // self.num_parts
 
     def part(self, number: int) -> tuple[int, int]:
-        """Where a part starts and stops in the buffer."""
+        """The first element of a part in the buffer, and the first after it."""
         assert 0 <= number < self.num_parts, f"part {number} of {self.num_parts}"
         return number * self.part_numel, (number + 1) * self.part_numel
 
@@ -55,22 +59,35 @@ class Flat:
         return first, max(min(stop - offset, numel), first)
 
 
-def flat_numel(numels: Sequence[int], num_parts: int) -> int:
-    """Elements of a flat buffer of these members, padding included."""
-    return Flat(numels=tuple(numels), num_parts=num_parts).numel
+class BufferPool(Generic[Buffer]):
+    """Buffers that are borrowed for a while and handed back, so that memory is neither kept twice nor made anew.
 
-
-def pick(free_numels: Sequence[int], numel: int) -> int | None:
-    """Which of some free buffers to take; None: none, make another.
-
-    The smallest that is large enough, else the largest, to be made anew. Only those of about the size (half to double)
-    count, so that small requests do not use up the few large buffers, nor large ones drive out the many small.
+    There are never more buffers of about one size than were out at once, and none larger than the largest asked for.
     """
-    near = [place for place, free in enumerate(free_numels) if numel <= 2 * free and free <= 2 * numel]
-    fitting = [place for place in near if free_numels[place] >= numel]
-    if fitting:
-        return min(fitting, key=lambda place: free_numels[place])
-    return max(near, key=lambda place: free_numels[place], default=None)
+
+    def __init__(self, numel_of: Callable[[Buffer], int]) -> None:
+        self._numel_of = numel_of
+        self.free: dict[object, list[Buffer]] = {}
+        """Buffers that nothing uses, by dtype."""
+
+    def borrow(self, numel: int, dtype: object) -> Buffer | None:
+        """The smallest free buffer that is large enough; None: make another.
+
+        Where there is none, the largest makes way for it. Only those of about the size (half to double) count, so that
+        small requests do not use up the few large buffers, nor large ones drive out the many small.
+        """
+        free = self.free.get(dtype, [])
+        numels = [self._numel_of(buffer) for buffer in free]
+        near = [place for place, size in enumerate(numels) if numel <= 2 * size and size <= 2 * numel]
+        fitting = [place for place in near if numels[place] >= numel]
+        if fitting:
+            return free.pop(min(fitting, key=numels.__getitem__))
+        if near:
+            free.pop(max(near, key=numels.__getitem__))
+        return None
+
+    def hand_back(self, buffer: Buffer, dtype: object) -> None:
+        self.free.setdefault(dtype, []).append(buffer)
 
 
 def _round_up(numel: int, multiple: int) -> int:

@@ -96,7 +96,7 @@ class DivergenceCheck:
     def _parts(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors that the optimizer updates and keeps, and shards of frozen parameters."""
         for flat in self.sync.flats:
-            if not flat.kind.trainable:
+            if not flat.trainable:
                 for name, part in zip(flat.names, flat.kept_views(flat.mine), strict=True):
                     yield f"weight {name}", part
         for piece in self.sync.pieces:

@@ -17,7 +17,7 @@ from weft.parallel.pipeline.stages import Stages
 from weft.parallel.state.rng import Seeds
 from weft.parallel.zero.gather_by_stage import StageGathering
 from weft.plan.pipeline.actions import Action
-from weft.sync.base import Sync
+from weft.sync.base import PipelineSync
 from weft.training.data.trees import num_samples
 from weft.training.step.loss import Count, Loss
 from weft.training.step.microbatches import CountedBatch
@@ -31,7 +31,7 @@ class StepParts:
 
     cut: CutModel
     mesh: Mesh
-    sync: Sync
+    sync: PipelineSync
     update: Update
     loss: Loss
     call: Callable[[Any], Any]

@@ -127,7 +127,7 @@ class PipelineStep(MicrobatchPasses):
         if self._gathering is not None:
             self._gathering.wait_for_stage(action.stage)
         if (action.kind, action.stage, action.microbatch) in self._last:
-            self._sync.arm(self._names[action.stage])
+            self._sync.arm_parameters(self._names[action.stage])
         return nullcontext() if self.microbatches[action.microbatch].num_samples else self._sync.ignoring()
 
     def exchange(self, action: Action) -> None:
@@ -155,8 +155,8 @@ class PipelineStep(MicrobatchPasses):
         """Sum the gradients that several stages hold, and let all gradients go to the other data ranks."""
         with torch.no_grad():
             for name, group in self._ties:
-                all_reduce(self._sync.held_gradient(name), group)
-        self._sync.take_held()
+                all_reduce(self._sync.deferred_gradient(name), group)
+        self._sync.take_deferred()
         self._sync.arm()
         self._sync.end_microbatch()
 

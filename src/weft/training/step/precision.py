@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from weft.dtypes import HALF_DTYPES
-from weft.parallel.zero.grouping import DTYPES
+from weft.parallel.zero.grouping import torch_dtype
 from weft.plan.plan import Plan
 from weft.training.data.trees import forward, map_output, map_tensors
 
@@ -28,7 +28,7 @@ class Caller:
     def __init__(self, model: Callable[..., Any], plan: Plan, *, widens: bool) -> None:
         """`widens`: outputs are cast to float32; the built-in loss does that itself, compiled."""
         self._model = model
-        self._compute = None if plan.precision.compute == "model" else DTYPES[plan.precision.compute]
+        self._compute = None if plan.precision.compute == "model" else torch_dtype(plan.precision.compute)
         self._widens = widens
 
     def __call__(self, inputs: Any) -> Any:

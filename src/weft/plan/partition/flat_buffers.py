@@ -1,0 +1,251 @@
+"""The flat buffers that a plan implies: which parameters and which ranks share them, their formats, what they take.
+
+This is the one account of them. The sync allocates these buffers (`sync/make.py`), the prediction of memory adds them
+up (`planning/memory.py`), and so does a rank of a fake world (`training/meta_trainer.py`). Dtypes are names as torch
+prints them ("bfloat16"), so that planning needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from weft.plan.partition.wire import (
+    SHARDED_TAIL_ITEM_BYTES,
+    SHARDED_TAIL_WORDS,
+    Collective,
+    Member,
+    assign_buckets,
+    sent_bytes,
+)
+from weft.plan.partition.zero import Flat
+from weft.plan.plan import Plan
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""The dtypes of the plan's number formats."""
+
+_PROMOTED = {"float64": "float64", "complex32": "complex64", "complex64": "complex64", "complex128": "complex128"}
+"""What float32 and a dtype are promoted to; float32 where a dtype is not named."""
+
+MAX_IN_FLIGHT = 2
+"""Reductions under way at once: enough to keep the wire busy, few enough to bound the memory of transient buffers."""
+
+_STAGES = ("nothing", "optimizer", "gradients", "parameters")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSpec:
+    """One parameter, as far as buffers depend on it; a tied one appears once, under its first name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    """The model's own dtype."""
+    block: int | None = None
+    """Number of the block that alone uses it; None: it belongs to the root."""
+    trainable: bool = True
+    keeps_dtype: bool = False
+    """Mixed precision leaves it as it is: a BatchNorm's, or not a floating-point number."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """How a plan shares out parameters and gradients."""
+
+    stage: int
+    """The stage of ZeRO, 0 to 3."""
+    num_parts: int
+    """Ranks that share one copy of the state."""
+    num_replicas: int
+    """Ranks that keep the same part."""
+    stays_whole: bool
+    """ZeRO-3: parameters and gradients are whole from a step's first microbatch to its last."""
+    keeps_gradients: bool
+    """The memory of whole gradients is kept from step to step."""
+    every_microbatch: bool
+    """Gradients are reduced after every microbatch, not after the last only."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> Sharding:
+        stage, axes = _STAGES.index(plan.data.shard), plan.axes
+        num_parts = axes.state if stage else 1
+        stays_whole = stage == 3 and plan.data.reshard == "step" and plan.step.microbatches > 1
+        # With one part the whole is the part: nothing is gained by giving it back.
+        keeps_gradients = stage < 2 or num_parts == 1
+        return cls(
+            stage=stage,
+            num_parts=num_parts,
+            num_replicas=axes.replicate if stage else axes.state * axes.replicate,
+            stays_whole=stays_whole,
+            keeps_gradients=keeps_gradients,
+            # Microbatches of a pipeline overlap: their gradients add up, and leave when the stage's are complete.
+            every_microbatch=not keeps_gradients and not stays_whole and axes.pipeline == 1,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatBuffer:
+    """Parameters that lie together: of one dtype, all trainable or all frozen."""
+
+    flat: Flat
+    """Each parameter's place in the buffer, and each rank's part of it."""
+    names: tuple[str, ...] = ()
+    compute: str = "float32"
+    """Dtype of the parameters as the model computes with them."""
+    master: str = "float32"
+    """Dtype of what the optimizer updates: another tensor where this differs."""
+    accumulate: str = "float32"
+    """Dtype of gradients as they add up over microbatches."""
+    reduce: str = "float32"
+    """Dtype of gradients as they travel."""
+    trainable: bool = True
+    block: int | None = None
+    """The block that they are the unit of, under ZeRO-3; None for the root, and below ZeRO-3."""
+
+    def whole_bytes(self, dtype: str) -> int:
+        """Bytes of a buffer laid out like this one."""
+        return self.flat.numel * item_bytes(dtype)
+
+    def part_bytes(self, dtype: str) -> int:
+        """Bytes of one rank's part of such a buffer."""
+        return self.flat.part_numel * item_bytes(dtype)
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes per element; the number in a dtype's name is its bits."""
+    bits = re.search(r"\d+", dtype)
+    return 1 if bits is None else -(-int(bits[0]) // 8)
+
+
+def compute_dtype(parameter: ParameterSpec, plan: Plan) -> str:
+    """The dtype in which the model computes with a parameter."""
+    return DTYPES[plan.precision.compute] if _is_cast(parameter, plan) else parameter.dtype
+
+
+def offloads(plan: Plan, device: str) -> bool:
+    """Masters and moments are in host memory, and parameters are not."""
+    return plan.data.offload and device != "cpu"
+
+
+def needs_flats(plan: Plan, parameters: Iterable[ParameterSpec], *, device: str) -> bool:
+    """Parameters move into flat buffers, instead of staying the model's own tensors."""
+    is_half = any(one.dtype in ("float16", "bfloat16") for one in parameters if one.trainable)
+    is_summed = plan.axes.state * plan.axes.replicate > 1 or plan.step.microbatches > 1
+    return (
+        plan.data.shard != "nothing"
+        or plan.precision.compute != "model"
+        or (plan.precision.reduce, plan.precision.accumulate) != ("fp32", "fp32")
+        or offloads(plan, device)
+        or (is_half and is_summed)
+    )
+
+
+def flat_buffers(parameters: Sequence[ParameterSpec], plan: Plan) -> list[FlatBuffer]:
+    """All flat buffers in the order of use: the root and then the blocks, or buckets from the first parameters on.
+
+    ZeRO-3 has one unit per block and one, the root, for everything else: the embedding, the last norm, the head, and
+    what blocks share. Below it trainable parameters lie in buckets, frozen ones in no buffer. Parameters that differ in
+    their formats, and frozen and trainable ones, never share a buffer.
+    """
+    if plan.data.shard == "parameters":
+        together: dict[tuple[object, ...], list[ParameterSpec]] = {}
+        for one in sorted(parameters, key=lambda one: -1 if one.block is None else one.block):
+            together.setdefault((one.block, *_formats(one, plan)), []).append(one)
+        return [_buffer(inside, plan) for inside in together.values()]
+    trainable = [parameter for parameter in parameters if parameter.trainable]
+    members = [
+        Member(numel=one.numel, item_bytes=item_bytes(compute_dtype(one, plan)), kind=str(_formats(one, plan)))
+        for one in trainable
+    ]
+    buckets = reversed(shard_buckets(members, plan.comm.bucket_bytes))
+    return [_buffer([trainable[index] for index in bucket], plan) for bucket in buckets]
+
+
+def own_tensor(parameter: ParameterSpec, plan: Plan) -> FlatBuffer:
+    """A parameter that is in no flat buffer, as one that has no padding and one part."""
+    compute = compute_dtype(parameter, plan)
+    return FlatBuffer(
+        flat=Flat(numels=(parameter.numel,), num_parts=1, aligned_numel=1),
+        names=(parameter.name,),
+        compute=compute,
+        master=compute,
+        accumulate=compute,
+        reduce=compute,
+        trainable=parameter.trainable,
+    )
+
+
+def shard_buckets(members: Sequence[Member], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
+    """Which trainable parameters, given in the order of registration, share a flat buffer below ZeRO-3.
+
+    Filled from the last parameter to the first, because that is roughly the order in which gradients come; `members`
+    count the bytes of parameters, not of gradients. Each bucket lists its members in the order they have in the flat.
+    """
+    last = len(members) - 1
+    buckets = assign_buckets(members[::-1], bucket_bytes)
+    return tuple(tuple(last - index for index in bucket) for bucket in buckets)
+
+
+def sharded_bytes(buffers: Sequence[FlatBuffer], plan: Plan) -> dict[str, int]:
+    """Bytes a rank sends over each axis in one step in which parameters live in these flat buffers.
+
+    With nothing sharded each buffer has one part: its gradient is all-reduced, and nothing is gathered.
+    """
+    sharding, data, replicate = Sharding.of(plan), plan.axes.state, plan.axes.replicate
+    tail_words = SHARDED_TAIL_WORDS + sum(len(one.flat.numels) for one in buffers if one.trainable)
+    tail_bytes = tail_words * SHARDED_TAIL_ITEM_BYTES
+    over_data = sent_bytes("all-reduce", tail_bytes, data)
+    over_replicate = sent_bytes("all-reduce", tail_bytes, replicate)
+    reduction: Collective = "all-reduce" if sharding.stage == 0 else "reduce-scatter"
+    num_reductions = plan.step.microbatches if sharding.every_microbatch else 1
+    for one in buffers:
+        over_data += _num_gathers(one, plan, sharding) * sent_bytes("all-gather", one.whole_bytes(one.compute), data)
+        if one.trainable:
+            over_data += num_reductions * sent_bytes(reduction, one.whole_bytes(one.reduce), data)
+            over_replicate += sent_bytes("all-reduce", one.part_bytes(one.reduce), replicate)
+    return {plan.axes.state_axes: over_data, "replicate": over_replicate}
+
+
+def _num_gathers(one: FlatBuffer, plan: Plan, sharding: Sharding) -> int:
+    """How often a step gathers a flat buffer of parameters."""
+    if sharding.stage < 3 or sharding.stays_whole:
+        return min(sharding.stage, 1)
+    # The root stays whole between the two passes; a block is freed and gathered again.
+    return plan.step.microbatches * (1 if one.block is None else 2)
+
+
+def _is_cast(parameter: ParameterSpec, plan: Plan) -> bool:
+    return plan.precision.compute != "model" and not parameter.keeps_dtype
+
+
+def _formats(parameter: ParameterSpec, plan: Plan) -> tuple[str, str, bool]:
+    """The facts that parameters of one buffer have in common: compute and master dtypes, trainable or frozen."""
+    keeps_master = parameter.trainable and _is_cast(parameter, plan)
+    master = _PROMOTED.get(parameter.dtype, "float32") if keeps_master else parameter.dtype
+    return compute_dtype(parameter, plan), master, parameter.trainable
+
+
+def _buffer(parameters: Sequence[ParameterSpec], plan: Plan) -> FlatBuffer:
+    compute, master, trainable = _formats(parameters[0], plan)
+    sharding = Sharding.of(plan)
+    return FlatBuffer(
+        flat=Flat(numels=tuple(parameter.numel for parameter in parameters), num_parts=sharding.num_parts),
+        names=tuple(parameter.name for parameter in parameters),
+        compute=compute,
+        master=master,
+        accumulate=_gradient_dtype(plan.precision.accumulate, compute),
+        reduce=_gradient_dtype(plan.precision.reduce, compute),
+        trainable=trainable,
+        block=parameters[0].block if sharding.stage == 3 else None,
+    )
+
+
+def _gradient_dtype(planned: str, compute: str) -> str:
+    """The dtype of gradients: "fp32" never narrows a wider parameter's, an explicit 16-bit format does what it says."""
+    return _PROMOTED.get(compute, "float32") if planned == "fp32" else DTYPES[planned]

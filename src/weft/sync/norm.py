@@ -1,0 +1,51 @@
+"""Each gradient's part in the norm of all, where several ranks hold it, and when gradients are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from weft.layout import Range
+from weft.parallel.zero.flat_parameters import Piece
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientRules:
+    """Exceptions that a pipeline, or the tensor axis, makes for gradients of some parameters, by name."""
+
+    deferred: frozenset[str] = frozenset()
+    """Parameters whose gradients wait for `PipelineSync.take_deferred`."""
+    norm_ranges: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)
+    """Elements of the flattened parameter that this rank counts in the gradient's norm, where other ranks hold and
+    count the rest. A parameter that is not here is counted whole."""
+
+
+class NormParts:
+    """The parts of the pieces' gradients that this rank counts in their norm."""
+
+    def __init__(self, pieces: Sequence[Piece], rules: GradientRules) -> None:
+        self._parts: list[tuple[nn.Parameter, tuple[Range, ...] | None]] = []
+        for piece in pieces:
+            ranges = rules.norm_ranges.get(piece.name)
+            if ranges is not None and piece.layout.flat_range is not None:
+                first, last = piece.layout.flat_range
+                ranges = tuple(
+                    (max(a, first) - first, min(b, last) - first) for a, b in ranges if a < last and b > first
+                )
+            if ranges != ():
+                self._parts.append((piece.tensor, ranges))
+
+    def norm(self, device: torch.device) -> torch.Tensor:
+        """The 2-norm of these parts together, in float64, without waiting for a device."""
+        found: list[torch.Tensor] = []
+        for parameter, ranges in self._parts:
+            if parameter.grad is not None:
+                found += [parameter.grad] if ranges is None else [parameter.grad.flatten()[a:b] for a, b in ranges]
+        if not found:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        norms = torch._foreach_norm(found)
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms]))
+        return total.to(device)
