@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import ModelError
+from weft.parallel.wrapping.wrap import add_hook
 
 _TOKENS, _MASK, _POSITIONS = ("input_ids", "inputs_embeds"), "attention_mask", "position_ids"
 _UNSUPPORTED = {
@@ -127,7 +128,8 @@ def leave_out_caches(model: nn.Module) -> None:
     while waiting:
         module = waiting.pop()
         if isinstance(module, kind) and "use_cache" in inspect.signature(type(module).forward).parameters:
-            module.register_forward_pre_hook(_ask_for_no_cache, with_kwargs=True)
+            why = "keeps no keys for a next token unless it is asked to"
+            add_hook(module, "forward_pre", _ask_for_no_cache, by="hugging face", why=why, with_kwargs=True)
         else:
             waiting += module.children()
 

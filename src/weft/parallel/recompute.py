@@ -30,10 +30,13 @@ from weft.blueprint import Blueprint
 from weft.errors import ModelError
 from weft.parallel.attention import attention  # noqa: F401  (it makes the operator)
 from weft.parallel.tensor.operators import KEPT_OPERATORS
+from weft.parallel.wrapping.wrap import add_hook, wrap_forward
 from weft.plan.model_refusals import BLOCKS_NEEDED, BUFFERS_RECOMPUTED, PRODUCTS_OVERWRITTEN
 
 Forward = Callable[..., Any]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+_KEPT = {"full": "its inputs", "selective": "its inputs and products with weights"}
 
 # Products with weights, and what ranks added up of them or attended to together. Batched products are left out: those
 # are attention scores, quadratic in the tokens.
@@ -54,7 +57,10 @@ def recompute_blocks(model: nn.Module, blueprint: Blueprint, policy: str) -> Non
     """Wrap the forward of each block, in place, so that it recomputes as the policy says: "selective" or "full"."""
     blocks = find_blocks(model, blueprint, asked=f'[recompute] policy = "{policy}"', instead='policy = "none"')
     for name, block in blocks.items():
-        block.forward = RecomputedBlock(block, name, selective=policy == "selective").forward
+        recomputed = RecomputedBlock(block, name, selective=policy == "selective")
+        wrap_forward(
+            block, recomputed.forward, by="recompute", why=f"keeps {_KEPT[policy]} and computes the rest again"
+        )
         _BufferGuard(block, name).watch()
 
 
@@ -163,8 +169,10 @@ class _BufferGuard:
 
     def watch(self) -> None:
         if self.modules:
-            self.block.register_forward_pre_hook(self._remember)
-            self.block.register_forward_hook(self._compare)
+            add_hook(self.block, "forward_pre", self._remember, by="recompute", why="notes the versions of its buffers")
+            add_hook(
+                self.block, "forward", self._compare, by="recompute", why="refuses a forward that changed a buffer"
+            )
 
     def _remember(self, block: nn.Module, args: Any) -> None:
         del args

@@ -22,6 +22,7 @@ from weft.layout import Layout
 from weft.mesh import Mesh
 from weft.parallel.state.batchnorm import has_batch_norms
 from weft.parallel.state.materialise import Cut, Materialiser
+from weft.parallel.wrapping.wrap import add_hook
 from weft.parallel.zero.flat_parameters import FlatParameters
 from weft.parallel.zero.gather import Gathering, Unit
 from weft.parallel.zero.gather_by_stage import StageGathering
@@ -218,7 +219,8 @@ def _add_gathering(
             block_done=lambda index: sync.close(flats_of[blocks[index]]),
         )
         sync.use(gathering)
-    model.register_state_dict_pre_hook(_refuse_state_dict)
+    why = "refuses to save parameters that no rank has whole"
+    add_hook(model, "state_dict_pre", _refuse_state_dict, by="zero", why=why)
 
 
 def _refuse_state_dict(*_: object) -> None:

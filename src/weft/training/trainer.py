@@ -22,26 +22,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.blueprint import Blueprint
 from weft.checkpoint import load as checkpoint
 from weft.checkpoint.save import Saving
 from weft.comm.collectives import all_reduce, broadcast
 from weft.comm.objects import gather_values
 from weft.errors import DataError
-from weft.layout import Layout
-from weft.mesh import Mesh
+from weft.parallel.apply import ParallelModel
 from weft.parallel.pipeline.cut_model import CutModel, tied_groups
 from weft.parallel.pipeline.recording import Recording
 from weft.parallel.state.buffers import BufferPolicy
-from weft.parallel.state.rng import PlaceSeeds, Seeds
 from weft.parallel.tensor.cross_entropy import gather_logits
-from weft.parallel.tensor.tensor_parallel import TensorParallel
+from weft.parallel.wrapping.replacements import Replacements, donated_buffers
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.pipeline.timeline import Timeline
 from weft.plan.plan import Plan
-from weft.sync.base import Sync
 from weft.training.data.batches import Batches
-from weft.training.data.sample_split import SampleSplit
 from weft.training.data.split_tokens import SequenceSplit
 from weft.training.data.trees import num_samples
 from weft.training.setup.probe_loss import tried
@@ -64,77 +59,74 @@ class Trainer:
 
     def __init__(
         self,
-        *,
         model: nn.Module,
-        mesh: Mesh,
-        blueprint: Blueprint,
-        layouts: dict[str, Layout],
+        parts: ParallelModel,
+        *,
         loss: Loss,
         optimizer: torch.optim.Optimizer,
-        sync: Sync,
         schedule: Callable[[int], float] | None,
-        empty_forward: bool,
-        cut: CutModel | None = None,
-        tensor: TensorParallel | None = None,
-        sample_split: SampleSplit | None = None,
     ) -> None:
-        """`cut`: the model, where a pipeline cuts it into stages; `tensor`: where its layers are shared out;
-        `sample_split`: where ranks have parts of every sample."""
+        """`model`: the one to call, which may be a compiled wrapper of the one in `parts`."""
+        mesh, sync, cut, tensor, sample_split = parts.mesh, parts.sync, parts.cut, parts.tensor, parts.sample_split
+        plan, device = mesh.plan, mesh.world.device
         self.model = model
         self.mesh = mesh
-        self.blueprint = blueprint
-        self.layouts = layouts
-        """Of every parameter by name: its place in the whole."""
+        self.blueprint = parts.blueprint
+        self.layouts = parts.layouts
+        """Each parameter's placement in the global tensor, by name."""
+        self.cut = cut
+        self.tensor = tensor
+        self.sample_split = sample_split
         self.optimizer = optimizer
         self.sync = sync
         self.steps_done = 0
         self.data_position = 0
         """Samples handed out so far, over all ranks and epochs; kept by `weft.batches`."""
-        self.counts = TargetCount(mesh.batch_group("control"), mesh.world.device)
-        self.seeds = Seeds(mesh.world.device)
+        self.counts = TargetCount(mesh.batch_group("control"), device)
+        self.seeds = parts.seeds
+        self.update = Update(optimizer, sync, plan, schedule=schedule, is_first_rank=mesh.world.rank == 0)
+        self.replacements = Replacements() if sample_split is None else sample_split.replacements
+        """Functions of torch and transformers that are others while a step runs."""
+        if plan.compile.blocks and plan.axes.pipeline > 1 and plan.pipeline.schedule == "zero-bubble":
+            self.replacements.add(donated_buffers())
         self._recording = Recording(mesh.index("pipeline"))
-        self.update = Update(optimizer, sync, mesh.plan, schedule=schedule, is_first_rank=mesh.world.rank == 0)
-        self.tensor = tensor
         if tensor is not None and tensor.output is not None:
             loss = replace(loss, function=SplitCrossEntropy(share=tensor.output, group=tensor.group))
         if isinstance(sample_split, SequenceSplit):
-            loss = tried(loss, mesh.group("ring+ulysses", "control"), sample_split.sequence.paused)
+            loss = tried(loss, mesh.group("ring+ulysses", "control"), self.replacements.paused)
         self._tensor_group = mesh.group("tensor", "control")
         self._loss = loss
-        self._call: Callable[[Any], Any] = Caller(model, mesh.plan, widens=not loss.counts_targets)
+        self._call: Callable[[Any], Any] = Caller(model, plan, widens=not loss.counts_targets)
         if tensor is not None and tensor.output is not None:
             self._call = KeepingShares(self._call, tensor.output_mode)
-        self.sample_split = sample_split
         self._draw_rank = mesh.data_rank if sample_split is None or sample_split.draws_alike else mesh.sample_rank
         if sample_split is not None:
             self._call = sample_split.around(self._call)
-        self._empty_forward = empty_forward
+        self._empty_forward = mesh.data_size > 1 and plan.data.buffers == "synchronise" and parts.has_batch_norms
         self._has_compared = False
         self._buffers = BufferPolicy(self.named_model, mesh)
         tied = tied_groups(cut, mesh) if cut is not None else {}
-        self._divergence = DivergenceCheck(self.named_model, optimizer, sync, mesh, layouts, tied=tied)
+        self._divergence = DivergenceCheck(self.named_model, optimizer, sync, mesh, self.layouts, tied=tied)
         if cut is not None:
             shapes = [tuple(parameter.shape) for parameter in cut.whole.parameters()]
         else:
-            shapes = [layouts[name].global_shape for name, _ in self.named_model.named_parameters()]
+            shapes = [self.layouts[name].global_shape for name, _ in self.named_model.named_parameters()]
         self.num_parameters = sum(math.prod(shape) for shape in shapes)
-        """Of the whole model."""
-        self._draws = PlaceSeeds(self.named_model, blueprint, self.seeds) if cut is None else None
+        """Parameters of the whole model."""
+        self._draws = parts.place_seeds
         # Under tensor parallelism what all ranks have must be dropped alike, also by code that says nothing of it.
         self._needs_seeds = (
             self._draws is None or self._draws.is_needed or tensor is not None or sample_split is not None
         )
-        if tensor is not None:
-            tensor.draw_with(self.seeds)
         self._microbatches = Microbatches(
-            mesh.plan.step.microbatches,
-            mesh.world.device,
+            plan.step.microbatches,
+            device,
             sample_split,
             has_loss=mesh.index("pipeline") == mesh.size("pipeline") - 1,
             counts_targets=loss.counts_targets,
         )
         self.pipeline_step = None if cut is None else self._make_pipelined(cut)
-        self.saving = Saving(mesh.world.device)
+        self.saving = Saving(device)
 
     def _make_pipelined(self, cut: CutModel) -> PipelineStep:
         kind = PipelineStream if self.plan.pipeline.schedule in FLUSH_FREE else PipelineStep
@@ -198,7 +190,7 @@ class Trainer:
         microbatches = self._microbatches.cut(inputs, targets)
         if self.seeds.base is None and self._needs_seeds:
             self.seeds.base = self._draw_seed()
-        with self._passes():
+        with self.replacements:
             if self.pipeline_step is not None:
                 loss = self.pipeline_step.step(microbatches, step=self.steps_done)
             else:
@@ -244,7 +236,7 @@ class Trainer:
     def flush(self) -> None:
         """Finish what schedules that never empty their pipeline have in flight; collective. Others have nothing."""
         if self.pipeline_step is not None:
-            with self._passes():
+            with self.replacements:
                 self.pipeline_step.flush()
 
     def keep_trace(self) -> None:
@@ -273,7 +265,7 @@ class Trainer:
             totals[0] += terms.value * terms.multiplier
             totals[1] += terms.count
 
-        with evaluating(self.model), self._passes():
+        with evaluating(self.model), self.replacements:
             for number, batch in enumerate(self._in_step(batches)):
                 if number == 0:
                     require_same_batch(self.mesh, *batch)
@@ -336,10 +328,6 @@ class Trainer:
     def check_divergence(self) -> None:
         """Compare weights, optimizer state and buffers of all replicas now; collective."""
         self._divergence.run(self.steps_done)
-
-    def _passes(self) -> AbstractContextManager[None]:
-        """Passes of the model happen in here."""
-        return nullcontext() if self.sample_split is None else self.sample_split.active()
 
     def _enter(self, inputs: Any) -> None:
         """A pass of a microbatch begins, forward or backward."""

@@ -19,6 +19,7 @@ from weft.errors import ModelError
 from weft.parallel.pipeline.stages import Stages
 from weft.parallel.tracing.dataflow import Flow, Value
 from weft.parallel.tracing.placeholder import Placeholder, PlaceholderModule, to_meta
+from weft.parallel.wrapping.wrap import wrap_forward
 
 Forward = Callable[..., Any]
 
@@ -235,4 +236,5 @@ def install_gates(model: nn.Module, units: Mapping[str, bool], passage: Passage)
     for unit, is_here in units.items():
         if is_here:
             module = model.get_submodule(unit)
-            module.forward = Gate(unit, module.forward, passage)
+            gate = Gate(unit, module.forward, passage)
+            wrap_forward(module, gate, by="pipeline", why="computes only when its stage is run, else passes on values")

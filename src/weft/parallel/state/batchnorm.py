@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from weft.comm.collectives import all_gather, all_reduce
 from weft.comm.group import Group
 from weft.errors import ModelError
+from weft.parallel.wrapping.wrap import Change, record_change
 from weft.plan.model_refusals import STATISTICS_OF_ITS_OWN
 
 
@@ -55,8 +56,8 @@ class SynchronisedBatchNorm(_BatchNorm):
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
 
 
-def synchronise_batch_norms(model: nn.Module, group: Group) -> int:
-    """Make every BatchNorm of a model synchronised, in place; returns how many there were.
+def synchronise_batch_norms(model: nn.Module, group: Group) -> None:
+    """Make every BatchNorm of a model synchronised, in place.
 
     The class is swapped instead of the module: parameters, hooks and every reference to the module stay as they are,
     and it is still an instance of the class it had. A class with a forward of its own is refused, for that would be
@@ -75,9 +76,9 @@ def synchronise_batch_norms(model: nn.Module, group: Group) -> int:
     classes = {kind: type(f"Synchronised{kind.__name__}", (SynchronisedBatchNorm, kind), {}) for kind in kinds}
     for module in others.values():
         module.__class__ = classes[type(module)]
+        record_change(module, Change(kind="class", by="data", why="takes its statistics over the whole batch"))
     for module in found.values():
         module.weft_group = group  # type: ignore[assignment]
-    return len(found)
 
 
 def has_batch_norms(model: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from weft.blueprint import Blueprint
 from weft.parallel.tracing.dataflow import find_units
+from weft.parallel.wrapping.wrap import add_hook
 
 _MASK = (1 << 63) - 1
 
@@ -141,8 +142,9 @@ class PlaceSeeds:
         if not self.is_needed:
             return
         for unit in find_units(model, blueprint):
-            model.get_submodule(unit).register_forward_pre_hook(self._before)
-            model.get_submodule(unit).register_forward_hook(self._after)
+            module, why = model.get_submodule(unit), "sets the random state of this place in the model"
+            add_hook(module, "forward_pre", self._before, by="random states", why=why)
+            add_hook(module, "forward", self._after, by="random states", why="sets that of the place after it")
 
     @contextmanager
     def during(self, *, step: int, microbatch: int, data_rank: int) -> Iterator[None]:

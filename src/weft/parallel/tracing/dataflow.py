@@ -27,6 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 from weft.blueprint import Blueprint
 from weft.errors import ModelError
 from weft.parallel.tracing.placeholder import Placeholder, absorb, is_in_place, is_placeholder, to_meta
+from weft.parallel.wrapping.wrap import wrap_forward
 from weft.plan.model_refusals import BLOCKS_THAT_ASK_FOR_VALUES, BUFFERS_OF_EVERY_STAGE, HIDDEN_OUTPUTS
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
@@ -233,16 +234,16 @@ class _Follower(TorchFunctionMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Units do not run, but are noted, inside."""
-        patched = [(unit, unit.__dict__.get("forward")) for unit in self._units.values()]
-        for name, unit in self._units.items():
-            unit.forward = self._make_stand_in(name, unit.forward)
+        why = "runs the unit on the meta device, and records the call"
+        undo = [
+            wrap_forward(unit, self._make_stand_in(name, unit.forward), by="tracing", why=why)
+            for name, unit in self._units.items()
+        ]
         try:
             yield
         finally:
-            for unit, before in patched:
-                del unit.forward
-                if before is not None:
-                    unit.forward = before
+            while undo:
+                undo.pop()()
 
     def roots(self, tree: Any) -> Roots:
         """All that the tensors of a tree were made from."""

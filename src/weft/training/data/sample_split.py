@@ -6,10 +6,11 @@ What is cut, and what a pass must know of the whole, differs between the two; wh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+
+from weft.parallel.wrapping.replacements import Replacements
 
 MakeWhole = Callable[[Sequence[int]], Tensor]
 
@@ -17,6 +18,8 @@ MakeWhole = Callable[[Sequence[int]], Tensor]
 class SampleSplit(Protocol):
     """Where ranks have parts of every sample: tokens of sequences, or rows of images."""
 
+    replacements: Replacements
+    """Context of the model's passes."""
     draws_alike: bool
     """Ranks of one sample draw the same random numbers, instead of each its own for its part."""
 
@@ -34,9 +37,6 @@ class SampleSplit(Protocol):
 
     def part_of_whole(self, whole: Tensor) -> Tensor:
         """This rank's part of a whole output of the latest pass."""
-
-    def active(self) -> AbstractContextManager[None]:
-        """Passes of the model happen in here."""
 
     def enter(self, inputs: Any) -> None:
         """A pass with these inputs begins, or its backward pass does."""

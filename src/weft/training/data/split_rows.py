@@ -7,12 +7,12 @@ ranks take the same loss, and it is counted as often as there are ranks, in the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
 from weft.parallel.spatial.spatial_parallel import SpatialParallel
+from weft.parallel.wrapping.replacements import Replacements
 from weft.training.data.sample_split import MakeWhole
 
 
@@ -23,6 +23,7 @@ class RowSplit:
 
     def __init__(self, rows: SpatialParallel) -> None:
         self._rows = rows
+        self.replacements = Replacements()
 
     def prepare(self, model: nn.Module) -> None:
         self._rows.prepare(model)
@@ -36,9 +37,6 @@ class RowSplit:
     def shorten(self, inputs: Any, most: int) -> Any:
         del most
         return inputs
-
-    def active(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def enter(self, inputs: Any) -> None:
         del inputs

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +55,7 @@ class SequenceSplit:
 
     def __init__(self, model: nn.Module, sequence: SequenceParallel, device: torch.device) -> None:
         self.sequence = sequence
+        self.replacements = sequence.replacements
         self._model = model
         self._device = device
         self._names = _parameter_names(model)
@@ -68,9 +68,6 @@ class SequenceSplit:
 
     def prepare(self, model: nn.Module) -> None:
         del model
-
-    def active(self) -> AbstractContextManager[None]:
-        return self.sequence.active()
 
     def enter(self, inputs: Any) -> None:
         if isinstance(inputs, Arguments):

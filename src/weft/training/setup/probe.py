@@ -130,7 +130,7 @@ def _pass_split(model: nn.Module, inputs: Any, mesh: Mesh, sample_split: SampleS
     if sample_split is None:
         return run_pass(model, map_tensors(lambda leaf: leaf.to(device), inputs))
     cut = map_tensors(lambda leaf: leaf.to(device), sample_split.cut_inputs(inputs))
-    with sample_split.active():
+    with sample_split.replacements:
         sample_split.enter(cut)
         call = sample_split.around(lambda given: forward(model, given))
         found = run_pass(model, cut, call=call, part=sample_split.part_of_output)

@@ -8,14 +8,14 @@ weights as large as its layers bear, and in 32 bits; if the model cannot do with
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from weft.parallel.wrapping.replacements import Replacements, autocast_entry, exact_float32
 from weft.training.data.sample_split import MakeWhole
 from weft.training.data.trees import map_tensors, output_tensors
 from weft.training.step.evaluating import evaluating
@@ -64,7 +64,8 @@ def try_whole(model: nn.Module, inputs: Any, device: torch.device) -> Trial:
         if has_noise:
             _add_noise(copied)
         try:
-            with _watching_autocast() as casts:
+            casts: list[object] = []
+            with Replacements(autocast_entry(casts.append)):
                 found = run_pass(copied, widened(given, is_wide))
         except Exception:
             if not has_noise:
@@ -89,7 +90,7 @@ def run_pass(
 
     `part` takes this rank's part of something of the shape that an output has in the whole.
     """
-    with evaluating(model), torch.enable_grad(), _without_tf32():
+    with evaluating(model), torch.enable_grad(), Replacements(*exact_float32()):
         output = forward(model, inputs) if call is None else call(inputs)
         # What is masked out with -inf says nothing.
         outputs = [leaf.masked_fill(~leaf.isfinite(), 0.0) for leaf in output_tensors(output) if leaf.requires_grad]
@@ -133,31 +134,3 @@ def _add_noise(model: nn.Module) -> None:
         others = drawn.roll(number * _APART).to(parameter.device, parameter.dtype)
         noise = others.repeat(-(-parameter.numel() // _NUM_DRAWN))[: parameter.numel()].view(parameter.shape)
         parameter.add_(noise, alpha=1.0 if id(parameter) in looked_up else spread)
-
-
-@contextmanager
-def _watching_autocast() -> Iterator[list[object]]:
-    """What is in the list afterwards says that torch.autocast was used."""
-    entered: list[object] = []
-    enter = torch.autocast.__enter__
-
-    def note(autocast: torch.autocast) -> Any:
-        entered.append(autocast)
-        return enter(autocast)  # type: ignore[no-untyped-call]
-
-    torch.autocast.__enter__ = note  # type: ignore[method-assign]
-    try:
-        yield entered
-    finally:
-        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
-
-
-@contextmanager
-def _without_tf32() -> Iterator[None]:
-    """Products of float32 in float32, also on a GPU."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before

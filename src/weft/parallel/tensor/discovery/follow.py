@@ -17,6 +17,7 @@ from weft.errors import ModelError
 from weft.parallel.tensor.discovery.records import NotedCall, Record
 from weft.parallel.tensor.discovery.trace import Tracer
 from weft.parallel.tracing.placeholder import to_meta
+from weft.parallel.wrapping.wrap import wrap_forward
 
 CACHES = ("past_key_values",)
 """What Hugging Face models return for the next token's sake, and no loss looks at."""
@@ -30,7 +31,8 @@ def follow(model: nn.Module, call: Callable[[nn.Module], Any], *, whole_between:
     watch = _Watch(tracer)
     for name, module in tracer.record.modules.items():
         if not isinstance(module, torch.jit.ScriptModule):
-            module.forward = watch.watched(name, module.forward, must_be_whole=name in whole_between)
+            watched = watch.watched(name, module.forward, must_be_whole=name in whole_between)
+            wrap_forward(module, watched, by="discovery", why="tells the tracer whose code is running")
     drawing = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with drawing, torch.enable_grad(), tracer, _Unseen(tracer):
         torch.manual_seed(0)  # a model that decides at random does so alike on all ranks
