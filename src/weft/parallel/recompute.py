@@ -58,9 +58,8 @@ def recompute_blocks(model: nn.Module, blueprint: Blueprint, policy: str) -> Non
     blocks = find_blocks(model, blueprint, asked=f'[recompute] policy = "{policy}"', instead='policy = "none"')
     for name, block in blocks.items():
         recomputed = RecomputedBlock(block, name, selective=policy == "selective")
-        wrap_forward(
-            block, recomputed.forward, by="recompute", why=f"keeps {_KEPT[policy]} and computes the rest again"
-        )
+        why = f"keeps {_KEPT[policy]}, and computes the rest again in the backward pass"
+        wrap_forward(block, recomputed.forward, by="recompute", why=why)
         _BufferGuard(block, name).watch()
 
 
