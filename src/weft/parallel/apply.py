@@ -236,8 +236,7 @@ STEPS = (
         _cut_layers,
     ),
     Step(
-        "parameters get memory and first values, equal on all ranks, or sharded by ZeRO with hooks that gather them; "
-        "gradients get hooks that exchange them (`sync/make.py`)",
+        "parameters get memory, first values that all ranks share, ZeRO's shards, and hooks that exchange gradients",
         _always,
         _place_parameters,
     ),

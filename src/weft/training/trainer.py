@@ -39,6 +39,7 @@ from weft.plan.plan import Plan
 from weft.training.data.batches import Batches
 from weft.training.data.split_tokens import SequenceSplit
 from weft.training.data.trees import num_samples
+from weft.training.describe import Description
 from weft.training.setup.probe_loss import tried
 from weft.training.setup.split_layers import KeepingShares
 from weft.training.step.clipping import join_norm
@@ -238,6 +239,16 @@ class Trainer:
         if self.pipeline_step is not None:
             with self.replacements:
                 self.pipeline_step.flush()
+
+    def describe(self) -> str:
+        """What was done to the model on this rank: wrappers, placements, process groups, replaced functions."""
+        return Description(
+            model=self.named_model,
+            mesh=self.mesh,
+            layouts=self.layouts,
+            cut=self.cut,
+            replacements=self.replacements,
+        ).text()
 
     def keep_trace(self) -> None:
         """From now on keep when things were done of every step, not of the latest only (up to some 100,000 actions)."""
