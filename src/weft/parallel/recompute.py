@@ -4,10 +4,10 @@
     selective   results of matrix products and convolutions with weights are kept too; attention, norms, activation
                 functions, dropout and rotations, which are wide or cheap, are computed again
 
-torch's checkpoint does the work. Here is what it needs to be exact: random states come back (also where tensors are
-given by keyword, which torch overlooks on a GPU), running statistics of BatchNorm move once, and a block whose second
-run would not repeat the first is refused. It is the block's `forward` that is wrapped, so that hooks on the block stay
-outside and never run in the recomputation.
+torch's checkpoint recomputes; this file makes it exact: random states are restored (also where tensors are given by
+keyword, which torch overlooks on a GPU), running statistics of BatchNorm are updated once, and a block whose second run
+would not repeat the first is refused. The block's `forward` is wrapped, so that hooks on the block stay outside and
+never run in the recomputation.
 
 Collectives inside a block run again in the backward pass, in the same order on every rank: synchronised BatchNorm
 gathers its statistics twice.
@@ -38,8 +38,8 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 _KEPT = {"full": "its inputs", "selective": "its inputs and products with weights"}
 
-# Products with weights, and what ranks added up of them or attended to together. Batched products are left out: those
-# are attention scores, quadratic in the tokens.
+# Products with weights, their sums over ranks, and attention over ranks. Batched products are left out: those are
+# attention scores, quadratic in the tokens.
 KEPT_PRODUCTS = KEPT_OPERATORS | frozenset(
     {
         torch.ops.weft.attention.default,
@@ -64,7 +64,7 @@ def recompute_blocks(model: nn.Module, blueprint: Blueprint, policy: str) -> Non
 
 
 def find_blocks(model: nn.Module, blueprint: Blueprint, *, asked: str, instead: str) -> dict[str, nn.Module]:
-    """The blocks of a model by name, one that is used twice only once; refused if there are none."""
+    """The blocks of a model by name, a block that is used twice under its first name; none are refused."""
     if not blueprint.blocks:
         raise ModelError(BLOCKS_NEEDED.message(asked=asked, instead=instead))
     names = {model.get_submodule(name): name for name in reversed(blueprint.blocks)}
@@ -72,7 +72,7 @@ def find_blocks(model: nn.Module, blueprint: Blueprint, *, asked: str, instead: 
 
 
 class RecomputedBlock:
-    """Whose forward stands in for a block's. Not a closure, so that a copy of the model runs the copy's blocks."""
+    """Wraps a block's forward. Not a closure, so that a copy of the model runs the copy's blocks."""
 
     def __init__(self, block: nn.Module, name: str, *, selective: bool) -> None:
         self.block = block
@@ -100,7 +100,7 @@ class RecomputedBlock:
         return self.inner(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
 
     def _contexts(self) -> dict[str, Any]:
-        """torch's argument for what runs around the first and the second forward; the compiler wants none for none."""
+        """torch's argument for contexts around both forwards; the compiler takes none that does nothing."""
         if torch.compiler.is_compiling():
             # A graph has no side effects and nothing in place, and the second run is cut out of it.
             return {"context_fn": selective_contexts} if self.selective else {}
@@ -112,10 +112,10 @@ class RecomputedBlock:
 
 
 class _SecondRun:
-    """While a block is recomputed, its norms move copies of their running statistics, which are then forgotten.
+    """Context of a recomputation, in which norms update copies of their running statistics.
 
-    Their outputs do not depend on those in training, so the second run repeats the first. What the selective policy
-    kept is used up by a run, unless the backward pass keeps its graph and may thus come again
+    In training their outputs do not depend on those, so the second run repeats the first. Results that the selective
+    policy kept are restored if the backward pass keeps its graph and so may run again
     (`parallel/pipeline/split_backward.py`).
     """
 
@@ -148,16 +148,15 @@ class _SecondRun:
         return handled
 
     def _storage(self) -> dict[Any, Any]:
-        """What torch keeps for the selective policy, by operator."""
+        """Results that torch keeps for the selective policy, by operator."""
         storage: dict[Any, Any] = getattr(self.inside, "storage", {})
         return storage
 
 
 class _BufferGuard:
-    """Refuses a block that changes a buffer when it runs: a second run would start from the changed one.
+    """Refuses a block that changes a buffer when it runs: a second run would silently start from the changed one.
 
-    The answer would be wrong without a word. Norms are left out, for they move copies. It watches from hooks on the
-    block, where it also sees what a compiled forward did.
+    Norms are exempt, because they update copies. Hooks on the block also see the changes of a compiled forward.
     """
 
     def __init__(self, block: nn.Module, name: str) -> None:
@@ -195,7 +194,7 @@ class _BufferGuard:
 
 
 def selective_contexts() -> Contexts:
-    """What a block runs under, the first and the second time, so that its products are kept; anew for each forward."""
+    """New contexts of one forward and its recomputation, by which products are kept."""
     contexts: Contexts = create_selective_checkpoint_contexts(_keep_products)
     return contexts
 

@@ -69,7 +69,7 @@ def place(
     apart = apart or Apart()
     if layouts is None:
         layouts = {name: Layout(global_shape=tuple(p.shape)) for name, p in model.named_parameters()}
-    materialiser = Materialiser(model, mesh, cut, initialise=initialise)
+    materialiser = Materialiser(model, mesh.world.device, cut, initialise=initialise)
     if needs_flats(model, mesh):
         return _place_sharded(model, mesh, blueprint, layouts, materialiser, apart, stage_of)
     materialiser.fill_all()

@@ -1,8 +1,9 @@
-"""Whether a loss of the user's own may be taken of some tokens at a time: tried once, with its first targets.
+"""Test that a user's loss may be computed on some tokens at a time, with its first targets.
 
-Ranks that share a sequence each take the loss of their own tokens, and add up. That is the loss of the whole only if no
-token's part of it depends on another's: not if the loss shifts targets itself, or divides by something of the sequence.
-So before its first use, the loss of all of a rank's tokens is compared with that of two halves.
+Ranks that share a sequence each compute the loss of their own tokens, and the losses are summed. That equals the loss
+of the whole only if no token's part depends on another's: not if the loss shifts targets itself, or divides by a
+property of the sequence. So before its first use, the loss of all of a rank's tokens is compared with that of two
+halves.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from weft.training.step.loss import Loss, LossFunction, are_samples_counted, cou
 _TOKEN_DIM = 1
 _MOST_SAMPLES, _MOST_TOKENS = 2, 64
 _ALLOWED = {torch.float64: 1e-5, torch.float32: 1e-4}
-"""Relative difference of the two, by the format they are taken in, which losses may narrow; of 16 bits, 0.01."""
+"""Allowed relative difference, by the format of the outputs, which losses may narrow; 0.01 for 16 bits."""
 
 
 def tried(loss: Loss, group: Group, outside: Callable[[], AbstractContextManager[None]]) -> Loss:
-    """The same loss, tried before its first use; the built-in one is known.
+    """The same loss, tested before its first use, unless it is the built-in one.
 
-    `group` shares sequences. Losses are taken `outside` of the pass: one may call a model of its own.
+    `group` shares sequences. Losses run `outside` of the pass's replacements: one may call a model of its own.
     """
     return loss if loss.counts_targets else replace(loss, function=_Tried(loss, group, outside))
 
 
 class _Tried:
-    """Stands in for a loss function."""
+    """A loss function that is tested before its first use."""
 
     def __init__(self, loss: Loss, group: Group, outside: Callable[[], AbstractContextManager[None]]) -> None:
         self._loss = loss
@@ -65,8 +66,8 @@ class _Tried:
 
 
 def _excess(loss: Loss, output: Any, targets: Any) -> float | None:
-    """How far the means of all tokens and of both halves are apart, as a multiple of what rounding allows; None if
-    that cannot be told here."""
+    """Difference between the means of all tokens and of both halves, as a multiple of what rounding allows; None if
+    these targets do not show it."""
     own = [tensor.dtype for tensor in output_tensors(output) if tensor.is_floating_point()]
     for dtype in (torch.float64, *own[:1]):
         found = _difference(loss, output, targets, dtype)
@@ -76,7 +77,7 @@ def _excess(loss: Loss, output: Any, targets: Any) -> float | None:
 
 
 def _difference(loss: Loss, output: Any, targets: Any, dtype: torch.dtype) -> float | None:
-    """Of random outputs of this dtype."""
+    """The relative difference for random outputs of this dtype."""
     lengths = {tensor.shape[_TOKEN_DIM] for tensor in tensors_of(targets) if tensor.dim() > _TOKEN_DIM}
     if len(lengths) != 1 or min(lengths) < 2:
         return None
@@ -105,7 +106,7 @@ def _difference(loss: Loss, output: Any, targets: Any, dtype: torch.dtype) -> fl
             )
             for start, stop in ((0, middle), (middle, num_tokens))
         ]
-    except Exception:  # whatever it cannot bear of this, it may bear of real outputs
+    except Exception:  # the loss may still accept real outputs
         return None
     total, count = sum(one for one, _ in halves), sum(one for _, one in halves)
     if not whole[1] or not count:
@@ -116,7 +117,7 @@ def _difference(loss: Loss, output: Any, targets: Any, dtype: torch.dtype) -> fl
 
 
 def _first_counted(targets: Any, num_tokens: int) -> int:
-    """The first token that counts, in a few samples; some are left from it on."""
+    """The first token that counts in a few samples, at least 4 tokens before the end if there are as many."""
     first = tensors_of(targets)[0][:_MOST_SAMPLES]
     if are_samples_counted(targets) or first.dim() <= _TOKEN_DIM:
         return 0
@@ -125,7 +126,7 @@ def _first_counted(targets: Any, num_tokens: int) -> int:
 
 
 def _narrowed(tree: Any, start: int, stop: int, length: int, map_all: Callable[..., Any]) -> Any:
-    """Some tokens of a few samples."""
+    """The tokens from start to stop of a few samples."""
 
     def narrow(tensor: torch.Tensor) -> torch.Tensor:
         few = tensor[:_MOST_SAMPLES] if tensor.dim() else tensor
