@@ -1,4 +1,4 @@
-"""The complete list of what is done to a model to make it parallel, in the order in which it is done (`STEPS`).
+"""The complete list of what is done to a model to make it parallel, in the order in which it is done (`steps`).
 
 The model stays the user's own module: same class, same names, same parameters. Wrapped forwards and hooks are recorded
 on the modules (`parallel/wrapping/wrap.py`), where `trainer.describe()` reads them. Two other files change something
@@ -12,85 +12,83 @@ The steps need `sync/` and `training/setup/`, so in the import order this file c
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from torch import nn
-
-from weft.blueprint import Blueprint, find_blueprint
 from weft.layout import Layout
-from weft.mesh import Mesh
 from weft.models.hugging_face_inputs import leave_out_caches
 from weft.parallel.compile import compile_blocks
-from weft.parallel.pipeline.cut_model import CutModel
+from weft.parallel.parallel_model import ParallelModel
 from weft.parallel.recompute import recompute_blocks
-from weft.parallel.state.batchnorm import has_batch_norms, synchronise_batch_norms
+from weft.parallel.state.batchnorm import synchronise_batch_norms
 from weft.parallel.state.materialise import model_tensors
-from weft.parallel.state.rng import PlaceSeeds, Seeds
+from weft.parallel.state.rng import PlaceSeeds
 from weft.parallel.tensor.shares import counted_elements
 from weft.parallel.tensor.tensor_parallel import TensorParallel
-from weft.plan.partition.tensor import Region
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Plan
-from weft.sync.base import Apart, Sync
+from weft.sync.base import Apart
 from weft.sync.make import find_layouts, place
-from weft.training.data.sample_split import SampleSplit
 from weft.training.setup.choose_sample_split import choose_sample_split
 from weft.training.setup.cut_stages import cut_model
 from weft.training.setup.probe import probe_split
 from weft.training.setup.split_layers import split_regions
 
 
-@dataclass(slots=True, kw_only=True)
-class ParallelModel:
-    """A model on this rank, and what the steps so far have made beside it."""
-
-    model: nn.Module
-    mesh: Mesh
-    example: Any = None
-    """Inputs of one microbatch; once samples are split, this rank's part of them."""
-    keep_output: bool = False
-    """The loss can take shares of the output features."""
-    initialise: bool = True
-    """Parameters on the meta device get first values, instead of zeros until weights are read."""
-
-    blueprint: Blueprint = field(init=False)
-    has_batch_norms: bool = field(init=False)
-    """The whole model has some; this rank's stages may have none."""
-    make_sample_split: Callable[[nn.Module], SampleSplit] | None = None
-    sample_split: SampleSplit | None = None
-    """This rank's part of every sample, where ranks share samples."""
-    regions: tuple[Region, ...] = ()
-    """The parts of the whole model that the tensor axis splits."""
-    cut: CutModel | None = None
-    """This rank's stages, in a pipeline."""
-    tensor: TensorParallel | None = None
-    """This rank's shares of layers, with a tensor axis."""
-    layouts: dict[str, Layout] = field(default_factory=dict)
-    """Each parameter's and buffer's placement in the global tensor, by name."""
-    sync: Sync = field(init=False)
-    seeds: Seeds = field(init=False)
-    place_seeds: PlaceSeeds | None = None
-    """Random states by place in the model, where it is in one piece."""
-
-    def __post_init__(self) -> None:
-        self.blueprint = find_blueprint(self.model)
-        self.has_batch_norms = has_batch_norms(self.model)
-        self.seeds = Seeds(self.mesh.world.device)
-
-    @property
-    def stage_of(self) -> dict[str, int] | None:
-        """The stage of each block of this rank, in a pipeline."""
-        if self.cut is None:
-            return None
-        return {block: min(self.cut.stage_of_unit[block]) for block in self.blueprint.blocks}
-
-
 def apply_plan(parts: ParallelModel) -> None:
     """Change a model in place as the mesh's plan says; collective."""
-    for step in STEPS:
-        if step.when(parts.mesh.plan):
+    for step in steps():
+        if step.is_for(parts.mesh.plan):
             step.do(parts)
+
+
+def steps() -> tuple[Step, ...]:
+    """All that can be done to a model, first to last."""
+    return (
+        Step("always", "Hugging Face models are told to keep no keys for a next token", _leave_out_caches),
+        Step("[axes] ring or ulysses > 1", "samples are split by tokens or rows; positions get hooks", _split_samples),
+        Step("[axes] tensor > 1", "regions of layers are declared, or found by following the example", _find_regions),
+        Step("[axes] tensor, ring or ulysses > 1", "a split copy is compared with the whole model", _probe),
+        Step("[axes] pipeline > 1", "weights become rank 0's; stages of other ranks become placeholders", _cut_stages),
+        Step("[axes] tensor > 1", "each tensor of a region is cut to this rank's share", _cut_layers),
+        Step("always", "parameters are materialised, made equal or sharded; gradients get hooks", _place_parameters),
+        Step("[axes] tensor > 1", "layers at both ends of a region exchange", _exchange_in_layers),
+        Step("[data] buffers", "BatchNorm takes its statistics over the whole batch", _synchronise_norms),
+        Step("[recompute] policy", "blocks recompute activations in the backward pass", _recompute_blocks),
+        Step("[compile] blocks", "blocks are compiled, with all of the above inside", _compile_blocks),
+        Step("[axes] ring or ulysses > 1", "BatchNorm takes rows of images", _split_rows),
+        Step("[tensor] sequence", "activations between regions are split by tokens", _split_tokens),
+        Step("[axes] pipeline > 1", "units compute only when their stage is run", _open_gates),
+        Step("always", "random states follow a unit's place in the model, not the plan", _seed_places),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One thing that is done to a model, under a condition on the plan."""
+
+    condition: str
+    what: str
+    do: Callable[[ParallelModel], None]
+
+    def is_for(self, plan: Plan) -> bool:
+        return _CONDITIONS[self.condition](plan)
+
+
+_CONDITIONS: dict[str, Callable[[Plan], bool]] = {
+    "always": lambda plan: True,
+    "[axes] ring or ulysses > 1": lambda plan: plan.axes.sequence > 1,
+    "[axes] tensor > 1": lambda plan: plan.axes.tensor > 1,
+    "[axes] tensor, ring or ulysses > 1": lambda plan: plan.axes.tensor * plan.axes.sequence > 1,
+    "[axes] pipeline > 1": lambda plan: plan.axes.pipeline > 1,
+    "[data] buffers": lambda plan: plan.data.buffers == "synchronise",
+    "[recompute] policy": lambda plan: plan.recompute.policy != "none",
+    "[compile] blocks": lambda plan: plan.compile.blocks,
+    "[tensor] sequence": lambda plan: plan.tensor.sequence,
+}
+
+
+def _leave_out_caches(parts: ParallelModel) -> None:
+    leave_out_caches(parts.model)
 
 
 def _split_samples(parts: ParallelModel) -> None:
@@ -164,6 +162,20 @@ def _exchange_in_layers(parts: ParallelModel) -> None:
     parts.tensor.install(keep_output=parts.keep_output)
 
 
+def _synchronise_norms(parts: ParallelModel) -> None:
+    mesh = parts.mesh
+    if parts.has_batch_norms and mesh.data_size * mesh.sequence_size > 1:
+        synchronise_batch_norms(parts.model, mesh.batch_group("statistics"))
+
+
+def _recompute_blocks(parts: ParallelModel) -> None:
+    recompute_blocks(parts.model, parts.blueprint, parts.mesh.plan.recompute.policy)
+
+
+def _compile_blocks(parts: ParallelModel) -> None:
+    compile_blocks(parts.model, parts.blueprint)
+
+
 def _split_rows(parts: ParallelModel) -> None:
     assert parts.sample_split is not None
     parts.sample_split.prepare(parts.model)
@@ -184,80 +196,3 @@ def _seed_places(parts: ParallelModel) -> None:
         parts.place_seeds = PlaceSeeds(parts.model, parts.blueprint, parts.seeds)
     if parts.tensor is not None:
         parts.tensor.draw_with(parts.seeds)
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One thing that is done to a model."""
-
-    what: str
-    when: Callable[[Plan], bool]
-    do: Callable[[ParallelModel], None]
-
-
-def _always(plan: Plan) -> bool:
-    del plan
-    return True
-
-
-def _shares_batch(plan: Plan) -> bool:
-    return plan.axes.replicate * plan.axes.data * plan.axes.sequence > 1
-
-
-STEPS = (
-    Step(
-        "Hugging Face models are told to keep no keys for a next token",
-        _always,
-        lambda parts: leave_out_caches(parts.model),
-    ),
-    Step(
-        "samples are split by tokens or by rows; modules that take positions get this rank's",
-        lambda plan: plan.axes.sequence > 1,
-        _split_samples,
-    ),
-    Step(
-        "regions of layers are chosen for the tensor axis: declared, or found by following the example",
-        lambda plan: plan.axes.tensor > 1,
-        _find_regions,
-    ),
-    Step(
-        "a split copy is compared with the whole model on the example, outputs and gradients",
-        lambda plan: plan.axes.tensor * plan.axes.sequence > 1,
-        _probe,
-    ),
-    Step(
-        "stages of other pipeline ranks become placeholders; every rank starts from rank 0's weights",
-        lambda plan: plan.axes.pipeline > 1,
-        _cut_stages,
-    ),
-    Step(
-        "this rank keeps its share of each tensor that the tensor axis splits",
-        lambda plan: plan.axes.tensor > 1,
-        _cut_layers,
-    ),
-    Step(
-        "parameters get memory, first values that all ranks share, ZeRO's shards, and hooks that exchange gradients",
-        _always,
-        _place_parameters,
-    ),
-    Step("layers at both ends of a region exchange", lambda plan: plan.axes.tensor > 1, _exchange_in_layers),
-    Step(
-        "BatchNorm takes its statistics over the whole batch",
-        lambda plan: _shares_batch(plan) and plan.data.buffers == "synchronise",
-        lambda parts: synchronise_batch_norms(parts.model, parts.mesh.batch_group("statistics")),
-    ),
-    Step(
-        "blocks recompute their activations in the backward pass",
-        lambda plan: plan.recompute.policy != "none",
-        lambda parts: recompute_blocks(parts.model, parts.blueprint, parts.mesh.plan.recompute.policy),
-    ),
-    Step(
-        "blocks are compiled, with all of the above inside",
-        lambda plan: plan.compile.blocks,
-        lambda parts: compile_blocks(parts.model, parts.blueprint),
-    ),
-    Step("BatchNorm takes rows of images", lambda plan: plan.axes.sequence > 1, _split_rows),
-    Step("activations between regions are split by tokens", lambda plan: plan.tensor.sequence, _split_tokens),
-    Step("units compute only when their stage is run", lambda plan: plan.axes.pipeline > 1, _open_gates),
-    Step("random states follow a unit's place in the model, not the plan", _always, _seed_places),
-)

@@ -60,7 +60,7 @@ def recompute_blocks(model: nn.Module, blueprint: Blueprint, policy: str) -> Non
         recomputed = RecomputedBlock(block, name, selective=policy == "selective")
         why = f"keeps {_KEPT[policy]}, and computes the rest again in the backward pass"
         wrap_forward(block, recomputed.forward, by="recompute", why=why)
-        _BufferGuard(block, name).watch()
+        _BufferGuard(block, name)
 
 
 def find_blocks(model: nn.Module, blueprint: Blueprint, *, asked: str, instead: str) -> dict[str, nn.Module]:
@@ -160,17 +160,13 @@ class _BufferGuard:
     """
 
     def __init__(self, block: nn.Module, name: str) -> None:
-        self.block = block
         self.name = name
         self.modules = [module for module in block.modules() if not isinstance(module, _NormBase) and module._buffers]
         self.before: list[tuple[nn.Module, str, torch.Tensor, int]] = []
-
-    def watch(self) -> None:
         if self.modules:
-            add_hook(self.block, "forward_pre", self._remember, by="recompute", why="notes the versions of its buffers")
-            add_hook(
-                self.block, "forward", self._compare, by="recompute", why="refuses a forward that changed a buffer"
-            )
+            why = "refuses a forward that changes a buffer"
+            add_hook(block, "forward_pre", self._remember, by="recompute", why=why)
+            add_hook(block, "forward", self._compare, by="recompute", why=why)
 
     def _remember(self, block: nn.Module, args: Any) -> None:
         del args

@@ -17,7 +17,7 @@ from torch import nn
 from weft.comm.group import Group
 from weft.layout import Layout
 from weft.mesh import Mesh
-from weft.parallel.apply import STEPS
+from weft.parallel.apply import steps
 from weft.parallel.pipeline.cut_model import CutModel
 from weft.parallel.tracing.placeholder import PlaceholderModule
 from weft.parallel.wrapping.replacements import Replacements
@@ -41,11 +41,11 @@ class Description:
         mesh = self.mesh
         axes = " × ".join(f"{axis} {size}" for axis, size in _used(mesh).items()) or "one rank"
         places = ", ".join(f"{axis} {mesh.index(axis)}" for axis in _used(mesh)) or "alone"
-        steps = [step.what for step in STEPS if step.when(mesh.plan)]
+        done = [f"{step.what} ({step.condition})" for step in steps() if step.is_for(mesh.plan)]
         replaced = [f"{one.what}: {one.why}" for one in self.replacements.all()]
         sections = {
             f"plan: {axes} ({mesh.world.size} ranks)": [f"rank {mesh.world.rank} on {mesh.world.device}: {places}"],
-            "done to the model, in order": [f"{number}. {what}" for number, what in enumerate(steps, 1)],
+            "done to the model, in order": [f"{number}. {what}" for number, what in enumerate(done, 1)],
             f"model: {type(self.model).__name__}": _Tree(self).lines(),
             "process groups of this rank": _group_lines(mesh),
             "replaced while a step runs": replaced or ["nothing"],

@@ -12,7 +12,8 @@ from torch import nn
 from weft.checkpoint.pretrained import load_weights
 from weft.errors import ModelError
 from weft.mesh import join_world, make_mesh
-from weft.parallel.apply import ParallelModel, apply_plan
+from weft.parallel.apply import apply_plan
+from weft.parallel.parallel_model import ParallelModel
 from weft.parallel.state.batchnorm import has_batch_norms
 from weft.parallel.state.materialise import agreed_seed
 from weft.parallel.zero.flat_parameters import Piece

@@ -14,27 +14,20 @@ from weft.comm.collectives import all_reduce, broadcast
 from weft.mesh import Mesh
 
 
-class BufferPolicy:
-    """Broadcasts rank 0's buffers to all data ranks, in one message per dtype, if the plan says so."""
-
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        self._model = model
-        self._mesh = mesh
-        self._active = mesh.data_size * mesh.sequence_size > 1 and mesh.plan.data.buffers == "broadcast"
-
-    @torch.no_grad()
-    def after_step(self) -> None:
-        if not self._active:
-            return
-        # Looked up again, because a layer may replace its buffer instead of writing into it.
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for buffer in persistent_buffers(self._model).values():
-            by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        for buffers in by_dtype.values():
-            flat = torch.cat([buffer.flatten() for buffer in buffers])
-            broadcast(flat, self._mesh.batch_group("control"))
-            for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
-                buffer.copy_(part.view_as(buffer))
+@torch.no_grad()
+def broadcast_buffers(model: nn.Module, mesh: Mesh) -> None:
+    """Give all data ranks rank 0's buffers, in one message per dtype, if the plan says so; collective."""
+    if mesh.plan.data.buffers != "broadcast" or mesh.data_size * mesh.sequence_size == 1:
+        return
+    # Looked up in every step, because a layer may replace its buffer instead of writing into it.
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for buffer in persistent_buffers(model).values():
+        by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    for buffers in by_dtype.values():
+        flat = torch.cat([buffer.flatten() for buffer in buffers])
+        broadcast(flat, mesh.batch_group("control"))
+        for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+            buffer.copy_(part.view_as(buffer))
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -141,7 +141,7 @@ class Materialiser:
 
     def _portions(self) -> Iterator[list[nn.Parameter]]:
         """Parameters without memory: all at once, if this rank keeps whole tensors."""
-        empty = [parameter for parameter in self._model.parameters() if self._is_empty(parameter)]
+        empty = [parameter for parameter in self._model.parameters() if parameter.is_meta]
         if self._cut is None:
             yield empty
             return
@@ -153,12 +153,9 @@ class Materialiser:
             portion.append(parameter)
         yield portion
 
-    def _is_empty(self, parameter: nn.Parameter) -> bool:
-        return self._is_needed and parameter.is_meta
-
     def fill(self, parameters: Collection[nn.Parameter]) -> Replacements:
         """Give some parameters memory and values, in the model; returns the new one for each that had none."""
-        empty = [parameter for parameter in parameters if self._is_empty(parameter)]
+        empty = [parameter for parameter in parameters if self._is_needed and parameter.is_meta]
         if not empty:
             return {}
         if not self._initialises:
