@@ -39,6 +39,7 @@ def apply_plan(parts: ParallelModel) -> None:
     for step in steps():
         if step.is_for(parts.mesh.plan):
             step.do(parts)
+    parts.example = None  # the trainer keeps the record, not its inputs
 
 
 def steps() -> tuple[Step, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +78,21 @@ class ParallelModel:
     def runs_empty(self) -> bool:
         """Layers exchange in their forward pass, so that a microbatch without samples must run too."""
         return self.has_batch_norms and self.mesh.data_size > 1 and self.mesh.plan.data.buffers == "synchronise"
+
+    @property
+    def needs_seeds(self) -> bool:
+        """Passes draw from the run's own seed. Ranks that share layers or samples must drop alike, also in code without
+        a dropout rate as an attribute."""
+        is_shared = self.tensor is not None or self.sample_split is not None
+        return self.place_seeds is None or self.place_seeds.is_needed or is_shared
+
+    def random_states(self, step: int, microbatch: int) -> AbstractContextManager[None]:
+        """Context of the random states of one microbatch's forward pass, the same for any number of stages."""
+        if self.place_seeds is None or not self.needs_seeds:
+            return nullcontext()
+        draws_alike = self.sample_split is None or self.sample_split.draws_alike
+        data_rank = self.mesh.data_rank if draws_alike else self.mesh.sample_rank
+        return self.place_seeds.during(step=step, microbatch=microbatch, data_rank=data_rank)
 
     def make_replacements(self) -> Replacements:
         """Context of the model's passes."""

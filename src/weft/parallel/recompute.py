@@ -33,7 +33,6 @@ from weft.parallel.tensor.operators import KEPT_OPERATORS
 from weft.parallel.wrapping.wrap import add_hook, wrap_forward
 from weft.plan.model_refusals import BLOCKS_NEEDED, BUFFERS_RECOMPUTED, PRODUCTS_OVERWRITTEN
 
-Forward = Callable[..., Any]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 _KEPT = {"full": "its inputs", "selective": "its inputs and products with weights"}
@@ -77,7 +76,7 @@ class RecomputedBlock:
     def __init__(self, block: nn.Module, name: str, *, selective: bool) -> None:
         self.block = block
         self.name = name
-        self.inner: Forward = block.forward
+        self.inner: Callable[..., Any] = block.forward
         self.selective = selective
         self.norms = [module for module in block.modules() if isinstance(module, _NormBase) and module._buffers]
 
@@ -168,8 +167,7 @@ class _BufferGuard:
             add_hook(block, "forward_pre", self._remember, by="recompute", why=why)
             add_hook(block, "forward", self._compare, by="recompute", why=why)
 
-    def _remember(self, block: nn.Module, args: Any) -> None:
-        del args
+    def _remember(self, block: nn.Module, _: object) -> None:
         self.before = [
             (module, name, buffer, buffer._version)
             for module in self.modules
@@ -177,8 +175,7 @@ class _BufferGuard:
             if buffer is not None and block.training and torch.is_grad_enabled()
         ]
 
-    def _compare(self, block: nn.Module, args: Any, output: Any) -> None:
-        del block, args, output
+    def _compare(self, *_: object) -> None:
         changed = [
             BUFFERS_RECOMPUTED.message(buffer=f"{type(module).__name__}.{name}", block=self.name)
             for module, name, buffer, version in self.before
@@ -195,6 +192,5 @@ def selective_contexts() -> Contexts:
     return contexts
 
 
-def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    del context, args, kwargs
+def _keep_products(_: object, operator: Any, *__: object, **___: object) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator in KEPT_PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -43,9 +43,9 @@ def parallelize(
 ) -> Trainer:
     """Train a model as a plan says.
 
-    The model stays an ordinary module and is changed in place: moved to this rank's device, made equal on all ranks,
-    given hooks that exchange gradients. It may be on the meta device, without memory: then it gets its values here, and
-    with `[data] shard = "parameters"` no rank ever holds the whole of it.
+    The model stays an ordinary module and is changed in place (`parallel/apply.py` lists how). It may be on the meta
+    device, without memory: then it gets its first values here, and with `[data] shard = "parameters"` no rank ever
+    holds the whole of it.
 
     loss        "cross-entropy", or loss(output, targets) -> scalar mean, or (sum, count)
     optimizer   called with the parameters: functools.partial(torch.optim.AdamW, lr=3e-4)
@@ -98,17 +98,15 @@ def parallelize(
 
 def _optimizer_arguments(pieces: Sequence[Piece], groups: ParameterGroups | None) -> list[dict[str, Any]]:
     """Parameter groups: parameters with equal settings together, in the order of first appearance."""
-    made: list[dict[str, Any]] = []
-    settings_of: list[dict[str, Any]] = []
-    if not pieces:  # a stage with nothing to train; torch refuses an empty list, but not an empty group
-        return [{"params": []}]
+    made: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
     for piece in pieces:
         settings = groups(piece.name, piece.layout.global_shape) if groups else {}
-        if settings not in settings_of:
-            settings_of.append(settings)
-            made.append({"params": [], **settings})
-        made[settings_of.index(settings)]["params"].append(piece.tensor)
-    return made
+        together = next((tensors for others, tensors in made if others == settings), None)
+        if together is None:
+            made.append((settings, together := []))
+        together.append(piece.tensor)
+    # A stage may have nothing to train; torch refuses an empty list, but not an empty group.
+    return [{"params": tensors, **settings} for settings, tensors in made] or [{"params": []}]
 
 
 def _refuse_model(model: nn.Module) -> None:

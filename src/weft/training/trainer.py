@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,7 +93,6 @@ class Trainer:
         self._call: Callable[[Any], Any] = Caller(model, plan, widens=not loss.counts_targets)
         if tensor is not None and tensor.output is not None:
             self._call = KeepingShares(self._call, tensor.output_mode)
-        self._draw_rank = mesh.data_rank if sample_split is None or sample_split.draws_alike else mesh.sample_rank
         if sample_split is not None:
             self._call = sample_split.around(self._call)
         self._empty_forward = parts.runs_empty
@@ -103,11 +101,7 @@ class Trainer:
         self._divergence = DivergenceCheck(self.named_model, optimizer, sync, mesh, self.layouts, tied=tied)
         self.num_parameters = parts.num_parameters
         """Elements of the whole model's parameters."""
-        self._draws = parts.place_seeds
-        # Ranks that share layers or samples must drop alike, also in code without a dropout rate as an attribute.
-        self._needs_seeds = (
-            self._draws is None or self._draws.is_needed or tensor is not None or sample_split is not None
-        )
+        self._needs_seeds = parts.needs_seeds
         self._microbatches = Microbatches(
             plan.step.microbatches,
             device,
@@ -123,7 +117,7 @@ class Trainer:
             call=self._call,
             counts=self.counts,
             recording=self._recording,
-            random=self._random,
+            random=parts.random_states,
             enter=self._enter,
             runs_empty=self._empty_forward,
         )
@@ -311,12 +305,6 @@ class Trainer:
         drawn = torch.randint(2**62, (1,)).to(self.mesh.world.device)
         broadcast(drawn, self.mesh.everyone("control"))
         return int(drawn)
-
-    def _random(self, step: int, microbatch: int) -> AbstractContextManager[None]:
-        """Context of the random states of one microbatch's forward pass, the same for any number of stages."""
-        if self._draws is None or not self._needs_seeds:
-            return nullcontext()
-        return self._draws.during(step=step, microbatch=microbatch, data_rank=self._draw_rank)
 
     def _in_step(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
         """The batches; where forward passes exchange, a rank without more of them takes part until no rank has any."""

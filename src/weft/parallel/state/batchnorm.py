@@ -86,7 +86,7 @@ def has_batch_norms(model: nn.Module) -> bool:
 
 def _merged_statistics(input: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Mean and biased variance of each channel over all ranks, and the number of values per channel."""
-    dims, channels = _reduced_dims(input), input.shape[1]
+    dims, channels = (0, *range(2, input.dim())), input.shape[1]
     wide = input if input.dtype == torch.float64 else input.float()
     local_count = input.numel() // channels
     local = wide.new_zeros(2 * channels + 1)
@@ -102,10 +102,6 @@ def _merged_statistics(input: torch.Tensor, group: Group) -> tuple[torch.Tensor,
     mean = (means * counts).sum(0) / total
     variance = (deviations + counts * (means - mean) ** 2).sum(0) / total
     return mean, variance, int(total)
-
-
-def _reduced_dims(input: torch.Tensor) -> list[int]:
-    return [dim for dim in range(input.dim()) if dim != 1]
 
 
 def _per_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -143,7 +139,7 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         normalised, inverse, weight = ctx.saved_tensors
         grad = grads[0].to(normalised.dtype)
-        dims, channels = _reduced_dims(grad), grad.shape[1]
+        dims, channels = (0, *range(2, grad.dim())), grad.shape[1]
         local = torch.cat([grad.sum(dims), (grad * normalised).sum(dims)])
         grad_bias, grad_weight = local[:channels].clone(), local[channels:].clone()
         all_reduce(local, ctx.group)

@@ -41,7 +41,10 @@ def cut_model(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: Any) 
     def call(called: Callable[..., Any], inputs: Any) -> Any:
         return Caller(called, plan, widens=False)(inputs)
 
-    example = map_tensors(lambda tensor: _with_values(tensor, device), example)
+    def with_values(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+
+    example = map_tensors(with_values, example)
     whole = outline(model, blueprint, plan, example, call=call, device=device)
     num_stages = plan.axes.pipeline * plan.pipeline.chunks
     problem = stage_problem(len(blueprint.blocks), pipeline=plan.axes.pipeline, chunks=plan.pipeline.chunks)
@@ -59,10 +62,6 @@ def cut_model(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: Any) 
         raise ModelError([PIPEDREAM_WITH_SHARED_WEIGHTS.message(name=name, ranks=ranks) for name, ranks in shared])
     _materialise_shared(made, mesh)
     return made, plan
-
-
-def _with_values(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
 
 def _balanced(whole: Outline, mesh: Mesh, num_stages: int) -> tuple[int, ...]:
@@ -110,13 +109,10 @@ def _sum(one: BlockCost, other: BlockCost) -> BlockCost:
 
 def _in_flight(plan: Plan, num_stages: int) -> list[int]:
     """Most microbatches between their forward and backward pass, on each stage."""
-    m = plan.step.microbatches
-    if plan.pipeline.schedule == "naive":
-        return [1] * num_stages
-    if plan.pipeline.schedule == "gpipe":
-        return [m] * num_stages
-    is_endless = plan.pipeline.schedule in FLUSH_FREE
-    return [num_stages - i if is_endless else min(num_stages - i, m) for i in range(num_stages)]
+    m, schedule = plan.step.microbatches, plan.pipeline.schedule
+    if schedule in ("naive", "gpipe"):
+        return [1 if schedule == "naive" else m] * num_stages
+    return [num_stages - i if schedule in FLUSH_FREE else min(num_stages - i, m) for i in range(num_stages)]
 
 
 def _begin_alike(model: nn.Module, mesh: Mesh) -> None:

@@ -95,24 +95,24 @@ def _difference(loss: Loss, output: Any, targets: Any, dtype: torch.dtype) -> fl
     few = map_output(draw, _narrowed(output, first, first + num_tokens, max(lengths), map_output))
     goal = _narrowed(targets, first, first + num_tokens, max(lengths), map_tensors)
     middle = num_tokens // 2
+
+    def sum_and_count(start: int, stop: int) -> tuple[float, float]:
+        goal_part = _narrowed(goal, start, stop, num_tokens, map_tensors)
+        count = count_targets(goal_part) * (stop - start if are_samples_counted(goal_part) else 1)
+        terms = loss_terms(loss, _narrowed(few, start, stop, num_tokens, map_output), goal_part, int(count))
+        return float(terms.value * terms.multiplier), float(terms.count)
+
     try:
-        whole = _sum_and_count(loss, few, goal, num_tokens)
-        halves = [
-            _sum_and_count(
-                loss,
-                _narrowed(few, start, stop, num_tokens, map_output),
-                _narrowed(goal, start, stop, num_tokens, map_tensors),
-                stop - start,
-            )
-            for start, stop in ((0, middle), (middle, num_tokens))
-        ]
+        whole, first_half, second_half = (
+            sum_and_count(*part) for part in ((0, num_tokens), (0, middle), (middle, num_tokens))
+        )
     except Exception:  # the loss may still accept real outputs
         return None
-    total, count = sum(one for one, _ in halves), sum(one for _, one in halves)
+    count = first_half[1] + second_half[1]
     if not whole[1] or not count:
         return None
     mean = whole[0] / whole[1]
-    found = abs(total / count - mean) / max(abs(mean), 1e-6)
+    found = abs((first_half[0] + second_half[0]) / count - mean) / max(abs(mean), 1e-6)
     return None if math.isnan(found) else found
 
 
@@ -134,11 +134,3 @@ def _narrowed(tree: Any, start: int, stop: int, length: int, map_all: Callable[.
         return few[:, start:stop].contiguous() if has_tokens else few
 
     return map_all(narrow, tree)
-
-
-def _sum_and_count(loss: Loss, output: Any, targets: Any, num_tokens: int) -> tuple[float, float]:
-    count = count_targets(targets)
-    if are_samples_counted(targets):
-        count = count * num_tokens
-    terms = loss_terms(loss, output, targets, int(count))
-    return float(terms.value * terms.multiplier), float(terms.count)
