@@ -81,7 +81,7 @@ _CONDITIONS: dict[str, Callable[[Plan], bool]] = {
     "[axes] tensor > 1": lambda plan: plan.axes.tensor > 1,
     "[axes] tensor, ring or ulysses > 1": lambda plan: plan.axes.tensor * plan.axes.sequence > 1,
     "[axes] pipeline > 1": lambda plan: plan.axes.pipeline > 1,
-    "[data] buffers": lambda plan: plan.data.buffers == "synchronise",
+    "[data] buffers": lambda plan: plan.data.buffers == "synchronise" and plan.axes.replicate * plan.axes.state > 1,
     "[recompute] policy": lambda plan: plan.recompute.policy != "none",
     "[compile] blocks": lambda plan: plan.compile.blocks,
     "[tensor] sequence": lambda plan: plan.tensor.sequence,
@@ -164,9 +164,8 @@ def _exchange_in_layers(parts: ParallelModel) -> None:
 
 
 def _synchronise_norms(parts: ParallelModel) -> None:
-    mesh = parts.mesh
-    if parts.has_batch_norms and mesh.data_size * mesh.sequence_size > 1:
-        synchronise_batch_norms(parts.model, mesh.batch_group("statistics"))
+    if parts.has_batch_norms:
+        synchronise_batch_norms(parts.model, parts.mesh.batch_group("statistics"))
 
 
 def _recompute_blocks(parts: ParallelModel) -> None:
