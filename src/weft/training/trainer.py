@@ -36,7 +36,7 @@ from weft.plan.plan import Plan
 from weft.training.data.batches import Batches
 from weft.training.data.split_tokens import SequenceSplit
 from weft.training.describe import Description
-from weft.training.setup.probe_loss import tried
+from weft.training.setup.probe_loss import probed
 from weft.training.setup.split_layers import KeepingShares
 from weft.training.step.divergence import DivergenceCheck, require_same_batch
 from weft.training.step.evaluating import evaluating
@@ -88,7 +88,7 @@ class Trainer:
         if tensor is not None and tensor.output is not None:
             loss = replace(loss, function=SplitCrossEntropy(share=tensor.output, group=tensor.group))
         if isinstance(sample_split, SequenceSplit):
-            loss = tried(loss, mesh.group("ring+ulysses", "control"), self.replacements.paused)
+            loss = probed(loss, mesh.group("ring+ulysses", "control"), self.replacements.paused)
         self._loss = loss
         self._call: Callable[[Any], Any] = Caller(model, plan, widens=not loss.counts_targets)
         if tensor is not None and tensor.output is not None:
@@ -201,7 +201,7 @@ class Trainer:
                 self.pipeline_step.flush()
 
     def describe(self) -> str:
-        """What was done to the model on this rank: wrappers, placements, process groups, replaced functions."""
+        """A text of this rank's wrapped modules, parameter placements, process groups and replaced functions."""
         return Description(
             model=self.named_model,
             mesh=self.mesh,

@@ -106,14 +106,14 @@ class Materialiser:
             return
         self._places = _find_places(model)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
-        self._stand_ins = {p: _make_like(p, torch.device("meta")) for p in model.parameters() if not p.is_meta}
+        self._placeholders = {p: _make_like(p, torch.device("meta")) for p in model.parameters() if not p.is_meta}
         self._values = InitValues(model, torch.initial_seed() if seed is None else seed)
         if not with_buffers:
             return
         empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-        self._install(self._stand_ins)  # or layers would initialise these again
+        self._install(self._placeholders)  # or layers would initialise these again
         self._values.fill_buffers(self._device)
-        self._install({stand_in: own for own, stand_in in self._stand_ins.items()})
+        self._install({placeholder: own for own, placeholder in self._placeholders.items()})
         self._buffers = {name: model.get_buffer(name) for name in empty}
         self._keep_shares(self._buffers)
 
@@ -164,11 +164,11 @@ class Materialiser:
             return made
         made = {p: _make_like(p, self._device) for p in empty}
         self._install(made)
-        self._install(self._stand_ins)
+        self._install(self._placeholders)
         new = set(made.values())
         named = {name: p for name, p in self._model.named_parameters(remove_duplicate=False) if p in new}
         self._values.fill(named, self._device)
-        self._install({stand_in: own for own, stand_in in self._stand_ins.items()})
+        self._install({placeholder: own for own, placeholder in self._placeholders.items()})
         filled = {self._names[old]: p for old, p in made.items()}
         _refuse_unfilled(filled)
         self._keep_shares(filled)

@@ -37,7 +37,7 @@ class Seeds:
 
     @contextmanager
     def during(self, *, step: int, microbatch: int, data_rank: int) -> Iterator[None]:
-        """Context of one microbatch's random state; the state from before comes back after it."""
+        """Context of one microbatch's random state; the state from before is restored after it."""
         self._now = mix(mix(mix(self.base or 0, step), microbatch), data_rank)
         before = self.generator.get_state()
         if self.draws is not None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequen
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -103,15 +102,12 @@ class Replacements:
 
 def torch_attention(model: nn.Module, attend: Callable[..., torch.Tensor], *, why: str) -> list[Replacement]:
     """torch's attention, in torch and under the names by which the modules of a model have imported it."""
-    holders: dict[str, ModuleType] = {F.__name__: F}
+    places = {(F.__name__, WHOLE_ATTENTION.__name__)}
     for name in {kind.__module__ for module in model.modules() for kind in type(module).__mro__}:
         if name in sys.modules:
-            holders[name] = sys.modules[name]
+            places |= {(name, key) for key, value in vars(sys.modules[name]).items() if value is WHOLE_ATTENTION}
     found = [
-        _entry(vars(holder), key, attend, what=f"{name}.{key}", why=why)
-        for name, holder in holders.items()
-        for key, value in vars(holder).items()
-        if value is WHOLE_ATTENTION
+        _entry(vars(sys.modules[name]), key, attend, what=f"{name}.{key}", why=why) for name, key in sorted(places)
     ]
     enable = torch.backends.mha.set_fastpath_enabled
     why_slow = "makes torch's layers call the attention function in evaluation too"

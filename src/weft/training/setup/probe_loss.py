@@ -30,37 +30,37 @@ _ALLOWED = {torch.float64: 1e-5, torch.float32: 1e-4}
 """Allowed relative difference, by the format of the outputs, which losses may narrow; 0.01 for 16 bits."""
 
 
-def tried(loss: Loss, group: Group, outside: Callable[[], AbstractContextManager[None]]) -> Loss:
+def probed(loss: Loss, group: Group, outside: Callable[[], AbstractContextManager[None]]) -> Loss:
     """The same loss, tested before its first use, unless it is the built-in one.
 
     `group` shares sequences. Losses run `outside` of the pass's replacements: one may call a model of its own.
     """
-    return loss if loss.counts_targets else replace(loss, function=_Tried(loss, group, outside))
+    return loss if loss.counts_targets else replace(loss, function=_ProbedLoss(loss, group, outside))
 
 
-class _Tried:
+class _ProbedLoss:
     """A loss function that is tested before its first use."""
 
     def __init__(self, loss: Loss, group: Group, outside: Callable[[], AbstractContextManager[None]]) -> None:
         self._loss = loss
         self._group = group
         self._outside = outside
-        self._is_tried = False
+        self._is_probed = False
 
     def __call__(self, output: Any, targets: Any) -> Any:
         with self._outside():
-            if not self._is_tried:
-                self._try(output, targets)
+            if not self._is_probed:
+                self._probe(output, targets)
             function: LossFunction = self._loss.function
             return function(output, targets)
 
     @torch.no_grad()
-    def _try(self, output: Any, targets: Any) -> None:
+    def _probe(self, output: Any, targets: Any) -> None:
         found = _excess(self._loss, output, targets)
         told = [0.0, 0.0] if found is None else [1.0, found]
         everywhere = torch.tensor(told, dtype=torch.float64, device=tensors_of(targets)[0].device)
         all_reduce(everywhere, self._group, op="max")
-        self._is_tried, worst = bool(everywhere[0]), float(everywhere[1])
+        self._is_probed, worst = bool(everywhere[0]), float(everywhere[1])
         if worst > 1:
             raise ModelError(LOSS_OVER_TOKENS.message(excess=worst))
 
