@@ -64,7 +64,6 @@ class _Tree:
     def __init__(self, given: Description) -> None:
         self._given = given
         self._first_names = {id(parameter): name for name, parameter in given.model.named_parameters()}
-
         hooks = [set(_gradient_hooks(parameter)) for parameter in given.model.parameters() if parameter.requires_grad]
         self._common_hooks = set.intersection(*hooks) if hooks else set()
 
