@@ -19,11 +19,11 @@ SOURCE = Path(__file__).parents[1] / "src"
 
 ROOMS = (
     "errors units hosts plan plan.partition plan.pipeline profiles planning report "
-    "dtypes comm.shared_memory comm mesh blueprint models layout "
+    "dtypes comm.shared_memory comm mesh parallel.wrapping blueprint models layout "
     "parallel.tracing parallel.zero parallel.state parallel.attention parallel.sequence parallel.spatial "
-    "parallel.tensor.discovery parallel.tensor parallel.pipeline parallel "
+    "parallel.tensor.discovery parallel.tensor parallel.pipeline "
     "codecs sync server checkpoint optim "
-    "training.data training.step training.setup training training.run verification "
+    "training.data training.step training.setup parallel training training.run verification "
     "measure lab launch cli __main__"
 ).split()
 """Packages in import order; a sub-package may stand above or below the package that holds it."""

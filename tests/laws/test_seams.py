@@ -32,11 +32,11 @@ from weft.checkpoint.local_parts import held_parameters
 from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
 from weft.mesh import Mesh
+from weft.parallel import apply
 from weft.parallel.tensor.shares import local_part
 from weft.plan.plan import Plan
 from weft.sync import make
 from weft.sync.base import Sync, Totals
-from weft.training import parallelize
 
 NUM_REPLICAS, NUM_STEPS, EVERY, GRAINS = 2, 4, 2, 64
 
@@ -152,11 +152,9 @@ def only_inside(mesh: Mesh) -> tuple[Group, list[Group]]:
 @pytest.mark.parametrize("name", PLANS)
 def test_what_replicas_exchange_is_independent_of_what_is_inside(name: str, kind: type[Between]) -> None:
     batches = [token_batch(8, seed=seed) for seed in range(NUM_STEPS)]
-    place: Callable[..., Sync] = parallelize.place
+    place: Callable[..., Sync] = apply.place
     torch.manual_seed(1)
-    wrapped = mock.patch.object(
-        parallelize, "place", lambda model, mesh, *a, **k: kind(place(model, mesh, *a, **k), mesh)
-    )
+    wrapped = mock.patch.object(apply, "place", lambda model, mesh, *a, **k: kind(place(model, mesh, *a, **k), mesh))
     with mock.patch.object(make, "_groups", only_inside), wrapped:
         trainer = make_trainer(small_model(), PLANS[name], example=batches[0][0][:2])
     for batch in batches:

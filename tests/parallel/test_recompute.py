@@ -25,7 +25,7 @@ from weft.comm.group import Group
 from weft.errors import ModelError
 from weft.models.gpt import GPT, gpt2_124m
 from weft.parallel import recompute
-from weft.parallel.apply import compile_blocks
+from weft.parallel.compile import compile_blocks
 from weft.parallel.recompute import recompute_blocks
 from weft.parallel.state.batchnorm import synchronise_batch_norms
 

@@ -36,7 +36,7 @@ def pass_through(trainer: Trainer, num_tokens: int) -> None:
         trainer.model(inputs)
         return
     cut = trainer.sample_split.cut_inputs(inputs)
-    with trainer.sample_split.active():
+    with trainer.sample_split.replacements:
         trainer.sample_split.enter(cut)
         trainer.model(**cut, **cut.beside)
 

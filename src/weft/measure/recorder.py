@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from weft.measure.liveness import LiveBytes
 from weft.parallel.recompute import KEPT_PRODUCTS
+from weft.parallel.wrapping.wrap import add_hook
 
 SIZES = ("saved", "selective", "inputs", "forward_peak", "backward_peak")
 """Names of the recorded sizes, as in `profiles.model.Segment`."""
@@ -90,8 +91,8 @@ class Recorder:
             if number == self._num_blocks - 1:
                 self.enter_postlude()
 
-        block.register_forward_pre_hook(before, with_kwargs=True)
-        block.register_forward_hook(after)
+        add_hook(block, "forward_pre", before, by="measure", why="begins its segment", with_kwargs=True)
+        add_hook(block, "forward", after, by="measure", why="ends its segment")
 
     def _held(self, counts: Callable[[_Event], bool]) -> list[int]:
         """Bytes of each segment, every storage counted for the first event that counts."""

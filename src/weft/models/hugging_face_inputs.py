@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import ModelError
+from weft.parallel.wrapping.wrap import add_hook
 
 _TOKENS, _MASK, _POSITIONS = ("input_ids", "inputs_embeds"), "attention_mask", "position_ids"
 _UNSUPPORTED = {
@@ -135,8 +136,9 @@ def leave_out_caches(model: nn.Module) -> None:
     Most configurations make one in every pass. A recomputed block would find its own keys in it, a pipeline stage would
     keep those of every microbatch, and a block that is timed alone would find those of another.
     """
+    why = "keeps no keys for a next token unless it is asked to"
     for module in outermost_models(model, "use_cache"):
-        module.register_forward_pre_hook(_ask_for_no_cache, with_kwargs=True)
+        add_hook(module, "forward_pre", _ask_for_no_cache, by="hugging face", why=why, with_kwargs=True)
 
 
 def _ask_for_no_cache(

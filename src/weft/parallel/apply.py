@@ -1,72 +1,198 @@
-"""What is done to a model to make it parallel, in order, on one page.
+"""The complete list of what is done to a model to make it parallel, in the order in which it is done (`steps`).
 
-    1. BatchNorm takes its statistics over the whole batch, unless the plan says otherwise
-    2. blocks recompute their activations in the backward pass, as far as the plan says
-    3. blocks are compiled, last, so that the compiler sees what will run
+The model stays the user's own module: same class, same names, same parameters. Wrapped forwards and hooks are recorded
+on the modules (`parallel/wrapping/wrap.py`), where `trainer.describe()` reads them. Two other files change something
+outside weft: `parallel/wrapping/replacements.py` lists functions of torch and transformers that are replaced while a
+step runs, and `checkpoint/pretrained.py` reads weights into the finished model.
 
-Before this, its parameters have been put where they belong (`sync/make.py`): equal on all ranks, or shared out.
-The model stays the user's own module: same class, same names, same parameters.
+The steps need `sync/` and `training/setup/`, so in the import order this file comes after those, just before
+`training/`, which calls it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
-import torch
-import torch._functorch.config
-from torch import nn
-
-from weft.blueprint import Blueprint
-from weft.errors import ModelError
-from weft.mesh import Mesh
-from weft.parallel.recompute import find_blocks, recompute_blocks
-from weft.parallel.state.batchnorm import SynchronisedBatchNorm, has_batch_norms, synchronise_batch_norms
-from weft.plan.model_refusals import COMPILED_STATISTICS
-
-
-def apply_plan(model: nn.Module, mesh: Mesh, blueprint: Blueprint) -> None:
-    """Change a model in place as the mesh's plan says."""
-    plan = mesh.plan
-    if has_batch_norms(model) and mesh.data_size * mesh.sequence_size > 1 and plan.data.buffers == "synchronise":
-        synchronise_batch_norms(model, mesh.batch_group("statistics"))
-    if plan.recompute.policy != "none":
-        recompute_blocks(model, blueprint, plan.recompute.policy)
-    if plan.compile.blocks:
-        if plan.axes.pipeline > 1 and plan.pipeline.schedule == "zero-bubble":
-            # Compiled code must not reuse in the first half of a backward pass what the second needs. Torch knows this
-            # for the whole process only.
-            torch._functorch.config.donated_buffer = False
-        compile_blocks(model, blueprint)
+from weft.layout import Layout
+from weft.models.hugging_face_inputs import leave_out_caches
+from weft.parallel.compile import compile_blocks
+from weft.parallel.parallel_model import ParallelModel
+from weft.parallel.recompute import recompute_blocks
+from weft.parallel.state.batchnorm import synchronise_batch_norms
+from weft.parallel.state.materialise import model_tensors
+from weft.parallel.state.rng import PlaceSeeds
+from weft.parallel.tensor.shares import counted_elements
+from weft.parallel.tensor.tensor_parallel import TensorParallel
+from weft.plan.pipeline.communication import FLUSH_FREE
+from weft.plan.plan import Plan
+from weft.sync.make import find_layouts, place
+from weft.sync.norm import GradientRules
+from weft.training.setup.choose_sample_split import choose_sample_split
+from weft.training.setup.cut_stages import cut_model
+from weft.training.setup.probe import probe_split
+from weft.training.setup.split_layers import split_regions
 
 
-def compile_blocks(model: nn.Module, blueprint: Blueprint) -> None:
-    """`torch.compile` the forward of each block in place: blocks are alike, so one compilation serves all of them."""
-    blocks = find_blocks(model, blueprint, asked="[compile] blocks = true", instead="blocks = false")
-    problems = [
-        COMPILED_STATISTICS.message(name=f"{block_name}.{name}")
-        for block_name, block in blocks.items()
-        for name, module in block.named_modules()
-        if isinstance(module, SynchronisedBatchNorm)
-    ]
-    if problems:
-        raise ModelError(problems)
-    for block in blocks.values():
-        block.forward = CompiledForward(block.forward)
+def apply_plan(parts: ParallelModel) -> None:
+    """Change a model in place as the mesh's plan says; collective."""
+    for step in steps():
+        if step.is_for(parts.mesh.plan):
+            step.do(parts)
+    parts.example = None  # the trainer keeps the record, not its inputs
 
 
-class CompiledForward:
-    """What stands in a compiled block's `forward`, so that hooks on the block stay outside of what is compiled.
+def steps() -> tuple[Step, ...]:
+    """All that can be done to a model, first to last."""
+    return (
+        Step("always", "Hugging Face models are told to keep no keys for a next token", _leave_out_caches),
+        Step("[axes] ring or ulysses > 1", "samples are split by tokens or rows; positions get hooks", _split_samples),
+        Step("[axes] tensor > 1", "regions of layers are declared, or found by following the example", _find_regions),
+        Step("[axes] tensor, ring or ulysses > 1", "a split copy is compared with the whole model", _probe),
+        Step("[axes] pipeline > 1", "weights become rank 0's; stages of other ranks become placeholders", _cut_stages),
+        Step("[axes] tensor > 1", "each tensor of a region is cut to this rank's share", _cut_layers),
+        Step("always", "parameters are materialised, made equal or sharded; gradients get hooks", _place_parameters),
+        Step("[axes] tensor > 1", "layers at both ends of a region exchange", _exchange_in_layers),
+        Step("[data] buffers", "BatchNorm takes its statistics over the whole batch", _synchronise_norms),
+        Step("[recompute] policy", "blocks recompute activations in the backward pass", _recompute_blocks),
+        Step("[compile] blocks", "blocks are compiled, with all of the above inside", _compile_blocks),
+        Step("[axes] ring or ulysses > 1", "BatchNorm takes rows of images", _split_rows),
+        Step("[tensor] sequence", "activations between regions are split by tokens", _split_tokens),
+        Step("[axes] pipeline > 1", "units compute only when their stage is run", _wrap_units),
+        Step("always", "random states follow a unit's place in the model, not the plan", _seed_places),
+    )
 
-    A copy of the model gets one of its own: a compiled function by itself would be shared, and run the first model.
-    """
 
-    def __init__(self, inner: Callable[..., Any]) -> None:
-        self.inner = inner
-        self.compiled = torch.compile(inner)
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One thing that is done to a model, under a condition on the plan."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.compiled(*args, **kwargs)
+    condition: str
+    what: str
+    do: Callable[[ParallelModel], None]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return CompiledForward, (self.inner,)
+    def is_for(self, plan: Plan) -> bool:
+        return _CONDITIONS[self.condition](plan)
+
+
+_CONDITIONS: dict[str, Callable[[Plan], bool]] = {
+    "always": lambda plan: True,
+    "[axes] ring or ulysses > 1": lambda plan: plan.axes.sequence > 1,
+    "[axes] tensor > 1": lambda plan: plan.axes.tensor > 1,
+    "[axes] tensor, ring or ulysses > 1": lambda plan: plan.axes.tensor * plan.axes.sequence > 1,
+    "[axes] pipeline > 1": lambda plan: plan.axes.pipeline > 1,
+    "[data] buffers": lambda plan: plan.data.buffers == "synchronise" and plan.axes.replicate * plan.axes.state > 1,
+    "[recompute] policy": lambda plan: plan.recompute.policy != "none",
+    "[compile] blocks": lambda plan: plan.compile.blocks,
+    "[tensor] sequence": lambda plan: plan.tensor.sequence,
+}
+
+
+def _leave_out_caches(parts: ParallelModel) -> None:
+    leave_out_caches(parts.model)
+
+
+def _split_samples(parts: ParallelModel) -> None:
+    parts.make_sample_split = choose_sample_split(parts.mesh, parts.blueprint, parts.example)
+    assert parts.make_sample_split is not None
+    parts.sample_split = parts.make_sample_split(parts.model)
+
+
+def _find_regions(parts: ParallelModel) -> None:
+    parts.regions = split_regions(parts.model, parts.mesh, parts.blueprint, parts.example)
+
+
+def _probe(parts: ParallelModel) -> None:
+    probe_split(
+        parts.model,
+        parts.mesh,
+        parts.blueprint,
+        parts.regions,
+        parts.example,
+        parts.sample_split,
+        parts.make_sample_split,
+    )
+    if parts.sample_split is not None and parts.example is not None:
+        parts.example = parts.sample_split.cut_inputs(parts.example)
+
+
+def _cut_stages(parts: ParallelModel) -> None:
+    parts.cut, parts.mesh.plan = cut_model(parts.model, parts.mesh, parts.blueprint, parts.example)
+    parts.blueprint = parts.cut.blueprint
+
+
+def _cut_layers(parts: ParallelModel) -> None:
+    parts.tensor = TensorParallel(parts.model, parts.mesh, parts.blueprint, parts.regions)
+    shares = parts.tensor.shares
+    parts.layouts = {name: shares.layout(name, one.shape) for name, one in model_tensors(parts.model)}
+    parts.tensor.cut()
+
+
+def _place_parameters(parts: ParallelModel) -> None:
+    if parts.tensor is None:
+        parts.layouts = {name: Layout(global_shape=tuple(one.shape)) for name, one in model_tensors(parts.model)}
+    parts.sync = place(
+        parts.model,
+        parts.mesh,
+        parts.blueprint,
+        layouts=parts.layouts,
+        cut=None if parts.tensor is None else parts.tensor.cut_one,
+        rules=_gradient_rules(parts),
+        stage_of=parts.stage_of,
+        initialise=parts.initialise,
+    )
+    parts.layouts = find_layouts(parts.layouts, parts.sync)
+
+
+def _gradient_rules(parts: ParallelModel) -> GradientRules:
+    """Exceptions that a pipeline and the tensor axis make for gradients."""
+    cut, mesh = parts.cut, parts.mesh
+    deferred: frozenset[str] = frozenset()
+    counted = {} if parts.tensor is None else counted_elements(parts.tensor.shares, parts.layouts, mesh)
+    if cut is not None:
+        rank = mesh.index("pipeline")
+        deferred = frozenset(name for name, ranks in cut.holders.items() if rank in ranks)
+        if mesh.plan.pipeline.schedule in FLUSH_FREE:  # all gradients are made on weight versions
+            deferred = frozenset(name for name, _ in cut.model.named_parameters())
+        counted |= {name: () for name, ranks in cut.holders.items() if rank in ranks[1:]}
+    return GradientRules(deferred=deferred, norm_ranges=counted)
+
+
+def _exchange_in_layers(parts: ParallelModel) -> None:
+    assert parts.tensor is not None
+    parts.tensor.install(keep_output=parts.keep_output)
+
+
+def _synchronise_norms(parts: ParallelModel) -> None:
+    if parts.has_batch_norms:
+        synchronise_batch_norms(parts.model, parts.mesh.batch_group("statistics"))
+
+
+def _recompute_blocks(parts: ParallelModel) -> None:
+    recompute_blocks(parts.model, parts.blueprint, parts.mesh.plan.recompute.policy)
+
+
+def _compile_blocks(parts: ParallelModel) -> None:
+    compile_blocks(parts.model, parts.blueprint)
+
+
+def _split_rows(parts: ParallelModel) -> None:
+    assert parts.sample_split is not None
+    parts.sample_split.prepare(parts.model)
+
+
+def _split_tokens(parts: ParallelModel) -> None:
+    assert parts.tensor is not None
+    parts.tensor.split_tokens(parts.stage_of)
+
+
+def _wrap_units(parts: ParallelModel) -> None:
+    assert parts.cut is not None
+    parts.cut.wrap_units()
+
+
+def _seed_places(parts: ParallelModel) -> None:
+    if parts.cut is None:
+        parts.place_seeds = PlaceSeeds(parts.model, parts.blueprint, parts.seeds)
+    if parts.tensor is not None:
+        parts.tensor.draw_with(parts.seeds)

@@ -4,10 +4,10 @@
     selective   results of matrix products and convolutions with weights are kept too; attention, norms, activation
                 functions, dropout and rotations, which are wide or cheap, are computed again
 
-torch's checkpoint does the work. Here is what it needs to be exact: random states come back (also where tensors are
-given by keyword, which torch overlooks on a GPU), running statistics of BatchNorm move once, and a block whose second
-run would not repeat the first is refused. It is the block's `forward` that is wrapped, so that hooks on the block stay
-outside and never run in the recomputation.
+torch's checkpoint recomputes; this file makes it exact: random states are restored (also where tensors are given by
+keyword, which torch overlooks on a GPU), running statistics of BatchNorm are updated once, and a block whose second run
+would not repeat the first is refused. The block's `forward` is wrapped, so that hooks on the block stay outside and
+never run in the recomputation.
 
 Collectives inside a block run again in the backward pass, in the same order on every rank: synchronised BatchNorm
 gathers its statistics twice.
@@ -30,13 +30,15 @@ from weft.blueprint import Blueprint
 from weft.errors import ModelError
 from weft.parallel.attention import attention  # noqa: F401  (it makes the operator)
 from weft.parallel.tensor.operators import KEPT_OPERATORS
+from weft.parallel.wrapping.wrap import add_hook, wrap_forward
 from weft.plan.model_refusals import BLOCKS_NEEDED, BUFFERS_RECOMPUTED, PRODUCTS_OVERWRITTEN
 
-Forward = Callable[..., Any]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
-# Products with weights, and what ranks added up of them or attended to together. Batched products are left out: those
-# are attention scores, quadratic in the tokens.
+_KEPT = {"full": "its inputs", "selective": "its inputs and products with weights"}
+
+# Products with weights, their sums over ranks, and attention over ranks. Batched products are left out: those are
+# attention scores, quadratic in the tokens.
 KEPT_PRODUCTS = KEPT_OPERATORS | frozenset(
     {
         torch.ops.weft.attention.default,
@@ -54,12 +56,14 @@ def recompute_blocks(model: nn.Module, blueprint: Blueprint, policy: str) -> Non
     """Wrap the forward of each block, in place, so that it recomputes as the policy says: "selective" or "full"."""
     blocks = find_blocks(model, blueprint, asked=f'[recompute] policy = "{policy}"', instead='policy = "none"')
     for name, block in blocks.items():
-        block.forward = RecomputedBlock(block, name, selective=policy == "selective").forward
-        _BufferGuard(block, name).watch()
+        recomputed = RecomputedBlock(block, name, selective=policy == "selective")
+        why = f"keeps {_KEPT[policy]}, and computes the rest again in the backward pass"
+        wrap_forward(block, recomputed.forward, by="recompute", why=why)
+        _BufferGuard(block, name)
 
 
 def find_blocks(model: nn.Module, blueprint: Blueprint, *, asked: str, instead: str) -> dict[str, nn.Module]:
-    """The blocks of a model by name, one that is used twice only once; refused if there are none."""
+    """The blocks of a model by name, a block that is used twice under its first name; none are refused."""
     if not blueprint.blocks:
         raise ModelError(BLOCKS_NEEDED.message(asked=asked, instead=instead))
     names = {model.get_submodule(name): name for name in reversed(blueprint.blocks)}
@@ -67,12 +71,12 @@ def find_blocks(model: nn.Module, blueprint: Blueprint, *, asked: str, instead: 
 
 
 class RecomputedBlock:
-    """Whose forward stands in for a block's. Not a closure, so that a copy of the model runs the copy's blocks."""
+    """Wraps a block's forward. Not a closure, so that a copy of the model runs the copy's blocks."""
 
     def __init__(self, block: nn.Module, name: str, *, selective: bool) -> None:
         self.block = block
         self.name = name
-        self.inner: Forward = block.forward
+        self.inner: Callable[..., Any] = block.forward
         self.selective = selective
         self.norms = [module for module in block.modules() if isinstance(module, _NormBase) and module._buffers]
 
@@ -95,7 +99,7 @@ class RecomputedBlock:
         return self.inner(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
 
     def _contexts(self) -> dict[str, Any]:
-        """torch's argument for what runs around the first and the second forward; the compiler wants none for none."""
+        """torch's argument for contexts around both forwards; the compiler takes none that does nothing."""
         if torch.compiler.is_compiling():
             # A graph has no side effects and nothing in place, and the second run is cut out of it.
             return {"context_fn": selective_contexts} if self.selective else {}
@@ -107,10 +111,10 @@ class RecomputedBlock:
 
 
 class _SecondRun:
-    """While a block is recomputed, its norms move copies of their running statistics, which are then forgotten.
+    """Context of a recomputation, in which norms update copies of their running statistics.
 
-    Their outputs do not depend on those in training, so the second run repeats the first. What the selective policy
-    kept is used up by a run, unless the backward pass keeps its graph and may thus come again
+    In training their outputs do not depend on those, so the second run repeats the first. Results that the selective
+    policy kept are restored if the backward pass keeps its graph and so may run again
     (`parallel/pipeline/split_backward.py`).
     """
 
@@ -143,31 +147,27 @@ class _SecondRun:
         return handled
 
     def _storage(self) -> dict[Any, Any]:
-        """What torch keeps for the selective policy, by operator."""
+        """Results that torch keeps for the selective policy, by operator."""
         storage: dict[Any, Any] = getattr(self.inside, "storage", {})
         return storage
 
 
 class _BufferGuard:
-    """Refuses a block that changes a buffer when it runs: a second run would start from the changed one.
+    """Refuses a block that changes a buffer when it runs: a second run would silently start from the changed one.
 
-    The answer would be wrong without a word. Norms are left out, for they move copies. It watches from hooks on the
-    block, where it also sees what a compiled forward did.
+    Norms are exempt, because they update copies. Hooks on the block also see the changes of a compiled forward.
     """
 
     def __init__(self, block: nn.Module, name: str) -> None:
-        self.block = block
         self.name = name
         self.modules = [module for module in block.modules() if not isinstance(module, _NormBase) and module._buffers]
         self.before: list[tuple[nn.Module, str, torch.Tensor, int]] = []
-
-    def watch(self) -> None:
         if self.modules:
-            self.block.register_forward_pre_hook(self._remember)
-            self.block.register_forward_hook(self._compare)
+            why = "refuses a forward that changes a buffer"
+            add_hook(block, "forward_pre", self._remember, by="recompute", why=why)
+            add_hook(block, "forward", self._compare, by="recompute", why=why)
 
-    def _remember(self, block: nn.Module, args: Any) -> None:
-        del args
+    def _remember(self, block: nn.Module, _: object) -> None:
         self.before = [
             (module, name, buffer, buffer._version)
             for module in self.modules
@@ -175,8 +175,7 @@ class _BufferGuard:
             if buffer is not None and block.training and torch.is_grad_enabled()
         ]
 
-    def _compare(self, block: nn.Module, args: Any, output: Any) -> None:
-        del block, args, output
+    def _compare(self, *_: object) -> None:
         changed = [
             BUFFERS_RECOMPUTED.message(buffer=f"{type(module).__name__}.{name}", block=self.name)
             for module, name, buffer, version in self.before
@@ -188,11 +187,10 @@ class _BufferGuard:
 
 
 def selective_contexts() -> Contexts:
-    """What a block runs under, the first and the second time, so that its products are kept; anew for each forward."""
+    """New contexts of one forward and its recomputation, by which products are kept."""
     contexts: Contexts = create_selective_checkpoint_contexts(_keep_products)
     return contexts
 
 
-def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    del context, args, kwargs
+def _keep_products(_: object, operator: Any, *__: object, **___: object) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator in KEPT_PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -22,6 +22,7 @@ from weft.layout import Layout
 from weft.mesh import Mesh
 from weft.parallel.state.batchnorm import has_batch_norms
 from weft.parallel.state.materialise import Cut, Materialiser
+from weft.parallel.wrapping.wrap import add_hook
 from weft.parallel.zero.flat_parameters import FlatParameters, Piece
 from weft.parallel.zero.gather import Gathering, Unit
 from weft.parallel.zero.gather_by_stage import StageGathering
@@ -58,7 +59,7 @@ def place(
     `layouts` say which part of the whole each parameter is, and `cut` makes that part of one that still has no memory.
     `stage_of` is the stage of every block in a pipeline. Without `initialise`, values come later.
     """
-    materialiser = Materialiser(model, mesh, cut, initialise=initialise)
+    materialiser = Materialiser(model, mesh.world.device, cut, initialise=initialise)
     if needs_flats(model, mesh):
         return _place_in_flats(model, mesh, blueprint, layouts, materialiser, rules, stage_of)
     materialiser.fill_all()
@@ -189,7 +190,8 @@ def _add_gathering(
         sync.gathering = StageGathering(root, units, stage_of)
     else:
         sync.gathering = Gathering(root, list(units.values()), stay_whole=stay_whole, reducer=sync)
-    model.register_state_dict_pre_hook(_refuse_state_dict)
+    why = "refuses to save parameters that no rank has whole"
+    add_hook(model, "state_dict_pre", _refuse_state_dict, by="zero", why=why)
 
 
 def _refuse_state_dict(*_: object) -> None:

@@ -6,7 +6,6 @@ stages, groups and the optimizer's pieces are those that the rank would have.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -14,16 +13,13 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from weft.blueprint import Blueprint
 from weft.errors import LaunchError, ModelError
-from weft.layout import Layout
-from weft.mesh import Mesh
-from weft.parallel.pipeline.cut_model import CutModel
+from weft.parallel.parallel_model import ParallelModel
 from weft.parallel.zero.grouping import describe_parameters
 from weft.plan.partition.flat_buffers import own_tensor
 from weft.plan.plan import Plan
 from weft.planning.memory import Memory, state_memory
-from weft.sync.base import Sync
+from weft.training.describe import describe
 from weft.training.trainer import Trainer
 
 
@@ -38,53 +34,45 @@ def refuse_memory(model: nn.Module) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MetaTrainer:
-    """A rank's parts of a model and of its training state, without memory. Methods of `Trainer` are refused."""
+    """A rank's parts of a model and its training state, without memory. Methods of `Trainer` that run are refused."""
 
-    model: nn.Module
-    mesh: Mesh
-    blueprint: Blueprint
-    layouts: dict[str, Layout]
-    """Each parameter's placement in the global tensor, by name."""
+    parts: ParallelModel
+    """Its fields and properties (model, mesh, layouts, sync, ...) are also this record's."""
     optimizer: torch.optim.Optimizer
-    sync: Sync
-    cut: CutModel | None = None
-    """The stages, where a pipeline cuts the model."""
 
     @property
     def plan(self) -> Plan:
-        return self.mesh.plan
+        return self.parts.mesh.plan
 
-    @property
-    def num_parameters(self) -> int:
-        """Elements of the whole model's parameters."""
-        if self.cut is not None:
-            return sum(parameter.numel() for parameter in self.cut.whole.parameters())
-        return sum(math.prod(self.layouts[name].global_shape) for name, _ in self.model.named_parameters())
+    def describe(self) -> str:
+        return describe(self.parts, self.parts.make_replacements())
 
     def state_memory(self) -> Memory:
         """The bytes that stay on this rank from step to step, by category.
 
         Activations, gathered parameters and gradients on their way live within a step, and are not counted.
         """
-        flats = [flat.buffer for flat in self.sync.flats]
+        flats = [flat.buffer for flat in self.parts.sync.flats]
         names = {name for flat in flats for name in flat.names}
-        own = [own_tensor(one, self.plan) for one in describe_parameters(self.model) if one.name not in names]
+        own = [own_tensor(one, self.plan) for one in describe_parameters(self.parts.model) if one.name not in names]
         return state_memory(
             self.plan,
             [*own, *flats],
             device="meta",
             optimizer_bytes=_moment_bytes(self.optimizer),
-            buffer_bytes=sum(buffer.nbytes for buffer in self.model.buffers()),
+            buffer_bytes=sum(buffer.nbytes for buffer in self.parts.model.buffers()),
         )
 
-    def __getattr__(self, name: str) -> Callable[..., NoReturn]:
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(ParallelModel, name):
+            return getattr(self.parts, name)
         if not callable(getattr(Trainer, name, None)):
             raise AttributeError(f"a rank of a fake world has no attribute {name!r}")
 
         def refuse(*_: Any, **__: Any) -> NoReturn:
-            world = self.mesh.world
+            world = self.parts.mesh.world
             raise LaunchError(
                 f"{name}() needs values and {world.size} ranks, and this is rank {world.rank} of a fake world, on the "
                 "meta device, where nothing can be run; start the ranks with torchrun and leave out "

@@ -5,16 +5,14 @@
                      └─ last one: exchange overlaps backward ───┘
 
 Gradients are sums over targets divided by one number that all ranks share (`training/step/target_count.py`), so the
-mean over the global batch is exact for unequal, short and empty parts. With a pipeline the schedule takes the place of
-the loop over microbatches (`training/step/pipeline_step.py`, `training/step/pipeline_stream.py`).
+mean over the global batch is exact for unequal, short and empty parts. The drawing is `step/microbatch_loop.py`, or
+with a pipeline `step/pipeline_step.py` and `step/pipeline_stream.py`.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, cast
@@ -22,41 +20,37 @@ from typing import Any, Self, cast
 import torch
 from torch import nn
 
-from weft.blueprint import Blueprint
 from weft.checkpoint import load as checkpoint
 from weft.checkpoint.save import Saving
 from weft.comm.collectives import all_reduce, broadcast
 from weft.comm.objects import gather_values
 from weft.errors import DataError
-from weft.layout import Layout
-from weft.mesh import Mesh
+from weft.parallel.parallel_model import ParallelModel
 from weft.parallel.pipeline.cut_model import CutModel, tied_groups
 from weft.parallel.pipeline.recording import Recording
-from weft.parallel.state.buffers import BufferPolicy
-from weft.parallel.state.rng import PlaceSeeds, Seeds
+from weft.parallel.state.buffers import broadcast_buffers
 from weft.parallel.tensor.cross_entropy import gather_logits, split_cross_entropy_sum
-from weft.parallel.tensor.tensor_parallel import TensorParallel
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.pipeline.timeline import Timeline
 from weft.plan.plan import Plan
-from weft.sync.base import PipelineSync, Sync
+from weft.sync.base import PipelineSync
 from weft.training.data.batches import Batches
-from weft.training.data.sample_split import SampleSplit
 from weft.training.data.split_tokens import SequenceSplit
-from weft.training.data.trees import forward, num_samples
-from weft.training.setup.probe_loss import tried
+from weft.training.data.trees import forward
+from weft.training.describe import describe
+from weft.training.setup.probe_loss import probed
 from weft.training.setup.split_layers import KeepingShares
-from weft.training.step.clipping import join_norm
 from weft.training.step.divergence import DivergenceCheck, require_same_batch
 from weft.training.step.evaluating import evaluating
 from weft.training.step.generate import generate_tokens, pick_token
-from weft.training.step.loss import Count, Loss, loss_terms, no_loss
+from weft.training.step.loss import Count, Loss, loss_terms
+from weft.training.step.microbatch_loop import MicrobatchLoop
 from weft.training.step.microbatches import Microbatches
 from weft.training.step.pipeline_passes import StepParts
 from weft.training.step.pipeline_step import PipelineStep
 from weft.training.step.pipeline_stream import PipelineStream
 from weft.training.step.precision import Caller
-from weft.training.step.target_count import TargetCount, refuse_no_targets
+from weft.training.step.target_count import TargetCount
 from weft.training.step.update import Update
 
 
@@ -65,78 +59,75 @@ class Trainer:
 
     def __init__(
         self,
-        *,
         model: nn.Module,
-        mesh: Mesh,
-        blueprint: Blueprint,
-        layouts: dict[str, Layout],
+        parts: ParallelModel,
+        *,
         loss: Loss,
         optimizer: torch.optim.Optimizer,
-        sync: Sync,
         schedule: Callable[[int], float] | None,
-        empty_forward: bool,
-        cut: CutModel | None = None,
-        tensor: TensorParallel | None = None,
-        sample_split: SampleSplit | None = None,
     ) -> None:
-        """`cut`: the model, where a pipeline cuts it into stages; `tensor`: where its layers are shared out;
-        `sample_split`: where ranks have parts of every sample."""
+        """`model`: the one to call, which may be a compiled wrapper of the one in `parts`."""
+        mesh, sync, cut, tensor, sample_split = parts.mesh, parts.sync, parts.cut, parts.tensor, parts.sample_split
+        plan, device = mesh.plan, mesh.world.device
         self.model = model
+        self.parts = parts
         self.mesh = mesh
-        self.blueprint = blueprint
-        self.layouts = layouts
-        """Of every parameter by name: its place in the whole."""
+        self.blueprint = parts.blueprint
+        self.layouts = parts.layouts
+        """Each parameter's placement in the global tensor, by name."""
+        self.cut = cut
+        self.tensor = tensor
+        self.sample_split = sample_split
         self.optimizer = optimizer
         self.sync = sync
         self.steps_done = 0
         self.data_position = 0
         """Samples handed out so far, over all ranks and epochs; kept by `weft.batches`."""
-        self.counts = TargetCount(mesh.batch_group("control"), mesh.world.device)
-        self.seeds = Seeds(mesh.world.device)
+        self.counts = TargetCount(mesh.batch_group("control"), device)
+        self.seeds = parts.seeds
+        self.update = Update(optimizer, sync, plan, schedule=schedule, is_first_rank=mesh.world.rank == 0)
+        self.replacements = parts.make_replacements()
+        """Functions of torch and transformers that are others while a step runs."""
         self._recording = Recording(mesh.index("pipeline"))
-        self.update = Update(optimizer, sync, mesh.plan, schedule=schedule, is_first_rank=mesh.world.rank == 0)
-        self.tensor = tensor
         if tensor is not None and tensor.output is not None:
             split_loss = functools.partial(split_cross_entropy_sum, vocabulary=tensor.output, group=tensor.group)
             loss = replace(loss, function=split_loss)
         if isinstance(sample_split, SequenceSplit):
-            loss = tried(loss, mesh.group("ring+ulysses", "control"), sample_split.sequence.paused)
-        self._tensor_group = mesh.group("tensor", "control")
+            loss = probed(loss, mesh.group("ring+ulysses", "control"), self.replacements.paused)
         self._loss = loss
-        self._call: Callable[[Any], Any] = Caller(model, mesh.plan, widens=not loss.counts_targets)
+        self._call: Callable[[Any], Any] = Caller(model, plan, widens=not loss.counts_targets)
         if tensor is not None and tensor.output is not None:
             self._call = KeepingShares(self._call, tensor.output_mode)
-        self.sample_split = sample_split
-        self._draw_rank = mesh.data_rank if sample_split is None or sample_split.draws_alike else mesh.sample_rank
         if sample_split is not None:
             self._call = sample_split.around(self._call)
-        self._empty_forward = empty_forward
+        self._empty_forward = parts.runs_empty
         self._has_compared = False
-        self._buffers = BufferPolicy(self.named_model, mesh)
         tied = tied_groups(cut, mesh) if cut is not None else {}
-        self._divergence = DivergenceCheck(self.named_model, optimizer, sync, mesh, layouts, tied)
-        if cut is not None:
-            shapes = [tuple(parameter.shape) for parameter in cut.whole.parameters()]
-        else:
-            shapes = [layouts[name].global_shape for name, _ in self.named_model.named_parameters()]
-        self.num_parameters = sum(math.prod(shape) for shape in shapes)
-        """Of the whole model."""
-        self._draws = PlaceSeeds(self.named_model, blueprint, self.seeds) if cut is None else None
-        # Under tensor parallelism what all ranks have must be dropped alike, also by code that says nothing of it.
-        self._needs_seeds = (
-            self._draws is None or self._draws.is_needed or tensor is not None or sample_split is not None
-        )
-        if tensor is not None:
-            tensor.draw_with(self.seeds)
+        self._divergence = DivergenceCheck(self.named_model, optimizer, sync, mesh, self.layouts, tied)
+        self.num_parameters = parts.num_parameters
+        """Elements of the whole model's parameters."""
+        self._needs_seeds = parts.needs_seeds
         self._microbatches = Microbatches(
-            mesh.plan.step.microbatches,
-            mesh.world.device,
+            plan.step.microbatches,
+            device,
             sample_split,
             has_loss=mesh.index("pipeline") == mesh.size("pipeline") - 1,
             counts_targets=loss.counts_targets,
         )
+        self._loop = MicrobatchLoop(
+            mesh=mesh,
+            sync=sync,
+            update=self.update,
+            loss=loss,
+            call=self._call,
+            counts=self.counts,
+            recording=self._recording,
+            random=parts.random_states,
+            enter=self._enter,
+            runs_empty=self._empty_forward,
+        )
         self.pipeline_step = None if cut is None else self._make_pipelined(cut)
-        self.saving = Saving(mesh.world.device)
+        self.saving = Saving(device)
 
     def _make_pipelined(self, cut: CutModel) -> PipelineStep:
         parts = StepParts(
@@ -169,17 +160,17 @@ class Trainer:
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """The last step's gradient norm before clipping, where the plan clips or computes in 16 bits."""
+        """The latest step's gradient norm before clipping, where the plan clips or computes in 16 bits."""
         return self.update.grad_norm
 
     @property
     def num_skipped(self) -> int:
-        """Steps so far whose update was skipped, because a gradient was not finite."""
+        """Number of updates skipped so far, because a gradient was not finite."""
         return self.update.num_skipped
 
     @property
     def loss_scale(self) -> float | None:
-        """What the next step's loss is multiplied by, where the plan computes in fp16."""
+        """The factor of the next step's loss, where the plan computes in fp16."""
         return self.update.loss_scale.value if self.plan.precision.compute == "fp16" else None
 
     @property
@@ -200,70 +191,39 @@ class Trainer:
         microbatches = self._microbatches.cut(inputs, targets)
         if self.seeds.base is None and self._needs_seeds:
             self.seeds.base = self._draw_seed()
-        with self._passes():
+        with self.replacements:
             if self.pipeline_step is not None:
                 loss = self.pipeline_step.step(microbatches, step=self.steps_done)
             else:
-                loss = self._step(microbatches)
+                loss = self._loop.step(microbatches, step=self.steps_done)
         self._end_step()
         return loss
 
-    def _step(self, microbatches: list[tuple[Any, Any, Count]]) -> torch.Tensor:
-        """The microbatches one after the other, and the update."""
-        shared = self.counts.share([count for _, _, count in microbatches])
-        device = self.mesh.world.device
-        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        count_sum: Count = 0
-        self._recording.begin_step()
-        self.sync.begin()
-        for number, (inputs_part, targets_part, count) in enumerate(microbatches):
-            if number == len(microbatches) - 1:
-                self.sync.arm()
-            if num_samples(inputs_part) == 0:
-                self._run_empty(inputs_part)
-                self.sync.end_microbatch()
-                continue
-            self._enter(inputs_part)
-            with self._recording.during("forward", number), self._random(number):
-                terms = loss_terms(self._loss, self._call(inputs_part), targets_part, count)
-            self.counts.is_own = self.counts.is_own or terms.own_count
-            factor = terms.multiplier * self.update.loss_scale.value / shared
-            scaled = terms.value if isinstance(factor, float) and factor == 1.0 else terms.value * factor
-            with self._recording.during("backward", number):
-                scaled.backward()
-            self.sync.end_microbatch()
-            loss_sum += terms.value.detach() * terms.multiplier
-            count_sum = count_sum + terms.count
-        counted = torch.as_tensor(count_sum, device=device)
-        with self._recording.during("reduce"):
-            totals = self.sync.finish(loss_sum, counted, with_norm=self.update.needs_norm)
-            totals = join_norm(totals, self._tensor_group)
-        refuse_no_targets(totals.count)
-        with self._recording.during("update"):
-            self.update.run(totals.norm, self.counts.correction(shared, totals.count), step=self.steps_done)
-        return totals.loss_sum / totals.count
-
     def flush(self) -> None:
-        """Finish what schedules that never empty their pipeline have in flight; collective. Others have nothing."""
+        """Finish the batches that flush-free schedules have in flight; collective."""
         if self.pipeline_step is not None:
-            with self._passes():
+            with self.replacements:
                 self.pipeline_step.flush()
 
+    def describe(self) -> str:
+        """A text of this rank's wrapped modules, parameter placements, process groups and replaced functions."""
+        return describe(self.parts, self.replacements)
+
     def keep_trace(self) -> None:
-        """From now on keep when things were done of every step, not of the latest only (up to some 100,000 actions)."""
+        """From now on keep the times of every step, not of the latest only (up to some 100,000 actions)."""
         self._recording.keep_all()
 
     def trace(self) -> Timeline:
-        """When every rank of this rank's pipeline did what in the latest step, or in all that are kept; collective."""
+        """Times of all actions on all ranks of this pipeline, in the latest step or all that are kept; collective."""
         group = self.mesh.group("pipeline", "control")
         mine = Timeline(spans=tuple(self._recording.spans()), num_ranks=group.size)
         rows = [row for part in gather_values(mine.as_rows(), group, self.mesh.world.device) for row in part]
         return Timeline.from_rows(rows, num_ranks=group.size)
 
     def evaluate(self, batches: Iterable[tuple[Any, Any]]) -> float:
-        """The mean loss over this rank's and all other ranks' batches, without training.
+        """The mean loss over the batches of all ranks, without training; collective.
 
-        What `weft.batches` gives is taken from its start and leaves the position of the training data alone.
+        An iterator of `weft.batches` is read from its start, and the position of the training data does not change.
         """
         if isinstance(batches, Batches):
             batches = batches.from_start()
@@ -275,7 +235,7 @@ class Trainer:
             totals[0] += terms.value * terms.multiplier
             totals[1] += terms.count
 
-        with evaluating(self.model), self._passes():
+        with evaluating(self.model), self.replacements:
             for number, batch in enumerate(self._in_step(batches)):
                 if number == 0:
                     require_same_batch(self.mesh, *batch)
@@ -283,13 +243,8 @@ class Trainer:
                 if self.pipeline_step is not None:
                     self.pipeline_step.evaluate(microbatches, lambda one, output: add(output, one.targets, one.count))
                     continue
-                for inputs_part, targets_part, count in microbatches:
-                    if num_samples(inputs_part) == 0:
-                        self.sync.skip_microbatch()
-                        continue
-                    self._enter(inputs_part)
-                    add(self._call(inputs_part), targets_part, count)
-        # Of a pipeline only the last stage has seen outputs; data ranks of other axes have seen the same ones.
+                self._loop.evaluate(microbatches, add)
+        # In a pipeline only the last stage has outputs; along other axes data ranks have the same ones.
         all_reduce(totals, self.mesh.batch_group("control"))
         all_reduce(totals, self.mesh.group("pipeline", "control"))
         if float(totals[1]) == 0:
@@ -314,7 +269,7 @@ class Trainer:
         return pick(forward(self.model, inputs))
 
     def whole_output(self, output: Any) -> Any:
-        """All features of an output of which this rank has a share."""
+        """All features of an output, from the shares of the tensor axis."""
         if self.tensor is None or self.tensor.output is None:
             return output
         return gather_logits(output, self.tensor.output, self.tensor.group)
@@ -326,11 +281,11 @@ class Trainer:
         self.saving.save(self, Path(directory), wait=wait)
 
     def wait_for_save(self) -> None:
-        """Until the last checkpoint is whole; raises what went wrong with it."""
+        """Wait until the last checkpoint is whole; raises the error of one that failed."""
         self.saving.wait()
 
     def load(self, directory: str | Path) -> None:
-        """Go on from a checkpoint of this model, written under any plan; collective."""
+        """Continue from a checkpoint of this model, written under any plan; collective."""
         self.flush()
         self.wait_for_save()
         checkpoint.load(self, Path(directory))
@@ -355,38 +310,19 @@ class Trainer:
         """Compare weights, optimizer state and buffers of all replicas now; collective."""
         self._divergence.run(self.steps_done)
 
-    def _passes(self) -> AbstractContextManager[None]:
-        """Passes of the model happen in here."""
-        return nullcontext() if self.sample_split is None else self.sample_split.active()
-
     def _enter(self, inputs: Any) -> None:
-        """A pass of a microbatch begins, forward or backward."""
+        """Begin a forward or backward pass of a microbatch."""
         if self.sample_split is not None:
             self.sample_split.enter(inputs)
 
-    def _run_empty(self, inputs: Any) -> None:
-        """A microbatch without samples adds nothing, but where layers exchange in their forward, others wait."""
-        if not self._empty_forward:
-            self.sync.skip_microbatch()
-            return
-        self._enter(inputs)
-        with self.sync.ignoring():
-            no_loss(self._call(inputs)).backward()
-
     def _draw_seed(self) -> int:
-        """From rank 0's random state, for all ranks: whoever sets a seed before the first step gets the same run."""
+        """A seed for all ranks, drawn from rank 0's random state, so that a seed set by the user repeats the run."""
         drawn = torch.randint(2**62, (1,)).to(self.mesh.world.device)
         broadcast(drawn, self.mesh.everyone("control"))
         return int(drawn)
 
-    def _random(self, microbatch: int) -> AbstractContextManager[None]:
-        """Random states of one microbatch's forward pass, the same for any number of stages."""
-        if self._draws is None or not self._needs_seeds:
-            return nullcontext()
-        return self._draws.during(step=self.steps_done, microbatch=microbatch, data_rank=self._draw_rank)
-
     def _in_step(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-        """The batches; where forward passes exchange, a rank that has no more goes on as long as others have."""
+        """The batches; where forward passes exchange, a rank without more of them takes part until no rank has any."""
         if not self.sync.exchanges_in_forward:
             yield from batches
             return
@@ -410,6 +346,6 @@ class Trainer:
         self.steps_done += 1
         if self.tensor is not None:
             self.tensor.look_at_draws(self.seeds)
-        self._buffers.after_step()
+        broadcast_buffers(self.named_model, self.mesh)
         if self.plan.data.check_every and self.steps_done % self.plan.data.check_every == 0:
             self._divergence.run(self.steps_done)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from weft.models.hugging_face_inputs import inputs_of
 from weft.parallel.attention.attention import Pass
 from weft.parallel.sequence.hugging_face import use_registry
+from weft.parallel.wrapping.replacements import Replacements
 from weft.plan.partition.sequence import make_places
 
 NUM_TOKENS, VOCABULARY = 12, 30
@@ -96,11 +97,8 @@ def switched_on(model: nn.Module, now: Pass) -> Iterator[Shuffled]:
     shuffled = Shuffled(now)
     on = use_registry(model, shuffled.attend, now=lambda: now, numbers=lambda: ORDER)
     assert on is not None
-    off = on()
-    try:
+    with Replacements(find=on):
         yield shuffled
-    finally:
-        off()
 
 
 def shuffled_logits(model: Any, inputs: Any) -> Tensor:

@@ -19,6 +19,7 @@ from weft.errors import ModelError
 from weft.parallel.pipeline.stages import Stages
 from weft.parallel.tracing.dataflow import Value
 from weft.parallel.tracing.placeholder import Placeholder, PlaceholderModule, to_meta
+from weft.parallel.wrapping.wrap import wrap_forward
 
 Forward = Callable[..., Any]
 
@@ -231,4 +232,6 @@ def wrap_units(model: nn.Module, units: Mapping[str, bool], runner: StageRunner)
     for unit, is_here in units.items():
         if is_here:
             module = model.get_submodule(unit)
-            module.forward = UnitForward(unit, module.forward, runner)
+            wrapped = UnitForward(unit, module.forward, runner)
+            why = "computes only when its stage is run, else passes on values"
+            wrap_forward(module, wrapped, by="pipeline", why=why)

@@ -12,8 +12,8 @@ and applied to the whole sequence instead (`models/hugging_face_inputs.py`).
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ from weft.models.hugging_face_inputs import (
     without_cache,
 )
 from weft.parallel.attention.attention import Pass
+from weft.parallel.wrapping.replacements import Replacement, hugging_face_attention
+from weft.parallel.wrapping.wrap import add_hook
 
 NAME = "weft_sequence"
 _REMEDY = "or set [axes] ring and ulysses to 1"
@@ -37,7 +39,6 @@ _HARMLESS = frozenset(
     }
 )  # fmt: skip
 """Arguments that models pass on to attention and that do not change its result."""
-_MISSING = object()
 
 
 class Attend(Protocol):
@@ -50,8 +51,10 @@ class Attend(Protocol):
 
 def use_registry(
     model: nn.Module, attend: Attend, *, now: Callable[[], Pass | None], numbers: Callable[[], Tensor]
-) -> Callable[[], Callable[[], None]] | None:
-    """A function that lets the Hugging Face models in a model attend over all ranks, and returns the one to undo it.
+) -> Callable[[], list[Replacement]] | None:
+    """Finds the replacements by which the Hugging Face models in a model attend over all ranks.
+
+    It is to be called before the first pass, not sooner: until then, other axes may give modules configurations.
 
     `now` gives the pass under way, `numbers` the positions of this rank's tokens. None: there are no such models.
     """
@@ -62,7 +65,7 @@ def use_registry(
     problems = [problem for module in models for problem in _model_problems(module)]
     if problems:
         raise ModelError(list(dict.fromkeys(problems)))
-    return _Switch(model, models, attend, now, numbers).on
+    return _Switch(model, models, attend, now, numbers).replacements
 
 
 def _model_problems(model: Any) -> list[str]:
@@ -109,39 +112,26 @@ class _Switch:
         self._numbers = numbers
         self._outermost = list(outermost_models(model, "position_ids"))
         self._longest = _longest_rotation(model)
-        self._writes: list[tuple[MutableMapping[str, Any], str, Any]] | None = None
         self._asked_for_documents = False
 
-    def on(self) -> Callable[[], None]:
-        """Switch on; returns the way to switch off."""
-        if self._writes is None:  # not sooner: until the first pass, other axes may give modules configurations
-            self._writes = self._find_writes()
-        before = [(names, key, names.get(key, _MISSING)) for names, key, _ in self._writes]
-        for names, key, value in self._writes:
-            names[key] = value
-        hooks = [outer.register_forward_pre_hook(self._complete, with_kwargs=True) for outer in self._outermost]
-
-        def off() -> None:
-            for names, key, value in before:
-                if value is _MISSING:
-                    del names[key]
-                else:
-                    names[key] = value
-            for hook in hooks:
-                hook.remove()
-
-        return off
-
-    def _find_writes(self) -> list[tuple[MutableMapping[str, Any], str, Any]]:
-        masks, models = (sys.modules[f"transformers.{name}"] for name in ("masking_utils", "modeling_utils"))
+    def replacements(self) -> list[Replacement]:
         switched = [module for model in filter(_uses_registry, self._models) for module in model.modules()]
         found = (getattr(module, "config", None) for module in switched)  # also those of parts of composite models
         configs = {id(config): config for config in found if hasattr(config, "_attn_implementation_internal")}
+        why = "gives it the positions of this rank's tokens, and no cache"
+        add = partial(add_hook, when="forward_pre", hook=self._complete, by="sequence", why=why, with_kwargs=True)
         return [
-            (models.AttentionInterface._global_mapping, NAME, self._attention),
-            (masks.AttentionMaskInterface._global_mapping, NAME, self._mask),
-            (vars(masks), "find_packed_sequence_indices", self._no_documents),
-            *((vars(config), "_attn_implementation_internal", NAME) for config in configs.values()),
+            *hugging_face_attention(
+                NAME,
+                attention=self._attention,
+                mask=self._mask,
+                find_documents=self._no_documents,
+                configs=tuple(configs.values()),
+            ),
+            *(
+                Replacement(what=f"hook on {type(outer).__name__}", why=why, apply=partial(add, outer))
+                for outer in self._outermost
+            ),
         ]
 
     def _attention(

@@ -9,13 +9,9 @@ process, which the probe finds before the first step (`training/setup/probe.py`)
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.blueprint import Positions
@@ -25,12 +21,11 @@ from weft.mesh import Mesh
 from weft.parallel.attention.attention import Pass, SequenceAxes, UnderWay, attend, attend_traced
 from weft.parallel.sequence.hugging_face import use_registry
 from weft.parallel.sequence.positions import Numbered, Tables
+from weft.parallel.wrapping.replacements import WHOLE_ATTENTION, Replacements, torch_attention
+from weft.parallel.wrapping.wrap import add_hook
 from weft.plan.model_refusals import ATTENTION_THAT_DROPS, CROSS_ATTENTION, MASKS_OF_ITS_OWN, TOKENS_OF_ITS_OWN
 from weft.plan.partition.sequence import Places, make_places
 from weft.plan.partition.tensor import Range
-
-_WHOLE: Callable[..., Tensor] = F.scaled_dot_product_attention
-_NAME = "scaled_dot_product_attention"
 
 
 class SequenceParallel:
@@ -49,13 +44,14 @@ class SequenceParallel:
         self._tables = Tables(model, positions)
         for name in positions.modules if positions is not None else ():
             hook = Numbered(name, lambda: None if self.now is None else self.numbers(self.now.places))
-            model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
-        self._holders = _holders(model)
+            why = "gives it this rank's positions instead of 0 to T - 1"
+            add_hook(model.get_submodule(name), "forward_pre", hook, by="sequence", why=why, with_kwargs=True)
         self._use_registry = use_registry(
             model, self.attend, now=lambda: self.now, numbers=lambda: self.numbers(self._now.places)
         )
-        self._undo: Callable[[], None] | None = None
-        """Restores torch's attention, while it is replaced."""
+        attention = torch_attention(model, self.stand_in, why="attends over all ranks of the sequence")
+        self.replacements = Replacements(*attention, find=self._use_registry, on_leave=self._leave)
+        """Attention over all ranks; also in a backward pass, where blocks may be computed again."""
 
     @property
     def now(self) -> Pass | None:
@@ -90,53 +86,9 @@ class SequenceParallel:
         """Ranges of this rank's tokens, in its order."""
         return places.ranges(self.axes.ring.index, self.axes.ulysses.index)
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Context in which attention is over all ranks; also for a backward pass, where blocks may be recomputed."""
-        if self._undo is not None:
-            yield
-            return
-        self._begin()
-        try:
-            yield
-        finally:
-            self._end()
-            self.now = None
-            self._tables.give_back()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Context in which attention is torch's own, as outside of passes: a loss may call another model."""
-        if self._undo is None:
-            yield
-            return
-        self._end()
-        try:
-            yield
-        finally:
-            self._begin()
-
-    def _begin(self) -> None:
-        before = [(holder, name, getattr(holder, name)) for holder, name in self._holders]
-        switch_off = self._use_registry() if self._use_registry is not None else None
-        has_fast_path = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)  # in evaluation torch's own layers would call no function
-        for holder, name in self._holders:
-            setattr(holder, name, self.stand_in)
-
-        def undo() -> None:
-            for holder, name, function in before:
-                setattr(holder, name, function)
-            torch.backends.mha.set_fastpath_enabled(has_fast_path)
-            if switch_off is not None:
-                switch_off()
-
-        self._undo = undo
-
-    def _end(self) -> None:
-        assert self._undo is not None
-        self._undo()
-        self._undo = None
+    def _leave(self) -> None:
+        self.now = None
+        self._tables.give_back()
 
     def enter(self, now: Pass) -> None:
         """Begin a pass, or the backward pass of an earlier one."""
@@ -157,7 +109,8 @@ class SequenceParallel:
             if key.shape[2] != query.shape[2]:
                 raise ModelError(CROSS_ATTENTION.message(num_queries=query.shape[2], num_keys=key.shape[2]))
             if query.is_meta:  # the model is being traced: only shapes matter
-                return _WHOLE(query, key, value, is_causal=is_causal, enable_gqa=query.shape[1] != key.shape[1])
+                is_grouped = query.shape[1] != key.shape[1]
+                return WHOLE_ATTENTION(query, key, value, is_causal=is_causal, enable_gqa=is_grouped)
             num_mine = self._now.places.tokens_per_rank
             if query.shape[2] != num_mine:
                 raise ModelError(TOKENS_OF_ITS_OWN.message(num_tokens=query.shape[2], num_mine=num_mine))
@@ -250,13 +203,3 @@ def _padding(mask: Tensor, num_samples: int, num_tokens: int) -> Tensor | None:
     if mask.shape[1] > 1 and not bool((mask == mask[:, :1]).all()):
         return None
     return mask[:, 0, 0].expand(num_samples, num_tokens)
-
-
-def _holders(model: nn.Module) -> list[tuple[Any, str]]:
-    """(module, name) wherever the model's code finds torch's attention: in torch, and where it imported it."""
-    found: list[tuple[Any, str]] = [(F, _NAME)]
-    for name in {kind.__module__ for module in model.modules() for kind in type(module).__mro__}:
-        source = sys.modules.get(name)
-        if source is not None and source is not F:
-            found += [(source, key) for key, value in vars(source).items() if value is _WHOLE]
-    return found

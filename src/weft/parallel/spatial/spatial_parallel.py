@@ -25,6 +25,7 @@ from weft.errors import ModelError
 from weft.parallel.spatial.join import joined
 from weft.parallel.spatial.row_tensor import HEIGHT_DIM, Rows, RowTensor, mark
 from weft.parallel.state.batchnorm import SynchronisedBatchNorm
+from weft.parallel.wrapping.wrap import wrap_forward
 from weft.plan.model_refusals import STATISTICS_BEHIND_THE_ROWS
 
 
@@ -40,7 +41,8 @@ class SpatialParallel:
             return
         norms: dict[str, nn.Module] = {n: norm for n, norm in model.named_modules() if isinstance(norm, _BatchNorm)}
         for name, norm in norms.items():
-            norm.forward = _NormOfRows(norm, name, self.group.size).forward
+            rows = _NormOfRows(norm, name, self.group.size)
+            wrap_forward(norm, rows.forward, by="rows", why="takes its statistics from this rank's rows of every image")
 
     def split(self, inputs: Any) -> Any:
         """The same tree with this rank's rows of every image (floating-point tensor of 4 dims), all of one height."""

@@ -1,8 +1,8 @@
-"""BatchNorm whose statistics are those of the whole microbatch over the data axis, so that it equals one process.
+"""BatchNorm with statistics of the whole microbatch over the data axis, so that it equals one process.
 
 torch's SyncBatchNorm does the same, on GPUs only. Every rank contributes its count, mean and sum of squared deviations,
-which are merged without cancellation (Chan et al.), so that unequal and empty parts are exact. One all-gather of 2C + 1
-numbers forward, one all-reduce of 2C backward.
+which are merged without cancellation (Chan et al.), so that unequal and empty parts are exact. Each layer takes one
+all-gather of 2C + 1 numbers in the forward pass and one all-reduce of 2C in the backward pass.
 
 This does not cover layers that keep other running statistics (InstanceNorm's, a user's own moving averages): the
 divergence check names those if ranks drift apart.
@@ -20,11 +20,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from weft.comm.collectives import all_gather, all_reduce
 from weft.comm.group import Group
 from weft.errors import ModelError
+from weft.parallel.wrapping.wrap import Change, record_change
 from weft.plan.model_refusals import STATISTICS_OF_ITS_OWN
 
 
 class SynchronisedBatchNorm(_BatchNorm):
-    """A BatchNorm that normalises by the statistics of all data ranks; mixed into the class that a module had."""
+    """A BatchNorm that normalises by the statistics of all data ranks; a mixin of the module's own class."""
 
     weft_group: Group
 
@@ -33,10 +34,10 @@ class SynchronisedBatchNorm(_BatchNorm):
         if not self.training and self.track_running_stats:
             return super().forward(input)
         mean, variance, count = _merged_statistics(input.detach(), self.weft_group)
-        if count == 0:  # no rank has a sample: nothing to normalise, nothing to learn
+        if count == 0:  # no rank has a sample
             return input
         if count == 1:
-            raise ModelError("BatchNorm needs more than 1 value a channel over all ranks; use a larger batch")
+            raise ModelError("BatchNorm needs more than 1 value per channel over all ranks; use a larger batch")
         if self.training and self.track_running_stats:
             self._update_running(mean, variance, count)
         output: torch.Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
@@ -55,12 +56,11 @@ class SynchronisedBatchNorm(_BatchNorm):
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
 
 
-def synchronise_batch_norms(model: nn.Module, group: Group) -> int:
-    """Make every BatchNorm of a model synchronised, in place; returns how many there were.
+def synchronise_batch_norms(model: nn.Module, group: Group) -> None:
+    """Make every BatchNorm of a model synchronised, in place.
 
     The class is swapped instead of the module: parameters, hooks and every reference to the module stay as they are,
-    and it is still an instance of the class it had. A class with a forward of its own is refused, for that would be
-    lost.
+    and it is still an instance of the class it had. A class with a forward of its own, which would be lost, is refused.
     """
     found = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
     others = {name: module for name, module in found.items() if not isinstance(module, SynchronisedBatchNorm)}
@@ -75,9 +75,9 @@ def synchronise_batch_norms(model: nn.Module, group: Group) -> int:
     classes = {kind: type(f"Synchronised{kind.__name__}", (SynchronisedBatchNorm, kind), {}) for kind in kinds}
     for module in others.values():
         module.__class__ = classes[type(module)]
+        record_change(module, Change(kind="class", by="data", why="takes its statistics over the whole batch"))
     for module in found.values():
         module.weft_group = group  # type: ignore[assignment]
-    return len(found)
 
 
 def has_batch_norms(model: nn.Module) -> bool:
@@ -85,8 +85,8 @@ def has_batch_norms(model: nn.Module) -> bool:
 
 
 def _merged_statistics(input: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Mean and biased variance of each channel over all ranks, and the number of values they are taken over."""
-    dims, channels = _reduced_dims(input), input.shape[1]
+    """Mean and biased variance of each channel over all ranks, and the number of values per channel."""
+    dims, channels = (0, *range(2, input.dim())), input.shape[1]
     wide = input if input.dtype == torch.float64 else input.float()
     local_count = input.numel() // channels
     local = wide.new_zeros(2 * channels + 1)
@@ -102,10 +102,6 @@ def _merged_statistics(input: torch.Tensor, group: Group) -> tuple[torch.Tensor,
     mean = (means * counts).sum(0) / total
     variance = (deviations + counts * (means - mean) ** 2).sum(0) / total
     return mean, variance, int(total)
-
-
-def _reduced_dims(input: torch.Tensor) -> list[int]:
-    return [dim for dim in range(input.dim()) if dim != 1]
 
 
 def _per_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -139,11 +135,11 @@ class _Normalise(torch.autograd.Function):
         return output.to(input.dtype)
 
     @staticmethod
-    @once_differentiable  # a second derivative would miss the other ranks' part, without a word
+    @once_differentiable  # a second derivative would silently miss the other ranks' part
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         normalised, inverse, weight = ctx.saved_tensors
         grad = grads[0].to(normalised.dtype)
-        dims, channels = _reduced_dims(grad), grad.shape[1]
+        dims, channels = (0, *range(2, grad.dim())), grad.shape[1]
         local = torch.cat([grad.sum(dims), (grad * normalised).sum(dims)])
         grad_bias, grad_weight = local[:channels].clone(), local[channels:].clone()
         all_reduce(local, ctx.group)
@@ -151,13 +147,6 @@ class _Normalise(torch.autograd.Function):
         scale = inverse if weight is None else inverse * weight
         centred = grad - _per_channel(local[:channels], grad) - normalised * _per_channel(local[channels:], grad)
         grad_input = (centred * _per_channel(scale, grad)).to(grads[0].dtype)
-        return (
-            grad_input,
-            grad_weight.to(weight.dtype) if weight is not None else None,
-            grad_bias.to(ctx.bias_dtype) if ctx.bias_dtype is not None else None,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        weight_part = None if weight is None else grad_weight.to(weight.dtype)
+        bias_part = None if ctx.bias_dtype is None else grad_bias.to(ctx.bias_dtype)
+        return grad_input, weight_part, bias_part, *[None] * 5

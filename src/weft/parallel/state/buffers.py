@@ -1,7 +1,7 @@
-"""What happens to a model's buffers between ranks after a step, as the plan says.
+"""Exchange of a model's buffers after a step, as `[data] buffers` says.
 
-synchronise   BatchNorm already computed the same ones everywhere (`parallel/state/batchnorm.py`): nothing to do
-broadcast     each rank normalises by its own samples; rank 0's running statistics become everybody's
+synchronise   BatchNorm computed the same ones on all ranks (`parallel/state/batchnorm.py`): nothing is exchanged
+broadcast     each rank normalises by its own samples, and takes over rank 0's running statistics
 local         each rank keeps its own; a checkpoint holds their mean
 """
 
@@ -14,31 +14,24 @@ from weft.comm.collectives import all_reduce, broadcast
 from weft.mesh import Mesh
 
 
-class BufferPolicy:
-    """Keeps buffers of data ranks together, in one message a dtype."""
-
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        self._model = model
-        self._mesh = mesh
-        self._active = mesh.data_size * mesh.sequence_size > 1 and mesh.plan.data.buffers == "broadcast"
-
-    @torch.no_grad()
-    def after_step(self) -> None:
-        if not self._active:
-            return
-        # Looked up anew, because a layer may replace its buffer instead of writing into it.
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for buffer in persistent_buffers(self._model).values():
-            by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        for buffers in by_dtype.values():
-            flat = torch.cat([buffer.flatten() for buffer in buffers])
-            broadcast(flat, self._mesh.batch_group("control"))
-            for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
-                buffer.copy_(part.view_as(buffer))
+@torch.no_grad()
+def broadcast_buffers(model: nn.Module, mesh: Mesh) -> None:
+    """Give all data ranks rank 0's buffers, in one message per dtype, if the plan says so; collective."""
+    if mesh.plan.data.buffers != "broadcast" or mesh.data_size * mesh.sequence_size == 1:
+        return
+    # Looked up in every step, because a layer may replace its buffer instead of writing into it.
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for buffer in persistent_buffers(model).values():
+        by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    for buffers in by_dtype.values():
+        flat = torch.cat([buffer.flatten() for buffer in buffers])
+        broadcast(flat, mesh.batch_group("control"))
+        for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+            buffer.copy_(part.view_as(buffer))
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that belong to the model's state; tables that can be computed again are left out."""
+    """Buffers that belong to the model's state dict, by name."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules()
@@ -49,7 +42,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def consensus_buffers(model: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
-    """The buffers a checkpoint holds: the ranks' common ones, or where each keeps its own, their mean. Collective."""
+    """Buffers for a checkpoint: those that all ranks share, or the mean where each rank keeps its own; collective."""
     buffers = persistent_buffers(model)
     group = mesh.batch_group("control")
     if mesh.plan.data.buffers != "local" or group.size == 1:

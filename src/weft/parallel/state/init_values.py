@@ -1,12 +1,12 @@
-"""First values of a model that was built without memory: whose code fills a tensor, and from which random numbers.
+"""First values of a model that was built without memory, the same under every plan.
 
-A layer's own `reset_parameters()` fills it; in a Hugging Face model their `_init_weights(layer)` does, which also knows
-tables that are in no file of weights (frequencies of rotations, numbers of places).
+A layer's own `reset_parameters()` initialises it; in a Hugging Face model `_init_weights(layer)` does, which also knows
+tables that are in no file of weights (rotary frequencies, position numbers).
 
 Every draw starts from a seed of its own, made of the run's seed, the names of the layer and the tensor, and how often
 this layer has drawn this tensor. So a tensor's values do not depend on which others have memory meanwhile, and any plan
-begins where one process does. What a layer draws elsewhere and copies in (`orthogonal_` does) follows from the layer's
-name, and from what of it has memory.
+starts from the values of one process. Values that a layer draws into a temporary and copies in (`orthogonal_` does)
+depend on the layer's name, and on which of its tensors have memory.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.models.hugging_face_inputs import hugging_face_class
 
 _NEITHER = 2
-"""The byte of a boolean that is neither 0 nor 1, as none is that somebody wrote."""
+"""The byte that marks a boolean as uninitialised; a real one is 0 or 1."""
 
 
 class InitValues:
-    """How the tensors of one model get their values."""
+    """Initialises the tensors of one model."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._model = model
@@ -35,7 +35,7 @@ class InitValues:
         self._hugging_face = _hugging_face_owners(model)
 
     def fill(self, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:
-        """Give parameters values, under all of their names; they are in the model, others on the meta device."""
+        """Initialise parameters, given under all of their names; all others must be on the meta device."""
         draws = _SeededDraws(self._seed, parameters)
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), torch.no_grad(), draws:
@@ -44,7 +44,7 @@ class InitValues:
                 self._reset(name, module)
 
     def fill_buffers(self, device: torch.device) -> None:
-        """Give buffers on the meta device memory, and values."""
+        """Give buffers on the meta device memory and values."""
         for name, module in self._model.named_modules():
             if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
                 self._fill_buffers_of(name, module, device)
@@ -53,7 +53,7 @@ class InitValues:
         is_bare = not any(True for _ in module.parameters(recurse=False))
         owner = self._hugging_face.get(name)
         if owner is None and is_bare and type(module)._apply is not nn.Module._apply:
-            module.to_empty(device=device, recurse=False)  # a layer that computes its tables when it is moved
+            module.to_empty(device=device, recurse=False)  # the layer computes its tables when it is moved
             return
         for buffer_name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
@@ -72,7 +72,7 @@ class InitValues:
             _reset(module)
             return
         owner._init_weights(module)
-        # Some leave a layer, or some of its tensors, with what torch gave them when they were made.
+        # Some models leave a layer, or some of its tensors, as torch's constructor initialised them.
         own = [p.detach() for p in module.parameters(recurse=False) if not p.is_meta]
         given = [tensor for tensor in own if not is_unfilled(tensor)]
         if len(given) < len(own):
@@ -83,7 +83,7 @@ class InitValues:
 
 
 def unfilled_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory for a tensor, full of what nobody means."""
+    """New memory of a tensor's shape, full of NaN or of a mark that stands for it."""
     if tensor.is_floating_point() or tensor.is_complex():
         return torch.full_like(tensor, float("nan"), device=device)
     if tensor.dtype == torch.bool:
@@ -93,7 +93,7 @@ def unfilled_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def is_unfilled(tensor: torch.Tensor) -> bool:
-    """Whether it still holds what nobody means: anywhere, or everywhere where that is a number like any other."""
+    """Whether a tensor still holds the mark: anywhere, or everywhere for integers, where the mark may be a value."""
     if not tensor.numel():
         return False
     if tensor.dtype == torch.bool:
@@ -105,12 +105,12 @@ def is_unfilled(tensor: torch.Tensor) -> bool:
 
 
 class _SeededDraws(TorchDispatchMode):
-    """Seeds the random state anew for each draw, by what is drawn."""
+    """Seeds the random state for each draw, by the tensor that is drawn."""
 
     def __init__(self, seed: int, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seed = seed
-        # The first name of a tied one is that which stays, whoever asks.
+        # A tied parameter goes by its first name.
         named = reversed(list(parameters.items()))
         self._names = {p.untyped_storage().data_ptr(): name for name, p in named if p.numel()}
         self._owned = list(parameters)
@@ -118,7 +118,7 @@ class _SeededDraws(TorchDispatchMode):
         self._counts: dict[str, int] = {}
 
     def enter(self, layer: str) -> None:
-        """A layer is going to be filled: draws that are not into a parameter are its own."""
+        """Begin a layer: draws that are not into a parameter count as its own."""
         prefix = f"{layer}." if layer else ""
         self._layer, self._first = layer, next((name for name in self._owned if name.startswith(prefix)), "")
 
@@ -148,7 +148,7 @@ def _holders(model: nn.Module, names: Collection[str]) -> Iterable[tuple[str, nn
 
 
 def _hugging_face_owners(model: nn.Module) -> dict[str, Any]:
-    """Of each module in a Hugging Face model, the innermost such model that it is in."""
+    """The innermost Hugging Face model around each module that is in one, by the module's name."""
     kind = hugging_face_class()
     owners: dict[str, Any] = {}
     if kind is not None:

@@ -1,11 +1,10 @@
-"""Giving a model that was built on the meta device memory and first values, if need be one flat buffer at a time.
+"""Memory and first values for a model that was built on the meta device, if need be one flat buffer at a time.
 
-A model larger than a rank's memory is built under `torch.device("meta")`: all shapes, no memory. While a flat buffer is
-made, only its parameters have memory, and the layers concerned fill them (`init_values.py`), inner layers first, the
-model itself last. Everything else is on the meta device meanwhile, where it does nothing. New memory is full of NaN, so
-what nobody filled is found and named. Random numbers follow from torch's seed, the same on all ranks, and from a
-tensor's name: every rank computes the same values, under any plan (but for layers that draw elsewhere and copy in, see
-`init_values.py`), and keeps its part of them.
+While a flat buffer is made, only its parameters have memory, and the layers concerned initialise them
+(`init_values.py`), inner layers first, the model itself last. Everything else stays on the meta device meanwhile, where
+initialisation has no effect. New memory is full of NaN, so that tensors nothing initialises are found and named. Random
+numbers follow from torch's seed, the same on all ranks, and from a tensor's name: every rank computes the same values,
+under any plan (except layers that draw elsewhere and copy in, see `init_values.py`), and keeps its part of them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from weft.mesh import Mesh
 from weft.parallel.state.init_values import InitValues, is_unfilled, unfilled_like
 
 _PORTION_BYTES = 256 * 2**20
-"""Of whole tensors that have memory at once, where a rank keeps a part of each."""
+"""Most bytes of whole tensors in memory at once, where a rank keeps a part of each."""
 
 Replacements = dict[nn.Parameter, nn.Parameter]
 Cut = Callable[[str, torch.Tensor], torch.Tensor]
@@ -41,17 +40,19 @@ def is_on_meta(model: nn.Module) -> bool:
 
 @contextmanager
 def agreed_seed(model: nn.Module, mesh: Mesh) -> Iterator[None]:
-    """While a model gets its first values, all ranks have one random state, drawn from the first one's; collective."""
+    """Context in which all ranks have one random state, drawn from the first rank's, if the model needs first values;
+    collective."""
     if mesh.world.is_fake:
         yield
         return
     device = mesh.world.device
-    are_empty = set(gather_values(is_on_meta(model), mesh.everyone("control"), device))
-    if len(are_empty) > 1:
+    num_empty = sum(tensor.is_meta for _, tensor in model_tensors(model))
+    counts = set(gather_values(num_empty, mesh.everyone("control"), device))
+    if len(counts) > 1:
         raise ModelError(
             "some ranks built the model on the meta device and others did not; build it the same way on all"
         )
-    if are_empty == {False}:
+    if counts == {0}:
         yield
         return
     seed = torch.tensor([draw_seed()], device=device)
@@ -62,112 +63,97 @@ def agreed_seed(model: nn.Module, mesh: Mesh) -> Iterator[None]:
 
 
 def draw_seed() -> int:
-    """The seed of first values that follows from torch's random state, which moves on."""
+    """A seed of first values, drawn from torch's random state."""
     return int(torch.randint(2**31, (1,)))
 
 
 def fill_alone(model: nn.Module, seed: int, device: torch.device) -> None:
     """Give a whole model on the meta device the first values that ranks give their parts of it."""
-    values = InitValues(model, seed)
-    empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-    values.fill_buffers(device)
-    new_of = {p: _make_like(p, device) for p in model.parameters() if p.is_meta}
-    for old, places in _find_places(model).items():
-        for module, name in places:
-            module._parameters[name] = new_of.get(old, old)
-    new = set(new_of.values())
-    values.fill({name: p for name, p in model.named_parameters(remove_duplicate=False) if p in new}, device)
-    filled = {name: p for name, p in model.named_parameters() if p in new}
-    _refuse_unfilled(filled | {name: model.get_buffer(name) for name in empty})
+    Materialiser(model, device, seed=seed).fill_all()
 
 
 class Materialiser:
-    """Fills the parameters and buffers of a model that are on the meta device; what is elsewhere is left alone."""
+    """Initialises the parameters and buffers of a model that are on the meta device, and no others."""
 
     def __init__(
         self,
         model: nn.Module,
-        mesh: Mesh,
+        device: torch.device,
         cut: Cut | None = None,
         *,
+        seed: int | None = None,
         initialise: bool = True,
         with_buffers: bool = True,
     ) -> None:
-        """Buffers get memory and values at once. torch's seed must be the same on all ranks.
+        """Give buffers memory and values, unless `with_buffers` leaves them to a second materialiser.
 
-        `cut`: of a tensor by name, what of it this rank keeps. Without `initialise` parameters are zero: something else
-        gives them their values. Without `with_buffers`, buffers stay empty for another one of these.
+        `cut` takes this rank's part of a whole tensor, by name. The seed, by default torch's, must be the same on all
+        ranks. Without `initialise` parameters are zero until they are read from a file.
         """
         self._cut = cut
         self._model = model
-        self._device = mesh.world.device
+        self._device = device
         self._initialises = initialise
         self._made: Replacements = {}
         self._buffers: dict[str, torch.Tensor] = {}
-        self._is_needed = is_on_meta(model) and not mesh.world.is_fake
-        if mesh.world.is_fake:  # nothing gets values, but everything its shape
+        is_fake = device.type == "meta"
+        self._is_needed = is_on_meta(model) and not is_fake
+        if is_fake:  # nothing gets values, but everything its shape
             self._keep_shares(dict(model_tensors(model)))
         if not self._is_needed:
             return
         self._places = _find_places(model)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
-        self._stand_ins = {p: _make_like(p, torch.device("meta")) for p in model.parameters() if not p.is_meta}
-        self._values = InitValues(model, torch.initial_seed())
+        self._placeholders = {p: _make_like(p, torch.device("meta")) for p in model.parameters() if not p.is_meta}
+        self._values = InitValues(model, torch.initial_seed() if seed is None else seed)
         if not with_buffers:
             return
         empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-        self._install(self._stand_ins)  # or layers would draw anew what was given values
+        self._install(self._placeholders)  # or layers would initialise these again
         self._values.fill_buffers(self._device)
-        self._install({stand_in: own for own, stand_in in self._stand_ins.items()})
+        self._install({placeholder: own for own, placeholder in self._placeholders.items()})
         self._buffers = {name: model.get_buffer(name) for name in empty}
         self._keep_shares(self._buffers)
 
     def fill_all(self) -> None:
-        """Give the whole model memory and values, and never to much more than this rank keeps."""
+        """Give the whole model memory and values, with little more memory at any time than this rank keeps."""
         for some in self._portions():
-            made = self._fill(some)
-            self._install({new: old for old, new in made.items()})  # or the next ones' turn would change these
+            made = self.fill(some)
+            self._install({new: old for old, new in made.items()})  # or later portions would initialise these again
             self._made |= made
         self.finish()
-
-    def fill(self, parameters: Collection[nn.Parameter]) -> None:
-        """Give some of the parameters memory and values; they stay in the model."""
-        self._fill(parameters)
 
     @contextmanager
     def filling(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         """The same parameters with memory and values. Until `finish`, the model itself goes back to the meta device."""
-        made = self._fill(parameters)
+        made = self.fill(parameters)
         yield [made.get(parameter, parameter) for parameter in parameters]
         self._install({new: old for old, new in made.items()})
         self._made |= made
 
     def finish(self) -> None:
-        """Put all that was made into the model."""
+        """Put all initialised parameters into the model."""
         self._install(self._made)
         self._made = {}
         _refuse_unfilled(self._buffers)
 
     def _portions(self) -> Iterator[list[nn.Parameter]]:
-        """All empty parameters: at once, if this rank keeps the whole of them."""
-        empty = [parameter for parameter in self._model.parameters() if self._is_empty(parameter)]
+        """Parameters without memory: all at once, if this rank keeps whole tensors."""
+        empty = [parameter for parameter in self._model.parameters() if parameter.is_meta]
         if self._cut is None:
             yield empty
             return
         portion: list[nn.Parameter] = []
         for parameter in empty:
-            if portion and sum(map(_num_bytes, portion)) + _num_bytes(parameter) > _PORTION_BYTES:
+            if portion and sum(one.nbytes for one in portion) + parameter.nbytes > _PORTION_BYTES:
                 yield portion
                 portion = []
             portion.append(parameter)
         yield portion
 
-    def _is_empty(self, parameter: nn.Parameter) -> bool:
-        return self._is_needed and parameter.is_meta
-
-    def _fill(self, parameters: Collection[nn.Parameter]) -> Replacements:
-        """Those that are empty, and what is in the model for them now."""
-        empty = [parameter for parameter in parameters if self._is_empty(parameter)]
+    def fill(self, parameters: Collection[nn.Parameter]) -> Replacements:
+        """Give some parameters memory and values, in the model; returns the new one for each that had none."""
+        empty = [parameter for parameter in parameters if self._is_needed and parameter.is_meta]
         if not empty:
             return {}
         if not self._initialises:
@@ -176,23 +162,23 @@ class Materialiser:
             return made
         made = {p: _make_like(p, self._device) for p in empty}
         self._install(made)
-        self._install(self._stand_ins)
+        self._install(self._placeholders)
         new = set(made.values())
         named = {name: p for name, p in self._model.named_parameters(remove_duplicate=False) if p in new}
         self._values.fill(named, self._device)
-        self._install({stand_in: own for own, stand_in in self._stand_ins.items()})
+        self._install({placeholder: own for own, placeholder in self._placeholders.items()})
         filled = {self._names[old]: p for old, p in made.items()}
         _refuse_unfilled(filled)
         self._keep_shares(filled)
         return made
 
     def _make_share(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What this rank keeps of it, zero."""
+        """This rank's part of a parameter, zero."""
         kept = parameter.detach() if self._cut is None else self._cut(self._names[parameter], parameter.detach())
         return nn.Parameter(torch.zeros_like(kept, device=self._device), requires_grad=parameter.requires_grad)
 
     def _keep_shares(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Whole tensors were filled, so that their values do not depend on who keeps what of them."""
+        """Cut tensors that were initialised whole, so that values do not depend on the plan."""
         if self._cut is not None:
             for name, tensor in tensors.items():
                 tensor.data = self._cut(name, tensor.data)
@@ -219,7 +205,7 @@ def _refuse_unfilled(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _find_places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """Where each parameter is registered."""
+    """Modules and names under which each parameter is registered."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -230,7 +216,3 @@ def _find_places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, s
 
 def _make_like(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     return nn.Parameter(unfilled_like(parameter.detach(), device), requires_grad=parameter.requires_grad)
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

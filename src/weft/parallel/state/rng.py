@@ -1,8 +1,8 @@
 """Random numbers that do not depend on the plan: dropout draws the same for any number of stages, and recomputed.
 
-Random states are set before and after every unit from what is the same under every plan: the run's seed, the step, the
-sample's microbatch and data rank, and the unit's place in the model. So it does not matter which process runs a unit,
-nor what it ran before. States are given back when the pass is over: a user's own random numbers are not touched.
+The random state is set before and after every unit, from values that are the same under every plan: the run's seed, the
+step, the microbatch, the data rank and the unit's place in the model. So it does not matter which process runs a unit,
+nor what it ran before. After the pass the user's own random state is restored.
 """
 
 from __future__ import annotations
@@ -17,56 +17,53 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from weft.blueprint import Blueprint
 from weft.parallel.tracing.dataflow import find_units
+from weft.parallel.wrapping.wrap import add_hook
 
 _MASK = (1 << 63) - 1
 
 
 class Seeds:
-    """Where the random numbers of every pass come from."""
+    """Seeds of the random numbers of every pass."""
 
     def __init__(self, device: torch.device) -> None:
         self.base: int | None = None
-        """What all random numbers of a run come from; None until the first step draws it."""
-        self._generator = (
+        """The seed of the whole run; None until the first step draws it."""
+        self.generator = (
             torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
         )
         self._now = 0
         self.draws: ShareDraws | None = None
-        """Who draws inside regions that the tensor axis shares out."""
+        """Random states inside regions that the tensor axis splits."""
 
     @contextmanager
     def during(self, *, step: int, microbatch: int, data_rank: int) -> Iterator[None]:
-        """Random states inside are this microbatch's, and outside what they were."""
+        """Context of one microbatch's random state; the state from before is restored after it."""
         self._now = mix(mix(mix(self.base or 0, step), microbatch), data_rank)
-        before = self._generator.get_state()
+        before = self.generator.get_state()
         if self.draws is not None:
             self.draws.reset()
         self.enter(-1)
         try:
             yield
         finally:
-            self._generator.set_state(before)
+            self.generator.set_state(before)
 
     def enter(self, place: int) -> int:
-        """The random numbers of one place in the model begin; returns the seed they begin with."""
+        """Set the random state of one place in the model; returns its seed."""
         seed = mix(self._now, place)
         if self.draws is not None:
             seed = self.draws.begin(seed)
-        self._generator.manual_seed(seed)
+        self.generator.manual_seed(seed)
         return seed
-
-    @property
-    def generator(self) -> torch.Generator:
-        return self._generator
 
 
 class ShareDraws:
-    """Random numbers under tensor parallelism: the same on all ranks for what all have, others for each rank's share.
+    """Random numbers under tensor parallelism: common to all ranks in whole activations, different in their shares.
 
     A region begins where a column layer is called and ends where a row layer is. Inside, a rank draws from a stream of
-    its own, whose seed comes from the common one; after it the common one goes on where it was, one number further if
-    anything was drawn, so that no two regions draw alike. All of it follows from the state of the generator, which a
-    recomputed block finds as it was.
+    its own, seeded from the common one; after it the common stream continues where it was, one number further if
+    anything was drawn, so that no two regions draw alike. All of it follows from the state of the generator, which
+    torch's checkpoint restores before it recomputes a block.
     """
 
     def __init__(self, generator: torch.Generator, place: int) -> None:
@@ -76,19 +73,19 @@ class ShareDraws:
         self._own: torch.Tensor | None = None
         self._before_tokens: torch.Tensor | None = None
         self.is_used = False
-        """Something was drawn inside a region, or from tokens of this rank."""
+        """Whether anything was drawn inside a region, or while tokens were split."""
 
     def reset(self) -> None:
-        """Nothing is under way: what is computed again in a backward pass may be left in the middle."""
+        """Forget open regions: a recomputation in the backward pass may have stopped inside one."""
         self._common = self._own = self._before_tokens = None
 
     def begin(self, seed: int) -> int:
-        """Another place in the model begins, with this seed for all; the seed of this rank."""
+        """Begin a place in the model with a seed that all ranks have; returns the seed of this rank."""
         self._common = None
         return mix(seed, self._place) if self._before_tokens is not None else seed
 
     def enter(self) -> None:
-        """A region begins in training, if none has, in activations that are whole."""
+        """Begin a region in whole activations, unless one is open."""
         if self._common is None:
             self._common = self._set_apart()
             self._own = self._generator.get_state()
@@ -99,7 +96,7 @@ class ShareDraws:
             self._common = None
 
     def split_tokens(self) -> None:
-        """From now on nothing is common: what is not inside regions is split along the tokens."""
+        """Begin activations that are split along the tokens, where ranks share no random numbers."""
         self._before_tokens = self._set_apart()
         self._own = self._generator.get_state()
 
@@ -109,7 +106,7 @@ class ShareDraws:
             self._before_tokens = None
 
     def _set_apart(self) -> torch.Tensor:
-        """Begin a stream of this rank's own; returns where the common one is."""
+        """Begin a stream of this rank's own; returns the state of the common one."""
         common = self._generator.get_state()
         self._generator.manual_seed(mix(zlib.crc32(common.numpy().tobytes()), self._place))
         return common
@@ -127,9 +124,9 @@ class ShareDraws:
 
 
 class PlaceSeeds:
-    """The same random numbers for a model that is in one piece, by hooks on its units.
+    """Sets the random states of places in a model that is in one piece, by hooks on its units.
 
-    Only where a layer says that it drops something: a rate that stands in a model's code is not seen.
+    It does so only if a layer has a dropout rate as an attribute: a rate in the model's code is not seen.
     """
 
     def __init__(self, model: nn.Module, blueprint: Blueprint, seeds: Seeds) -> None:
@@ -141,8 +138,9 @@ class PlaceSeeds:
         if not self.is_needed:
             return
         for unit in find_units(model, blueprint):
-            model.get_submodule(unit).register_forward_pre_hook(self._before)
-            model.get_submodule(unit).register_forward_hook(self._after)
+            module, why = model.get_submodule(unit), "sets the random state of this place in the model"
+            add_hook(module, "forward_pre", self._before, by="random states", why=why)
+            add_hook(module, "forward", self._after, by="random states", why="sets that of the place after it")
 
     @contextmanager
     def during(self, *, step: int, microbatch: int, data_rank: int) -> Iterator[None]:
@@ -164,8 +162,8 @@ class PlaceSeeds:
         self._place += self._is_on
 
     def _enter(self, place: int) -> None:
-        """Begin a place. What the model itself computes again in the backward pass is known by the state it begins in,
-        which torch's checkpoint brings back, and gets the seed it had."""
+        """Begin a place. A unit that the model's own checkpoints recompute in the backward pass is recognised by the
+        state it begins in, which torch restores, and gets the seed of its forward pass."""
         generator = self._seeds.generator
         state = generator.get_state().numpy().tobytes()
         if self._is_on:
@@ -177,7 +175,7 @@ class PlaceSeeds:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether some layer says that it drops something, in torch's way or in a number of its own."""
+    """Whether some layer has a dropout rate: torch's `p`, or a positive attribute with "drop" in its name."""
     return any(
         isinstance(value, float) and value > 0
         for module in model.modules()
@@ -187,7 +185,7 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def mix(seed: int, number: int) -> int:
-    """Another seed for every number, without any pattern (splitmix64)."""
+    """A seed from a seed and a number (splitmix64)."""
     word = (seed + (number + 2) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF

@@ -16,6 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from weft.errors import ModelError
+from weft.parallel.wrapping.wrap import add_hook
 from weft.plan.partition.tensor import SIZED, Resized, Size
 
 Forward = Callable[..., Any]
@@ -31,8 +32,8 @@ class LocalSizes:
         self.length = length
         for part in module.modules():
             if part is not module and _pause not in part._forward_pre_hooks.values():
-                part.register_forward_pre_hook(_pause)
-                part.register_forward_hook(_resume)
+                add_hook(part, "forward_pre", _pause, by="tensor", why="keeps the parent's sizes from its code")
+                add_hook(part, "forward", _resume, by="tensor", why="goes back to the parent's sizes")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         mode = _SizeMode(self.resized, self.length)

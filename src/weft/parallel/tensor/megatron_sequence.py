@@ -24,6 +24,7 @@ from weft.parallel.state.rng import ShareDraws
 from weft.parallel.tensor.functions import TOKEN_DIM, join_tokens, split_tokens
 from weft.parallel.tensor.operators import traced_gather
 from weft.parallel.tracing.handles import handle_of
+from weft.parallel.wrapping.wrap import wrap_forward
 
 
 class TokenSplit:
@@ -157,7 +158,10 @@ def split_between(
         is_first = alone or number == 0 or stages[number - 1] != stages[number]
         is_last = alone or number == len(blocks) - 1 or stages[number + 1] != stages[number]
         if (is_first or is_last) and not isinstance(getattr(block, "forward", None), Edge):
-            block.forward = Edge(name, block, tokens, is_first=is_first, is_last=is_last)
+            edge = Edge(name, block, tokens, is_first=is_first, is_last=is_last)
+            wrap_forward(
+                block, edge, by="tensor", why="splits tokens before the first block, joins them after the last"
+            )
 
 
 def _activations(leaves: Sequence[object]) -> int | None:

@@ -46,6 +46,7 @@ from weft.parallel.tensor.megatron_sequence import Shown, TokenSplit, split_betw
 from weft.parallel.tensor.shares import AXIS, Shares, make_shares, set_count, share_tied
 from weft.parallel.tracing.handles import handle_of
 from weft.parallel.tracing.placeholder import PlaceholderModule
+from weft.parallel.wrapping.wrap import add_hook, wrap_forward
 from weft.plan.partition.tensor import Range, Region, entries, share_of
 
 
@@ -106,16 +107,17 @@ class TensorParallel:
             holder = self._shown_holder(region)
             if holder is not None and self.tokens is not None:
                 module = self.model.get_submodule(holder)
-                module.forward = Shown(module, self.tokens).forward
+                why = "lets its code see all tokens, of which its layers keep this rank's"
+                wrap_forward(module, Shown(module, self.tokens).forward, by="tensor", why=why)
             if region.is_output:
                 self._install_output(region, keep_output=keep_output)
         self._add_up_gradients()
         for layer in self.model.modules():
-            if isinstance(
-                layer, nn.TransformerEncoderLayer
-            ):  # a hook disables its fused kernel, which does not communicate
-                layer.register_forward_pre_hook(_nothing)
-        self.model.register_state_dict_pre_hook(_refuse_state_dict)
+            if isinstance(layer, nn.TransformerEncoderLayer):
+                why = "keeps torch from a fused kernel that exchanges nothing"
+                add_hook(layer, "forward_pre", _nothing, by="tensor", why=why)
+        why = "refuses to save shares under the names of whole tensors"
+        add_hook(self.model, "state_dict_pre", _refuse_state_dict, by="tensor", why=why)
 
     def draw_with(self, seeds: Seeds) -> None:
         """Let each rank draw random numbers of its own for its shard."""
@@ -142,12 +144,14 @@ class TensorParallel:
             self._install_columns(names, region)
         for name in region.rows:
             layer = model.get_submodule(name)
-            layer.forward = self._row(layer, name, region)
+            why = "adds up partial products over the tensor axis"
+            wrap_forward(layer, self._row(layer, name, region), by="tensor", why=why)
         for count in region.counts:
             set_count(model, count, *self._share(region))
         for resized in region.resized:
             module = model.get_submodule(resized.module)
-            module.forward = LocalSizes(module, resized, Lengths(*self._share(region))).forward
+            sizes = LocalSizes(module, resized, Lengths(*self._share(region)))
+            wrap_forward(module, sizes.forward, by="tensor", why="makes sizes in its code those of this rank's share")
 
     def _install_columns(self, names: Sequence[str], region: Region) -> None:
         layers: list[Any] = [self.model.get_submodule(name) for name in names]
@@ -155,7 +159,8 @@ class TensorParallel:
             is_shown = self._shown_holder(region) is not None
             group = ColumnGroup(layers, self._axis(names[0]), is_region=not region.is_output, is_shown=is_shown)
             for number, layer in enumerate(layers):
-                layer.forward = ColumnLinear(group, number).forward
+                why = "computes this rank's output features; adds up the gradient of its input over the tensor axis"
+                wrap_forward(layer, ColumnLinear(group, number).forward, by="tensor", why=why)
                 layer.out_features = self._num_entries(f"{names[number]}.weight")
             return
         for name, layer in zip(names, layers, strict=True):
@@ -165,7 +170,9 @@ class TensorParallel:
                 start, stop = share_of(layer.groups, *self._share(region))
                 channels = (start * each, stop * each)
             is_shown = self._shown_holder(region) is not None
-            layer.forward = ColumnLayer(layer, self._axis(name), channels=channels, is_shown=is_shown).forward
+            made = ColumnLayer(layer, self._axis(name), channels=channels, is_shown=is_shown)
+            why = "computes this rank's output features; adds up the gradient of its input over the tensor axis"
+            wrap_forward(layer, made.forward, by="tensor", why=why)
 
     def _row(self, layer: Any, name: str, region: Region) -> Callable[..., Any]:
         if isinstance(layer, nn.Embedding):
@@ -195,7 +202,8 @@ class TensorParallel:
         share = Share(start=start, stop=stop, total=sum(section.length for section in cut.sections))
         self.output = share if keep_output else None
         layer = self.model.get_submodule(name)
-        layer.forward = WholeOutput(layer.forward, share, self.group, self.output_mode).forward
+        whole = WholeOutput(layer.forward, share, self.group, self.output_mode)
+        wrap_forward(layer, whole.forward, by="tensor", why="gathers the output features, unless the loss takes shares")
 
     def _axis(self, layer: str) -> Axis:
         is_inside = any(layer == block or layer.startswith(f"{block}.") for block in self._blueprint.blocks)

@@ -34,6 +34,7 @@ from weft.parallel.tracing.placeholder import (
     tensor_leaves,
     to_meta,
 )
+from weft.parallel.wrapping.wrap import wrap_forward
 from weft.plan.model_refusals import BLOCKS_THAT_ASK_FOR_VALUES, BUFFERS_OF_EVERY_STAGE, HIDDEN_OUTPUTS
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
@@ -250,16 +251,16 @@ class _Follower(TorchFunctionMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Context in which calls of units are recorded and run on the meta device."""
-        patched = [(unit, unit.__dict__.get("forward")) for unit in self._units.values()]
-        for name, unit in self._units.items():
-            unit.forward = self._make_stand_in(name, unit.forward)
+        why = "runs the unit on the meta device, and records the call"
+        undo = [
+            wrap_forward(unit, self._make_stand_in(name, unit.forward), by="tracing", why=why)
+            for name, unit in self._units.items()
+        ]
         try:
             yield
         finally:
-            for unit, before in patched:
-                del unit.forward
-                if before is not None:
-                    unit.forward = before
+            while undo:
+                undo.pop()()
 
     def sources(self, tree: Any) -> Sources:
         """The sources of all tensors of a tree."""

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from weft.errors import ModelError
+from weft.parallel.wrapping.wrap import add_hook
 from weft.parallel.zero.flat_parameters import FlatParameters
 from weft.plan.model_refusals import HIDDEN_OUTPUTS
 
@@ -108,12 +109,16 @@ class Gathering(ParameterGathering):
         self._with_grad = False
         self._handles: list[RemovableHandle] = []
         self.begin_step()
-        root.module.register_forward_pre_hook(_uncompiled(self._start_forward), prepend=True)
-        root.module.register_forward_hook(_uncompiled(self._end_forward))
+        why = "gathers parameters outside of blocks, and begins to gather the first block's"
+        add_hook(root.module, "forward_pre", _uncompiled(self._start_forward), by="zero", why=why, prepend=True)
+        why = "frees gathered parameters until the backward pass"
+        add_hook(root.module, "forward", _uncompiled(self._end_forward), by="zero", why=why)
         for index, block in enumerate(self._blocks):
             before = _uncompiled(self._make_before(index))
-            block.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-            block.module.register_forward_hook(_uncompiled(self._make_after(index)))
+            why = "waits for its gathered parameters, and begins to gather the next block's"
+            add_hook(block.module, "forward_pre", before, by="zero", why=why, with_kwargs=True, prepend=True)
+            why = "frees its gathered parameters until the backward pass"
+            add_hook(block.module, "forward", _uncompiled(self._make_after(index)), by="zero", why=why)
 
     def end_microbatch(self) -> None:
         """Gather and free what the backward pass left out, so that all ranks keep step."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from weft.parallel.wrapping.wrap import add_hook
 from weft.plan.partition.flat_buffers import DTYPES, ParameterSpec, compute_dtype
 from weft.plan.plan import Plan
 
@@ -67,7 +68,8 @@ def cast_between_layers(model: nn.Module) -> None:
         own = [p for p in module.parameters(recurse=False) if p.is_floating_point()]
         is_layer = not any(True for _ in module.children()) or isinstance(module, nn.MultiheadAttention)
         if own and is_layer and not isinstance(module, _BatchNorm):
-            module.register_forward_pre_hook(_make_cast(own[0].dtype))
+            why = f"casts its input to {own[0].dtype}, which buffers may have widened"
+            add_hook(module, "forward_pre", _make_cast(own[0].dtype), by="precision", why=why)
 
 
 def _make_cast(dtype: torch.dtype) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:

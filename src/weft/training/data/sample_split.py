@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
+
+from weft.parallel.wrapping.replacements import Replacements
 
 MakeWhole = Callable[[Sequence[int]], Tensor]
 
@@ -15,6 +16,8 @@ MakeWhole = Callable[[Sequence[int]], Tensor]
 class SampleSplit(ABC):
     """A split of every sample over ranks. The defaults are those of ranks that are given, and return, whole samples."""
 
+    replacements: Replacements
+    """Context of the model's passes."""
     draws_alike: bool
     """Ranks that share a sample draw the same random numbers, not each its own for its part."""
 
@@ -37,10 +40,6 @@ class SampleSplit(ABC):
     def part_of_whole(self, whole: Tensor) -> Tensor:
         """This rank's part of a whole output of the latest pass."""
         return whole
-
-    def active(self) -> AbstractContextManager[None]:
-        """Context of the model's passes."""
-        return nullcontext()
 
     def enter(self, inputs: Any) -> None:
         """Prepare a forward or backward pass with these inputs."""

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from weft.parallel.spatial.spatial_parallel import SpatialParallel
+from weft.parallel.wrapping.replacements import Replacements
 from weft.training.data.sample_split import MakeWhole, SampleSplit
 
 
@@ -22,6 +23,7 @@ class RowSplit(SampleSplit):
 
     def __init__(self, rows: SpatialParallel) -> None:
         self._rows = rows
+        self.replacements = Replacements()
 
     def prepare(self, model: nn.Module) -> None:
         self._rows.prepare(model)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -44,6 +43,7 @@ class SequenceSplit(SampleSplit):
 
     def __init__(self, model: nn.Module, sequence: SequenceParallel, device: torch.device) -> None:
         self.sequence = sequence
+        self.replacements = sequence.replacements
         self._model = model
         self._device = device
         self._names = _parameter_names(model)
@@ -53,9 +53,6 @@ class SequenceSplit(SampleSplit):
         self._is_first = sequence.is_first
         self._has_batch_norms = has_batch_norms(model)
         self._longest = _num_places(model, sequence.positions)
-
-    def active(self) -> AbstractContextManager[None]:
-        return self.sequence.active()
 
     def enter(self, inputs: Any) -> None:
         if isinstance(inputs, Arguments):

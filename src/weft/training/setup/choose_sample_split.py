@@ -1,4 +1,4 @@
-"""From a plan and an example to the way in which ranks share out samples: by tokens, or by rows."""
+"""Choice between splitting samples by tokens and by rows, from the plan and the example."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ log = logging.getLogger("weft")
 
 
 def choose_sample_split(mesh: Mesh, blueprint: Blueprint, example: Any) -> Callable[[nn.Module], SampleSplit] | None:
-    """What makes a cutter for a model, or for a copy of it; None where every rank has whole samples."""
+    """A function that makes the split for a model, or for a copy of it; None if every rank has whole samples."""
     if mesh.sequence_size == 1:
         return None
     if any(leaf.dim() == 4 and leaf.is_floating_point() for leaf in tensors_of(example)):
-        _refuse_with_images(mesh)
+        if problems := list(image_problems(mesh.plan)):
+            raise PlanError(problems)
         if mesh.world.rank == 0 and any(leaf.dim() > 1 and leaf.dim() != 4 for leaf in tensors_of(example)):
             log.warning(
                 "[axes] ring = %d splits the images among the inputs by rows; what the model computes of its other "
@@ -53,9 +54,3 @@ def choose_sample_split(mesh: Mesh, blueprint: Blueprint, example: Any) -> Calla
         return SequenceSplit(model, sequence, mesh.world.device)
 
     return cut_tokens
-
-
-def _refuse_with_images(mesh: Mesh) -> None:
-    problems = list(image_problems(mesh.plan))
-    if problems:
-        raise PlanError(problems)

@@ -1,4 +1,4 @@
-"""From a whole model to this rank's stages: where to cut, and that all ranks begin with the same weights."""
+"""From a whole model to this rank's stages: chooses the cuts, and starts all ranks from the same weights."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from weft.blueprint import Blueprint
-from weft.comm.objects import gather_values, value_of_first
+from weft.comm.objects import value_of_first
 from weft.errors import ModelError, PlanError
 from weft.mesh import Mesh
 from weft.parallel.pipeline.block_costs import Unit, time_units
 from weft.parallel.pipeline.cut_model import CutModel, Outline, cut, make_tied_groups, outline, tied_groups
-from weft.parallel.state.materialise import Materialiser
+from weft.parallel.state.materialise import Materialiser, model_tensors
 from weft.plan.model_refusals import PIPEDREAM_WITH_SHARED_WEIGHTS, VERSIONS_OF_MASTERS
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.pipeline.stage_cuts import FREE, BlockCost, balance, check_cuts, stage_problem
@@ -26,9 +26,9 @@ from weft.training.step.precision import Caller
 
 
 def cut_model(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: Any) -> tuple[CutModel, Plan]:
-    """Cut a model as a plan says, in place; collective. The plan that is returned says where."""
+    """Cut a model as a plan says, in place; collective. The plan that is returned has the cuts."""
     plan = mesh.plan
-    # Also in an imagined world, code between blocks may look at values of its own (positions, masks).
+    # Also in a fake world, code between blocks may look at values of its own (positions, masks).
     device = torch.device("cpu") if mesh.world.is_fake else mesh.world.device
     if example is None:
         raise ModelError(
@@ -41,7 +41,10 @@ def cut_model(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: Any) 
     def call(called: Callable[..., Any], inputs: Any) -> Any:
         return Caller(called, plan, widens=False)(inputs)
 
-    example = map_tensors(lambda tensor: _with_values(tensor, device), example)
+    def with_values(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+
+    example = map_tensors(with_values, example)
     whole = outline(model, blueprint, plan, example, call=call, device=device)
     num_stages = plan.axes.pipeline * plan.pipeline.chunks
     problem = stage_problem(len(blueprint.blocks), pipeline=plan.axes.pipeline, chunks=plan.pipeline.chunks)
@@ -54,29 +57,16 @@ def cut_model(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: Any) 
         plan = dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, cuts=cuts))
     _begin_alike(model, mesh)
     made = cut(whole, plan.pipeline.cuts, rank=mesh.index("pipeline"), num_ranks=plan.axes.pipeline)
-    _refuse_shared(made, plan)
+    if plan.pipeline.schedule == "pipedream" and made.holders:
+        shared = [(name, ", ".join(map(str, ranks))) for name, ranks in made.holders.items()]
+        raise ModelError([PIPEDREAM_WITH_SHARED_WEIGHTS.message(name=name, ranks=ranks) for name, ranks in shared])
     make_tied_groups(made, mesh)
     _materialise_shared(made, mesh)
     return made, plan
 
 
-def _with_values(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
-
-
-def _refuse_shared(made: CutModel, plan: Plan) -> None:
-    """PipeDream updates a stage as soon as it can; stages that share a weight would have to wait for each other."""
-    if plan.pipeline.schedule == "pipedream" and made.holders:
-        raise ModelError(
-            [
-                PIPEDREAM_WITH_SHARED_WEIGHTS.message(name=name, ranks=", ".join(map(str, ranks)))
-                for name, ranks in made.holders.items()
-            ]
-        )
-
-
 def _balanced(whole: Outline, mesh: Mesh, num_stages: int) -> tuple[int, ...]:
-    """Where stages take about the same time, as rank 0 measures it."""
+    """Cuts by which stages take about the same time, as rank 0 measures it."""
 
     def find() -> list[int]:
         first, blocks, last = _find_costs(whole, mesh.world.device)
@@ -87,7 +77,7 @@ def _balanced(whole: Outline, mesh: Mesh, num_stages: int) -> tuple[int, ...]:
 
 
 def _find_costs(whole: Outline, device: torch.device) -> tuple[BlockCost, list[BlockCost], BlockCost]:
-    """What comes before the blocks, each of the blocks, and what comes after them."""
+    """Costs before the blocks, of each block, and after the blocks."""
     units = [
         Unit(
             name=call.unit,
@@ -119,40 +109,31 @@ def _sum(one: BlockCost, other: BlockCost) -> BlockCost:
 
 
 def _in_flight(plan: Plan, num_stages: int) -> list[int]:
-    """Microbatches between their passes on each stage, at most."""
-    m = plan.step.microbatches
-    if plan.pipeline.schedule == "naive":
-        return [1] * num_stages
-    if plan.pipeline.schedule == "gpipe":
-        return [m] * num_stages
-    is_endless = plan.pipeline.schedule in FLUSH_FREE
-    return [num_stages - i if is_endless else min(num_stages - i, m) for i in range(num_stages)]
+    """Most microbatches between their forward and backward pass, on each stage."""
+    m, schedule = plan.step.microbatches, plan.pipeline.schedule
+    if schedule in ("naive", "gpipe"):
+        return [1 if schedule == "naive" else m] * num_stages
+    return [num_stages - i if schedule in FLUSH_FREE else min(num_stages - i, m) for i in range(num_stages)]
 
 
 def _begin_alike(model: nn.Module, mesh: Mesh) -> None:
-    """Every rank has rank 0's weights before it drops those of other stages."""
-    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
-    counts = gather_values(len(tensors), mesh.everyone("control"), mesh.world.device)
-    if len(set(counts)) > 1:
-        raise ModelError(
-            "some ranks built the model on the meta device and others did not; build it the same way on all"
-        )
-    device = mesh.world.device
-    for tensor in tensors:
-        there = tensor.detach().to(device)
-        copy_from_first([there], mesh.everyone("control"))
-        with torch.no_grad():
-            tensor.copy_(there)
+    """Give every rank rank 0's weights, before it drops those of other stages."""
+    for _, tensor in model_tensors(model):
+        if not tensor.is_meta:
+            there = tensor.detach().to(mesh.world.device)
+            copy_from_first([there], mesh.everyone("control"))
+            with torch.no_grad():
+                tensor.copy_(there)
 
 
 def _materialise_shared(made: CutModel, mesh: Mesh) -> None:
-    """Parameters on the meta device that several stages hold get one value for all of them."""
+    """Initialise parameters on the meta device that several stages hold, alike on all of them."""
     groups = tied_groups(made, mesh)
     own = dict(made.model.named_parameters())
     shared = [name for name in groups if own[name].is_meta]
     if shared:
-        # Buffers are for who fills the rest, and refuses those that nobody does.
-        Materialiser(made.model, mesh, with_buffers=False).fill([own[name] for name in shared])
+        # The materialiser of all other tensors fills buffers too, and refuses those without first values.
+        Materialiser(made.model, mesh.world.device, with_buffers=False).fill([own[name] for name in shared])
         filled = dict(made.model.named_parameters())
         for name in shared:
             copy_from_first([filled[name]], groups[name])

@@ -1,12 +1,11 @@
-"""Before the first step: does the split model answer, and learn, as the whole one does?
+"""The probe: before the first step, a split copy must give the outputs and gradients of the whole model.
 
-Whoever splits a model relies on how its code is written: that a block treats every token by itself, that a mask or a
-position is where it is thought to be, that a parameter is used where its name says. One pass of an example forward and
-backward through the whole model, and one through a split copy of it, tell: outputs and every gradient are compared, and
-a difference beyond rounding is refused before a single step was spent on it.
+Splitting a model relies on how its code is written: that a block treats every token by itself, that masks and positions
+are arguments with known names, that a parameter is used where its name says. So an example passes forward and backward
+through the whole model, and through a split copy of it; a difference beyond rounding is refused.
 
-It is done in evaluation mode, because dropout would differ; what only training does is not seen. How a model is tried
-is in `probe_pass.py`.
+The probe runs in evaluation mode, because dropout would differ; it does not cover code that only runs in training. The
+pass itself is in `probe_pass.py`.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ import torch
 from torch import nn
 
 from weft.blueprint import Blueprint
-from weft.comm.agree import try_on_all
 from weft.comm.collectives import all_reduce, broadcast
-from weft.comm.objects import gather_values
+from weft.comm.objects import gather_values, value_of_first
 from weft.errors import ModelError, WeftError
 from weft.mesh import Mesh
 from weft.parallel.state.materialise import fill_alone, is_on_meta
@@ -37,16 +35,16 @@ from weft.training.step.divergence import require_same_batch
 log = logging.getLogger("weft")
 
 _ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.1}
-"""How far something may be off, as part of the largest entry of the whole one. Models of float64 may have norms that
-compute in float32; 16 bits are for models that cannot be tried in 32."""
+"""Allowed difference, relative to the largest entry of the whole tensor. Models of float64 may have norms that compute
+in float32; the 16-bit formats are for models that cannot run in 32 bits."""
 _MOST_SAMPLES = 2
-"""Of the example: enough to tell samples from tokens."""
+"""Samples of the example that are used: enough to tell samples from tokens."""
 _MOST_TOKENS, _MOST_TOKENS_EACH = 1024, 256
-"""Of the example, and on each rank: whole sequences may be longer than a rank can hold."""
+"""Tokens of the example that are used, in all and per rank: whole sequences may be longer than a rank can hold."""
 _SMALL = 1e-3
-"""A gradient is measured against this part of the model's largest, if its own largest entry is smaller."""
+"""A gradient is measured against this fraction of the model's largest entry, if its own largest entry is smaller."""
 _MOST_FILLED_BYTES = 256 * 2**20
-"""Of a model on the meta device: every rank fills a copy of the whole, to try it."""
+"""Largest model on the meta device that is probed, because every rank fills a copy of the whole."""
 _CPU = torch.device("cpu")
 
 
@@ -59,9 +57,9 @@ def probe_split(
     sample_split: SampleSplit | None = None,
     make_cutter: Callable[[nn.Module], SampleSplit] | None = None,
 ) -> None:
-    """Refuse a model that a split changes; collective. What cannot be tried is said once.
+    """Refuse a model that a split changes; collective. Rank 0 warns if the probe cannot run.
 
-    `sample_split`, and what makes another for a copy: where ranks see parts of every sample.
+    `sample_split` is that of the model, where ranks have parts of every sample; `make_cutter` makes one for a copy.
     """
     if mesh.world.is_fake:
         return
@@ -73,7 +71,6 @@ def probe_split(
         if filled is None:
             return
         model = filled
-    device, is_first = mesh.world.device, mesh.world.rank == 0
     require_same_batch(mesh, example, (), what="example")
     few = split_tree(example, 0, min(num_samples(example), _MOST_SAMPLES))
     if sample_split is not None:
@@ -81,35 +78,20 @@ def probe_split(
         if few is None:
             _say_untried(mesh, "the example has too few tokens, or no samples")
             return
-    trial: Trial | None = None
-    problem: str | None = None
-
-    def try_first() -> None:
-        nonlocal trial, problem
-        try:
-            trial = try_whole(model, few, device) if is_first else None
-        except CannotCopyError as error:
-            problem = str(error)
-
-    def describe(error: Exception) -> str:
-        return f"the model fails on the example ({type(error).__name__}: {error}){_advice(mesh)}"
-
-    try_on_all(mesh.everyone("control"), try_first, error=ModelError, describe=describe)
-    told = [problem] + ([False] * 3 if trial is None else [bool(trial.found), trial.is_wide, trial.casts])
-    problem, has_answer, is_wide, casts = gather_values(told, mesh.everyone("control"), device)[0]
-    if problem is not None:
-        _say_untried(mesh, f"the model cannot be copied ({problem})")
+    trial, told = _try_on_first(model, few, mesh)
+    if told.get("cannot_copy"):
+        _say_untried(mesh, f"the model cannot be copied ({told['cannot_copy']})")
         return
-    if not has_answer:
+    if not told["has_answer"]:
         if make_cutter is not None:
             raise ModelError(
                 f"the output of the model holds no tensor that learns, so whether it may be split over {_axes(mesh)} "
                 "cannot be tried; return tensors, or a tuple, dict or dataclass of them"
             )
-        return  # nothing learns from its output
-    whole = {} if trial is None else trial.found
+        return  # no loss of its output has gradients
+    whole, is_wide = {} if trial is None else trial.found, told["is_wide"]
     copied = _cut_copy(model, model if trial is None else trial.model, mesh, blueprint, regions, is_wide=is_wide)
-    trial = None
+    del trial
     tensor = TensorParallel(copied, mesh, blueprint, regions)
     tensor.install(keep_output=False)
     tensor.split_tokens(None)
@@ -124,16 +106,38 @@ def probe_split(
         raise ModelError(
             f"split over {_axes(mesh)}, the model fails on the example ({type(error).__name__}: {error}){_advice(mesh)}"
         ) from error
-    _compare(whole, split, tensor, mesh, sample_split, narrowed=casts)
+    _compare(whole, split, tensor, mesh, sample_split, narrowed=told["casts"])
+
+
+def _try_on_first(model: nn.Module, few: Any, mesh: Mesh) -> tuple[Trial | None, dict[str, Any]]:
+    """The trial of the whole model on rank 0, and on every rank what it found; an error there is raised on all."""
+    trial: Trial | None = None
+
+    def try_here() -> dict[str, Any]:
+        nonlocal trial
+        try:
+            trial = try_whole(model, few, mesh.world.device)
+        except CannotCopyError as error:
+            return {"cannot_copy": str(error)}
+        except WeftError as error:
+            return {"problem": "; ".join(error.problems)}
+        except Exception as error:
+            return {"problem": f"the model fails on the example ({type(error).__name__}: {error}){_advice(mesh)}"}
+        return {"has_answer": bool(trial.found), "is_wide": trial.is_wide, "casts": trial.casts}
+
+    told = value_of_first(try_here, mesh.everyone("control"), mesh.world.device)
+    if "problem" in told:
+        raise ModelError(told["problem"])
+    return trial, told
 
 
 def _pass_split(model: nn.Module, inputs: Any, mesh: Mesh, sample_split: SampleSplit | None) -> dict[str, torch.Tensor]:
-    """The same of a split model; gradients are those of all ranks that have parts of the samples."""
+    """Outputs and gradients of a split model; gradients are summed over the ranks that share samples."""
     device = mesh.world.device
     if sample_split is None:
         return run_pass(model, map_tensors(lambda leaf: leaf.to(device), inputs))
     cut = map_tensors(lambda leaf: leaf.to(device), sample_split.cut_inputs(inputs))
-    with sample_split.active():
+    with sample_split.replacements:
         sample_split.enter(cut)
         call = sample_split.around(lambda given: forward(model, given))
         found = run_pass(model, cut, call=call, part=sample_split.part_of_output)
@@ -145,7 +149,7 @@ def _pass_split(model: nn.Module, inputs: Any, mesh: Mesh, sample_split: SampleS
 
 
 def _filled_copy(model: nn.Module, mesh: Mesh) -> nn.Module | None:
-    """A copy of a model on the meta device that has values; collective. None, and said why, if it cannot be had."""
+    """A copy, with values, of a model on the meta device; None, after a warning, if there can be none; collective."""
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     if num_bytes > _MOST_FILLED_BYTES:
         _say_untried(
@@ -159,7 +163,7 @@ def _filled_copy(model: nn.Module, mesh: Mesh) -> nn.Module | None:
     try:
         copied = copy.deepcopy(model)
         fill_alone(copied, 0, _CPU)
-    except Exception as error:  # others may have a copy; what has no first values may yet be read from a file
+    except Exception as error:  # not raised: weights without first values may yet be read from a file
         problem = "; ".join(error.problems) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
     problems = gather_values(problem, mesh.everyone("control"), mesh.world.device)
     problem = next((one for one in problems if one is not None), None)
@@ -188,7 +192,7 @@ def _cut_copy(
     *,
     is_wide: bool,
 ) -> nn.Module:
-    """A copy of what the first rank tried, with this rank's shares, made without a second whole one."""
+    """A copy of rank 0's copy, with this rank's shares, made without a second whole copy in memory."""
     cutting, device = TensorParallel(model, mesh, blueprint, regions), mesh.world.device
     memo: dict[int, Any] = {}
     named, tensors = dict(tried.named_parameters()), dict(tried.named_buffers())
@@ -233,7 +237,7 @@ def _compare(
     *,
     narrowed: bool,
 ) -> None:
-    """`narrowed`: the model computes in fewer bits than its output has."""
+    """Refuse differences beyond rounding; `narrowed`: the model computes in fewer bits than its output has."""
     everyone, device = mesh.everyone("control"), mesh.world.device
     listed = gather_values([[what, list(t.shape)] for what, t in whole.items()], everyone, device)[0]
     measured = torch.zeros(len(listed), 2, dtype=torch.float64)
@@ -257,20 +261,18 @@ def _compare(
     all_reduce(measured, everyone, op="max")
     dtype = torch.bfloat16 if narrowed else next(iter(split.values())).dtype
     allowed = _ROUNDING.get(dtype, _ROUNDING[torch.float32])
-    largest = max(
-        (s for (what, _), (_, s) in zip(listed, measured.tolist(), strict=True) if what.startswith(GRADIENT)),
-        default=0.0,
-    )
+    rows = [(what, off, size) for (what, _), (off, size) in zip(listed, measured.tolist(), strict=True)]
+    largest = max((size for what, _, size in rows if what.startswith(GRADIENT)), default=0.0)
     problems = [
         f"{what} is not finite in the whole model, so it cannot be compared; give an example for which it is"
-        for (what, _), (_, size) in zip(listed, measured.tolist(), strict=True)
+        for what, _, size in rows
         if size == float("inf")
     ]
     if problems:
         raise ModelError(problems[:8])
     problems = [
         f"{what} is off by {off:.1e}, with {size:.1e} its largest entry"
-        for (what, _), (off, size) in zip(listed, measured.tolist(), strict=True)
+        for what, off, size in rows
         if off > allowed * max(size, _SMALL * largest)
     ]
     if problems:

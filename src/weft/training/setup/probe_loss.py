@@ -1,8 +1,9 @@
-"""Whether a loss of the user's own may be taken of some tokens at a time: tried once, with its first targets.
+"""Test that a user's loss may be computed on some tokens at a time, with its first targets.
 
-Ranks that share a sequence each take the loss of their own tokens, and add up. That is the loss of the whole only if no
-token's part of it depends on another's: not if the loss shifts targets itself, or divides by something of the sequence.
-So before its first use, the loss of all of a rank's tokens is compared with that of two halves.
+Ranks that share a sequence each compute the loss of their own tokens, and the losses are summed. That equals the loss
+of the whole only if no token's part depends on another's: not if the loss shifts targets itself, or divides by a
+property of the sequence. So before its first use, the loss of all of a rank's tokens is compared with that of two
+halves.
 """
 
 from __future__ import annotations
@@ -26,47 +27,47 @@ from weft.training.step.loss import Loss, LossFunction, are_samples_counted, cou
 _TOKEN_DIM = 1
 _MOST_SAMPLES, _MOST_TOKENS = 2, 64
 _ALLOWED = {torch.float64: 1e-5, torch.float32: 1e-4}
-"""Relative difference of the two, by the format they are taken in, which losses may narrow; of 16 bits, 0.01."""
+"""Allowed relative difference, by the format of the outputs, which losses may narrow; 0.01 for 16 bits."""
 
 
-def tried(loss: Loss, group: Group, outside: Callable[[], AbstractContextManager[None]]) -> Loss:
-    """The same loss, tried before its first use; the built-in one is known.
+def probed(loss: Loss, group: Group, outside: Callable[[], AbstractContextManager[None]]) -> Loss:
+    """The same loss, tested before its first use, unless it is the built-in one.
 
-    `group` shares sequences. Losses are taken `outside` of the pass: one may call a model of its own.
+    `group` shares sequences. Losses run `outside` of the pass's replacements: one may call a model of its own.
     """
-    return loss if loss.counts_targets else replace(loss, function=_Tried(loss, group, outside))
+    return loss if loss.counts_targets else replace(loss, function=_ProbedLoss(loss, group, outside))
 
 
-class _Tried:
-    """Stands in for a loss function."""
+class _ProbedLoss:
+    """A loss function that is tested before its first use."""
 
     def __init__(self, loss: Loss, group: Group, outside: Callable[[], AbstractContextManager[None]]) -> None:
         self._loss = loss
         self._group = group
         self._outside = outside
-        self._is_tried = False
+        self._is_probed = False
 
     def __call__(self, output: Any, targets: Any) -> Any:
         with self._outside():
-            if not self._is_tried:
-                self._try(output, targets)
+            if not self._is_probed:
+                self._probe(output, targets)
             function: LossFunction = self._loss.function
             return function(output, targets)
 
     @torch.no_grad()
-    def _try(self, output: Any, targets: Any) -> None:
+    def _probe(self, output: Any, targets: Any) -> None:
         found = _excess(self._loss, output, targets)
         told = [0.0, 0.0] if found is None else [1.0, found]
         everywhere = torch.tensor(told, dtype=torch.float64, device=tensors_of(targets)[0].device)
         all_reduce(everywhere, self._group, op="max")
-        self._is_tried, worst = bool(everywhere[0]), float(everywhere[1])
+        self._is_probed, worst = bool(everywhere[0]), float(everywhere[1])
         if worst > 1:
             raise ModelError(LOSS_OVER_TOKENS.message(excess=worst))
 
 
 def _excess(loss: Loss, output: Any, targets: Any) -> float | None:
-    """How far the means of all tokens and of both halves are apart, as a multiple of what rounding allows; None if
-    that cannot be told here."""
+    """Difference between the means of all tokens and of both halves, as a multiple of what rounding allows; None if
+    these targets do not show it."""
     own = [tensor.dtype for tensor in output_tensors(output) if tensor.is_floating_point()]
     for dtype in (torch.float64, *own[:1]):
         found = _difference(loss, output, targets, dtype)
@@ -76,7 +77,7 @@ def _excess(loss: Loss, output: Any, targets: Any) -> float | None:
 
 
 def _difference(loss: Loss, output: Any, targets: Any, dtype: torch.dtype) -> float | None:
-    """Of random outputs of this dtype."""
+    """The relative difference for random outputs of this dtype."""
     lengths = {tensor.shape[_TOKEN_DIM] for tensor in tensors_of(targets) if tensor.dim() > _TOKEN_DIM}
     if len(lengths) != 1 or min(lengths) < 2:
         return None
@@ -94,29 +95,29 @@ def _difference(loss: Loss, output: Any, targets: Any, dtype: torch.dtype) -> fl
     few = map_output(draw, _narrowed(output, first, first + num_tokens, max(lengths), map_output))
     goal = _narrowed(targets, first, first + num_tokens, max(lengths), map_tensors)
     middle = num_tokens // 2
+
+    def sum_and_count(start: int, stop: int) -> tuple[float, float]:
+        goal_part = _narrowed(goal, start, stop, num_tokens, map_tensors)
+        count = count_targets(goal_part) * (stop - start if are_samples_counted(goal_part) else 1)
+        terms = loss_terms(loss, _narrowed(few, start, stop, num_tokens, map_output), goal_part, int(count))
+        return float(terms.value * terms.multiplier), float(terms.count)
+
     try:
-        whole = _sum_and_count(loss, few, goal, num_tokens)
-        halves = [
-            _sum_and_count(
-                loss,
-                _narrowed(few, start, stop, num_tokens, map_output),
-                _narrowed(goal, start, stop, num_tokens, map_tensors),
-                stop - start,
-            )
-            for start, stop in ((0, middle), (middle, num_tokens))
-        ]
-    except Exception:  # whatever it cannot bear of this, it may bear of real outputs
+        whole, first_half, second_half = (
+            sum_and_count(*part) for part in ((0, num_tokens), (0, middle), (middle, num_tokens))
+        )
+    except Exception:  # the loss may still accept real outputs
         return None
-    total, count = sum(one for one, _ in halves), sum(one for _, one in halves)
+    count = first_half[1] + second_half[1]
     if not whole[1] or not count:
         return None
     mean = whole[0] / whole[1]
-    found = abs(total / count - mean) / max(abs(mean), 1e-6)
+    found = abs((first_half[0] + second_half[0]) / count - mean) / max(abs(mean), 1e-6)
     return None if math.isnan(found) else found
 
 
 def _first_counted(targets: Any, num_tokens: int) -> int:
-    """The first token that counts, in a few samples; some are left from it on."""
+    """The first token that counts in a few samples, at least 4 tokens before the end if there are as many."""
     first = tensors_of(targets)[0][:_MOST_SAMPLES]
     if are_samples_counted(targets) or first.dim() <= _TOKEN_DIM:
         return 0
@@ -125,7 +126,7 @@ def _first_counted(targets: Any, num_tokens: int) -> int:
 
 
 def _narrowed(tree: Any, start: int, stop: int, length: int, map_all: Callable[..., Any]) -> Any:
-    """Some tokens of a few samples."""
+    """The tokens from start to stop of a few samples."""
 
     def narrow(tensor: torch.Tensor) -> torch.Tensor:
         few = tensor[:_MOST_SAMPLES] if tensor.dim() else tensor
@@ -133,11 +134,3 @@ def _narrowed(tree: Any, start: int, stop: int, length: int, map_all: Callable[.
         return few[:, start:stop].contiguous() if has_tokens else few
 
     return map_all(narrow, tree)
-
-
-def _sum_and_count(loss: Loss, output: Any, targets: Any, num_tokens: int) -> tuple[float, float]:
-    count = count_targets(targets)
-    if are_samples_counted(targets):
-        count = count * num_tokens
-    terms = loss_terms(loss, output, targets, int(count))
-    return float(terms.value * terms.multiplier), float(terms.count)

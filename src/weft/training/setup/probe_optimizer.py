@@ -1,6 +1,6 @@
-"""Whether an optimizer treats every element by itself, found out by trying it.
+"""Test that an optimizer treats every element by itself.
 
-Under sharding a rank holds a flat range of each tensor. SGD and Adam do not notice; an optimizer that looks at rows,
+Under sharding a rank holds a flat range of each tensor. SGD and Adam do not notice; an optimizer that uses rows,
 columns or the norm of a tensor (Muon, Adafactor, LAMB) would silently compute something else. So the given optimizer
 takes a few steps on a small matrix as a whole and on two flat pieces of it, and the results must agree.
 """
@@ -17,12 +17,12 @@ OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
 _NUM_STEPS = 3
 _RATE = 1e-2
-"""Whatever the run's rate is: one of zero, before a warm-up, would show nothing."""
+"""Used instead of the run's own rate, which may be zero before a warm-up."""
 
 
 @torch.no_grad()
 def is_elementwise(make_optimizer: OptimizerFactory, device: torch.device) -> bool | None:
-    """True or False as tried; None where the optimizer cannot be tried at all (say, it needs a closure)."""
+    """Whether the optimizer is elementwise; None if it cannot run this test (it needs a closure, for example)."""
     device = torch.device("cpu") if device.type == "meta" else device  # a trial needs values
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(6, 4, generator=generator).to(device, torch.float64)
@@ -41,7 +41,7 @@ def is_elementwise(make_optimizer: OptimizerFactory, device: torch.device) -> bo
 
 
 def class_name(make_optimizer: OptimizerFactory, device: torch.device) -> str | None:
-    """What kind of optimizer it makes; None where it cannot make one for a small matrix."""
+    """The class of the optimizer; None if it cannot be made for a small matrix."""
     try:
         return type(make_optimizer([{"params": [nn.Parameter(torch.zeros(6, 4, device=device))]}])).__name__
     except Exception:
@@ -49,7 +49,7 @@ def class_name(make_optimizer: OptimizerFactory, device: torch.device) -> str | 
 
 
 def _change(make_optimizer: OptimizerFactory, start: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
-    """What a few steps add to a tensor."""
+    """The change of a tensor in a few steps."""
     parameter = nn.Parameter(start.clone())
     optimizer = make_optimizer([{"params": [parameter]}])
     for group in optimizer.param_groups:

@@ -1,15 +1,14 @@
-"""One pass of an example through a model, forward and backward, so that two models can be compared by it.
+"""One pass of an example through a model, forward and backward, by which two models are compared.
 
-A model that has learned nothing yet hides much: scores of attention are near 0, so that positions hardly matter, and
-some layers are 0 altogether. And 16 bits hide what is a hundredth of the largest entry. So a copy is tried: with
-weights as large as its layers bear, and in 32 bits; if the model cannot do with that, as it is.
+A new model hides many mistakes: attention scores are near 0, so that positions hardly matter, and some layers are 0
+altogether. 16-bit formats hide differences of a hundredth of the largest entry. So the pass runs on a copy with noise
+added to its weights, in 32 bits; if the model fails that way, it runs as it is.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,45 +16,46 @@ import torch
 from torch import Tensor, nn
 
 from weft.dtypes import HALF_DTYPES
+from weft.parallel.wrapping.replacements import Replacements, autocast_entry, exact_float32
 from weft.training.data.sample_split import MakeWhole
 from weft.training.data.trees import forward, map_tensors, output_tensors
 from weft.training.step.evaluating import evaluating
 
 GRADIENT = "the gradient of "
 _NOISE = 0.1
-"""Of biases and of weights of norms."""
+"""Standard deviation of the noise in biases and in weights of norms."""
 _NUM_DRAWN, _APART = 1_000_003, 7_919
-"""Random numbers, taken round and round, from another place on for every parameter: to draw one for each entry of a
-large model takes minutes."""
+"""Random numbers that are drawn, and reused in a cycle from another start for every parameter: to draw one per entry of
+a large model takes minutes."""
 
 
 class CannotCopyError(Exception):
-    """There is no copy of the model to try."""
+    """The model cannot be copied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What a whole model made of an example."""
+    """Outputs and gradients of a whole model for an example."""
 
     model: nn.Module
     """The copy that was tried."""
     found: dict[str, Tensor]
-    """Outputs and gradients by name; empty if nothing learns from its output."""
+    """Tensors by name; empty if the output has no gradients."""
     is_wide: bool
-    """It was tried in 32 bits, instead of its own 16."""
+    """The pass ran in 32 bits, instead of the model's own 16."""
     casts: bool
     """The model itself computes in fewer bits, under torch.autocast."""
 
 
 def try_whole(model: nn.Module, inputs: Any, device: torch.device) -> Trial:
-    """On this rank's device if the whole model fits there."""
+    """Run the pass on a copy of a whole model, on this rank's device if the model fits there."""
     before = next(model.parameters()).device
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     moves = device.type == "cuda" and before != device and 8 * num_bytes < torch.cuda.mem_get_info(device)[0]
     place = device if moves else before
     given = map_tensors(lambda leaf: leaf.to(place), inputs)
     is_half = any(parameter.dtype in HALF_DTYPES for parameter in model.parameters())
-    # The last is the model as it is, whose errors are the user's to see.
+    # The last trial is the model as it is, whose errors the user sees.
     for has_noise, is_wide in ((True, is_half), (True, False), (False, False)):
         copied = _copy(model).to(place)
         if is_wide:
@@ -63,7 +63,8 @@ def try_whole(model: nn.Module, inputs: Any, device: torch.device) -> Trial:
         if has_noise:
             _add_noise(copied)
         try:
-            with _watching_autocast() as casts:
+            casts: list[object] = []
+            with Replacements(autocast_entry(casts.append)):
                 found = run_pass(copied, widened(given, is_wide))
         except Exception:
             if not has_noise:
@@ -84,13 +85,13 @@ def run_pass(
     call: Callable[[Any], Any] | None = None,
     part: Callable[[Tensor, MakeWhole], Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """The output of a copy for an example, and every gradient of a fixed mix of its entries.
+    """Outputs of a copy for an example, and the gradients of a fixed weighted sum of their entries.
 
-    `part` takes this rank's part of something of the shape that an output has in the whole.
+    `part` takes this rank's part of a tensor that has the whole shape of an output.
     """
-    with evaluating(model), torch.enable_grad(), _without_tf32():
+    with evaluating(model), torch.enable_grad(), Replacements(*exact_float32()):
         output = forward(model, inputs) if call is None else call(inputs)
-        # What is masked out with -inf says nothing.
+        # Entries that are masked out with -inf are not compared.
         outputs = [leaf.masked_fill(~leaf.isfinite(), 0.0) for leaf in output_tensors(output) if leaf.requires_grad]
         if not outputs:
             return {}
@@ -109,7 +110,7 @@ def run_pass(
 
 
 def widened(tree: Any, is_wide: bool = True) -> Any:
-    """The same with 32 bits where there were 16."""
+    """The same tree with 16-bit tensors in 32 bits."""
     return map_tensors(lambda one: one.float() if is_wide and one.dtype in HALF_DTYPES else one, tree)
 
 
@@ -122,7 +123,7 @@ def _copy(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def _add_noise(model: nn.Module) -> None:
-    """Weights that are not small: each has the spread that keeps the size of what a layer is given."""
+    """Add noise to all weights, of a spread by which a layer's output is about as large as its input."""
     drawn = torch.randn(_NUM_DRAWN, generator=torch.Generator().manual_seed(0))
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for number, parameter in enumerate(model.parameters()):
@@ -132,31 +133,3 @@ def _add_noise(model: nn.Module) -> None:
         others = drawn.roll(number * _APART).to(parameter.device, parameter.dtype)
         noise = others.repeat(-(-parameter.numel() // _NUM_DRAWN))[: parameter.numel()].view(parameter.shape)
         parameter.add_(noise, alpha=1.0 if id(parameter) in looked_up else spread)
-
-
-@contextmanager
-def _watching_autocast() -> Iterator[list[object]]:
-    """What is in the list afterwards says that torch.autocast was used."""
-    entered: list[object] = []
-    enter = torch.autocast.__enter__
-
-    def note(autocast: torch.autocast) -> Any:
-        entered.append(autocast)
-        return enter(autocast)  # type: ignore[no-untyped-call]
-
-    torch.autocast.__enter__ = note  # type: ignore[method-assign]
-    try:
-        yield entered
-    finally:
-        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
-
-
-@contextmanager
-def _without_tf32() -> Iterator[None]:
-    """Products of float32 in float32, also on a GPU."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before

@@ -1,4 +1,4 @@
-"""From a whole model to what the tensor axis shares out of it."""
+"""The regions of a model that the tensor axis splits, and models that cannot be split."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from weft.training.data.trees import map_tensors
 from weft.training.step.precision import Caller
 
 _LEAVES_OUT = frozenset({"layerdrop", "stochasticdepth", "stochasticdepthprob", "dropblock", "dropblocks"})
-"""What models call the probability that a block is left out, without underscores."""
+"""Names that models give to the probability of leaving out a block, without underscores."""
 
 
 def split_regions(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: Any) -> tuple[Region, ...]:
-    """What of a model is split over the plan's tensor axis; the same on all ranks."""
+    """The regions that the plan's tensor axis splits; the same on all ranks."""
     plan = mesh.plan
     if plan.tensor.sequence:
         _refuse_unsplittable(model, blueprint)
@@ -46,7 +46,7 @@ def split_regions(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: A
 
 
 def _refuse_unsplittable(model: nn.Module, blueprint: Blueprint) -> None:
-    """What would train differently with split tokens, although it answers the same."""
+    """Refuse modules that train differently with split tokens, although their output in evaluation is the same."""
     if not blueprint.blocks:
         raise ModelError(BLOCKS_NEEDED.message(asked="[tensor] sequence = true", instead="sequence = false"))
     blocks = {name: model.get_submodule(name) for name in blueprint.blocks}
@@ -71,7 +71,7 @@ def _refuse_unsplittable(model: nn.Module, blueprint: Blueprint) -> None:
 
 
 def left_out(model: nn.Module, asked: str, instead: str) -> list[str]:
-    """What of a model leaves out blocks at random, which ranks that draw for their own tokens cannot do together."""
+    """Problems with leaving out blocks at random, which ranks that draw for their own tokens cannot do alike."""
     return [
         BLOCKS_LEFT_OUT_AT_RANDOM.message(
             module=path or type(model).__name__, name=name, value=value, asked=asked, instead=instead
@@ -83,7 +83,7 @@ def left_out(model: nn.Module, asked: str, instead: str) -> list[str]:
 
 
 class KeepingShares:
-    """Calls a model whose output may stay in shares, because the loss that is taken of it knows of them."""
+    """Calls a model whose output stays in shares, for a loss that takes shares."""
 
     def __init__(self, call: Callable[[Any], Any], mode: OutputMode) -> None:
         self._call = call

@@ -15,6 +15,7 @@ from weft.parallel.tensor.discovery.records import Record, RecordedCall
 from weft.parallel.tensor.discovery.trace import Tracer
 from weft.parallel.tracing.dataflow import freeze_batch_norms, make_meta_copy
 from weft.parallel.tracing.placeholder import tensor_leaves
+from weft.parallel.wrapping.wrap import wrap_forward
 
 CACHES = ("past_key_values",)
 """Outputs of Hugging Face models that are for generation and in no loss."""
@@ -29,7 +30,8 @@ def follow(model: nn.Module, call: Callable[[nn.Module], Any], *, whole_between:
     watch = _Watch(tracer)
     for name, module in tracer.record.modules.items():
         if not isinstance(module, torch.jit.ScriptModule):
-            module.forward = watch.watched(name, module.forward, must_be_whole=name in whole_between)
+            watched = watch.watched(name, module.forward, must_be_whole=name in whole_between)
+            wrap_forward(module, watched, by="discovery", why="tells the tracer whose code is running")
     own_rng = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with own_rng, torch.enable_grad(), tracer, _UnseenOperators(tracer):
         torch.manual_seed(0)  # a model that decides at random decides alike on all ranks

@@ -1,0 +1,103 @@
+"""A model on this rank and what `apply_plan` has made beside it: the record that a trainer is built from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from weft.blueprint import Blueprint, find_blueprint
+from weft.layout import Layout
+from weft.mesh import Mesh
+from weft.parallel.pipeline.cut_model import CutModel
+from weft.parallel.state.batchnorm import has_batch_norms
+from weft.parallel.state.rng import PlaceSeeds, Seeds
+from weft.parallel.tensor.tensor_parallel import TensorParallel
+from weft.parallel.wrapping.replacements import Replacements, donated_buffers
+from weft.plan.partition.tensor import Region
+from weft.sync.base import Sync
+from weft.training.data.sample_split import SampleSplit
+
+
+@dataclass(slots=True, kw_only=True)
+class ParallelModel:
+    """A model on this rank; the steps of `apply_plan` fill in the fields after `initialise`."""
+
+    model: nn.Module
+    mesh: Mesh
+    example: Any = None
+    """Inputs of one microbatch; once samples are split, this rank's part of them."""
+    keep_output: bool = False
+    """The loss can take shares of the output features."""
+    initialise: bool = True
+    """Parameters on the meta device get first values, instead of zeros until weights are read."""
+
+    blueprint: Blueprint = field(init=False)
+    has_batch_norms: bool = field(init=False)
+    """The whole model has some; this rank's stages may have none."""
+    make_sample_split: Callable[[nn.Module], SampleSplit] | None = None
+    sample_split: SampleSplit | None = None
+    """This rank's part of every sample, where ranks share samples."""
+    regions: tuple[Region, ...] = ()
+    """The parts of the whole model that the tensor axis splits."""
+    cut: CutModel | None = None
+    """This rank's stages, in a pipeline."""
+    tensor: TensorParallel | None = None
+    """This rank's shares of layers, with a tensor axis."""
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    """Each parameter's and buffer's placement in the global tensor, by name."""
+    sync: Sync = field(init=False)
+    seeds: Seeds = field(init=False)
+    place_seeds: PlaceSeeds | None = None
+    """Random states by place in the model, where it is in one piece."""
+
+    def __post_init__(self) -> None:
+        self.blueprint = find_blueprint(self.model)
+        self.has_batch_norms = has_batch_norms(self.model)
+        self.seeds = Seeds(self.mesh.world.device)
+
+    @property
+    def stage_of(self) -> dict[str, int] | None:
+        """The stage of each block of this rank, in a pipeline."""
+        if self.cut is None:
+            return None
+        return {block: min(self.cut.stage_of_unit[block]) for block in self.blueprint.blocks}
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the whole model's parameters."""
+        if self.cut is not None:
+            return sum(parameter.numel() for parameter in self.cut.whole.parameters())
+        return sum(math.prod(self.layouts[name].global_shape) for name, _ in self.model.named_parameters())
+
+    @property
+    def runs_empty(self) -> bool:
+        """Layers exchange in their forward pass, so that a microbatch without samples must run too."""
+        return self.has_batch_norms and self.mesh.data_size > 1 and self.mesh.plan.data.buffers == "synchronise"
+
+    @property
+    def needs_seeds(self) -> bool:
+        """Passes draw from the run's own seed. Ranks that share layers or samples must drop alike, also in code without
+        a dropout rate as an attribute."""
+        is_shared = self.tensor is not None or self.sample_split is not None
+        return self.place_seeds is None or self.place_seeds.is_needed or is_shared
+
+    def random_states(self, step: int, microbatch: int) -> AbstractContextManager[None]:
+        """Context of the random states of one microbatch's forward pass, the same for any number of stages."""
+        if self.place_seeds is None or not self.needs_seeds:
+            return nullcontext()
+        draws_alike = self.sample_split is None or self.sample_split.draws_alike
+        data_rank = self.mesh.data_rank if draws_alike else self.mesh.sample_rank
+        return self.place_seeds.during(step=step, microbatch=microbatch, data_rank=data_rank)
+
+    def make_replacements(self) -> Replacements:
+        """Context of the model's passes."""
+        plan = self.mesh.plan
+        made = Replacements() if self.sample_split is None else self.sample_split.replacements
+        if plan.compile.blocks and plan.axes.pipeline > 1 and plan.pipeline.schedule == "zero-bubble":
+            made.add(donated_buffers())
+        return made

@@ -1,0 +1,142 @@
+"""`trainer.describe()`: what was done to a model on this rank, as text.
+
+Everything is read where it is kept: changes of modules on the modules (`parallel/wrapping/wrap.py`), process groups on
+the mesh, placements in the layouts. Neighbours in a list of modules whose lines are equal are printed once.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.comm.group import Group
+from weft.mesh import Mesh
+from weft.parallel.apply import steps
+from weft.parallel.parallel_model import ParallelModel
+from weft.parallel.tracing.placeholder import PlaceholderModule
+from weft.parallel.wrapping.replacements import Replacements
+from weft.parallel.wrapping.wrap import changes_of
+
+_ZERO_STAGES = {"optimizer": "ZeRO-1", "gradients": "ZeRO-2", "parameters": "ZeRO-3"}
+_MOST_RANKS = 8
+
+
+def describe(parts: ParallelModel, replacements: Replacements) -> str:
+    """A text of this rank's wrapped modules, parameter placements, process groups and replaced functions."""
+    mesh = parts.mesh
+    axes = " × ".join(f"{axis} {size}" for axis, size in _used(mesh).items()) or "one rank"
+    places = ", ".join(f"{axis} {mesh.index(axis)}" for axis in _used(mesh)) or "alone"
+    done = [f"{step.what} ({step.condition})" for step in steps() if step.is_for(mesh.plan)]
+    replaced = [f"{one.what}: {one.why}" for one in replacements.all()]
+    sections = {
+        f"plan: {axes} ({mesh.world.size} ranks)": [f"rank {mesh.world.rank} on {mesh.world.device}: {places}"],
+        "done to the model, in order": [f"{number}. {what}" for number, what in enumerate(done, 1)],
+        f"model: {type(parts.model).__name__}": _Tree(parts).lines(),
+        "process groups of this rank": _group_lines(mesh),
+        "replaced while a step runs": replaced or ["nothing"],
+    }
+    return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items())
+
+
+def _used(mesh: Mesh) -> dict[str, int]:
+    """The axes of more than one rank, outermost first."""
+    return {axis: mesh.size(axis) for axis in mesh.grid.axes.order if mesh.size(axis) > 1}
+
+
+class _Tree:
+    """Lines of a model's modules, their changes and their parameters."""
+
+    def __init__(self, given: ParallelModel) -> None:
+        self._given = given
+        self._first_names = {id(parameter): name for name, parameter in given.model.named_parameters()}
+        hooks = [set(_gradient_hooks(parameter)) for parameter in given.model.parameters() if parameter.requires_grad]
+        self._common_hooks = set.intersection(*hooks) if hooks else set()
+
+    def lines(self) -> list[str]:
+        common = [f"- gradient hook of each parameter: {source}" for source in sorted(self._common_hooks)]
+        return [*common, *self._inside(self._given.model, "")]
+
+    def _inside(self, module: nn.Module, path: str) -> list[str]:
+        lines = [f"- {change.kind}, by {change.by}: {change.why}" for change in changes_of(module)]
+        prefix = f"{path}." if path else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                lines.append(f"{name}: {self._placement(prefix + name, parameter)}")
+        rendered: list[tuple[list[str], list[str]]] = []
+        for name, child in module._modules.items():
+            if child is None:
+                continue
+            inside = [f"  {line}" for line in self._inside(child, prefix + name)]
+            found = [self._title(child, prefix + name), *inside]
+            if rendered and rendered[-1][1] == found:
+                rendered[-1][0].append(name)
+            else:
+                rendered.append(([name], found))
+        for names, (title, *inside) in rendered:
+            shown = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}, each the same"
+            lines += [f"{shown}: {title}", *inside]
+        return lines
+
+    def _title(self, module: nn.Module, path: str) -> str:
+        cut = self._given.cut
+        stages = cut.stage_of_unit.get(path) if cut is not None else None
+        where = f" (stage {', '.join(map(str, sorted(stages)))})" if stages else ""
+        return ("placeholder" if isinstance(module, PlaceholderModule) else type(module).__name__) + where
+
+    def _placement(self, name: str, parameter: nn.Parameter) -> str:
+        first = self._first_names.get(id(parameter), name)
+        if first != name:
+            return f"tied to {first}"
+        mesh, layout, notes = self._given.mesh, self._given.layouts[name], []
+        where = (mesh.grid.axes.sizes, mesh.grid.coordinates(mesh.world.rank))
+        shape, local = _joined(layout.global_shape), _joined(layout.local_shape(*where))
+        for split in layout.splits:
+            ranges = ", ".join(f"{start}:{stop}" for start, stop in layout.ranges(*where)[split.dim])
+            notes.append(f"dim {split.dim} split over {split.axis}, here {ranges}")
+        if layout.flat_range is not None and mesh.plan.data.shard != "nothing":
+            stage, over = _ZERO_STAGES[mesh.plan.data.shard], mesh.grid.axes.state_axes
+            (start, stop), total = layout.flat_range, math.prod(layout.local_shape(*where))
+            notes.append(f"{stage} over {over}, here elements {start}:{stop} of {total}")
+        if self._given.cut is not None and name in self._given.cut.holders:
+            notes.append(f"on pipeline ranks {', '.join(map(str, self._given.cut.holders[name]))}")
+        notes += [f"gradient hook of {one}" for one in _gradient_hooks(parameter) if one not in self._common_hooks]
+        return f"{shape if local == shape else f'{shape} -> {local}'}, {'; '.join(notes) or 'whole'}"
+
+
+def _gradient_hooks(parameter: torch.Tensor) -> list[str]:
+    """The files of weft that are called with a parameter's gradient."""
+    hooks = [*(parameter._backward_hooks or {}).values(), *(parameter._post_accumulate_grad_hooks or {}).values()]
+    return [source for hook in hooks if (source := getattr(hook, "__module__", "")).startswith("weft.")]
+
+
+def _group_lines(mesh: Mesh) -> list[str]:
+    """One line for all purposes of the same ranks; groups of one rank exchange nothing."""
+    purposes: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
+    for (axes, purpose), group in mesh._groups.items():
+        if group.size > 1:
+            purposes.setdefault((axes, group.ranks, _transport(group)), []).append(purpose)
+    return [
+        f"{axes}: ranks {_ranks(ranks)}, by {transport}, for {', '.join(sorted(these))}"
+        for (axes, ranks, transport), these in sorted(purposes.items())
+    ] or ["none"]
+
+
+def _transport(group: Group) -> str:
+    if group.handle is None:
+        return "nothing (a fake world)"
+    backend = f"{dist.get_backend(group.handle)}{' through host memory' if group.through_host else ''}"
+    if group.levels is not None:
+        return f"shared memory inside hosts and {backend} between them"
+    return "shared memory" if group.shared is not None else backend
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    some = ", ".join(map(str, ranks[:_MOST_RANKS]))
+    return some if len(ranks) <= _MOST_RANKS else f"{some} ... {ranks[-1]} ({len(ranks)} in all)"
+
+
+def _joined(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape)) or "scalar"
