@@ -295,7 +295,7 @@ def read_arguments() -> argparse.Namespace:
     args.ranks = args.ranks or RANKS[args.part]
     problems = [f"--ranks {count} is no pipeline; give 2 or more" for count in args.ranks if count < 2]
     if args.rounds < 6 and args.part in ("compare", "flush-free"):
-        problems.append(f"--rounds {args.rounds} give no 95 % interval; take 6 or more")
+        problems.append(f"--rounds {args.rounds} give no 95 % interval; use 6 or more")
     for count in args.ranks:
         if args.microbatches < count or args.microbatches % count:
             problems.append(

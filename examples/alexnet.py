@@ -2,14 +2,15 @@
 
     torchrun --nproc-per-node 2 examples/alexnet.py
 
-The model is an ordinary module with grouped convolutions, which runs in one process too. `weft_blueprint` declares how it
-splits, because there is more than one way: the split that weft would find by itself begins at the third layer and keeps
-the first two whole.
+The model is an ordinary module with grouped convolutions, which runs in one process too. `weft_blueprint` declares how
+it splits, because there is more than one way: the split that weft would find by itself begins at the third layer and
+keeps the first two whole.
 
     images ─ conv1 ─ conv2 ─ conv3 ─ sum ─ conv4 ─ conv5 ─ fc6 ─ sum ─ fc7 ─ fc8 ─ sum ─ classes
              └──── region 1 ──────┘        └── region 2 ────┘        └ region 3 ┘
 
-Krizhevsky's GPUs exchanged their maps before the third layer; here each GPU applies it to its own maps and the results are summed.
+Krizhevsky's GPUs exchanged their maps before the third layer; here each GPU applies it to its own maps and the results
+are summed.
 
 Before training, the plan is verified against one process in float64: every loss, gradient and weight. The data are
 scikit-learn's handwritten digits, enlarged to 64 × 64.

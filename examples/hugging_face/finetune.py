@@ -1,9 +1,9 @@
-"""Fine-tune a pretrained Hugging Face model under any plan in your own loop, and save a checkpoint that transformers loads.
+"""Fine-tune a pretrained Hugging Face model under any plan, and save a checkpoint that transformers loads.
 
     torchrun --nproc-per-node 4 examples/hugging_face/finetune.py FOLDER PLAN.toml OUTPUT
 
-FOLDER holds a config.json and *.safetensors, as `save_pretrained` writes them. The model is built on the meta device, each
-rank reads its own shards of the weights, and `from_pretrained` reads the checkpoint in OUTPUT.
+FOLDER holds a config.json and *.safetensors, as `save_pretrained` writes them. The model is built on the meta device,
+each rank reads its own shards of the weights, and `from_pretrained` reads the checkpoint in OUTPUT.
 """
 
 from __future__ import annotations
