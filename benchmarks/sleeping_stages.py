@@ -52,7 +52,7 @@ class SleepingBlock(nn.Module):
         return Slept.apply(x + self.shift, FORWARD_S * self.share, INPUT_GRAD_S * self.share) * scale
 
 
-def foretell(plan: Plan, num_fed: int) -> Timeline:
+def predict(plan: Plan, num_fed: int) -> Timeline:
     """Predicted timeline. A first stage has no input gradient, so all its backward pass is the weight half."""
     share, num_stages = 1 / plan.pipeline.chunks, plan.axes.pipeline * plan.pipeline.chunks
     whole_s = share * (INPUT_GRAD_S + WEIGHT_GRAD_S)
