@@ -1,4 +1,4 @@
-"""Sequence parallelism: causal attention and a GPT step under ring, ulysses and both, against torch's ring and one rank.
+"""Sequence parallelism: causal attention and a GPT step with ring, ulysses and both, against torch's ring and one rank.
 
     python benchmarks/sequence.py [--ranks 2 4] [--lengths 4096 8192] [--parts attention step] [--rounds N]
     python benchmarks/sequence.py --lengths 16384 --sides ring "ring, contiguous"

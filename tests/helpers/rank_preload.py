@@ -1,8 +1,8 @@
-"""What the forkserver imports once, so that every rank forked from it starts with torch and weft already loaded.
+"""Imports of the forkserver, made once, so that every rank forked from it starts with torch and weft already loaded.
 
 Only the forkserver imports this file. It must stay free of threads and of tensors: a process forked from one that has
 used two OpenMP threads hangs. torch._dynamo is here because the first DistributedDataParallel imports it, for seconds;
-transformers takes as long, once a rank.
+transformers takes as long, once per rank.
 A module of weft that cannot be imported is left out, so that one broken file fails its own tests and no others.
 """
 
