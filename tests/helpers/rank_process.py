@@ -115,7 +115,7 @@ def unchanged_process() -> Iterator[None]:
     try:
         yield
     finally:
-        # Reference cycles would keep a body's hooks and threads alive in the next one. With the imports frozen this takes 0.1 ms.
+        # Cycles would keep a body's hooks and threads alive in the next one. With the imports frozen this takes 0.1 ms.
         gc.collect()
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)

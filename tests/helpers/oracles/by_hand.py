@@ -124,7 +124,7 @@ def worst_excess(trainer: Trainer, by_hand: ByHand, roundings: dict[str, int]) -
     for name, expected in by_hand.sums.items():
         bound = relative * by_hand.sizes[name] + absolute
         worst = max(worst, float(((found[name].double() - expected).abs() / bound).max()))
-        # m / (sqrt(v) + eps) moves by at most 3 / eps times the error of all its gradients so far, since |m| < 2 sqrt(v)
+        # m / (sqrt(v) + eps) moves by at most 3 / eps times the error of its gradients so far, since |m| < 2 sqrt(v)
         # in the first steps; weight decay and the addition round in float32.
         master = by_hand.masters[name].detach().double()
         allowed = 3 * LR / EPS * bound.max() + 4 * UNIT["fp32"] * (master.abs() + LR)
