@@ -1,14 +1,15 @@
-"""Saving and loading a checkpoint against dd on the same bytes: seconds, extra memory, and what a step pays.
+"""Saving and loading a checkpoint against dd on the same bytes: seconds, extra memory, and the delay of a step.
 
     python benchmarks/checkpoint.py [--plans data-2 zero3-2 tensor-2 zero3-4 tensor-2-zero3-2] [--layers 19]
                                     [--rounds 3] [--folder /somewhere/on/the/disk] [--sync-only]
 
-A GPT in float32, about a gigaparameter with 19 blocks of width 2048, and plain SGD, which keeps nothing: what is saved
-are the weights. Each round takes turns: dd writes the files of an earlier save (conv=fdatasync), a save, dd reads the
-files, a load; the cache of the disk is emptied before each read, which needs root. A time is the slowest rank's. Extra
-memory is how far the resident size of a rank rose at most, by the kernel's own count (VmHWM).
+A GPT in float32, about a gigaparameter with 19 blocks of width 2048, and plain SGD, which keeps no state: only weights
+are saved. Each round alternates: dd writes the files of an earlier save (conv=fdatasync), a save, dd reads the files, a
+load; the page cache is emptied before each read, which needs root. A time is the slowest rank's. Extra memory is the
+largest rise of a rank's resident size, by the kernel's own count (VmHWM).
 
-The stall is what `save(wait=False)` takes; steps are timed before it, and beside it until the checkpoint is whole.
+The stall is the time `save(wait=False)` takes; steps are timed before it, and during it until the checkpoint is
+complete.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ def config_of(num_layers: int, hidden: int) -> GPTConfig:
 
 
 def extra_bytes(action: Callable[[], None]) -> tuple[float, int]:
-    """Seconds until all ranks have done it, and by how much this rank's memory rose at most."""
+    """Seconds until all ranks are done, and the largest rise of this rank's memory."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = _peak_bytes()
     dist.barrier()
     started_s = time.perf_counter()
@@ -67,7 +68,7 @@ def _peak_bytes() -> int:
 
 
 def on_first(action: Callable[[], float]) -> float:
-    """Rank 0 does something while the others wait."""
+    """Run something on rank 0 while the others wait."""
     seconds = torch.tensor([action() if dist.get_rank() == 0 else 0.0])
     dist.all_reduce(seconds)
     return float(seconds)
@@ -80,7 +81,7 @@ def dd(*arguments: str) -> float:
 
 
 def dd_write(source: Path, target: Path) -> float:
-    """Every file of a folder is copied from the cache to the disk."""
+    """Copy every file of a folder from the cache to the disk."""
     target.mkdir()
     files = [path for path in source.iterdir() if path.suffix == ".safetensors"]
     for path in files:
@@ -109,7 +110,7 @@ def step(trainer: weft.Trainer, number: int) -> float:
 
 
 def measure_stall(trainer: weft.Trainer, folder: Path) -> dict[str, float]:
-    """A save in the background between steps; the second one, because the first makes its buffer."""
+    """A background save between steps; the second one, because the first allocates its buffer."""
     step(trainer, 0)
     for number in (1, 2):
         trainer.save(folder / f"beside-{number}", wait=False)
@@ -165,7 +166,7 @@ def run_rank(rank: int, num_ranks: int, folder: str, arguments: tuple[Any, ...],
 
 
 def run(plan: Plan, config: GPTConfig, parent: str | None, num_rounds: int, with_steps: bool) -> list[dict[str, Any]]:
-    """What every rank saw, each in a process of its own."""
+    """Measurements of every rank, each in its own process."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(dir=parent) as folder:
         results = context.Queue()
@@ -205,14 +206,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=19)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", help="where to write; default: the system's folder for temporary files")
-    parser.add_argument("--sync-only", action="store_true", help="no steps, no save in the background")
+    parser.add_argument("--folder", help="folder to write to; default: the system's folder for temporary files")
+    parser.add_argument("--sync-only", action="store_true", help="no steps, no background save")
     args = parser.parse_args()
     config = config_of(args.layers, args.hidden)
     with torch.device("meta"):
         sizes = [parameter.numel() for parameter in GPT(config).parameters()]
     print(f"GPT of {sum(sizes) / 1e6:.0f} M parameters in float32, plain SGD, torch {torch.__version__}")
-    print("ratio: dd's seconds over weft's, 1 is the disk's speed; extra: the most a rank's memory rose")
+    print("ratio: dd's seconds over weft's, 1 is the disk's speed; extra: largest rise of a rank's memory")
     print(f"{'plan':>17s} {'bytes':>9s} {'save s':>7s} {'GB/s':>6s} {'dd s':>7s} {'ratio':>6s} {'extra':>9s}", end=" ")
     print(f"{'load s':>7s} {'GB/s':>6s} {'dd s':>7s} {'ratio':>6s} {'extra':>9s} {'largest':>9s}", end=" ")
     print(f"{'stall':>6s} {'step':>6s} {'beside':>6s} {'whole':>6s}")

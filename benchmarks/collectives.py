@@ -1,16 +1,16 @@
 """Collectives on one host: gloo's own calls against weft over sockets and through shared memory, in one run.
 
     python benchmarks/collectives.py [--ranks 2 4 8] [--collectives all-reduce ...] [--sizes 4KB 25MB ...]
-    python benchmarks/collectives.py --async        # how much of an exchange hides behind matmuls
+    python benchmarks/collectives.py --async        # how much of an exchange is overlapped with matmuls
     python benchmarks/collectives.py --crossover    # from which size on direct messages beat gloo's own calls
 
-A size is that of the whole float32 buffer: what all-gather gives and the others take, on every rank. Ranks are
-processes of one thread each. Every side's result is checked before anything is timed. Sides take turns, in an order
-that turns every round. All ranks start a turn together and repeat the call until it lasts about 2 ms, without meeting
-in between; the slowest rank's time counts. Ratios are medians over rounds of gloo's time divided by the side's in the
-same round, with the 95 % interval of that median (order statistics; of fewer than 6 rounds, their whole range). The
-limit line is torch's copy of one buffer to another, on all ranks at once. "Hidden" is the part of an exchange that does
-not make the matmuls beside it last longer. Linux only.
+A size is that of the whole float32 buffer: the output of all-gather and the input of the others, on every rank. Ranks
+are processes of one thread each. Every side's result is checked before anything is timed. Sides take turns, in an order
+that rotates every round. All ranks start a turn together and repeat the call until it lasts about 2 ms, without a
+barrier in between; the slowest rank's time counts. Ratios are medians over rounds of gloo's time divided by the side's
+in the same round, with the 95 % interval of that median (order statistics; with fewer than 6 rounds, their whole
+range). The limit line is torch's copy of one buffer to another, on all ranks at once. "Hidden" is the part of an
+exchange that does not prolong the matmuls that run at the same time. Linux only.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ BLOCK_S = 2e-3
 MOST_CALLS = 10_000
 FEWEST_ROUNDS = 3
 PERIOD = 251
-"""Test values repeat after a prime number of elements, so that no part, slot or chunk looks like another."""
+"""Test values repeat after a prime number of elements, so that no two parts, slots or chunks are equal."""
 TILE = PERIOD * 1024
-BUFFERS_A_RANK = 5
-"""Of the whole size, at once: four of the benchmark's, and one that gloo makes for the moment."""
+BUFFERS_PER_RANK = 5
+"""Buffers of the whole size that exist at once: four of the benchmark's, and a temporary one of gloo's."""
 PROCESS_BYTES = 200 << 20
 
 # torch 2.13 renamed the flat forms and warns about the old names, which are the only ones 2.11 has.
@@ -67,16 +67,16 @@ GLOO: dict[str, Callable[..., Any]] = {
 }
 
 Tensors = tuple[torch.Tensor, ...]
-"""Of an exchange: its result and what is given to it, or only one where it is in place."""
+"""Output and input of an exchange, or one tensor if it is in place."""
 Call = Callable[..., Any]
-"""An exchange, ready to be made: takes `wait`; without waiting it returns what must be waited for."""
+"""An exchange; takes `wait`, and without waiting returns a handle to wait for."""
 Rounds = dict[str, list[list[float]]]
-"""Of each side, by round: seconds of a call on the slowest rank, in as many figures as the section reports."""
+"""For each side, by round: seconds per call on the slowest rank, in as many figures as the section reports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What a row of a table is about."""
+    """The settings of one row of a table."""
 
     collective: str
     num_bytes: int
@@ -93,10 +93,10 @@ class Case:
 
 
 class Team:
-    """All ranks: they start together, within microseconds through shared memory, and agree on numbers and time."""
+    """All ranks: starts them together, within microseconds through shared memory, and agrees on counts and time."""
 
     def __init__(self, num_ranks: int, num_cases: int, args: argparse.Namespace) -> None:
-        """`num_cases` share what is left until the deadline."""
+        """`num_cases` share the time left until the deadline."""
         world = join_world("cpu")
         plans = [Plan(axes=Axes(data=num_ranks), comm=Comm(transport=one)) for one in ("c10d", "shared")]
         sockets, memory = (make_mesh(plan, world, groups=[("data", "timed"), ("data", "control")]) for plan in plans)
@@ -120,7 +120,7 @@ class Team:
         self._cases_left -= 1
 
     def has_time_for(self, number: int) -> bool:
-        """Whether there is to be a round of this number. One clock decides, so that ranks stop together."""
+        """True if a round of this number is to run. One clock decides, so that ranks stop together."""
         is_late = bool(self.largest([self.index == 0 and time.monotonic() > self._until])[0])
         return number < self._rounds and not (is_late and number >= FEWEST_ROUNDS)
 
@@ -141,7 +141,7 @@ def call_weft(case: Case, received: torch.Tensor, tensors: Tensors, group: Group
 
 
 def call_messages(case: Case, received: torch.Tensor, tensors: Tensors, group: Group, *, wait: bool) -> None:
-    assert wait, "parts are added up by the caller, after all have come"
+    assert wait, "parts are summed by the caller, after all have arrived"
     result, given = tensors
     if case.collective == "all-gather":
         start_all_gather(result, given, group).wait()
@@ -151,14 +151,14 @@ def call_messages(case: Case, received: torch.Tensor, tensors: Tensors, group: G
 
 
 def chunks_of(flat: torch.Tensor, ranks: Sequence[int], first: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """A tensor in chunks, each with the values it should have if it begins at element `first` of these ranks' sum."""
+    """Chunks of a tensor, each with its expected values if the tensor begins at element `first` of these ranks' sum."""
     numbers = 3 * torch.arange(first % PERIOD, first % PERIOD + TILE)
     tile = torch.stack([(numbers + 7 * rank) % PERIOD for rank in ranks]).sum(0).float()
     return [(chunk, tile[: chunk.numel()]) for chunk in flat.split(TILE)]
 
 
 def check(name: str, case: Case, tensors: Tensors, index: int, call: Call, *, wait: bool = True) -> None:
-    """Make one exchange of known values and compare with its meaning; afterwards all values are zero."""
+    """Make one exchange of known values and check its result; afterwards all values are zero."""
     result, given = tensors[0], tensors[-1]
     result.zero_()
     for chunk, values in chunks_of(given, [index]):
@@ -173,13 +173,13 @@ def check(name: str, case: Case, tensors: Tensors, index: int, call: Call, *, wa
     rows = zip(result.view(len(sources), -1), sources, strict=True)
     if not all(torch.equal(*pair) for row, source in rows for pair in chunks_of(row, source, first)):
         raise RuntimeError(f"{name}: the result of {case} is wrong on rank {index}")
-    given.zero_()  # zeros stay zeros however often they are added up
+    given.zero_()  # zeros stay zeros in repeated sums
     result.zero_()
 
 
 def make_calls(case: Case, team: Team, *, wait: bool) -> tuple[dict[str, Call], Call]:
-    """Every side's exchange, checked, and the copy of a buffer as large, which takes `wait` for company."""
-    whole, other, received = (torch.empty(case.numel) for _ in range(3))  # what is not used takes no memory
+    """Every side's exchange, checked, and the copy of a buffer of that size, which ignores `wait`."""
+    whole, other, received = (torch.empty(case.numel) for _ in range(3))  # unused ones take no memory
     room = BufferAllocator(team.shared, whole.device, num_bytes=bytes_for([case.numel] * 2, [whole.dtype] * 2))
     ordinary, arena = place(case, whole, other), place(case, *(room.empty(case.numel, whole.dtype) for _ in range(2)))
     if any(tensor.untyped_storage().resizable() for tensor in arena):  # as ordinary memory is, to which a room resorts
@@ -197,7 +197,7 @@ def make_calls(case: Case, team: Team, *, wait: bool) -> tuple[dict[str, Call], 
 
 
 def seconds_of(run: Callable[[], object], count: int) -> float:
-    """Of one call among `count`."""
+    """Seconds per call among `count`."""
     started = time.perf_counter()
     for _ in range(count):
         run()
@@ -205,11 +205,11 @@ def seconds_of(run: Callable[[], object], count: int) -> float:
 
 
 def count_for_a_block(run: Callable[[], object], team: Team) -> int:
-    """How many calls last long enough to be timed; the same number on all ranks."""
+    """Number of calls that last long enough to be timed; the same on all ranks."""
     count = 1
     while count < MOST_CALLS:
         trials = []
-        for _ in range(2):  # a hiccup in one must not end the search
+        for _ in range(2):  # a disturbance of one must not end the search
             team.meet()
             trials.append(seconds_of(run, count))
         if count * min(team.largest(trials)) >= BLOCK_S:
@@ -229,7 +229,7 @@ def timed_block(call: Call, team: Team) -> Callable[[], list[float]]:
 
 
 def overlapped_block(call: Call, team: Team) -> Callable[[], list[float]]:
-    """The exchange alone, matmuls of about that length alone, both at once, and what of this the caller was blocked."""
+    """Seconds of the exchange alone, of equally long matmuls alone, of both at once, and the caller's blocked time."""
     exchange = functools.partial(call, wait=True)
     count = count_for_a_block(exchange, team)
     alone_s = typical_s(exchange, count, team)
@@ -264,7 +264,7 @@ def time_rounds(blocks: dict[str, Callable[[], list[float]]], team: Team) -> Rou
 
 
 def compare_with_gloo(rounds: Rounds, name: str) -> tuple[float, float, float]:
-    """How many times as fast a side is: the median over rounds and its 95 % interval, from order statistics."""
+    """Speed relative to gloo: the median over rounds and its 95 % interval, from order statistics."""
     ratios = sorted(theirs[0] / mine[0] for theirs, mine in zip(rounds["gloo"], rounds[name], strict=True))
     middle, half = len(ratios) // 2, math.ceil(0.98 * math.sqrt(len(ratios)))
     return statistics.median(ratios), ratios[max(middle - half, 0)], ratios[min(middle + half, len(ratios) - 1)]
@@ -318,13 +318,13 @@ def cross(case: Case, team: Team) -> tuple[str, str, Rounds]:
 
 
 def conclude(found: dict[int, Rounds]) -> str:
-    """From which size on messages are faster, by the median of ratios and by the lower end of its interval."""
+    """Smallest size at which messages are faster, by the median of ratios and by the lower end of its interval."""
     starts = []
     for figure in (0, 1):
         losing = [size for size, rounds in found.items() if compare_with_gloo(rounds, "messages")[figure] <= 1]
         winning = (format_bytes(size) for size in sorted(found) if size > max(losing, default=0))
         starts.append(next(winning, "no size"))
-    return "messages win from {} on by the median, from {} on by its whole interval".format(*starts)
+    return "messages are faster from {} on by the median, from {} on by its whole interval".format(*starts)
 
 
 def run_rank(rank: int, folder: str, num_ranks: int, sizes: list[int], cases: int, args: argparse.Namespace) -> None:
@@ -348,7 +348,7 @@ def run_rank(rank: int, folder: str, num_ranks: int, sizes: list[int], cases: in
 def sizes_that_fit(sizes: Sequence[int], num_ranks: int) -> list[int]:
     lines = Path("/proc/meminfo").read_text().splitlines()
     available_bytes = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    needed = {size: num_ranks * (BUFFERS_A_RANK * size + PROCESS_BYTES) for size in sizes}
+    needed = {size: num_ranks * (BUFFERS_PER_RANK * size + PROCESS_BYTES) for size in sizes}
     for size in (size for size in sizes if needed[size] > available_bytes):
         reason = f"needs {format_bytes(needed[size])}, {format_bytes(available_bytes)} are available"
         print(f"left out: {format_bytes(size)} on {num_ranks} ranks {reason}", flush=True)
@@ -368,10 +368,14 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="processes (2 4 8)")
     parser.add_argument("--collectives", nargs="+", choices=GLOO, help="(all of them)")
     parser.add_argument("--sizes", type=parse_size, nargs="+", help=f"of the whole buffer ({' '.join(SIZES)})")
-    parser.add_argument("--rounds", type=int, default=30, help="most rounds of a case (30)")
-    parser.add_argument("--seconds", type=float, default=900, help=f"in all; {FEWEST_ROUNDS} rounds run anyway (900)")
+    parser.add_argument("--rounds", type=int, default=30, help="maximum rounds per case (30)")
+    parser.add_argument(
+        "--seconds", type=float, default=900, help=f"for everything; {FEWEST_ROUNDS} rounds run anyway (900)"
+    )
     section = parser.add_mutually_exclusive_group()
-    section.add_argument("--async", dest="overlap", action="store_true", help="time exchanges beside matmuls instead")
+    section.add_argument(
+        "--async", dest="overlap", action="store_true", help="time exchanges overlapped with matmuls instead"
+    )
     section.add_argument("--crossover", action="store_true", help="time gloo against messages, 64 B to 16 MB, instead")
     args = parser.parse_args()
     if min(args.ranks) < 2 or args.rounds < 1:
@@ -392,7 +396,7 @@ def main() -> None:
     cases_left = len(args.collectives) * sum(len(fit) for fit in sizes.values())
     for num_ranks, fit in sizes.items():
         with tempfile.TemporaryDirectory() as folder:
-            # Forked ranks start at once; this process has run no kernel, so it has no threads to lose.
+            # Forked ranks start fast; this process has run no kernel, so it has no threads that a fork would lose.
             start_processes(run_rank, (folder, num_ranks, fit, cases_left, args), num_ranks, start_method="fork")
         cases_left -= len(args.collectives) * len(fit)
 

@@ -4,16 +4,15 @@
     python benchmarks/combined.py --quick             # the small model, 1f1b only
     python benchmarks/combined.py --compiled          # torch.compile of every block, on both sides
 
-A whole training step (forward, cross-entropy, backward, fused AdamW) of one Llama on 8 ranks. torch's stack is
-`torch.distributed.pipelining` × FSDP2 × DTensor, in several forms: each schedule, logits gathered or split
-(`loss_parallel`), parameters gathered once a step, as torchtitan does, or for every microbatch; the fastest of a table
-is what weft is held against, whatever its form. weft runs through shared memory and through sockets, which is all torch
-has.
+Each side runs a whole training step (forward, cross-entropy, backward, fused AdamW) of one Llama on 8 ranks. torch's
+stack is `torch.distributed.pipelining` × FSDP2 × DTensor, in several forms: each schedule, logits gathered or sharded
+(`loss_parallel`), parameters gathered once per step, as torchtitan does, or for every microbatch; weft is compared with
+the fastest of a table, whatever its form. weft runs through shared memory and through sockets, which is all torch has.
 
-In float64 the gradients of every side are first held against one process's, and weft's against torch's; in
-float32 losses over some updates. Then sides take turns, in an order that turns every round, each step behind a barrier,
-and the slowest rank counts. Ratios are medians over rounds with the 95 % interval of that median (order statistics).
-Ranks are gloo processes of one thread: with fewer cores than ranks they wait for each other's cores, too.
+In float64 the gradients of every side are first compared with one process's, and weft's with torch's; in float32 losses
+over some updates. Then sides take turns, in an order that rotates every round; a barrier precedes each step, and the
+slowest rank counts. Ratios are medians over rounds with the 95 % interval of that median (order statistics). Ranks are
+gloo processes of one thread: with fewer cores than ranks they also wait for each other's cores.
 """
 
 from __future__ import annotations
@@ -55,9 +54,9 @@ from torch.multiprocessing.spawn import start_processes
 GOAL = 2.0
 NUM_RANKS = PIPELINE * DATA * TENSOR
 EXACT = 1e-10
-"""Of a gradient's largest entry, in float64."""
+"""Tolerance relative to a gradient's largest entry, in float64."""
 CLOSE = 1e-4
-"""Of a loss, in float32, over the checked steps."""
+"""Relative tolerance of a loss in float32, over the checked steps."""
 CHECKED_STEPS = 4
 
 SIZES = {
@@ -97,17 +96,17 @@ def makers(mesh: DeviceMesh, schedules: list[str], *, compiled: bool) -> dict[st
 
 
 def check_gradients(made: dict[str, Maker], work: Work, place: int) -> Iterator[str]:
-    """Every side's gradients in float64 are one process's, and the first weft's are the first torch's."""
+    """Check every side's gradients in float64 against one process's, and the first weft's against the first torch's."""
     loss, wanted = alone(work)
     first: dict[str, tuple[Side, Gradients]] = {}
     worst: dict[str, float] = {}
     for name, make in made.items():
         side = make(work)
         got, found = gradients_of(side, work.batches()[place])
-        dist.barrier()  # nobody lets go of a side whose last messages are not read
+        dist.barrier()  # all ranks finish before any frees a side whose last messages are unread
         worst[name] = worst_error(side, found, wanted)
         first.setdefault(name.split()[0], (side, found))
-        # torch's loss is that of this rank's part of the batch; weft's is the whole one's, which its gradients are of.
+        # torch's loss is that of this rank's part of the batch; weft's is the whole batch's, as are its gradients.
         if name.startswith("weft") and (got is None or not math.isclose(got, loss, rel_tol=EXACT)):
             worst[name] = math.inf
         gc.collect()
@@ -119,13 +118,13 @@ def check_gradients(made: dict[str, Maker], work: Work, place: int) -> Iterator[
     if wrong:
         raise RuntimeError(f"gradients are off by more than {EXACT:.0e}: {'; '.join(wrong)}")
     yield (
-        f"float64 gradients of all {len(made)} sides are one process's: worst {seen[:-1].max():.1e}; "
+        f"float64 gradients of all {len(made)} sides equal one process's: worst {seen[:-1].max():.1e}; "
         f"weft's from torch's {seen[-1]:.1e}"
     )
 
 
 def check_losses(sides: dict[str, Side], batch: Batch) -> None:
-    """All sides learn alike; torch's losses, of this rank's part of the batch, are averaged for it."""
+    """Check that all sides have the same losses; torch's, of this rank's part of the batch, are averaged."""
     losses = {}
     for name, side in sides.items():
         said = torch.tensor([[math.nan if (loss := side.step(*batch)) is None else loss] for _ in range(CHECKED_STEPS)])
@@ -139,7 +138,7 @@ def check_losses(sides: dict[str, Side], batch: Batch) -> None:
 
 
 def time_in_turn(sides: dict[str, Side], batch: Batch, *, num_rounds: int, title: str) -> Times:
-    """Seconds of each side's step on the slowest rank, by round, with a line that says how far it is."""
+    """Seconds of each side's step on the slowest rank, by round; shows progress."""
     times: Times = {name: [] for name in sides}
     order = turns(tuple(sides), num_rounds)
     for number, name in enumerate(order):
@@ -182,7 +181,7 @@ def compare(size_name: str, args: argparse.Namespace) -> Iterator[str]:
 
 def run_rank(rank: int, folder: str, size_name: str, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    # torch's stack warns of its own insides, and of how the check gathers its gradients.
+    # torch's stack warns about its own internals, and about how the check gathers its gradients.
     warnings.simplefilter("ignore")
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     torch._dynamo.config.recompile_limit = 64
@@ -203,10 +202,10 @@ def read_arguments() -> argparse.Namespace:
         nargs="+",
         choices=SCHEDULES,
         default=list(SCHEDULES),
-        help="the first is held against torch's fastest",
+        help="the first is compared with torch's fastest",
     )
-    parser.add_argument("--microbatches", type=int, default=4, help="of a step (4)")
-    parser.add_argument("--samples", type=int, default=1, help="of a microbatch on a replica (1)")
+    parser.add_argument("--microbatches", type=int, default=4, help="per step (4)")
+    parser.add_argument("--samples", type=int, default=1, help="per microbatch and replica (1)")
     parser.add_argument("--rounds", type=int, default=12, help="turns of each side (12)")
     parser.add_argument("--compiled", action="store_true", help="compile every block, on both sides")
     parser.add_argument("--quick", action="store_true", help="the small model, 1f1b, 6 rounds")
@@ -219,7 +218,7 @@ def read_arguments() -> argparse.Namespace:
     if min(args.microbatches, args.samples) < 1:
         problems.append(f"--microbatches {args.microbatches} and --samples {args.samples} must be 1 or more")
     if args.rounds < FEWEST_ROUNDS:
-        problems.append(f"--rounds {args.rounds} give no 95 % interval; take {FEWEST_ROUNDS} or more")
+        problems.append(f"--rounds {args.rounds} give no 95 % interval; use {FEWEST_ROUNDS} or more")
     if problems:
         parser.error("; ".join(problems))
     return args
@@ -228,12 +227,12 @@ def read_arguments() -> argparse.Namespace:
 def main() -> None:
     args = read_arguments()
     print(
-        f"pipeline {PIPELINE} x data {DATA} x tensor {TENSOR}, gloo on the CPU, one thread a rank, {args.microbatches} "
-        f"microbatches, torch {torch.__version__}{', compiled' if args.compiled else ''}; "
+        f"pipeline {PIPELINE} x data {DATA} x tensor {TENSOR}, gloo on the CPU, one thread per rank, "
+        f"{args.microbatches} microbatches, torch {torch.__version__}{', compiled' if args.compiled else ''}; "
         f"medians of {args.rounds} rounds"
     )
     for size_name in args.sizes:
-        with tempfile.TemporaryDirectory() as folder:  # new processes: nothing made for one size meets another
+        with tempfile.TemporaryDirectory() as folder:  # new processes: sizes share nothing
             start_processes(run_rank, args=(folder, size_name, args), nprocs=NUM_RANKS, start_method="spawn")
 
 

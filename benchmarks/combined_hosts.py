@@ -4,22 +4,22 @@
                                         [--layouts tensor ulysses pipeline] [--rounds N] [--quick]
 
 All layouts train one GPT on the same global batch, on an emulated network (docs/lab.md; it needs root). The axis named
-first is the outer one, between the hosts; `[axes] order` is all that differs inside a pair. With w the bytes of all
-weights, n those of the batch's activations between two blocks, and L blocks, a host sends the other in a step
+first is the outer one, between the hosts; only `[axes] order` differs within a pair. With w the bytes of all
+weights, n those of the batch's activations between two blocks, and L blocks, a host sends to the other per step
 
-    data x tensor            w              gradients: of a share on each rank
-    tensor x data            (4 L + 2) n    two sums of activations a block and two of their gradients; both ends
-    data x ulysses           w              gradients, added up inside the host first
-    ulysses x data           w + 2 L n      and half of queries, keys, values and outputs, each way
-    data x pipeline          w              gradients: of a stage on each rank
+    data x tensor            w              gradients of a shard per rank
+    tensor x data            (4 L + 2) n    per block, two sums of activations and two of their gradients; both ends
+    data x ulysses           w              gradients, summed inside the host first
+    ulysses x data           w + 2 L n      in addition half of queries, keys, values and outputs, each way
+    data x pipeline          w              gradients of a stage per rank
     pipeline x data          n              activations at the one cut, gradients the other way
-    pipeline x tensor        2 n            the same from both ranks, each of which has them whole
+    pipeline x tensor        2 n            the same from both ranks, each of which has the whole activations
 
-so what is best depends on how many tokens there are for a byte of weights; and gradients of a step may travel while it
-still computes, activations are waited for. The table gives what was counted beside the time.
+so the best layout depends on the number of tokens per byte of weights; and gradients can be sent while the step
+still computes, whereas activations are waited for. The table gives the counted bytes and the time.
 
-Layouts are timed in one run, in turn, after a check that their losses agree; the slowest rank counts. Bytes are those
-of IP packets that one host sent the other in a step. Pipelines run 4 microbatches, the others one.
+Layouts are timed alternately in one run, after a check that their losses agree; the slowest rank counts. Bytes are
+those of IP packets that one host sent to the other per step. Pipelines run 4 microbatches, the others one.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from weft.plan.plan import AXES, Axes, Plan, Step
 from weft.units import format_bytes
 
 SIZES = GPTConfig(vocab_size=256, context=128, num_layers=4, heads=8, tied=False)
-"""But for the width: processor cores are slow beside any network, and a wide model computes much for a byte."""
+"""Everything except the width: CPU cores are slow relative to any network, and a wide model computes much per byte."""
 NUM_MICROBATCHES = 4
 GROUPS = {
     "tensor": (("data", "tensor"), ("tensor", "data")),
     "ulysses": (("data", "ulysses"), ("ulysses", "data")),
     "pipeline": (("data", "pipeline"), ("pipeline", "data"), ("pipeline", "tensor")),
 }
-"""Outer and inner axis; the first of a group is what its others are held against."""
+"""Outer and inner axis; the others of a group are compared with its first."""
 
 
 def title(layout: tuple[str, str]) -> str:
@@ -97,7 +97,7 @@ def run_size(config: GPTConfig, num_samples: int, args: argparse.Namespace) -> t
 
 
 def compare(args: argparse.Namespace) -> Iterator[str]:
-    yield f"{'tokens':>7s} {'between x inside':>18s} {'ms':>9s} {'it / first of its kind (95 %)':>30s} {'bytes':>10s}"
+    yield f"{'tokens':>7s} {'between x inside':>18s} {'ms':>9s} {'/ first of its kind (95 %)':>30s} {'bytes':>10s}"
     for num_samples in args.samples:
         times, moved = run_size(replace(SIZES, hidden=args.hidden), num_samples, args)
         for group in args.layouts:
@@ -122,7 +122,7 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bandwidth", default="1Gbit", help="of each host's line, each way (1Gbit)")
     parser.add_argument("--delay", default="0.2ms", help="one way, between the hosts (0.2ms)")
-    parser.add_argument("--samples", type=int, nargs="+", default=[8, 32], help="of 128 tokens, of a step (8 32)")
+    parser.add_argument("--samples", type=int, nargs="+", default=[8, 32], help="of 128 tokens, per step (8 32)")
     parser.add_argument("--hidden", type=int, default=128, help="the width of the model, of 8 heads (128)")
     parser.add_argument("--layouts", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--rounds", type=int, default=10, help="turns of each layout (10)")
@@ -138,7 +138,7 @@ def read_arguments() -> argparse.Namespace:
     if args.hidden % (2 * SIZES.heads) or args.hidden < 1:
         problems.append(f"--hidden {args.hidden} is not a multiple of {SIZES.heads} heads of an even width")
     if args.rounds < FEWEST_ROUNDS:
-        problems.append(f"--rounds {args.rounds} give no 95 % interval; take {FEWEST_ROUNDS} or more")
+        problems.append(f"--rounds {args.rounds} give no 95 % interval; use {FEWEST_ROUNDS} or more")
     if problems:
         parser.error("; ".join(problems))
     return args

@@ -1,10 +1,10 @@
 """The sides of a benchmark of three axes at once: one Llama under weft, and under pipelining × FSDP2 × DTensor.
 
-torch's side is put together as torchtitan does it: layers split by `parallelize_module`, blocks and then the stage
-given to `fully_shard`, stages to a schedule of `torch.distributed.pipelining` with static shapes and no scaling of
-gradients to do. Both have the same weights, batch, cuts and fused AdamW. `gradients_of` takes a side's step and gives
-what its optimizer was about to use: of torch whole tensors, of weft this rank's parts, which together are all of them.
-`worst_error` holds that against whole ones.
+torch's side is assembled as in torchtitan: layers split by `parallelize_module`, blocks and then the stage passed to
+`fully_shard`, stages to a schedule of `torch.distributed.pipelining` with static shapes and no gradient scaling. Both
+have the same weights, batch, cuts and fused AdamW. `gradients_of` runs a side's step and returns the gradients that its
+optimizer was about to use: whole tensors for torch, this rank's shards for weft, which together are all of them.
+`worst_error` compares them with whole ones.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from weft.parallel.tensor.shares import local_part
 from weft.plan.plan import Axes, Comm, Compile, Data, Pipeline, Plan, Step
 
 SHAPE = (2, 2, 2)
-"""Pipeline, data and tensor, outermost first, as weft's own order has them."""
+"""Pipeline, data and tensor, outermost first, in weft's default order."""
 PIPELINE, DATA, TENSOR = SHAPE
 NUM_CHUNKS = {"interleaved": 2}
 SCHEDULES = {
@@ -46,15 +46,15 @@ SCHEDULES = {
 }
 
 Gradients = dict[str, Tensor]
-"""By name, of this rank's stages."""
+"""Tensors of this rank's stages by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A model, and what one step of it is."""
+    """A model and its training step."""
 
     size: Size
-    """Its `num_samples` are those of a microbatch."""
+    """`num_samples` is per microbatch."""
     num_microbatches: int
     dtype: torch.dtype = torch.float32
 
@@ -62,7 +62,7 @@ class Work:
         return make_model(self.size).to(self.dtype)
 
     def batches(self) -> list[Batch]:
-        """What each rank along data is given in a step."""
+        """Samples per step for each rank along data."""
         count = self.num_microbatches * self.size.num_samples
         inputs, targets = make_batch(replace(self.size, num_samples=DATA * count))
         return list(zip(inputs.split(count), targets.split(count), strict=True))
@@ -70,15 +70,15 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One way to train, on this rank."""
+    """One implementation of training, on this rank."""
 
     step: Callable[[Tensor, Tensor], float | None]
-    """Forward, backward and update of this rank's part of the batch; the loss, where it is known."""
+    """Forward, backward and update on this rank's part of the batch; returns the loss if it is known here."""
     optimizer: torch.optim.Optimizer
     gradients: Callable[[], Gradients]
-    """As the optimizer is about to use them; collective."""
+    """Gradients as the optimizer is about to use them; collective."""
     part: Callable[[str, Tensor], Tensor] = lambda name, whole: whole
-    """What of a whole gradient these are here."""
+    """This rank's shard of a whole gradient."""
 
 
 def cuts(size: Size, schedule: str) -> tuple[int, ...]:
@@ -119,7 +119,7 @@ def weft_side(
 
 
 class TorchStage(nn.Module):
-    """Some blocks of a Llama, with its embedding before or its head behind them at the model's ends."""
+    """Some blocks of a Llama, with its embedding or head at the model's ends."""
 
     def __init__(self, model: Llama, start: int, stop: int) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def torch_side(
     split_loss: bool = False,
     compiled: bool = False,
 ) -> Side:
-    """`reshard`: blocks are gathered for every microbatch and pass; otherwise once a step."""
+    """`reshard`: blocks are gathered for every microbatch and pass; otherwise once per step."""
     model, size, m = work.model(), work.size, work.num_microbatches
     rank = mesh.get_local_rank("pipeline")
     bounds = (0, *cuts(size, schedule), size.num_layers)
@@ -177,7 +177,7 @@ def torch_side(
     for module in modules.values():
         split_layers(module, mesh["tensor"], split_loss=split_loss)
         if compiled and module.embedding is not None:
-            # torch 2.13 loses the gradient of a collective that is still under way where a compiled block begins.
+            # torch 2.13 loses the gradient of a collective that is still pending where a compiled block begins.
             module.embedding.register_forward_hook(lambda *given: given[-1].clone())
         for block in module.blocks.values():
             if compiled:
@@ -226,7 +226,7 @@ def torch_side(
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """A fused update takes only tensors of one mesh at once."""
+    """Split parameters by mesh: a fused update takes only tensors of one mesh at once."""
     groups: dict[DeviceMesh, list[nn.Parameter]] = {}
     for parameter in parameters:
         assert isinstance(parameter, DTensor)
@@ -244,7 +244,7 @@ def gradients_of(side: Side, batch: Batch) -> tuple[float | None, Gradients]:
 
 
 def alone(work: Work) -> tuple[float, Gradients]:
-    """One process's loss and gradients of the whole batch, one microbatch after the other."""
+    """One process's loss and gradients of the whole batch, accumulated over microbatches."""
     model, batches = work.model(), work.batches()
     total = 0.0
     for inputs, targets in batches:
@@ -258,7 +258,7 @@ def alone(work: Work) -> tuple[float, Gradients]:
 
 
 def worst_error(side: Side, found: Gradients, wanted: Gradients) -> float:
-    """The largest difference of any gradient from a whole one, as a part of its largest entry; NaN is infinite."""
+    """Largest difference of any gradient from a whole one, relative to its largest entry; NaN is infinite."""
     errors = [
         float((mine.view(-1) - side.part(name, wanted[name]).reshape(-1)).abs().amax() / wanted[name].abs().max())
         for name, mine in found.items()

@@ -1,10 +1,10 @@
-"""All-reduce data parallelism: weft's step against DistributedDataParallel's and no exchange at all, in one run.
+"""All-reduce data parallelism: weft's step, DistributedDataParallel's, and one without communication, in one run.
 
     python benchmarks/data_parallel.py [--ranks 2 4] [--tokens 128 1024] [--rounds 30] [--steps 4]
 
-The same GPT (about 12 M parameters), optimizer and batches on every side. Sides alternate in blocks of steps, in an
-order that turns every round. A barrier stands before every step, and a step lasts until the slowest rank is done, so
-that ranks wait for each other on every side alike. The table gives each side's median step; the median over rounds of
+All sides have the same GPT (about 12 M parameters), optimizer and batches. Sides alternate in blocks of steps, in an
+order that rotates every round. A barrier precedes every step, and a step lasts until the slowest rank is done, so
+that ranks wait for each other equally on every side. The table gives each side's median step; the median over rounds of
 weft's step divided by that of the better DDP in the same round, with the 95 % interval of that median (order
 statistics); and weft's median time above no exchange divided by that DDP's, with a bootstrap interval over rounds.
 """
@@ -78,8 +78,8 @@ def run_rank(rank: int, num_ranks: int, folder: str, settings: dict[str, Any], r
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", num_ranks), rank=rank, world_size=num_ranks)
     sides = {name: make_side(name, num_ranks) for name in SIDES}
     generator = torch.Generator().manual_seed(rank)
-    for tokens_a_rank in settings["tokens"]:
-        tokens = torch.randint(0, 4096, (tokens_a_rank // CONTEXT, CONTEXT + 1), generator=generator)
+    for tokens_per_rank in settings["tokens"]:
+        tokens = torch.randint(0, 4096, (tokens_per_rank // CONTEXT, CONTEXT + 1), generator=generator)
         batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         for step in sides.values():
             for _ in range(3):
@@ -97,7 +97,7 @@ def run_rank(rank: int, num_ranks: int, folder: str, settings: dict[str, Any], r
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         by_round = slowest.view(len(SIDES), -1, settings["steps"]).mean(2).tolist()
         if rank == 0:
-            results.put((tokens_a_rank, dict(zip(SIDES, by_round, strict=True))))
+            results.put((tokens_per_rank, dict(zip(SIDES, by_round, strict=True))))
     dist.destroy_process_group()
 
 
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     numel = sum(parameter.numel() for parameter in make_model().parameters())
-    print(f"GPT of {numel / 1e6:.1f} M parameters, gloo on the CPU, torch {torch.__version__}; ms a step, medians")
+    print(f"GPT of {numel / 1e6:.1f} M parameters, gloo on the CPU, torch {torch.__version__}; ms per step, medians")
     titles = " ".join(f"{name:>17s}" for name in SIDES)
     print(f"{'ranks':>5s} {'tokens':>6s} {titles}   weft / best DDP (95 %)   above no exchange")
     context = multiprocessing.get_context("spawn")

@@ -1,12 +1,12 @@
-"""One GPU: weft's bf16 compiled step of GPT-2 124M against a bare hand-written loop, tokens a second, in one run.
+"""One GPU: weft's bf16 compiled step of GPT-2 124M against a bare hand-written loop, tokens per second, in one run.
 
     python benchmarks/gpu_step.py [--rounds 8] [--steps 10]
 
 Sides alternate in blocks of steps; the table gives the median over rounds of each side's speed and of its ratio to the
 bare loop in the same round, with the middle half of the rounds. Every side has its own model and optimizer, bf16
 parameters and fused AdamW. Compiled sides: the bare loop compiles model and loss as one function; weft either compiles
-blocks and loss (`[compile] blocks = true`) or is given a model that the user compiled whole. "ZeRO-3 on one rank" goes
-the whole way of sharded parameters, gathers and all, although there is nobody to share with.
+blocks and loss (`[compile] blocks = true`) or gets a model that the user compiled whole. "ZeRO-3 on one rank" runs the
+code of sharded parameters, gathers included, on a single rank.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def main() -> None:
             seconds = seconds_of(sides[name], batch, args.steps)
             speeds[name].append(args.batch * args.context * args.steps / seconds)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, GPT-2 124M bf16, {args.batch}×{args.context}")
-    print(f"{'side':34s} {'tokens/s':>9s}  {'against its bare loop':>24s}  loss of step 5")
+    print(f"{'side':34s} {'tokens/s':>9s}  {'relative to its bare loop':>24s}  loss of step 5")
     for name in sides:
         bare = "bare loop, not compiled" if name.endswith("not compiled") else "bare loop, compiled whole"
         ratios = sorted(mine / theirs for mine, theirs in zip(speeds[name], speeds[bare], strict=True))

@@ -1,15 +1,15 @@
-"""The memory a rank takes, against the prediction: proportional set size at its peak, per ZeRO stage and rank count.
+"""Peak memory of a rank (proportional set size) against the prediction, per ZeRO stage and number of ranks.
 
     python benchmarks/memory.py [--ranks 2 4] [--shard nothing optimizer gradients parameters] [--tokens 256]
                                 [--malloc trimmed | default]
 
 A GPT of about 200 M parameters in float32 with AdamW, gloo ranks on one host. A thread of each rank reads its
-proportional set size from /proc/self/smaps_rollup every 20 ms. Measured is the peak over a few steps less what the
-process had before the model was built and after a step of a tiny one, so that libraries and the transport are not
-counted. Every line is a run in new processes. Linux and glibc only.
+proportional set size from /proc/self/smaps_rollup every 20 ms. The measured value is the peak over a few steps minus
+the size of the process before the model was built and after a step of a tiny one, so that libraries and the transport
+are not counted. Every line is a run in new processes. Linux and glibc only.
 
-What is predicted is what is alive. glibc keeps much of what torch frees, in pieces between what lives on; "trimmed"
-makes it give every larger block back at once, "default" shows what a process takes when it is left alone.
+The prediction covers live memory. glibc keeps much of the memory that torch frees, in pieces between live blocks;
+"trimmed" makes it return every larger block at once, "default" shows glibc's own behaviour.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TINY = GPTConfig(vocab_size=64, context=256, num_layers=2, hidden=64, heads=2)
 
 
 def trim_malloc() -> None:
-    """Let glibc map every block above 64 KiB by itself, so that freed memory goes back to the system."""
+    """Make glibc map every block above 64 KiB separately, so that freed memory returns to the system."""
     m_mmap_threshold = -3
     if ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 16) != 1:
         raise RuntimeError("this C library has no mallopt; use --malloc default")
@@ -60,7 +60,7 @@ def train(config: GPTConfig, plan: Plan, *, samples: int, tokens: int, num_steps
 
 
 def measure_peak_bytes(plan: Plan, *, samples: int, tokens: int, meta: bool = False, trims: bool = True) -> int:
-    """This rank's peak in two steps of the large model. A default process group is there."""
+    """This rank's peak in two steps of the large model. Needs a default process group."""
     if trims:
         trim_malloc()
     train(TINY, plan, samples=1, tokens=tokens, num_steps=1, meta=False)
@@ -89,7 +89,7 @@ def run_rank(rank: int, num_ranks: int, folder: str, plan: Plan, settings: dict[
 
 
 def run(num_ranks: int, plan: Plan, settings: dict[str, Any]) -> list[int]:
-    """The peaks of all ranks, each in a process of its own."""
+    """Peaks of all ranks, each in its own process."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         results = context.Queue()
@@ -112,13 +112,13 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--compute", choices=("model", "bf16"), default="model")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
-    parser.add_argument("--meta", action="store_true", help="build the model without memory")
+    parser.add_argument("--meta", action="store_true", help="build the model on the meta device")
     parser.add_argument("--malloc", choices=("trimmed", "default"), default="trimmed")
     parser.add_argument("--table", action="store_true", help="print the predicted categories too")
     args = parser.parse_args()
     with torch.device("meta"):
         numel = sum(parameter.numel() for parameter in GPT(LARGE).parameters())
-    print(f"GPT of {numel / 1e6:.1f} M parameters, AdamW, gloo on the CPU, torch {torch.__version__}; a rank's peak")
+    print(f"GPT of {numel / 1e6:.1f} M parameters, AdamW, gloo on the CPU, torch {torch.__version__}; peak per rank")
     print(f"{'ranks':>5s} {'shard':>10s} {'predicted':>10s} {'measured':>10s} {'ratio':>6s}   fullest moment")
     for num_ranks in args.ranks:
         for shard in args.shard:

@@ -6,18 +6,19 @@
     python benchmarks/pipeline.py --part memory
 
 compare     A whole training step (split, forward, backward, fused SGD) of the same GPT, weights, batch and cuts. torch
-            gets stage modules written by hand, static shapes, and no scaling of gradients to do; its loss stays on the
-            last rank. Zero-bubble is torch's InterleavedZeroBubble with one chunk a rank, which is ZB-H1, as weft's is.
+            gets hand-written stage modules, static shapes and no gradient scaling; its loss stays on the last rank.
+            Zero-bubble is torch's InterleavedZeroBubble with one chunk per rank, which is ZB-H1, as weft's is.
             weft runs through shared memory and through sockets, which is all torch has.
-flush-free  PipeDream and 2BW beside GPipe and 1F1B: samples a second once the pipeline is full, then the time until a
-            GPT on Python's own source has learnt to a held-out loss. Each schedule with the best of two learning rates.
-bubble      Stages that sleep, so that every one has a core: the bubble that was recorded beside the one foretold.
-memory      A rank's peak above what it had before (proportional set size, as in memory.py), microbatches in flight
+flush-free  PipeDream and 2BW against GPipe and 1F1B: samples per second once the pipeline is full, then the time until
+a
+            GPT on Python's own source reaches a held-out loss. Each schedule has the best of two learning rates.
+bubble      Stages that sleep, which emulates one core per stage: the predicted and the recorded bubble.
+memory      A rank's peak above its starting level (proportional set size, as in memory.py), microbatches in flight
             and bytes of weight versions. Every line is a run in new processes.
 
-Ranks are gloo processes of one thread. Sides alternate, in an order that turns every round, each behind a barrier, and
-the slowest rank counts. Losses and gradients of every side are held against one process's before anything is timed.
-Ratios are medians over rounds with the 95 % interval of that median (order statistics). Linux only.
+Ranks are gloo processes of one thread. Sides alternate, in an order that rotates every round; a barrier precedes each
+run, and the slowest rank counts. Losses and gradients of every side are compared with one process's before anything is
+timed. Ratios are medians over rounds with the 95 % interval of that median (order statistics). Linux only.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from pipeline_sides import (
     torch_side,
     weft_side,
 )
-from sleeping_stages import foretell, record
+from sleeping_stages import predict, record
 from torch.multiprocessing.spawn import start_processes
 
 from weft.comm.objects import gather_values
@@ -62,7 +63,7 @@ from weft.units import format_bytes
 
 Run = Callable[[], object]
 Times = dict[str, list[float]]
-"""Of each side: seconds, by round."""
+"""Seconds by round, for each side."""
 
 SCHEDULES = ("naive", *RIVALS, *FLUSH_FREE)
 LEARNING_RATES = (1e-3, 3e-3)
@@ -186,7 +187,7 @@ def time_to_loss(schedule: str, num_ranks: int, num_microbatches: int, *, seed: 
         started = time.perf_counter()
         for batch in batches:
             trainer.step(*batch)
-        trainer.flush()  # to look at the loss: part of the time, though training itself would not need it
+        trainer.flush()  # to read the loss: included in the time, although training itself would not need it
         taken = torch.tensor([time.perf_counter() - started])
         dist.all_reduce(taken, op=dist.ReduceOp.MAX)
         seconds += float(taken)
@@ -196,13 +197,13 @@ def time_to_loss(schedule: str, num_ranks: int, num_microbatches: int, *, seed: 
 
 
 def bubble(num_ranks: int, args: argparse.Namespace) -> Iterator[str]:
-    titles = "bubble: foretold  recorded  difference  ratio   utilisation   ms: foretold  recorded"
+    titles = "bubble: planned   recorded  difference  ratio   utilisation   ms: planned   recorded"
     yield f"{'schedule':>11s} {'m':>3s}   {titles}"
     for schedule in args.schedules:
         for m in (4, 8, 16):
             plan = make_plan(schedule, num_ranks, m, num_blocks=num_ranks * NUM_CHUNKS.get(schedule, 1))
             num_steps = 3 if schedule in FLUSH_FREE else 1
-            planned, executed = foretell(plan, num_steps * m), record(plan, num_steps)
+            planned, executed = predict(plan, num_steps * m), record(plan, num_steps)
             yield (
                 f"{schedule:>11s} {m:3d} {planned.bubble_fraction:18.3f} {executed.bubble_fraction:9.3f} "
                 f"{executed.bubble_fraction - planned.bubble_fraction:11.3f} "
@@ -216,10 +217,10 @@ def bubble(num_ranks: int, args: argparse.Namespace) -> Iterator[str]:
 
 
 def measure(side_name: str, schedule: str, num_ranks: int, num_microbatches: int) -> str:
-    """One side's memory, rank by rank, in processes that have done nothing else."""
+    """One side's memory by rank, in new processes."""
     m_mmap_threshold = -3
-    if ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 16) != 1:  # freed memory goes back to the system
-        raise RuntimeError("this C library has no mallopt, so peaks cannot be told from what was freed; take glibc")
+    if ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 16) != 1:  # freed memory returns to the system
+        raise RuntimeError("this C library has no mallopt, so peaks cannot be separated from freed memory; use glibc")
     plan = make_plan(schedule, num_ranks, num_microbatches)
     make = torch_side if side_name == "torch" else weft_side
 
@@ -229,14 +230,14 @@ def measure(side_name: str, schedule: str, num_ranks: int, num_microbatches: int
         side = make(make_model(size.on(num_ranks)), plan, batch)
         return side, functools.partial(side.step, *batch)
 
-    warm = prepare("small")  # libraries and the transport are there before anything is measured
+    warm = prepare("small")  # libraries and the transport are loaded before anything is measured
     warm[1]()
     dist.barrier()
     del warm
     gc.collect()
     before = read_pss_bytes()
     side, step = prepare("large")
-    gc.collect()  # every rank built the whole model, and keeps its stage
+    gc.collect()  # every rank builds the whole model, and keeps its stage
     dist.barrier()
     with PeakPss() as watched:
         for _ in range(3):
@@ -253,7 +254,7 @@ def measure(side_name: str, schedule: str, num_ranks: int, num_microbatches: int
     mine = (pipeline_step.pipeline.most_in_flight, 0 if versions is None else versions.num_bytes)
     told = gather_values(mine, side.trainer.mesh.group("pipeline", "control"), torch.device("cpu"))
     in_flight = tuple(count for count, _ in told)
-    line += f"; in flight {in_flight}, foretold {live_activations(schedule_of(plan))}"
+    line += f"; in flight {in_flight}, planned {live_activations(schedule_of(plan))}"
     return line + (f"; weight versions {' '.join(format_bytes(b) for _, b in told)}" if versions is not None else "")
 
 
@@ -288,14 +289,14 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", help="compare: 2 4; flush-free: 2; bubble and memory: 4")
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
     parser.add_argument("--stages", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--microbatches", type=int, default=8, help="of a step; the bubble's are 4, 8 and 16 (8)")
+    parser.add_argument("--microbatches", type=int, default=8, help="per step; bubble uses 4, 8 and 16 (8)")
     parser.add_argument("--rounds", type=int, default=20, help="turns of each side (20)")
-    parser.add_argument("--pictures", type=Path, help="bubble: a folder for foretold above executed timelines")
+    parser.add_argument("--pictures", type=Path, help="bubble: a folder for planned and executed timelines")
     args = parser.parse_args()
     args.ranks = args.ranks or RANKS[args.part]
     problems = [f"--ranks {count} is no pipeline; give 2 or more" for count in args.ranks if count < 2]
     if args.rounds < 6 and args.part in ("compare", "flush-free"):
-        problems.append(f"--rounds {args.rounds} give no 95 % interval; take 6 or more")
+        problems.append(f"--rounds {args.rounds} give no 95 % interval; use 6 or more")
     for count in args.ranks:
         if args.microbatches < count or args.microbatches % count:
             problems.append(
@@ -309,7 +310,7 @@ def read_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = read_arguments()
-    print(f"gloo on the CPU, one thread a rank, {args.microbatches} microbatches, torch {torch.__version__}")
+    print(f"gloo on the CPU, one thread per rank, {args.microbatches} microbatches, torch {torch.__version__}")
     for num_ranks in args.ranks:
         if args.part != "memory":
             launch(num_ranks, args)

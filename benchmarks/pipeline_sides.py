@@ -1,7 +1,7 @@
 """The sides of a pipeline benchmark: the same GPT under weft's schedules and under torch.distributed.pipelining's.
 
-Both have the same weights, batch and cuts, and a fused SGD. torch gets stage modules written by hand, static shapes and
-no scaling of gradients to do. `check` holds a side's loss and gradients against one process's.
+Both have the same weights, batch and cuts, and a fused SGD. torch gets hand-written stage modules, static shapes and
+no gradient scaling. `check` compares a side's loss and gradients with one process's.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ RIVALS = {
     "zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
 }
 NUM_CHUNKS = {"interleaved": 2}
-BLOCKS_A_RANK = 2
-"""Two stages of one with chunks, so that stages are as small as blocks."""
+BLOCKS_PER_RANK = 2
+"""Two stages per rank if there are chunks, so that stages are as small as blocks."""
 TOLERANCE = 1e-3
-"""Of a gradient's largest entry; several times what the order of float32 sums makes."""
+"""Tolerance relative to a gradient's largest entry; several times the effect of the order of float32 sums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """A model, what one microbatch of it is, and how often it is run at a time."""
+    """A model, its microbatch, and the number of steps per turn."""
 
     config: GPTConfig
-    """But for the number of blocks."""
+    """Everything except the number of blocks."""
     num_samples: int
     steps: int
     goal: float
-    """How many times as fast as torch weft is to be."""
+    """Target speed relative to torch."""
 
     def on(self, num_ranks: int) -> GPTConfig:
-        return replace(self.config, num_layers=BLOCKS_A_RANK * num_ranks)
+        return replace(self.config, num_layers=BLOCKS_PER_RANK * num_ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class PlainConfig(GPTConfig):
 
 
 class PlainBlock(nn.Module):
-    """What a transformer's block is between attentions."""
+    """A transformer block without attention."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -107,8 +107,8 @@ def make_batch(size: Size, num_microbatches: int) -> Batch:
 def make_plan(
     schedule: str, num_ranks: int, num_microbatches: int, *, num_blocks: int | None = None, transport: str = "auto"
 ) -> Plan:
-    """A pipeline whose stages have as many blocks each; by default those of `Size.on`."""
-    num_blocks = num_blocks or BLOCKS_A_RANK * num_ranks
+    """A pipeline whose stages have equally many blocks, by default those of `Size.on`."""
+    num_blocks = num_blocks or BLOCKS_PER_RANK * num_ranks
     num_stages = num_ranks * NUM_CHUNKS.get(schedule, 1)
     cuts = tuple(num_blocks * stage // num_stages for stage in range(1, num_stages))
     return Plan(
@@ -121,10 +121,10 @@ def make_plan(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One way to train, on this rank."""
+    """One implementation of training, on this rank."""
 
     step: Callable[[torch.Tensor, torch.Tensor], float | None]
-    """Returns the loss where it is known."""
+    """Returns the loss on ranks that know it."""
     optimizer: torch.optim.Optimizer
     parameters: dict[str, nn.Parameter]
     trainer: weft.Trainer | None = None
@@ -152,7 +152,7 @@ def weft_side(model: GPT, plan: Plan, batch: Batch, optimizer: Callable[[Any], t
 
 
 class TorchStage(nn.Module):
-    """Some blocks of a GPT, with its embedding before or its head behind them at the model's ends."""
+    """Some blocks of a GPT, with its embedding or head at the model's ends."""
 
     def __init__(self, model: GPT, start: int, stop: int) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ def torch_side(model: GPT, plan: Plan, batch: Batch) -> Side:
 
 
 def check(name: str, side: Side, config: GPTConfig, batch: Batch) -> None:
-    """A side's first step has one process's loss, and its update the gradients."""
+    """Check a side's first step against one process: its loss, and the gradients from its update."""
     alone = make_model(config)
     loss = F.cross_entropy(alone(batch[0]).flatten(0, 1), batch[1].flatten())
     loss.backward()

@@ -1,14 +1,14 @@
-"""One GPU: float32, TF32, bf16 and fp16 on GPT-2 124M: memory, tokens a second, loss; then recomputation and offload.
+"""One GPU: float32, TF32, bf16 and fp16 on GPT-2 124M: memory, tokens per second, loss; then recomputation and offload.
 
     python benchmarks/precision.py [--steps 200] [--batch 32] [--context 1024] [--csv losses.csv]
     python benchmarks/precision.py --tiny                  # seconds on a CPU, to see that it runs
 
 Every side starts from the same weights and sees the same batches of real text (the source of the standard library, as
 bytes). Sides take turns in blocks of steps; a side's first block is its warm-up and gives its peak of allocated memory,
-what the other sides keep not counted. The tables are Markdown.
+without the memory that the other sides keep. The tables are Markdown.
 
-"fp16, not scaled" is what a plan refuses: the loss scale of an fp16 trainer is set to 1, to show what scaling is for.
-Zeros are entries of the gradient that the optimizer is given, averaged over the ends of blocks.
+"fp16, not scaled" is refused as a plan: here the loss scale of an fp16 trainer is set to 1, to show the effect of
+scaling. Zeros are zero entries of the gradient that the optimizer gets, averaged over the ends of blocks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WARM_UP_STEPS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One way to run the same training."""
+    """One variant of the same training."""
 
     name: str
     plan: Plan
@@ -50,7 +50,7 @@ class Side:
 
 
 def plan(**sections: Any) -> Plan:
-    """Clipped, as GPT-2 is trained: without it one skipped step decides whether a spike of the loss comes later."""
+    """Clipped, as in GPT-2's training: without clipping, one skipped step decides whether the loss spikes later."""
     return Plan(step=Step(clip_norm=1.0), **sections)
 
 
@@ -75,15 +75,15 @@ SAVINGS = (
 
 
 class Run:
-    """A side on its way: its trainer, and what was seen of it."""
+    """A running side: its trainer and its measurements."""
 
     def __init__(self, side: Side, config: GPTConfig, device: torch.device) -> None:
         self.side = side
         self.losses: list[torch.Tensor] = []
         self.speeds: list[float] = []
-        """Tokens a second of each block but the first."""
+        """Tokens per second of each block except the first."""
         self.zeros: list[tuple[float, float]] = []
-        """Shares of zero entries in the gradient at the end of each block: of all, and of all but the embedding."""
+        """Fractions of zero entries in the gradient at the end of each block: overall, and without the embedding."""
         self.peak_bytes = 0
         self._device = device
         self._before_bytes = allocated_bytes(device)
@@ -102,7 +102,7 @@ class Run:
             self.trainer.update.loss_scale = LossScale(1.0, is_dynamic=False)
 
     def block(self, batches: Sequence[Batch]) -> None:
-        """Some steps, timed together."""
+        """Run some steps, timed together."""
         is_first = not self.losses
         if is_first and self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -148,7 +148,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def make_batches(num_batches: int, *, batch: int, context: int, device: torch.device) -> list[Batch]:
-    """The same for every side: windows of the corpus in a shuffled order, from the start again if it ends."""
+    """Batches for every side: windows of the corpus in a shuffled order, repeated if it ends."""
     corpus = TokenWindows(standard_library_text(), context)
     order = np.random.default_rng(0).permutation(len(corpus))
     rows = [order[np.arange(number * batch, (number + 1) * batch) % len(order)] for number in range(num_batches)]
@@ -173,7 +173,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def cost_table(runs: Sequence[Run]) -> str:
-    """Memory and speed, and both against the first side."""
+    """Memory and speed, also relative to the first side."""
     first, rows = runs[0], []
     for run in runs:
         ratios = sorted(mine / theirs for mine, theirs in zip(run.speeds, first.speeds, strict=True))
@@ -181,7 +181,7 @@ def cost_table(runs: Sequence[Run]) -> str:
         memory = [format_bytes(run.peak_bytes), f"{run.peak_bytes / first.peak_bytes:.2f}"] if first.peak_bytes else []
         against = f"{statistics.median(ratios):.2f} ({low:.2f} to {high:.2f})"
         rows.append([run.side.name, *(memory or ["-", "-"]), f"{statistics.median(run.speeds):,.0f}", against])
-    return table(["", "peak memory", "against the first", "tokens/s", "against the first (middle half)"], rows)
+    return table(["", "peak memory", "against the first", "tokens/s", "relative to the first (middle half)"], rows)
 
 
 def curve_table(runs: Sequence[Run], *, block: int) -> str:
@@ -200,7 +200,7 @@ def mean_loss(run: Run, number: int, block: int) -> float:
 
 
 def gradient_table(runs: Sequence[Run], *, block: int) -> str:
-    """How far the loss is from the first side's, and what became of gradients."""
+    """Differences of the loss from the first side's, skipped steps and zero gradients."""
     last = len(runs[0].losses) // block - 1
     rows = []
     for run in runs:
@@ -208,7 +208,14 @@ def gradient_table(runs: Sequence[Run], *, block: int) -> str:
         everything, rest = (statistics.mean(shares) for shares in zip(*run.zeros, strict=True))
         rows.append([run.side.name, f"{mean_loss(run, last, block):.4f}", f"{off:+.4f}", f"{everything:.2%}"])
         rows[-1] += [f"{rest:.2%}", str(run.trainer.num_skipped), f"{run.trainer.update.loss_scale.value:g}"]
-    head = ["", "last loss", "against the first", "zeros in the gradient", "without the embedding", "skipped steps"]
+    head = [
+        "",
+        "last loss",
+        "difference from the first",
+        "zeros in the gradient",
+        "without the embedding",
+        "skipped steps",
+    ]
     return table([*head, "loss scale"], rows)
 
 
@@ -224,7 +231,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--tiny", action="store_true", help="a tiny model and few steps, on any machine")
-    parser.add_argument("--csv", type=Path, help="write every loss of every number format here")
+    parser.add_argument("--csv", type=Path, help="file for every loss of every number format")
     args = parser.parse_args()
     config, block, num_steps, batch, context = gpt2_124m(), 10, args.steps, args.batch, args.context
     if args.tiny:
@@ -232,7 +239,7 @@ def main() -> None:
         block, num_steps, batch, context = 4, 16, 4, 32
     elif not torch.cuda.is_available():
         sys.exit("this benchmark needs a GPU; --tiny does not")
-    num_blocks = max(num_steps // block, 3)  # one to warm up, and two for the middle half
+    num_blocks = max(num_steps // block, 3)  # one warm-up, and two for the middle half
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batches = make_batches(num_blocks * block, batch=batch, context=context, device=device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"

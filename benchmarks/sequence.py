@@ -1,18 +1,18 @@
-"""Sequence parallelism: causal attention and a GPT's step under ring, ulysses and both, beside torch's ring and alone.
+"""Sequence parallelism: causal attention and a GPT step with ring, ulysses and both, against torch's ring and one rank.
 
     python benchmarks/sequence.py [--ranks 2 4] [--lengths 4096 8192] [--parts attention step] [--rounds N]
     python benchmarks/sequence.py --lengths 16384 --sides ring "ring, contiguous"
     python benchmarks/sequence.py --quick              # 4 ranks, 1024 tokens: two minutes on 2 cores
 
 Attention: 1 sample, 8 heads of 64, float32, forward and backward. "ring" is zigzag over shared memory, weft's own
-choice; "contiguous" gives each rank one run of tokens, so the last has nearly all the work; "sockets" brings keys round
-by gloo, as torch must. torch's sides are the template beneath its context parallelism, with zigzag balance, given the
+choice; "contiguous" gives each rank one run of tokens, so the last has nearly all the work; "sockets" sends keys around
+by gloo, as torch does. torch's sides are the template beneath its context parallelism, with zigzag balance and the
 same CPU kernel (`sequence_sides.py`). Step: a GPT of 4 blocks, 512 wide, with fused AdamW, on one sequence.
 
-Ranks are gloo processes of one thread, and need a core each: on fewer, what zigzag evens out is evened out by the
-system. Sides alternate, in an order that turns every round, each behind a barrier, and the slowest rank counts. What
-every side computes is held against one process's before anything is timed. Ratios are medians over rounds with the
-95 % interval of that median (order statistics).
+Ranks are gloo processes of one thread and need one core each: on fewer cores the operating system evens out the same
+imbalance as zigzag. Sides alternate, in an order that rotates every round; a barrier precedes each run, and the slowest
+rank counts. Every side's results are compared with one process's before anything is timed. Ratios are medians over
+rounds with the 95 % interval of that median (order statistics).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CHECKED_TOKENS_PER_RANK = 128
 
 
 def ideal_ratio(num_ranks: int, num_tokens: int) -> float:
-    """Pairs that the busiest rank computes, contiguous over zigzag."""
+    """Pairs computed by the busiest rank, contiguous over zigzag."""
     busiest = []
     for layout in ("contiguous", "zigzag"):
         places = make_places(num_tokens, ring=num_ranks, ulysses=1, layout=layout)
@@ -130,8 +130,10 @@ def run_rank(rank: int, num_ranks: int, folder: str, args: argparse.Namespace) -
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="even numbers (2 4)")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192], help="of attention (4096 8192)")
-    parser.add_argument("--step-lengths", type=int, nargs="+", default=[4096], help="of the step (4096)")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[4096, 8192], help="tokens, for attention (4096 8192)"
+    )
+    parser.add_argument("--step-lengths", type=int, nargs="+", default=[4096], help="tokens, for the step (4096)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--sides", nargs="+", default=[], help="names as printed; by default all")
     parser.add_argument("--rounds", type=int, default=8, help="turns of each side (8)")
@@ -147,7 +149,7 @@ def read_arguments() -> argparse.Namespace:
         if count > 0 and (length < 1 or length % (2 * count))
     ]
     if args.rounds < FEWEST_ROUNDS:
-        problems.append(f"--rounds {args.rounds} give no 95 % interval; take {FEWEST_ROUNDS} or more")
+        problems.append(f"--rounds {args.rounds} give no 95 % interval; use {FEWEST_ROUNDS} or more")
     if problems:
         parser.error("; ".join(problems))
     return args
@@ -156,8 +158,8 @@ def read_arguments() -> argparse.Namespace:
 def main() -> None:
     args = read_arguments()
     print(
-        f"gloo on the CPU, one thread a rank, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}; medians "
-        f"of {args.rounds} rounds"
+        f"gloo on the CPU, one thread per rank, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}; "
+        f"medians of {args.rounds} rounds"
     )
     for num_ranks in args.ranks:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""What ring attention costs beside plain flash attention on one GPU: all ranks of a ring in one process, and no wire.
+"""Cost of ring attention relative to flash attention on one GPU: all ranks of a ring in one process, no communication.
 
     python benchmarks/sequence_gpu.py [--ranks 4 8] [--tokens 32768] [--rounds N] [--where]
     python benchmarks/sequence_gpu.py --quick           # 8192 tokens
@@ -10,7 +10,7 @@ price of blocks: merging outputs, adding up gradients, packing, and kernels that
 says how the time of its kernels falls on these.
 
 First, outputs and gradients of every kernel (flash, memory-efficient, matrix products), with and without masks, are
-held against attention in float64 by its definition. Sides alternate; times are medians, by the GPU's own clock.
+compared with attention in float64 by its definition. Sides alternate; times are medians, by the GPU's own clock.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from weft.plan.partition.sequence import make_places
 HEADS, HEAD_DIM, FEWER_KEY_HEADS = 16, 128, 4
 GOAL = 0.85
 TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-4, torch.float64: 1e-11}
-"""Of the largest entry."""
+"""Tolerance relative to the largest entry."""
 CHECKED_TOKENS = 500
-"""Not a multiple of anything, so that there is padding too."""
+"""A number of tokens that needs padding."""
 CHECKED_RANKS = 4
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -125,7 +125,7 @@ def make_tensors(num_tokens: int, num_keys: int, *, num_samples: int = 1, dtype:
 
 
 def by_definition(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, allowed_B1SS: Tensor) -> Results:
-    """Outputs and gradients in float64; a query that may see nothing has output 0."""
+    """Outputs and gradients in float64; a query whose keys are all masked has output 0."""
     leaves = [one.double().requires_grad_() for one in (q, k, v)]
     repeats = q.shape[1] // k.shape[1]
     wide_q, wide_k, wide_v = leaves[0], *(one.repeat_interleave(repeats, 1) for one in leaves[1:])
@@ -152,11 +152,11 @@ class Case:
 
 
 def check(case: Case) -> float:
-    """The largest error of a case, as a part of the largest entry."""
+    """Largest error of a case, relative to the largest entry."""
     tensors = make_tensors(CHECKED_TOKENS, case.num_keys, num_samples=2, dtype=case.dtype)
     places = make_places(CHECKED_TOKENS, ring=CHECKED_RANKS, ulysses=1, layout="zigzag")
     numbers = torch.arange(places.padded, device="cuda").expand(2, -1)
-    keys = numbers % 7 != 0 if case.mask == "keys" else None  # causal, the first query sees nothing
+    keys = numbers % 7 != 0 if case.mask == "keys" else None  # causal: the first query has no keys
     documents = numbers // 111 if case.mask == "documents" else None
     square = torch.ones(CHECKED_TOKENS, CHECKED_TOKENS, dtype=torch.bool, device="cuda")
     allowed = (square.tril() if case.is_causal else square).expand(2, 1, -1, -1)
@@ -255,7 +255,7 @@ def compare(num_keys: int, args: argparse.Namespace) -> Iterator[str]:
 
 
 def where_time_goes(name: str, run: Callable[[], Any]) -> Iterator[str]:
-    """Kernels of one pass by what they take."""
+    """Kernels of one pass by their time."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         run()
         torch.cuda.synchronize()
@@ -271,7 +271,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], help="of the ring (4 8)")
     parser.add_argument("--tokens", type=int, default=32768, help="of the sequence (32768)")
     parser.add_argument("--rounds", type=int, default=20, help="turns of each side (20)")
-    parser.add_argument("--where", action="store_true", help="list the kernels that take most")
+    parser.add_argument("--where", action="store_true", help="list the slowest kernels")
     parser.add_argument("--quick", action="store_true", help="8192 tokens, 6 rounds")
     args = parser.parse_args()
     if args.quick:
@@ -284,7 +284,7 @@ def read_arguments() -> argparse.Namespace:
         if count > 1 and args.tokens % (2 * count)
     ]
     if args.rounds < FEWEST_ROUNDS:
-        problems.append(f"--rounds {args.rounds} give no 95 % interval; take {FEWEST_ROUNDS} or more")
+        problems.append(f"--rounds {args.rounds} give no 95 % interval; use {FEWEST_ROUNDS} or more")
     if problems:
         parser.error("; ".join(problems))
     return args

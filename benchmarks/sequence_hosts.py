@@ -1,24 +1,24 @@
-"""Ulysses inside a host, the ring between hosts: both alone and both together on two emulated hosts of two ranks.
+"""Ulysses inside a host and the ring between hosts: each alone and both together, on two emulated hosts of two ranks.
 
     python benchmarks/sequence_hosts.py [--bandwidth 1Gbit] [--delay 0.2ms] [--lengths 1024 4096] [--kv-heads 8 2]
                                         [--rounds N] [--quick]
 
-Two hosts of two ranks on an emulated network (docs/lab.md; it needs root); one sequence lies on all four. Both
-together, as the plan's own order of axes has it, exchange heads inside a host, and keys go round between the hosts.
-With n the bytes of all queries and g key heads for each query head, a host sends the other in a block, forward and
+Two hosts of two ranks on an emulated network (docs/lab.md; it needs root); one sequence is split over all four. Both
+together, in the plan's default order of axes, exchange heads inside a host and pass keys around between the hosts.
+With n the bytes of all queries and g key heads per query head, a host sends to the other per block, forward and
 backward,
 
-    ring 4                 4.5 g n      three hops of keys and values, and three more and their gradients back
+    ring 4                 4.5 g n      three hops of keys and values; backward three more, and their gradients
     ulysses 4              (1 + g) n    half of queries, keys, values and outputs, each way
-    ulysses 2 x ring 2     3 g n        one hop, and one more and its gradients back
+    ulysses 2 x ring 2     3 g n        one hop; backward one more, and its gradients
 
 (ulysses sends a key head to every rank that needs it, so there g counts as 4 / 8 at least.) So with as many key heads
-as query heads ulysses sends least, with few the ring does; and only the ring sends while it computes. Gradients of
-weights cross in every case, and are as large for short sequences as for long ones: "weights" is what they take, from a
-run on one token a rank.
+as query heads ulysses sends least, with few the ring does; and only the ring overlaps computation. Gradients of
+weights cross in every case, and have the same size for any sequence length: "weights" is their share, from a
+run on one token per rank.
 
-All splits are timed in one run, in turn, after a check that their losses agree; the slowest rank counts. Bytes are
-those of IP packets that one host sent the other in a step.
+All splits are timed alternately in one run, after a check that their losses agree; the slowest rank counts. Bytes are
+those of IP packets that one host sent to the other per step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from weft.models.gpt import GPTConfig
 from weft.units import format_bytes
 
 SIZES = GPTConfig(vocab_size=256, num_layers=4, hidden=256, heads=8)
-"""Narrow, because processor cores are slow beside any network: the wider a model, the more it computes for a byte."""
+"""Narrow, because CPU cores are slow relative to any network: the wider a model, the more it computes per byte."""
 PLANS = {
     "ring 4": sequence_plan(ring=4),
     "ulysses 4": sequence_plan(ulysses=4),
@@ -51,21 +51,21 @@ PLANS = {
 }
 TOGETHER = "ulysses 2 x ring 2"
 FEWEST_TOKENS = 4
-"""One a rank."""
+"""Tokens, one per rank."""
 
 
 def sent_bytes() -> int:
-    """What the first host has sent the second until now."""
+    """Bytes that the first host has sent to the second so far."""
     return read_counters()[0, 1].bytes
 
 
 def time_step(trainer: weft.Trainer, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[float, float]:
-    """Seconds on the slowest rank, and bytes one host sent the other."""
+    """Seconds on the slowest rank, and bytes that one host sent to the other."""
     dist.barrier()
     before, started = sent_bytes(), time.perf_counter()
     float(trainer.step(*batch))
     taken_s = time.perf_counter() - started
-    dist.barrier()  # the last of it may still be on its way to others
+    dist.barrier()  # the last packets may still be in flight
     taken = torch.tensor([taken_s, sent_bytes() - before], dtype=torch.float64)
     dist.all_reduce(taken, op=dist.ReduceOp.MAX)
     return taken[0].item(), taken[1].item()
@@ -89,7 +89,7 @@ def run_size(num_tokens: int, kv_heads: int, num_rounds: int) -> tuple[Times, Ti
 
 def compare(args: argparse.Namespace) -> Iterator[str]:
     yield (
-        f"{'tokens':>6s} {'key heads':>9s} {'split':>20s} {'ms':>8s} {'it / both together (95 %)':>26s} {'bytes':>10s}"
+        f"{'tokens':>6s} {'key heads':>9s} {'split':>20s} {'ms':>8s} {'/ both together (95 %)':>26s} {'bytes':>10s}"
         f" {'weights':>10s} {'sequence':>10s}"
     )
     for kv_heads in args.kv_heads:
@@ -124,10 +124,12 @@ def read_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.quick:
         args.lengths, args.rounds = [1024], FEWEST_ROUNDS
-    problems = [f"--lengths {count} is less than a token a rank; give 4 or more" for count in args.lengths if count < 4]
+    problems = [
+        f"--lengths {count} is less than one token per rank; give 4 or more" for count in args.lengths if count < 4
+    ]
     problems += [f"--kv-heads {count} do not divide {SIZES.heads}" for count in args.kv_heads if SIZES.heads % count]
     if args.rounds < FEWEST_ROUNDS:
-        problems.append(f"--rounds {args.rounds} give no 95 % interval; take {FEWEST_ROUNDS} or more")
+        problems.append(f"--rounds {args.rounds} give no 95 % interval; use {FEWEST_ROUNDS} or more")
     if problems:
         parser.error("; ".join(problems))
     return args

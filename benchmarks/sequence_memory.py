@@ -1,17 +1,17 @@
-"""Memory and the length of a sequence: a rank's peak falls as 1 / ranks, and the longest sequence grows with them.
+"""Memory and sequence length: a rank's peak falls as 1 / ranks, and the longest sequence grows with them.
 
     python benchmarks/sequence_memory.py [--ranks 1 2 4] [--lengths 1024 2048 4096] [--memory-mib 128]
     python benchmarks/sequence_memory.py --quick        # 1 and 2 ranks, a ring, shorter sequences
 
-Steps of a GPT of 12 blocks, 64 wide, on one sequence, in processes started anew for every split. Counted is the most
-that tensors made in a step take at once, and what it grows by a token from half the length; the rest of it is gradients
-of weights, which no split of a sequence makes smaller. Measured is the most that the process takes more than before, by
-its proportional set size; glibc gives freed blocks back at once (benchmarks/memory.py). Messages go through sockets, so
-that all memory is a rank's own, and can be limited.
+Steps of a GPT of 12 blocks, 64 wide, on one sequence, in new processes for every split. "Counted" is the peak of the
+tensors made in a step, and its growth per token from half the length; the rest of it is gradients of weights, which
+splitting a sequence does not reduce. "Measured" is the rise of the process's proportional set size; glibc returns freed
+blocks at once (benchmarks/memory.py). Messages go through sockets, so that all memory belongs to one rank and can be
+limited.
 
-Then the longest sequence, found by trying: after short steps, each rank may allocate `--memory-mib` more (RLIMIT_DATA)
-and trains on one long sequence, or dies of it. A ring needs room for blocks on their way, but only for one layer's at a
-time. Linux and glibc only.
+Then the longest sequence is found by trial: after short steps, each rank may allocate `--memory-mib` more (RLIMIT_DATA)
+and trains on one long sequence, or runs out of memory. A ring needs memory for blocks in flight, but only of one layer
+at a time. Linux and glibc only.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from weft.units import format_bytes
 
 SIZES = GPTConfig(vocab_size=64, num_layers=12, hidden=64, heads=4)
 SHORT_PER_RANK = 8
-"""Tokens of steps that are not measured."""
+"""Tokens of the steps that are not measured."""
 GRAIN = 0.03
-"""How exactly the longest sequence is found."""
+"""Relative precision of the longest sequence."""
 REFUSALS = "can't allocate memory|not enough memory"
 TIMEOUT_S, GRACE_S = 600.0, 5.0
 
 
 def make_plans(num_ranks: int) -> dict[str, Plan]:
-    """The ways to split a sequence over so many ranks."""
+    """The ways to split a sequence over this number of ranks."""
     if num_ranks == 1:
         return {"whole": Plan()}
     axes = {"ring": {"ring": num_ranks}, "ulysses": {"ulysses": num_ranks}}
@@ -67,7 +67,7 @@ def chosen_plans(num_ranks: int, splits: list[str]) -> dict[str, Plan]:
 
 
 def make_step(plan: Plan, num_tokens: int) -> Callable[[int], None]:
-    """A step on a sequence of any length up to this one; buffers of gradients, which stay, are made already."""
+    """A step on a sequence up to this length; persistent gradient buffers are already allocated."""
     model = make_model(replace(SIZES, context=num_tokens))
     short = SHORT_PER_RANK * plan.axes.num_ranks
     example = make_batch(replace(SIZES, context=short))[0]
@@ -82,7 +82,7 @@ def make_step(plan: Plan, num_tokens: int) -> Callable[[int], None]:
 
 
 def count_peak_bytes(step: Callable[[], None]) -> int:
-    """The most that tensors made in a step take at once."""
+    """Peak of the tensors made in a step."""
     gc.collect()
     others = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
     with LiveBytes(others=others, made=lambda *_: None) as live:
@@ -91,7 +91,7 @@ def count_peak_bytes(step: Callable[[], None]) -> int:
 
 
 def measure_peak_bytes(step: Callable[[], None]) -> int:
-    """The same of the process."""
+    """Peak of the process."""
     gc.collect()
     before = read_pss_bytes()
     with PeakPss(every_s=0.005) as watched:
@@ -100,7 +100,7 @@ def measure_peak_bytes(step: Callable[[], None]) -> int:
 
 
 def find_peaks(plan: Plan, lengths: list[int]) -> list[tuple[float, float, float]]:
-    """(counted bytes, those of one token more, measured bytes) of this rank for every length."""
+    """(counted bytes, bytes per further token, measured bytes) of this rank for every length."""
     step = make_step(plan, max(lengths))
     peaks = []
     for length in lengths:
@@ -112,7 +112,7 @@ def find_peaks(plan: Plan, lengths: list[int]) -> list[tuple[float, float, float
 
 
 def limit_memory(more_bytes: int) -> None:
-    """Let this process allocate so much more than it has now."""
+    """Limit this process to allocating this much more than it has now."""
     found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     allowed = int(found[1]) * 1024 + more_bytes
@@ -120,7 +120,7 @@ def limit_memory(more_bytes: int) -> None:
 
 
 def try_length(plan: Plan, num_tokens: int, memory_bytes: int) -> bool:
-    """Whether a step on such a sequence finds enough memory on this rank."""
+    """True if a step on a sequence of this length has enough memory on this rank."""
     step = make_step(plan, num_tokens)
     gc.collect()
     if dist.is_initialized():
@@ -131,7 +131,7 @@ def try_length(plan: Plan, num_tokens: int, memory_bytes: int) -> bool:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, MemoryError) or re.search(REFUSALS, str(error)):
             return False
-        time.sleep(GRACE_S)  # where another rank found too little, this is its loss, and this process is soon ended
+        time.sleep(GRACE_S)  # another rank ran out of memory; this process will soon be terminated
         raise
     return True
 
@@ -145,11 +145,11 @@ def run_rank(rank: int, num_ranks: int, folder: str, work: Callable[..., Any], g
     result = work(*given)
     Path(folder, f"{rank}.part").write_text(json.dumps(result))
     Path(folder, f"{rank}.part").rename(Path(folder, str(rank)))
-    os._exit(0)  # others may have no memory left to say farewell
+    os._exit(0)  # other ranks may have no memory left to shut down
 
 
 def run(plan: Plan, work: Callable[..., Any], *given: Any) -> list[Any]:
-    """What all ranks return, or the first False alone."""
+    """Results of all ranks, or the first False alone."""
     context, num_ranks = multiprocessing.get_context("spawn"), plan.axes.num_ranks
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
@@ -169,7 +169,7 @@ def run(plan: Plan, work: Callable[..., Any], *given: Any) -> list[Any]:
 def _collect(ranks: list[Any], folder: Path) -> list[Any]:
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
-        has_ended = [not process.is_alive() for process in ranks]  # before looking for what they left
+        has_ended = [not process.is_alive() for process in ranks]  # before reading their results
         files = [folder / str(rank) for rank in range(len(ranks))]
         results = [json.loads(file.read_text()) for file in files if file.exists()]
         if False in results:
@@ -185,11 +185,11 @@ def _collect(ranks: list[Any], folder: Path) -> list[Any]:
 
 @dataclass(slots=True)
 class Search:
-    """Looks for the longest length that fits, from an estimate: strides that double, then halves."""
+    """Search for the longest length that fits, from an estimate: doubling strides, then bisection."""
 
     fits: Callable[[int], bool]
     unit: int
-    """Lengths are multiples of it."""
+    """Lengths are multiples of this."""
 
     def longest(self, estimate: int) -> int:
         low, high, length, stride = 0, 0, self._round(estimate), GRAIN
@@ -212,9 +212,9 @@ class Search:
 
 
 def print_peaks(args: argparse.Namespace) -> dict[tuple[int, str], float]:
-    """A table of peaks; returns counted bytes a token."""
+    """Print a table of peaks; returns counted bytes per token."""
     print(
-        f"{'ranks':>5s} {'split':>17s} {'tokens':>7s} {'counted':>10s} {'a token':>10s} {'whole / it':>10s}"
+        f"{'ranks':>5s} {'split':>17s} {'tokens':>7s} {'counted':>10s} {'per token':>10s} {'whole / it':>10s}"
         f" {'measured':>10s}"
     )
     wholes: dict[int, float] = {}
@@ -236,7 +236,7 @@ def print_peaks(args: argparse.Namespace) -> dict[tuple[int, str], float]:
 
 def print_longest(args: argparse.Namespace, slopes: dict[tuple[int, str], float]) -> None:
     memory_bytes = args.memory_mib << 20
-    print(f"\nthe longest sequence in {format_bytes(memory_bytes)} a rank, within {GRAIN:.0%}")
+    print(f"\nthe longest sequence in {format_bytes(memory_bytes)} per rank, within {GRAIN:.0%}")
     print(f"{'ranks':>5s} {'split':>17s} {'tokens':>7s} {'it / whole':>10s}")
     whole = 0
     for num_ranks in args.ranks:
@@ -256,7 +256,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="1 first, to compare with (1 2 4)")
     parser.add_argument("--splits", nargs="+", choices=splits, default=splits)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096], help="tokens (1024 2048 4096)")
-    parser.add_argument("--memory-mib", type=int, default=128, help="a rank, for the longest sequence (128)")
+    parser.add_argument("--memory-mib", type=int, default=128, help="per rank, for the longest sequence (128)")
     parser.add_argument("--quick", action="store_true", help="1 and 2 ranks, a ring, 1024 tokens, 64 MiB")
     args = parser.parse_args()
     if args.quick:
@@ -267,7 +267,7 @@ def read_arguments() -> argparse.Namespace:
     if args.ranks[0] != 1:
         problems.append(f"--ranks begins with {args.ranks[0]}; the first must be 1, which others are compared with")
     problems += [
-        f"--lengths {length}: half of it is less than a token a rank"
+        f"--lengths {length}: half of it is less than one token per rank"
         for length in args.lengths
         if length // 2 < max(args.ranks)
     ]

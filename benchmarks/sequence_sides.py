@@ -1,9 +1,9 @@
-"""The sides of a benchmark of sequence parallelism: one attention, and one GPT's step, under weft, torch and alone.
+"""The sides of the benchmark of sequence parallelism: one attention, and a GPT's step, under weft, torch and one rank.
 
-Of attention every side is given the same queries, keys, values and gradient, of which each rank takes its own tokens;
-`check_attention` holds all results against one process's. torch has no ring attention for CPUs that one can call, but
+Every side of attention gets the same queries, keys, values and gradient, from which each rank takes its own tokens;
+`check_attention` compares all results with one process's. torch has no public ring attention for CPUs, but
 the template beneath its context parallelism is independent of the kernel: here it gets the CPU's flash kernel, the same
-that weft calls, and keeps its own zigzag balance. Both ways it knows to bring keys round are sides.
+that weft calls, and keeps its own zigzag balance. Both of its ways to send keys around are sides.
 
 Dims: B samples, H heads, S tokens of the whole sequence, T of this rank, D entries of a head.
 """
@@ -34,7 +34,7 @@ from weft.plan.plan import Sequence as SequenceSection
 aten = torch.ops.aten
 HEADS, HEAD_DIM = 8, 64
 TOLERANCE = 2e-4
-"""Of the largest entry, in float32."""
+"""Tolerance relative to the largest entry, in float32."""
 LEARNING_RATE = 3e-4
 CHECKED_STEPS = 3
 GPT_SIZES = GPTConfig(vocab_size=256, num_layers=4, hidden=512, heads=8)
@@ -45,10 +45,10 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One way to attend, on this rank."""
+    """One implementation of attention, on this rank."""
 
     tokens_T: Tensor
-    """Which of the sequence this rank has."""
+    """Indices of this rank's tokens in the sequence."""
     run: Callable[..., Results]
     """Forward and backward, given q, k, v and the gradient of this rank's tokens."""
 
@@ -138,7 +138,7 @@ def make_sides(num_tokens: int, world: World) -> dict[str, Side]:
 
 
 def check_attention(sides: dict[str, Side], num_tokens: int) -> None:
-    """What every side makes of its tokens is what one process makes of them."""
+    """Check every side's results for its tokens against one process's."""
     tensors = make_tensors(num_tokens)
     attention = functools.partial(F.scaled_dot_product_attention, is_causal=True)
     wanted = _with_gradients(attention, tuple(tensors[:3]), tensors[3])
@@ -203,7 +203,7 @@ def alone_step(config: GPTConfig) -> Step:
 
 
 def check_losses(steps: dict[str, Step], batch: tuple[Tensor, Tensor], *, rel_tol: float = 1e-4) -> None:
-    """Losses of all sides agree with the first one's, which need not be on every rank."""
+    """Check that losses of all sides agree with the first one's, which need not be on every rank."""
     losses = {name: [step(*batch) for _ in range(CHECKED_STEPS)] for name, step in steps.items()}
     if dist.get_rank():
         return

@@ -1,4 +1,4 @@
-"""Sides timed in turn, and how one compares with another: what all benchmarks of sequence parallelism share."""
+"""Alternating timing of sides and their ratios, shared by the benchmarks of sequence parallelism."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 
 Times = dict[str, list[float]]
-"""Of each side: seconds, by round."""
+"""Seconds by round, for each side."""
 
 FEWEST_ROUNDS = 6
 """Fewer give no 95 % interval of a median."""
 
 
 def turns(names: Sequence[str], num_rounds: int) -> list[str]:
-    """Which side is next: all in every round, in an order that turns from round to round."""
+    """Names of sides in order of execution: all in every round, in an order that rotates from round to round."""
     ordered = []
     for number in range(num_rounds):
         first = number % len(names)
@@ -28,7 +28,7 @@ def turns(names: Sequence[str], num_rounds: int) -> list[str]:
 
 
 def time_in_turn(sides: dict[str, Callable[[], Any]], *, num_rounds: int) -> Times:
-    """Seconds of each side on the slowest rank, every run behind a barrier."""
+    """Seconds of each side on the slowest rank; a barrier precedes every run."""
     times: Times = {name: [] for name in sides}
     for name in turns(tuple(sides), num_rounds):
         dist.barrier()

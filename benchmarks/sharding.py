@@ -3,15 +3,15 @@
     python benchmarks/sharding.py --ranks 2 --model 12m --tokens 128
     python benchmarks/sharding.py --ranks 4 --model 100m --tokens 128 --sides zero3,fsdp-reshard --rounds 10
 
-The same GPT, batches and fused AdamW on every side; losses are compared before anything is timed. Ranks are gloo
-processes of one thread each. Sides take turns of a few steps, in an order drawn anew every round. A barrier stands
-before every step, and a step lasts until the slowest rank is done.
+All sides have the same GPT, batches and fused AdamW; losses are compared before anything is timed. Ranks are gloo
+processes of one thread each. Sides run a few steps in turn, in an order drawn anew every round. A barrier precedes
+every step, and a step lasts until the slowest rank is done.
 
-All sides are alive at once, so that they meet the same moments of the machine. Where memory is too small for that, they
-run in groups, each with "no exchange" and weft's all-reduce, and a side is compared with those of its own group only.
-Ratios are medians over rounds of a side's time divided by the other's in the same round, with the 95 % interval of that
-median (order statistics). "Above no exchange" is the median over rounds of the difference; the ratio of two such has a
-bootstrap interval over rounds. Linux only.
+All sides are alive at once, so that disturbances of the machine affect all of them. If memory is too small for that,
+they run in groups, each with "no exchange" and weft's all-reduce, and a side is compared only with those of its own
+group. Ratios are medians over rounds of a side's time divided by the other's in the same round, with the 95 % interval
+of that median (order statistics). "Above no exchange" is the median over rounds of the difference; the ratio of two
+such has a bootstrap interval over rounds. Linux only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch._dynamo  # noqa: F401  (FSDP2 needs it, and importing it once before ranks are forked saves seconds)
+import torch._dynamo  # noqa: F401  (FSDP2 needs it; importing it before ranks are forked saves seconds)
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
@@ -45,7 +45,7 @@ from weft.units import format_bytes
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Times = dict[str, list[float]]
-"""Of each side of a group: the seconds a step took, by round."""
+"""Seconds per step by round, for each side of a group."""
 
 CONTEXT = 128
 MODELS = {
@@ -60,13 +60,13 @@ LEARNING_RATE = 3e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One way to train, and the memory a rank keeps for it between steps, in sizes of the whole model's parameters."""
+    """A training method, and the memory a rank keeps for it between steps, in units of the whole model's parameters."""
 
     title: str
     whole: float
-    """Sizes that every rank keeps."""
+    """Units that every rank keeps."""
     shared: float = 0.0
-    """Sizes that ranks keep together."""
+    """Units that the ranks keep together."""
 
 
 SIDES = {
@@ -83,7 +83,7 @@ SIDES = {
 BASELINES = ("none", "allreduce")
 SHARD_OF = {"allreduce": "nothing", "zero1": "optimizer", "zero2": "gradients", "zero3": "parameters"}
 RIVALS = (("allreduce", "ddp", 0.3), ("zero3", "fsdp-reshard", 0.3), ("zero2", "fsdp-keep", 0.3))
-"""Pairs whose times above no exchange are compared, and the goal for weft's."""
+"""Pairs whose times above no exchange are compared, and the goal for weft."""
 ALLREDUCE_GOALS = {"zero1": 1.10, "zero2": 1.10}
 
 
@@ -100,7 +100,7 @@ def torch_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
         loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)  # at the end, so that a side takes little memory while others run
+        optimizer.zero_grad(set_to_none=True)  # at the end, so that an idle side takes little memory
         return loss.detach()
 
     return step
@@ -110,7 +110,7 @@ def fsdp_step(config: GPTConfig, num_ranks: int, *, reshard: bool) -> Step:
     model, mesh = make_model(config), init_device_mesh("cpu", (num_ranks,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    # torch's own choice for the root: it stays whole, for its backward starts at once. weft does the same.
+    # torch's own choice for the root: it stays whole, because its backward starts at once. weft does the same.
     fully_shard(model, mesh=mesh)
     return torch_step(model)
 
@@ -144,14 +144,14 @@ def make_side(name: str, config: GPTConfig, num_ranks: int) -> Step:
 
 
 def warm_up(sides: dict[str, Step], batch: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """A few steps of every side, and a look whether all compute the same: the first loss, then those after updates."""
+    """Run a few steps of every side, and check that all compute the same losses, before and after updates."""
     losses: dict[str, list[float]] = {}
     for name, step in sides.items():
         mean = torch.stack([step(*batch).double() for _ in range(WARMUP_STEPS)])
-        dist.all_reduce(mean)  # weft's loss is the ranks' mean already, torch's is this rank's own
+        dist.all_reduce(mean)  # weft's loss is the mean over ranks, torch's is this rank's own
         losses[name] = (mean / dist.get_world_size()).tolist()
     for name, got in losses.items():
-        # Ranks that exchange nothing go their own ways after the first update.
+        # Ranks that exchange nothing diverge after the first update.
         first, later = losses["none"][:1], losses["allreduce"][1:]
         wanted = first if name == "none" else first + later
         if not all(math.isclose(a, b, rel_tol=TOLERANCE) for a, b in zip(got, wanted, strict=False)):
@@ -159,7 +159,7 @@ def warm_up(sides: dict[str, Step], batch: tuple[torch.Tensor, torch.Tensor]) ->
 
 
 def run_rank(rank: int, folder: str, names: tuple[str, ...], args: argparse.Namespace, limit_s: float) -> None:
-    """Time one group of sides; the first rank leaves the slowest rank's times in the folder."""
+    """Time one group of sides; the first rank writes the slowest rank's times to the folder."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", args.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks)
@@ -182,7 +182,7 @@ def run_rank(rank: int, folder: str, names: tuple[str, ...], args: argparse.Name
                 sides[name](*batch)
                 times[name].append(time.perf_counter() - before)
         go_on = torch.tensor([number + 1 < args.min_rounds or time.perf_counter() - started < limit_s])
-        dist.broadcast(go_on, src=0)  # one clock decides, so that ranks stop together
+        dist.broadcast(go_on, src=0)  # rank 0's clock decides, so that ranks stop together
         if not go_on:
             break
     slowest = torch.tensor([times[name] for name in names], dtype=torch.float64)
@@ -194,19 +194,19 @@ def run_rank(rank: int, folder: str, names: tuple[str, ...], args: argparse.Name
 
 
 def group_bytes(names: tuple[str, ...], config: GPTConfig, args: argparse.Namespace) -> int:
-    """What all ranks take together: what sides keep, and what the one that runs needs for the moment."""
+    """Bytes of all ranks together: memory that sides keep, and the peak of the side that runs."""
     with torch.device("meta"):
         model_bytes = 4 * sum(parameter.numel() for parameter in GPT(config).parameters())
     kept = sum(SIDES[name].whole * args.ranks + SIDES[name].shared for name in names)
-    # A block saves 20 float32 values a token and channel and needs some more on the way; logits are there three times.
+    # A block saves 20 float32 values per token and channel and needs some more temporarily; logits exist three times.
     activation_bytes = 4 * args.tokens * (24 * config.num_layers * config.hidden + 3 * config.vocab_size)
     process_bytes = 150 << 20
-    # The moment's need is at most a whole set of gradients or of gathered parameters, and a few blocks or buckets.
+    # The temporary need is at most a whole set of gradients or of gathered parameters, and a few blocks or buckets.
     return int(model_bytes * (kept + 1.25 * args.ranks) + args.ranks * (activation_bytes + process_bytes))
 
 
 def make_groups(wanted: list[str], args: argparse.Namespace) -> list[tuple[str, ...]]:
-    """Sides in as few groups as memory allows, rivals next to each other; what fits nowhere is told and left out."""
+    """Sides in as few groups as memory allows, rivals in one group; sides too large for any are reported."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     available = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     order = ("zero3", "fsdp-reshard", "zero2", "fsdp-keep", "zero1", "zro", "ddp")
@@ -215,8 +215,8 @@ def make_groups(wanted: list[str], args: argparse.Namespace) -> list[tuple[str, 
         needed = group_bytes((*BASELINES, name), MODELS[args.model], args)
         if needed > 0.75 * available:
             print(
-                f"left out: {SIDES[name].title}, which beside the baselines needs {format_bytes(needed)}; "
-                f"{format_bytes(available)} are available. Take fewer ranks or tokens, or a smaller model."
+                f"left out: {SIDES[name].title}, which together with the baselines needs {format_bytes(needed)}; "
+                f"{format_bytes(available)} are available. Use fewer ranks or tokens, or a smaller model."
             )
         elif group_bytes((*groups[-1], name), MODELS[args.model], args) > 0.75 * available:
             groups.append((*BASELINES, name))
@@ -237,7 +237,7 @@ def ratios(times: Times, name: str, other: str) -> list[float]:
 
 
 def above_none(times: Times, name: str, rounds: Iterable[int]) -> float:
-    """Seconds a side takes longer than no exchange does in the same round."""
+    """Seconds by which a side is slower than no exchange in the same round."""
     return statistics.median(times[name][number] - times["none"][number] for number in rounds)
 
 
@@ -256,7 +256,7 @@ def report_group(times: Times) -> None:
 def resampled_ratio(times: tuple[Times, Times], pair: tuple[str, str]) -> tuple[float, float, float]:
     """The first side's time above no exchange divided by the second's, and its 95 % bootstrap interval.
 
-    Two sides of one group share their rounds; those of different groups are drawn apart.
+    Two sides of one group share their rounds; those of different groups are drawn independently.
     """
     chance = random.Random(0)
     all_rounds = [list(range(len(group["none"]))) for group in times]
@@ -291,12 +291,12 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="gloo processes (2)")
     parser.add_argument("--model", choices=MODELS, default="12m", help="about 12 or 100 million parameters (12m)")
-    parser.add_argument("--tokens", type=int, default=128, help=f"tokens a rank, a multiple of {CONTEXT} (128)")
+    parser.add_argument("--tokens", type=int, default=128, help=f"tokens per rank, a multiple of {CONTEXT} (128)")
     parser.add_argument("--sides", default=",".join(SIDES), help="some of %(default)s; the first two always run")
-    parser.add_argument("--rounds", type=int, default=30, help="most rounds of a group (30)")
-    parser.add_argument("--steps", type=int, default=2, help="steps of a side's turn (2)")
-    parser.add_argument("--limit-s", type=float, default=150, help="time for all groups' rounds together (150)")
-    parser.add_argument("--min-rounds", type=int, default=5, help="rounds run even when the time is up (5)")
+    parser.add_argument("--rounds", type=int, default=30, help="maximum rounds per group (30)")
+    parser.add_argument("--steps", type=int, default=2, help="steps per turn of a side (2)")
+    parser.add_argument("--limit-s", type=float, default=150, help="seconds for the rounds of all groups (150)")
+    parser.add_argument("--min-rounds", type=int, default=5, help="rounds run even if the time is up (5)")
     args = parser.parse_args()
     problems = [
         f"--sides {name} is not one of {', '.join(SIDES)}" for name in args.sides.split(",") if name not in SIDES
@@ -317,15 +317,15 @@ def main() -> None:
     with torch.device("meta"):
         numel = sum(parameter.numel() for parameter in GPT(MODELS[args.model]).parameters())
     print(
-        f"GPT of {numel / 1e6:.1f} M parameters, {args.ranks} ranks (gloo, CPU, 1 thread each), {args.tokens} tokens a "
-        f"rank, AdamW (fused), torch {torch.__version__}; medians"
+        f"GPT of {numel / 1e6:.1f} M parameters, {args.ranks} ranks (gloo, CPU, 1 thread each), "
+        f"{args.tokens} tokens per rank, AdamW (fused), torch {torch.__version__}; medians"
     )
     groups = make_groups(args.sides.split(","), args)
     measured: list[Times] = []
     for names in groups:
         with tempfile.TemporaryDirectory() as folder:
             settings = (folder, names, args, args.limit_s / len(groups))
-            # Forked ranks start at once; this process has run no kernel, so it has no threads to lose.
+            # Forked ranks start fast; this process has run no kernel, so it has no threads that a fork would lose.
             start_processes(run_rank, settings, nprocs=args.ranks, start_method="fork")
             measured.append(json.loads(Path(folder, "times").read_text()))
         if len(groups) > 1:

@@ -1,8 +1,8 @@
-"""Pipeline stages that sleep instead of computing, as if each had a core to itself: what is foretold, and what they do.
+"""Pipeline stages that sleep instead of computing, as if each had its own core: predicted and recorded timelines.
 
-    forward 20 ms    backward 40 ms: input gradient 20 ms, weight gradient 20 ms
+    forward 60 ms    backward 120 ms: input gradient 60 ms, weight gradient 60 ms
 
-With several chunks a rank, each sleeps its share of that.
+With several chunks per rank, each sleeps its part of that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FORWARD_S, INPUT_GRAD_S, WEIGHT_GRAD_S = 0.06, 0.06, 0.06
 
 
 class Slept(torch.autograd.Function):
-    """The same values, after a while; and the same gradient, after another."""
+    """Identity that sleeps in the forward and in the backward pass."""
 
     @staticmethod
     def forward(context: Any, x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
@@ -40,7 +40,7 @@ class Slept(torch.autograd.Function):
 
 
 class SleepingBlock(nn.Module):
-    """Sleeps in the forward pass, and in either half of the backward pass."""
+    """Module that sleeps in the forward pass and in either half of the backward pass."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -52,8 +52,8 @@ class SleepingBlock(nn.Module):
         return Slept.apply(x + self.shift, FORWARD_S * self.share, INPUT_GRAD_S * self.share) * scale
 
 
-def foretell(plan: Plan, num_fed: int) -> Timeline:
-    """The timeline of sleeping stages. A first stage has no input, so all its backward is the weights' half."""
+def predict(plan: Plan, num_fed: int) -> Timeline:
+    """Predicted timeline. A first stage has no input gradient, so all its backward pass is the weight half."""
     share, num_stages = 1 / plan.pipeline.chunks, plan.axes.pipeline * plan.pipeline.chunks
     whole_s = share * (INPUT_GRAD_S + WEIGHT_GRAD_S)
     durations = Durations(
@@ -62,12 +62,12 @@ def foretell(plan: Plan, num_fed: int) -> Timeline:
         input_grad_s=(0.0, *(share * INPUT_GRAD_S for _ in range(num_stages - 1))),
         weight_grad_s=(whole_s, *(share * WEIGHT_GRAD_S for _ in range(num_stages - 1))),
     )
-    first = plan.step.microbatches  # one step has warmed up, and was drained
+    first = plan.step.microbatches  # one warm-up step has run and was flushed
     return simulate(schedule_of(plan, num_microbatches=num_fed, first=first, start=first), durations)
 
 
 def record(plan: Plan, num_steps: int) -> Timeline:
-    """What a few steps of sleeping stages did, computation only."""
+    """Recorded timeline of a few steps, computation only."""
     num_stages = plan.axes.pipeline * plan.pipeline.chunks
     model = nn.Sequential(*(SleepingBlock(1 / plan.pipeline.chunks) for _ in range(num_stages)))
     trainer = weft.parallelize(

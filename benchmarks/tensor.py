@@ -3,15 +3,15 @@
     python benchmarks/tensor.py [--ranks 2 4] [--sizes small middle] [--modes eager compiled] [--rounds N]
     python benchmarks/tensor.py --quick              # 2 ranks, the small model, eager: half a minute
 
-A whole training step (forward, cross-entropy, backward, fused AdamW) of one Llama, weights and batch. torch's part is
-`parallelize_module` with its column and row styles, in three forms: logits gathered, logits split (`loss_parallel`),
-and norms on a part of the sequence (SequenceParallel); the fastest of a table is what weft is held against. By hand is
-the least anybody could write for this one model, over gloo's `all_reduce`, eager only. Compiled: `torch.compile` of
+Each side runs a whole training step (forward, cross-entropy, backward, fused AdamW) of the same Llama, weights and
+batch. torch's side is `parallelize_module` with its column and row styles, in three forms: logits gathered, logits
+sharded (`loss_parallel`), and norms on a part of the sequence (SequenceParallel); weft is compared with the fastest of
+a table. "By hand" is the minimum for this one model, over gloo's `all_reduce`, eager only. Compiled: `torch.compile` of
 each block, and of a loss that is not split.
 
-Ranks are gloo processes of one thread. Sides alternate, in an order that turns every round, each step behind a barrier,
-and the slowest rank counts. Losses of every side are held against one process's before anything is timed. "No update"
-leaves out what the optimizer's step takes. Ratios are medians over rounds with the 95 % interval of that median (order
+Ranks are gloo processes of one thread. Sides alternate, in an order that rotates every round; a barrier precedes each
+step, and the slowest rank counts. Losses of every side are compared with one process's before anything is timed. "No
+update" excludes the optimizer's step. Ratios are medians over rounds with the 95 % interval of that median (order
 statistics).
 """
 
@@ -45,11 +45,11 @@ MODES = ("eager", "compiled")
 COMPILED_GOAL = 1.0
 
 Times = dict[str, list[float]]
-"""Of each side: seconds, by round."""
+"""Seconds by round, for each side."""
 
 
 class Stopwatch:
-    """Times a side's steps, and the optimizer's part of them."""
+    """Times a side's steps and the optimizer's part of them."""
 
     def __init__(self, side: Side) -> None:
         self._step, self._update_s, self._since = side.step, 0.0, 0.0
@@ -63,7 +63,7 @@ class Stopwatch:
         self._update_s += time.perf_counter() - self._since
 
     def time(self, batch: Batch) -> tuple[float, float]:
-        """Seconds of a step, and of all of it but the update."""
+        """Seconds of a step, with and without the update."""
         self._update_s = 0.0
         started = time.perf_counter()
         self._step(*batch)
@@ -127,8 +127,8 @@ def compare(size_name: str, mode: str, num_rounds: int) -> Iterator[str]:
 
 def run_rank(rank: int, num_ranks: int, folder: str, size_name: str, mode: str, num_rounds: int) -> None:
     torch.set_num_threads(1)
-    # All sides run the code of one block, so what one has compiled must neither crowd out the next nor make its shapes
-    # dynamic.
+    # All sides run the code of one block, so one side's compiled code must neither evict the next one's nor make its
+    # shapes dynamic.
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.automatic_dynamic_shapes = False
     store = dist.FileStore(f"{folder}/store", num_ranks)
@@ -157,7 +157,7 @@ def read_arguments() -> argparse.Namespace:
         if count < 2 or kv_heads % count
     ]
     if args.rounds < 6:
-        problems.append(f"--rounds {args.rounds} give no 95 % interval; take 6 or more")
+        problems.append(f"--rounds {args.rounds} give no 95 % interval; use 6 or more")
     if problems:
         parser.error("; ".join(problems))
     return args
@@ -165,11 +165,11 @@ def read_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = read_arguments()
-    print(f"gloo on the CPU, one thread a rank, torch {torch.__version__}; medians of {args.rounds} rounds")
+    print(f"gloo on the CPU, one thread per rank, torch {torch.__version__}; medians of {args.rounds} rounds")
     for num_ranks in args.ranks:
         for mode in args.modes:
             for size_name in args.sizes:
-                with tempfile.TemporaryDirectory() as folder:  # new processes: nothing compiled for one meets another
+                with tempfile.TemporaryDirectory() as folder:  # new processes: no compiled code is shared
                     given = (num_ranks, folder, size_name, mode, args.rounds)
                     start_processes(run_rank, args=given, nprocs=num_ranks, start_method="spawn")
 

@@ -1,6 +1,6 @@
-"""A third side of the tensor-parallel benchmark: the model split by hand, autograd functions over `dist.all_reduce`.
+"""The model of the tensor-parallel benchmark split by hand, with autograd functions over `dist.all_reduce`.
 
-It is the least that could be written, for one model and without any check, so it shows what a thin layer can cost.
+It is the minimum for one model, without any check, and shows what a thin layer can cost.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class Enter(torch.autograd.Function):
-    """Whole activations go to column layers: the gradients of all ranks' shares add up."""
+    """Identity forward, all-reduce of gradients backward: the input of column layers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ class Enter(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """What row layers make adds up."""
+    """All-reduce forward, identity backward: the output of row layers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class Leave(torch.autograd.Function):
 
 
 class SplitCrossEntropy(torch.autograd.Function):
-    """The mean cross-entropy of logits of which each rank has a share of the vocabulary."""
+    """Mean cross-entropy of logits whose vocabulary is sharded over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int) -> Tensor:
@@ -67,7 +67,7 @@ class SplitCrossEntropy(torch.autograd.Function):
 
 
 def hand_side(size: Size) -> Side:
-    """This model split by hand, eager only."""
+    """The model split by hand, eager only."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     model = make_model(size)
 

@@ -2,14 +2,14 @@
 
     python benchmarks/tensor_hosts.py [--bandwidth 1Gbit] [--delay 0.2ms] [--samples 1 8 32] [--rounds N] [--quick]
 
-Two hosts of two ranks on an emulated network (docs/lab.md; it needs root). Inside: ranks of one host share every layer,
-and gradients cross between the hosts, as the plan's own order of axes has it. Across: the other way round. Activations
-cross the tensor axis four times a block, and nothing can be computed until they have come; gradients cross the data
-axis once a step, beside the backward pass. So what matters is how many tokens a replica has in a step: gradients are as
-large as the weights however many there are, activations grow with them. The table shows both.
+Two hosts of two ranks on an emulated network (docs/lab.md; it needs root). Inside: the ranks of one host shard every
+layer, and gradients cross between the hosts, as in the plan's default order of axes. Across: the reverse. Activations
+cross the tensor axis four times per block, without overlap; gradients cross the data axis once per step, during the
+backward pass. The number of tokens per replica and step is decisive: gradients are as large as the weights for any
+number of tokens, and activations grow with it. The table shows both.
 
-Both layouts are timed in one run, in turn, on the model of tensor_sides.py in a size of its own, after a check that
-their losses agree; the slowest rank counts. Bytes are those of IP packets that crossed the switch in a step, both ways.
+Both layouts are timed alternately in one run, on the model of tensor_sides.py in a size of its own, after a check that
+their losses agree; the slowest rank counts. Bytes are those of IP packets that crossed the switch per step, both ways.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ SIZE = Size(
     steps=1,
     goal=1.0,
 )
-"""Narrow, because processor cores are slow beside any network: the wider a model, the more it computes for a byte."""
+"""Narrow, because CPU cores are slow relative to any network: the wider a model, the more it computes per byte."""
 ORDERS = {"inside": AXES, "across": ("tensor", *(axis for axis in AXES if axis != "tensor"))}
-"""The last axis is that of neighbours, which are on one host."""
+"""The ranks along the last axis are neighbours, on one host."""
 
 
 def make_trainer(order: tuple[str, ...], batch: Batch) -> weft.Trainer:
@@ -61,7 +61,7 @@ def crossed_bytes() -> int:
 
 
 def time_step(trainer: weft.Trainer, batch: Batch) -> tuple[float, float]:
-    """Seconds on the slowest rank, and bytes between the hosts."""
+    """Seconds on the slowest rank, and bytes sent between the hosts."""
     dist.barrier()
     before, started = crossed_bytes(), time.perf_counter()
     float(trainer.step(*batch))
@@ -72,7 +72,7 @@ def time_step(trainer: weft.Trainer, batch: Batch) -> tuple[float, float]:
 
 def compare(args: argparse.Namespace) -> Iterator[str]:
     yield (
-        f"{'tokens a replica':>16s} {'inside, ms':>11s} {'across, ms':>11s} {'across / inside (95 %)':>24s}"
+        f"{'tokens per replica':>16s} {'inside, ms':>11s} {'across, ms':>11s} {'across / inside (95 %)':>24s}"
         f" {'inside, bytes':>14s} {'across, bytes':>14s}"
     )
     for num_samples in args.samples:
@@ -110,7 +110,9 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bandwidth", default="1Gbit", help="of each host's line, each way (1Gbit)")
     parser.add_argument("--delay", default="0.2ms", help="one way, between the hosts (0.2ms)")
-    parser.add_argument("--samples", type=int, nargs="+", default=[1, 8, 32], help="of 128 tokens, a replica (1 8 32)")
+    parser.add_argument(
+        "--samples", type=int, nargs="+", default=[1, 8, 32], help="of 128 tokens, per replica (1 8 32)"
+    )
     parser.add_argument("--rounds", type=int, default=12, help="turns of each layout (12)")
     parser.add_argument("--quick", action="store_true", help="8 samples, 6 rounds")
     args = parser.parse_args()
@@ -118,7 +120,7 @@ def read_arguments() -> argparse.Namespace:
         args.samples, args.rounds = [8], 6
     problems = [f"--samples {count} is no batch; give 1 or more" for count in args.samples if count < 1]
     if args.rounds < 6:
-        problems.append(f"--rounds {args.rounds} give no 95 % interval; take 6 or more")
+        problems.append(f"--rounds {args.rounds} give no 95 % interval; use 6 or more")
     if problems:
         parser.error("; ".join(problems))
     return args

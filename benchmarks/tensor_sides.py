@@ -1,9 +1,9 @@
-"""The sides of a tensor-parallel benchmark: one ordinary Llama under weft and under DTensor's plans.
+"""The sides of the tensor-parallel benchmark: one ordinary Llama under weft and under DTensor's plans.
 
 Both have the same weights, batch and fused AdamW, torch's fastest here. torch gets the plans its own documentation
-recommends, with the input of a group of column layers prepared once for all of them: 78 ms a step of the small model on
-2 ranks, where layers that each prepare their own took 92. `check` holds a side's losses against one process's.
-`tensor_by_hand.py` has one side more.
+recommends, with the input of a group of column layers prepared once for all of them: 78 ms per step of the small model
+on 2 ranks, where layers that each prepare their own took 92. `check` compares a side's losses with one process's.
+`tensor_by_hand.py` has one more side.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Batch = tuple[Tensor, Tensor]
 LEARNING_RATE = 3e-4
 CHECKED_STEPS = 4
 TOLERANCE = 1e-4
-"""Of a loss, over the checked steps."""
+"""Relative tolerance of a loss, over the checked steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """A model, its batch, and how often it is run at a time."""
+    """A model, its batch, and the number of steps per turn."""
 
     vocab_size: int
     hidden: int
@@ -53,10 +53,10 @@ class Size:
     mlp_hidden: int
     num_samples: int
     num_tokens: int
-    """Of a sample."""
+    """Tokens per sample."""
     steps: int
     goal: float
-    """How many times as fast as torch weft is to be, eager."""
+    """Target speed relative to torch, eager."""
 
 
 SIZES = {
@@ -88,7 +88,7 @@ SIZES = {
 
 
 class Attention(nn.Module):
-    """Rotary positions, key and value heads shared by several query heads."""
+    """Attention with rotary positions and grouped key and value heads."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """Gated."""
+    """A gated MLP."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens in, logits of the next token out."""
+    """Maps tokens to logits of the next token."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One way to train, on this rank."""
+    """One implementation of training, on this rank."""
 
     step: Callable[[Tensor, Tensor], float]
     """Forward, loss, backward and update; returns the loss."""
@@ -223,7 +223,7 @@ def torch_side(size: Size, *, compiled: bool, sequence: bool = False, split_loss
         if compiled:
             block.compile()
     if compiled:
-        # torch 2.13 loses the gradient of a collective that is still under way where a compiled block begins.
+        # torch 2.13 loses the gradient of a collective that is still pending where a compiled block begins.
         model.embedding.register_forward_hook(lambda *given: given[-1].clone())
     # A fused update takes DTensors or plain tensors, never both at once.
     split = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
@@ -243,7 +243,7 @@ def torch_side(size: Size, *, compiled: bool, sequence: bool = False, split_loss
 
 
 def check(name: str, side: Side, size: Size) -> None:
-    """A side's first losses are one process's. AdamW would not notice gradients all wrong by a factor; tests do."""
+    """Check a side's first losses against one process's. AdamW hides gradients off by a common factor; tests do not."""
     batch, alone = make_batch(size), make_model(size)
     optimizer = adamw(alone.parameters())
     for number in range(CHECKED_STEPS):

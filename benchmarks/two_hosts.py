@@ -12,9 +12,9 @@ import torch
 
 
 def run_on_two_hosts(args: argparse.Namespace, run_rank: Callable[[argparse.Namespace], None]) -> None:
-    """Start this very command once a rank, and be one of them where that has been done.
+    """Start this command once per rank in a lab; inside the lab, run the rank.
 
-    `args` have bandwidth, delay and rounds.
+    `args` has bandwidth, delay and rounds.
     """
     if "WEFT_LAB_HOST" in os.environ:
         run_rank(args)

@@ -1,17 +1,18 @@
-"""AlexNet's two towers, one on each of two ranks, as it was trained in 2012 on two cards of 3 GB.
+"""AlexNet with one of its two towers on each of two ranks, as it was trained in 2012 on two GPUs of 3 GB.
 
     torchrun --nproc-per-node 2 examples/alexnet.py
 
-The model is an ordinary module: convolutions by groups, which one process runs as well as two. How it splits is plain
-data beside it (`weft_blueprint`), because there is more than one way and the towers are wanted: found from the flow of
-data, the first region would begin at the third layer, and the first two would stay whole.
+The model is an ordinary module with grouped convolutions, which runs in one process too. `weft_blueprint` declares how
+it splits, because there is more than one way: the split that weft would find by itself begins at the third layer and
+keeps the first two whole.
 
     images ─ conv1 ─ conv2 ─ conv3 ─ sum ─ conv4 ─ conv5 ─ fc6 ─ sum ─ fc7 ─ fc8 ─ sum ─ classes
              └──── region 1 ──────┘        └── region 2 ────┘        └ region 3 ┘
 
-Krizhevsky's cards fetched each other's maps before the third layer; here they add up what it makes of their own.
+Krizhevsky's GPUs exchanged their maps before the third layer; here each GPU applies it to its own maps and the results
+are summed.
 
-Before it learns, it is held against one process in float64: every loss, gradient and weight. The data are
+Before training, the plan is verified against one process in float64: every loss, gradient and weight. The data are
 scikit-learn's handwritten digits, enlarged to 64 × 64.
 """
 
@@ -35,11 +36,11 @@ IMAGE_SIZE = 64
 PLAN = Path(__file__).parent / "plans" / "tensor.toml"
 
 ONE_EACH = "in_channels", "out_channels", "groups"
-"""What a convolution by groups has less of on a rank with one tower."""
+"""Attributes of a grouped convolution that are smaller on a rank with one tower."""
 
 
 class TowerNorm(nn.Module):
-    """Response normalisation over neighbouring maps of one tower; those of the other were on the other card."""
+    """Response normalisation over neighbouring maps of the same tower."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,10 +52,10 @@ class TowerNorm(nn.Module):
 
 
 class AlexNet(nn.Module):
-    """Eight layers. The second, fourth and fifth see the maps of their own tower only."""
+    """Eight layers. The second, fourth and fifth use only the maps of their own tower."""
 
     def __init__(self, *, classes: int = 10, channels_in: int = 1, shrink: int = 1) -> None:
-        """`shrink`: divides the numbers of maps and features, which are those of the paper with 1."""
+        """`shrink` divides the paper's numbers of maps and features."""
         super().__init__()
         c1, c2, c3, c4, c5, hidden = (number // shrink for number in (96, 256, 384, 384, 256, 4096))
         self.conv1 = nn.Conv2d(channels_in, c1, 11, stride=4, padding=2)
@@ -64,7 +65,7 @@ class AlexNet(nn.Module):
         self.conv3 = nn.Conv2d(c2, c3, 3, padding=1)
         self.conv4 = nn.Conv2d(c3, c4, 3, padding=1, groups=TOWERS)
         self.conv5 = nn.Conv2d(c4, c5, 3, padding=1, groups=TOWERS)
-        self.fc6 = nn.Linear(c5, hidden)  # images of 64 × 64 end as one pixel
+        self.fc6 = nn.Linear(c5, hidden)  # an image of 64 × 64 is one pixel here
         self.fc7 = nn.Linear(hidden, hidden)
         self.fc8 = nn.Linear(hidden, classes)
         self.dropout = nn.Dropout(0.5)
@@ -78,7 +79,7 @@ class AlexNet(nn.Module):
         return self.fc8(x)
 
     def weft_blueprint(self) -> Blueprint:
-        """Towers stay together; between fc7 and fc8 there are none, and features may be cut anywhere."""
+        """Regions cut between towers; fc7 and fc8 have no towers, so their features may be cut anywhere."""
         below = Region(
             columns=(("conv1",),),
             rows=("conv3",),
@@ -113,7 +114,7 @@ class AlexNet(nn.Module):
         return Blueprint(regions=(below, above, top))
 
     def _outputs(self, *layers: str) -> tuple[Cut, ...]:
-        """Layers by what they make: a tower's weights and biases."""
+        """Cuts of layers by output: a tower's weights and biases."""
         return tuple(
             Cut(name=name, dim=0, sections=_towers(tensor.shape[0]))
             for layer in layers
@@ -121,7 +122,7 @@ class AlexNet(nn.Module):
         )
 
     def _inputs(self, layer: str) -> Cut:
-        """A layer by what it is given; its bias, which is added after the sum, stays whole."""
+        """Cut of a layer by input; its bias is added after the sum and stays whole."""
         name = f"{layer}.weight"
         return Cut(name=name, dim=1, sections=_towers(self.get_parameter(name).shape[1]))
 

@@ -1,9 +1,9 @@
-"""Train pretrained Hugging Face weights further, under any plan, in a loop of your own; then give them back.
+"""Fine-tune a pretrained Hugging Face model under any plan, and save a checkpoint that transformers loads.
 
     torchrun --nproc-per-node 4 examples/hugging_face/finetune.py FOLDER PLAN.toml OUTPUT
 
-FOLDER holds a config.json and *.safetensors, as `save_pretrained` writes them. The model is built without memory, each
-rank reads its own part of the weights, and the checkpoint in OUTPUT is a folder that `from_pretrained` reads.
+FOLDER holds a config.json and *.safetensors, as `save_pretrained` writes them. The model is built on the meta device,
+each rank reads its own shards of the weights, and `from_pretrained` reads the checkpoint in OUTPUT.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_STEPS, GLOBAL_BATCH, CONTEXT = 20, 16, 128
 
 
 def train(folder: Path, plan_file: Path, output: Path) -> weft.Trainer:
-    """What every rank does."""
+    """Train on this rank and save a checkpoint."""
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(folder)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
@@ -48,7 +48,7 @@ def train(folder: Path, plan_file: Path, output: Path) -> weft.Trainer:
 
 
 def continue_text(checkpoint: Path, prompt: str, num_tokens: int = 64) -> str:
-    """What transformers itself makes of a checkpoint, without any of weft."""
+    """Text generated from a checkpoint by transformers alone."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     tokens = torch.tensor([list(prompt.encode())])
     made = model.generate(tokens, max_new_tokens=num_tokens, do_sample=False, pad_token_id=0)

@@ -1,4 +1,4 @@
-"""Small trainers, and ways to make a checkpoint fail at a chosen moment, for the tests of damage and of kills."""
+"""Small trainers, and faults that make a checkpoint fail at a chosen moment, for the tests of damage and of kills."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def state(trainer: Trainer) -> dict[str, Tensor]:
 
 @contextmanager
 def refused(trainer: Trainer, *words: str) -> Iterator[None]:
-    """The body raises a CheckpointError with these words and leaves the trainer exactly as it was."""
+    """Check that the body raises a CheckpointError with these words and leaves the trainer exactly as it was."""
     before = state(trainer)
     with pytest.raises(CheckpointError) as caught:
         yield
@@ -50,7 +50,7 @@ def refused(trainer: Trainer, *words: str) -> Iterator[None]:
 
 
 def failing(function: Callable[..., Any], *, at_call: int, then: Callable[[], None]) -> Callable[..., Any]:
-    """A function that does something else when it is called for the n-th time, before or instead of its work."""
+    """A function whose n-th call runs something else, before or instead of its work."""
     calls = 0
 
     def wrapped(*arguments: Any, **settings: Any) -> Any:
@@ -72,4 +72,4 @@ MOMENTS = {
     "before the renames": (checkpoint_folders, "force_to_disk", 1),
     "after the renames": (checkpoint_folders, "force_to_disk", 2),
 }
-"""Where a save can be cut: what is patched, and at which of its calls."""
+"""Points at which a save can be interrupted: what is patched, and at which of its calls."""

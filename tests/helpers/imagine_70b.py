@@ -1,6 +1,6 @@
-"""One rank of 1,024 parallelizes a 70B model, in a process of its own: prints what that took and what it got, as JSON.
+"""Parallelize a 70B model as one rank of 1,024, in a new process, and print time, memory and layout as JSON.
 
-python tests/helpers/imagine_70b.py llama 517 '{"data": {"shard": "parameters"}}'
+python tests/helpers/fake_world_70b.py llama 517 '{"data": {"shard": "parameters"}}'
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def make_plan(given: dict[str, Any]) -> Plan:
 
 
 def tiling_problems(trainer: MetaTrainer) -> list[str]:
-    """What of this stage's tensors the ranks along tensor and data do not have exactly once together."""
+    """Tensors of this stage that the ranks along tensor and data do not hold exactly once together."""
     problems = []
     for flat in trainer.sync.flats:
         for member, name in enumerate(flat.names):
@@ -79,14 +79,16 @@ def tiling_problems(trainer: MetaTrainer) -> list[str]:
 
 
 def stage_problems(trainer: MetaTrainer, names: list[str]) -> list[str]:
-    """Whether every parameter is on one stage, and this rank has those of its own stages."""
+    """Parameters that are not on exactly one stage, or whose presence on this rank does not match its stages."""
     cut = trainer.cut
     assert cut is not None
     problems = [f"{name} is on stages {cut.stages_of.get(name)}" for name in names if len(cut.stages_of[name]) != 1]
     mine = {name for name in names if not cut.stages_of[name].isdisjoint(cut.my_stages)}
     held = {name for flat in trainer.sync.flats for name in flat.names}
     return (
-        problems + [f"{name} should be here" for name in mine - held] + [f"{name} is a stray" for name in held - mine]
+        problems
+        + [f"{name} should be here" for name in mine - held]
+        + [f"{name} should not be here" for name in held - mine]
     )
 
 

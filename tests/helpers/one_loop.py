@@ -1,7 +1,7 @@
-"""All gloo groups of a rank share one network thread, because a pool of ranks keeps groups for the whole test run.
+"""One network thread for all gloo groups of a rank, because a pool of ranks keeps groups for the whole test run.
 
-Each group would bring a thread of its own that wakes a hundred times a second, whether anything is exchanged or not:
-with some hundred groups kept on every rank, tests took four minutes longer. Who waits for whom is not changed by it.
+Each group would have its own thread, which wakes a hundred times per second, whether anything is exchanged or not:
+with some hundred groups kept on every rank, tests took four minutes longer. The order of exchanges does not change.
 """
 
 from __future__ import annotations
@@ -25,5 +25,5 @@ class OneLoop(ProcessGroupGloo):
 
 
 def share_loop() -> None:
-    """From now on, in this process."""
+    """Share one network thread from now on, in this process."""
     distributed_c10d.ProcessGroupGloo = OneLoop

@@ -1,8 +1,8 @@
-"""Faults planted on purpose, and what `verify` says of them.
+"""Planted faults and the verdicts of `verify` on them.
 
-A plant is what a real mistake would leave: gradients that were summed where a mean belongs, an exchange that somebody
-forgot, a share that went to the wrong rank. Each is a patch that is undone before the test ends, because the ranks go
-on to other tests.
+A plant has the effect of a real mistake: gradients that were summed instead of averaged, an exchange that was left out,
+a shard on the wrong rank. Each is a patch that is undone before the test ends, because the ranks run other tests
+afterwards.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from weft.verification.verdict import Finding
 
 Patch = pytest.MonkeyPatch
 Plant = Callable[[Patch, Trainer], None]
-"""What is done to the trainer that verify has made, or to weft itself."""
+"""A change of the trainer that verify has made, or of weft itself."""
 
 
 def find(plan: Plan, plant: Plant, *, num_steps: int = 1, optimizer: Any = SGD, **model: Any) -> Finding:
-    """What verify says of a plan with a plant in it; without the plant it passes."""
+    """The verdict of verify on a plan with a plant; without the plant it passes."""
 
     def run() -> Any:
         made = small_gpt(**{"num_layers": 2, **model})
@@ -41,7 +41,7 @@ def find(plan: Plan, plant: Plant, *, num_steps: int = 1, optimizer: Any = SGD, 
     with pytest.MonkeyPatch.context() as patch:
 
         def planted(*args: Any, **kwargs: Any) -> Trainer:
-            # Only now: what the forward pass of a split model computes is compared before, by `parallelize` itself.
+            # After `parallelize`, which itself compares the forward pass of a split model.
             trainer = parallelize(*args, **kwargs)
             plant(patch, trainer)
             return trainer
@@ -56,7 +56,7 @@ def find(plan: Plan, plant: Plant, *, num_steps: int = 1, optimizer: Any = SGD, 
 
 
 def after_exchange(change: Callable[[Trainer], None]) -> Plant:
-    """What is done to gradients when their exchange is over."""
+    """A change of gradients after their exchange."""
 
     def plant(patch: Patch, trainer: Trainer) -> None:
         finish = trainer.sync.finish
@@ -82,9 +82,9 @@ def scaled(factor: float) -> Plant:
 
 
 def in_exchange(where: str, factor: float, *, axis: str, position: int = 0, **given: Any) -> Plant:
-    """A collective along one axis, as one file of weft calls it, is given a tensor that is too large.
+    """Give a tensor that is too large to a collective along one axis, as one file of weft calls it.
 
-    `given`: only calls with these keyword arguments.
+    `given` restricts it to calls with these keyword arguments.
     """
 
     def plant(patch: Patch, trainer: Trainer) -> None:
@@ -103,7 +103,7 @@ def in_exchange(where: str, factor: float, *, axis: str, position: int = 0, **gi
 
 
 def without(where: str, axis: str) -> Plant:
-    """An exchange along an axis that nobody does."""
+    """Leave out an exchange along an axis."""
 
     def plant(patch: Patch, trainer: Trainer) -> None:
         *module, name = where.split(".")

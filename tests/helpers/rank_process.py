@@ -41,13 +41,13 @@ Filter = tuple[str, str, type[Warning], str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One body to run: where it is defined and what it is given."""
+    """One body to run: its file, its name and its parameters."""
 
     file: str
     module: str
     function: str
     payload: bytes
-    """Pickled (parameters, warning filters); opened after the test file is imported, for it may name its classes."""
+    """Pickled (parameters, warning filters); unpickled after the test file is imported, whose classes it may name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +55,10 @@ class Report:
     """The outcome of one body on one rank."""
 
     kind: str
-    """passed, failed, skipped or died; a rank never says `died` of itself."""
+    """passed, failed, skipped or died; a rank never reports `died` itself."""
     text: str = ""
     at_s: float = 0.0
-    """When it happened, on the clock all processes of a machine share: the earliest error is the likeliest cause."""
+    """Time of the error on the machine's monotonic clock: the earliest error is the likeliest cause."""
 
 
 def warning_filters() -> list[Filter]:
@@ -102,7 +102,7 @@ def load_module(file: str, name: str) -> types.ModuleType:
 
 
 def seed_everything() -> None:
-    """Every body begins with the same random state, whatever ran before it."""
+    """Reset the random state, so that every body begins with the same one."""
     torch.manual_seed(0)
     numpy.random.seed(0)
     random.seed(0)
@@ -110,12 +110,12 @@ def seed_everything() -> None:
 
 @contextmanager
 def unchanged_process() -> Iterator[None]:
-    """Undo what a body may have set for its whole process, and refuse a lost default group."""
+    """Undo a body's process-wide settings, and refuse a lost default group."""
     group, folder, environment = dist.group.WORLD, os.getcwd(), dict(os.environ)
     try:
         yield
     finally:
-        # Cycles would keep a body's hooks and threads into the next one. With the imports frozen this takes 0.1 ms.
+        # Cycles would keep a body's hooks and threads alive in the next one. With the imports frozen this takes 0.1 ms.
         gc.collect()
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
@@ -133,7 +133,7 @@ def unchanged_process() -> Iterator[None]:
 
 
 def failed(error: BaseException, file: str) -> Report:
-    """The traceback from the test file on, as pytest prints it."""
+    """The traceback from the test file onwards, as pytest prints it."""
     at_s = time.monotonic()
     info = pytest.ExceptionInfo.from_exception(error)
     info.traceback = info.traceback.cut(path=file)
@@ -165,7 +165,7 @@ def run_task(task: Task, *, fresh: bool) -> Report:
 
 
 def end_with_parent(pipe: Connection) -> None:
-    """Kill this rank and what it started once pytest is gone: stuck in a collective, it would stay for half an hour."""
+    """Kill this rank and its children once pytest is gone: stuck in a collective, it would stay for half an hour."""
     poll = select.poll()
     poll.register(pipe.fileno(), 0)
     poll.poll()
@@ -190,7 +190,7 @@ def prepare(rank: int, world: int, folder: Path, environment: dict[str, str]) ->
 def rank_main(
     pipe: Connection, rank: int, world: int, folder: Path, environment: dict[str, str], *, fresh: bool
 ) -> None:
-    """The life of a rank: report ready, then one report for each task, until the parent closes the pipe."""
+    """Main loop of a rank: report ready, then one report per task, until the parent closes the pipe."""
     os.setpgid(0, 0)
     threading.Thread(target=end_with_parent, args=(pipe,), name="end with parent", daemon=True).start()
     try:
@@ -202,5 +202,5 @@ def rank_main(
     with suppress(EOFError):
         while True:
             pipe.send(run_task(pipe.recv(), fresh=fresh))
-    # Not an ordinary exit: a thread that a body left behind would be waited for.
+    # Not an ordinary exit, which would wait for threads that a body left running.
     os._exit(0)

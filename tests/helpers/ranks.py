@@ -7,11 +7,11 @@
         dist.all_reduce(tensor)
         assert tensor.sum() == 2 * size
 
-Starting a rank imports torch, which takes seconds; a body takes milliseconds. So there is one pool for each world size,
+Starting a rank imports torch, which takes seconds; a body takes milliseconds. So there is one pool per world size,
 forked from a forkserver that has imported everything once (`rank_preload.py`). A default gloo group of that size is
 ready in every body. Fixtures and parameters are sent to the ranks, so they must be picklable: a path, not a capsys.
 
-How a body ends, seen from here:
+How a body ends, as seen from here:
 
     1 every rank passed or skipped      the pool is kept for the next test
     2 a rank raised, died, or is late   the others get GRACE_S to report too, then SIGUSR1 makes the silent ones
@@ -45,7 +45,7 @@ STACK_WAIT_S = 0.5
 
 
 class Pool:
-    """The processes of one world size and the pipes to them. Killed, never mended."""
+    """The processes of one world size and the pipes to them. A broken pool is killed, never repaired."""
 
     def __init__(self, world: int, *, fresh: bool = False) -> None:
         self.world = world
@@ -69,12 +69,12 @@ class Pool:
                 pipe.send(task)
 
     def collect(self, timeout_s: float, *, dies: Collection[int] = ()) -> dict[int, Report]:
-        """Reports by rank. A rank that is missing from the answer was silent to the end of the time."""
+        """Reports by rank. A missing rank did not report in time."""
         reports: dict[int, Report] = {}
         deadline = time.monotonic() + timeout_s
         while len(reports) < self.world:
             waiting = [rank for rank in range(self.world) if rank not in reports]
-            # The sentinel too: a rank's own child may hold the pipe open after the rank is dead.
+            # Wait for the sentinel too: a rank's own child may hold the pipe open after the rank is dead.
             sources = [source for rank in waiting for source in (self.pipes[rank], self.processes[rank].sentinel)]
             ready = connection.wait(sources, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -102,7 +102,7 @@ class Pool:
         return path.read_text() if path.exists() else ""
 
     def stacks(self, silent: Collection[int]) -> dict[int, str]:
-        """Ask the silent ranks where they are. A stopped process cannot answer."""
+        """Make the silent ranks print their stacks. A stopped process cannot answer."""
         for rank in silent:
             with suppress(ProcessLookupError):
                 os.kill(self.processes[rank].pid, signal.SIGUSR1)
@@ -116,7 +116,7 @@ class Pool:
         return {rank: text or "(no stack: the process does not answer signals)" for rank, text in before.items()}
 
     def kill(self) -> None:
-        """End every rank and what it started: each leads a process group of its own."""
+        """Kill every rank and its children: each leads its own process group."""
         for process in self.processes:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -130,7 +130,7 @@ class Pool:
 def start_forkserver() -> multiprocessing.context.ForkServerContext:
     """A clean process that has imported everything and forks the ranks; started once, ends with this process."""
     forkserver.set_forkserver_preload(["rank_preload"])
-    # Python 3.11 does not give the forkserver our sys.path, and would pass over a preload it cannot find.
+    # Python 3.11 does not give the forkserver our sys.path, and silently skips a preload it cannot find.
     before = os.environ.get("PYTHONPATH")
     here = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = here if before is None else here + os.pathsep + before
@@ -151,7 +151,7 @@ def is_failure(rank: int, report: Report, dies: Collection[int]) -> bool:
 
 
 def failure_text(pool: Pool, reports: dict[int, Report], *, title: str, timeout_s: float, dies: Collection[int]) -> str:
-    """Empty if all is well. Otherwise the likeliest cause first: a death, then the earliest error, then silence."""
+    """Empty on success. Otherwise the likeliest cause first: a death, then the earliest error, then silence."""
     bad = [rank for rank, report in reports.items() if is_failure(rank, report, dies)]
     silent = [rank for rank in range(pool.world) if rank not in reports]
     skipped = [rank for rank, report in reports.items() if report.kind == "skipped"]
@@ -178,7 +178,7 @@ kept_pools: dict[int, Pool] = {}
 
 def run_on_ranks(task: Task, world: int, *, fresh: bool, timeout_s: float, dies: Collection[int]) -> None:
     """Run one task on every rank of a pool and turn the reports into this test's outcome."""
-    # Out of the dictionary while in use, so that any way out of here but success leaves no broken pool behind.
+    # Removed from the dictionary while in use, so that any exit but success leaves no broken pool behind.
     pool, keep = None if fresh else kept_pools.pop(world, None), False
     try:
         if pool is None:
@@ -203,7 +203,7 @@ def run_on_ranks(task: Task, world: int, *, fresh: bool, timeout_s: float, dies:
 
 
 def close_pools() -> None:
-    """End every kept rank; called when pytest's session ends."""
+    """Kill every kept rank; called when pytest's session ends."""
     while kept_pools:
         kept_pools.popitem()[1].kill()
 
@@ -222,8 +222,8 @@ def ranks(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the decorated test on `world` ranks.
 
-    fresh: in a pool of its own, thrown away afterwards, for a body that leaves a rank in a bad state.
-    dies: the ranks that must die in the body; their death is then no failure. Implies fresh.
+    fresh: in a new pool that is discarded afterwards, for a body that leaves a rank in a bad state.
+    dies: the ranks that must die in the body; their death is not a failure. Implies fresh.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:

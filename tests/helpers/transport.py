@@ -1,6 +1,6 @@
-"""All tests of many ranks on the other transport: `pytest --transport c10d` makes it every plan's default.
+"""All multi-rank tests on the other transport: `pytest --transport c10d` makes it the default of every plan.
 
-Set before any plan is made, in the parent and in every rank, which hears of it by an environment variable.
+It is set before any plan is made, in the parent and in every rank, which reads an environment variable.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ VARIABLE = "WEFT_TEST_TRANSPORT"
 
 
 def apply_transport() -> None:
-    """Let plans that do not say how ranks exchange say what the variable says, if it says anything."""
+    """Make the variable's transport the default of plans, if it is set."""
     chosen = os.environ.get(VARIABLE)
     if chosen:
         defaults = Comm.__init__.__kwdefaults__

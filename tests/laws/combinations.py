@@ -1,6 +1,6 @@
-"""The fields of a plan that combine, and a sample of their combinations: `combinations.json`, one row a line.
+"""Fields of a plan that combine, and a pairwise sample of their combinations: `combinations.json`, one row per line.
 
-Models, optimizers and batches count as fields too. Whoever adds a field, or lifts a refusal, finds the sample anew
+Models, optimizers and batches count as fields too. After adding a field or lifting a refusal, compute the sample again
 (minutes): `PYTHONPATH=tests python tests/laws/combinations.py`.
 """
 
@@ -53,15 +53,15 @@ PLAN_FIELDS: dict[str, tuple[object, ...]] = {
 }
 
 OTHERWISE = {
-    "comm.transport": "all of these once more through sockets: make test-long",
-    "compile.blocks": "seconds of compiling a row; tests/zero/test_gather.py and others",
+    "comm.transport": "all of these run again through sockets: make test-long",
+    "compile.blocks": "seconds of compiling per row; tests/zero/test_gather.py and others",
     "precision.loss_scale": "only for fp16: tests/training/test_loss_scale.py",
 }
 """Fields that are tested elsewhere, and why."""
 
 
 def small_llama() -> nn.Module:
-    """As Hugging Face ships it."""
+    """An unmodified Hugging Face Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -105,7 +105,7 @@ def make_plan(row: Row) -> Plan:
 
 
 def settle(row: Row) -> Row | None:
-    """What of a row has an effect, or None where weft refuses it."""
+    """The row with fields that have no effect at their defaults, or None if weft refuses it."""
     plan = make_plan(row)
     while idle := _idle(plan):
         if "axes.replicate" in idle:
@@ -120,19 +120,19 @@ def settle(row: Row) -> Row | None:
 
 
 def model_refuses(row: Row) -> bool:
-    """Where a plan that is sound cannot be had with these models."""
+    """True if these models cannot run under an otherwise valid plan."""
     num_stages = row["axes.pipeline"] * row["pipeline.chunks"]  # type: ignore[operator]
     is_split = any(row[f"axes.{axis}"] != 1 for axis in ("pipeline", "tensor", "ulysses"))
     if num_stages > 4:
         return True
     if row["pipeline.schedule"] == "pipedream" and row["model"] == "gpt":
-        return True  # a tied weight is on two stages, each of which updates by itself
-    if row["model"] == "llama":  # in float64 it casts to float32, which verify cannot undo there: rounding shows
+        return True  # a tied weight is on two stages, which update separately
+    if row["model"] == "llama":  # in float64 it casts to float32, which verify cannot undo there
         return row["recompute.policy"] == "selective"
     if row["model"] != "convnet":
         return False
     if row["data.buffers"] != "synchronise" and row["axes.data"] * row["axes.replicate"] > 1:  # type: ignore[operator]
-        return True  # does not give one process's answer, and says so
+        return True  # its results differ from one process's, by design
     return bool(
         row["tensor.sequence"]
         or row["axes.ulysses"] != 1
@@ -143,7 +143,7 @@ def model_refuses(row: Row) -> bool:
 
 
 def name_of(row: Row) -> str:
-    """What of a row is not the default."""
+    """The fields of a row that are not the default."""
     named = [f"{axis} {row[f'axes.{axis}']}" for axis in AXES if row[f"axes.{axis}"] != 1]
     default = Plan()
     for path in PLAN_FIELDS:
@@ -155,7 +155,7 @@ def name_of(row: Row) -> str:
 
 
 def find_rows() -> tuple[list[Row], list[Pair]]:
-    """The sample, and the pairs of values that never meet."""
+    """The sample, and the pairs of values that cannot be combined."""
     shapes: list[Row] = [
         {f"axes.{axis}": size for axis, size in zip(AXES, sizes, strict=True)}
         for sizes in itertools.product((1, 2), repeat=len(AXES))
@@ -165,7 +165,7 @@ def find_rows() -> tuple[list[Row], list[Pair]]:
 
 
 def cost_of(row: Row) -> float:
-    """About as long as it takes on fewer cores than ranks; a plan that rounds is run twice, a Llama calls more."""
+    """Approximate time on fewer cores than ranks; a 16-bit plan is run twice, a Llama makes more calls."""
     default = Plan().precision
     rounds = any(row[f"precision.{name}"] != getattr(default, name) for name in ("compute", "reduce", "accumulate"))
     return num_ranks_of(row) * (1 + rounds) * (1 + (row["model"] == "llama"))
@@ -176,7 +176,7 @@ def num_ranks_of(row: Row) -> int:
 
 
 def read_rows() -> tuple[list[Row], list[Pair]]:
-    """What was found when the sample was made."""
+    """The sample as last computed."""
     kept = json.loads(FILE.read_text())
     rows = [{name: _as_tuple(value) for name, value in row.items()} for row in kept["rows"]]
     return rows, [((one[0], _as_tuple(one[1])), (two[0], _as_tuple(two[1]))) for one, two in kept["never"]]
@@ -191,7 +191,7 @@ def write_rows() -> None:
     lines = {"rows": [json.dumps(row) for row in rows], "never": [json.dumps(pair) for pair in never]}
     blocks = [f'"{name}": [\n' + ",\n".join(inside) + "\n]" for name, inside in lines.items()]
     FILE.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
-    print(f"{len(rows)} rows, {len(never)} pairs that never meet: {FILE}")
+    print(f"{len(rows)} rows, {len(never)} pairs that cannot be combined: {FILE}")
 
 
 if __name__ == "__main__":

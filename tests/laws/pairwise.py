@@ -1,8 +1,8 @@
-"""A small sample of all combinations in which every two values that can meet do meet, found greedily.
+"""A small sample of all combinations that covers every feasible pair of values, found greedily.
 
-Most faults of combinations need two things only, and two-value coverage needs tens of rows where all combinations are
+Most faults of combinations need only two values, and pairwise coverage needs tens of rows where all combinations are
 millions. A row is a choice of one value for every field; `settle` turns it into what would really run (a field that has
-no effect there goes back to its default) or says that it cannot run at all. Coverage is counted on settled rows.
+no effect is reset to its default) or rejects it. Coverage is counted on settled rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Settle = Callable[[Row], Row | None]
 _CANDIDATES = 60
 _ATTEMPTS = 1000
 _FREE_ATTEMPTS = 400
-"""After so many, half of the fields are given their first value: a pair that few others go with needs plain rows."""
+"""After this many, half of the fields get their first value: a pair that combines with few values needs plain rows."""
 
 
 def sample(
@@ -29,10 +29,10 @@ def sample(
     cost: Callable[[Row], float] = lambda row: 1.0,
     seed: int = 0,
 ) -> tuple[list[Row], list[Pair]]:
-    """Rows that cover every pair of values that can meet, and the pairs for which no row was found.
+    """Rows that cover every feasible pair of values, and the pairs for which no row was found.
 
-    `together` are values of some of the fields that only these ways go together, such as sizes with a given product.
-    Rows are chosen by the pairs they cover for their `cost`.
+    `together` lists the allowed joint values of some fields, such as sizes with a given product.
+    Rows are chosen by the number of new pairs they cover divided by their `cost`.
     """
     generator = random.Random(seed)
     wanted = [
@@ -41,7 +41,7 @@ def sample(
         for left in fields[one]
         for right in fields[other]
     ]
-    left_over = dict.fromkeys(wanted)  # in order, unlike a set: the sample must be the same in every process
+    left_over = dict.fromkeys(wanted)  # ordered, unlike a set: the sample must be the same in every process
     rows: list[Row] = []
     impossible: list[Pair] = []
     while left_over:
@@ -56,7 +56,7 @@ def sample(
         for covered in pairs_of(best):
             left_over.pop(covered, None)
     met = {pair for row in rows for pair in pairs_of(row)}
-    return rows, [pair for pair in impossible if pair not in met]  # hard to draw is not impossible
+    return rows, [pair for pair in impossible if pair not in met]  # found later in another row
 
 
 def pairs_of(row: Row) -> list[Pair]:
@@ -70,7 +70,7 @@ def _candidates(
     pair: Pair,
     generator: random.Random,
 ) -> list[Row]:
-    """Random settled rows that hold a pair, in the order of the fields."""
+    """Random settled rows that contain a pair, in the order of the fields."""
     fixed = dict(pair)
     choices = [choice for choice in together if all(choice.get(name, value) == value for name, value in pair)]
     found: list[Row] = []

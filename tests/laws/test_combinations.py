@@ -1,7 +1,7 @@
-"""Every two values of a plan that can meet are run together on 4 or 8 ranks, and each time equal one process.
+"""Every feasible pair of values of a plan runs on 4 or 8 ranks and equals one process.
 
-The rows are not chosen by hand: `combinations.json` is a small sample of all plans in which every pair of values occurs
-(`pairwise.py`). What is in no row must be what weft refuses.
+The rows are computed: `combinations.json` is a small sample of all plans in which every pair of values occurs
+(`pairwise.py`). Pairs in no row must be ones that weft refuses.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ ON_RANKS = dict(zip(NUM_RANKS, (on_4, on_8), strict=True))
 
 NUM_EVERY_TIME = 60
 DEAREST = sorted(ROWS, key=cost_of)[NUM_EVERY_TIME:]
-"""Run by `make test-long`."""
+"""Rows that only `make test-long` runs."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Hugging Face models of several families under plans of every axis; from the meta device; from pretrained weights."""
+"""Hugging Face models of several families under plans of every axis, from the meta device and pretrained weights."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def without_dropout(model: Any) -> Any:
 
 
 def assert_parts_of(trainer: Any, whole: dict[str, Tensor]) -> None:
-    """What a rank holds is its part of these tensors."""
+    """Check that a rank holds its shards of these tensors."""
     from weft.parallel.tensor.shares import local_part
 
     mesh = trainer.mesh
@@ -168,7 +168,7 @@ def test_first_values_do_not_depend_on_the_plan(family: str, name: str) -> None:
     alone, model = without_dropout(on_meta(family)), without_dropout(on_meta(family))
     torch.manual_seed(5)
     fill_alone(alone, draw_seed(), torch.device("cpu"))
-    torch.manual_seed(5 + torch.distributed.get_rank())  # the first rank's counts
+    torch.manual_seed(5 + torch.distributed.get_rank())  # the first rank's seed counts
     inputs, targets = batch_of(family, 8)
     trainer = make_trainer(model, EMPTY_PLANS[name], example=inputs)
     assert_parts_of(trainer, dict(alone.named_parameters()))

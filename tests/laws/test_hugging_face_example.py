@@ -1,4 +1,4 @@
-"""The example trains under its three plans, and each of them gives the same losses; and the loop of one's own runs."""
+"""The Hugging Face example gives the same losses under its three plans, and the fine-tuning script runs."""
 
 from __future__ import annotations
 

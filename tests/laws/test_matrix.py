@@ -1,4 +1,4 @@
-"""The matrix: every lossless plan gives one process's answer, for every kind of model. A new capability enters here.
+"""The matrix: every lossless plan equals one process, for every kind of model. Each new capability adds rows here.
 
 A row of `CASES` is a plan, a model and the sizes of its global batches. Each row is verified twice against one process:
 in float64, where every gradient, weight, buffer and loss is within 1e-10, and in float32, where losses are within 1e-5
@@ -43,7 +43,7 @@ NUM_STEPS_IN_SINGLE = 10
 
 
 class Untrained(nn.Module):
-    """A GPT with parameters that nobody uses and one that only some samples use."""
+    """A GPT with unused parameters and one that only some samples use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Untrained(nn.Module):
 
 
 class UNet(nn.Module):
-    """Values that pass several stages by, and weights of the model's own that one or more stages use."""
+    """Skip connections across several stages, and the model's own weights used by one or more stages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def frozen_gpt() -> GPT:
 
 
 def frozen_convnet() -> nn.Module:
-    """A frozen stem whose statistics still move."""
+    """A frozen stem whose running statistics still change."""
     model = small_convnet()
     model.stem.requires_grad_(False)
     model.stem_norm.requires_grad_(False)
@@ -99,7 +99,7 @@ def frozen_convnet() -> nn.Module:
 
 
 def biased_convnet() -> nn.Module:
-    """Biases in front of BatchNorm: their true gradient is zero, and Adam would blow its rounding up."""
+    """Biases before BatchNorm: their true gradient is zero, and Adam would amplify its rounding."""
     model = small_convnet()
     channels = model.stem.out_channels
     model.stem.bias = nn.Parameter(torch.linspace(-1, 1, channels))
@@ -130,7 +130,7 @@ class Case:
     plan: Plan
     model: str
     sizes: tuple[int, ...]
-    """Samples of each global batch; taken round and round where more steps are needed."""
+    """Samples of each global batch, repeated if there are more steps."""
     optimizer: MakeOptimizer = SGD
 
     def batches(self, num_steps: int) -> list[Batch]:
@@ -147,13 +147,13 @@ def recomputing(policy: str, plan: Plan) -> Plan:
 
 
 def outermost(axis: str, plan: Plan) -> Plan:
-    """The same plan with the ranks along an axis furthest apart."""
+    """The same plan with this axis outermost."""
     order = (axis, *(other for other in plan.axes.order if other != axis))
     return replace(plan, axes=replace(plan.axes, order=order))
 
 
 def example_model(name: str, plan: Plan) -> str:
-    """What an example plan is for."""
+    """Name of the model for an example plan."""
     if name == "image-rows":
         return "convnet"
     return "deep gpt" if plan.axes.pipeline > 1 else "rotary tied gpt"
@@ -172,14 +172,14 @@ CASES = {
     "data 2, 3 microbatches": row(data_plan(2, microbatches=3, clip_norm=0.2), "rotary tied gpt", SHORT),
     "data 2, frozen": row(data_plan(2, microbatches=2, clip_norm=0.1), "frozen gpt", UNEVEN),
     "data 2, unused": row(data_plan(2, microbatches=2), "gpt with unused", UNEVEN, ADAMW),
-    "data 2, a bucket a parameter": row(data_plan(2, bucket_bytes=1), "gpt with unused", SHORT),
+    "data 2, a bucket per parameter": row(data_plan(2, bucket_bytes=1), "gpt with unused", SHORT),
     "data 2, convnet": row(data_plan(2), "convnet", UNEVEN),
     "data 2, convnet, 2 microbatches": row(data_plan(2, microbatches=2, clip_norm=0.1), "convnet", SHORT),
     "data 2, convnet, 3 microbatches": row(data_plan(2, microbatches=3), "convnet", (13, 5, 2)),
     "data 2, frozen convnet": row(data_plan(2, bucket_bytes=500), "frozen convnet", UNEVEN, ADAMW),
     "data 2, biased convnet": row(data_plan(2), "biased convnet", UNEVEN * 2, ADAMW),
     "data 2, group norm": row(data_plan(2, microbatches=2), "group-normed convnet", UNEVEN),
-    # data 3: nothing divides by it
+    # data 3: batches do not divide evenly
     "data 3": row(data_plan(3, microbatches=2), "rotary tied gpt", (8, 2, 7)),
     # data 4
     "data 4": row(data_plan(4), "grouped gpt", EVEN),
@@ -188,7 +188,7 @@ CASES = {
     "data 4, unused": row(data_plan(4), "gpt with unused", SHORT),
     "data 4, convnet": row(data_plan(4, clip_norm=0.1), "convnet", UNEVEN),
     "data 4, convnet, 2 microbatches": row(data_plan(4, microbatches=2), "convnet", SHORT),
-    # ZeRO 1: the optimizer's work is shared out
+    # ZeRO 1: optimizer state is sharded
     "zero 1, forced on one rank": row(data_plan(1, shard=ONE, microbatches=2), "rotary tied gpt", UNEVEN, ADAMW),
     "zero 1, data 2": row(data_plan(2, shard=ONE), "rotary tied gpt", UNEVEN, ADAMW),
     "zero 1, data 2, clipped, unused": row(data_plan(2, shard=ONE, clip_norm=0.1), "gpt with unused", SHORT, ADAMW),
@@ -197,8 +197,8 @@ CASES = {
     ),
     "zero 1, data 2, convnet": row(data_plan(2, shard=ONE, microbatches=2), "convnet", UNEVEN),
     "zero 1, data 3": row(data_plan(3, shard=ONE, microbatches=2), "learned untied gpt", (8, 2, 7), ADAMW),
-    "zero 1, data 4, a bucket a parameter": row(data_plan(4, shard=ONE, bucket_bytes=1), "gpt with unused", SHORT),
-    # ZeRO 2: gradients too
+    "zero 1, data 4, a bucket per parameter": row(data_plan(4, shard=ONE, bucket_bytes=1), "gpt with unused", SHORT),
+    # ZeRO 2: gradients are sharded too
     "zero 2, forced on one rank": row(data_plan(1, shard=TWO, microbatches=2), "rotary tied gpt", UNEVEN, ADAMW),
     "zero 2, data 2": row(data_plan(2, shard=TWO), "rotary tied gpt", EVEN, ADAMW),
     "zero 2, data 2, 3 microbatches, clipped": row(
@@ -208,10 +208,10 @@ CASES = {
     "zero 2, data 2, frozen convnet": row(data_plan(2, shard=TWO, bucket_bytes=500), "frozen convnet", UNEVEN, ADAMW),
     "zero 2, data 3": row(data_plan(3, shard=TWO, microbatches=2, clip_norm=0.2), "frozen gpt", (8, 2, 7)),
     "zero 2, data 4": row(data_plan(4, shard=TWO, microbatches=2), "grouped gpt", SHORT, ADAMW),
-    # ZeRO 3: and the parameters themselves
+    # ZeRO 3: parameters are sharded too
     "zero 3, forced on one rank": row(data_plan(1, shard=THREE), "rotary tied gpt", UNEVEN, ADAMW),
     "zero 3, data 2": row(data_plan(2, shard=THREE), "rotary tied gpt", UNEVEN, ADAMW),
-    "zero 3, data 2, 3 microbatches a step": row(
+    "zero 3, data 2, 3 microbatches, reshard step": row(
         data_plan(2, shard=THREE, microbatches=3, clip_norm=0.1), "learned untied gpt", UNEVEN
     ),
     "zero 3, data 2, 3 microbatches": row(
@@ -281,7 +281,7 @@ CASES = {
     "zero-bubble 2, recompute": row(
         recomputing("selective", pipeline_plan(2, schedule="zero-bubble", microbatches=3)), "deep gpt", SHORT
     ),
-    # split layers
+    # tensor parallelism
     "tensor 2": row(tensor_plan(2, clip_norm=0.1), "rotary tied gpt", SHORT, ADAMW),
     "tensor 2, 3 microbatches": row(tensor_plan(2, microbatches=3, sequence=True), "learned untied gpt", UNEVEN),
     "tensor 2, unused": row(tensor_plan(2, microbatches=2), "gpt with unused", UNEVEN, ADAMW),
@@ -320,7 +320,7 @@ CASES = {
         outermost("tensor", tensor_plan(2, data=2, shard=TWO, sequence=True)), "rotary tied gpt", SHORT
     ),
     "sockets, tensor 2, data 2": row(tensor_plan(2, data=2, transport="c10d", sequence=True), "grouped gpt", SHORT),
-    # sequences
+    # sequence parallelism
     "ring 2": row(sequence_plan(ring=2, clip_norm=0.1), "rotary tied gpt", SHORT, ADAMW),
     "ring 2, contiguous, 3 microbatches": row(
         sequence_plan(ring=2, layout="contiguous", microbatches=3), "learned untied gpt", UNEVEN
@@ -373,7 +373,7 @@ CASES = {
     "ring 2, convnet, recompute in part": row(recomputing("selective", sequence_plan(ring=2)), "convnet", SHORT),
     "ring 2, convnet, recompute": row(recomputing("full", sequence_plan(ring=2)), "convnet", SHORT),
     "sockets, ring 2, ulysses 2": row(sequence_plan(ring=2, ulysses=2, transport="c10d"), "grouped gpt", SHORT),
-    # the examples; those that do not give one process's answer have tests of their own
+    # the examples; those whose results differ from one process's have their own tests
     **{
         f"examples/{path.name}": row(plan, example_model(path.stem, plan), UNEVEN)
         for path in EXAMPLES.glob("*.toml")
@@ -433,7 +433,7 @@ LONG_ROWS = {
     "alone, convnet, 2 microbatches",
     "data 2",
     "data 2, 3 microbatches",
-    "data 2, a bucket a parameter",
+    "data 2, a bucket per parameter",
     "data 2, convnet",
     "data 2, convnet, 3 microbatches",
     "data 4",
@@ -469,14 +469,14 @@ LONG_ROWS = {
     "ring 2, ulysses 2, data 2, zero 3",
     "ring 2, pipeline 2, tensor 2",
 }
-"""Others have all that these have, in other company."""
+"""Rows whose features other rows cover in other combinations."""
 
 
 IN_SINGLE = {f"examples/{name}.toml" for name in ("data-parallel", "zero", "tensor-pipeline")}
 
 
 def is_sampled(case: Case) -> bool:
-    """Whether the sample of `test_combinations.py` has all that is in a row, in other company."""
+    """True if the sample of `test_combinations.py` covers the features of a row in other combinations."""
     return max(case.plan.axes.sizes.values()) == 2 and case.model in SAMPLED_MODELS
 
 
@@ -484,8 +484,7 @@ SAMPLED_MODELS = {"rotary tied gpt", "learned untied gpt", "grouped gpt", "convn
 
 
 def runs() -> list[Any]:
-    """Every row in float64, where mistakes show, and in float32; in the short run only few go through the ten steps of
-    float32."""
+    """Every row in float64, where errors show, and in float32; the short run has only a few float32 rows."""
     assert LONG_ROWS <= CASES.keys()
     found = []
     for name, case in CASES.items():

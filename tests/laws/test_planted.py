@@ -1,4 +1,4 @@
-"""A wrong factor in any axis, and other mistakes: `verify` must fail, and name the axis, from values alone."""
+"""A wrong factor in any axis, and other faults: `verify` must fail and name the axis from values alone."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ TENSOR_BACKWARD = in_exchange("weft.parallel.tensor.functions.all_reduce", 2.0, 
 def test_tensor() -> None:
     first = find(tensor_plan(2), TENSOR_BACKWARD)
     assert (first.what, first.cause.kind, first.cause.axes) == ("gradient", "factor", ("tensor",))
-    assert first.name == "norm.weight", "the head is shared out too, and this is right behind it"
+    assert first.name == "norm.weight", "the head is sharded too, and this is next to it"
 
 
 @ranks(4)
@@ -98,7 +98,7 @@ def test_data_and_not_tensor_of_the_same_degree() -> None:
 
 @ranks(2)
 def test_tensor_forward() -> None:
-    """A row layer's results are too large: the loss is off, and no factor is left to see, but one axis is there."""
+    """A row layer's results are too large: the loss is off by no visible factor, but only one axis communicates."""
     first = find(tensor_plan(2), in_exchange("weft.parallel.tensor.functions.all_reduce", 2.0, axis="tensor"))
     assert (first.what, first.phase, first.cause.axes) == ("loss", "forward", ("tensor",))
     assert "these exchange in a forward pass: tensor" in first.cause.text
@@ -138,13 +138,13 @@ def test_ulysses() -> None:
 
 @ranks(4)
 def test_ring_times_ulysses() -> None:
-    """Each rank's part counted as if it were whole: no axis has that degree, two together have."""
+    """The factor is the degree of two axes together, and of neither alone."""
     first = find(sequence_plan(ring=2, ulysses=2), scaled(4.0))
     assert first.cause.kind == "factor" and "[axes] ring × [axes] ulysses" in first.cause.text
     assert set(first.cause.axes) == {"ring", "ulysses"}
 
 
-# ---- other mistakes ----
+# ---- other faults ----
 
 
 @ranks(2)
@@ -161,7 +161,7 @@ def test_data_that_was_not_summed_beside_tensor() -> None:
     def plant(patch: Patch, trainer: Trainer) -> None:
         sync, finish = trainer.sync, trainer.sync.finish
         assert isinstance(sync, AllReduce)
-        sync._launch_full = lambda: None  # type: ignore[method-assign]  # nothing leaves before the backward pass ends
+        sync._launch_full = lambda: None  # type: ignore[method-assign]  # nothing is sent before the backward pass ends
 
         def finish_without(*args: Any, **kwargs: Any) -> Any:
             kept = [piece.tensor.grad.clone() for piece in sync.pieces]
@@ -227,7 +227,7 @@ def test_a_share_that_went_to_the_wrong_rank() -> None:
 
 @ranks(2)
 def test_weights_that_were_not_published() -> None:
-    """ZeRO: the optimizer updates its part, and nobody gathers it."""
+    """ZeRO: the optimizer updates its shard, and no rank gathers it."""
 
     def forget(patch: Patch, trainer: Trainer) -> None:
         trainer.sync.publish = lambda: None  # type: ignore[method-assign]

@@ -1,8 +1,8 @@
-"""Exchanges that are still to come fit where they will stand: between replicas, around whatever sums inside of one.
+"""Future exchanges between replicas work with every method inside a replica.
 
-Two stand-ins are written against the contract of `sync/base.py` alone: replicas that train by themselves and meet every
-second step, and replicas that send each other rounded gradients. Each must equal its own rule, carried out in plain
-torch, when inside a replica layers, tokens, blocks or training state are shared out.
+Two stand-ins use only the contract of `sync/base.py`: replicas that train separately and average their weights every
+second step, and replicas that exchange rounded gradients. Each must equal its own rule in plain torch while layers,
+tokens, blocks or training state are sharded inside a replica.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PLANS = {
 
 
 class Between:
-    """A sync inside of a replica, and what its rank exchanges with its counterparts in the others."""
+    """A sync inside a replica, and this rank's exchange with its counterparts in the other replicas."""
 
     def __init__(self, inside: Sync, mesh: Mesh) -> None:
         self.inside = inside
@@ -71,8 +71,8 @@ class Between:
         return Totals(loss_sum=sums[0], count=sums[1], norm=totals.norm)
 
 
-class Barrier(Between):
-    """Replicas that take the mean of their weights now and then."""
+class Averaging(Between):
+    """Replicas that average their weights every few steps."""
 
     num_updates = 0
 
@@ -86,7 +86,7 @@ class Barrier(Between):
 
 
 class Rounding(Between):
-    """Replicas that add up gradients of few digits."""
+    """Replicas that sum rounded gradients."""
 
     def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool) -> Totals:
         totals = super().finish(loss_sum, count, with_norm=with_norm)
@@ -101,7 +101,7 @@ def rounded(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.mul_(GRAINS).round_().div_(GRAINS)
 
 
-def meeting_alone(models: list[nn.Module], step: int) -> None:
+def averaging_alone(models: list[nn.Module], step: int) -> None:
     if step % EVERY == 0:
         for same in zip(*(model.parameters() for model in models), strict=True):
             mean = torch.stack([parameter.detach() for parameter in same]).mean(0)
@@ -117,7 +117,7 @@ def rounding_alone(models: list[nn.Module]) -> None:
 
 
 def train_replicas(batches: list[Batch], kind: type[Between]) -> list[nn.Module]:
-    """The rule of a stand-in: every replica in plain torch, on its part of each batch."""
+    """Train every replica in plain torch on its part of each batch, by the rule of a stand-in."""
     torch.manual_seed(1)
     models: list[nn.Module] = [small_model() for _ in range(NUM_REPLICAS)]
     for model in models[1:]:
@@ -134,8 +134,8 @@ def train_replicas(batches: list[Batch], kind: type[Between]) -> list[nn.Module]
             rounding_alone(models)
         for optimizer in optimizers:
             optimizer.step()
-        if kind is Barrier:
-            meeting_alone(models, step)
+        if kind is Averaging:
+            averaging_alone(models, step)
     return models
 
 
@@ -148,7 +148,7 @@ def only_inside(mesh: Mesh) -> tuple[Group, list[Group]]:
 
 
 @ranks(4)
-@pytest.mark.parametrize("kind", [Barrier, Rounding])
+@pytest.mark.parametrize("kind", [Averaging, Rounding])
 @pytest.mark.parametrize("name", PLANS)
 def test_what_replicas_exchange_is_independent_of_what_is_inside(name: str, kind: type[Between]) -> None:
     batches = [token_batch(8, seed=seed) for seed in range(NUM_STEPS)]

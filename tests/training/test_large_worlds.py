@@ -186,7 +186,7 @@ def test_what_is_half_imagined_is_refused() -> None:
 
 # ---- 70B ----
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "imagine_70b.py"
+SCRIPT = Path(__file__).parents[1] / "helpers" / "fake_world_70b.py"
 
 
 def run_70b(kind: str, rank: int, plan: dict[str, Any]) -> dict[str, Any]:

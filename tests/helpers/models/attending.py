@@ -1,4 +1,4 @@
-"""Small transformers as people write them, which know positions, masks and attention each in their own way."""
+"""Small transformers that differ in positions, masks and attention code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOCABULARY, HIDDEN, HEADS, CONTEXT = 17, 16, 4, 16
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP; `way` says how attention is computed."""
+    """Pre-norm attention and MLP; `way` selects how attention is computed."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """`where` says how tokens know their places: module, table, learned table, hidden, shift or not at all."""
+    """`where` selects the source of positions: module, table, learned table, hidden, shift or none."""
 
     def __init__(self, way: str = "causal", where: str = "none", *, checkpoints: bool = False) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Answer:
 
 
 class Wrapped(nn.Module):
-    """A transformer of torch's own layers, whose answer is in an object, as many return it."""
+    """A transformer of torch's own layers that returns its output in an object."""
 
     def __init__(self, *, in_object: bool = False) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Wrapped(nn.Module):
 
 
 class RotaryInside(nn.Module):
-    """A usual GPT with the usual first values, which turns queries and keys by places it takes from their shape."""
+    """A GPT with usual initial values and rotary positions taken from the shape of queries and keys."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class RotaryInside(nn.Module):
 
 
 class NanoAttention(nn.Module):
-    """As nanoGPT writes it: sizes are taken from the input and given to view."""
+    """Attention as in nanoGPT: sizes are read from the input and passed to view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class NanoGPT(nn.Module):
 
 
 class Lengths(nn.Module):
-    """Makes its mask of padding from the lengths of the samples, by places it counts itself."""
+    """Makes its padding mask from the lengths of the samples and its own positions."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -74,7 +74,7 @@ def batch_of(family: str, num_samples: int, *, seed: int = 0) -> tuple[Any, Tens
 
 
 def padded(tokens: Tensor, targets: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """The last sample without its first tokens, the first without its last."""
+    """A padding mask: the last sample lacks its first tokens, the first its last."""
     mask = torch.ones_like(tokens)
     mask[0, 5:], mask[-1, :3] = 0, 0
     return {"input_ids": tokens, "attention_mask": mask}, targets.masked_fill(mask == 0, -100)

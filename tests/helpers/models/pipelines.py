@@ -1,4 +1,4 @@
-"""Plans with a pipeline in one line, and the models that are awkward to cut, for tests of pipelines."""
+"""Short constructors of plans with a pipeline, and models that are hard to cut, for tests of pipelines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pipeline_plan(
     compiled: bool = False,
     transport: str | None = None,
 ) -> Plan:
-    """A plan with as many microbatches as stages, unless it is said."""
+    """A plan with as many microbatches as stages by default."""
     wire = {} if transport is None else {"transport": transport}
     return Plan(
         axes=Axes(data=data, pipeline=pipeline),
@@ -54,7 +54,7 @@ def vector_batch(num_samples: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 class Block(nn.Module):
-    """Two layers and a norm beside a shortcut."""
+    """Two layers and a norm with a residual connection."""
 
     def __init__(self, hidden: int = HIDDEN) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Stem, blocks, head; what happens between them is the subclasses' idea."""
+    """Stem, blocks, head; subclasses connect them."""
 
     def __init__(self, num_blocks: int = 4, **extra: Any) -> None:
         super().__init__()

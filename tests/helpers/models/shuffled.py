@@ -1,4 +1,4 @@
-"""Small Hugging Face models whose tokens are shuffled, like those of a rank, and attention that puts them in order."""
+"""Small Hugging Face models on shuffled tokens, like those of a rank, and attention that restores their order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.plan.partition.sequence import make_places
 
 NUM_TOKENS, VOCABULARY = 12, 30
 ORDER = torch.tensor([0, 1, 2, 9, 10, 11, 3, 4, 5, 6, 7, 8])
-"""Of the tokens: those of two ranks in a zigzag, one after the other."""
+"""Order of the tokens: those of two zigzag ranks, one after the other."""
 
 SIZES: dict[str, Any] = dict(
     vocab_size=VOCABULARY, hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4,
@@ -102,7 +102,7 @@ def switched_on(model: nn.Module, now: Pass) -> Iterator[Shuffled]:
 
 
 def shuffled_logits(model: Any, inputs: Any) -> Tensor:
-    """Of the tokens in their right order."""
+    """Output for the tokens in their right order."""
     read = inputs_of(model, inputs)
     assert read is not None
     ours = {name: value[:, ORDER] if name in read.along else value for name, value in read.inputs.items()}
@@ -113,7 +113,7 @@ def shuffled_logits(model: Any, inputs: Any) -> Tensor:
 
 
 class Wrapped(nn.Module):
-    """A model inside a module of the user's."""
+    """A model inside a user's module."""
 
     def __init__(self, model: nn.Module, **given: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models of kinds that weft knows nothing of: transformers and convolution nets as others write them, with no hints."""
+"""Models that declare nothing to weft: transformers and convolutional nets in others' styles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ B, T, C, H, G, D, V = 2, 6, 24, 6, 3, 4, 40
 
 
 class NanoAttention(nn.Module):
-    """As nanoGPT writes it."""
+    """Attention as in nanoGPT."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class PlainMLP(nn.Module):
 
 
 class Norm(nn.Module):
-    """Root mean square, by hand."""
+    """RMS norm, hand-written."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def repeat_kv(x: Tensor, times: int) -> Tensor:
 
 
 class LlamaAttention(nn.Module):
-    """Grouped heads, norms of queries and keys, rotations."""
+    """Attention with grouped heads, norms of queries and keys, and rotary positions."""
 
     def __init__(self, key_heads: int = G, how: str = "repeat_kv") -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class LlamaAttention(nn.Module):
 
 
 class GroupedEinsum(nn.Module):
-    """Query heads of a key head in a dim of their own."""
+    """Attention in which the query heads of a key head have their own dim."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class GatedMLP(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """One projection, in several orders of its features."""
+    """Attention with one fused projection, in several orders of its features."""
 
     def __init__(self, order: str) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class FusedAttention(nn.Module):
 
 
 class LoRA(nn.Module):
-    """A frozen projection with a narrow path beside it."""
+    """A frozen projection with a low-rank adapter."""
 
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class LoRAAttention(LlamaAttention):
 
 
 class BiasedAttention(nn.Module):
-    """Slopes by head in a buffer, a scale by head, a learned bias by head."""
+    """Attention with slopes per head in a buffer, a scale per head and a learned bias per head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class BiasedAttention(nn.Module):
 
 
 class PalmBlock(nn.Module):
-    """Attention with one key head and an MLP, all of one fused projection, beside each other."""
+    """Attention with one key head and an MLP in parallel, both from one fused projection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class PalmBlock(nn.Module):
 
 
 class Residual(nn.Module):
-    """A block of two halves."""
+    """A block of attention and MLP."""
 
     def __init__(self, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class Residual(nn.Module):
 
 
 class Language(nn.Module):
-    """Tokens to logits."""
+    """Maps tokens to logits."""
 
     def __init__(self, *blocks: nn.Module, tied: bool = False) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ class Language(nn.Module):
 
 
 class Vision(nn.Module):
-    """Patches to classes."""
+    """Maps patches to classes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class Vision(nn.Module):
 
 
 class AlexNet(nn.Module):
-    """Two towers that meet now and then."""
+    """Two towers of grouped convolutions, joined in the third layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ class AlexNet(nn.Module):
 
 
 class Separable(nn.Module):
-    """Convolutions of each channel by itself, norms of every kind, a slope by channel."""
+    """Depthwise convolutions, norms of every kind, a slope per channel."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,14 +1,14 @@
-"""Mixed precision by hand, in one process and plain torch, and how far sums in other orders and formats may be from it.
+"""Mixed precision by hand, in one process and plain torch, and error bounds for sums in other orders and formats.
 
 The loop (`ByHand`) keeps float32 masters, runs the model on a 16-bit copy of them and updates the masters with AdamW.
-Given the same microbatches, each backward pass gives the same 16-bit gradients as on the ranks, to the bit. What may
-differ is their sum: every addition and every change of format rounds by at most `UNIT` of that format. The loop adds up
-in float64, and adds up sizes beside it, so the bound on a sum's error is exact and holds for each entry:
+Given the same microbatches, each backward pass gives the same 16-bit gradients as on the ranks, to the bit. Only
+their sum may differ: every addition and every change of format rounds by at most `UNIT` of that format. The loop sums
+in float64, and also sums absolute values, so the bound on a sum's error is exact and holds for each entry:
 
-    |error| <= sum over formats of (roundings in it that a term meets on its way x its UNIT) x sum of |terms|
+    |error| <= sum over formats of (number of roundings of a term in it x its UNIT) x sum of |terms|
 
-After a step the loop can go on from the trainer's masters: a last bit that falls on the other side of a rounding to 16
-bits would be a difference of 2**-8 afterwards, and would hide what the comparison looks for.
+After a step the loop can continue from the trainer's masters: a last bit that falls on the other side of a rounding to
+16 bits would become a difference of 2**-8, and would hide real errors.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from weft.training.trainer import Trainer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
-"""The largest relative error of one rounding: half the distance of neighbours, for 24, 8 and 11 significant bits."""
+"""Largest relative error of one rounding: half the distance of neighbours, for 24, 8 and 11 significant bits."""
 SMALLEST = {"fp32": 2.0**-149, "bf16": 2.0**-133, "fp16": 2.0**-24}
-"""The smallest number above zero. A rounding below the normal range is off by half of it at most."""
+"""Smallest number above zero. A rounding below the normal range is off by at most half of it."""
 LR, EPS = 1e-2, 1e-3
-"""A large epsilon: Adam divides by the size of a gradient, and would make nothing of one entry's rounding too large."""
+"""A large epsilon: Adam divides by the size of a gradient, and would amplify the rounding of small entries."""
 SHARDS = ["nothing", "optimizer", "gradients", "parameters"]
 
 
@@ -48,7 +48,7 @@ def mixed(plan: Plan, **fields: Any) -> Plan:
 
 
 def whole(trainer: Trainer, part_of: Callable[[Held], Tensor | None]) -> dict[str, Tensor]:
-    """Something of every parameter, whole, on every rank."""
+    """A tensor per parameter, whole, on every rank."""
     held = held_parameters(trainer.named_model, trainer.sync, trainer.layouts)
     return {name: tensor.clone() for name, tensor in whole_tensors(held, trainer.mesh, lambda name, one: part_of(one))}
 
@@ -62,7 +62,7 @@ def gradients(trainer: Trainer) -> dict[str, Tensor]:
 
 
 class ByHand:
-    """float32 masters and a 16-bit copy of the model, on one process."""
+    """float32 masters and a 16-bit copy of the model, in one process."""
 
     def __init__(self, model: nn.Module, compute: torch.dtype, *, scale: float = 1.0, clip_norm: float = 0.0) -> None:
         self.masters = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
@@ -116,7 +116,7 @@ class ByHand:
 
 
 def worst_excess(trainer: Trainer, by_hand: ByHand, roundings: dict[str, int]) -> float:
-    """How far gradients and masters are off, relative to how far they may be; at most 1 if all is well."""
+    """Errors of gradients and masters relative to their bounds; at most 1 on success."""
     worst = 0.0
     relative = math.prod((1 + UNIT[name]) ** times for name, times in roundings.items()) - 1
     absolute = sum(times * SMALLEST[name] for name, times in roundings.items()) / by_hand.scale
@@ -125,7 +125,7 @@ def worst_excess(trainer: Trainer, by_hand: ByHand, roundings: dict[str, int]) -
     for name, expected in by_hand.sums.items():
         bound = relative * by_hand.sizes[name] + absolute
         worst = max(worst, float(((found[name].double() - expected).abs() / bound).max()))
-        # m / (sqrt(v) + eps) moves by at most 3 / eps of what all its gradients so far are off, since |m| < 2 sqrt(v)
+        # m / (sqrt(v) + eps) moves by at most 3 / eps times the error of its gradients so far, since |m| < 2 sqrt(v)
         # in the first steps; weight decay and the addition round in float32.
         master = by_hand.masters[name].detach().double()
         allowed = 3 * LR / EPS * bound.max() + 4 * UNIT["fp32"] * (master.abs() + LR)

@@ -1,7 +1,7 @@
-"""Models split as regions say, every rank's share run beside the others in one process.
+"""Models split by regions, with the shards of all ranks run in one process.
 
-Ranks are threads that meet where real ones would exchange. What they make, and the gradients of every weight put
-together again, must be the whole model's.
+Ranks are threads that exchange where real ranks would. Their outputs, and the gathered gradients of every weight, must
+equal the whole model's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.plan.partition.tensor import Cut, Region, entries, region_shares, shar
 
 
 class Barrier:
-    """Where the ranks add up what they have."""
+    """An all-reduce between the threads."""
 
     def __init__(self, tensor: int) -> None:
         self.barrier = threading.Barrier(tensor, timeout=60)
@@ -37,7 +37,7 @@ class Barrier:
 
 
 class Spread(torch.autograd.Function):
-    """Whole going in; gradients of shares are added up coming back."""
+    """Identity forward, sum of the ranks' gradients backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, meeting: Barrier, rank: int) -> Tensor:
@@ -51,7 +51,7 @@ class Spread(torch.autograd.Function):
 
 
 class Add(torch.autograd.Function):
-    """Shares are added up going in; the gradient of a sum is everybody's coming back."""
+    """Sum over ranks forward, identity backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, meeting: Barrier, rank: int) -> Tensor:
@@ -136,7 +136,7 @@ class Rank:
         layer.forward = forward
 
     def _cut(self, cut: Cut) -> None:
-        if cut.name in self.ranges:  # tied, and cut under its other name
+        if cut.name in self.ranges:  # tied, and cut under another name
             return
         ranges = entries(cut, self.shared, self.out_of)
         self.ranges[cut.name] = cut.dim, ranges
@@ -145,7 +145,7 @@ class Rank:
         whole.data = torch.cat([whole.data.narrow(cut.dim, start, stop - start) for start, stop in ranges], cut.dim)
 
     def run(self, inputs: Sequence[Tensor], cotangent: Tensor, is_split: bool) -> Tensor:
-        """The output; gradients are in the model."""
+        """Run forward and backward; returns the output, gradients are in the model."""
         output: Tensor = self.model(*inputs)
         if is_split:
             start = self.meeting_start(output.shape[-1])
@@ -160,7 +160,7 @@ class Rank:
 
 
 def run_split(model: nn.Module, regions: Sequence[Region], tensor: int, *inputs: Tensor) -> float:
-    """The largest difference between the split model and the whole one: of outputs, gradients and buffers."""
+    """Largest difference between the split model and the whole one, in outputs, gradients and buffers."""
     whole = copy.deepcopy(model)
     output = whole(*inputs)
     torch.manual_seed(1)
@@ -191,7 +191,7 @@ def run_split(model: nn.Module, regions: Sequence[Region], tensor: int, *inputs:
 
 
 def _worst_difference(whole: nn.Module, ranks: Sequence[Rank], partial: frozenset[str]) -> float:
-    """Of gradients and buffers, put together again."""
+    """Largest difference of gathered gradients and buffers."""
     worst = 0.0
     for name, parameter in whole.named_parameters():
         mine = [dict(rank.model.named_parameters())[name] for rank in ranks]
@@ -215,7 +215,7 @@ def _worst_difference(whole: nn.Module, ranks: Sequence[Rank], partial: frozense
 
 
 def _put(total: Tensor, part: Tensor, where: tuple[int, tuple[tuple[int, int], ...]] | None) -> None:
-    """Add a rank's part to the whole; parts that several ranks have add up."""
+    """Add a rank's shard to the whole; replicated shards are summed."""
     if where is None:
         total += part
         return

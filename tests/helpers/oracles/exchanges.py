@@ -1,7 +1,7 @@
-"""Every exchange there is, on a chosen transport, with tensors in chosen places, and what each must give.
+"""Every exchange, on a chosen transport, with tensors in chosen places, and its expected result.
 
-What it gives through shared memory is known to the bit: terms are added in the order of ranks, 16-bit numbers in
-float32 and rounded once. Over gloo it is the same to rounding, and the same from run to run.
+Results through shared memory are known to the bit: terms are added in the order of ranks, 16-bit numbers in
+float32 and rounded once. Over gloo they are the same to rounding, and the same from run to run.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ HALVES = (torch.bfloat16, torch.float16)
 GLOO_DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8,
 )  # fmt: skip
-"""Those that gloo can add up too."""
+"""Dtypes that gloo can sum too."""
 DTYPES = (*GLOO_DTYPES, torch.int16, torch.complex64)
 PLACES = ("slots", "arena", "mixed")
-"""The memory of a rank's tensors: ordinary, an arena, or one on some ranks and the other on others."""
+"""Places of a rank's tensors: ordinary memory, an arena, or mixed over the ranks."""
 _ROOM_BYTES = 2**28
 
 
@@ -61,7 +61,7 @@ def kept_group(transport: str, ways: Sequence[Way] = WAYS) -> tuple[Group, Buffe
 
 
 def values(rank: int, numel: int, dtype: torch.dtype, salt: int = 0) -> Tensor:
-    """Different on every rank; of very different sizes, so that every order of additions rounds differently."""
+    """Values that differ per rank and vary widely in size, so that every order of additions rounds differently."""
     generator = torch.Generator().manual_seed(1000 * salt + rank)
     if not dtype.is_floating_point and not dtype.is_complex:
         return torch.randint(-40 if dtype.is_signed else 0, 40, (numel,), generator=generator).to(dtype)
@@ -70,7 +70,7 @@ def values(rank: int, numel: int, dtype: torch.dtype, salt: int = 0) -> Tensor:
 
 
 def true_sum(terms: Sequence[Tensor], wide: torch.dtype | None = None) -> Tensor:
-    """Added in the order of ranks; 16-bit numbers in float32; rounded once, to `wide` or to what they were."""
+    """Sum in the order of ranks, 16-bit numbers in float32, rounded once, to `wide` or to their own dtype."""
     own = terms[0].dtype
     finest = torch.promote_types(own, wide or own)
     total = terms[0].to(torch.float32 if finest in HALVES else finest)
@@ -80,7 +80,7 @@ def true_sum(terms: Sequence[Tensor], wide: torch.dtype | None = None) -> Tensor
 
 
 def placed(tensor: Tensor, group: Group, room: BufferAllocator, place: str, offset: int) -> Tensor:
-    """A copy that lies in a place, `offset` elements after the beginning of some memory."""
+    """A copy in a place, `offset` elements after the beginning of some memory."""
     in_arena = place == "arena" or (place == "mixed" and group.index % 2 == 1)
     numel = tensor.numel() + offset
     memory = room.empty(numel, tensor.dtype) if in_arena else torch.empty(numel, dtype=tensor.dtype)
@@ -130,7 +130,7 @@ def results_of(
 
 
 def truths_of(size: int, me: int, numel: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The same, computed here."""
+    """Expected results, computed locally."""
     root = (numel + 1) % size
     table = [values(rank, numel, dtype) for rank in range(size)]
     longs = [values(rank, numel * size, dtype, salt=1) for rank in range(size)]
@@ -168,7 +168,7 @@ def assert_same_to_rounding(found: dict[str, Tensor], true: dict[str, Tensor], s
         if not tensor.is_floating_point():
             assert torch.equal(found[name], tensor), name
             continue
-        # A sum of n terms, each of at most this size, is rounded n times at most, in the coarser of two dtypes.
+        # A sum of n terms of at most this size is rounded at most n times, in the coarser of two dtypes.
         largest = max(4000.0 * size, 1.0)
         coarsest = max(torch.finfo(found[name].dtype).eps, torch.finfo(true["sum"].dtype).eps)
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=largest * size * coarsest, msg=name)

@@ -1,4 +1,4 @@
-"""A model on images split by rows, held against the same model alone: outputs, gradients and running statistics."""
+"""A model on images split by rows, compared with one process: outputs, gradients and running statistics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def images(height: int, *, channels: int = 3, samples: int = 2, width: int = 11)
 
 
 def graded(call: Callable[[Tensor], Tensor], model: nn.Module, inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output, and gradients of a loss that tells all its entries apart; those of the inputs under "inputs"."""
+    """The output, and gradients of a loss that weights its entries differently; those of the inputs under "inputs"."""
     inputs = inputs.clone().requires_grad_()
     output = call(inputs)
     weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
@@ -38,7 +38,7 @@ def graded(call: Callable[[Tensor], Tensor], model: nn.Module, inputs: Tensor) -
 
 
 def check(model: nn.Module, inputs: Tensor, num_ranks: int) -> None:
-    """What is counted once for each rank is divided by their number, as a trainer does with losses and samples."""
+    """Compare the split model with the whole one; every rank has the whole loss, so summed gradients are divided."""
     torch.manual_seed(1)
     model = model.double()
     alone, group = copy.deepcopy(model), rows_group(num_ranks)
@@ -53,7 +53,7 @@ def check(model: nn.Module, inputs: Tensor, num_ranks: int) -> None:
     for name, gradient in found.items():
         summed = gradient.clone()
         all_reduce(summed, group)
-        scale = max(float(true[name].abs().max()), 1e-3 * largest, 1e-9)  # a bias before a norm has none but rounding
+        scale = max(float(true[name].abs().max()), 1e-3 * largest, 1e-9)  # a bias before a norm has only rounding
         off = float((summed / num_ranks - true[name]).abs().max()) / scale
         assert off < 1e-10, f"gradient of {name} is off by {off:.1e}"
     for (name, ours), theirs in zip(model.named_buffers(), alone.buffers(), strict=True):

@@ -1,8 +1,8 @@
-"""A training loop without any of weft, and small models, for tests that hold weft's trainer against plain torch.
+"""A training loop in plain torch, and small models, for tests that compare weft's trainer with it.
 
-`train_alone` sees whole batches, never a microbatch or a rank; `train_parallel` is given each rank's part of the same
-batches. Both say what they saw after every step, and `assert_same` compares the two. A loss here returns (sum, count),
-which is how one process would average over everything; what a trainer is given instead is the test's choice.
+`train_alone` sees whole batches, never a microbatch or a rank; `train_parallel` gets each rank's part of the same
+batches. Both record every step, and `assert_same` compares the two. A loss here returns (sum, count),
+from which one process averages over everything; the test chooses the trainer's loss.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def data_plan(
     replicate: int = 1,
     transport: str | None = None,
 ) -> Plan:
-    """A plan of data parallelism, its fields in one line; the transport is the tests' own unless it is said."""
+    """A plan of data parallelism from keyword arguments; the default transport is the test run's."""
     wire = {} if transport is None else {"transport": transport}
     return Plan(
         axes=Axes(data=data, replicate=replicate),
@@ -69,7 +69,7 @@ def pipeline_plan(
     data: int = 1,
     **settings: Any,
 ) -> Plan:
-    """A plan of a pipeline, its fields in one line; the rest as for `data_plan`."""
+    """A plan of a pipeline from keyword arguments; the rest as for `data_plan`."""
     return dataclasses.replace(
         data_plan(data, **settings),
         axes=Axes(pipeline=pipeline, data=data),
@@ -78,7 +78,7 @@ def pipeline_plan(
 
 
 def tensor_plan(tensor: int, *, data: int = 1, pipeline: int = 1, sequence: bool = False, **settings: Any) -> Plan:
-    """A plan that splits layers, its fields in one line; the rest as for `data_plan`, or `pipeline_plan`."""
+    """A tensor-parallel plan from keyword arguments; the rest as for `data_plan` or `pipeline_plan`."""
     if pipeline == 1:
         plan = data_plan(data, **settings)
     else:
@@ -98,7 +98,7 @@ def sequence_plan(
     variant: str = "ring",
     **settings: Any,
 ) -> Plan:
-    """A plan whose ranks have parts of every sequence, its fields in one line; the rest as for `tensor_plan`."""
+    """A sequence-parallel plan from keyword arguments; the rest as for `tensor_plan`."""
     plan = tensor_plan(tensor, sequence=split_tokens, **settings)
     return dataclasses.replace(
         plan,
@@ -151,7 +151,7 @@ def look_at(model: nn.Module, loss: float) -> Seen:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum over targets other than -100, and how many there are."""
+    """Sum over targets other than -100, and their number."""
     total = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), reduction="sum")
     return total, (targets != -100).sum()
 
@@ -165,7 +165,7 @@ def train_alone(
     clip_norm: float = 0.0,
     schedule: Callable[[int], float] | None = None,
 ) -> list[Seen]:
-    """One process, whole batches, torch's own clipping and scheduler."""
+    """Train in one process on whole batches, with torch's own clipping and scheduler."""
     chosen = optimizer(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(chosen, schedule) if schedule else None
     seen = []
@@ -209,7 +209,7 @@ def train_on_tokens(trainer: Trainer, num_steps: int) -> list[float]:
 
 
 def kept_bytes(model: nn.Module, forward: Callable[[], object]) -> int:
-    """All memory that a forward pass keeps for the backward pass, besides the parameters'."""
+    """Bytes that a forward pass keeps for the backward pass, without parameters."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
     alive: list[Tensor] = []
@@ -239,7 +239,7 @@ def cut_evenly(batch: Batch, num_ranks: int) -> list[Batch]:
 
 
 def assert_same(mine: Sequence[Seen], theirs: Sequence[Seen], *, tolerance: float = 1e-10) -> None:
-    """Every loss, gradient and weight after every step; a gradient that is None must be None on both sides."""
+    """Compare every loss, gradient and weight after every step; a gradient of None must be None on both sides."""
     assert len(mine) == len(theirs)
     for step, (here, there) in enumerate(zip(mine, theirs, strict=True), start=1):
         assert abs(here.loss - there.loss) <= tolerance * abs(there.loss), f"loss of step {step}"
@@ -282,7 +282,7 @@ def batches_of(*sizes: int) -> list[tuple[Tensor, Tensor]]:
 def check_against_one_process(
     model: nn.Module, plan: Plan, parts: Sequence[Sequence[tuple[Tensor, Tensor]]], **changes: Any
 ) -> None:
-    """Train the model under the plan and a copy of it alone, on the same steps, and compare after every step."""
+    """Train the model under the plan and a copy in one process on the same steps, and compare after every step."""
     alone = copy.deepcopy(model)
     mine = train_parallel(make_trainer(model, plan, **changes), parts)
     whole = [(torch.cat([x for x, _ in step]), torch.cat([y for _, y in step])) for step in parts]

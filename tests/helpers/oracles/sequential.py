@@ -1,9 +1,9 @@
-"""Flush-free pipelines as one process would compute them: the version rules of PipeDream and PipeDream-2BW, in a loop.
+"""Flush-free pipelines in one process: the version rules of PipeDream and PipeDream-2BW, in a loop.
 
-Weights after v updates are `history[v]`. A microbatch's gradient is taken at weights put together from the history,
+Weights after v updates are `history[v]`. A microbatch's gradient is taken at weights assembled from the history,
 stage by stage, in one call of the whole model; torch's own optimizer then updates the newest weights with it. There is
 no pipeline here. The rule itself, which version a gradient is taken at, is that of `verification/delayed_weights.py`,
-by which `weft verify` judges too. Losses are scaled by whoever gives `loss_of`.
+which `weft verify` uses too. Losses are scaled by the caller's `loss_of`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """What a training run leaves."""
+    """History of a training run."""
 
     history: list[Weights]
     """The weights after 0, 1, 2, ... updates."""
     losses: list[float] = field(default_factory=list)
-    """Of each microbatch."""
+    """Loss of each microbatch."""
     gradients: list[Weights] = field(default_factory=list)
-    """What each update was given; a parameter that was not used is left out."""
+    """Gradients of each update, without unused parameters."""
 
 
 class Training:
-    """The newest weights under a torch optimizer, and all weights before them."""
+    """The newest weights under a torch optimizer, and all earlier versions."""
 
     def __init__(self, weights: Mapping[str, Tensor], optimizer: MakeOptimizer) -> None:
         self.heads = {name: nn.Parameter(weight.detach().clone()) for name, weight in weights.items()}
@@ -61,7 +61,7 @@ def pipedream(
     flushes: Collection[int] = (),
     vertical_sync: bool = False,
 ) -> Run:
-    """One update a microbatch. Before the microbatches in `flushes` the pipeline was empty."""
+    """One update per microbatch. Before the microbatches in `flushes` the pipeline was empty."""
     trained, start = Training(weights, optimizer), 0
     for k, microbatch in enumerate(microbatches):
         start = k if k in flushes else start
@@ -78,7 +78,7 @@ def pipedream(
 def two_bw(
     loss_of: LossOf, weights: Mapping[str, Tensor], batches: Sequence[Sequence[Any]], *, optimizer: MakeOptimizer
 ) -> Run:
-    """One update a batch, W(t+1) = W(t) - step(gradient at W(t-1)), summed over the batch's microbatches in order."""
+    """One update per batch, W(t+1) = W(t) - step(gradient at W(t-1)), summed over the batch's microbatches in order."""
     trained = Training(weights, optimizer)
     for t, batch in enumerate(batches):
         summed: Weights = {}
@@ -101,10 +101,10 @@ def without_stashing(
     num_stages: int,
     optimizer: MakeOptimizer,
 ) -> list[float]:
-    """How wrong a pipeline's gradients are if backward passes find the newest weights: relative error a microbatch.
+    """Relative error per microbatch of a pipeline's gradients if backward passes use the newest weights.
 
-    The forward pass uses what `pipedream` does. Wherever autograd kept a weight, the backward pass is given the newest
-    one instead, as it would be if updates wrote over the only copy.
+    The forward pass uses the same weights as `pipedream`. Wherever autograd saved a weight, the backward pass gets the
+    newest one instead, as if updates overwrote the only copy.
     """
     trained, errors = Training(weights, optimizer), []
     for k, microbatch in enumerate(microbatches):
@@ -119,7 +119,7 @@ def without_stashing(
 
 
 def replaced_in_backward(used: Mapping[str, Tensor], newest: Mapping[str, Tensor]) -> Any:
-    """A context in which what autograd keeps of a used weight, or of a view of it, is the newest one's."""
+    """Context in which autograd saves the newest weight in place of a used weight, or of a view of it."""
     name_at = {weight.untyped_storage().data_ptr(): name for name, weight in used.items()}
 
     def pack(kept: Tensor) -> Tensor:
@@ -130,6 +130,6 @@ def replaced_in_backward(used: Mapping[str, Tensor], newest: Mapping[str, Tensor
 
 
 def relative_error(found: Weights, true: Weights) -> float:
-    """Of all gradients together, in the Euclidean norm."""
+    """Relative error of all gradients together, in the Euclidean norm."""
     off = sum(float((found[name] - gradient).square().sum()) for name, gradient in true.items())
     return float((off / sum(float(gradient.square().sum()) for gradient in true.values())) ** 0.5)

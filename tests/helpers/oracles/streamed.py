@@ -1,4 +1,4 @@
-"""Flush-free pipelines on ranks beside the plain loops of `sequential.py`: one model, one stream of batches, both ways.
+"""Flush-free pipelines on ranks against the plain loops of `sequential.py`, on the same model and stream of batches.
 
 A rank checks the weights of its own stage; the plain loop runs on every rank, since it takes milliseconds. Losses are
 compared as sums divided by counts, the way a trainer averages, so that they too are equal to the bit.
@@ -33,7 +33,7 @@ OPTIMIZERS = {"sgd": SGD, "adamw": ADAMW}
 
 
 class Block(nn.Module):
-    """A bit of everything whose backward pass needs its weights."""
+    """Layers of several kinds whose backward passes need their weights."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Tokens to one class a sample, or to the next tokens, by the embedding itself if it is tied."""
+    """Maps tokens to one class per sample, or to the next tokens, with the embedding as the head if it is tied."""
 
     def __init__(self, *, dropout: float = 0.0, next_token: bool = False, tied: bool = False) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def stream_plan(
 
 
 def make_streaming(plan: Plan, model: nn.Module | None = None, **changes: Any) -> Trainer:
-    torch.manual_seed(3)  # where the trainer's seeds come from
+    torch.manual_seed(3)  # the trainer's seeds come from this state
     return make_trainer(model or Net(), plan, **{"example": batch_of(3, seed=0)[0], **changes})
 
 
@@ -114,7 +114,7 @@ def streaming(trainer: Trainer) -> PipelineStream:
 
 
 def run(trainer: Trainer, batches: Sequence[Batch], *, flushes: Collection[int] = ()) -> list[float]:
-    """What every step returned, and what is known after the last flush; before the steps in `flushes` it is empty."""
+    """Losses that every step returned, and the last flush; the pipeline is flushed before the steps in `flushes`."""
     losses = []
     for step, batch in enumerate(batches):
         if step in flushes:
@@ -126,14 +126,14 @@ def run(trainer: Trainer, batches: Sequence[Batch], *, flushes: Collection[int] 
 
 @dataclass(slots=True, kw_only=True)
 class Expected:
-    """What the plain loop says."""
+    """Results of the plain loop."""
 
     run: Run
     means: list[float] = field(default_factory=list)
-    """Of the microbatches of each update."""
+    """Mean loss of the microbatches of each update."""
 
     def losses(self, plan: Plan, num_steps: int, flushes: Collection[int]) -> list[float]:
-        """What steps return: the latest loss that is through on all stages, and after the last flush the last one."""
+        """Return values of steps: the latest loss that has passed all stages, and after the last flush the last one."""
         m, at_once, done, found = plan.step.microbatches, updates_after(plan), 0, []
         for step in range(num_steps):
             if step in flushes:
@@ -144,25 +144,25 @@ class Expected:
 
 
 def updates_after(plan: Plan) -> int:
-    """Microbatches an update."""
+    """Microbatches per update."""
     return 1 if plan.pipeline.schedule == "pipedream" else plan.step.microbatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
-    """A microbatch of all data ranks together."""
+    """One microbatch of all data ranks together."""
 
     inputs: Tensor
     targets: Tensor
     step: int
     number: int
-    """In its step."""
+    """Index within its step."""
     count: float
-    """Targets of the update it belongs to."""
+    """Number of targets of its update."""
 
 
 def microbatches_of(plan: Plan, batches: Sequence[Batch]) -> list[list[Microbatch]]:
-    """Of each update."""
+    """Microbatches of each update."""
     m, at_once, updates = plan.step.microbatches, updates_after(plan), []
     for step, batch in enumerate(batches):
         shares = [[split_microbatches(t, m) for t in part] for part in cut_evenly(batch, plan.axes.data)]
@@ -192,7 +192,7 @@ def expect(
     sums: list[float] = []
 
     def loss_of(used: Weights, part: Microbatch) -> Tensor:
-        if not len(part.inputs):  # depends on no weight, so none has a gradient
+        if not len(part.inputs):  # depends on no weight, so there is no gradient
             sums.append(0.0)
             return torch.zeros((), requires_grad=True)
         with draws.during(step=part.step, microbatch=part.number, data_rank=0) if draws else nullcontext():
@@ -229,10 +229,10 @@ def _with_hooks(
     optimizer: Any,
     plan: Plan,
     schedule: Callable[[int], float] | None,
-    updates_a_step: int,
+    updates_per_step: int,
     parameters: Any,
 ) -> torch.optim.Optimizer:
-    """torch's optimizer, its own clipping before each update, and the rate of the step the gradient is of."""
+    """torch's optimizer with its own clipping before each update, at the learning rate of the gradient's step."""
     made: torch.optim.Optimizer = optimizer(parameters)
     base, done = made.param_groups[0]["lr"], 0
 
@@ -242,7 +242,7 @@ def _with_hooks(
         if plan.step.clip_norm:
             nn.utils.clip_grad_norm_(group["params"], plan.step.clip_norm)
         if schedule is not None:
-            group["lr"] = base * schedule(done // updates_a_step)
+            group["lr"] = base * schedule(done // updates_per_step)
         done += 1
 
     made.register_step_pre_hook(before)
@@ -250,7 +250,7 @@ def _with_hooks(
 
 
 def assert_same(trainer: Trainer, weights: Weights, *, tolerance: float = 0.0) -> None:
-    """This stage's weights, by default to the bit."""
+    """Compare this stage's weights, by default to the bit."""
     mine = dict(trainer.named_model.named_parameters())
     assert mine
     for name, weight in mine.items():
