@@ -8,8 +8,19 @@ import pickle
 import pytest
 
 from weft.errors import PlanError
-from weft.plan.fields import Choice, Flag, Increasing, Permutation, Real, Section, Whole, facts_of, section_name
-from weft.plan.plan import AXES, SECTIONS, Axes, Codec, Data, Pipeline, Plan, Precision, Step, problems_in
+from weft.plan.fields import (
+    Choice,
+    Flag,
+    Increasing,
+    Permutation,
+    Real,
+    Section,
+    Whole,
+    facts_of,
+    problems_in,
+    section_name,
+)
+from weft.plan.plan import AXES, SECTIONS, Axes, Codec, Data, Pipeline, Plan, Precision, Step
 
 EVERY_FIELD = [(section, facts) for section in SECTIONS.values() for facts in facts_of(section).values()]
 FIELD_IDS = [f"{section_name(section)}.{facts.name}" for section, facts in EVERY_FIELD]
@@ -155,7 +166,7 @@ def test_all_problems_of_a_section_come_at_once():
 
 
 def test_problems_in_names_unknown_fields_and_where_they_belong():
-    problems = problems_in(Pipeline, {"schedul": "gpipe", "microbatches": 4, "chunks": 0, "cuts": [1]})
+    problems = problems_in(Pipeline, {"schedul": "gpipe", "microbatches": 4, "chunks": 0, "cuts": [1]}, SECTIONS)
     assert problems == [
         '[pipeline] schedul = "gpipe" is not a field of [pipeline]; did you mean "schedule"?',
         "[pipeline] microbatches = 4 is not a field of [pipeline]; it belongs in [step]",

@@ -38,6 +38,8 @@ from weft.errors import CheckpointError
 from weft.mesh import Mesh
 from weft.plan.text import format_plan
 
+_MOST_SHOWN = 8
+
 log = logging.getLogger("weft")
 
 
@@ -111,6 +113,12 @@ def require_undamaged(directory: Path, index: dict[str, Any], mesh: Mesh) -> Non
         )
 
 
+def first_of(items: list[str]) -> list[str]:
+    """The first few of many things to show, and the number of the others."""
+    rest = len(items) - _MOST_SHOWN
+    return [*items[:_MOST_SHOWN], f"and {rest} more"] if rest > 0 else items
+
+
 def _refuse_other_model(trainer: TrainerState, portable: Portable, index: dict[str, Any], directory: Path) -> None:
     """Refuse a checkpoint of another model or optimizer, with every difference in one error."""
     mine, theirs = portable.shapes, index["shapes"]
@@ -122,10 +130,8 @@ def _refuse_other_model(trainer: TrainerState, portable: Portable, index: dict[s
         if name in theirs and mine[name] != theirs[name]
     ]
     if problems:
-        rest = len(problems) - 8
-        more = [f"and {rest} more difference{'s' * (rest > 1)}"] if rest > 0 else []
         head = f"{directory} is a checkpoint of another model; use the model it was written with"
-        problems = [head, *problems[:8], *more]
+        problems = [head, *first_of(problems)]
     optimizer = type(trainer.optimizer).__name__
     if index["optimizer"] != optimizer:
         problems.append(

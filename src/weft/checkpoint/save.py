@@ -13,14 +13,14 @@ thread with its own process group while training continues. There is one save at
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import logging
 import shutil
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +53,14 @@ def write(snapshot: Snapshot, directory: Path, group: Group) -> None:
         own = together(group, "write", partial, lambda: _write_tensors(snapshot, partial))
         sizes = [(file.name, file.num_bytes) for file in snapshot.files] + [(name, size) for name, size in own]
         found = together(group, "checksum", partial, lambda: _seal(snapshot, partial, sizes, group))
-        crc32 = [value for part in found for value in part]
-        together(
-            group, "finish", directory, lambda: _finish(snapshot, partial, directory, sizes, crc32, group.index == 0)
-        )
+        crc32 = itertools.chain.from_iterable(found)
+
+        def finish() -> None:
+            if group.index == 0:
+                _write_index(snapshot, partial, sizes, crc32)
+                publish(partial, directory)
+
+        together(group, "finish", directory, finish)
     except CheckpointError as error:
         if group.index == 0:
             restore(directory)
@@ -110,18 +114,9 @@ def _seal(snapshot: Snapshot, partial: Path, sizes: list[tuple[str, int]], group
     return found
 
 
-def _finish(
-    snapshot: Snapshot, partial: Path, directory: Path, sizes: list[tuple[str, int]], crc32: list[int], is_first: bool
-) -> None:
-    if is_first:
-        _write_index(snapshot, partial, sizes, crc32)
-        publish(partial, directory)
-
-
-def _write_index(snapshot: Snapshot, partial: Path, sizes: list[tuple[str, int]], crc32: list[int]) -> None:
-    values = iter(crc32)
+def _write_index(snapshot: Snapshot, partial: Path, sizes: list[tuple[str, int]], crc32: Iterator[int]) -> None:
     records = [
-        FileRecord(name=name, num_bytes=num_bytes, crc32=tuple(islice(values, num_pieces(num_bytes))))
+        FileRecord(name=name, num_bytes=num_bytes, crc32=tuple(itertools.islice(crc32, num_pieces(num_bytes))))
         for name, num_bytes in sizes
     ]
     for name, text in snapshot.texts.items():

@@ -232,6 +232,22 @@ def accept_values(section: type[Section], values: Mapping[str, object]) -> tuple
     return accepted, problems
 
 
+def problems_in(
+    section: type[Section], values: Mapping[str, object], others: Mapping[str, type[Section]] | None = None
+) -> list[str]:
+    """Every unknown name and bad value among a section's fields; if there are none, `section(**values)` works.
+
+    `others` are the sections that an unknown name may belong to.
+    """
+    facts, title, problems = facts_of(section), section_name(section), []
+    for name, value in values.items():
+        if name not in facts:
+            elsewhere = [other for other, fields in (others or {}).items() if name in facts_of(fields)]
+            hint = f"it belongs in [{elsewhere[0]}]" if elsewhere else nearest(name, facts)
+            problems.append(f"{statement(title, name, value)} is not a field of [{title}]; {hint}")
+    return problems + accept_values(section, {name: value for name, value in values.items() if name in facts})[1]
+
+
 def toml(value: object) -> str:
     """A value as plan.toml writes it; its Python form if TOML has none."""
     if isinstance(value, bool):

@@ -20,7 +20,7 @@ import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache, partial
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
@@ -58,12 +58,20 @@ class Slice:
     stop: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Batches:
-    """The batches of a run, from the reader's position on; see `batches`. Each `iter()` starts where the reader is."""
+    """This rank's (inputs, targets) of each global batch, step by step, from `trainer.data_position` on.
+
+    Step k covers samples kB to (k+1)B-1 of the order, whatever the plan. The last batch of an epoch may be short, and
+    a rank's part of it empty (0 samples, right shapes and dtypes), since that rank must still join the exchange.
+    To go over the data several times give `epochs`; do not loop around `batches`, which goes on where the trainer is.
+    The next batch is fetched in a background thread: a dataset that draws random numbers should seed them by the index,
+    or its draws mix with the model's.
+    """
 
     dataset: Dataset
-    reader: Reader
+    trainer: Reader
+    _: KW_ONLY
     global_batch: int
     """Samples per step, over all ranks."""
     shuffle_seed: int | None = None
@@ -100,7 +108,7 @@ class Batches:
         return self._num_batches(len(self.dataset))
 
     def __len__(self) -> int:
-        """Batches left, from the reader's position on."""
+        """Batches left, from the trainer's position on."""
         if self.epochs is None:
             raise TypeError("batches with epochs=None go on for ever and have no length")
         epoch, start = divmod(self._checked_position(), len(self.dataset))
@@ -120,7 +128,7 @@ class Batches:
         return self._hand_out(position)
 
     def from_start(self) -> Generator[Batch, None, None]:
-        """All batches, without using or moving the reader's position: for evaluation during a run."""
+        """All batches, without using or moving the trainer's position: for evaluation during a run."""
         with closing(self._fetched(0)) as fetched:
             for _, batch in fetched:
                 yield batch
@@ -129,12 +137,12 @@ class Batches:
         with closing(self._fetched(position)) as fetched:
             for piece, batch in fetched:
                 # Before the yield, so that a save in the loop's body records this batch as used.
-                self.reader.data_position = piece.epoch * len(self.dataset) + piece.stop
+                self.trainer.data_position = piece.epoch * len(self.dataset) + piece.stop
                 yield batch
 
     def _fetched(self, position: int) -> Generator[tuple[Slice, Batch], None, None]:
         total, seed = len(self.dataset), self.shuffle_seed
-        rank, size = self.reader.data_rank, self.reader.data_size
+        rank, size = self.trainer.data_rank, self.trainer.data_size
         order = None if seed is None else lru_cache(maxsize=1)(partial(permutation, total, seed))
 
         def fetch_part(piece: Slice) -> tuple[Slice, Batch]:
@@ -159,7 +167,7 @@ class Batches:
         return whole + (rest > 0 and not self.drop_last)
 
     def _checked_position(self) -> int:
-        position, total = self.reader.data_position, len(self.dataset)
+        position, total = self.trainer.data_position, len(self.dataset)
         if self.epochs is not None and position > self.epochs * total:
             raise DataError(
                 f"the run is at sample {position}, {self.epochs} epochs of {total} samples end at "
@@ -168,31 +176,8 @@ class Batches:
         return position
 
 
-def batches(
-    dataset: Dataset,
-    trainer: Reader,
-    *,
-    global_batch: int,
-    shuffle_seed: int | None = None,
-    epochs: int | None = 1,
-    drop_last: bool = False,
-) -> Batches:
-    """This rank's (inputs, targets) of each global batch, step by step, from `trainer.data_position` on.
-
-    Step k covers samples kB to (k+1)B-1 of the order, whatever the plan. The last batch of an epoch may be short, and
-    a rank's part of it empty (0 samples, right shapes and dtypes), since that rank must still join the exchange.
-    To go over the data several times give `epochs`; do not loop around `batches`, which goes on where the trainer is.
-    The next batch is fetched in a background thread: a dataset that draws random numbers should seed them by the index,
-    or its draws mix with the model's.
-    """
-    return Batches(
-        dataset=dataset,
-        reader=trainer,
-        global_batch=global_batch,
-        shuffle_seed=shuffle_seed,
-        epochs=epochs,
-        drop_last=drop_last,
-    )
+batches = Batches
+"""The name under which users call it, like a function."""
 
 
 def permutation(total: int, seed: int, epoch: int) -> Indices:

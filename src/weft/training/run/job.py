@@ -13,13 +13,13 @@ This file reads the form only; `components.py` builds what the names stand for. 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar
 
 from weft.errors import JobError, WeftError, nearest
-from weft.plan.fields import Section, Whole, accept_values, declare, facts_of, statement, toml, toml_key
+from weft.plan.fields import Section, Whole, declare, facts_of, problems_in, statement, toml, toml_key
 from weft.plan.plan import Plan
 from weft.plan.text import parse_toml, read_plan, read_text
 
@@ -89,7 +89,7 @@ def parse_job(text: str, *, source: str = "job", directory: Path | None = None) 
         elif name != "plan" and not isinstance(table, dict):
             problems.append(f"{name} must be a section: write [{name}], and its settings on the lines below")
     sections = {name: table for name in _SECTIONS if isinstance(table := tables.get(name, {}), dict)}
-    problems += _steps_problems(sections.get("steps", {}))
+    problems += problems_in(Steps, sections.get("steps", {}))
     for section, names in _TEXTS.items():
         values = {name: sections.get(section, {}).get(name, "") for name in names}
         wrong = [statement(section, name, value) for name, value in values.items() if not isinstance(value, str)]
@@ -138,16 +138,6 @@ def _assemble(sections: dict[str, dict[str, Any]], plan: Plan | None, directory:
         steps=Steps(**sections["steps"]),
         plan=plan,
     )
-
-
-def _steps_problems(table: dict[str, Any]) -> list[str]:
-    known = [each.name for each in fields(Steps)]
-    problems = [
-        f"{statement('steps', name, value)} is not a setting of [steps]; {nearest(name, known)}"
-        for name, value in table.items()
-        if name not in known
-    ]
-    return problems + accept_values(Steps, {name: value for name, value in table.items() if name in known})[1]
 
 
 def _plan_of(value: object, directory: Path, problems: list[str]) -> Plan | None:

@@ -27,14 +27,14 @@ from weft.errors import CheckpointError, DataError, JobError, ModelError
 from weft.mesh import join_world
 from weft.plan.check import check
 from weft.plan.plan import Axes, Plan
-from weft.plan.text import read_plan, write_plan
+from weft.plan.text import read_plan, write_plan, write_text
 from weft.report.trace import write as write_trace
 from weft.training.data.batches import batches
 from weft.training.data.datasets import fetch, fingerprint
 from weft.training.parallelize import parallelize
 from weft.training.run.components import Prepared, context_of, prepare
 from weft.training.run.job import Job, default_job, format_job, read_job
-from weft.training.run.metrics import MetricsFile, Recorder, StepRecord, units_of, write_whole
+from weft.training.run.metrics import MetricsFile, Recorder, StepRecord, units_of
 from weft.training.run.stop import StopRequest
 from weft.training.trainer import Trainer
 
@@ -173,7 +173,7 @@ class _Run:
             try:
                 (self.directory / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
                 write_plan(self.trainer.plan, self.directory / PLAN_FILE)
-                write_whole(self.directory / JOB_FILE, format_job(self.job, plan=PLAN_FILE))
+                write_text(self.directory / JOB_FILE, format_job(self.job, plan=PLAN_FILE), kind=JobError)
                 self.metrics = MetricsFile(self.directory / METRICS_FILE, steps_done=self.trainer.steps_done)
             except OSError as error:
                 raise JobError(

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
+from weft.errors import JobError
 from weft.mesh import Mesh
+from weft.plan.text import write_text
 from weft.training.data.trees import tensors_of
 
 
@@ -109,7 +111,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, *, steps_done: int) -> None:
         kept = [line for line in _lines(path) if line["step"] <= steps_done]
-        write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
+        write_text(path, "".join(json.dumps(line) + "\n" for line in kept), kind=JobError)
         self._file = path.open("a", buffering=1)
 
     def write(self, record: StepRecord) -> None:
@@ -125,13 +127,6 @@ class MetricsFile:
         # JSON has no infinity and no NaN: a diverged loss is null.
         finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in line.items()}
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file's content at once, so that a killed run leaves no half of it."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 def units_of(targets: Any) -> tuple[str, int]:
