@@ -60,11 +60,11 @@ def load_weights(trainer: TrainerState, folder: str | Path) -> None:
 
 def _spellings(model: nn.Module) -> dict[str, list[str]]:
     """Every name that each parameter and persistent buffer may have in the files, its own name first."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    aliases: dict[str, list[str]] = {name: [name] for name in (*first.values(), *persistent_buffers(model))}
+    owners: dict[int, str] = {}
+    aliases: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner = first[id(parameter)]
-        aliases[owner] += [name] if name != owner else []
+        aliases.setdefault(owners.setdefault(id(parameter), name), []).append(name)
+    aliases |= {name: [name] for name in persistent_buffers(model)}
     prefix = getattr(model, "base_model_prefix", "")
     if not prefix:
         return aliases

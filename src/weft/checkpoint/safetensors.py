@@ -109,7 +109,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 class TensorReader:
-    """Reads tensors, or parts of them, from files that stay open until `close` or the end of the context."""
+    """Reads tensors, or parts of them, from files that stay open until the end of the context."""
 
     def __init__(self, folder: Path, file_names: Iterable[str], device: torch.device) -> None:
         """Open the files and read their headers; OSError or CheckpointError if that fails."""
@@ -127,16 +127,13 @@ class TensorReader:
                 for entry, start in found:
                     self.entries[entry.name], self._starts[entry.name] = entry, (name, start)
         except BaseException:
-            self.close()
+            self.__exit__()
             raise
 
     def __enter__(self) -> TensorReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         while self._files:
             os.close(self._files.popitem()[1])
 

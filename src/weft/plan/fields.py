@@ -136,14 +136,11 @@ class Permutation:
     def accept(self, value: object) -> object:
         if not isinstance(value, list | tuple) or not all(isinstance(word, str) for word in value):
             raise ValueError(f"must be {self.allowed}")
-        unknown = [word for word in value if word not in self.values]
-        if unknown:
+        if unknown := [word for word in value if word not in self.values]:
             raise ValueError(f"names {toml(unknown[0])}, which is not known; {nearest(unknown[0], self.values)}")
-        missing = [word for word in self.values if word not in value]
-        if missing:
+        if missing := [word for word in self.values if word not in value]:
             raise ValueError(f"must be {self.allowed}; add {', '.join(missing)}")
-        repeated = sorted({word for word in value if value.count(word) > 1})
-        if repeated:
+        if repeated := sorted({word for word in value if value.count(word) > 1}):
             raise ValueError(f"must be {self.allowed}; repeated: {', '.join(repeated)}")
         return tuple(map(str, value))
 

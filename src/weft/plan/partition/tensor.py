@@ -81,11 +81,8 @@ class Size:
 
 
 SIZED = frozenset(
-    {
-        *("view", "reshape", "unflatten", "expand", "broadcast_to", "repeat", "tile", "repeat_interleave"),
-        *("split", "split_with_sizes", "narrow", "__getitem__", "__setitem__"),
-        *("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty"),
-    }
+    "view reshape unflatten expand broadcast_to repeat tile repeat_interleave split split_with_sizes narrow "
+    "__getitem__ __setitem__ zeros ones full empty new_zeros new_ones new_full new_empty".split()
 )
 """Names of functions that take sizes."""
 
@@ -188,10 +185,8 @@ def _repeats_evenly(number: int, out_of: int, tensor: int) -> bool:
     """True if on every rank each repeated unit serves equally many others, which tells a rank whose is whose."""
     each = out_of // number
     for start, stop in shares(out_of, tensor):
-        serving = [
-            min(stop, (unit + 1) * each) - max(start, unit * each) for unit in range(start // each, -(-stop // each))
-        ]
-        if len(set(serving)) > 1:
+        units = range(start // each, -(-stop // each))
+        if len({min(stop, (unit + 1) * each) - max(start, unit * each) for unit in units}) > 1:
             return False
     return True
 

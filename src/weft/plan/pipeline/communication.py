@@ -137,14 +137,11 @@ def _whole_spells(actions: tuple[Action, ...], gathers: str) -> Iterator[tuple[i
     """(first place, last place, stage) of each spell in which a stage's parameters are whole."""
     # An update is left out: with ZeRO it works on the rank's own part.
     places = [(place, action.stage) for place, action in enumerate(actions) if action.kind != "update"]
-    if gathers == "microbatch":
-        for stage, spell in groupby(places, key=lambda place: place[1]):
-            run = [place for place, _ in spell]
-            yield run[0], run[-1], stage
-    elif gathers == "step":
-        for stage in dict.fromkeys(stage for _, stage in places):
-            run = [place for place, other in places if other == stage]
-            yield run[0], run[-1], stage
+    if gathers == "step":
+        places.sort(key=lambda place: place[1])  # stages are in the order of their first actions already
+    for stage, spell in groupby(places if gathers != "never" else (), key=lambda place: place[1]):
+        run = [place for place, _ in spell]
+        yield run[0], run[-1], stage
 
 
 def _reductions(actions: tuple[Action, ...]) -> Iterator[tuple[int, Action]]:

@@ -49,13 +49,8 @@ class Reader(Protocol):
     def data_size(self) -> int: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """One global batch: samples `start` to `stop - 1` of an epoch's order."""
-
-    epoch: int
-    start: int
-    stop: int
+Slice = tuple[int, int, int]
+"""A global batch: epoch, start, stop. It holds samples `start` to `stop - 1` of the epoch's order."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,9 +130,9 @@ class Batches:
 
     def _hand_out(self, position: int) -> Generator[Batch, None, None]:
         with closing(self._fetched(position)) as fetched:
-            for piece, batch in fetched:
+            for (epoch, _, stop), batch in fetched:
                 # Before the yield, so that a save in the loop's body records this batch as used.
-                self.trainer.data_position = piece.epoch * len(self.dataset) + piece.stop
+                self.trainer.data_position = epoch * len(self.dataset) + stop
                 yield batch
 
     def _fetched(self, position: int) -> Generator[tuple[Slice, Batch], None, None]:
@@ -146,8 +141,9 @@ class Batches:
         order = None if seed is None else lru_cache(maxsize=1)(partial(permutation, total, seed))
 
         def fetch_part(piece: Slice) -> tuple[Slice, Batch]:
-            start, stop = (piece.start + offset for offset in part_of(piece.stop - piece.start, rank, size))
-            indices = np.arange(start, stop, dtype=np.int64) if order is None else order(piece.epoch)[start:stop]
+            epoch, first, end = piece
+            start, stop = (first + offset for offset in part_of(end - first, rank, size))
+            indices = np.arange(start, stop, dtype=np.int64) if order is None else order(epoch)[start:stop]
             return piece, fetch(self.dataset, indices)
 
         return prefetch(fetch_part, self._slices(position))
@@ -158,7 +154,7 @@ class Batches:
         while self.epochs is None or epoch < self.epochs:
             for _ in range(self._num_batches(total - start)):
                 stop = min(start + self.global_batch, total)
-                yield Slice(epoch, start, stop)
+                yield epoch, start, stop
                 start = stop
             epoch, start = epoch + 1, 0
 

@@ -11,7 +11,7 @@ import math
 import resource
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -114,16 +114,10 @@ class MetricsFile:
         write_text(path, "".join(json.dumps(line) + "\n" for line in kept), kind=JobError)
         self._file = path.open("a", buffering=1)
 
-    def write(self, record: StepRecord) -> None:
-        self._write(asdict(record))
-
-    def write_evaluation(self, step: int, held_out_loss: float) -> None:
-        self._write({"step": step, "held_out_loss": held_out_loss})
-
     def close(self) -> None:
         self._file.close()
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def write(self, line: dict[str, Any]) -> None:
         # JSON has no infinity and no NaN: a diverged loss is null.
         finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in line.items()}
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")
