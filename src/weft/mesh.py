@@ -28,7 +28,7 @@ from weft.comm.shared_memory.transport import SharedTransport
 from weft.comm.two_level import TwoLevel
 from weft.errors import LaunchError, PlanError
 from weft.hosts import host_id, num_cores, number_hosts
-from weft.plan.check import require
+from weft.plan.check import check, require
 from weft.plan.model_refusals import SHARED_MEMORY_ON_A_DEVICE
 from weft.plan.partition.grid import Grid
 from weft.plan.plan import Plan
@@ -226,7 +226,7 @@ def _make_handle(
 
 def make_mesh(plan: Plan, world: World) -> Mesh:
     """Lay the plan's axes over the ranks that are running; a plan that does not fit them is refused."""
-    require(plan, num_ranks=world.size)
+    require(check(plan, num_ranks=world.size))
     if plan.comm.transport == "shared" and world.device.type not in ("cpu", "meta"):
         raise PlanError(SHARED_MEMORY_ON_A_DEVICE.message(device=world.device))
     return Mesh(plan=plan, world=world, grid=Grid(plan.axes))

@@ -103,7 +103,7 @@ def test_a_resume_drops_lines_past_its_checkpoint_and_a_torn_one(tmp_path: Path)
     file = MetricsFile(path, steps_done=0)
     for step in range(1, 6):
         file.write(asdict(record(step)))
-        file.write_evaluation(step, 1.0)
+        file.write({"step": step, "held_out_loss": 1.0})
     file.close()
     with path.open("a") as torn:
         torn.write('{"step": 3, "loss": 1.')
@@ -142,7 +142,7 @@ def test_what_is_counted(targets: object, expected: tuple[str, int]) -> None:
 def test_what_is_not_finite_is_null_and_strict_json(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "metrics.jsonl", steps_done=0)
     metrics.write(asdict(record(1, loss=float("nan"))))
-    metrics.write_evaluation(1, float("inf"))
+    metrics.write({"step": 1, "held_out_loss": float("inf")})
     metrics.close()
 
     def refuse(word: str) -> None:

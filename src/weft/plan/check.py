@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypedDict, Unpack
 
 from weft.errors import PlanError
 from weft.plan.fields import facts_of, one_of
@@ -100,35 +99,33 @@ def conditions() -> Iterator[tuple[str, str]]:
         yield f"[{section}] {name}", " and ".join(switch.condition for _, switch in found)
 
 
-class Known(TypedDict, total=False):
-    """Facts besides the plan: the more are given, the more is checked."""
+def check(
+    plan: Plan,
+    *,
+    num_ranks: int | None = None,
+    optimizer: str | None = None,
+    elementwise: bool | None = None,
+    global_batch: int | None = None,
+    local_batch_statistics: bool = False,
+) -> list[str]:
+    """Every reason why this plan cannot run; the more is known besides the plan, the more is checked.
 
-    num_ranks: int | None
-    """Ranks that are running."""
-    optimizer: str | None
-    """Name of its class."""
-    elementwise: bool | None
-    """True if the optimizer updates each element independently; None: not known, its name decides."""
-    global_batch: int | None
-    local_batch_statistics: bool
-    """True if the model has layers that normalise over the batch they see (BatchNorm)."""
-
-
-def check(plan: Plan, **known: Unpack[Known]) -> list[str]:
-    """Every reason why this plan cannot run."""
+    `optimizer` and `elementwise` are those of `combination_problems`; `local_batch_statistics`: the model has layers
+    that normalise over the batch they see (BatchNorm).
+    """
     idle = _idle(plan)
     problems = [*idle.values(), *_unbuilt(plan, set(idle))]
-    problems += combination_problems(plan, optimizer=known.get("optimizer"), elementwise=known.get("elementwise"))
-    if (num_ranks := known.get("num_ranks")) is not None:
+    problems += combination_problems(plan, optimizer=optimizer, elementwise=elementwise)
+    if num_ranks is not None:
         problems += _rank_problems(plan.axes, num_ranks)
-    if (global_batch := known.get("global_batch")) is not None:
-        problems += _batch_problems(plan, global_batch, known.get("local_batch_statistics", False))
+    if global_batch is not None:
+        problems += _batch_problems(plan, global_batch, local_batch_statistics)
     return problems
 
 
-def require(plan: Plan, **known: Unpack[Known]) -> None:
-    """Raise PlanError with everything that `check` finds."""
-    if problems := check(plan, **known):
+def require(problems: list[str]) -> None:
+    """Raise PlanError with what `check` found, if anything."""
+    if problems:
         raise PlanError(problems)
 
 

@@ -216,33 +216,27 @@ def _facts_of(section: Any) -> Mapping[str, Facts]:
     }
 
 
-def accept_values(section: type[Section], values: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
-    """The acceptable values in normal form, and a problem for each of the others; names must be the section's."""
-    facts = facts_of(section)
+def accept_values(
+    section: type[Section], values: Mapping[str, object], others: Mapping[str, type[Section]] | None = None
+) -> tuple[dict[str, object], list[str]]:
+    """The acceptable values in normal form, and a problem for each bad value and each unknown name.
+
+    If there is no problem, `section(**values)` works. `others`: sections that an unknown name may belong to.
+    """
+    facts, title = facts_of(section), section_name(section)
     accepted: dict[str, object] = {}
     problems: list[str] = []
-    for name, value in values.items():
-        try:
-            accepted[name] = facts[name].kind.accept(value)
-        except ValueError as error:
-            problems.append(f"{statement(section_name(section), name, value)} {error}")
-    return accepted, problems
-
-
-def problems_in(
-    section: type[Section], values: Mapping[str, object], others: Mapping[str, type[Section]] | None = None
-) -> list[str]:
-    """Every unknown name and bad value among a section's fields; if there are none, `section(**values)` works.
-
-    `others` are the sections that an unknown name may belong to.
-    """
-    facts, title, problems = facts_of(section), section_name(section), []
     for name, value in values.items():
         if name not in facts:
             elsewhere = [other for other, fields in (others or {}).items() if name in facts_of(fields)]
             hint = f"it belongs in [{elsewhere[0]}]" if elsewhere else nearest(name, facts)
             problems.append(f"{statement(title, name, value)} is not a field of [{title}]; {hint}")
-    return problems + accept_values(section, {name: value for name, value in values.items() if name in facts})[1]
+            continue
+        try:
+            accepted[name] = facts[name].kind.accept(value)
+        except ValueError as error:
+            problems.append(f"{statement(title, name, value)} {error}")
+    return accepted, problems
 
 
 def toml(value: object) -> str:

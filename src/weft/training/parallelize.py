@@ -23,7 +23,7 @@ from weft.parallel.state.materialise import agreed_seed, model_tensors
 from weft.parallel.tensor.shares import Shares, counted_elements
 from weft.parallel.tensor.tensor_parallel import TensorParallel
 from weft.parallel.zero.flat_parameters import Piece
-from weft.plan.check import require
+from weft.plan.check import check, require
 from weft.plan.model_refusals import COMPILED_AS_A_WHOLE
 from weft.plan.partition.tensor import Region
 from weft.plan.pipeline.communication import FLUSH_FREE
@@ -83,7 +83,7 @@ def parallelize(
         refuse_memory(named_model)
     leave_out_caches(named_model)
     had_batch_norms = has_batch_norms(named_model)
-    require(
+    problems = check(
         plan,
         num_ranks=world.size,
         optimizer=class_name(optimizer, world.device),
@@ -91,6 +91,7 @@ def parallelize(
         global_batch=global_batch,
         local_batch_statistics=had_batch_norms,
     )
+    require(problems)
     resolved_loss = resolve_loss(loss, compiled=plan.compile.blocks)
     mesh = make_mesh(plan, world)
     if model is not named_model and plan.axes.pipeline * plan.axes.tensor * plan.axes.sequence > 1:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from weft.errors import JobError, WeftError, nearest
-from weft.plan.fields import Section, Whole, declare, facts_of, problems_in, statement, toml, toml_key
+from weft.plan.fields import Section, Whole, accept_values, declare, facts_of, statement, toml, toml_key
 from weft.plan.plan import Plan
 from weft.plan.text import parse_toml, read_plan, read_text
 
@@ -89,7 +89,7 @@ def parse_job(text: str, *, source: str = "job", directory: Path | None = None) 
         elif name != "plan" and not isinstance(table, dict):
             problems.append(f"{name} must be a section: write [{name}], and its settings on the lines below")
     sections = {name: table for name in _SECTIONS if isinstance(table := tables.get(name, {}), dict)}
-    problems += problems_in(Steps, sections.get("steps", {}))
+    problems += accept_values(Steps, sections.get("steps", {}))[1]
     for section, names in _TEXTS.items():
         values = {name: sections.get(section, {}).get(name, "") for name in names}
         wrong = [statement(section, name, value) for name, value in values.items() if not isinstance(value, str)]
