@@ -1,14 +1,6 @@
-"""Loading a checkpoint under any plan.
+"""Loading a checkpoint under any plan; docs/checkpoints.md lists its files, which `save.py` writes.
 
-    step-100/
-      checkpoint.json                       the index: step, data position, every file's size and checksums
-      model-00001-of-00002.safetensors      whole tensors under the unsplit model's names, up to 5 GB per file
-      model.safetensors.index.json          the same index in Hugging Face's form
-      config.json                           of a Hugging Face model: transformers loads the folder as it is
-      optimizer-00001-of-00002.safetensors  "<parameter>/<state>"
-      rank-00000.safetensors                plan-bound: random state, sync state, buffers that differ between ranks
-
-`save.py` writes them; this file reads them. Loading checks every file's checksums (once, the pieces divided among the
+Loading checks every file's checksums (once, the pieces divided among the
 ranks) before it changes anything; then every rank reads only its own parts. The same plan continues to the bit; another
 plan uses the portable part and logs a warning.
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from weft.checkpoint.checksums import PIECE_BYTES, FileRecord, checksums, num_pieces, pieces_of
+from weft.checkpoint.checksums import FileRecord, checksums, num_pieces, pieces_of
 from weft.checkpoint.file_io import Staging, flat_range, force_to_disk, write_runs
 from weft.checkpoint.folders import INDEX, publish, refuse_foreign, restore
 from weft.checkpoint.safetensors import TensorFile
@@ -106,7 +106,7 @@ def _write_tensors(snapshot: Snapshot, partial: Path) -> tuple[str, int]:
 
 def _seal(snapshot: Snapshot, partial: Path, sizes: list[tuple[str, int]], group: Group) -> list[int]:
     """This rank's share of the checksums; also forces what it wrote to the disk."""
-    pieces = pieces_of([(*one, PIECE_BYTES) for one in sizes], rank=group.index, num_ranks=group.size)
+    pieces = pieces_of([(name, num_pieces(size)) for name, size in sizes], rank=group.index, num_ranks=group.size)
     found = checksums(partial, pieces)
     # Also files that other ranks created, because a host can force only its own writes.
     for name in sorted({file.name for file in _created_here(snapshot, group)} | snapshot.parts.keys()):

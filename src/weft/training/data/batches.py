@@ -19,6 +19,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache, partial
@@ -186,27 +187,22 @@ def permutation(total: int, seed: int, epoch: int) -> Indices:
     return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """An error raised in the background thread."""
-
-    error: BaseException
-
-
 def prefetch(function: Callable[[Item], Result], items: Iterable[Item]) -> Generator[Result, None, None]:
     """`map(function, items)`, with the next result computed in a background thread while the last is in use.
 
     An error is raised where its result would have been yielded. The thread ends with the iterator.
     """
     requests: SimpleQueue[Item | None] = SimpleQueue()
-    results: SimpleQueue[Result | Failure] = SimpleQueue()
+    results: SimpleQueue[Future[Result]] = SimpleQueue()
 
     def work() -> None:
         while (item := requests.get()) is not None:
+            outcome: Future[Result] = Future()
             try:
-                results.put(function(item))
+                outcome.set_result(function(item))
             except BaseException as error:
-                results.put(Failure(error))
+                outcome.set_exception(error)
+            results.put(outcome)
 
     thread = threading.Thread(target=work, name="weft-prefetch", daemon=True)
     thread.start()
@@ -215,9 +211,7 @@ def prefetch(function: Callable[[Item], Result], items: Iterable[Item]) -> Gener
         item = next(remaining, None)
         requests.put(item)
         while item is not None:
-            result = results.get()
-            if isinstance(result, Failure):
-                raise result.error
+            result = results.get().result()
             item = next(remaining, None)
             requests.put(item)
             yield result

@@ -1,11 +1,4 @@
-"""A job file: the model, the data, the optimizer, the number of steps, and which plan runs it.
-
-    plan = "plan.toml"                            # without one: all ranks along the data axis
-    [model]      name = "gpt" | "convnet" | "module:function", loss, and the model's own sizes; or, for a name,
-                 hf = a Hugging Face config.json or folder, and entries of its configuration to change
-    [dataset]    name = "standard-library" | "text" | "tokens" | "digits" | "module:function", and its settings
-    [optimizer]  name = "adamw" | any of torch.optim | "module:function", its settings, schedule
-    [steps]      total, global_batch, seed, save_every, ...
+"""A job file: the model, the data, the optimizer, the number of steps, and which plan runs it (docs/job-format.md).
 
 This file reads the form only; `components.py` builds what the names stand for. All problems are reported at once.
 """
