@@ -55,7 +55,7 @@ Slice = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batches:
+class batches:
     """This rank's (inputs, targets) of each global batch, step by step, from `trainer.data_position` on.
 
     Step k covers samples kB to (k+1)B-1 of the order, whatever the plan. The last batch of an epoch may be short, and
@@ -173,8 +173,8 @@ class Batches:
         return position
 
 
-batches = Batches
-"""The name under which users call it, like a function."""
+Batches = batches
+"""The same class, for annotations and isinstance; users call it like a function."""
 
 
 def permutation(total: int, seed: int, epoch: int) -> Indices:
