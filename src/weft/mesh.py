@@ -25,7 +25,7 @@ from weft.comm.group import Group, Traffic
 from weft.comm.process_groups import ProcessGroups
 from weft.errors import LaunchError, PlanError
 from weft.hosts import host_id
-from weft.plan.check import require
+from weft.plan.check import check, require
 from weft.plan.model_refusals import SHARED_MEMORY_ON_A_DEVICE
 from weft.plan.partition.grid import Grid
 from weft.plan.partition.groups import WORLD, GroupKey, batch_axes, num_ranks_along, plan_groups
@@ -169,7 +169,7 @@ def make_mesh(
     A plan that does not fit the ranks is refused. `groups`: instead of those of the plan, one of which only models with
     batch norms need. `sharing`: a mesh of the same axes and transport, whose process groups are used.
     """
-    require(plan, num_ranks=world.size)
+    require(check(plan, num_ranks=world.size))
     if plan.comm.transport == "shared" and world.device.type not in ("cpu", "meta"):
         raise PlanError(SHARED_MEMORY_ON_A_DEVICE.message(device=world.device))
     if sharing is not None:

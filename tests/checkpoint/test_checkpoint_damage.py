@@ -150,7 +150,7 @@ def test_a_checkpoint_of_another_model_says_all_differences(tmp_path: Path) -> N
         "is a checkpoint of another model",
         '"positions.weight" of the checkpoint is not in this model',
         '"blocks.1.mlp.up.weight" is missing from the checkpoint',
-        "and 1 more difference",
+        "and 1 more",
     ):
         other.load(tmp_path / "saved")
     wider = make_trainer(small_gpt(num_layers=1, positions="learned", mlp_hidden=32), data_plan(2), optimizer=SGD)

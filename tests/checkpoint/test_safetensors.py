@@ -130,7 +130,7 @@ def test_files_depend_on_names_and_sizes_alone() -> None:
     entries = [Entry(name=f"blocks.{n}.weight", dtype=torch.float32, shape=(10,)) for n in range(12)]
     entries.append(Entry(name="large", dtype=torch.float32, shape=(100,)))
     files = pack("model", random.sample(entries, len(entries)), 200)
-    assert files == pack("model", entries, 200)
+    assert list(map(vars, files)) == list(map(vars, pack("model", entries, 200)))
     assert [file.name for file in files] == [f"model-{n:05d}-of-00004.safetensors" for n in range(1, 5)]
     assert [entry.name for file in files for entry in file.entries] == [entry.name for entry in entries]
     assert [sum(entry.num_bytes for entry in file.entries) for file in files] == [200, 200, 80, 400]
@@ -184,15 +184,14 @@ def test_something_that_is_no_safetensors_file_is_refused(tmp_path: Path, conten
 
 def record_of(folder: Path, name: str, piece_bytes: int = 16) -> FileRecord:
     size = (folder / name).stat().st_size
-    pieces = pieces_of([(name, size, piece_bytes)], rank=0, num_ranks=1)
+    pieces = pieces_of([(name, max(-(-size // piece_bytes), 1))], rank=0, num_ranks=1)
     return FileRecord(
         name=name, num_bytes=size, crc32=tuple(checksums(folder, pieces, piece_bytes)), piece_bytes=piece_bytes
     )
 
 
 def test_ranks_share_all_pieces_out() -> None:
-    sizes = [("a", 100, 16), ("b", 0, 16), ("c", 16, 16)]
-    shares = [pieces_of(sizes, rank=rank, num_ranks=4) for rank in range(4)]
+    shares = [pieces_of([("a", 7), ("b", 1), ("c", 1)], rank=rank, num_ranks=4) for rank in range(4)]
     assert [piece for share in shares for piece in share] == [*(("a", n) for n in range(7)), ("b", 0), ("c", 0)]
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 

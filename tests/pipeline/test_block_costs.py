@@ -192,7 +192,7 @@ def test_blocks_of_a_model_make_stages() -> None:
     plain = time_units(units, CPU)
     assert len(set(plain)) == 1
     assert balance(plain, 3) == (2, 4)
-    check_cuts(balance(plain, 3, last=plain[0]), len(plain), 3)
+    check_cuts(balance(plain, 3, last=plain[0]), len(plain))
     recompute_blocks(model, find_blueprint(model), "full")
     recomputed = time_units(units, CPU)
     activation_bytes = given[0][0][0].numel() * 4

@@ -6,7 +6,7 @@ import pytest
 from oracle import make_trainer, pipeline_plan, small_gpt, token_batch
 from ranks import ranks
 
-from weft.plan.partition.wire import Boundary, pipeline_bytes
+from weft.plan.partition.wire import pipeline_bytes
 from weft.plan.plan import Plan
 
 
@@ -19,7 +19,7 @@ def check(plan: Plan, *, tied: bool) -> None:
     before = trainer.mesh.traffic["pipeline"].sent_bytes
     trainer.step(inputs, targets)
     counted = trainer.mesh.traffic["pipeline"].sent_bytes - before
-    crossing = Boundary(activation_bytes=4 * 8 * 16 * 8, gradient_bytes=4 * 8 * 16 * 8)
+    crossing = (4 * 8 * 16 * 8, 4 * 8 * 16 * 8)
     num_stages, rank = plan.axes.pipeline * plan.pipeline.chunks, trainer.mesh.index("pipeline")
     is_end = rank in (0, plan.axes.pipeline - 1)
     expected = pipeline_bytes(
@@ -49,7 +49,7 @@ def test_a_middle_stage_sends_both_ways() -> None:
 
 def test_the_formula() -> None:
     """1F1B of p stages and m microbatches: a middle stage sends m activations and m gradients of b s h numbers."""
-    crossing = Boundary(activation_bytes=1000, gradient_bytes=1000)
+    crossing = (1000, 1000)
     plan = pipeline_plan(4, microbatches=8)
     sent = [pipeline_bytes([crossing] * 3, plan, rank=rank) for rank in range(4)]
     assert sent == [8000, 16000, 16000, 8000 + 3 * 32]

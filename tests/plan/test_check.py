@@ -39,7 +39,7 @@ def all_built(monkeypatch):
 
 def test_the_default_plan_can_run():
     assert check(Plan(), num_ranks=1, optimizer="AdamW", global_batch=1, local_batch_statistics=True) == []
-    require(Plan(), num_ranks=1)
+    require(check(Plan(), num_ranks=1))
 
 
 @pytest.mark.parametrize(
@@ -331,14 +331,14 @@ def test_all_problems_come_at_once():
     for problem, start in zip(problems, starts, strict=True):
         assert problem.startswith(start)
     with pytest.raises(PlanError) as refusal:
-        require(plan, **given)
+        require(check(plan, **given))
     assert list(refusal.value.problems) == problems
 
 
 def test_the_example_of_data_parallelism_runs():
     plan = read_plan(EXAMPLES / "data-parallel.toml")
     assert (plan.axes.data, plan.data.sync) == (2, "all-reduce")
-    require(plan, num_ranks=2, optimizer="AdamW", global_batch=8)
+    require(check(plan, num_ranks=2, optimizer="AdamW", global_batch=8))
     assert parse_plan(format_plan(plan)) == plan
 
 

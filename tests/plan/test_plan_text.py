@@ -104,10 +104,10 @@ def test_all_problems_of_a_text_come_at_once():
         'my.toml: colour = "red" stands outside any section; put each field under its section',
         "my.toml: step must be a section: write [step], and its fields on the lines below",
         'my.toml: [axis] is not a section of a plan; did you mean "axes"?',
-        'my.toml: [axes] tensors = 2 is not a field of [axes]; did you mean "tensor"?',
         "my.toml: [axes] data = 0 must be a whole number, at least 1",
-        "my.toml: [data] density = 0.5 is not a field of [data]; it belongs in [codec]",
+        'my.toml: [axes] tensors = 2 is not a field of [axes]; did you mean "tensor"?',
         'my.toml: [data] sync = "allreduce" is not a known value; did you mean "all-reduce"?',
+        "my.toml: [data] density = 0.5 is not a field of [data]; it belongs in [codec]",
         'my.toml: [data] delay = "soon" must be a whole number, at least 0, or "auto"',
         "my.toml: codec must be a section: write [codec], and its fields on the lines below",
     )

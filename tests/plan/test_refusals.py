@@ -12,7 +12,6 @@ from weft.plan import model_refusals
 from weft.plan.fields import facts_of
 from weft.plan.model_refusals import IMAGE_RULES, MODEL_REFUSALS, image_problems
 from weft.plan.plan import SECTIONS, Axes, Compile, Data, Plan, Sequence, value_at
-from weft.plan.reference import _cells
 from weft.plan.rules import RULES
 
 SOURCE = Path(weft.__file__).parent
@@ -71,7 +70,7 @@ def test_code_refuses_by_every_name_and_fills_in_all_of_it(name):
 
 @pytest.mark.parametrize("refusal", [*RULES, *MODEL_REFUSALS, *IMAGE_RULES], ids=lambda refusal: refusal.combination)
 def test_refusals_speak_of_real_fields(refusal):
-    for section, field in re.findall(r"\[(\w+)\] (\w+)", " ".join(_cells(refusal))):
+    for section, field in re.findall(r"\[(\w+)\] (\w+)", f"{refusal.combination} {refusal.why} {refusal.remedy}"):
         assert field in facts_of(SECTIONS[section])
     for path in places_in(refusal)[1]:
         assert value_at(Plan(), path) is not None

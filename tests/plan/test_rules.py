@@ -196,7 +196,7 @@ def test_sharding_refuses_an_optimizer_that_needs_whole_tensors(shard):
     assert check(plan, elementwise=False)[0].startswith("this optimizer needs whole tensors")
     assert check(Plan(axes=Axes(data=2)), optimizer="Whitening", elementwise=False) == []
     with pytest.raises(PlanError, match="^Whitening needs whole tensors"):
-        require(plan, optimizer="Whitening", elementwise=False)
+        require(check(plan, optimizer="Whitening", elementwise=False))
 
 
 @pytest.mark.parametrize("optimizer", ["Muon", "Adafactor", "LBFGS", "SparseAdam", "Shampoo", "SOAP", "LARS", "Lamb"])

@@ -115,7 +115,6 @@ def test_nothing_is_better(seed: int) -> None:
                     expected = balance_by_trying(costs, num_stages, first, last, flying)
                     found = balance(costs, num_stages, first=first, last=last, in_flight=in_flight)
                     assert found == expected
-                    check_cuts(found, num_blocks, num_stages)
 
 
 @pytest.mark.parametrize(
@@ -140,27 +139,13 @@ def test_enough_blocks_are_no_problem() -> None:
     assert stage_problem(8, pipeline=4, chunks=2) is None
 
 
-def test_more_stages_than_blocks_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"4 stages need 4 blocks, the model has 3; use at most 3 stages"):
-        balance(blocks(1, 1, 1), 4)
-
-
 def test_cuts_that_fit_pass() -> None:
-    check_cuts((), 1, 1)
-    check_cuts((1, 2, 3), 4, 4)
+    check_cuts((), 1)
+    check_cuts((1, 2, 3), 4)
 
 
-def test_cuts_that_do_not_fit_are_refused_with_every_reason() -> None:
+def test_cuts_beyond_the_blocks_are_refused() -> None:
     with pytest.raises(PlanError, match=r"cuts before 4, 9, the blocks are 0 to 3; use numbers from 1 to 3"):
-        check_cuts((2, 4, 9), 4, 4)
+        check_cuts((2, 4, 9), 4)
     with pytest.raises(PlanError, match=r"cuts before 1, the blocks are 0 to 0; one block cannot be cut"):
-        check_cuts((1,), 1, 2)
-    with pytest.raises(PlanError) as caught:
-        check_cuts((0, 3, 3), 4, 3)
-    assert [
-        problem.partition("; ")[0].removeprefix("[pipeline] cuts = [0, 3, 3] ") for problem in caught.value.problems
-    ] == [
-        "makes 4 stages, there are to be 3",
-        "cuts before 0, the blocks are 0 to 3",
-        "leaves a stage without a block",
-    ]
+        check_cuts((1,), 1)

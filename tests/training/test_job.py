@@ -145,7 +145,7 @@ def test_a_run_directory_names_its_job(tmp_path: Path) -> None:
         ("[modle]", ['"modle" is not a part of a job', 'did you mean "model"?']),
         ("model = 3", ["model must be a section: write [model]"]),
         ("[[steps]]", ["steps must be a section"]),
-        ("[steps]\ntotl = 3", ["[steps] totl = 3 is not a setting of [steps]", 'did you mean "total"?']),
+        ("[steps]\ntotl = 3", ["[steps] totl = 3 is not a field of [steps]", 'did you mean "total"?']),
         ("[steps]\ntotal = 0", ["[steps] total = 0 must be a whole number, at least 1"]),
         ("[steps]\nglobal_batch = 2.5", ["[steps] global_batch = 2.5 must be a whole number"]),
         ("[steps]\nseed = true", ["[steps] seed = true must be a whole number"]),

@@ -89,10 +89,10 @@ def test_memory_is_this_processs(mesh: Mesh) -> None:
 def test_a_file_has_one_whole_line_per_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path, steps_done=0)
-    file.write(record(1))
+    file.write(asdict(record(1)))
     assert json.loads(path.read_text()) == asdict(record(1))  # there at once: a kill loses no finished step
-    file.write(record(2))
-    file.write_evaluation(2, 0.5)
+    file.write(asdict(record(2)))
+    file.write({"step": 2, "held_out_loss": 0.5})
     file.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines == [asdict(record(1)), asdict(record(2)), {"step": 2, "held_out_loss": 0.5}]
@@ -102,13 +102,13 @@ def test_a_resume_drops_lines_past_its_checkpoint_and_a_torn_one(tmp_path: Path)
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path, steps_done=0)
     for step in range(1, 6):
-        file.write(record(step))
-        file.write_evaluation(step, 1.0)
+        file.write(asdict(record(step)))
+        file.write({"step": step, "held_out_loss": 1.0})
     file.close()
     with path.open("a") as torn:
         torn.write('{"step": 3, "loss": 1.')
     again = MetricsFile(path, steps_done=3)
-    again.write(record(4, loss=7.0))
+    again.write(asdict(record(4, loss=7.0)))
     again.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 1, 2, 2, 3, 3, 4]
@@ -119,7 +119,7 @@ def test_a_resume_drops_lines_past_its_checkpoint_and_a_torn_one(tmp_path: Path)
 def test_a_run_that_starts_anew_drops_everything(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path, steps_done=0)
-    file.write(record(1))
+    file.write(asdict(record(1)))
     file.close()
     MetricsFile(path, steps_done=0).close()
     assert path.read_text() == ""
@@ -141,8 +141,8 @@ def test_what_is_counted(targets: object, expected: tuple[str, int]) -> None:
 
 def test_what_is_not_finite_is_null_and_strict_json(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "metrics.jsonl", steps_done=0)
-    metrics.write(record(1, loss=float("nan")))
-    metrics.write_evaluation(1, float("inf"))
+    metrics.write(asdict(record(1, loss=float("nan"))))
+    metrics.write({"step": 1, "held_out_loss": float("inf")})
     metrics.close()
 
     def refuse(word: str) -> None:

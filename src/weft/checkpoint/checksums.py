@@ -33,14 +33,14 @@ Piece = tuple[str, int]
 """A file's name and the number of one of its pieces."""
 
 
-def pieces_of(sizes: Iterable[tuple[str, int, int]], *, rank: int, num_ranks: int) -> list[Piece]:
-    """This rank's share of the pieces of files (name, bytes, bytes per piece); an empty file has one piece."""
-    pieces = [(name, number) for name, *size in sizes for number in range(num_pieces(*size))]
+def pieces_of(counts: Iterable[tuple[str, int]], *, rank: int, num_ranks: int) -> list[Piece]:
+    """This rank's share of the pieces of files, given by name and number of pieces."""
+    pieces = [(name, number) for name, count in counts for number in range(count)]
     return pieces[slice(*part_of(len(pieces), rank, num_ranks))]
 
 
-def num_pieces(num_bytes: int, piece_bytes: int = PIECE_BYTES) -> int:
-    return max(-(-num_bytes // piece_bytes), 1)
+def num_pieces(num_bytes: int) -> int:
+    return max(-(-num_bytes // PIECE_BYTES), 1)
 
 
 def checksums(folder: Path, pieces: Iterable[Piece], piece_bytes: int = PIECE_BYTES) -> list[int]:
@@ -64,8 +64,7 @@ def checksums(folder: Path, pieces: Iterable[Piece], piece_bytes: int = PIECE_BY
 def find_damage(folder: Path, records: Sequence[FileRecord], *, rank: int = 0, num_ranks: int = 1) -> list[str]:
     """Problems in this rank's share of the files, at most one per file."""
     by_name = {record.name: record for record in records}
-    sizes = [(record.name, record.num_bytes, record.piece_bytes) for record in records]
-    pieces = pieces_of(sizes, rank=rank, num_ranks=num_ranks)
+    pieces = pieces_of([(each.name, len(each.crc32)) for each in records], rank=rank, num_ranks=num_ranks)
     by_file = itertools.groupby(pieces, key=lambda piece: piece[0])
     problems = (_damage_of(folder / name, by_name[name], list(inside)) for name, inside in by_file)
     return [problem for problem in problems if problem is not None]

@@ -47,15 +47,15 @@ class Staging:
 def write_runs(file: int, start_byte: int, part: torch.Tensor, runs: Iterable[Runs], staging: Staging) -> None:
     """Write a part of a tensor to an open file in which the whole tensor starts at `start_byte`."""
     size, runs = part.element_size(), tuple(runs)
-    if part.device.type == "cpu" and part.is_contiguous():
-        _write_from(file, start_byte, bytes_of(part), runs, size)
-        return
-    numel = max(CHUNK_BYTES // size, 1)
+    is_direct = part.device.type == "cpu" and part.is_contiguous()
+    numel = max(part.numel() if is_direct else CHUNK_BYTES // size, 1)
     for first in range(0, part.numel(), numel):
         last = min(first + numel, part.numel())
-        staged = staging.take(last - first, part.dtype).copy_(flat_range(part, first, last))
-        inside = [one for each in runs for one in each.within(first, last)]
-        _write_from(file, start_byte, bytes_of(staged), inside, size)
+        values = flat_range(part, first, last)
+        memory = bytes_of(values if is_direct else staging.take(last - first, part.dtype).copy_(values))
+        for one in (inside for each in runs for inside in each.within(first, last)):
+            for there, here in one.places():
+                write_at(file, memory[here * size : (here + one.numel) * size], start_byte + there * size)
 
 
 def read_runs(
@@ -127,12 +127,6 @@ def force_to_disk(path: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
-
-
-def _write_from(file: int, start_byte: int, memory: memoryview, runs: Iterable[Runs], size: int) -> None:
-    for one in runs:
-        for there, here in one.places():
-            write_at(file, memory[here * size : (here + one.numel) * size], start_byte + there * size)
 
 
 def _read_between(

@@ -1,14 +1,6 @@
-"""Loading a checkpoint under any plan.
+"""Loading a checkpoint under any plan; docs/checkpoints.md lists its files, which `save.py` writes.
 
-    step-100/
-      checkpoint.json                       the index: step, data position, every file's size and checksums
-      model-00001-of-00002.safetensors      whole tensors under the unsplit model's names, up to 5 GB per file
-      model.safetensors.index.json          the same index in Hugging Face's form
-      config.json                           of a Hugging Face model: transformers loads the folder as it is
-      optimizer-00001-of-00002.safetensors  "<parameter>/<state>"
-      rank-00000.safetensors                plan-bound: random state, sync state, buffers that differ between ranks
-
-`save.py` writes them; this file reads them. Loading checks every file's checksums (once, the pieces divided among the
+Loading checks every file's checksums (once, the pieces divided among the
 ranks) before it changes anything; then every rank reads only its own parts. The same plan continues to the bit; another
 plan uses the portable part and logs a warning.
 
@@ -37,6 +29,8 @@ from weft.comm.objects import gather_values
 from weft.errors import CheckpointError
 from weft.mesh import Mesh
 from weft.plan.text import format_plan
+
+_MOST_SHOWN = 8
 
 log = logging.getLogger("weft")
 
@@ -111,6 +105,12 @@ def require_undamaged(directory: Path, index: dict[str, Any], mesh: Mesh) -> Non
         )
 
 
+def first_of(items: list[str]) -> list[str]:
+    """The first few of many things to show, and the number of the others."""
+    rest = len(items) - _MOST_SHOWN
+    return [*items[:_MOST_SHOWN], f"and {rest} more"] if rest > 0 else items
+
+
 def _refuse_other_model(trainer: TrainerState, portable: Portable, index: dict[str, Any], directory: Path) -> None:
     """Refuse a checkpoint of another model or optimizer, with every difference in one error."""
     mine, theirs = portable.shapes, index["shapes"]
@@ -122,10 +122,8 @@ def _refuse_other_model(trainer: TrainerState, portable: Portable, index: dict[s
         if name in theirs and mine[name] != theirs[name]
     ]
     if problems:
-        rest = len(problems) - 8
-        more = [f"and {rest} more difference{'s' * (rest > 1)}"] if rest > 0 else []
         head = f"{directory} is a checkpoint of another model; use the model it was written with"
-        problems = [head, *problems[:8], *more]
+        problems = [head, *first_of(problems)]
     optimizer = type(trainer.optimizer).__name__
     if index["optimizer"] != optimizer:
         problems.append(

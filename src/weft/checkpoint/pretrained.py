@@ -8,7 +8,7 @@ dtype. The optimizer, the step and the data position do not change.
 from __future__ import annotations
 
 import logging
-from collections.abc import Container
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from weft.checkpoint.folders import INDEX, restore
 from weft.checkpoint.hugging_face import weight_files
-from weft.checkpoint.load import read_index, require_undamaged
+from weft.checkpoint.load import first_of, read_index, require_undamaged
 from weft.checkpoint.portable import Portable
 from weft.checkpoint.safetensors import TensorReader
 from weft.checkpoint.state import TrainerState
@@ -24,8 +24,6 @@ from weft.comm.agree import try_on_files
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError, LaunchError
 from weft.parallel.state.buffers import persistent_buffers
-
-_MOST_SHOWN = 8
 
 log = logging.getLogger("weft")
 
@@ -46,39 +44,27 @@ def load_weights(trainer: TrainerState, folder: str | Path) -> None:
         try_on_files(everyone, "read", folder, lambda: index.update(read_index(folder)))
         require_undamaged(folder, index, trainer.mesh)
     portable, readers = Portable(trainer), []
-    try:
+    with ExitStack() as opened:
+
+        def open_files() -> None:
+            readers.append(opened.enter_context(TensorReader(folder, weight_files(folder), world.device)))
+
         # Opened on every rank before any goes on, since what is wrong on one must be known to all.
-        try_on_files(
-            everyone,
-            "read",
-            folder,
-            lambda: readers.append(TensorReader(folder, weight_files(folder), world.device)),
-        )
-        reader = readers[0]
-        stored_as = _match(trainer.named_model, reader.entries)
-        _require_fitting(trainer, reader, stored_as, folder)
-        try_on_files(everyone, "read", folder, lambda: portable.read_model(reader, stored_as))
+        try_on_files(everyone, "read", folder, open_files)
+        stored_as = _match(trainer, readers[0], folder)
+        try_on_files(everyone, "read", folder, lambda: portable.read_model(readers[0], stored_as))
         trainer.sync.publish()
         if trainer.pipeline_step is not None:
             trainer.pipeline_step.load_state({}, {})
-    finally:
-        for reader in readers:
-            reader.close()
-
-
-def _match(model: nn.Module, stored: Container[str]) -> dict[str, str]:
-    """The name in the files of each parameter and buffer held here that they contain."""
-    found = {name: [one for one in names if one in stored] for name, names in _spellings(model).items()}
-    return {name: names[0] for name, names in found.items() if names}
 
 
 def _spellings(model: nn.Module) -> dict[str, list[str]]:
     """Every name that each parameter and persistent buffer may have in the files, its own name first."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    aliases: dict[str, list[str]] = {name: [name] for name in (*first.values(), *persistent_buffers(model))}
+    owners: dict[int, str] = {}
+    aliases: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner = first[id(parameter)]
-        aliases[owner] += [name] if name != owner else []
+        aliases.setdefault(owners.setdefault(id(parameter), name), []).append(name)
+    aliases |= {name: [name] for name in persistent_buffers(model)}
     prefix = getattr(model, "base_model_prefix", "")
     if not prefix:
         return aliases
@@ -88,24 +74,28 @@ def _spellings(model: nn.Module) -> dict[str, list[str]]:
     }
 
 
-def _require_fitting(trainer: TrainerState, reader: TensorReader, stored_as: dict[str, str], folder: Path) -> None:
-    """Refuse missing tensors and wrong shapes of any rank in one error; log once the extra tensors. Collective."""
-    layouts, world, spellings = trainer.layouts, trainer.mesh.world, _spellings(trainer.named_model)
+def _match(trainer: TrainerState, reader: TensorReader, folder: Path) -> dict[str, str]:
+    """The name in the files of each parameter and buffer of this rank; collective.
+
+    Missing tensors and wrong shapes of any rank are refused in one error; extra tensors are logged once.
+    """
+    layouts, world = trainer.layouts, trainer.mesh.world
+    spellings = _spellings(trainer.named_model)
+    stored = {name: [one for one in names if one in reader.entries] for name, names in spellings.items()}
     problems = []
-    for name in spellings:
-        if name not in stored_as:
+    for name, found in stored.items():
+        if not found:
             problems.append(f'"{name}" is in no file')
-        elif (shape := reader.entries[stored_as[name]].shape) != layouts[name].global_shape:
+        elif (shape := reader.entries[found[0]].shape) != layouts[name].global_shape:
             problems.append(f'"{name}" has shape {list(layouts[name].global_shape)} here, {list(shape)} in the files')
-    used = [one for names in spellings.values() for one in names if one in reader.entries]
+    used = [one for found in stored.values() for one in found]
     stages = gather_values([problems, used], trainer.mesh.everyone("control"), world.device)
     problems = list(dict.fromkeys(problem for part, _ in stages for problem in part))
     if problems:
-        rest = len(problems) - _MOST_SHOWN
-        more = [f"and {rest} more like these"] if rest > 0 else []
         head = f"{folder} does not hold the weights of this model; nothing was changed"
-        raise CheckpointError([head, *problems[:_MOST_SHOWN], *more])
+        raise CheckpointError([head, *first_of(problems)])
     extra = sorted(reader.entries.keys() - {name for _, part in stages for name in part})
     if extra and world.rank == 0:
-        named = ", ".join(extra[:_MOST_SHOWN]) + (", ..." if len(extra) > _MOST_SHOWN else "")
+        named = ", ".join(first_of(extra))
         log.warning("%s holds %d tensors that this model does not have: %s", folder, len(extra), named)
+    return {name: found[0] for name, found in stored.items()}

@@ -9,12 +9,13 @@ the ranks. Names and shapes are the unsplit model's, so any tool that reads safe
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -60,38 +61,26 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFile:
     """The header and the offsets of a file, before it is written."""
 
-    name: str
-    entries: tuple[Entry, ...]
-    metadata: Mapping[str, str]
-    header: bytes = field(init=False, repr=False)
-    starts: Mapping[str, int] = field(init=False, repr=False)
-    """Each tensor's first byte in the file."""
-    num_bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, *, name: str, entries: Sequence[Entry], metadata: Mapping[str, str]) -> None:
+        self.name, self.entries = name, entries
         # Wide dtypes first, as readers that map a file want every tensor at a multiple of its dtype's size.
-        ordered = sorted(self.entries, key=lambda entry: -entry.dtype.itemsize)
-        described: dict[str, object] = {"__metadata__": dict(self.metadata)} if self.metadata else {}
-        starts, place = {}, 0
-        for entry in ordered:
-            starts[entry.name] = place
-            stop = place + entry.num_bytes
-            described[entry.name] = {
-                "dtype": DTYPE_WORDS[entry.dtype],
-                "shape": list(entry.shape),
-                "data_offsets": [place, stop],
-            }
-            place = stop
+        ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+        described: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+        *places, end = itertools.accumulate((entry.num_bytes for entry in ordered), initial=0)
+        for entry, place in zip(ordered, places, strict=True):
+            offsets = [place, place + entry.num_bytes]
+            word = DTYPE_WORDS[entry.dtype]
+            described[entry.name] = {"dtype": word, "shape": list(entry.shape), "data_offsets": offsets}
         text = json.dumps(described, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        header = len(text).to_bytes(8, "little") + text
-        object.__setattr__(self, "header", header)
-        object.__setattr__(self, "starts", {name: len(header) + start for name, start in starts.items()})
-        object.__setattr__(self, "num_bytes", len(header) + place)
+        self.header = len(text).to_bytes(8, "little") + text
+        first = len(self.header)
+        self.starts = {entry.name: first + place for entry, place in zip(ordered, places, strict=True)}
+        """Each tensor's first byte in the file."""
+        self.num_bytes = first + end
 
     def create(self, folder: Path) -> None:
         """Create the file with its header and its full length, without the tensors."""
@@ -110,14 +99,9 @@ def pack(kind: str, entries: Iterable[Entry], most_bytes: int) -> list[TensorFil
             room = most_bytes
         files[-1].append(entry)
         room -= entry.num_bytes
-    return [
-        TensorFile(
-            name=f"{kind}-{number:05d}-of-{len(files):05d}.safetensors",
-            entries=tuple(inside),
-            metadata={"format": "pt"},  # transformers requires it
-        )
-        for number, inside in enumerate(files, start=1)
-    ]
+    names = [f"{kind}-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    metadata = {"format": "pt"}  # transformers requires it
+    return [TensorFile(name=name, entries=inside, metadata=metadata) for name, inside in zip(names, files, strict=True)]
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -125,7 +109,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 class TensorReader:
-    """Reads tensors, or parts of them, from files that stay open until `close` or the end of the context."""
+    """Reads tensors, or parts of them, from files that stay open until the end of the context."""
 
     def __init__(self, folder: Path, file_names: Iterable[str], device: torch.device) -> None:
         """Open the files and read their headers; OSError or CheckpointError if that fails."""
@@ -143,16 +127,13 @@ class TensorReader:
                 for entry, start in found:
                     self.entries[entry.name], self._starts[entry.name] = entry, (name, start)
         except BaseException:
-            self.close()
+            self.__exit__()
             raise
 
     def __enter__(self) -> TensorReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         while self._files:
             os.close(self._files.popitem()[1])
 

@@ -13,20 +13,20 @@ thread with its own process group while training continues. There is one save at
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import logging
 import shutil
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from weft.checkpoint.checksums import PIECE_BYTES, FileRecord, checksums, num_pieces, pieces_of
+from weft.checkpoint.checksums import FileRecord, checksums, num_pieces, pieces_of
 from weft.checkpoint.file_io import Staging, flat_range, force_to_disk, write_runs
 from weft.checkpoint.folders import INDEX, publish, refuse_foreign, restore
 from weft.checkpoint.safetensors import TensorFile
@@ -53,10 +53,14 @@ def write(snapshot: Snapshot, directory: Path, group: Group) -> None:
         own = try_on_files(group, "write", partial, lambda: _write_tensors(snapshot, partial))
         sizes = [(file.name, file.num_bytes) for file in snapshot.files] + [(name, size) for name, size in own]
         found = try_on_files(group, "checksum", partial, lambda: _seal(snapshot, partial, sizes, group))
-        crc32 = [value for part in found for value in part]
-        try_on_files(
-            group, "finish", directory, lambda: _finish(snapshot, partial, directory, sizes, crc32, group.index == 0)
-        )
+        crc32 = itertools.chain.from_iterable(found)
+
+        def finish() -> None:
+            if group.index == 0:
+                _write_index(snapshot, partial, sizes, crc32)
+                publish(partial, directory)
+
+        try_on_files(group, "finish", directory, finish)
     except CheckpointError as error:
         if group.index == 0:
             restore(directory)
@@ -102,7 +106,7 @@ def _write_tensors(snapshot: Snapshot, partial: Path) -> tuple[str, int]:
 
 def _seal(snapshot: Snapshot, partial: Path, sizes: list[tuple[str, int]], group: Group) -> list[int]:
     """This rank's share of the checksums; also forces what it wrote to the disk."""
-    pieces = pieces_of([(*one, PIECE_BYTES) for one in sizes], rank=group.index, num_ranks=group.size)
+    pieces = pieces_of([(name, num_pieces(size)) for name, size in sizes], rank=group.index, num_ranks=group.size)
     found = checksums(partial, pieces)
     # Also files that other ranks created, because a host can force only its own writes.
     for name in sorted({file.name for file in _created_here(snapshot, group)} | snapshot.parts.keys()):
@@ -110,18 +114,9 @@ def _seal(snapshot: Snapshot, partial: Path, sizes: list[tuple[str, int]], group
     return found
 
 
-def _finish(
-    snapshot: Snapshot, partial: Path, directory: Path, sizes: list[tuple[str, int]], crc32: list[int], is_first: bool
-) -> None:
-    if is_first:
-        _write_index(snapshot, partial, sizes, crc32)
-        publish(partial, directory)
-
-
-def _write_index(snapshot: Snapshot, partial: Path, sizes: list[tuple[str, int]], crc32: list[int]) -> None:
-    values = iter(crc32)
+def _write_index(snapshot: Snapshot, partial: Path, sizes: list[tuple[str, int]], crc32: Iterator[int]) -> None:
     records = [
-        FileRecord(name=name, num_bytes=num_bytes, crc32=tuple(islice(values, num_pieces(num_bytes))))
+        FileRecord(name=name, num_bytes=num_bytes, crc32=tuple(itertools.islice(crc32, num_pieces(num_bytes))))
         for name, num_bytes in sizes
     ]
     for name, text in snapshot.texts.items():

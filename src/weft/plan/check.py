@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypedDict, Unpack
 
 from weft.errors import PlanError
 from weft.plan.fields import facts_of, one_of
@@ -18,30 +17,14 @@ from weft.plan.model_refusals import SMALL_BATCH, UNEVEN_STATISTICS
 from weft.plan.plan import CODECS, SECTIONS, Axes, Plan, said, value_at
 from weft.plan.rules import combination_problems
 
-# The values that work today. A field that is not listed works with every value. A new method adds its value here, or
-# deletes the line when all values work.
-_BUILT: dict[str, tuple[object, ...]] = {
-    "data.sync": ("all-reduce",),
-    "data.every": (1,),
-    "data.switch_step": (0,),
-    "data.outer": ("average",),
-    "data.outer_lr": (1.0,),
-    "data.outer_momentum": (0.0,),
-    "data.delay": (0,),
-    "data.balance": (False,),
-    "server.mode": ("sync",),
-    "server.shards": (1,),
-    "server.staleness": (0,),
-    "server.backups": (0,),
-    "server.compensation": (0.0,),
-    "server.lr_scaling": ("none",),
-    "codec.name": ("none",),
-    "codec.density": (0.01,),
-    "codec.rank": (4,),
-    "codec.levels": (256,),
-    "codec.clip": (0.0,),
-    "codec.warmup_steps": (0,),
-}
+# Fields of which only the default is built. A new method moves its field from here to `_BUILT`, with the values that
+# work, or leaves it out when all do.
+_DEFAULT_ONLY = (
+    "data.sync data.every data.switch_step data.outer data.outer_lr data.outer_momentum data.delay data.balance "
+    "server.mode server.shards server.staleness server.backups server.compensation server.lr_scaling "
+    "codec.name codec.density codec.rank codec.levels codec.clip codec.warmup_steps"
+)
+_BUILT: dict[str, tuple[object, ...]] = {path: (value_at(Plan(), path),) for path in _DEFAULT_ONLY.split()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,35 +99,33 @@ def conditions() -> Iterator[tuple[str, str]]:
         yield f"[{section}] {name}", " and ".join(switch.condition for _, switch in found)
 
 
-class Known(TypedDict, total=False):
-    """Facts besides the plan: the more are given, the more is checked."""
+def check(
+    plan: Plan,
+    *,
+    num_ranks: int | None = None,
+    optimizer: str | None = None,
+    elementwise: bool | None = None,
+    global_batch: int | None = None,
+    local_batch_statistics: bool = False,
+) -> list[str]:
+    """Every reason why this plan cannot run; the more is known besides the plan, the more is checked.
 
-    num_ranks: int | None
-    """Ranks that are running."""
-    optimizer: str | None
-    """Name of its class."""
-    elementwise: bool | None
-    """True if the optimizer updates each element independently; None: not known, its name decides."""
-    global_batch: int | None
-    local_batch_statistics: bool
-    """True if the model has layers that normalise over the batch they see (BatchNorm)."""
-
-
-def check(plan: Plan, **known: Unpack[Known]) -> list[str]:
-    """Every reason why this plan cannot run."""
+    `optimizer` and `elementwise` are those of `combination_problems`; `local_batch_statistics`: the model has layers
+    that normalise over the batch they see (BatchNorm).
+    """
     idle = _idle(plan)
     problems = [*idle.values(), *_unbuilt(plan, set(idle))]
-    problems += combination_problems(plan, optimizer=known.get("optimizer"), elementwise=known.get("elementwise"))
-    if (num_ranks := known.get("num_ranks")) is not None:
+    problems += combination_problems(plan, optimizer=optimizer, elementwise=elementwise)
+    if num_ranks is not None:
         problems += _rank_problems(plan.axes, num_ranks)
-    if (global_batch := known.get("global_batch")) is not None:
-        problems += _batch_problems(plan, global_batch, known.get("local_batch_statistics", False))
+    if global_batch is not None:
+        problems += _batch_problems(plan, global_batch, local_batch_statistics)
     return problems
 
 
-def require(plan: Plan, **known: Unpack[Known]) -> None:
-    """Raise PlanError with everything that `check` finds."""
-    if problems := check(plan, **known):
+def require(problems: list[str]) -> None:
+    """Raise PlanError with what `check` found, if anything."""
+    if problems:
         raise PlanError(problems)
 
 
@@ -152,8 +133,7 @@ def _idle(plan: Plan) -> dict[str, str]:
     """The problem of each field that is set but has no effect, by path."""
     problems: dict[str, str] = {}
     for path, switch in _SWITCHES:
-        section, name = path.split(".")
-        is_set = value_at(plan, path) != facts_of(SECTIONS[section])[name].default
+        is_set = value_at(plan, path) != value_at(Plan(), path)
         if is_set and path not in problems and not switch.is_on(value_at(plan, switch.path)):
             problems[path] = (
                 f"{said(plan, path)} has no effect with {said(plan, switch.path)}; {switch.instead}{switch.advice}"

@@ -136,14 +136,11 @@ class Permutation:
     def accept(self, value: object) -> object:
         if not isinstance(value, list | tuple) or not all(isinstance(word, str) for word in value):
             raise ValueError(f"must be {self.allowed}")
-        unknown = [word for word in value if word not in self.values]
-        if unknown:
+        if unknown := [word for word in value if word not in self.values]:
             raise ValueError(f"names {toml(unknown[0])}, which is not known; {nearest(unknown[0], self.values)}")
-        missing = [word for word in self.values if word not in value]
-        if missing:
+        if missing := [word for word in self.values if word not in value]:
             raise ValueError(f"must be {self.allowed}; add {', '.join(missing)}")
-        repeated = sorted({word for word in value if value.count(word) > 1})
-        if repeated:
+        if repeated := sorted({word for word in value if value.count(word) > 1}):
             raise ValueError(f"must be {self.allowed}; repeated: {', '.join(repeated)}")
         return tuple(map(str, value))
 
@@ -219,16 +216,26 @@ def _facts_of(section: Any) -> Mapping[str, Facts]:
     }
 
 
-def accept_values(section: type[Section], values: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
-    """The acceptable values in normal form, and a problem for each of the others; names must be the section's."""
-    facts = facts_of(section)
+def accept_values(
+    section: type[Section], values: Mapping[str, object], others: Mapping[str, type[Section]] | None = None
+) -> tuple[dict[str, object], list[str]]:
+    """The acceptable values in normal form, and a problem for each bad value and each unknown name.
+
+    If there is no problem, `section(**values)` works. `others`: sections that an unknown name may belong to.
+    """
+    facts, title = facts_of(section), section_name(section)
     accepted: dict[str, object] = {}
     problems: list[str] = []
     for name, value in values.items():
+        if name not in facts:
+            elsewhere = [other for other, fields in (others or {}).items() if name in facts_of(fields)]
+            hint = f"it belongs in [{elsewhere[0]}]" if elsewhere else nearest(name, facts)
+            problems.append(f"{statement(title, name, value)} is not a field of [{title}]; {hint}")
+            continue
         try:
             accepted[name] = facts[name].kind.accept(value)
         except ValueError as error:
-            problems.append(f"{statement(section_name(section), name, value)} {error}")
+            problems.append(f"{statement(title, name, value)} {error}")
     return accepted, problems
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-from weft.errors import PlanError, nearest
+from weft.errors import PlanError
 from weft.plan.fields import (
     Choice,
     Flag,
@@ -22,10 +21,7 @@ from weft.plan.fields import (
     Real,
     Section,
     Whole,
-    accept_values,
     declare,
-    facts_of,
-    section_name,
     statement,
 )
 
@@ -286,16 +282,3 @@ def said(plan: Plan, path: str) -> str:
     """The field and its value as messages name them: `[section] field = value`."""
     section, name = path.split(".")
     return statement(section, name, value_at(plan, path))
-
-
-def problems_in(section: type[Section], values: Mapping[str, object]) -> list[str]:
-    """Every unknown name and bad value among a section's fields; if there are none, `section(**values)` works."""
-    known = {name: value for name, value in values.items() if name in facts_of(section)}
-    unknown = [_unknown_field(section, name, value) for name, value in values.items() if name not in known]
-    return unknown + accept_values(section, known)[1]
-
-
-def _unknown_field(section: type[Section], name: str, value: object) -> str:
-    elsewhere = [other for other in SECTIONS if name in facts_of(SECTIONS[other])]
-    hint = f"it belongs in [{elsewhere[0]}]" if elsewhere else nearest(name, facts_of(section))
-    return f"{statement(section_name(section), name, value)} is not a field of [{section_name(section)}]; {hint}"

@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable
+from operator import attrgetter
 
 from weft.plan.check import conditions
 from weft.plan.fields import Choice, Facts, Section, facts_of, toml
 from weft.plan.model_refusals import IMAGE_RULES, MODEL_REFUSALS
 from weft.plan.plan import SECTIONS
-from weft.plan.refusals import Refusal
 from weft.plan.rules import RULES
 
 _OPENING = """\
@@ -68,23 +68,19 @@ def _row(facts: Facts) -> str:
 
 def refusals() -> str:
     """The page of refused combinations, in Markdown."""
-    heads = ("combination", "why", "what to do")
+    heads, cells = ("combination", "why", "what to do"), attrgetter("combination", "why", "remedy")
     return "\n".join(
         [
             _REFUSALS_OPENING,
             "## Values of a plan\n",
-            _table(heads, map(_cells, RULES)),
+            _table(heads, map(cells, RULES)),
             "## A plan and a kind of model, batch or machine\n",
-            _table(heads, map(_cells, (*MODEL_REFUSALS, *IMAGE_RULES))),
+            _table(heads, map(cells, (*MODEL_REFUSALS, *IMAGE_RULES))),
             "## Fields that have no effect\n",
             "A plan that sets one of these without what it needs is refused: silence would be a wrong answer.\n",
             _table(("field", "needs"), conditions()),
         ]
     )
-
-
-def _cells(refusal: Refusal) -> tuple[str, str, str]:
-    return refusal.combination, refusal.why, refusal.remedy
 
 
 def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

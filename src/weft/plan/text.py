@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import PlanError, WeftError, nearest
-from weft.plan.fields import facts_of, statement, toml
-from weft.plan.plan import SECTIONS, Plan, problems_in
+from weft.plan.fields import accept_values, facts_of, statement, toml
+from weft.plan.plan import SECTIONS, Plan
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
@@ -50,7 +50,7 @@ def parse_plan(text: str, *, source: str = "plan") -> Plan:
         elif not isinstance(table, dict):
             problems.append(f"{name} must be a section: write [{name}], and its fields on the lines below")
         else:
-            problems += problems_in(SECTIONS[name], table)
+            problems += accept_values(SECTIONS[name], table, SECTIONS)[1]
     if problems:
         raise PlanError([f"{source}: {problem}" for problem in problems])
     sections: dict[str, Any] = {name: SECTIONS[name](**table) for name, table in tables.items()}

@@ -17,7 +17,7 @@ from weft.parallel.parallel_model import ParallelModel
 from weft.parallel.state.batchnorm import has_batch_norms
 from weft.parallel.state.materialise import agreed_seed
 from weft.parallel.zero.flat_parameters import Piece
-from weft.plan.check import require
+from weft.plan.check import check, require
 from weft.plan.model_refusals import COMPILED_AS_A_WHOLE
 from weft.plan.plan import Plan
 from weft.training.meta_trainer import MetaTrainer, refuse_memory
@@ -70,7 +70,7 @@ def parallelize(
     if world.is_fake:
         refuse_memory(named_model)
     gets_parts = plan.data.shard != "nothing" or plan.axes.tensor > 1
-    require(
+    problems = check(
         plan,
         num_ranks=world.size,
         optimizer=class_name(optimizer, world.device),
@@ -78,6 +78,7 @@ def parallelize(
         global_batch=global_batch,
         local_batch_statistics=has_batch_norms(named_model),
     )
+    require(problems)
     resolved_loss = resolve_loss(loss, compiled=plan.compile.blocks)
     if model is not named_model and plan.axes.pipeline * plan.axes.tensor * plan.axes.sequence > 1:
         raise ModelError(COMPILED_AS_A_WHOLE.message())

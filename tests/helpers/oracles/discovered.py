@@ -18,7 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from weft.parallel.tensor.local_sizes import LocalSizes
 from weft.parallel.tensor.shares import set_count
-from weft.plan.partition.tensor import Cut, Region, entries, region_shares, share_of
+from weft.plan.partition.tensor import Cut, Region, entries, share_of, shares
 
 
 class Barrier:
@@ -70,8 +70,8 @@ class Rank:
         self.rank, self.meeting = rank, meeting
         self.ranges: dict[str, tuple[int, tuple[tuple[int, int], ...]]] = {}
         for region in regions:
-            each, out_of = region_shares(region, tensor)
-            self.shared, self.out_of = each[rank], out_of
+            self.out_of = out_of = region.num_units(tensor)
+            self.shared = shares(out_of, tensor)[rank]
             for names in region.columns:
                 for name in names:
                     self._install_column(name)

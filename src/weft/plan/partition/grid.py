@@ -30,12 +30,11 @@ class Grid:
     @property
     def strides(self) -> dict[str, int]:
         """The difference of rank numbers between neighbours along each axis, outermost first."""
-        strides: dict[str, int] = {}
-        stride = 1
-        for axis in reversed(self.axes.order):
+        strides, stride = {}, self.num_ranks
+        for axis, size in self.axes.sizes.items():
+            stride //= size
             strides[axis] = stride
-            stride *= self.axes.sizes[axis]
-        return {axis: strides[axis] for axis in self.axes.order}
+        return strides
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The rank's index along each axis, outermost first."""
@@ -46,8 +45,7 @@ class Grid:
 
     def ranks_along(self, axis: str | tuple[str, ...], rank: int) -> tuple[int, ...]:
         """The ranks that differ from this one only along the axis (or axes), including itself, in rank order."""
-        own = self.coordinates(rank)
-        offsets = self._offsets(axis)
+        offsets, own = self._offsets(axis), self.coordinates(rank)
         base = rank - sum(own[name] * self.strides[name] for name in _names(axis))
         return tuple(base + offset for offset in offsets)
 

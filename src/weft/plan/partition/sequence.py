@@ -68,8 +68,10 @@ class Places:
         return tuple((number * length, (number + 1) * length) for number in numbers)
 
     def ring_ranges(self, ring_rank: int) -> tuple[Range, ...]:
-        """The tokens of a ring rank, ascending."""
-        return _joined(self.chunks(ring_rank))
+        """The tokens of a ring rank, ascending; neighbouring chunks are one range."""
+        chunks = self.chunks(ring_rank)
+        (start, middle), (other, stop) = chunks[0], chunks[-1]
+        return ((start, stop),) if middle == other else chunks
 
     def ranges(self, ring_rank: int, ulysses_rank: int) -> tuple[Range, ...]:
         """The tokens of one rank, ascending."""
@@ -189,14 +191,3 @@ def share_heads(num_queries: int, num_keys: int, *, ulysses: int, ring: int = 1)
 
 def _num_chunks(ring: int, layout: str) -> int:
     return 2 * ring if layout == "zigzag" and ring > 1 else ring
-
-
-def _joined(ranges: tuple[Range, ...]) -> tuple[Range, ...]:
-    """Adjacent ranges merged into one."""
-    joined: list[Range] = []
-    for start, stop in ranges:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            joined.append((start, stop))
-    return tuple(joined)

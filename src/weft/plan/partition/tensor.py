@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from weft.errors import PlanError
 from weft.plan.model_refusals import TOO_FEW_UNITS
 
 Range = tuple[int, int]
@@ -81,11 +80,8 @@ class Size:
 
 
 SIZED = frozenset(
-    {
-        *("view", "reshape", "unflatten", "expand", "broadcast_to", "repeat", "tile", "repeat_interleave"),
-        *("split", "split_with_sizes", "narrow", "__getitem__", "__setitem__"),
-        *("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty"),
-    }
+    "view reshape unflatten expand broadcast_to repeat tile repeat_interleave split split_with_sizes narrow "
+    "__getitem__ __setitem__ zeros ones full empty new_zeros new_ones new_full new_empty".split()
 )
 """Names of functions that take sizes."""
 
@@ -188,10 +184,8 @@ def _repeats_evenly(number: int, out_of: int, tensor: int) -> bool:
     """True if on every rank each repeated unit serves equally many others, which tells a rank whose is whose."""
     each = out_of // number
     for start, stop in shares(out_of, tensor):
-        serving = [
-            min(stop, (unit + 1) * each) - max(start, unit * each) for unit in range(start // each, -(-stop // each))
-        ]
-        if len(set(serving)) > 1:
+        units = range(start // each, -(-stop // each))
+        if len({min(stop, (unit + 1) * each) - max(start, unit * each) for unit in units}) > 1:
             return False
     return True
 
@@ -201,12 +195,3 @@ def _numbers(region: Region) -> Iterator[tuple[int, str]]:
     for cut in region.cuts:
         for section in cut.sections:
             yield section.num_units, f'"{cut.name}"'
-
-
-def region_shares(region: Region, tensor: int) -> tuple[tuple[Range, ...], int]:
-    """Each rank's share of a region, and the number of units; a region that cannot be split is refused."""
-    problems = region_problems(region, tensor)
-    if problems:
-        raise PlanError(problems)
-    out_of = region.num_units(tensor)
-    return shares(out_of, tensor), out_of

@@ -140,26 +140,19 @@ def gradient_all_reduce_bytes(members: Sequence[Member], *, bucket_bytes: int, d
     return sum(sent_bytes("all-reduce", size, data) for size in sizes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Boundary:
-    """The messages between one stage and the next for one microbatch."""
-
-    activation_bytes: int
-    gradient_bytes: int
-
-
 def pipeline_bytes(
-    boundaries: Sequence[Boundary], plan: Plan, *, rank: int, tied: Sequence[tuple[int, int]] = ()
+    boundaries: Sequence[tuple[int, int]], plan: Plan, *, rank: int, tied: Sequence[tuple[int, int]] = ()
 ) -> int:
     """Bytes that one rank along the pipeline axis sends over it in one step of equal microbatches.
 
+    `boundaries`: (bytes of activations, bytes of their gradients) from each stage to the next, for one microbatch.
     `tied`: (bytes, number of ranks that hold it) of each parameter that this rank shares with others.
     """
     num_ranks, num_microbatches, last = plan.axes.pipeline, plan.step.microbatches, len(boundaries)
     sent = sum(sent_bytes("all-reduce", num_bytes, num_holders) for num_bytes, num_holders in tied)
     for stage in range(rank, last + 1, num_ranks):
-        sent += num_microbatches * boundaries[stage].activation_bytes if stage < last else 0
-        sent += num_microbatches * boundaries[stage - 1].gradient_bytes if stage else 0
+        sent += num_microbatches * boundaries[stage][0] if stage < last else 0
+        sent += num_microbatches * boundaries[stage - 1][1] if stage else 0
     if plan.step.clip_norm > 0 or plan.precision.compute != "model":
         return sent + sent_bytes("all-reduce", PIPELINE_WORDS_BYTES, num_ranks)
     return sent + (PIPELINE_WORDS_BYTES * (num_ranks - 1) if rank == num_ranks - 1 else 0)

@@ -23,6 +23,12 @@ from weft.plan.plan import Plan
 
 FLUSH_FREE = ("pipedream", "2bw")
 """Schedules whose pipeline stays full from one step to the next."""
+_SIMPLE = {
+    "1f1b": schedules.one_f_one_b,
+    "gpipe": schedules.gpipe,
+    "naive": schedules.naive,
+    "zero-bubble": schedules.zero_bubble,
+}
 
 
 def schedule_of(
@@ -40,19 +46,9 @@ def schedule_of(
     and `together` concern the flush-free schedules only, and are explained in `schedules.py`.
     """
     num_stages, num_fed = plan.axes.pipeline, plan.step.microbatches if num_microbatches is None else num_microbatches
-    if plan.pipeline.schedule in FLUSH_FREE:
-        assert plan.data.shard != "parameters", "stashed weight versions are whole, so there is nothing to gather"
     match plan.pipeline.schedule:
-        case "1f1b":
-            order = schedules.one_f_one_b(num_stages, num_fed)
-        case "gpipe":
-            order = schedules.gpipe(num_stages, num_fed)
-        case "naive":
-            order = schedules.naive(num_stages, num_fed)
         case "interleaved":
             order = schedules.interleaved(num_stages, num_fed, plan.pipeline.chunks)
-        case "zero-bubble":
-            order = schedules.zero_bubble(num_stages, num_fed)
         case "pipedream":
             sync = plan.pipeline.vertical_sync
             order = schedules.pipedream(num_stages, num_fed, first=first, start=start, drain=drain, vertical_sync=sync)
@@ -63,9 +59,11 @@ def schedule_of(
             order = schedules.two_bw(
                 num_stages, m, num_batches=batches, first=first, start=start, drain=drain, together=together
             )
-        case unknown:
-            raise AssertionError(f"no schedule is called {unknown!r}")
-    if plan.pipeline.schedule not in FLUSH_FREE:
+        case simple:
+            order = _SIMPLE[simple](num_stages, num_fed)
+    if plan.pipeline.schedule in FLUSH_FREE:
+        assert plan.data.shard != "parameters", "stashed weight versions are whole, so there is nothing to gather"
+    else:
         order = tuple((*actions, Action(kind="update", stage=rank, version=1)) for rank, actions in enumerate(order))
     return with_exchanges(
         order,
@@ -139,14 +137,11 @@ def _whole_spells(actions: tuple[Action, ...], gathers: str) -> Iterator[tuple[i
     """(first place, last place, stage) of each spell in which a stage's parameters are whole."""
     # An update is left out: with ZeRO it works on the rank's own part.
     places = [(place, action.stage) for place, action in enumerate(actions) if action.kind != "update"]
-    if gathers == "microbatch":
-        for stage, spell in groupby(places, key=lambda place: place[1]):
-            run = [place for place, _ in spell]
-            yield run[0], run[-1], stage
-    elif gathers == "step":
-        for stage in dict.fromkeys(stage for _, stage in places):
-            run = [place for place, other in places if other == stage]
-            yield run[0], run[-1], stage
+    if gathers == "step":
+        places.sort(key=lambda place: place[1])  # stages are in the order of their first actions already
+    for stage, spell in groupby(places if gathers != "never" else (), key=lambda place: place[1]):
+        run = [place for place, _ in spell]
+        yield run[0], run[-1], stage
 
 
 def _reductions(actions: tuple[Action, ...]) -> Iterator[tuple[int, Action]]:

@@ -60,10 +60,7 @@ def balance(
     `in_flight`: the most microbatches that each stage holds at a time; by default those of 1F1B, one on the last stage
     and one more on each stage before it.
     """
-    if num_stages > len(costs):
-        raise PlanError(
-            f"{num_stages} stages need {num_stages} blocks, the model has {len(costs)}; use at most {len(costs)} stages"
-        )
+    assert num_stages <= len(costs), f"{num_stages} stages need {num_stages} blocks, the model has {len(costs)}"
     in_flight = range(num_stages, 0, -1) if in_flight is None else in_flight
     assert len(in_flight) == num_stages, f"{len(in_flight)} numbers of microbatches in flight for {num_stages} stages"
     stages = _Stages(costs, first, last, in_flight)
@@ -94,24 +91,14 @@ def stage_problem(num_blocks: int, *, pipeline: int, chunks: int = 1) -> str | N
     return f"{needs} {num_stages} blocks, the model has {num_blocks}; use {', or '.join(advice)}"
 
 
-def check_cuts(cuts: Sequence[int], num_blocks: int, num_stages: int) -> None:
-    """Refuse cuts that do not make so many stages of so many blocks, with all reasons."""
-    problems = []
-    said = f"[pipeline] cuts = {list(cuts)}"
-    if len(cuts) != num_stages - 1:
-        problems.append(
-            f"{said} makes {len(cuts) + 1} stages, there are to be {num_stages}; list {num_stages - 1} block numbers, "
-            "or none for balanced stages"
-        )
+def check_cuts(cuts: Sequence[int], num_blocks: int) -> None:
+    """Refuse cuts beyond the blocks; a plan's own check covers their number and order."""
     if outside := [cut for cut in cuts if not 1 <= cut < num_blocks]:
         allowed = f"use numbers from 1 to {num_blocks - 1}" if num_blocks > 1 else "one block cannot be cut"
-        problems.append(
-            f"{said} cuts before {', '.join(map(str, outside))}, the blocks are 0 to {num_blocks - 1}; {allowed}"
+        raise PlanError(
+            f"[pipeline] cuts = {list(cuts)} cuts before {', '.join(map(str, outside))}, the blocks are 0 to "
+            f"{num_blocks - 1}; {allowed}"
         )
-    if any(later <= earlier for earlier, later in itertools.pairwise(cuts)):
-        problems.append(f"{said} leaves a stage without a block; list each number once, smallest first")
-    if problems:
-        raise PlanError(problems)
 
 
 class _Stages:

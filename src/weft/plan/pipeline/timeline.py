@@ -7,7 +7,7 @@ actions, so that they can be compared span by span. Only differences of times ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from weft.plan.pipeline.actions import Action
@@ -61,22 +61,11 @@ class Timeline:
         return 1.0 - self.utilisation
 
     def as_rows(self) -> list[dict[str, Any]]:
-        """One flat dict of plain values per span, for files and messages."""
-        return [
-            {"rank": span.rank, **asdict(span.action), "start_s": span.start_s, "stop_s": span.stop_s}
-            for span in self.spans
-        ]
+        """One dict of plain values per span, for messages."""
+        return [asdict(span) for span in self.spans]
 
     @classmethod
     def from_rows(cls, rows: Iterable[Mapping[str, Any]], *, num_ranks: int) -> Timeline:
         """The timeline whose `as_rows` these are; rows of several ranks may be chained."""
-        spans = tuple(
-            Span(
-                rank=row["rank"],
-                action=Action(**{field.name: row[field.name] for field in fields(Action)}),
-                start_s=row["start_s"],
-                stop_s=row["stop_s"],
-            )
-            for row in rows
-        )
-        return cls(spans=spans, num_ranks=num_ranks)
+        spans = (Span(**{**row, "action": Action(**row["action"])}) for row in rows)
+        return cls(spans=tuple(spans), num_ranks=num_ranks)

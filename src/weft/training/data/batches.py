@@ -19,8 +19,9 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache, partial
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
@@ -49,21 +50,24 @@ class Reader(Protocol):
     def data_size(self) -> int: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """One global batch: samples `start` to `stop - 1` of an epoch's order."""
-
-    epoch: int
-    start: int
-    stop: int
+Slice = tuple[int, int, int]
+"""A global batch: epoch, start, stop. It holds samples `start` to `stop - 1` of the epoch's order."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Batches:
-    """The batches of a run, from the reader's position on; see `batches`. Each `iter()` starts where the reader is."""
+@dataclass(frozen=True, slots=True, eq=False)
+class batches:
+    """This rank's (inputs, targets) of each global batch, step by step, from `trainer.data_position` on.
+
+    Step k covers samples kB to (k+1)B-1 of the order, whatever the plan. The last batch of an epoch may be short, and
+    a rank's part of it empty (0 samples, right shapes and dtypes), since that rank must still join the exchange.
+    To go over the data several times give `epochs`; do not loop around `batches`, which goes on where the trainer is.
+    The next batch is fetched in a background thread: a dataset that draws random numbers should seed them by the index,
+    or its draws mix with the model's.
+    """
 
     dataset: Dataset
-    reader: Reader
+    trainer: Reader
+    _: KW_ONLY
     global_batch: int
     """Samples per step, over all ranks."""
     shuffle_seed: int | None = None
@@ -100,7 +104,7 @@ class Batches:
         return self._num_batches(len(self.dataset))
 
     def __len__(self) -> int:
-        """Batches left, from the reader's position on."""
+        """Batches left, from the trainer's position on."""
         if self.epochs is None:
             raise TypeError("batches with epochs=None go on for ever and have no length")
         epoch, start = divmod(self._checked_position(), len(self.dataset))
@@ -120,26 +124,27 @@ class Batches:
         return self._hand_out(position)
 
     def from_start(self) -> Generator[Batch, None, None]:
-        """All batches, without using or moving the reader's position: for evaluation during a run."""
+        """All batches, without using or moving the trainer's position: for evaluation during a run."""
         with closing(self._fetched(0)) as fetched:
             for _, batch in fetched:
                 yield batch
 
     def _hand_out(self, position: int) -> Generator[Batch, None, None]:
         with closing(self._fetched(position)) as fetched:
-            for piece, batch in fetched:
+            for (epoch, _, stop), batch in fetched:
                 # Before the yield, so that a save in the loop's body records this batch as used.
-                self.reader.data_position = piece.epoch * len(self.dataset) + piece.stop
+                self.trainer.data_position = epoch * len(self.dataset) + stop
                 yield batch
 
     def _fetched(self, position: int) -> Generator[tuple[Slice, Batch], None, None]:
         total, seed = len(self.dataset), self.shuffle_seed
-        rank, size = self.reader.data_rank, self.reader.data_size
+        rank, size = self.trainer.data_rank, self.trainer.data_size
         order = None if seed is None else lru_cache(maxsize=1)(partial(permutation, total, seed))
 
         def fetch_part(piece: Slice) -> tuple[Slice, Batch]:
-            start, stop = (piece.start + offset for offset in part_of(piece.stop - piece.start, rank, size))
-            indices = np.arange(start, stop, dtype=np.int64) if order is None else order(piece.epoch)[start:stop]
+            epoch, first, end = piece
+            start, stop = (first + offset for offset in part_of(end - first, rank, size))
+            indices = np.arange(start, stop, dtype=np.int64) if order is None else order(epoch)[start:stop]
             return piece, fetch(self.dataset, indices)
 
         return prefetch(fetch_part, self._slices(position))
@@ -150,7 +155,7 @@ class Batches:
         while self.epochs is None or epoch < self.epochs:
             for _ in range(self._num_batches(total - start)):
                 stop = min(start + self.global_batch, total)
-                yield Slice(epoch, start, stop)
+                yield epoch, start, stop
                 start = stop
             epoch, start = epoch + 1, 0
 
@@ -159,7 +164,7 @@ class Batches:
         return whole + (rest > 0 and not self.drop_last)
 
     def _checked_position(self) -> int:
-        position, total = self.reader.data_position, len(self.dataset)
+        position, total = self.trainer.data_position, len(self.dataset)
         if self.epochs is not None and position > self.epochs * total:
             raise DataError(
                 f"the run is at sample {position}, {self.epochs} epochs of {total} samples end at "
@@ -168,31 +173,8 @@ class Batches:
         return position
 
 
-def batches(
-    dataset: Dataset,
-    trainer: Reader,
-    *,
-    global_batch: int,
-    shuffle_seed: int | None = None,
-    epochs: int | None = 1,
-    drop_last: bool = False,
-) -> Batches:
-    """This rank's (inputs, targets) of each global batch, step by step, from `trainer.data_position` on.
-
-    Step k covers samples kB to (k+1)B-1 of the order, whatever the plan. The last batch of an epoch may be short, and
-    a rank's part of it empty (0 samples, right shapes and dtypes), since that rank must still join the exchange.
-    To go over the data several times give `epochs`; do not loop around `batches`, which goes on where the trainer is.
-    The next batch is fetched in a background thread: a dataset that draws random numbers should seed them by the index,
-    or its draws mix with the model's.
-    """
-    return Batches(
-        dataset=dataset,
-        reader=trainer,
-        global_batch=global_batch,
-        shuffle_seed=shuffle_seed,
-        epochs=epochs,
-        drop_last=drop_last,
-    )
+Batches = batches
+"""The same class, for annotations and isinstance; users call it like a function."""
 
 
 def permutation(total: int, seed: int, epoch: int) -> Indices:
@@ -205,27 +187,22 @@ def permutation(total: int, seed: int, epoch: int) -> Indices:
     return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """An error raised in the background thread."""
-
-    error: BaseException
-
-
 def prefetch(function: Callable[[Item], Result], items: Iterable[Item]) -> Generator[Result, None, None]:
     """`map(function, items)`, with the next result computed in a background thread while the last is in use.
 
     An error is raised where its result would have been yielded. The thread ends with the iterator.
     """
     requests: SimpleQueue[Item | None] = SimpleQueue()
-    results: SimpleQueue[Result | Failure] = SimpleQueue()
+    results: SimpleQueue[Future[Result]] = SimpleQueue()
 
     def work() -> None:
         while (item := requests.get()) is not None:
+            outcome: Future[Result] = Future()
             try:
-                results.put(function(item))
+                outcome.set_result(function(item))
             except BaseException as error:
-                results.put(Failure(error))
+                outcome.set_exception(error)
+            results.put(outcome)
 
     thread = threading.Thread(target=work, name="weft-prefetch", daemon=True)
     thread.start()
@@ -234,9 +211,7 @@ def prefetch(function: Callable[[Item], Result], items: Iterable[Item]) -> Gener
         item = next(remaining, None)
         requests.put(item)
         while item is not None:
-            result = results.get()
-            if isinstance(result, Failure):
-                raise result.error
+            result = results.get().result()
             item = next(remaining, None)
             requests.put(item)
             yield result

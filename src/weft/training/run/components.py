@@ -100,42 +100,26 @@ def prepare(job: Job, *, besides: Sequence[str] = ()) -> Prepared:
         schedule=schedule,
         writes_text=(job.model.name == "gpt" or (described is not None and described.continues_text))
         and job.dataset.name in ("standard-library", "text")
-        and (_sizes_of(job.model).vocab_size or 0) >= 128,
+        and (_sizes_of(job.model)[2] or 0) >= 128,
     )
 
 
 def context_of(job: Job) -> int:
     """Tokens per sample of a text or token dataset."""
-    context = job.dataset.settings.get("context", _sizes_of(job.model).context)
+    context = job.dataset.settings.get("context", _sizes_of(job.model)[0])
     if isinstance(context, bool) or not isinstance(context, int):
         raise DataError(f"a sample holds {toml(context)} tokens of context; give a whole number")
     return context
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sizes:
-    """The sizes of a model that concern its data, as far as the job tells; None if unknown."""
-
-    context: Any
-    """Default number of tokens per sample."""
-    longest: Any
-    """Most tokens that the model takes."""
-    longest_name: str
-    """Name of that setting."""
-    vocab_size: Any
-
-
-def _sizes_of(model: Part) -> _Sizes:
+def _sizes_of(model: Part) -> tuple[Any, Any, Any]:
+    """(default tokens per sample, most tokens, size of the vocabulary), as the job says them; None if unknown."""
     described = _hugging_face(model)
     if described is not None:
-        longest, vocab_size = described.longest, described.vocab_size
-        context = min(longest or _USUAL_CONTEXT, _USUAL_CONTEXT)
-        return _Sizes(context=context, longest=longest, longest_name="max_position_embeddings", vocab_size=vocab_size)
+        return min(described.longest or _USUAL_CONTEXT, _USUAL_CONTEXT), described.longest, described.vocab_size
     default = {name: one.default for name, one in inspect.signature(GPTConfig).parameters.items()}
     context, vocab_size = (model.settings.get(name, default[name]) for name in ("context", "vocab_size"))
-    if model.name != "gpt":
-        return _Sizes(context=context, longest=None, longest_name="context", vocab_size=None)
-    return _Sizes(context=context, longest=context, longest_name="context", vocab_size=vocab_size)
+    return (context, context, vocab_size) if model.name == "gpt" else (context, None, None)
 
 
 def _filled(described: HuggingFaceModel) -> nn.Module:
@@ -212,13 +196,10 @@ def _tokens(job: Job, *, file: str, dtype: str = "uint16", held_out: float = 0.0
 
 
 def _windows(job: Job, tokens: np.ndarray[Any, Any], held_out: float) -> tuple[Dataset, Dataset]:
-    context, sizes, problems = context_of(job), _sizes_of(job.model), []
-    if isinstance(sizes.longest, int) and context > sizes.longest:
-        problems.append(
-            f"[dataset] context = {context} is longer than [model] {sizes.longest_name} = {sizes.longest}; "
-            "make them equal"
-        )
-    known = sizes.vocab_size
+    context, (_, longest, known), problems = context_of(job), _sizes_of(job.model), []
+    if isinstance(longest, int) and context > longest:
+        name = "context" if job.model.key == "name" else "max_position_embeddings"
+        problems.append(f"[dataset] context = {context} is longer than [model] {name} = {longest}; make them equal")
     if isinstance(known, int) and (largest := datasets.max_token(tokens)) >= known:
         problems.append(
             f"the data holds token {largest}, [model] vocab_size = {known} knows 0 to {known - 1}; "

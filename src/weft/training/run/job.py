@@ -1,11 +1,4 @@
-"""A job file: the model, the data, the optimizer, the number of steps, and which plan runs it.
-
-    plan = "plan.toml"                            # without one: all ranks along the data axis
-    [model]      name = "gpt" | "convnet" | "module:function", loss, and the model's own sizes; or, for a name,
-                 hf = a Hugging Face config.json or folder, and entries of its configuration to change
-    [dataset]    name = "standard-library" | "text" | "tokens" | "digits" | "module:function", and its settings
-    [optimizer]  name = "adamw" | any of torch.optim | "module:function", its settings, schedule
-    [steps]      total, global_batch, seed, save_every, ...
+"""A job file: the model, the data, the optimizer, the number of steps, and which plan runs it (docs/job-format.md).
 
 This file reads the form only; `components.py` builds what the names stand for. All problems are reported at once.
 """
@@ -13,7 +6,7 @@ This file reads the form only; `components.py` builds what the names stand for. 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar
@@ -89,7 +82,7 @@ def parse_job(text: str, *, source: str = "job", directory: Path | None = None) 
         elif name != "plan" and not isinstance(table, dict):
             problems.append(f"{name} must be a section: write [{name}], and its settings on the lines below")
     sections = {name: table for name in _SECTIONS if isinstance(table := tables.get(name, {}), dict)}
-    problems += _steps_problems(sections.get("steps", {}))
+    problems += accept_values(Steps, sections.get("steps", {}))[1]
     for section, names in _TEXTS.items():
         values = {name: sections.get(section, {}).get(name, "") for name in names}
         wrong = [statement(section, name, value) for name, value in values.items() if not isinstance(value, str)]
@@ -138,16 +131,6 @@ def _assemble(sections: dict[str, dict[str, Any]], plan: Plan | None, directory:
         steps=Steps(**sections["steps"]),
         plan=plan,
     )
-
-
-def _steps_problems(table: dict[str, Any]) -> list[str]:
-    known = [each.name for each in fields(Steps)]
-    problems = [
-        f"{statement('steps', name, value)} is not a setting of [steps]; {nearest(name, known)}"
-        for name, value in table.items()
-        if name not in known
-    ]
-    return problems + accept_values(Steps, {name: value for name, value in table.items() if name in known})[1]
 
 
 def _plan_of(value: object, directory: Path, problems: list[str]) -> Plan | None:

@@ -13,8 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,14 @@ from weft.errors import CheckpointError, DataError, JobError, ModelError
 from weft.mesh import join_world
 from weft.plan.check import check
 from weft.plan.plan import Axes, Plan
-from weft.plan.text import read_plan, write_plan
+from weft.plan.text import read_plan, write_plan, write_text
 from weft.report.trace import write as write_trace
 from weft.training.data.batches import batches
 from weft.training.data.datasets import fetch, fingerprint
 from weft.training.parallelize import parallelize
 from weft.training.run.components import Prepared, context_of, prepare
 from weft.training.run.job import Job, default_job, format_job, read_job
-from weft.training.run.metrics import MetricsFile, Recorder, StepRecord, units_of, write_whole
+from weft.training.run.metrics import MetricsFile, Recorder, StepRecord, units_of
 from weft.training.run.stop import StopRequest
 from weft.training.trainer import Trainer
 
@@ -173,7 +172,7 @@ class _Run:
             try:
                 (self.directory / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
                 write_plan(self.trainer.plan, self.directory / PLAN_FILE)
-                write_whole(self.directory / JOB_FILE, format_job(self.job, plan=PLAN_FILE))
+                write_text(self.directory / JOB_FILE, format_job(self.job, plan=PLAN_FILE), kind=JobError)
                 self.metrics = MetricsFile(self.directory / METRICS_FILE, steps_done=self.trainer.steps_done)
             except OSError as error:
                 raise JobError(
@@ -187,7 +186,9 @@ class _Run:
         self.recorder.restart_clock()
         with StopRequest(self.trainer.mesh, file=stop_file) as stop:
             stopped = False
-            for inputs, targets in self._batches():
+            size, seed = steps.global_batch, steps.seed
+            endless = batches(self.prepared.train_data, self.trainer, global_batch=size, shuffle_seed=seed, epochs=None)
+            for inputs, targets in endless if self.trainer.steps_done < steps.total else ():
                 self._step(inputs, targets)
                 self._note_saved()
                 stopped = stop.agreed()
@@ -214,12 +215,6 @@ class _Run:
             checkpoint=checkpoint,
         )
 
-    def _batches(self) -> Iterator[Any]:
-        if self.trainer.steps_done >= self.job.steps.total:
-            return iter(())
-        size, seed = self.job.steps.global_batch, self.job.steps.seed
-        return iter(batches(self.prepared.train_data, self.trainer, global_batch=size, shuffle_seed=seed, epochs=None))
-
     def _step(self, inputs: Any, targets: Any) -> None:
         loss = self.trainer.step(inputs, targets)
         unit, each = units_of(targets)
@@ -240,7 +235,7 @@ class _Run:
             return
         self.last_loss = record.loss
         if self.metrics is not None:
-            self.metrics.write(record)
+            self.metrics.write(asdict(record))
             self.observer.stepped(record)
 
     def _save(self, *, wait: bool) -> Path:
@@ -278,7 +273,7 @@ class _Run:
         held_out = batches(self.prepared.held_out, self.trainer, global_batch=size).from_start()
         loss = self.trainer.evaluate(itertools.islice(held_out, steps.evaluate_batches))
         if self.metrics is not None:
-            self.metrics.write_evaluation(self.trainer.steps_done, loss)
+            self.metrics.write({"step": self.trainer.steps_done, "held_out_loss": loss})
         self.observer.evaluated(self.trainer.steps_done, loss)
         self.recorder.restart_clock()
         return loss

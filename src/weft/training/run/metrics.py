@@ -11,13 +11,15 @@ import math
 import resource
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from weft.errors import JobError
 from weft.mesh import Mesh
+from weft.plan.text import write_text
 from weft.training.data.trees import tensors_of
 
 
@@ -109,29 +111,16 @@ class MetricsFile:
 
     def __init__(self, path: Path, *, steps_done: int) -> None:
         kept = [line for line in _lines(path) if line["step"] <= steps_done]
-        write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
+        write_text(path, "".join(json.dumps(line) + "\n" for line in kept), kind=JobError)
         self._file = path.open("a", buffering=1)
-
-    def write(self, record: StepRecord) -> None:
-        self._write(asdict(record))
-
-    def write_evaluation(self, step: int, held_out_loss: float) -> None:
-        self._write({"step": step, "held_out_loss": held_out_loss})
 
     def close(self) -> None:
         self._file.close()
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def write(self, line: dict[str, Any]) -> None:
         # JSON has no infinity and no NaN: a diverged loss is null.
         finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in line.items()}
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file's content at once, so that a killed run leaves no half of it."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 def units_of(targets: Any) -> tuple[str, int]:

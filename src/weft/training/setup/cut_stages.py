@@ -51,7 +51,7 @@ def cut_model(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: Any) 
     if problem:
         raise PlanError(problem)
     if plan.pipeline.cuts:
-        check_cuts(plan.pipeline.cuts, len(blueprint.blocks), num_stages)
+        check_cuts(plan.pipeline.cuts, len(blueprint.blocks))
     else:
         cuts = _balanced(whole, mesh, num_stages)
         plan = dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, cuts=cuts))

@@ -15,7 +15,7 @@ from weft.parallel.tensor.discovery.features import Digit, digits, length
 from weft.parallel.tensor.discovery.layer_rules import is_transposed
 from weft.parallel.tensor.discovery.records import UNKNOWN, Layer, RecordIndex
 from weft.parallel.tensor.discovery.region_sizes import Sizes
-from weft.plan.partition.tensor import Cut, Region, Section, entries, region_problems, region_shares
+from weft.plan.partition.tensor import Cut, Region, Section, entries, region_problems, shares
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -148,7 +148,8 @@ class CandidateMaker:
 
     def _check_rows(self, region: Region) -> None:
         """Refuse to sum features of which several ranks have the same."""
-        each, out_of = region_shares(region, self.index.tensor)
+        out_of = region.num_units(self.index.tensor)
+        each = shares(out_of, self.index.tensor)
         weights = {layer.names["weight"] for layer in self.rows.values()}
         for cut in region.cuts:
             num_held = sum(stop - start for share in each for start, stop in entries(cut, share, out_of))
