@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from weft.mesh import Mesh
 from weft.parallel.attention.kernels import Gradients
 from weft.parallel.attention.masks import Pass
 from weft.parallel.attention.ring import ring_backward, ring_forward
-from weft.parallel.attention.ring_exchange import Rotation
+from weft.parallel.attention.ring_exchange import Ring
 from weft.parallel.attention.ring_self_attention import self_attention_backward, self_attention_forward
 from weft.parallel.attention.ring_shared_memory import SharedBlocks
 from weft.parallel.attention.ulysses import heads_of, to_heads, to_tokens
@@ -65,9 +64,7 @@ class Call:
     """One call of attention without its tensors."""
 
     axes: SequenceAxes
-    now: Pass
-    is_causal: bool
-    scale: float
+    ring: Ring
     heads: HeadShares
     widths: tuple[int, int, int]
     """Entries per head of a query, a key and a value."""
@@ -88,10 +85,6 @@ class Call:
         """Entries per token that ulysses receives: of queries, keys and values."""
         return [number * width for number, width in zip(self.num_heads, self.widths, strict=True)]
 
-    def ring_settings(self) -> dict[str, Any]:
-        rotation = Rotation(self.axes.ring, self.axes.blocks)
-        return {"rotation": rotation, "now": self.now, "is_causal": self.is_causal, "scale": self.scale}
-
     def repeated_keys(self, device: torch.device) -> Tensor | None:
         """The key head of each query head; None: query heads are grouped evenly, as kernels expect."""
         if not self.has_ulysses:
@@ -107,8 +100,9 @@ def make_call(
     q, k, v = tensors
     widths = (q.shape[3], k.shape[3], v.shape[3])
     scale = 1.0 / math.sqrt(widths[0]) if scale is None else scale
+    ring = Ring(group=axes.ring, shared=axes.blocks, now=now, is_causal=is_causal, scale=scale)
     heads = share_heads(*num_heads, ulysses=axes.ulysses.size, ring=axes.ring.size)
-    return Call(axes=axes, now=now, is_causal=is_causal, scale=scale, heads=heads, widths=widths)
+    return Call(axes=axes, ring=ring, heads=heads, widths=widths)
 
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -128,7 +122,7 @@ def forward(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, call: Call) -> Resul
     repeated = call.repeated_keys(q.device)
     if repeated is not None:
         k, v = k[:, repeated], v[:, repeated]
-    out, rest = FORWARDS[call.axes.variant](q, k, v, **call.ring_settings())
+    out, rest = FORWARDS[call.axes.variant](q, k, v, call.ring)
     if not call.has_ulysses:
         return out, rest, received, q.new_empty(0)
     (of_tokens,) = to_tokens([(out, heads.queries)], group)
@@ -169,7 +163,7 @@ def backward(grad_BHTE: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, re
     num_keys, repeated = k.shape[1], call.repeated_keys(k.device)
     if repeated is not None:
         k, v = k[:, repeated], v[:, repeated]
-    dq, dk, dv = BACKWARDS[call.axes.variant](grad, q, k, v, out, rest, **call.ring_settings())
+    dq, dk, dv = BACKWARDS[call.axes.variant](grad, q, k, v, out, rest, call.ring)
     if repeated is not None:
         dk, dv = (_summed(one, repeated, num_keys) for one in (dk, dv))
     if not call.has_ulysses:

@@ -19,7 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
-from weft.comm.collectives import Pending, all_gather, all_reduce, reduce_scatter
+from weft.comm.collectives import all_gather, all_reduce, reduce_scatter
 from weft.comm.group import Group
 from weft.comm.p2p import receive, send
 from weft.parallel.spatial.row_tensor import HEIGHT_DIM, Rows
@@ -38,16 +38,11 @@ class FetchHalo(torch.autograd.Function):
         have, (start, stop) = exchange.have[group.index], exchange.spans[group.index]
         covered = _empty_like(x, stop - start)
         moves = [(move.source, move.target, move.rows) for move in exchange.moves]
-        incoming, pending = _exchange(x, have[0], moves, group)
         for outside in ((start, min(stop, 0)), (max(start, exchange.height), stop)):
             if outside[0] < outside[1]:
                 _slab(covered, outside, start).fill_(fill)
-        own = overlap(have, (start, stop))
-        _slab(covered, own, start).copy_(_slab(x, own, have[0]))
-        for one in pending:
-            one.wait()
-        for rows, slab in incoming:
-            _slab(covered, rows, start).copy_(slab)
+        for part, slab in _exchange(x, have, covered, (start, stop), moves, group):
+            part.copy_(slab)
         return covered
 
     @staticmethod
@@ -55,14 +50,9 @@ class FetchHalo(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
         have, span = ctx.exchange.have[ctx.group.index], ctx.exchange.spans[ctx.group.index]
         moves = [(move.target, move.source, move.rows) for move in ctx.exchange.moves]
-        incoming, pending = _exchange(gradient, span[0], moves, ctx.group)
         into_x = _empty_like(gradient, ctx.num_own).zero_()
-        own = overlap(have, span)
-        _slab(into_x, own, have[0]).copy_(_slab(gradient, own, span[0]))
-        for one in pending:
-            one.wait()
-        for rows, slab in incoming:
-            _slab(into_x, rows, have[0]).add_(slab)
+        for part, slab in _exchange(gradient, span, into_x, have, moves, ctx.group):
+            part.add_(slab)
         return into_x, None, None, None
 
 
@@ -175,28 +165,37 @@ def _empty_like(x: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 def _exchange(
-    x: torch.Tensor, first: int, moves: list[tuple[int, int, Range]], group: Group
-) -> tuple[list[tuple[Range, torch.Tensor]], list[Pending]]:
-    """Start this rank's messages among (source, target, rows); x begins at row `first`.
+    x: torch.Tensor,
+    given: Range,
+    made: torch.Tensor,
+    wanted: Range,
+    moves: list[tuple[int, int, Range]],
+    group: Group,
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Copy rows that are both in x and wanted, and exchange the others: `moves` are (source, target, rows).
 
-    They are issued in the order of peers, the lower rank sending first, so that no backend that works in order can
-    deadlock. Returns the rows that arrive, with their memory, and the messages to wait for.
+    `given`: rows of x; `wanted`: rows of `made`. Returns parts of `made` and the rows that arrived for each. Messages
+    are issued in the order of peers, the lower rank sending first, so that no backend that works in order can deadlock.
     """
     samples, channels, _, width = x.shape
     incoming, messages = [], []
     for source, target, rows in moves:
         if source == group.index:
-            messages.append((target, target < group.index, True, _slab(x, rows, first).contiguous()))
+            messages.append((target, target < group.index, True, _slab(x, rows, given[0]).contiguous()))
         if target == group.index:
             slab = x.new_empty((samples, channels, rows[1] - rows[0], width))
-            incoming.append((rows, slab))
+            incoming.append((_slab(made, rows, wanted[0]), slab))
             messages.append((source, source > group.index, False, slab))
     messages.sort(key=lambda message: message[:2])
     pending = [
         send(slab, group, to=peer) if is_sent else receive(slab, group, source=peer)
         for peer, _, is_sent, slab in messages
     ]
-    return incoming, pending
+    own = overlap(given, wanted)
+    _slab(made, own, wanted[0]).copy_(_slab(x, own, given[0]))
+    for one in pending:
+        one.wait()
+    return incoming
 
 
 def _widened(part: torch.Tensor, rows: Rows) -> torch.Tensor:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from weft.dtypes import accumulator_dtype
 from weft.parallel.spatial.halo import added
 from weft.parallel.spatial.join import JOIN
-from weft.parallel.spatial.row_tensor import Function, Rows, RowTensor, mark, rows_of_images, wide_dtype
+from weft.parallel.spatial.row_tensor import Function, Rows, RowTensor, mark, rows_of_images
 
 
 class NormaliseGroups(torch.autograd.Function):
@@ -71,7 +72,7 @@ normalise_groups: Callable[..., torch.Tensor] = NormaliseGroups.apply
 def _grouped(x: torch.Tensor, num_groups: int) -> torch.Tensor:
     """(samples, groups, this rank's entries of a group)"""
     samples, channels, num_own, width = x.shape
-    return x.to(wide_dtype(x.dtype)).reshape(samples, num_groups, channels // num_groups * num_own * width)
+    return x.to(accumulator_dtype(x.dtype)).reshape(samples, num_groups, channels // num_groups * num_own * width)
 
 
 def group_norm(

@@ -96,8 +96,3 @@ def rows_of_images(x: torch.Tensor) -> Rows | None:
     """The split of images; None for whole tensors and for other numbers of dims."""
     rows = rows_of(x)
     return rows if rows is not None and rows.dim == HEIGHT_DIM and x.dim() == 4 else None
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums over many entries accumulate, as inside torch."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from weft.comm.collectives import all_gather, all_reduce
 from weft.comm.group import Group
 from weft.dtypes import accumulator_dtype
+from weft.parallel.tensor.functions import find_rows
 from weft.plan.partition.tensor import shares
 
 IGNORED_TARGET = -100
@@ -129,20 +130,12 @@ class _CrossEntropySum(torch.autograd.Function):
 
 
 def _find_targets(targets: Tensor, vocabulary: Share) -> tuple[Tensor, Tensor, Tensor]:
-    """(index in this slice, else 0; is it in this slice; is it counted) of every target, as columns.
-
-    A target outside the vocabulary is refused on a CPU. Elsewhere the check would make the host wait, so it gets an
-    index outside the slice, at which the device stops as it does in torch's own loss.
-    """
+    """(index in this slice, else 0; is it in this slice; is it counted) of every target, as columns."""
     column = targets.unsqueeze(1)
     is_counted = column != IGNORED_TARGET
-    is_here = (column >= vocabulary.start) & (column < vocabulary.stop)
-    is_outside = is_counted & (column.clamp(0, vocabulary.total - 1) != column)
-    if targets.device.type == "cpu" and is_outside.any():
-        found = int(column[is_outside][0])
-        raise IndexError(f"Target {found} is out of bounds: the vocabulary has {vocabulary.total} entries")
-    elsewhere = torch.where(is_outside, vocabulary.width, 0)
-    return torch.where(is_here, column - vocabulary.start, elsewhere), is_here, is_counted
+    counted = torch.where(is_counted, column, vocabulary.start)
+    place, elsewhere = find_rows(counted, vocabulary.start, vocabulary.stop, vocabulary.total, what="target")
+    return place, is_counted & ~elsewhere, is_counted
 
 
 def _blocks(logits: Tensor, dtype: torch.dtype, kept: Tensor | None) -> Iterator[tuple[slice, Tensor]]:

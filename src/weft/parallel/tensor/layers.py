@@ -197,7 +197,7 @@ class RowLayer:
         if isinstance(layer, _ConvNd):
             made: Tensor = layer._conv_forward(input, layer.weight, None)
             bias = None if bias is None else bias.view(-1, *(1 for _ in layer.kernel_size))
-        elif is_transposed_linear(layer):
+        elif is_transposed(layer):
             made = input @ layer.weight
         else:
             made = self.inner(input)
@@ -256,6 +256,6 @@ class WholeOutput:
         return output if self.mode.is_kept else gather_logits(output, self.share, self.group)
 
 
-def is_transposed_linear(layer: nn.Module) -> bool:
+def is_transposed(layer: nn.Module) -> bool:
     """Hugging Face's Conv1D, a linear layer whose weight is (in, out)."""
     return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")

@@ -21,7 +21,7 @@ from weft.layout import Layout, Split
 from weft.mesh import Mesh
 from weft.plan.model_refusals import SHARES_OF_TIED_WEIGHTS
 from weft.plan.partition.grid import Grid
-from weft.plan.partition.tensor import Count, Range, Region, entries, region_problems, share_of, shares
+from weft.plan.partition.tensor import Count, Range, Region, entries, region_problems, region_shares, share_of
 
 AXIS = "tensor"
 
@@ -50,11 +50,6 @@ class Shares:
     repeated: tuple[Repeated, ...] = ()
     """Entries that several ranks hold, for all ranks."""
 
-    def share(self, region: Region, place: int, tensor: int) -> tuple[Range, int]:
-        """(one rank's units of a region, number of units of all ranks)."""
-        out_of = region.num_units(tensor)
-        return shares(out_of, tensor)[place], out_of
-
     @property
     def partial(self) -> frozenset[str]:
         """Parameters that every rank holds whole and uses on its shard."""
@@ -82,8 +77,7 @@ def make_shares(regions: Sequence[Region], tensor: int) -> Shares:
     splits: dict[str, Split] = {}
     repeated: list[Repeated] = []
     for region in regions:
-        out_of = region.num_units(tensor)
-        each = shares(out_of, tensor)
+        each, out_of = region_shares(region, tensor)
         for cut in region.cuts:
             split = Split(dim=cut.dim, axis=AXIS, parts=tuple(entries(cut, share, out_of) for share in each))
             if splits.setdefault(cut.name, split) != split:
@@ -115,8 +109,7 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
 
 def _find_repeated(region: Region, tensor: int) -> list[Repeated]:
     """The entries that several ranks hold, one record per rank."""
-    out_of = region.num_units(tensor)
-    each = shares(out_of, tensor)
+    each, out_of = region_shares(region, tensor)
     found = []
     for cut in region.cuts:
         for place, share in enumerate(each):
@@ -134,6 +127,17 @@ def _find_repeated(region: Region, tensor: int) -> list[Repeated]:
                         found.append(Repeated(place=place, name=cut.name, dim=cut.dim, entries=where, holders=holders))
                     first += length
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Number of a rank's units, given the number of all."""
+
+    shared: Range
+    out_of: int
+
+    def __call__(self, num_units: int) -> int:
+        return len(range(*share_of(num_units, self.shared, self.out_of)))
 
 
 def set_count(model: nn.Module, count: Count, shared: Range, out_of: int) -> None:

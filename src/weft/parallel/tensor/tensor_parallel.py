@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -39,14 +38,14 @@ from weft.parallel.tensor.layers import (
     RowLayer,
     RowLinear,
     WholeOutput,
-    is_transposed_linear,
+    is_transposed,
 )
 from weft.parallel.tensor.local_sizes import LocalSizes
 from weft.parallel.tensor.megatron_sequence import Shown, TokenSplit, split_between
-from weft.parallel.tensor.shares import AXIS, Shares, make_shares, set_count, share_tied
+from weft.parallel.tensor.shares import AXIS, Lengths, Shares, make_shares, set_count, share_tied
 from weft.parallel.tracing.handles import handle_of
 from weft.parallel.tracing.placeholder import PlaceholderModule
-from weft.plan.partition.tensor import Range, Region, entries, share_of
+from weft.plan.partition.tensor import Range, Region, entries, region_shares, share_of
 
 
 class TensorParallel:
@@ -179,7 +178,7 @@ class TensorParallel:
         if type(layer).forward is nn.Linear.forward and "forward" not in vars(layer):
             layer.in_features = self._num_entries(f"{name}.weight")
             return RowLinear(layer, self._axis(name)).forward
-        known = isinstance(layer, _ConvNd) or is_transposed_linear(layer)
+        known = isinstance(layer, _ConvNd) or is_transposed(layer)
         if not known and getattr(layer, "bias", None) is not None:
             raise ModelError(
                 f'"{name}" is a {type(layer).__name__} with a bias and given a share of its inputs; weft does not know '
@@ -222,7 +221,9 @@ class TensorParallel:
         return holder if is_inside and self._num_held[holder] == 1 and len(region.columns) == 1 else None
 
     def _share(self, region: Region) -> tuple[Range, int]:
-        return self.shares.share(region, self.group.index, self.group.size)
+        """(this rank's units of a region, number of units of all ranks)."""
+        each, out_of = region_shares(region, self.group.size)
+        return each[self.group.index], out_of
 
     def _find_partial(self) -> frozenset[str]:
         """Whole parameters that are used on shards, so that their gradients are summed over the ranks."""
@@ -277,18 +278,6 @@ def _holder(region: Region) -> str:
     paths = [name.split(".")[:-1] for name in (*chain(*region.columns), *region.rows)]
     common = [steps[0] for steps in zip(*paths, strict=False) if len(set(steps)) == 1]
     return ".".join(common)
-
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Number of a rank's units, given the number of all."""
-
-    shared: Range
-    out_of: int
-
-    def __call__(self, num_units: int) -> int:
-        start, stop = share_of(num_units, self.shared, self.out_of)
-        return stop - start
 
 
 def _nothing(*_: object) -> None:

@@ -17,6 +17,7 @@ from weft.parallel.tensor.discovery.operation import Operation
 from weft.parallel.tensor.discovery.records import Layer, Use
 from weft.parallel.tensor.discovery.shape_rules import Made
 from weft.parallel.tensor.discovery.symbolic_sizes import SymbolicInt
+from weft.parallel.tensor.layers import is_transposed
 
 if TYPE_CHECKING:
     from weft.parallel.tensor.discovery.trace import Tracer
@@ -29,13 +30,9 @@ COUNTED |= {"out_features": "outputs", "out_channels": "outputs", "nf": "outputs
 
 def is_layer(module: nn.Module) -> bool:
     """Whether weft can cut a module's weight: exactly torch's layers, or a transposed linear layer."""
-    is_known = type(module) in LAYERS or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
-    return is_known and isinstance(module._parameters.get("weight"), nn.Parameter)
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Whether a layer is Hugging Face's Conv1D, a linear layer whose weight is (in, out)."""
-    return type(module) not in LAYERS
+    return (type(module) in LAYERS or is_transposed(module)) and isinstance(
+        module._parameters.get("weight"), nn.Parameter
+    )
 
 
 def enter_layers(tracer: Tracer, meta_copy: nn.Module) -> int:
