@@ -157,57 +157,42 @@ class ColumnLayer:
         return gathered
 
 
-class RowLinear:
-    """A linear layer that is given a shard of its inputs."""
+class RowLayer:
+    """A layer that is given a shard of its inputs; its bias is added once, after the sum."""
 
-    def __init__(self, layer: nn.Linear, axis: Axis) -> None:
-        self.layer = layer
+    def __init__(self, layer: nn.Module, axis: Axis, *, is_linear: bool = False) -> None:
+        """`is_linear`: it computes what `nn.Linear` does."""
+        self.layer: Any = layer
         self.axis = axis
+        self.inner: Forward = layer.forward
+        self.is_linear = is_linear
 
     def forward(self, input: Tensor) -> Tensor:
         layer, axis = self.layer, self.axis
         is_compiling = torch.compiler.is_compiling()
         if axis.draws is not None and not is_compiling:
             axis.draws.leave()
-        if not is_compiling and not axis.keeps_products:
+        is_eager = not is_compiling and not axis.keeps_products
+        if self.is_linear and is_eager:
             return row(input, axis.group, axis.splits_tokens, layer.weight, layer.bias)
         made: Tensor
-        if axis.splits_tokens:
-            made = traced_scatter(F.linear(input, layer.weight), axis.handle)
-        elif is_compiling:
-            made = traced_add(F.linear(input, layer.weight), axis.handle)
-        else:
-            made = kept_row(input, layer.weight, axis.handle)
-        return made if layer.bias is None else made + layer.bias
-
-
-class RowLayer:
-    """Any other layer with a sharded input: its own code without the bias, which is added once, after the sum."""
-
-    def __init__(self, layer: nn.Module, axis: Axis) -> None:
-        self.layer: Any = layer
-        self.axis = axis
-        self.inner: Forward = layer.forward
-
-    def forward(self, input: Tensor) -> Tensor:
-        layer, axis = self.layer, self.axis
-        if axis.draws is not None and not torch.compiler.is_compiling():
-            axis.draws.leave()
         bias = getattr(layer, "bias", None)
-        if isinstance(layer, _ConvNd):
-            made: Tensor = layer._conv_forward(input, layer.weight, None)
+        if self.is_linear and not is_compiling and not axis.splits_tokens:
+            made = kept_row(input, layer.weight, axis.handle)
+            return made if bias is None else made + bias
+        if self.is_linear:
+            made = F.linear(input, layer.weight)
+        elif isinstance(layer, _ConvNd):
+            made = layer._conv_forward(input, layer.weight, None)
             bias = None if bias is None else bias.view(-1, *(1 for _ in layer.kernel_size))
         elif is_transposed(layer):
             made = input @ layer.weight
         else:
-            made = self.inner(input)
-            bias = None
+            made, bias = self.inner(input), None
         if axis.splits_tokens:
             made = traced_scatter(made, axis.handle)
-        elif torch.compiler.is_compiling() or axis.keeps_products:
-            made = traced_add(made, axis.handle)
         else:
-            made = add(made, axis.group)
+            made = add(made, axis.group) if is_eager else traced_add(made, axis.handle)
         return made if bias is None else made + bias
 
 

@@ -36,7 +36,6 @@ from weft.parallel.tensor.layers import (
     EmbeddingRows,
     OutputMode,
     RowLayer,
-    RowLinear,
     WholeOutput,
     is_transposed,
 )
@@ -177,7 +176,7 @@ class TensorParallel:
             return forward
         if type(layer).forward is nn.Linear.forward and "forward" not in vars(layer):
             layer.in_features = self._num_entries(f"{name}.weight")
-            return RowLinear(layer, self._axis(name)).forward
+            return RowLayer(layer, self._axis(name), is_linear=True).forward
         known = isinstance(layer, _ConvNd) or is_transposed(layer)
         if not known and getattr(layer, "bias", None) is not None:
             raise ModelError(
