@@ -6,8 +6,6 @@
 Kept for the backward pass: queries, keys and values as the ring uses them, its output, and one tensor more, the
 log-sum-exp (ring) or the probabilities (ring self-attention). With ulysses the first three are one received message.
 
-`attention.py` makes these functions known to autograd and to compilers.
-
 Dims: B samples, H query heads, G key heads, T tokens of this rank, S tokens of the whole padded sequence; D and E
 entries of a key and a value.
 """
@@ -50,13 +48,8 @@ class SequenceAxes:
 
 def make_axes(mesh: Mesh) -> SequenceAxes:
     """The sequence axes of a mesh's plan; collective."""
-    ring = mesh.group("ring", "keys")
-    return SequenceAxes(
-        ring=ring,
-        ulysses=mesh.group("ulysses", "heads"),
-        variant=mesh.plan.sequence.variant,
-        blocks=SharedBlocks(ring),
-    )
+    ring, ulysses = mesh.group("ring", "keys"), mesh.group("ulysses", "heads")
+    return SequenceAxes(ring=ring, ulysses=ulysses, variant=mesh.plan.sequence.variant, blocks=SharedBlocks(ring))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,12 +153,12 @@ def backward(grad_BHTE: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, re
     grad = grad_BHTE
     if call.has_ulysses:
         _, (grad,) = to_heads([(grad_BHTE, heads.queries)], group)
-    num_keys, repeated = k.shape[1], call.repeated_keys(k.device)
+    shapes, repeated = (k.shape, v.shape), call.repeated_keys(k.device)
     if repeated is not None:
         k, v = k[:, repeated], v[:, repeated]
     dq, dk, dv = BACKWARDS[call.axes.variant](grad, q, k, v, out, rest, call.ring)
-    if repeated is not None:
-        dk, dv = (_summed(one, repeated, num_keys) for one in (dk, dv))
+    if repeated is not None:  # gradients of keys are summed over their repetitions
+        dk, dv = (d.new_zeros(s).index_add_(1, repeated, d) for d, s in zip((dk, dv), shapes, strict=True))
     if not call.has_ulysses:
         return dq, dk, dv
     dq, dk, dv = to_tokens([(dq, heads.queries), (dk, heads.keys), (dv, heads.keys)], group)
@@ -181,9 +174,3 @@ def empty_gradients(grad_BHTE: Tensor, call: Call) -> Gradients:
         for number, width in zip((num_queries, num_keys, num_keys), call.widths, strict=True)
     )
     return dq, dk, dv
-
-
-def _summed(gradient: Tensor, repeated: Tensor, num_keys: int) -> Tensor:
-    """Gradients of keys, summed over their repetitions."""
-    batch, _, tokens, width = gradient.shape
-    return gradient.new_zeros(batch, num_keys, tokens, width).index_add_(1, repeated, gradient)

@@ -85,7 +85,6 @@ class Pair:
     v_shape: torch.Size
 
     def pack(self, k_BGTD: Tensor, v_BGTE: Tensor, ring: Ring) -> Tensor:
-        """This rank's block."""
         numel = self.k_shape.numel() + self.v_shape.numel()
         flat = None if ring.shared is None else ring.shared.allocate(numel, k_BGTD)
         flat = k_BGTD.new_empty(numel) if flat is None else flat
@@ -95,12 +94,10 @@ class Pair:
         return flat
 
     def unpack(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of keys and values."""
         split = self.k_shape.numel()
         return flat[:split].view(self.k_shape), flat[split:].view(self.v_shape)
 
     def total(self, parts: Sequence[Part], like: Tensor) -> Tensor:
-        """A new sum of gradients."""
         flat = torch.empty_like(like, dtype=accumulator_dtype(like.dtype))
         if len(parts) == 1 and parts[0][0].shape[2] == self.k_shape[2]:
             for whole, part in zip(self.unpack(flat), parts[0], strict=True):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -26,14 +27,14 @@ from weft.parallel.spatial.row_tensor import HEIGHT_DIM, Rows
 from weft.plan.partition.rows import Exchange, overlap, widest_part
 from weft.plan.partition.tensor import Range
 
-Gradients = tuple[torch.Tensor | None, ...]
+Gradients = tuple[Tensor | None, ...]
 
 
 class FetchHalo(torch.autograd.Function):
     """From this rank's rows to all rows that its windows cover; those outside the image are `fill`."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, exchange: Exchange, group: Group, fill: float) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, group: Group, fill: float) -> Tensor:
         ctx.exchange, ctx.group, ctx.num_own = exchange, group, x.shape[HEIGHT_DIM]
         have, (start, stop) = exchange.have[group.index], exchange.spans[group.index]
         covered = _empty_like(x, stop - start)
@@ -47,7 +48,7 @@ class FetchHalo(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
+    def backward(ctx: Any, gradient: Tensor) -> Gradients:
         have, span = ctx.exchange.have[ctx.group.index], ctx.exchange.spans[ctx.group.index]
         moves = [(move.target, move.source, move.rows) for move in ctx.exchange.moves]
         into_x = _empty_like(gradient, ctx.num_own).zero_()
@@ -60,7 +61,7 @@ class Join(torch.autograd.Function):
     """From every rank's rows to the whole map on all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
         ctx.rows = rows
         dim, size = rows.dim, rows.group.size
         is_flag = x.dtype == torch.bool  # not every backend sends these
@@ -73,7 +74,7 @@ class Join(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
+    def backward(ctx: Any, gradient: Tensor) -> Gradients:
         rows: Rows = ctx.rows
         dim = rows.dim
         parts = torch.stack([_widened(gradient.narrow(dim, a, b - a), rows) for a, b in rows.parts])
@@ -86,19 +87,19 @@ class AddRanks(torch.autograd.Function):
     """From every rank's sum over its rows to the sum over all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return added(x, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
+    def backward(ctx: Any, gradient: Tensor) -> Gradients:
         return added(gradient, ctx.group), None
 
 
-fetch_halo: Callable[..., torch.Tensor] = FetchHalo.apply
-join: Callable[..., torch.Tensor] = Join.apply
-add_ranks: Callable[..., torch.Tensor] = AddRanks.apply
+fetch_halo: Callable[..., Tensor] = FetchHalo.apply
+join: Callable[..., Tensor] = Join.apply
+add_ranks: Callable[..., Tensor] = AddRanks.apply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,14 +109,14 @@ class _Parts:
     Usually the operation that made the own rows keeps them already, so that only the halo takes memory.
     """
 
-    x: torch.Tensor
+    x: Tensor
     version: int
     own: Range
     """Rows of x that the windows cover."""
-    above: torch.Tensor
-    below: torch.Tensor
+    above: Tensor
+    below: Tensor
 
-    def put_together(self) -> torch.Tensor:
+    def put_together(self) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             if self.x._version != self.version:
                 raise RuntimeError(
@@ -127,7 +128,7 @@ class _Parts:
 
 
 @contextmanager
-def kept_in_parts(covered: torch.Tensor, x: torch.Tensor, exchange: Exchange, group: Group) -> Iterator[None]:
+def kept_in_parts(covered: Tensor, x: Tensor, exchange: Exchange, group: Group) -> Iterator[None]:
     """Context in which an operation that saves fetched rows saves this rank's own map and the halo instead."""
     others = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if others is not None or not torch.is_grad_enabled():
@@ -150,13 +151,13 @@ def kept_in_parts(covered: torch.Tensor, x: torch.Tensor, exchange: Exchange, gr
         yield
 
 
-def _slab(x: torch.Tensor, rows: Range, first: int) -> torch.Tensor:
+def _slab(x: Tensor, rows: Range, first: int) -> Tensor:
     """Rows of a map that begins at row `first` of the whole."""
     num_rows = rows[1] - rows[0]
     return x.narrow(HEIGHT_DIM, rows[0] - first if num_rows else 0, num_rows)
 
 
-def _empty_like(x: torch.Tensor, num_rows: int) -> torch.Tensor:
+def _empty_like(x: Tensor, num_rows: int) -> Tensor:
     """A map in the memory format of x, which decides how fast a GPU convolves it."""
     is_last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
     form = torch.channels_last if is_last else torch.contiguous_format
@@ -165,13 +166,8 @@ def _empty_like(x: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 def _exchange(
-    x: torch.Tensor,
-    given: Range,
-    made: torch.Tensor,
-    wanted: Range,
-    moves: list[tuple[int, int, Range]],
-    group: Group,
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    x: Tensor, given: Range, made: Tensor, wanted: Range, moves: list[tuple[int, int, Range]], group: Group
+) -> list[tuple[Tensor, Tensor]]:
     """Copy rows that are both in x and wanted, and exchange the others: `moves` are (source, target, rows).
 
     `given`: rows of x; `wanted`: rows of `made`. Returns parts of `made` and the rows that arrived for each. Messages
@@ -198,7 +194,7 @@ def _exchange(
     return incoming
 
 
-def _widened(part: torch.Tensor, rows: Rows) -> torch.Tensor:
+def _widened(part: Tensor, rows: Rows) -> Tensor:
     """A part padded with zeros to the widest, for collectives that need equal parts."""
     widest = widest_part(rows.height, rows.group.size)
     if part.shape[rows.dim] == widest:
@@ -208,7 +204,7 @@ def _widened(part: torch.Tensor, rows: Rows) -> torch.Tensor:
     return wide
 
 
-def added(x: torch.Tensor, group: Group) -> torch.Tensor:
+def added(x: Tensor, group: Group) -> Tensor:
     summed = x.clone(memory_format=torch.contiguous_format)
     all_reduce(summed, group)
     return summed

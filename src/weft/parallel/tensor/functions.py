@@ -93,15 +93,14 @@ class Columns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Gradients:
         x, *weights = ctx.saved_tensors
-        used = [number for number, gradient in enumerate(gradients) if gradient is not None]
         gathering = None
         if ctx.is_split and any(ctx.needs_input_grad[4::2]):
             gathering = _start_gathering(x, ctx.group, wait=not overlap_pays(x, ctx.group))
         pending: Pending | None = None
         into_x: Tensor | None = None
         rows = {number: g.reshape(-1, g.shape[-1]) for number, g in enumerate(gradients) if g is not None}
-        if ctx.needs_input_grad[0] and used:
-            first, *others = used
+        if ctx.needs_input_grad[0] and rows:
+            first, *others = rows
             whole = rows[first] @ weights[first]
             for number in others:
                 whole.addmm_(rows[number], weights[number])

@@ -59,15 +59,6 @@ class Shares:
         split = self.splits.get(name)
         return Layout(global_shape=tuple(global_shape), splits=() if split is None else (split,))
 
-    def cut(self, name: str, whole: torch.Tensor, place: int) -> torch.Tensor:
-        """A copy of one rank's part of a whole tensor; the tensor itself if it is not cut."""
-        split = self.splits.get(name)
-        if split is None:
-            return whole
-        return torch.cat(
-            [whole.narrow(split.dim, start, stop - start) for start, stop in split.parts[place]], split.dim
-        )
-
 
 def make_shares(regions: Sequence[Region], tensor: int) -> Shares:
     """The cuts of all regions; all regions that cannot be cut are refused together."""
@@ -178,7 +169,7 @@ def _without(whole: Range, gone: Range) -> list[Range]:
 
 
 def local_part(whole: torch.Tensor, layout: Layout, grid: Grid, rank: int) -> torch.Tensor:
-    """A rank's part of a whole tensor."""
+    """A copy of a rank's part of a whole tensor; the tensor itself if it is not cut."""
     if layout.splits:
         sizes, coordinates = grid.axes.sizes, grid.coordinates(rank)
         part = whole.new_empty(layout.local_shape(sizes, coordinates))

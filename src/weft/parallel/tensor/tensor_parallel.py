@@ -3,10 +3,6 @@
 Which layers are split, and how, is plain data (`plan/partition/tensor.py`): declared by the model's blueprint, read off
 the plan of a Hugging Face model, or found from its dataflow (`discovery/`). Here it is applied to a model in place:
 every rank keeps its shard of the weights, and the layers at both ends of a region communicate.
-
-    f, g and the layers fused with them   functions.py; for compilers operators.py
-    forward methods of sharded layers     layers.py
-    each rank's part of every tensor      shares.py
 """
 
 from __future__ import annotations
@@ -41,7 +37,7 @@ from weft.parallel.tensor.layers import (
 )
 from weft.parallel.tensor.local_sizes import LocalSizes
 from weft.parallel.tensor.megatron_sequence import Shown, TokenSplit, split_between
-from weft.parallel.tensor.shares import AXIS, Lengths, Shares, make_shares, set_count, share_tied
+from weft.parallel.tensor.shares import AXIS, Lengths, Shares, local_part, make_shares, set_count, share_tied
 from weft.parallel.tracing.handles import handle_of
 from weft.parallel.tracing.placeholder import PlaceholderModule
 from weft.plan.partition.tensor import Range, Region, entries, region_shares, share_of
@@ -90,7 +86,7 @@ class TensorParallel:
 
     def cut_one(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a whole tensor."""
-        return self.shares.cut(name, whole, self.group.index)
+        return local_part(whole, self.shares.layout(name, whole.shape), self._mesh.grid, self._mesh.world.rank)
 
     def install(self, *, keep_output: bool) -> None:
         """Let layers communicate; after all tensors are cut. `keep_output`: the loss can take a sharded output."""

@@ -147,19 +147,15 @@ def make_meta_copy(
         bare = to_meta(parameter.detach()).to((dtypes or {}).get(name, parameter.dtype))
         learns = bare.is_floating_point() or bare.is_complex() if learns_all else parameter.requires_grad
         memo[id(parameter)] = nn.Parameter(bare, requires_grad=learns)
-    return copy.deepcopy(model, memo)
-
-
-def freeze_batch_norms(meta_copy: nn.Module) -> None:
-    """Let BatchNorms accept a single sample, of which other data ranks may have more; shapes stay the same."""
+    meta_copy = copy.deepcopy(model, memo)
     for module in meta_copy.modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, _BatchNorm):  # in training it refuses a single sample, and other data ranks may have more
             module.eval()
+    return meta_copy
 
 
 def follow(meta_copy: nn.Module, units: Sequence[str], call: Callable[[nn.Module], Any], device: torch.device) -> Flow:
     """Follow one forward pass of a `make_meta_copy`. `call` calls a model with a batch, with or without values."""
-    freeze_batch_norms(meta_copy)
     follower = _Follower(meta_copy, units, device)
     kept = [(buffer, buffer.clone()) for buffer in meta_copy.buffers() if not buffer.is_meta]
     ours = torch.random.fork_rng([device] if device.type == "cuda" else [])
@@ -262,7 +258,6 @@ class _Follower(TorchFunctionMode):
                     unit.forward = before
 
     def sources(self, tree: Any) -> Sources:
-        """The sources of all tensors of a tree."""
         found: list[Sources] = []
         for leaf in tensor_leaves(tree):
             found.append(self._sources.get(id(leaf), frozenset()))
