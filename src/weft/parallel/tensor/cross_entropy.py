@@ -30,7 +30,6 @@ from torch.autograd.function import once_differentiable
 from weft.comm.collectives import all_gather, all_reduce
 from weft.comm.group import Group
 from weft.dtypes import accumulator_dtype
-from weft.parallel.tensor.functions import find_rows
 from weft.plan.partition.tensor import shares
 
 IGNORED_TARGET = -100
@@ -56,6 +55,21 @@ class Share:
     @property
     def width(self) -> int:
         return self.stop - self.start
+
+    def find(self, tokens: Tensor, what: str = "token") -> tuple[Tensor, Tensor]:
+        """(index in this slice, else 0; whether it is in another rank's) of every token.
+
+        A token outside the vocabulary is refused on a CPU. A GPU, which must not be waited for, is given an index that
+        does not exist, at which it stops as in torch's own functions.
+        """
+        if tokens.device.type == "cpu" and tokens.numel():
+            low, high = (int(bound) for bound in torch.aminmax(tokens))
+            if low < 0 or high >= self.total:
+                found = low if low < 0 else high
+                raise IndexError(f"{what} {found} is outside the vocabulary of {self.total} entries")
+        elsewhere = (tokens < self.start) | (tokens >= self.stop)
+        is_outside = (tokens < 0) | (tokens >= self.total)
+        return torch.where(elsewhere, torch.where(is_outside, self.width, 0), tokens - self.start), elsewhere
 
 
 def split_cross_entropy_sum(logits: Tensor, targets: Tensor, vocabulary: Share, group: Group) -> Tensor:
@@ -92,7 +106,10 @@ class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, vocabulary: Share, group: Group) -> Tensor:
         dtype = accumulator_dtype(logits.dtype)
-        place, is_here, is_counted = _find_targets(targets, vocabulary)
+        column = targets.unsqueeze(1)
+        is_counted = column != IGNORED_TARGET
+        place, elsewhere = vocabulary.find(torch.where(is_counted, column, vocabulary.start), "target")
+        is_here = is_counted & ~elsewhere
         kept = torch.empty_like(logits) if ctx.needs_input_grad[0] and logits.dtype == dtype else None
         maxima = logits.new_empty(len(logits), 1, dtype=dtype)
         message = logits.new_empty(2, len(logits), 1, dtype=dtype)
@@ -127,15 +144,6 @@ class _CrossEntropySum(torch.autograd.Function):
             if not ctx.is_kept:
                 gradient[rows] = block
         return gradient, None, None, None
-
-
-def _find_targets(targets: Tensor, vocabulary: Share) -> tuple[Tensor, Tensor, Tensor]:
-    """(index in this slice, else 0; is it in this slice; is it counted) of every target, as columns."""
-    column = targets.unsqueeze(1)
-    is_counted = column != IGNORED_TARGET
-    counted = torch.where(is_counted, column, vocabulary.start)
-    place, elsewhere = find_rows(counted, vocabulary.start, vocabulary.stop, vocabulary.total, what="target")
-    return place, is_counted & ~elsewhere, is_counted
 
 
 def _blocks(logits: Tensor, dtype: torch.dtype, kept: Tensor | None) -> Iterator[tuple[slice, Tensor]]:

@@ -150,31 +150,6 @@ class Row(torch.autograd.Function):
         return into_x, None, None, into_weight, into_bias
 
 
-class Lookup(torch.autograd.Function):
-    """A shard of an embedding's rows: tokens of other ranks' rows give zeros here, and the results are summed."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tokens: Tensor, group: Group, rows: tuple[int, int, int], padding: int | None, weight: Tensor
-    ) -> Tensor:
-        """`rows`: start, stop and number of all; `padding`: the token whose row has no gradient."""
-        local, elsewhere = find_rows(tokens, *rows)
-        made = F.embedding(local, weight)
-        made.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
-        ctx.num_rows = weight.shape[0]
-        # Rows learn neither from other ranks' tokens nor from padding.
-        ctx.save_for_backward(local, elsewhere if padding is None else elsewhere | (tokens == padding))
-        all_reduce(made, group)
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Gradients:
-        local, ignored = ctx.saved_tensors
-        kept = gradient.masked_fill(ignored.unsqueeze(-1), 0.0)
-        found = torch.ops.aten.embedding_dense_backward(kept, local, ctx.num_rows, -1, False)
-        return None, None, None, None, found
-
-
 class SplitTokens(torch.autograd.Function):
     """From replicated activations to this rank's tokens of them."""
 
@@ -219,26 +194,10 @@ def product_gradients(
     return into_x, gradient.reshape(-1, gradient.shape[-1]).T @ x.reshape(-1, x.shape[-1])
 
 
-def find_rows(tokens: Tensor, start: int, stop: int, total: int, what: str = "token") -> tuple[Tensor, Tensor]:
-    """(row among those from `start` to `stop`, else 0; whether it is on another rank) of every token.
-
-    A token outside the vocabulary is refused on a CPU. A GPU, which must not be waited for, is given a row that does
-    not exist, at which it stops as in torch's own functions.
-    """
-    if tokens.device.type == "cpu" and tokens.numel():
-        low, high = (int(bound) for bound in torch.aminmax(tokens))
-        if low < 0 or high >= total:
-            raise IndexError(f"{what} {low if low < 0 else high} is outside the vocabulary of {total} entries")
-    elsewhere = (tokens < start) | (tokens >= stop)
-    is_outside = (tokens < 0) | (tokens >= total)
-    return torch.where(elsewhere, torch.where(is_outside, stop - start, 0), tokens - start), elsewhere
-
-
 spread: Callable[..., Tensor] = Spread.apply
 add: Callable[..., Tensor] = Add.apply
 columns: Callable[..., tuple[Tensor, ...]] = Columns.apply
 row: Callable[..., Tensor] = Row.apply
-lookup: Callable[..., Tensor] = Lookup.apply
 split_tokens: Callable[..., Tensor] = SplitTokens.apply
 join_tokens: Callable[..., Tensor] = JoinTokens.apply
 

@@ -18,7 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 from weft.comm.group import Group
 from weft.parallel.state.rng import ShareDraws
 from weft.parallel.tensor.cross_entropy import Share, gather_logits
-from weft.parallel.tensor.functions import add, columns, find_rows, lookup, row, spread
+from weft.parallel.tensor.functions import add, columns, row, spread
 from weft.parallel.tensor.megatron_sequence import TokenSplit
 from weft.parallel.tensor.operators import kept_row, traced_add, traced_gather, traced_scatter, traced_spread
 from weft.plan.partition.tensor import Range
@@ -197,24 +197,17 @@ class RowLayer:
 
 
 class EmbeddingRows:
-    """An embedding of which a rank has some rows."""
+    """An embedding of which a rank has some rows: tokens of others' give zeros here, and the results are summed."""
 
-    def __init__(self, layer: nn.Embedding, axis: Axis, rows: Range, *, total: int) -> None:
-        """`total`: rows of the whole embedding."""
-        self.layer = layer
-        self.axis = axis
-        self.rows = (*rows, total)
-        self.padding = layer.padding_idx
+    def __init__(self, layer: nn.Embedding, group: Group, share: Share) -> None:
         self.inner: Forward = layer.forward
-        self.is_plain = type(layer).forward is nn.Embedding.forward
+        self.group = group
+        self.share = share
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: Tensor) -> Tensor:
-        if self.is_plain:
-            return lookup(input, self.axis.group, self.rows, self.padding, self.layer.weight)
-        local, elsewhere = find_rows(input, *self.rows)
-        made = self.inner(local).masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        return add(made, self.axis.group)
+        local, elsewhere = self.share.find(input)
+        return add(self.inner(local).masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
 
 
 @dataclass(slots=True)

@@ -159,13 +159,9 @@ def counted_elements(made: Shares, layouts: Mapping[str, Layout], mesh: Mesh) ->
         for row in range(math.prod(shape[: one.dim])):
             start, stop = ((row * length + entry) * inner for entry in one.entries)
             ranges = counted.get(one.name, ((0, math.prod(shape)),))
-            counted[one.name] = tuple(piece for whole in ranges for piece in _without(whole, (start, stop)))
+            pieces = (piece for low, high in ranges for piece in ((low, min(high, start)), (max(low, stop), high)))
+            counted[one.name] = tuple(piece for piece in pieces if piece[0] < piece[1])
     return counted
-
-
-def _without(whole: Range, gone: Range) -> list[Range]:
-    pieces = ((whole[0], min(whole[1], gone[0])), (max(whole[0], gone[1]), whole[1]))
-    return [(start, stop) for start, stop in pieces if start < stop]
 
 
 def local_part(whole: torch.Tensor, layout: Layout, grid: Grid, rank: int) -> torch.Tensor:

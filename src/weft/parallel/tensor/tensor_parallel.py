@@ -163,12 +163,11 @@ class TensorParallel:
 
     def _row(self, layer: Any, name: str, region: Region) -> Callable[..., Any]:
         if isinstance(layer, nn.Embedding):
-            ((start, stop),) = entries(region.cuts[0], *self._share(region))
-            made = EmbeddingRows(layer, self.outside, (start, stop), total=layer.num_embeddings)
-            padding = layer.padding_idx
-            layer.padding_idx = padding - start if padding is not None and start <= padding < stop else None
-            layer.num_embeddings = stop - start
-            forward: Callable[..., Any] = made.forward
+            share, padding = self._vocabulary(region), layer.padding_idx
+            if padding is not None:
+                layer.padding_idx = padding - share.start if share.start <= padding < share.stop else None
+            layer.num_embeddings = share.width
+            forward: Callable[..., Any] = EmbeddingRows(layer, self.group, share).forward
             return forward
         if type(layer).forward is nn.Linear.forward and "forward" not in vars(layer):
             layer.in_features = self._num_entries(f"{name}.weight")
@@ -184,12 +183,15 @@ class TensorParallel:
     def _install_output(self, region: Region, *, keep_output: bool) -> None:
         """Gather the output where it is made, except for callers that expect a shard."""
         (name,) = region.columns[0]
-        cut = region.cuts[0]
-        ((start, stop),) = entries(cut, *self._share(region))
-        share = Share(start=start, stop=stop, total=sum(section.length for section in cut.sections))
+        share = self._vocabulary(region)
         self.output = share if keep_output else None
         layer = self.model.get_submodule(name)
         layer.forward = WholeOutput(layer.forward, share, self.group, self.output_mode).forward
+
+    def _vocabulary(self, region: Region) -> Share:
+        cut = region.cuts[0]
+        ((start, stop),) = entries(cut, *self._share(region))
+        return Share(start=start, stop=stop, total=sum(section.length for section in cut.sections))
 
     def _axis(self, layer: str) -> Axis:
         is_inside = any(layer == block or layer.startswith(f"{block}.") for block in self._blueprint.blocks)
