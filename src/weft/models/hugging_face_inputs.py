@@ -116,7 +116,6 @@ def makes_own_positions(model: nn.Module) -> bool:
 
 
 def by_name(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name."""
     try:
         named = inspect.signature(type(model).forward).bind_partial(model, *args).arguments
     except TypeError as error:

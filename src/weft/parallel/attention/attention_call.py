@@ -166,7 +166,6 @@ def backward(grad_BHTE: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, re
 
 
 def empty_gradients(grad_BHTE: Tensor, call: Call) -> Gradients:
-    """Uninitialised gradients of the right shapes."""
     batch, tokens = grad_BHTE.shape[0], grad_BHTE.shape[2]
     num_queries, num_keys = call.heads.queries[-1][1], call.heads.keys[-1][1]
     dq, dk, dv = (

@@ -6,10 +6,9 @@
     rank 2: block 2   rank 2: block 1   rank 2: block 0
     rank 3: block 3   rank 3: block 2   rank 3: block 1
 
-In the backward pass blocks rotate once more, and behind each of them the sum of its gradients, to which every rank
-adds. The owner's own gradient need not travel, so the sum begins at the first rank that the block visits and returns to
-its owner with the last hop: size - 1 hops for gradients too, one fewer than if it began at the owner. It travels in
-float32 if blocks have 16 bits.
+In the backward pass blocks rotate once more, and behind each of them the sum of its gradients, in float32 if blocks
+have 16 bits. The owner's own gradient need not travel, so the sum begins at the first rank that the block visits and
+returns to its owner with the last hop: size - 1 hops for gradients too.
 
 Ranks of one host read blocks from shared memory (`ring_shared_memory.py`); only sums of gradients travel.
 

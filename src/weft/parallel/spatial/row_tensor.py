@@ -49,8 +49,7 @@ class Rows:
 
     @property
     def num_own(self) -> int:
-        start, stop = self.own
-        return stop - start
+        return len(range(*self.own))
 
     def at(self, dim: int, height: int | None = None) -> Rows:
         """The same split along another dim or of another height."""

@@ -9,12 +9,9 @@
     5  loss = m − z_y + log S
     6  gradient = exp(z − m') · exp(m' − m) / S, less 1 at the target
 
-Three numbers per token are communicated instead of a row of logits, and none in the backward pass. Rows are processed
-in blocks that stay in the cache from one operation to the next. The exponentials of step 1 are kept for step 6, where
-they become the gradient in place. For 16-bit logits, which are computed in float32, they would take twice the memory:
-the logits are kept instead, and the exponentials computed again.
-
-This is the built-in loss only: no class weights, no smoothing. Other losses get whole logits by `gather_logits`.
+Rows are processed in blocks that stay in the cache from one operation to the next. The exponentials of step 1 are kept
+for step 6, where they become the gradient in place. For 16-bit logits, which are computed in float32, they would take
+twice the memory: the logits are kept instead. Other losses than the built-in one get whole logits by `gather_logits`.
 """
 
 from __future__ import annotations

@@ -92,13 +92,22 @@ def linear(op: Operation) -> Made:
 
 def addmm(op: Operation) -> Made:
     """Includes the transposed linear layer of GPT-2."""
-    added, x, weight = op.get(0, "input"), op.get(1, "mat1"), op.get(2, "mat2")
-    layer = _layer(op, weight)
-    if layer is not None:
-        return _call(op, layer, x, inputs=1, outputs=1)
-    op.block(op.layout(x)[-1], "adds them up")
-    op.block(op.layout(weight)[-2], "adds them up")
-    return [op.broadcast((*op.layout(x)[:-1], op.layout(weight)[-1]), op.layout(added))]
+    layer = _layer(op, op.get(2, "mat2"))
+    return matmul(op) if layer is None else _call(op, layer, op.get(1, "mat1"), inputs=1, outputs=1)
+
+
+def matmul(op: Operation) -> Made:
+    """Products of matrices, also added to a tensor: baddbmm(input, a, b)."""
+    shift = 1 if op.name in ("addmm", "baddbmm") else 0
+    a, b = (op.operand(shift + place) for place in (0, 1))
+    if op.name == "rmatmul":
+        a, b = b, a
+    rows = a[-2:-1]
+    columns = b[-1:] if len(b) > 1 else ()
+    op.block(a[-1], "adds them up")
+    op.block(b[-2] if len(b) > 1 else b[0], "adds them up")
+    made = (*op.broadcast(a[:-2], b[:-2]), *rows, *columns)
+    return [op.broadcast(made, op.operand(0)) if shift else made]
 
 
 def convolution(op: Operation) -> Made:
