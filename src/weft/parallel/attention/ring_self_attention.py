@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from weft.dtypes import accumulator_dtype
-from weft.parallel.attention.kernels import Gradients, by_group
+from weft.parallel.attention.kernels import Gradients, by_group, hide
 from weft.parallel.attention.ring_exchange import Part, Ring, rotate, rotate_with_gradients
 from weft.plan.partition.sequence import Rectangle
 
@@ -30,7 +30,7 @@ def self_attention_forward(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, ring:
     for keys, k in rotate(k_BGTD.clone(memory_format=torch.contiguous_format), ring):
         for one in ring.rectangles(keys):
             found = q_BGRTD[..., slice(*one.q), :] @ k[:, :, None, slice(*one.k)].to(wide).mT
-            _hide(found.mul_(ring.scale), one, ring.mask(keys, one))
+            hide(found.mul_(ring.scale), one.is_causal, ring.mask(keys, one))
             _block(scores_BGRTS, keys, one, tokens).copy_(found)
     probabilities = scores_BGRTS.softmax(-1)
     if ring.now.is_masked:  # a row of nothing but -inf
@@ -45,18 +45,12 @@ def self_attention_forward(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, ring:
 
 
 def self_attention_backward(
-    grad_BHTE: Tensor,
-    q_BHTD: Tensor,
-    k_BGTD: Tensor,
-    v_BGTE: Tensor,
-    out_BHTE: Tensor,
-    probabilities_BHTS: Tensor,
-    ring: Ring,
+    grad_BHTE: Tensor, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, out_BHTE: Tensor, p_BHTS: Tensor, ring: Ring
 ) -> Gradients:
-    """(dq, dk, dv), in the dtype of the inputs. Masked pairs have probability 0, so masks are not needed again."""
+    """(dq, dk, dv), in the dtype of the inputs. Masked pairs have probability p = 0, so masks are not needed again."""
     wide, tokens, num_groups = accumulator_dtype(q_BHTD.dtype), ring.now.places.tokens_per_ring, k_BGTD.shape[1]
     q, grad, out = (by_group(one, num_groups).to(wide) for one in (q_BHTD, grad_BHTE, out_BHTE))
-    probabilities = by_group(probabilities_BHTS, num_groups)
+    probabilities = by_group(p_BHTS, num_groups)
     delta = (grad * out).sum(-1, keepdim=True)
     dq = torch.zeros_like(q)
 
@@ -79,11 +73,3 @@ def _block(scores_BGRTS: Tensor, keys: int, one: Rectangle, tokens: int) -> Tens
     """The entries of whole rows that belong to a rectangle."""
     first = keys * tokens
     return scores_BGRTS[..., slice(*one.q), first + one.k[0] : first + one.k[1]]
-
-
-def _hide(scores_BGRQK: Tensor, one: Rectangle, mask_B1QK: Tensor | None) -> None:
-    if one.is_causal:
-        square = torch.ones(scores_BGRQK.shape[-2:], dtype=torch.bool, device=scores_BGRQK.device)
-        scores_BGRQK.masked_fill_(square.triu(1), -math.inf)
-    if mask_B1QK is not None:
-        scores_BGRQK.masked_fill_(~mask_B1QK.unsqueeze(1), -math.inf)
