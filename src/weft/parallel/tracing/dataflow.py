@@ -173,7 +173,7 @@ def follow(meta_copy: nn.Module, units: Sequence[str], call: Callable[[nn.Module
         forms=follower.forms,
         output_needs=needs,
         output_parameters=parameters,
-        written=follower.written(),
+        written={v: storage_id(made) for v, (made, n) in follower.versions.items() if made.meta._version > n},
         is_random=randomness.is_random,
         by_name={(made.unit, made.number): made for made in follower.calls},
     )
@@ -200,7 +200,7 @@ class _Follower(TorchFunctionMode):
         self._alive: list[torch.Tensor] = []  # ids are unique among live tensors only
         self._writes: dict[int, list[Sources]] = {}  # by storage, in order
         self._num_writes: dict[int, int] = {}  # by tensor: writes that its sources include
-        self._versions: dict[Value, tuple[Placeholder, int]] = {}
+        self.versions: dict[Value, tuple[Placeholder, int]] = {}
         self._requires_grad: set[Value | str] = set()
         inside = {id(buffer) for unit in self._units.values() for buffer in unit.buffers()}
         self.buffers = {
@@ -275,9 +275,6 @@ class _Follower(TorchFunctionMode):
         self._alive.append(tensor)
         self._writes.setdefault(storage_id(tensor), []).append(sources)
 
-    def written(self) -> dict[Value, int]:
-        return {v: storage_id(made) for v, (made, before) in self._versions.items() if made.meta._version > before}
-
     def _make_stand_in(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             self._is_in_unit = True
@@ -318,7 +315,7 @@ class _Follower(TorchFunctionMode):
                 if requires_grad:
                     self._requires_grad.add(value)
                 self._remember(made, frozenset({value}))
-                self._versions[value] = made, made.meta._version
+                self.versions[value] = made, made.meta._version
                 outputs.append(made)
             elif isinstance(found, _PLAIN):
                 outputs.append(found)
