@@ -18,6 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 from weft.comm.group import Group
 from weft.parallel.state.rng import ShareDraws
 from weft.parallel.tensor.cross_entropy import Share, gather_logits
+from weft.parallel.tensor.discovery.layer_rules import is_transposed
 from weft.parallel.tensor.functions import add, columns, row, spread
 from weft.parallel.tensor.megatron_sequence import TokenSplit
 from weft.parallel.tensor.operators import kept_row, traced_add, traced_gather, traced_scatter, traced_spread
@@ -232,8 +233,3 @@ class WholeOutput:
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         output: Tensor = self.inner(*args, **kwargs)
         return output if self.mode.is_kept else gather_logits(output, self.share, self.group)
-
-
-def is_transposed(layer: nn.Module) -> bool:
-    """Hugging Face's Conv1D, a linear layer whose weight is (in, out)."""
-    return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")

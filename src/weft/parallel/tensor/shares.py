@@ -120,17 +120,6 @@ def _find_repeated(region: Region, tensor: int) -> list[Repeated]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Number of a rank's units, given the number of all."""
-
-    shared: Range
-    out_of: int
-
-    def __call__(self, num_units: int) -> int:
-        return len(range(*share_of(num_units, self.shared, self.out_of)))
-
-
 def set_count(model: nn.Module, count: Count, shared: Range, out_of: int) -> None:
     """Set an attribute that counts units to the number of this rank's units."""
     owner: Any = model.get_submodule(count.module)

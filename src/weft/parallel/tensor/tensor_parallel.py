@@ -24,6 +24,8 @@ from weft.mesh import Mesh
 from weft.parallel.state.materialise import model_tensors
 from weft.parallel.state.rng import Seeds, ShareDraws, has_dropout
 from weft.parallel.tensor.cross_entropy import Share
+from weft.parallel.tensor.discovery.layer_rules import is_transposed
+from weft.parallel.tensor.discovery.region_sizes import Lengths
 from weft.parallel.tensor.layers import (
     Axis,
     ColumnGroup,
@@ -33,11 +35,10 @@ from weft.parallel.tensor.layers import (
     OutputMode,
     RowLayer,
     WholeOutput,
-    is_transposed,
 )
 from weft.parallel.tensor.local_sizes import LocalSizes
 from weft.parallel.tensor.megatron_sequence import Shown, TokenSplit, split_between
-from weft.parallel.tensor.shares import AXIS, Lengths, Shares, local_part, make_shares, set_count, share_tied
+from weft.parallel.tensor.shares import AXIS, Shares, local_part, make_shares, set_count, share_tied
 from weft.parallel.tracing.handles import handle_of
 from weft.parallel.tracing.placeholder import PlaceholderModule
 from weft.plan.partition.tensor import Range, Region, entries, region_shares, share_of

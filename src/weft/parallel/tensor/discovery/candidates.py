@@ -12,9 +12,9 @@ from torch import nn
 
 from weft.parallel.tensor.discovery.choice import Choice, Refusal
 from weft.parallel.tensor.discovery.features import Digit, digits, length
+from weft.parallel.tensor.discovery.layer_rules import is_transposed
 from weft.parallel.tensor.discovery.records import UNKNOWN, Layer, RecordIndex
 from weft.parallel.tensor.discovery.region_sizes import Sizes
-from weft.parallel.tensor.layers import is_transposed
 from weft.plan.partition.tensor import Cut, Region, Section, entries, region_problems, region_shares
 
 

@@ -17,7 +17,6 @@ from weft.parallel.tensor.discovery.operation import Operation
 from weft.parallel.tensor.discovery.records import Layer, Use
 from weft.parallel.tensor.discovery.shape_rules import Made
 from weft.parallel.tensor.discovery.symbolic_sizes import SymbolicInt
-from weft.parallel.tensor.layers import is_transposed
 
 if TYPE_CHECKING:
     from weft.parallel.tensor.discovery.trace import Tracer
@@ -26,6 +25,11 @@ LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 COUNTED = {"in_features": "inputs", "in_channels": "inputs", "nx": "inputs", "num_embeddings": "rows"}
 COUNTED |= {"out_features": "outputs", "out_channels": "outputs", "nf": "outputs", "embedding_dim": "outputs"}
 """Attributes of layers that count features or rows."""
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Hugging Face's Conv1D, a linear layer whose weight is (in, out)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def is_layer(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -13,11 +14,21 @@ from weft.parallel.tensor.discovery.choice import Choice, Refusal
 from weft.parallel.tensor.discovery.features import Dim, length
 from weft.parallel.tensor.discovery.records import Layer, RecordedCall, RecordIndex, StateTensor
 from weft.parallel.tensor.discovery.symbolic_sizes import Compute, Local, local_value, plain
-from weft.parallel.tensor.shares import Lengths
-from weft.plan.partition.tensor import Count, Region, Resized, Size, SizedCall, region_shares
+from weft.plan.partition.tensor import Count, Range, Region, Resized, Size, SizedCall, region_shares, share_of
 
 _ESSENTIAL = ("num_groups", "groups", "nf")
 """Attributes that code computes with; others are informative."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Number of a rank's units, given the number of all."""
+
+    shared: Range
+    out_of: int
+
+    def __call__(self, num_units: int) -> int:
+        return len(range(*share_of(num_units, self.shared, self.out_of)))
 
 
 class Sizes:
