@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from weft.parallel.attention.masks import Pass
 from weft.parallel.attention.ring import ring_backward, ring_forward
+from weft.parallel.attention.ring_exchange import Ring as RingCall
 from weft.plan.partition.sequence import make_places
 
 HEADS, HEAD_DIM, FEWER_KEY_HEADS = 16, 128, 4
@@ -48,18 +50,12 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]
 """(out, dq, dk, dv)."""
 
 
-@dataclass(frozen=True, slots=True)
-class LocalRotation:
-    """One rank's `Rotation` of a ring that is all in this process, one thread per rank: nothing is sent or copied."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalRing(RingCall):
+    """One rank of a ring that is all in this process, one thread per rank: nothing is sent or copied."""
 
-    index: int
     queues: list[tuple[SimpleQueue[Tensor], SimpleQueue[Tensor]]]
     """To each rank, for each tag."""
-    shared: None = None
-
-    @property
-    def size(self) -> int:
-        return len(self.queues)
 
     def pass_on(self, outgoing: Tensor, incoming: Tensor, tag: int) -> Callable[[], Tensor]:
         del incoming
@@ -72,9 +68,12 @@ class Ring:
 
     def __init__(self, now: Pass, *, is_causal: bool = True) -> None:
         self._places = places = now.places
-        self._settings: dict[str, Any] = {"now": now, "is_causal": is_causal, "scale": 1 / math.sqrt(HEAD_DIM)}
         queues: list[Any] = [(SimpleQueue(), SimpleQueue()) for _ in range(places.ring)]
-        self._rotations = [LocalRotation(index, queues) for index in range(places.ring)]
+        groups: list[Any] = [SimpleNamespace(index=index, size=places.ring) for index in range(places.ring)]
+        scale = 1 / math.sqrt(HEAD_DIM)
+        self._ranks = [
+            LocalRing(group=group, now=now, is_causal=is_causal, scale=scale, queues=queues) for group in groups
+        ]
         self._threads = ThreadPoolExecutor(places.ring)
         self._numbers = [
             torch.cat([torch.arange(*one) for one in places.ring_ranges(rank)]) for rank in range(places.ring)
@@ -108,11 +107,11 @@ class Ring:
 
     def _on_all(self, work: Callable[..., Any], inputs: list[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
         @torch.no_grad()
-        def run(one: LocalRotation) -> tuple[Tensor, ...]:
-            made: tuple[Tensor, ...] = work(*inputs[one.index], rotation=one, **self._settings)
+        def run(one: LocalRing) -> tuple[Tensor, ...]:
+            made: tuple[Tensor, ...] = work(*inputs[one.index], one)
             return made
 
-        return list(self._threads.map(run, self._rotations))
+        return list(self._threads.map(run, self._ranks))
 
 
 def make_tensors(num_tokens: int, num_keys: int, *, num_samples: int = 1, dtype: torch.dtype) -> list[Tensor]:

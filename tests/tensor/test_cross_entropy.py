@@ -190,7 +190,7 @@ def check_bad_targets(group: Group) -> None:
     """Every rank refuses them before it exchanges anything, so that none is left waiting."""
     mine, calls = share(17, group), group.traffic.num_calls
     for bad in (17, -1, -101):
-        with pytest.raises(IndexError, match=f"Target {bad} is out of bounds: the vocabulary has 17"):
+        with pytest.raises(IndexError, match=f"target {bad} is outside the vocabulary of 17 entries"):
             split_cross_entropy_sum(torch.randn(2, mine.width), torch.tensor([-100, bad]), mine, group)
     with pytest.raises(ValueError, match="have 6 rows and there are 5 targets"):
         split_cross_entropy_sum(torch.randn(2, 3, mine.width), torch.zeros(5, dtype=torch.int64), mine, group)

@@ -117,7 +117,6 @@ def makes_own_positions(model: nn.Module) -> bool:
 
 
 def by_name(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name."""
     try:
         named = inspect.signature(type(model).forward).bind_partial(model, *args).arguments
     except TypeError as error:
@@ -183,7 +182,8 @@ def _make_positions(model: nn.Module, named: Mapping[str, Any], tokens: Tensor, 
     padding = _padding_index(model)
     if padding is not None and tokens is named.get("input_ids"):
         return _count(tokens != padding) + (padding + 1)
-    if mask is not None and any(map(_counts_mask, _outside_layers(model))):
+    tables = (one for one in _outside_layers(model) if isinstance(one, nn.Embedding) and type(one) is not nn.Embedding)
+    if mask is not None and any(_takes(table, _MASK) for table in tables):  # derived from the mask (OPT's family)
         return _count(mask)
     first = 0 if padding is None else padding + 1
     return torch.arange(first, first + tokens.shape[1], device=tokens.device).unsqueeze(0)
@@ -200,11 +200,6 @@ def _padding_index(model: nn.Module) -> int | None:
         if hasattr(type(module), "create_position_ids_from_inputs_embeds"):
             return int(getattr(module, "padding_idx", 0))
     return None
-
-
-def _counts_mask(module: nn.Module) -> bool:
-    """Whether this is an embedding that derives positions from the mask (OPT's family)."""
-    return isinstance(module, nn.Embedding) and type(module) is not nn.Embedding and _takes(module, _MASK)
 
 
 def _makes_cache(model: Any, asked: bool | None) -> bool:

@@ -6,8 +6,6 @@
 Kept for the backward pass: queries, keys and values as the ring uses them, its output, and one tensor more, the
 log-sum-exp (ring) or the probabilities (ring self-attention). With ulysses the first three are one received message.
 
-`attention.py` makes these functions known to autograd and to compilers.
-
 Dims: B samples, H query heads, G key heads, T tokens of this rank, S tokens of the whole padded sequence; D and E
 entries of a key and a value.
 """
@@ -16,7 +14,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +24,7 @@ from weft.mesh import Mesh
 from weft.parallel.attention.kernels import Gradients
 from weft.parallel.attention.masks import Pass
 from weft.parallel.attention.ring import ring_backward, ring_forward
-from weft.parallel.attention.ring_exchange import Rotation
+from weft.parallel.attention.ring_exchange import Ring
 from weft.parallel.attention.ring_self_attention import self_attention_backward, self_attention_forward
 from weft.parallel.attention.ring_shared_memory import SharedBlocks
 from weft.parallel.attention.ulysses import heads_of, to_heads, to_tokens
@@ -51,13 +48,8 @@ class SequenceAxes:
 
 def make_axes(mesh: Mesh) -> SequenceAxes:
     """The axes of a mesh's plan."""
-    ring = mesh.group("ring", "neighbours")
-    return SequenceAxes(
-        ring=ring,
-        ulysses=mesh.group("ulysses", "heads"),
-        variant=mesh.plan.sequence.variant,
-        blocks=SharedBlocks(ring),
-    )
+    ring, ulysses = mesh.group("ring", "neighbours"), mesh.group("ulysses", "heads")
+    return SequenceAxes(ring=ring, ulysses=ulysses, variant=mesh.plan.sequence.variant, blocks=SharedBlocks(ring))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +57,7 @@ class Call:
     """One call of attention without its tensors."""
 
     axes: SequenceAxes
-    now: Pass
-    is_causal: bool
-    scale: float
+    ring: Ring
     heads: HeadShares
     widths: tuple[int, int, int]
     """Entries per head of a query, a key and a value."""
@@ -88,10 +78,6 @@ class Call:
         """Entries per token that ulysses receives: of queries, keys and values."""
         return [number * width for number, width in zip(self.num_heads, self.widths, strict=True)]
 
-    def ring_settings(self) -> dict[str, Any]:
-        rotation = Rotation(self.axes.ring, self.axes.blocks)
-        return {"rotation": rotation, "now": self.now, "is_causal": self.is_causal, "scale": self.scale}
-
     def repeated_keys(self, device: torch.device) -> Tensor | None:
         """The key head of each query head; None: query heads are grouped evenly, as kernels expect."""
         if not self.has_ulysses:
@@ -107,8 +93,9 @@ def make_call(
     q, k, v = tensors
     widths = (q.shape[3], k.shape[3], v.shape[3])
     scale = 1.0 / math.sqrt(widths[0]) if scale is None else scale
+    ring = Ring(group=axes.ring, shared=axes.blocks, now=now, is_causal=is_causal, scale=scale)
     heads = share_heads(*num_heads, ulysses=axes.ulysses.size, ring=axes.ring.size)
-    return Call(axes=axes, now=now, is_causal=is_causal, scale=scale, heads=heads, widths=widths)
+    return Call(axes=axes, ring=ring, heads=heads, widths=widths)
 
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -128,7 +115,7 @@ def forward(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, call: Call) -> Resul
     repeated = call.repeated_keys(q.device)
     if repeated is not None:
         k, v = k[:, repeated], v[:, repeated]
-    out, rest = FORWARDS[call.axes.variant](q, k, v, **call.ring_settings())
+    out, rest = FORWARDS[call.axes.variant](q, k, v, call.ring)
     if not call.has_ulysses:
         return out, rest, received, q.new_empty(0)
     (of_tokens,) = to_tokens([(out, heads.queries)], group)
@@ -166,12 +153,12 @@ def backward(grad_BHTE: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, re
     grad = grad_BHTE
     if call.has_ulysses:
         _, (grad,) = to_heads([(grad_BHTE, heads.queries)], group)
-    num_keys, repeated = k.shape[1], call.repeated_keys(k.device)
+    shapes, repeated = (k.shape, v.shape), call.repeated_keys(k.device)
     if repeated is not None:
         k, v = k[:, repeated], v[:, repeated]
-    dq, dk, dv = BACKWARDS[call.axes.variant](grad, q, k, v, out, rest, **call.ring_settings())
-    if repeated is not None:
-        dk, dv = (_summed(one, repeated, num_keys) for one in (dk, dv))
+    dq, dk, dv = BACKWARDS[call.axes.variant](grad, q, k, v, out, rest, call.ring)
+    if repeated is not None:  # gradients of keys are summed over their repetitions
+        dk, dv = (d.new_zeros(s).index_add_(1, repeated, d) for d, s in zip((dk, dv), shapes, strict=True))
     if not call.has_ulysses:
         return dq, dk, dv
     dq, dk, dv = to_tokens([(dq, heads.queries), (dk, heads.keys), (dv, heads.keys)], group)
@@ -179,7 +166,6 @@ def backward(grad_BHTE: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, re
 
 
 def empty_gradients(grad_BHTE: Tensor, call: Call) -> Gradients:
-    """Uninitialised gradients of the right shapes."""
     batch, tokens = grad_BHTE.shape[0], grad_BHTE.shape[2]
     num_queries, num_keys = call.heads.queries[-1][1], call.heads.keys[-1][1]
     dq, dk, dv = (
@@ -187,9 +173,3 @@ def empty_gradients(grad_BHTE: Tensor, call: Call) -> Gradients:
         for number, width in zip((num_queries, num_keys, num_keys), call.widths, strict=True)
     )
     return dq, dk, dv
-
-
-def _summed(gradient: Tensor, repeated: Tensor, num_keys: int) -> Tensor:
-    """Gradients of keys, summed over their repetitions."""
-    batch, _, tokens, width = gradient.shape
-    return gradient.new_zeros(batch, num_keys, tokens, width).index_add_(1, repeated, gradient)

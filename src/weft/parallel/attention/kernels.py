@@ -245,9 +245,15 @@ def _scores(block: Block) -> Tensor:
     q, k = block.q, block.k
     wide = accumulator_dtype(q.dtype)
     scores = (by_group(q, k.shape[1]).to(wide) @ k.unsqueeze(2).to(wide).mT).mul_(block.scale)
-    if block.is_causal:
-        scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -math.inf)
-    return scores if block.allowed is None else scores.masked_fill_(~block.allowed.unsqueeze(1), -math.inf)
+    return hide(scores, block.is_causal, block.allowed)
+
+
+def hide(scores_BGRTS: Tensor, is_causal: bool, mask_B1TS: Tensor | None) -> Tensor:
+    """Scores, in place, with -inf where a query may not look."""
+    if is_causal:
+        square = torch.ones(scores_BGRTS.shape[-2:], dtype=torch.bool, device=scores_BGRTS.device)
+        scores_BGRTS.masked_fill_(square.triu(1), -math.inf)
+    return scores_BGRTS if mask_B1TS is None else scores_BGRTS.masked_fill_(~mask_B1TS.unsqueeze(1), -math.inf)
 
 
 CPU = Kernel(forward=_cpu_forward, backward=_cpu_backward)

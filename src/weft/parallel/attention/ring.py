@@ -18,43 +18,23 @@ from torch import Tensor
 
 from weft.dtypes import accumulator_dtype
 from weft.parallel.attention.kernels import Gradients, attend_block, attend_block_backward, lay_out
-from weft.parallel.attention.masks import Pass
 from weft.parallel.attention.merge import Merged
-from weft.parallel.attention.ring_exchange import Pair, Part, Rotation, rotate, rotate_with_gradients
-from weft.plan.partition.sequence import rectangles
+from weft.parallel.attention.ring_exchange import Pair, Part, Ring, rotate, rotate_with_gradients
 
 
-def ring_forward(
-    q_BHTD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, *, rotation: Rotation, now: Pass, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def ring_forward(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
     """(out_BHTE in the dtype of the inputs, lse_BHT)."""
-    merged = Merged(is_masked=now.is_masked)
-    for keys, k, v in _blocks(k_BGTD, v_BGTE, rotation):
-        for one in rectangles(now.places, rotation.index, keys, is_causal=is_causal):
-            out, lse = attend_block(
-                q_BHTD[:, :, slice(*one.q)],
-                k[:, :, slice(*one.k)],
-                v[:, :, slice(*one.k)],
-                is_causal=one.is_causal,
-                scale=scale,
-                mask=now.mask(rotation.index, keys, one),
-            )
+    merged = Merged(is_masked=ring.now.is_masked)
+    for keys, k, v in _blocks(k_BGTD, v_BGTE, ring):
+        for one in ring.rectangles(keys):
+            tensors = (q_BHTD[:, :, slice(*one.q)], k[:, :, slice(*one.k)], v[:, :, slice(*one.k)])
+            out, lse = attend_block(*tensors, is_causal=one.is_causal, scale=ring.scale, mask=ring.mask(keys, one))
             merged.add(out, lse, one.q)
     return merged.out.to(q_BHTD.dtype), merged.lse
 
 
 def ring_backward(
-    grad_BHTE: Tensor,
-    q_BHTD: Tensor,
-    k_BGTD: Tensor,
-    v_BGTE: Tensor,
-    out_BHTE: Tensor,
-    lse_BHT: Tensor,
-    *,
-    rotation: Rotation,
-    now: Pass,
-    is_causal: bool,
-    scale: float,
+    grad_BHTE: Tensor, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, out_BHTE: Tensor, lse_BHT: Tensor, ring: Ring
 ) -> Gradients:
     """(dq, dk, dv), in the dtype of the inputs; `out` and `lse` are those of `ring_forward`."""
     dq: Tensor | None = None
@@ -63,41 +43,35 @@ def ring_backward(
     def find_parts(keys: int, k: Tensor, v: Tensor) -> list[Part]:
         nonlocal dq
         parts = []
-        for one in rectangles(now.places, rotation.index, keys, is_causal=is_causal):
-            of_queries, of_keys = slice(*one.q), slice(*one.k)
+        for one in ring.rectangles(keys):
+            rows = slice(*one.q)
+            grad, q, out, lse = (of_queries[:, :, rows] for of_queries in (grad_BHTE, q_BHTD, out_BHTE, lse_BHT))
+            tensors = (grad, q, k[:, :, slice(*one.k)], v[:, :, slice(*one.k)], out, lse)
             block_dq, *part = attend_block_backward(
-                grad_BHTE[:, :, of_queries],
-                q_BHTD[:, :, of_queries],
-                k[:, :, of_keys],
-                v[:, :, of_keys],
-                out_BHTE[:, :, of_queries],
-                lse_BHT[:, :, of_queries],
-                is_causal=one.is_causal,
-                scale=scale,
-                mask=now.mask(rotation.index, keys, one),
+                *tensors, is_causal=one.is_causal, scale=ring.scale, mask=ring.mask(keys, one)
             )
             if dq is None:  # every query sees the first block
                 dq = block_dq
             else:
                 dq = dq.to(accumulator_dtype(dq.dtype))
-                dq[:, :, of_queries] += block_dq
+                dq[:, :, rows] += block_dq
             parts.append((part[0], part[1]))
         return parts
 
-    if rotation.size == 1:
+    if ring.size == 1:
         ((dk, dv),) = find_parts(0, k_BGTD, v_BGTE)
         padding = k_BGTD.shape[2] - dk.shape[2]  # which has no gradient
         dk, dv = (F.pad(one, (0, 0, 0, padding)) if padding else one for one in (dk, dv))
     else:
-        dk, dv = rotate_with_gradients(k_BGTD, v_BGTE, rotation, find_parts)
+        dk, dv = rotate_with_gradients(k_BGTD, v_BGTE, ring, find_parts)
     assert dq is not None
     return dq.to(q_BHTD.dtype), dk.to(k_BGTD.dtype), dv.to(v_BGTE.dtype)
 
 
-def _blocks(k_BGTD: Tensor, v_BGTE: Tensor, rotation: Rotation) -> Iterator[tuple[int, Tensor, Tensor]]:
-    if rotation.size == 1:
+def _blocks(k_BGTD: Tensor, v_BGTE: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor, Tensor]]:
+    if ring.size == 1:
         yield 0, k_BGTD, v_BGTE
         return
     pair = Pair(k_shape=k_BGTD.shape, v_shape=v_BGTE.shape)
-    for owner, block in rotate(pair.pack(k_BGTD, v_BGTE, rotation), rotation):
+    for owner, block in rotate(pair.pack(k_BGTD, v_BGTE, ring), ring):
         yield owner, *pair.unpack(block)

@@ -6,10 +6,9 @@
     rank 2: block 2   rank 2: block 1   rank 2: block 0
     rank 3: block 3   rank 3: block 2   rank 3: block 1
 
-In the backward pass blocks rotate once more, and behind each of them the sum of its gradients, to which every rank
-adds. The owner's own gradient need not travel, so the sum begins at the first rank that the block visits and returns to
-its owner with the last hop: size - 1 hops for gradients too, one fewer than if it began at the owner. It travels in
-float32 if blocks have 16 bits.
+In the backward pass blocks rotate once more, and behind each of them the sum of its gradients, in float32 if blocks
+have 16 bits. The owner's own gradient need not travel, so the sum begins at the first rank that the block visits and
+returns to its owner with the last hop: size - 1 hops for gradients too.
 
 Ranks of one host read blocks from shared memory (`ring_shared_memory.py`); only sums of gradients travel.
 
@@ -27,19 +26,24 @@ from torch import Tensor
 from weft.comm.group import Group
 from weft.comm.p2p import exchange
 from weft.dtypes import accumulator_dtype
+from weft.parallel.attention.masks import Pass
 from weft.parallel.attention.ring_shared_memory import SharedBlocks
+from weft.plan.partition.sequence import Rectangle, rectangles
 
 BLOCKS, SUMS = 0, 1
 """Tags of the two kinds of messages, which are under way at the same time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """The ranks of a group as a ring: each sends to the next one and receives from the previous one."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """One call of attention on a ring of ranks: each sends to the next one and receives from the previous one."""
 
     group: Group
     shared: SharedBlocks | None = None
     """Memory that blocks can be read from where they need not travel."""
+    now: Pass
+    is_causal: bool
+    scale: float
 
     @property
     def size(self) -> int:
@@ -48,6 +52,13 @@ class Rotation:
     @property
     def index(self) -> int:
         return self.group.index
+
+    def rectangles(self, keys: int) -> tuple[Rectangle, ...]:
+        """The work of this rank's queries with the keys of ring rank `keys`."""
+        return rectangles(self.now.places, self.index, keys, is_causal=self.is_causal)
+
+    def mask(self, keys: int, one: Rectangle) -> Tensor | None:
+        return self.now.mask(self.index, keys, one)
 
     def pass_on(self, outgoing: Tensor, incoming: Tensor, tag: int) -> Callable[[], Tensor]:
         """Start sending what is no longer written here. The function returned waits for what comes, in `incoming`."""
@@ -72,10 +83,9 @@ class Pair:
     k_shape: torch.Size
     v_shape: torch.Size
 
-    def pack(self, k_BGTD: Tensor, v_BGTE: Tensor, rotation: Rotation) -> Tensor:
-        """This rank's block."""
+    def pack(self, k_BGTD: Tensor, v_BGTE: Tensor, ring: Ring) -> Tensor:
         numel = self.k_shape.numel() + self.v_shape.numel()
-        flat = None if rotation.shared is None else rotation.shared.allocate(numel, k_BGTD)
+        flat = None if ring.shared is None else ring.shared.allocate(numel, k_BGTD)
         flat = k_BGTD.new_empty(numel) if flat is None else flat
         k, v = self.unpack(flat)
         k.copy_(k_BGTD)
@@ -83,12 +93,10 @@ class Pair:
         return flat
 
     def unpack(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of keys and values."""
         split = self.k_shape.numel()
         return flat[:split].view(self.k_shape), flat[split:].view(self.v_shape)
 
     def total(self, parts: Sequence[Part], like: Tensor) -> Tensor:
-        """A new sum of gradients."""
         flat = torch.empty_like(like, dtype=accumulator_dtype(like.dtype))
         if len(parts) == 1 and parts[0][0].shape[2] == self.k_shape[2]:
             for whole, part in zip(self.unpack(flat), parts[0], strict=True):
@@ -103,40 +111,40 @@ class Pair:
                 whole[:, :, : first.shape[2]] += first
 
 
-def rotate(block: Tensor, rotation: Rotation) -> Iterator[tuple[int, Tensor]]:
+def rotate(block: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor]]:
     """(owner, block) for every block of the ring, this rank's first; the next is on its way meanwhile.
 
     Blocks that arrive are written into the memory of `block`.
     """
-    found = None if rotation.shared is None else rotation.shared.gather(block)
+    found = None if ring.shared is None else ring.shared.gather(block)
     if found is not None:
-        yield rotation.index, block
+        yield ring.index, block
         blocks, all_written = found
         all_written.wait()
-        for step in range(1, rotation.size):
-            owner = (rotation.index - step) % rotation.size
+        for step in range(1, ring.size):
+            owner = (ring.index - step) % ring.size
             yield owner, blocks[owner]
         return
-    spare = torch.empty_like(block) if rotation.size > 1 else block
-    for step in range(rotation.size):
-        is_last = step == rotation.size - 1
-        wait = None if is_last else rotation.pass_on(block, spare, BLOCKS)
-        yield (rotation.index - step) % rotation.size, block
+    spare = torch.empty_like(block) if ring.size > 1 else block
+    for step in range(ring.size):
+        is_last = step == ring.size - 1
+        wait = None if is_last else ring.pass_on(block, spare, BLOCKS)
+        yield (ring.index - step) % ring.size, block
         if wait is not None:
             block, spare = wait(), block
 
 
 def rotate_with_gradients(
-    k_BGTD: Tensor, v_BGTE: Tensor, rotation: Rotation, find_parts: Callable[[int, Tensor, Tensor], Sequence[Part]]
+    k_BGTD: Tensor, v_BGTE: Tensor, ring: Ring, find_parts: Callable[[int, Tensor, Tensor], Sequence[Part]]
 ) -> tuple[Tensor, Tensor]:
     """(dk, dv) of this rank's own block, in its dtype, summed over all ranks while blocks rotate once more.
 
     `find_parts(owner, k, v)` computes this rank's gradients of a block.
     """
     pair = Pair(k_shape=k_BGTD.shape, v_shape=v_BGTE.shape)
-    block = pair.pack(k_BGTD, v_BGTE, rotation)
+    block = pair.pack(k_BGTD, v_BGTE, ring)
     own, wait, spare = block, None, None
-    for step, (owner, visiting) in enumerate(rotate(block, rotation)):
+    for step, (owner, visiting) in enumerate(rotate(block, ring)):
         parts = find_parts(owner, *pair.unpack(visiting))
         if step == 0:
             own = pair.total(parts, like=block)
@@ -146,7 +154,7 @@ def rotate_with_gradients(
         else:
             total = wait()
             pair.add(total, parts)
-        wait = rotation.pass_on(total, torch.empty_like(own) if spare is None else spare, SUMS)
+        wait = ring.pass_on(total, torch.empty_like(own) if spare is None else spare, SUMS)
         spare = total
     if wait is None:
         return pair.unpack(own.to(block.dtype))

@@ -4,9 +4,7 @@
     rank 1: tokens 4-7, heads a b c d   ──>    rank 1: tokens 4-7 and 0-3, in order, heads c d
 
 Queries, keys and values are one message. It is packed so that all tokens arrive in order and kernels use them in place;
-the message back is packed so that heads arrive in order.
-
-`plan/partition/sequence.py` assigns heads to ranks. Ranks may have different numbers of heads, and where there are
+the message back is packed so that heads arrive in order. Ranks may have different numbers of heads, and where there are
 fewer key heads than ranks, several ranks have the same and their gradients are summed.
 
 Dims: B samples, H query heads, G key heads, T tokens of one rank, U·T those of all; D and E entries of a key and value.

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from weft.parallel.spatial.halo import fetch_halo, kept_in_parts
 from weft.parallel.spatial.join import JOIN
@@ -22,9 +23,7 @@ from weft.plan.partition.rows import Window, exchange_for, window_counts
 Sizes = int | Sequence[int]
 
 
-def on_windows(
-    x: RowTensor, window: Window, compute: Callable[[torch.Tensor], torch.Tensor], fill: float = 0.0
-) -> RowTensor:
+def on_windows(x: RowTensor, window: Window, compute: Callable[[Tensor], Tensor], fill: float = 0.0) -> RowTensor:
     """Apply a function without padding along height to all rows that this rank's windows cover."""
     rows = x.weft_rows
     group = rows.group
@@ -44,9 +43,9 @@ def on_windows(
 
 def conv2d(
     func: Function,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     stride: Sizes = 1,
     padding: Sizes | str = 0,
     dilation: Sizes = 1,
@@ -64,7 +63,7 @@ def conv2d(
     if not (has_windows(input, window) and rows_of(weight) is rows_of(bias) is None):
         return JOIN
 
-    def compute(covered: torch.Tensor) -> torch.Tensor:
+    def compute(covered: Tensor) -> Tensor:
         if right > left:  # torch, too, pads the odd column of "same" separately
             covered = F.pad(covered, (0, right - left))
         return F.conv2d(covered, weight, bias, strides, (0, left), dilations, groups)
@@ -74,7 +73,7 @@ def conv2d(
 
 def max_pool2d(
     func: Function,
-    input: torch.Tensor,
+    input: Tensor,
     kernel_size: Sizes,
     stride: Sizes | None = None,
     padding: Sizes = 0,
@@ -99,7 +98,7 @@ def max_pool2d(
 
 def avg_pool2d(
     func: Function,
-    input: torch.Tensor,
+    input: Tensor,
     kernel_size: Sizes,
     stride: Sizes | None = None,
     padding: Sizes = 0,
@@ -116,7 +115,7 @@ def avg_pool2d(
     made = exchange_for(window, rows.height, rows.group.size).make[rows.group.index]
     counts = window_counts(window, rows.height, made, counts_padding=count_include_pad)
 
-    def compute(covered: torch.Tensor) -> torch.Tensor:
+    def compute(covered: Tensor) -> Tensor:
         pooled = F.avg_pool2d(covered, kernels, strides, (0, left), ceil_mode, count_include_pad, divisor_override)
         if divisor_override is not None or all(count == kernels[0] for count in counts):
             return pooled
@@ -126,9 +125,7 @@ def avg_pool2d(
     return on_windows(input, window, compute)
 
 
-def pad(
-    func: Function, input: torch.Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
-) -> Any:
+def pad(func: Function, input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
     rows = rows_of(input)
     if rows is None:
         return JOIN
@@ -146,13 +143,13 @@ def pad(
     return mark(F.pad(made, others, value=fill), made.weft_rows) if any(others) else made
 
 
-def has_windows(input: torch.Tensor, window: Window) -> TypeGuard[RowTensor]:
+def has_windows(input: Tensor, window: Window) -> TypeGuard[RowTensor]:
     """Whether this is rows of images that the window fits; otherwise torch reports what is wrong."""
     rows = rows_of_images(input)
     return rows is not None and window.out_height(rows.height) > 0
 
 
-def _is_poolable(input: torch.Tensor, window: Window) -> TypeGuard[RowTensor]:
+def _is_poolable(input: Tensor, window: Window) -> TypeGuard[RowTensor]:
     """torch refuses to pad by more than half a window."""
     return 2 * window.before <= window.kernel and has_windows(input, window)
 

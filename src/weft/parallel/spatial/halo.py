@@ -16,53 +16,44 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
-from weft.comm.collectives import Pending, all_gather, all_reduce, reduce_scatter
+from weft.comm.collectives import all_gather, all_reduce, reduce_scatter
 from weft.comm.group import Group
 from weft.comm.p2p import receive, send
 from weft.parallel.spatial.row_tensor import HEIGHT_DIM, Rows
 from weft.plan.partition.rows import Exchange, overlap, widest_part
 from weft.plan.partition.tensor import Range
 
-Gradients = tuple[torch.Tensor | None, ...]
+Gradients = tuple[Tensor | None, ...]
 
 
 class FetchHalo(torch.autograd.Function):
     """From this rank's rows to all rows that its windows cover; those outside the image are `fill`."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, exchange: Exchange, group: Group, fill: float) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, group: Group, fill: float) -> Tensor:
         ctx.exchange, ctx.group, ctx.num_own = exchange, group, x.shape[HEIGHT_DIM]
         have, (start, stop) = exchange.have[group.index], exchange.spans[group.index]
         covered = _empty_like(x, stop - start)
         moves = [(move.source, move.target, move.rows) for move in exchange.moves]
-        incoming, pending = _exchange(x, have[0], moves, group)
         for outside in ((start, min(stop, 0)), (max(start, exchange.height), stop)):
             if outside[0] < outside[1]:
                 _slab(covered, outside, start).fill_(fill)
-        own = overlap(have, (start, stop))
-        _slab(covered, own, start).copy_(_slab(x, own, have[0]))
-        for one in pending:
-            one.wait()
-        for rows, slab in incoming:
-            _slab(covered, rows, start).copy_(slab)
+        for part, slab in _exchange(x, have, covered, (start, stop), moves, group):
+            part.copy_(slab)
         return covered
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
+    def backward(ctx: Any, gradient: Tensor) -> Gradients:
         have, span = ctx.exchange.have[ctx.group.index], ctx.exchange.spans[ctx.group.index]
         moves = [(move.target, move.source, move.rows) for move in ctx.exchange.moves]
-        incoming, pending = _exchange(gradient, span[0], moves, ctx.group)
         into_x = _empty_like(gradient, ctx.num_own).zero_()
-        own = overlap(have, span)
-        _slab(into_x, own, have[0]).copy_(_slab(gradient, own, span[0]))
-        for one in pending:
-            one.wait()
-        for rows, slab in incoming:
-            _slab(into_x, rows, have[0]).add_(slab)
+        for part, slab in _exchange(gradient, span, into_x, have, moves, ctx.group):
+            part.add_(slab)
         return into_x, None, None, None
 
 
@@ -70,7 +61,7 @@ class Join(torch.autograd.Function):
     """From every rank's rows to the whole map on all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
         ctx.rows = rows
         dim, size = rows.dim, rows.group.size
         is_flag = x.dtype == torch.bool  # not every backend sends these
@@ -83,7 +74,7 @@ class Join(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
+    def backward(ctx: Any, gradient: Tensor) -> Gradients:
         rows: Rows = ctx.rows
         dim = rows.dim
         parts = torch.stack([_widened(gradient.narrow(dim, a, b - a), rows) for a, b in rows.parts])
@@ -96,19 +87,19 @@ class AddRanks(torch.autograd.Function):
     """From every rank's sum over its rows to the sum over all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return added(x, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
+    def backward(ctx: Any, gradient: Tensor) -> Gradients:
         return added(gradient, ctx.group), None
 
 
-fetch_halo: Callable[..., torch.Tensor] = FetchHalo.apply
-join: Callable[..., torch.Tensor] = Join.apply
-add_ranks: Callable[..., torch.Tensor] = AddRanks.apply
+fetch_halo: Callable[..., Tensor] = FetchHalo.apply
+join: Callable[..., Tensor] = Join.apply
+add_ranks: Callable[..., Tensor] = AddRanks.apply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,14 +109,14 @@ class _Parts:
     Usually the operation that made the own rows keeps them already, so that only the halo takes memory.
     """
 
-    x: torch.Tensor
+    x: Tensor
     version: int
     own: Range
     """Rows of x that the windows cover."""
-    above: torch.Tensor
-    below: torch.Tensor
+    above: Tensor
+    below: Tensor
 
-    def put_together(self) -> torch.Tensor:
+    def put_together(self) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             if self.x._version != self.version:
                 raise RuntimeError(
@@ -137,7 +128,7 @@ class _Parts:
 
 
 @contextmanager
-def kept_in_parts(covered: torch.Tensor, x: torch.Tensor, exchange: Exchange, group: Group) -> Iterator[None]:
+def kept_in_parts(covered: Tensor, x: Tensor, exchange: Exchange, group: Group) -> Iterator[None]:
     """Context in which an operation that saves fetched rows saves this rank's own map and the halo instead."""
     others = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if others is not None or not torch.is_grad_enabled():
@@ -160,13 +151,13 @@ def kept_in_parts(covered: torch.Tensor, x: torch.Tensor, exchange: Exchange, gr
         yield
 
 
-def _slab(x: torch.Tensor, rows: Range, first: int) -> torch.Tensor:
+def _slab(x: Tensor, rows: Range, first: int) -> Tensor:
     """Rows of a map that begins at row `first` of the whole."""
     num_rows = rows[1] - rows[0]
     return x.narrow(HEIGHT_DIM, rows[0] - first if num_rows else 0, num_rows)
 
 
-def _empty_like(x: torch.Tensor, num_rows: int) -> torch.Tensor:
+def _empty_like(x: Tensor, num_rows: int) -> Tensor:
     """A map in the memory format of x, which decides how fast a GPU convolves it."""
     is_last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
     form = torch.channels_last if is_last else torch.contiguous_format
@@ -175,31 +166,35 @@ def _empty_like(x: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 def _exchange(
-    x: torch.Tensor, first: int, moves: list[tuple[int, int, Range]], group: Group
-) -> tuple[list[tuple[Range, torch.Tensor]], list[Pending]]:
-    """Start this rank's messages among (source, target, rows); x begins at row `first`.
+    x: Tensor, given: Range, made: Tensor, wanted: Range, moves: list[tuple[int, int, Range]], group: Group
+) -> list[tuple[Tensor, Tensor]]:
+    """Copy rows that are both in x and wanted, and exchange the others: `moves` are (source, target, rows).
 
-    They are issued in the order of peers, the lower rank sending first, so that no backend that works in order can
-    deadlock. Returns the rows that arrive, with their memory, and the messages to wait for.
+    `given`: rows of x; `wanted`: rows of `made`. Returns parts of `made` and the rows that arrived for each. Messages
+    are issued in the order of peers, the lower rank sending first, so that no backend that works in order can deadlock.
     """
     samples, channels, _, width = x.shape
     incoming, messages = [], []
     for source, target, rows in moves:
         if source == group.index:
-            messages.append((target, target < group.index, True, _slab(x, rows, first).contiguous()))
+            messages.append((target, target < group.index, True, _slab(x, rows, given[0]).contiguous()))
         if target == group.index:
             slab = x.new_empty((samples, channels, rows[1] - rows[0], width))
-            incoming.append((rows, slab))
+            incoming.append((_slab(made, rows, wanted[0]), slab))
             messages.append((source, source > group.index, False, slab))
     messages.sort(key=lambda message: message[:2])
     pending = [
         send(slab, group, to=peer) if is_sent else receive(slab, group, source=peer)
         for peer, _, is_sent, slab in messages
     ]
-    return incoming, pending
+    own = overlap(given, wanted)
+    _slab(made, own, wanted[0]).copy_(_slab(x, own, given[0]))
+    for one in pending:
+        one.wait()
+    return incoming
 
 
-def _widened(part: torch.Tensor, rows: Rows) -> torch.Tensor:
+def _widened(part: Tensor, rows: Rows) -> Tensor:
     """A part padded with zeros to the widest, for collectives that need equal parts."""
     widest = widest_part(rows.height, rows.group.size)
     if part.shape[rows.dim] == widest:
@@ -209,7 +204,7 @@ def _widened(part: torch.Tensor, rows: Rows) -> torch.Tensor:
     return wide
 
 
-def added(x: torch.Tensor, group: Group) -> torch.Tensor:
+def added(x: Tensor, group: Group) -> Tensor:
     summed = x.clone(memory_format=torch.contiguous_format)
     all_reduce(summed, group)
     return summed

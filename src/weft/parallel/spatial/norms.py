@@ -10,11 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from weft.dtypes import accumulator_dtype
 from weft.parallel.spatial.halo import added
 from weft.parallel.spatial.join import JOIN
-from weft.parallel.spatial.row_tensor import Function, Rows, RowTensor, mark, rows_of_images, wide_dtype
+from weft.parallel.spatial.row_tensor import Function, Rows, RowTensor, mark, rows_of_images
 
 
 class NormaliseGroups(torch.autograd.Function):
@@ -22,14 +24,8 @@ class NormaliseGroups(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        num_groups: int,
-        eps: float,
-        rows: Rows,
-    ) -> torch.Tensor:
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float, rows: Rows
+    ) -> Tensor:
         grouped = _grouped(x, num_groups)
         ctx.rows, ctx.num_groups = rows, num_groups
         ctx.count = x.shape[1] // num_groups * rows.height * x.shape[3]
@@ -38,7 +34,7 @@ class NormaliseGroups(torch.autograd.Function):
         variance = added(centred.square().sum(2, keepdim=True), rows.group) / ctx.count
         inverse = torch.rsqrt(variance + eps)
         ctx.save_for_backward(x, weight, bias, mean, inverse)
-        made: torch.Tensor = centred.mul_(inverse).view(x.shape)
+        made: Tensor = centred.mul_(inverse).view(x.shape)
         if weight is not None:
             made = made * weight.view(-1, 1, 1)
         if bias is not None:
@@ -47,7 +43,7 @@ class NormaliseGroups(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         with torch._C.DisableTorchFunctionSubclass():
             x, weight, bias, mean, inverse = ctx.saved_tensors
             normalised = (_grouped(x, ctx.num_groups) - mean).mul_(inverse)
@@ -65,17 +61,17 @@ class NormaliseGroups(torch.autograd.Function):
             return into_x.to(x.dtype), into_weight, into_bias, None, None, None
 
 
-normalise_groups: Callable[..., torch.Tensor] = NormaliseGroups.apply
+normalise_groups: Callable[..., Tensor] = NormaliseGroups.apply
 
 
-def _grouped(x: torch.Tensor, num_groups: int) -> torch.Tensor:
+def _grouped(x: Tensor, num_groups: int) -> Tensor:
     """(samples, groups, this rank's entries of a group)"""
     samples, channels, num_own, width = x.shape
-    return x.to(wide_dtype(x.dtype)).reshape(samples, num_groups, channels // num_groups * num_own * width)
+    return x.to(accumulator_dtype(x.dtype)).reshape(samples, num_groups, channels // num_groups * num_own * width)
 
 
 def group_norm(
-    func: Function, input: torch.Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
+    func: Function, input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Any:
     rows = rows_of_images(input)
     if rows is None or input.shape[1] % num_groups or isinstance(weight, RowTensor) or isinstance(bias, RowTensor):
@@ -85,7 +81,7 @@ def group_norm(
 
 def instance_norm(
     func: Function,
-    input: torch.Tensor,
+    input: Tensor,
     running_mean: Any = None,
     running_var: Any = None,
     weight: Any = None,

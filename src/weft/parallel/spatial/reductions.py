@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from weft.dtypes import accumulator_dtype
 from weft.parallel.spatial.halo import add_ranks
 from weft.parallel.spatial.join import JOIN, elementwise, marked
-from weft.parallel.spatial.row_tensor import HEIGHT_DIM, Function, RowTensor, Rule, rows_of, rows_of_images, wide_dtype
+from weft.parallel.spatial.row_tensor import HEIGHT_DIM, Function, RowTensor, Rule, rows_of, rows_of_images
 
 
 def along(place: int, default: int | None = None) -> Rule:
@@ -59,7 +60,7 @@ def total(
     if rows.dim not in reduced:
         return along(1)(func, input, reduced, keepdim, dtype=dtype)
     count = math.prod(rows.whole_shape(input.shape)[one] for one in reduced)
-    summed = add_ranks(input.sum(reduced, keepdim, dtype=wide_dtype(input.dtype)), rows.group)
+    summed = add_ranks(input.sum(reduced, keepdim, dtype=accumulator_dtype(input.dtype)), rows.group)
     made = summed * (1 / count if func.__name__ == "mean" else 1.0)
     return made.to(input.dtype if dtype is None else dtype)
 

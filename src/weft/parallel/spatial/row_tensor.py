@@ -49,8 +49,7 @@ class Rows:
 
     @property
     def num_own(self) -> int:
-        start, stop = self.own
-        return stop - start
+        return len(range(*self.own))
 
     def at(self, dim: int, height: int | None = None) -> Rows:
         """The same split along another dim or of another height."""
@@ -96,8 +95,3 @@ def rows_of_images(x: torch.Tensor) -> Rows | None:
     """The split of images; None for whole tensors and for other numbers of dims."""
     rows = rows_of(x)
     return rows if rows is not None and rows.dim == HEIGHT_DIM and x.dim() == 4 else None
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums over many entries accumulate, as inside torch."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from weft.parallel.spatial.join import JOIN, aligned, marked
-from weft.parallel.spatial.row_tensor import Function, Rows, RowTensor, mark, rows_of
+from weft.parallel.spatial.row_tensor import Function, Rows, mark, rows_of
 
 STRIDES = (1_000_003, 1_000_033, 1_000_037, 1_000_039, 1_000_081, 1_000_099, 1_000_117, 1_000_121)
 """Primes: no stride is a multiple of another, so each identifies its dim."""
@@ -132,12 +132,5 @@ def stack(func: Function, tensors: Any, dim: int = 0, **others: Any) -> Any:
 
 def _alike(tensors: Any) -> tuple[Rows, list[torch.Tensor]] | None:
     """This rank's rows of tensors of one number of dims and one height, of which some may be whole; None for others."""
-    first = next(tensor for tensor in tensors if isinstance(tensor, RowTensor))
-    rows = first.weft_rows
-    heights = {
-        rows.height if isinstance(one, RowTensor) else one.shape[rows.dim] for one in tensors if one.dim() > rows.dim
-    }
-    if len({tensor.dim() for tensor in tensors}) > 1 or heights != {rows.height}:
-        return None
-    found = aligned(list(tensors), is_broadcast=False)
-    return None if found is None else (rows, found[1])
+    has_one = len({tensor.dim() for tensor in tensors}) == 1
+    return aligned(list(tensors), is_broadcast=False) if has_one else None

@@ -9,12 +9,9 @@
     5  loss = m − z_y + log S
     6  gradient = exp(z − m') · exp(m' − m) / S, less 1 at the target
 
-Three numbers per token are communicated instead of a row of logits, and none in the backward pass. Rows are processed
-in blocks that stay in the cache from one operation to the next. The exponentials of step 1 are kept for step 6, where
-they become the gradient in place. For 16-bit logits, which are computed in float32, they would take twice the memory:
-the logits are kept instead, and the exponentials computed again.
-
-This is the built-in loss only: no class weights, no smoothing. Other losses get whole logits by `gather_logits`.
+Rows are processed in blocks that stay in the cache from one operation to the next. The exponentials of step 1 are kept
+for step 6, where they become the gradient in place. For 16-bit logits, which are computed in float32, they would take
+twice the memory: the logits are kept instead. Other losses than the built-in one get whole logits by `gather_logits`.
 """
 
 from __future__ import annotations
@@ -56,6 +53,21 @@ class Share:
     def width(self) -> int:
         return self.stop - self.start
 
+    def find(self, tokens: Tensor, what: str = "token") -> tuple[Tensor, Tensor]:
+        """(index in this slice, else 0; whether it is in another rank's) of every token.
+
+        A token outside the vocabulary is refused on a CPU. A GPU, which must not be waited for, is given an index that
+        does not exist, at which it stops as in torch's own functions.
+        """
+        if tokens.device.type == "cpu" and tokens.numel():
+            low, high = (int(bound) for bound in torch.aminmax(tokens))
+            if low < 0 or high >= self.total:
+                found = low if low < 0 else high
+                raise IndexError(f"{what} {found} is outside the vocabulary of {self.total} entries")
+        elsewhere = (tokens < self.start) | (tokens >= self.stop)
+        is_outside = (tokens < 0) | (tokens >= self.total)
+        return torch.where(elsewhere, torch.where(is_outside, self.width, 0), tokens - self.start), elsewhere
+
 
 def split_cross_entropy_sum(logits: Tensor, targets: Tensor, vocabulary: Share, group: Group) -> Tensor:
     """The sum over targets other than −100, the same on every rank to the bit.
@@ -91,7 +103,10 @@ class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, vocabulary: Share, group: Group) -> Tensor:
         dtype = accumulator_dtype(logits.dtype)
-        place, is_here, is_counted = _find_targets(targets, vocabulary)
+        column = targets.unsqueeze(1)
+        is_counted = column != IGNORED_TARGET
+        place, elsewhere = vocabulary.find(torch.where(is_counted, column, vocabulary.start), "target")
+        is_here = is_counted & ~elsewhere
         kept = torch.empty_like(logits) if ctx.needs_input_grad[0] and logits.dtype == dtype else None
         maxima = logits.new_empty(len(logits), 1, dtype=dtype)
         message = logits.new_empty(2, len(logits), 1, dtype=dtype)
@@ -126,23 +141,6 @@ class _CrossEntropySum(torch.autograd.Function):
             if not ctx.is_kept:
                 gradient[rows] = block
         return gradient, None, None, None
-
-
-def _find_targets(targets: Tensor, vocabulary: Share) -> tuple[Tensor, Tensor, Tensor]:
-    """(index in this slice, else 0; is it in this slice; is it counted) of every target, as columns.
-
-    A target outside the vocabulary is refused on a CPU. Elsewhere the check would make the host wait, so it gets an
-    index outside the slice, at which the device stops as it does in torch's own loss.
-    """
-    column = targets.unsqueeze(1)
-    is_counted = column != IGNORED_TARGET
-    is_here = (column >= vocabulary.start) & (column < vocabulary.stop)
-    is_outside = is_counted & (column.clamp(0, vocabulary.total - 1) != column)
-    if targets.device.type == "cpu" and is_outside.any():
-        found = int(column[is_outside][0])
-        raise IndexError(f"Target {found} is out of bounds: the vocabulary has {vocabulary.total} entries")
-    elsewhere = torch.where(is_outside, vocabulary.width, 0)
-    return torch.where(is_here, column - vocabulary.start, elsewhere), is_here, is_counted
 
 
 def _blocks(logits: Tensor, dtype: torch.dtype, kept: Tensor | None) -> Iterator[tuple[slice, Tensor]]:

@@ -74,13 +74,10 @@ def refuse_misdeclared(model: nn.Module, regions: Sequence[Region]) -> None:
     for region in regions:
         layers = (*chain(*region.columns), *region.rows)
         named = (*layers, *(count.module for count in region.counts), *(one.module for one in region.resized))
-        problems += [
-            f'a region names the module "{name}", which the model lacks' for name in named if name not in modules
-        ]
         listed = (*(cut.name for cut in region.cuts), *region.partial)
-        problems += [
-            f'a region names the tensor "{name}", which the model lacks' for name in listed if name not in tensors
-        ]
+        lacking = [f'module "{name}"' for name in named if name not in modules]
+        lacking += [f'tensor "{name}"' for name in listed if name not in tensors]
+        problems += [f"a region names the {what}, which the model lacks" for what in lacking]
         for cut in region.cuts:
             shape = tuple(tensors[cut.name].shape) if cut.name in tensors else ()
             length = sum(section.length for section in cut.sections)

@@ -93,15 +93,14 @@ class Columns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Gradients:
         x, *weights = ctx.saved_tensors
-        used = [number for number, gradient in enumerate(gradients) if gradient is not None]
         gathering = None
         if ctx.is_split and any(ctx.needs_input_grad[4::2]):
-            gathering = _Gathering(x, ctx.group, wait=not overlap_pays(x, ctx.group))
+            gathering = _start_gathering(x, ctx.group, wait=not overlap_pays(x, ctx.group))
         pending: Pending | None = None
         into_x: Tensor | None = None
         rows = {number: g.reshape(-1, g.shape[-1]) for number, g in enumerate(gradients) if g is not None}
-        if ctx.needs_input_grad[0] and used:
-            first, *others = used
+        if ctx.needs_input_grad[0] and rows:
+            first, *others = rows
             whole = rows[first] @ weights[first]
             for number in others:
                 whole.addmm_(rows[number], weights[number])
@@ -114,7 +113,7 @@ class Columns(torch.autograd.Function):
             else:
                 pending = all_reduce(into_x, ctx.group, wait=not overlap_pays(into_x, ctx.group))
         found: list[Tensor | None] = []
-        inputs = x if gathering is None else gathering.result()
+        inputs = x if gathering is None else gathering()
         inputs = inputs.reshape(-1, inputs.shape[-1])
         for number in range(len(weights)):
             needs_weight, needs_bias = ctx.needs_input_grad[4 + 2 * number : 6 + 2 * number]
@@ -149,31 +148,6 @@ class Row(torch.autograd.Function):
             gradient = gather_tokens(gradient, ctx.group)
         into_x, into_weight = product_gradients(gradient, x, weight, ctx.needs_input_grad[0], ctx.needs_input_grad[3])
         return into_x, None, None, into_weight, into_bias
-
-
-class Lookup(torch.autograd.Function):
-    """A shard of an embedding's rows: tokens of other ranks' rows give zeros here, and the results are summed."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tokens: Tensor, group: Group, rows: tuple[int, int, int], padding: int | None, weight: Tensor
-    ) -> Tensor:
-        """`rows`: start, stop and number of all; `padding`: the token whose row has no gradient."""
-        local, elsewhere = find_rows(tokens, *rows)
-        made = F.embedding(local, weight)
-        made.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
-        ctx.num_rows = weight.shape[0]
-        # Rows learn neither from other ranks' tokens nor from padding.
-        ctx.save_for_backward(local, elsewhere if padding is None else elsewhere | (tokens == padding))
-        all_reduce(made, group)
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Gradients:
-        local, ignored = ctx.saved_tensors
-        kept = gradient.masked_fill(ignored.unsqueeze(-1), 0.0)
-        found = torch.ops.aten.embedding_dense_backward(kept, local, ctx.num_rows, -1, False)
-        return None, None, None, None, found
 
 
 class SplitTokens(torch.autograd.Function):
@@ -220,26 +194,10 @@ def product_gradients(
     return into_x, gradient.reshape(-1, gradient.shape[-1]).T @ x.reshape(-1, x.shape[-1])
 
 
-def find_rows(tokens: Tensor, start: int, stop: int, total: int) -> tuple[Tensor, Tensor]:
-    """(row among those from `start` to `stop`, else 0; whether it is on another rank) of every token.
-
-    A token outside the vocabulary is refused on a CPU. A GPU, which must not be waited for, is given a row that does
-    not exist, at which it stops as it does for a whole embedding.
-    """
-    if tokens.device.type == "cpu" and tokens.numel():
-        low, high = (int(bound) for bound in torch.aminmax(tokens))
-        if low < 0 or high >= total:
-            raise IndexError(f"token {low if low < 0 else high} is outside the vocabulary of {total} entries")
-    elsewhere = (tokens < start) | (tokens >= stop)
-    is_outside = (tokens < 0) | (tokens >= total)
-    return torch.where(elsewhere, torch.where(is_outside, stop - start, 0), tokens - start), elsewhere
-
-
 spread: Callable[..., Tensor] = Spread.apply
 add: Callable[..., Tensor] = Add.apply
 columns: Callable[..., tuple[Tensor, ...]] = Columns.apply
 row: Callable[..., Tensor] = Row.apply
-lookup: Callable[..., Tensor] = Lookup.apply
 split_tokens: Callable[..., Tensor] = SplitTokens.apply
 join_tokens: Callable[..., Tensor] = JoinTokens.apply
 
@@ -262,22 +220,20 @@ def own_tokens(x: Tensor, group: Group) -> Tensor:
 
 def gather_tokens(x: Tensor, group: Group) -> Tensor:
     """All ranks' tokens in order."""
-    return _Gathering(x, group, wait=True).result()
+    return _start_gathering(x, group, wait=True)()
 
 
-class _Gathering:
-    """An all-gather of tokens that is under way."""
+def _start_gathering(x: Tensor, group: Group, *, wait: bool) -> Callable[[], Tensor]:
+    """Start an all-gather of tokens; the function returned waits for them."""
+    received = x.new_empty((group.size, *x.shape))
+    pending = all_gather(received.view(-1), x.contiguous().view(-1), group, wait=wait)
 
-    def __init__(self, x: Tensor, group: Group, *, wait: bool) -> None:
-        self._received = x.new_empty((group.size, *x.shape))
-        self._pending = all_gather(self._received.view(-1), x.contiguous().view(-1), group, wait=wait)
+    def result() -> Tensor:
+        pending.wait()
+        ranks, samples, tokens, *rest = received.shape
+        return received.transpose(0, 1).reshape(samples, ranks * tokens, *rest)
 
-    def result(self) -> Tensor:
-        self._pending.wait()
-        ranks, samples, tokens, *rest = self._received.shape
-        if samples == 1:
-            return self._received.view(1, ranks * tokens, *rest)
-        return self._received.transpose(0, 1).reshape(samples, ranks * tokens, *rest)
+    return result
 
 
 def scatter_tokens(x: Tensor, group: Group, *, wait: bool) -> tuple[Tensor, Pending]:

@@ -9,11 +9,10 @@ Their plan gives modules and parameters styles by patterns; those under one pare
     model.embed_tokens                embedding_rowwise                -> rows of the vocabulary
     lm_head                           colwise_gather_output            -> the output
 
-It does not say which features stay together: that follows from the sizes of heads and layers. Nor does it name every
-parameter inside a region (norms of one head, slopes of activations): those are classified by shape, or refused. Layers
-whose outputs are gathered, and split again for the next layer, stay whole; except fused layers whose order of features
-is known, which need no gathering here. The plan of a model whose planned layers have been replaced (by adapters, by
-quantised ones) is not used: discovery follows its dataflow instead.
+Which features stay together follows from the sizes of heads and layers. Parameters of a region that the plan does not
+name (norms of one head, slopes of activations) are classified by shape, or refused. Layers whose outputs are gathered
+stay whole, except fused layers whose order of features is known. The plan of a model whose planned layers have been
+replaced (by adapters, by quantised ones) is not used: discovery follows its dataflow instead.
 """
 
 from __future__ import annotations

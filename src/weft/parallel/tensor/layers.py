@@ -18,7 +18,8 @@ from torch.nn.modules.conv import _ConvNd
 from weft.comm.group import Group
 from weft.parallel.state.rng import ShareDraws
 from weft.parallel.tensor.cross_entropy import Share, gather_logits
-from weft.parallel.tensor.functions import add, columns, find_rows, lookup, row, spread
+from weft.parallel.tensor.discovery.layer_rules import is_transposed
+from weft.parallel.tensor.functions import add, columns, row, spread
 from weft.parallel.tensor.megatron_sequence import TokenSplit
 from weft.parallel.tensor.operators import kept_row, traced_add, traced_gather, traced_scatter, traced_spread
 from weft.plan.partition.tensor import Range
@@ -157,79 +158,57 @@ class ColumnLayer:
         return gathered
 
 
-class RowLinear:
-    """A linear layer that is given a shard of its inputs."""
+class RowLayer:
+    """A layer that is given a shard of its inputs; its bias is added once, after the sum."""
 
-    def __init__(self, layer: nn.Linear, axis: Axis) -> None:
-        self.layer = layer
+    def __init__(self, layer: nn.Module, axis: Axis, *, is_linear: bool = False) -> None:
+        """`is_linear`: it computes what `nn.Linear` does."""
+        self.layer: Any = layer
         self.axis = axis
+        self.inner: Forward = layer.forward
+        self.is_linear = is_linear
 
     def forward(self, input: Tensor) -> Tensor:
         layer, axis = self.layer, self.axis
         is_compiling = torch.compiler.is_compiling()
         if axis.draws is not None and not is_compiling:
             axis.draws.leave()
-        if not is_compiling and not axis.keeps_products:
+        is_eager = not is_compiling and not axis.keeps_products
+        if self.is_linear and is_eager:
             return row(input, axis.group, axis.splits_tokens, layer.weight, layer.bias)
         made: Tensor
-        if axis.splits_tokens:
-            made = traced_scatter(F.linear(input, layer.weight), axis.handle)
-        elif is_compiling:
-            made = traced_add(F.linear(input, layer.weight), axis.handle)
-        else:
-            made = kept_row(input, layer.weight, axis.handle)
-        return made if layer.bias is None else made + layer.bias
-
-
-class RowLayer:
-    """Any other layer with a sharded input: its own code without the bias, which is added once, after the sum."""
-
-    def __init__(self, layer: nn.Module, axis: Axis) -> None:
-        self.layer: Any = layer
-        self.axis = axis
-        self.inner: Forward = layer.forward
-
-    def forward(self, input: Tensor) -> Tensor:
-        layer, axis = self.layer, self.axis
-        if axis.draws is not None and not torch.compiler.is_compiling():
-            axis.draws.leave()
         bias = getattr(layer, "bias", None)
-        if isinstance(layer, _ConvNd):
-            made: Tensor = layer._conv_forward(input, layer.weight, None)
+        if self.is_linear and not is_compiling and not axis.splits_tokens:
+            made = kept_row(input, layer.weight, axis.handle)
+            return made if bias is None else made + bias
+        if self.is_linear:
+            made = F.linear(input, layer.weight)
+        elif isinstance(layer, _ConvNd):
+            made = layer._conv_forward(input, layer.weight, None)
             bias = None if bias is None else bias.view(-1, *(1 for _ in layer.kernel_size))
-        elif is_transposed_linear(layer):
+        elif is_transposed(layer):
             made = input @ layer.weight
         else:
-            made = self.inner(input)
-            bias = None
+            made, bias = self.inner(input), None
         if axis.splits_tokens:
             made = traced_scatter(made, axis.handle)
-        elif torch.compiler.is_compiling() or axis.keeps_products:
-            made = traced_add(made, axis.handle)
         else:
-            made = add(made, axis.group)
+            made = add(made, axis.group) if is_eager else traced_add(made, axis.handle)
         return made if bias is None else made + bias
 
 
 class EmbeddingRows:
-    """An embedding of which a rank has some rows."""
+    """An embedding of which a rank has some rows: tokens of others' give zeros here, and the results are summed."""
 
-    def __init__(self, layer: nn.Embedding, axis: Axis, rows: Range, *, total: int) -> None:
-        """`total`: rows of the whole embedding."""
-        self.layer = layer
-        self.axis = axis
-        self.rows = (*rows, total)
-        self.padding = layer.padding_idx
+    def __init__(self, layer: nn.Embedding, group: Group, share: Share) -> None:
         self.inner: Forward = layer.forward
-        self.is_plain = type(layer).forward is nn.Embedding.forward
+        self.group = group
+        self.share = share
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: Tensor) -> Tensor:
-        if self.is_plain:
-            return lookup(input, self.axis.group, self.rows, self.padding, self.layer.weight)
-        local, elsewhere = find_rows(input, *self.rows)
-        made = self.inner(local).masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        return add(made, self.axis.group)
+        local, elsewhere = self.share.find(input)
+        return add(self.inner(local).masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
 
 
 @dataclass(slots=True)
@@ -254,8 +233,3 @@ class WholeOutput:
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         output: Tensor = self.inner(*args, **kwargs)
         return output if self.mode.is_kept else gather_logits(output, self.share, self.group)
-
-
-def is_transposed_linear(layer: nn.Module) -> bool:
-    """Hugging Face's Conv1D, a linear layer whose weight is (in, out)."""
-    return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")

@@ -53,9 +53,10 @@ class TokenSplit:
         self.is_split = num_tokens % size == 0
         if not self.is_split:
             if is_training or torch.is_grad_enabled():
+                below, above = num_tokens // size * size, -(-num_tokens // size) * size
                 raise DataError(
                     f"[tensor] sequence = true cannot split {num_tokens} tokens over [axes] tensor = {size}; use "
-                    f"sequences of {_lengths_near(num_tokens, size)} tokens"
+                    f"sequences of {f'{below} or {above}' if below else above} tokens"
                 )
             return arguments
         leaves[place] = split_tokens(leaves[place], self.group)
@@ -172,8 +173,3 @@ def _activations(leaves: Sequence[object]) -> int | None:
         if isinstance(leaf, Tensor) and leaf.dim() == 3 and leaf.is_floating_point()
     }
     return max(found, key=lambda place: (*found[place], -place), default=None)
-
-
-def _lengths_near(num_tokens: int, size: int) -> str:
-    below, above = num_tokens // size * size, -(-num_tokens // size) * size
-    return f"{below} or {above}" if below else str(above)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.comm.collectives import all_reduce as exchange
-from weft.parallel.tensor.functions import TOKEN_DIM, Gradients, gather_tokens, product_gradients, scatter_tokens
+from weft.parallel.tensor.functions import Gradients, gather_tokens, product_gradients, scatter_tokens
 from weft.parallel.tracing.handles import object_of
 
 
@@ -52,9 +52,7 @@ def traced_gather(x: Tensor, group: int) -> Tensor:
 
 @traced_gather.register_fake
 def _(x: Tensor, group: int) -> Tensor:
-    shape = list(x.shape)
-    shape[TOKEN_DIM] *= object_of(group).size
-    return x.new_empty(shape)
+    return x.new_empty((x.shape[0], x.shape[1] * object_of(group).size, *x.shape[2:]))
 
 
 @torch.library.custom_op("weft::scatter_tokens", mutates_args=())
@@ -65,17 +63,11 @@ def traced_scatter(x: Tensor, group: int) -> Tensor:
 
 @traced_scatter.register_fake
 def _(x: Tensor, group: int) -> Tensor:
-    shape = list(x.shape)
-    shape[TOKEN_DIM] //= object_of(group).size
-    return x.new_empty(shape)
+    return x.new_empty((x.shape[0], x.shape[1] // object_of(group).size, *x.shape[2:]))
 
 
 def _keep_group(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
     ctx.group = inputs[1]
-
-
-def _keep_factors(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:2])
 
 
 def _row_backward(ctx: Any, gradient: Tensor) -> Gradients:
@@ -86,7 +78,7 @@ def _row_backward(ctx: Any, gradient: Tensor) -> Gradients:
 traced_add.register_autograd(lambda _, gradient: (gradient, None))
 traced_gather.register_autograd(lambda ctx, g: (traced_scatter(g, ctx.group), None), setup_context=_keep_group)
 traced_scatter.register_autograd(lambda ctx, g: (traced_gather(g, ctx.group), None), setup_context=_keep_group)
-kept_row.register_autograd(_row_backward, setup_context=_keep_factors)
+kept_row.register_autograd(_row_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2]))
 
 
 class _Spread(torch.autograd.Function):

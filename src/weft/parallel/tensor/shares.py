@@ -21,7 +21,7 @@ from weft.layout import Layout, Split
 from weft.mesh import Mesh
 from weft.plan.model_refusals import SHARES_OF_TIED_WEIGHTS
 from weft.plan.partition.grid import Grid
-from weft.plan.partition.tensor import Count, Range, Region, entries, region_problems, share_of, shares
+from weft.plan.partition.tensor import Count, Range, Region, entries, region_problems, region_shares, share_of
 
 AXIS = "tensor"
 
@@ -50,11 +50,6 @@ class Shares:
     repeated: tuple[Repeated, ...] = ()
     """Entries that several ranks hold, for all ranks."""
 
-    def share(self, region: Region, place: int, tensor: int) -> tuple[Range, int]:
-        """(one rank's units of a region, number of units of all ranks)."""
-        out_of = region.num_units(tensor)
-        return shares(out_of, tensor)[place], out_of
-
     @property
     def partial(self) -> frozenset[str]:
         """Parameters that every rank holds whole and uses on its shard."""
@@ -63,15 +58,6 @@ class Shares:
     def layout(self, name: str, global_shape: Sequence[int]) -> Layout:
         split = self.splits.get(name)
         return Layout(global_shape=tuple(global_shape), splits=() if split is None else (split,))
-
-    def cut(self, name: str, whole: torch.Tensor, place: int) -> torch.Tensor:
-        """A copy of one rank's part of a whole tensor; the tensor itself if it is not cut."""
-        split = self.splits.get(name)
-        if split is None:
-            return whole
-        return torch.cat(
-            [whole.narrow(split.dim, start, stop - start) for start, stop in split.parts[place]], split.dim
-        )
 
 
 def make_shares(regions: Sequence[Region], tensor: int) -> Shares:
@@ -82,8 +68,7 @@ def make_shares(regions: Sequence[Region], tensor: int) -> Shares:
     splits: dict[str, Split] = {}
     repeated: list[Repeated] = []
     for region in regions:
-        out_of = region.num_units(tensor)
-        each = shares(out_of, tensor)
+        each, out_of = region_shares(region, tensor)
         for cut in region.cuts:
             split = Split(dim=cut.dim, axis=AXIS, parts=tuple(entries(cut, share, out_of) for share in each))
             if splits.setdefault(cut.name, split) != split:
@@ -115,8 +100,7 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
 
 def _find_repeated(region: Region, tensor: int) -> list[Repeated]:
     """The entries that several ranks hold, one record per rank."""
-    out_of = region.num_units(tensor)
-    each = shares(out_of, tensor)
+    each, out_of = region_shares(region, tensor)
     found = []
     for cut in region.cuts:
         for place, share in enumerate(each):
@@ -164,17 +148,13 @@ def counted_elements(made: Shares, layouts: Mapping[str, Layout], mesh: Mesh) ->
         for row in range(math.prod(shape[: one.dim])):
             start, stop = ((row * length + entry) * inner for entry in one.entries)
             ranges = counted.get(one.name, ((0, math.prod(shape)),))
-            counted[one.name] = tuple(piece for whole in ranges for piece in _without(whole, (start, stop)))
+            pieces = (piece for low, high in ranges for piece in ((low, min(high, start)), (max(low, stop), high)))
+            counted[one.name] = tuple(piece for piece in pieces if piece[0] < piece[1])
     return counted
 
 
-def _without(whole: Range, gone: Range) -> list[Range]:
-    pieces = ((whole[0], min(whole[1], gone[0])), (max(whole[0], gone[1]), whole[1]))
-    return [(start, stop) for start, stop in pieces if start < stop]
-
-
 def local_part(whole: torch.Tensor, layout: Layout, grid: Grid, rank: int) -> torch.Tensor:
-    """A rank's part of a whole tensor."""
+    """A copy of a rank's part of a whole tensor; the tensor itself if it is not cut."""
     if layout.splits:
         sizes, coordinates = grid.axes.sizes, grid.coordinates(rank)
         part = whole.new_empty(layout.local_shape(sizes, coordinates))

@@ -3,17 +3,12 @@
 Which layers are split, and how, is plain data (`plan/partition/tensor.py`): declared by the model's blueprint, read off
 the plan of a Hugging Face model, or found from its dataflow (`discovery/`). Here it is applied to a model in place:
 every rank keeps its shard of the weights, and the layers at both ends of a region communicate.
-
-    f, g and the layers fused with them   functions.py; for compilers operators.py
-    forward methods of sharded layers     layers.py
-    each rank's part of every tensor      shares.py
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -29,6 +24,8 @@ from weft.mesh import Mesh
 from weft.parallel.state.materialise import model_tensors
 from weft.parallel.state.rng import Seeds, ShareDraws, has_dropout
 from weft.parallel.tensor.cross_entropy import Share
+from weft.parallel.tensor.discovery.layer_rules import is_transposed
+from weft.parallel.tensor.discovery.region_sizes import Lengths
 from weft.parallel.tensor.layers import (
     Axis,
     ColumnGroup,
@@ -37,17 +34,15 @@ from weft.parallel.tensor.layers import (
     EmbeddingRows,
     OutputMode,
     RowLayer,
-    RowLinear,
     WholeOutput,
-    is_transposed_linear,
 )
 from weft.parallel.tensor.local_sizes import LocalSizes
 from weft.parallel.tensor.megatron_sequence import Shown, TokenSplit, split_between
-from weft.parallel.tensor.shares import AXIS, Shares, make_shares, set_count, share_tied
+from weft.parallel.tensor.shares import AXIS, Shares, local_part, make_shares, set_count, share_tied
 from weft.parallel.tracing.handles import handle_of
 from weft.parallel.tracing.placeholder import PlaceholderModule
 from weft.parallel.wrapping.wrap import add_hook, wrap_forward
-from weft.plan.partition.tensor import Range, Region, entries, share_of
+from weft.plan.partition.tensor import Range, Region, entries, region_shares, share_of
 
 
 class TensorParallel:
@@ -93,7 +88,7 @@ class TensorParallel:
 
     def cut_one(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a whole tensor."""
-        return self.shares.cut(name, whole, self.group.index)
+        return local_part(whole, self.shares.layout(name, whole.shape), self._mesh.grid, self._mesh.world.rank)
 
     def install(self, *, keep_output: bool) -> None:
         """Let layers communicate; after all tensors are cut. `keep_output`: the loss can take a sharded output."""
@@ -176,17 +171,16 @@ class TensorParallel:
 
     def _row(self, layer: Any, name: str, region: Region) -> Callable[..., Any]:
         if isinstance(layer, nn.Embedding):
-            ((start, stop),) = entries(region.cuts[0], *self._share(region))
-            made = EmbeddingRows(layer, self.outside, (start, stop), total=layer.num_embeddings)
-            padding = layer.padding_idx
-            layer.padding_idx = padding - start if padding is not None and start <= padding < stop else None
-            layer.num_embeddings = stop - start
-            forward: Callable[..., Any] = made.forward
+            share, padding = self._vocabulary(region), layer.padding_idx
+            if padding is not None:
+                layer.padding_idx = padding - share.start if share.start <= padding < share.stop else None
+            layer.num_embeddings = share.width
+            forward: Callable[..., Any] = EmbeddingRows(layer, self.group, share).forward
             return forward
         if type(layer).forward is nn.Linear.forward and "forward" not in vars(layer):
             layer.in_features = self._num_entries(f"{name}.weight")
-            return RowLinear(layer, self._axis(name)).forward
-        known = isinstance(layer, _ConvNd) or is_transposed_linear(layer)
+            return RowLayer(layer, self._axis(name), is_linear=True).forward
+        known = isinstance(layer, _ConvNd) or is_transposed(layer)
         if not known and getattr(layer, "bias", None) is not None:
             raise ModelError(
                 f'"{name}" is a {type(layer).__name__} with a bias and given a share of its inputs; weft does not know '
@@ -197,13 +191,16 @@ class TensorParallel:
     def _install_output(self, region: Region, *, keep_output: bool) -> None:
         """Gather the output where it is made, except for callers that expect a shard."""
         (name,) = region.columns[0]
-        cut = region.cuts[0]
-        ((start, stop),) = entries(cut, *self._share(region))
-        share = Share(start=start, stop=stop, total=sum(section.length for section in cut.sections))
+        share = self._vocabulary(region)
         self.output = share if keep_output else None
         layer = self.model.get_submodule(name)
         whole = WholeOutput(layer.forward, share, self.group, self.output_mode)
         wrap_forward(layer, whole.forward, by="tensor", why="gathers the output features, unless the loss takes shares")
+
+    def _vocabulary(self, region: Region) -> Share:
+        cut = region.cuts[0]
+        ((start, stop),) = entries(cut, *self._share(region))
+        return Share(start=start, stop=stop, total=sum(section.length for section in cut.sections))
 
     def _axis(self, layer: str) -> Axis:
         is_inside = any(layer == block or layer.startswith(f"{block}.") for block in self._blueprint.blocks)
@@ -230,7 +227,9 @@ class TensorParallel:
         return holder if is_inside and self._num_held[holder] == 1 and len(region.columns) == 1 else None
 
     def _share(self, region: Region) -> tuple[Range, int]:
-        return self.shares.share(region, self.group.index, self.group.size)
+        """(this rank's units of a region, number of units of all ranks)."""
+        each, out_of = region_shares(region, self.group.size)
+        return each[self.group.index], out_of
 
     def _find_partial(self) -> frozenset[str]:
         """Whole parameters that are used on shards, so that their gradients are summed over the ranks."""
@@ -283,18 +282,6 @@ def _holder(region: Region) -> str:
     paths = [name.split(".")[:-1] for name in (*chain(*region.columns), *region.rows)]
     common = [steps[0] for steps in zip(*paths, strict=False) if len(set(steps)) == 1]
     return ".".join(common)
-
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Number of a rank's units, given the number of all."""
-
-    shared: Range
-    out_of: int
-
-    def __call__(self, num_units: int) -> int:
-        start, stop = share_of(num_units, self.shared, self.out_of)
-        return stop - start
 
 
 def _nothing(*_: object) -> None:

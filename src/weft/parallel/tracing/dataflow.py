@@ -148,19 +148,15 @@ def make_meta_copy(
         bare = to_meta(parameter.detach()).to((dtypes or {}).get(name, parameter.dtype))
         learns = bare.is_floating_point() or bare.is_complex() if learns_all else parameter.requires_grad
         memo[id(parameter)] = nn.Parameter(bare, requires_grad=learns)
-    return copy.deepcopy(model, memo)
-
-
-def freeze_batch_norms(meta_copy: nn.Module) -> None:
-    """Let BatchNorms accept a single sample, of which other data ranks may have more; shapes stay the same."""
+    meta_copy = copy.deepcopy(model, memo)
     for module in meta_copy.modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, _BatchNorm):  # in training it refuses a single sample, and other data ranks may have more
             module.eval()
+    return meta_copy
 
 
 def follow(meta_copy: nn.Module, units: Sequence[str], call: Callable[[nn.Module], Any], device: torch.device) -> Flow:
     """Follow one forward pass of a `make_meta_copy`. `call` calls a model with a batch, with or without values."""
-    freeze_batch_norms(meta_copy)
     follower = _Follower(meta_copy, units, device)
     kept = [(buffer, buffer.clone()) for buffer in meta_copy.buffers() if not buffer.is_meta]
     ours = torch.random.fork_rng([device] if device.type == "cuda" else [])
@@ -178,7 +174,7 @@ def follow(meta_copy: nn.Module, units: Sequence[str], call: Callable[[nn.Module
         forms=follower.forms,
         output_needs=needs,
         output_parameters=parameters,
-        written=follower.written(),
+        written={v: storage_id(made) for v, (made, n) in follower.versions.items() if made.meta._version > n},
         is_random=randomness.is_random,
         by_name={(made.unit, made.number): made for made in follower.calls},
     )
@@ -205,7 +201,7 @@ class _Follower(TorchFunctionMode):
         self._alive: list[torch.Tensor] = []  # ids are unique among live tensors only
         self._writes: dict[int, list[Sources]] = {}  # by storage, in order
         self._num_writes: dict[int, int] = {}  # by tensor: writes that its sources include
-        self._versions: dict[Value, tuple[Placeholder, int]] = {}
+        self.versions: dict[Value, tuple[Placeholder, int]] = {}
         self._requires_grad: set[Value | str] = set()
         inside = {id(buffer) for unit in self._units.values() for buffer in unit.buffers()}
         self.buffers = {
@@ -263,7 +259,6 @@ class _Follower(TorchFunctionMode):
                 undo.pop()()
 
     def sources(self, tree: Any) -> Sources:
-        """The sources of all tensors of a tree."""
         found: list[Sources] = []
         for leaf in tensor_leaves(tree):
             found.append(self._sources.get(id(leaf), frozenset()))
@@ -280,9 +275,6 @@ class _Follower(TorchFunctionMode):
         """Add sources to all existing tensors that share a tensor's storage."""
         self._alive.append(tensor)
         self._writes.setdefault(storage_id(tensor), []).append(sources)
-
-    def written(self) -> dict[Value, int]:
-        return {v: storage_id(made) for v, (made, before) in self._versions.items() if made.meta._version > before}
 
     def _make_stand_in(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def stand_in(*args: Any, **kwargs: Any) -> Any:
@@ -324,7 +316,7 @@ class _Follower(TorchFunctionMode):
                 if requires_grad:
                     self._requires_grad.add(value)
                 self._remember(made, frozenset({value}))
-                self._versions[value] = made, made.meta._version
+                self.versions[value] = made, made.meta._version
                 outputs.append(made)
             elif isinstance(found, _PLAIN):
                 outputs.append(found)

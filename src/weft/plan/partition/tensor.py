@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from weft.errors import PlanError
 from weft.plan.model_refusals import TOO_FEW_UNITS
 
 Range = tuple[int, int]
@@ -195,3 +196,12 @@ def _numbers(region: Region) -> Iterator[tuple[int, str]]:
     for cut in region.cuts:
         for section in cut.sections:
             yield section.num_units, f'"{cut.name}"'
+
+
+def region_shares(region: Region, tensor: int) -> tuple[tuple[Range, ...], int]:
+    """Each rank's share of a region, and the number of units; a region that cannot be split is refused."""
+    problems = region_problems(region, tensor)
+    if problems:
+        raise PlanError(problems)
+    out_of = region.num_units(tensor)
+    return shares(out_of, tensor), out_of

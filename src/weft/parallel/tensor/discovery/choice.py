@@ -10,9 +10,6 @@ from weft.parallel.tensor.discovery.features import Digit, Dim, Layout, digits, 
 from weft.parallel.tensor.discovery.symbolic_sizes import Local
 from weft.plan.partition.tensor import Section
 
-UnitCount = Callable[[int], int]
-"""Returns the size of a rank's share of a number of units."""
-
 
 class Refusal(Exception):
     """The reason why features cannot be split."""
@@ -63,8 +60,8 @@ class Choice:
         inner = math.prod(digit.size for digit in found[last + 1 :])
         return tuple(Section(num_units=s.num_units, unit=s.unit * inner) for _ in range(outer) for s in inside)
 
-    def local(self, units: UnitCount) -> Local:
-        """The lengths of dims on a rank."""
+    def local(self, units: Callable[[int], int]) -> Local:
+        """The lengths of dims on a rank; `units` gives the size of its share of a number of units."""
 
         def local(dim: Dim) -> int:
             sizes = []

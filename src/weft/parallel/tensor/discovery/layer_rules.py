@@ -27,15 +27,16 @@ COUNTED |= {"out_features": "outputs", "out_channels": "outputs", "nf": "outputs
 """Attributes of layers that count features or rows."""
 
 
+def is_transposed(module: nn.Module) -> bool:
+    """Hugging Face's Conv1D, a linear layer whose weight is (in, out)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
 def is_layer(module: nn.Module) -> bool:
     """Whether weft can cut a module's weight: exactly torch's layers, or a transposed linear layer."""
-    is_known = type(module) in LAYERS or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
-    return is_known and isinstance(module._parameters.get("weight"), nn.Parameter)
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Whether a layer is Hugging Face's Conv1D, a linear layer whose weight is (in, out)."""
-    return type(module) not in LAYERS
+    return (type(module) in LAYERS or is_transposed(module)) and isinstance(
+        module._parameters.get("weight"), nn.Parameter
+    )
 
 
 def enter_layers(tracer: Tracer, meta_copy: nn.Module) -> int:
@@ -95,13 +96,22 @@ def linear(op: Operation) -> Made:
 
 def addmm(op: Operation) -> Made:
     """Includes the transposed linear layer of GPT-2."""
-    added, x, weight = op.get(0, "input"), op.get(1, "mat1"), op.get(2, "mat2")
-    layer = _layer(op, weight)
-    if layer is not None:
-        return _call(op, layer, x, inputs=1, outputs=1)
-    op.block(op.layout(x)[-1], "adds them up")
-    op.block(op.layout(weight)[-2], "adds them up")
-    return [op.broadcast((*op.layout(x)[:-1], op.layout(weight)[-1]), op.layout(added))]
+    layer = _layer(op, op.get(2, "mat2"))
+    return matmul(op) if layer is None else _call(op, layer, op.get(1, "mat1"), inputs=1, outputs=1)
+
+
+def matmul(op: Operation) -> Made:
+    """Products of matrices, also added to a tensor: baddbmm(input, a, b)."""
+    shift = 1 if op.name in ("addmm", "baddbmm") else 0
+    a, b = (op.operand(shift + place) for place in (0, 1))
+    if op.name == "rmatmul":
+        a, b = b, a
+    rows = a[-2:-1]
+    columns = b[-1:] if len(b) > 1 else ()
+    op.block(a[-1], "adds them up")
+    op.block(b[-2] if len(b) > 1 else b[0], "adds them up")
+    made = (*op.broadcast(a[:-2], b[:-2]), *rows, *columns)
+    return [op.broadcast(made, op.operand(0)) if shift else made]
 
 
 def convolution(op: Operation) -> Made:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -14,10 +14,21 @@ from weft.parallel.tensor.discovery.choice import Choice, Refusal
 from weft.parallel.tensor.discovery.features import Dim, length
 from weft.parallel.tensor.discovery.records import Layer, RecordedCall, RecordIndex, StateTensor
 from weft.parallel.tensor.discovery.symbolic_sizes import Compute, Local, local_value, plain
-from weft.plan.partition.tensor import Count, Range, Region, Resized, Size, SizedCall, share_of, shares
+from weft.plan.partition.tensor import Count, Range, Region, Resized, Size, SizedCall, region_shares, share_of
 
 _ESSENTIAL = ("num_groups", "groups", "nf")
 """Attributes that code computes with; others are informative."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Number of a rank's units, given the number of all."""
+
+    shared: Range
+    out_of: int
+
+    def __call__(self, num_units: int) -> int:
+        return len(range(*share_of(num_units, self.shared, self.out_of)))
 
 
 class Sizes:
@@ -25,9 +36,9 @@ class Sizes:
 
     def __init__(self, index: RecordIndex, choice: Choice, region: Region) -> None:
         self.index, self.choice = index, choice
-        out_of = region.num_units(index.tensor)
+        each, out_of = region_shares(region, index.tensor)
         self.numbers = {section.num_units for cut in region.cuts for section in cut.sections}
-        self.units = [functools.partial(_num_units, share, out_of) for share in shares(out_of, index.tensor)]
+        self.units = [Lengths(share, out_of) for share in each]
         self.locals = [choice.local(units) for units in self.units]
 
     def check(self) -> None:
@@ -119,7 +130,3 @@ def _computed(compute: Compute, local: Local) -> Any:
         return compute(local)
     except ArithmeticError as error:
         return error
-
-
-def _num_units(share: Range, out_of: int, number: int) -> int:
-    return len(range(*share_of(number, share, out_of)))

@@ -85,20 +85,6 @@ def reducing(op: Operation) -> Made:
     return [made] * len(results)
 
 
-def matmul(op: Operation) -> Made:
-    """Products of matrices, also added to a tensor: baddbmm(input, a, b)."""
-    shift = 1 if op.name == "baddbmm" else 0
-    a, b = (op.operand(shift + place) for place in (0, 1))
-    if op.name == "rmatmul":
-        a, b = b, a
-    rows = a[-2:-1]
-    columns = b[-1:] if len(b) > 1 else ()
-    op.block(a[-1], "adds them up")
-    op.block(b[-2] if len(b) > 1 else b[0], "adds them up")
-    made = (*op.broadcast(a[:-2], b[:-2]), *rows, *columns)
-    return [op.broadcast(made, op.operand(0)) if shift else made]
-
-
 def einsum(op: Operation) -> Made:
     equation, *operands = op.args
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
@@ -242,7 +228,7 @@ RULES: dict[str, Rule] = {
     **_names(
         reducing, "sum mean nansum nanmean norm median std_mean var_mean aminmax count_nonzero linalg_vector_norm"
     ),
-    **_names(matmul, "matmul mm bmm mv dot rmatmul baddbmm"),
+    **_names(layers.matmul, "matmul mm bmm mv dot rmatmul baddbmm"),
     **_names(attention, "scaled_dot_product_attention"),
     **_names(last_norm, "layer_norm rms_norm"),
     **_names(channel_norm, "batch_norm instance_norm group_norm"),
