@@ -6,7 +6,7 @@
       model.safetensors.index.json          the same index in Hugging Face's form
       config.json                           of a Hugging Face model: transformers loads the folder as it is
       optimizer-00001-of-00002.safetensors  "<parameter>/<state>"
-      rank-00000.safetensors                plan-bound: random state, sync state, buffers that differ between ranks
+      rank-00000.safetensors                same plan only: random state, sync state, buffers that differ between ranks
 
 `save.py` writes them; this file reads them. Loading checks every file's checksums (once, the pieces divided among the
 ranks) before it changes anything; then every rank reads only its own parts. The same plan continues to the bit; another

@@ -112,7 +112,7 @@ def documents_of(position_ids_BS: Tensor) -> Tensor | None:
 
 
 def makes_own_positions(model: nn.Module) -> bool:
-    """Whether default position_ids depend on the tokens themselves, not only on their number."""
+    """True if default position_ids depend on the tokens themselves, not only on their number."""
     return _padding_index(model) is not None
 
 
@@ -203,7 +203,7 @@ def _padding_index(model: nn.Module) -> int | None:
 
 
 def _counts_mask(module: nn.Module) -> bool:
-    """Whether this is an embedding that derives positions from the mask (OPT's family)."""
+    """True if this is an embedding that derives positions from the mask (OPT's family)."""
     return isinstance(module, nn.Embedding) and type(module) is not nn.Embedding and _takes(module, _MASK)
 
 

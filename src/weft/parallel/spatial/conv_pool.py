@@ -147,7 +147,7 @@ def pad(
 
 
 def has_windows(input: torch.Tensor, window: Window) -> TypeGuard[RowTensor]:
-    """Whether this is rows of images that the window fits; otherwise torch reports what is wrong."""
+    """True if this is rows of images that the window fits; otherwise torch reports what is wrong."""
     rows = rows_of_images(input)
     return rows is not None and window.out_height(rows.height) > 0
 

@@ -48,7 +48,7 @@ class Axis:
 
     @property
     def shows_all_tokens(self) -> bool:
-        """Tokens are split, and the running module was given all of them; gradients of these are summed elsewhere."""
+        """True if tokens are split and the running module got all of them; their gradients are summed elsewhere."""
         return self.tokens is not None and self.tokens.is_split and self.tokens.is_showing
 
 
@@ -257,5 +257,5 @@ class WholeOutput:
 
 
 def is_transposed_linear(layer: nn.Module) -> bool:
-    """Hugging Face's Conv1D, a linear layer whose weight is (in, out)."""
+    """True for Hugging Face's Conv1D, a linear layer whose weight is (in, out)."""
     return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")

@@ -23,7 +23,7 @@ CACHES = ("past_key_values",)
 
 def follow(model: nn.Module, call: Callable[[nn.Module], Any], *, whole_between: Collection[str] = ()) -> Record:
     """Record one forward pass. Inputs and outputs of the modules `whole_between` stay whole."""
-    meta_copy = make_meta_copy(model, learns_all=True)  # what is frozen today may be trained tomorrow
+    meta_copy = make_meta_copy(model, learns_all=True)  # frozen parameters may be trained later
     freeze_batch_norms(meta_copy)
     device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), torch.device("cpu"))
     tracer = Tracer(meta_copy, device)

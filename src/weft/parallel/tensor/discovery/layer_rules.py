@@ -28,13 +28,13 @@ COUNTED |= {"out_features": "outputs", "out_channels": "outputs", "nf": "outputs
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether weft can cut a module's weight: exactly torch's layers, or a transposed linear layer."""
+    """True if weft can cut a module's weight: exactly torch's layers, or a transposed linear layer."""
     is_known = type(module) in LAYERS or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
     return is_known and isinstance(module._parameters.get("weight"), nn.Parameter)
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a layer is Hugging Face's Conv1D, a linear layer whose weight is (in, out)."""
+    """True if a layer is Hugging Face's Conv1D, a linear layer whose weight is (in, out)."""
     return type(module) not in LAYERS
 
 
