@@ -83,7 +83,7 @@ class ParallelModel:
     def needs_seeds(self) -> bool:
         """True if passes draw from the run's own seed.
 
-        Ranks that share layers or samples must drop the same entries, also in code without a dropout rate as an attribute.
+        Ranks that share layers or samples must drop the same entries, also in code without an attribute for the rate.
         """
         is_shared = self.tensor is not None or self.sample_split is not None
         return self.place_seeds is None or self.place_seeds.is_needed or is_shared
