@@ -1,6 +1,6 @@
-"""Imports go one way: a file of weft imports only from its own room or from rooms above it in the house.
+"""Imports go one way: a file of weft imports only from its own package or from packages above it in `ROOMS`.
 
-The order is the one drawn in the design. Rooms above `mesh` never import torch, not even inside a function, so that
+The order is that of docs/design.md. Packages above `dtypes` never import torch, not even inside a function, so that
 planning starts at once and runs anywhere. Imports are read from the source, so an import that no test reaches counts
 too; what is only computed at run time (a module name in a variable) is not seen.
 """

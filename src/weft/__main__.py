@@ -1,4 +1,4 @@
-"""`python -m weft`, and so `torchrun ... -m weft train`: the command line without its script."""
+"""`python -m weft`, also for `torchrun ... -m weft train`: the command line without the installed script."""
 
 from weft.cli.main import main
 

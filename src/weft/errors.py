@@ -1,4 +1,4 @@
-"""The errors a user can cause or must know of; everything else that escapes weft is a bug of ours.
+"""The errors a user can cause or must know of; any other exception that leaves weft is a bug.
 
     WeftError
     ├── PlanError         a plan that is malformed, or cannot run here
@@ -11,7 +11,7 @@
     ├── VerifyError       a plan that does not give one process's answer
     └── LaunchError       ranks that could not be started or kept alive
 
-An error carries *every* problem found, not the first one, so that one run of a command is enough to mend them all.
+An error carries *every* problem found, not the first one, so that one run of a command is enough to fix them all.
 """
 
 from __future__ import annotations

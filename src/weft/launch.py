@@ -40,7 +40,7 @@ PEER_ERROR_WAIT_S = 2.0
 
 
 def is_launched() -> bool:
-    """A launcher (torchrun, or this file) started this process as one of several ranks."""
+    """True if a launcher (torchrun, or this file) started this process as one of several ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -63,7 +63,7 @@ def launch(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    for chatty in ("torch.distributed.elastic", "torch.multiprocessing"):  # the errors below say it better
+    for chatty in ("torch.distributed.elastic", "torch.multiprocessing"):  # the errors below are clearer
         logging.getLogger(chatty).setLevel(logging.CRITICAL)
     _start_server()
     with tempfile.TemporaryDirectory(prefix="weft-") as name, (Path(name) / _PARENT_FILE).open("w") as parent:

@@ -190,7 +190,7 @@ def _within(ranges: tuple[Range, ...], one: Range) -> Iterator[Range]:
 
 
 def part_of(total: int, index: int, parts: int) -> Range:
-    """Where one of `parts` contiguous parts of `total` things starts and stops; the first ones take the remainder.
+    """Start and stop of one of `parts` contiguous parts of `total` things; the first ones take the remainder.
 
     part_of(10, 0, 4) -> (0, 3);   part_of(10, 3, 4) -> (8, 10);   part_of(1, 3, 4) -> (1, 1)
     """

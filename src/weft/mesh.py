@@ -49,7 +49,7 @@ class World:
 
     @property
     def is_fake(self) -> bool:
-        """Tensors have no values, and other ranks, if any, do not exist, so nothing can be run."""
+        """True if tensors have no values, and other ranks, if any, do not exist, so nothing can be run."""
         return self.device.type == "meta"
 
 

@@ -108,7 +108,7 @@ def test_the_operator_compiles(ring: int, ulysses: int, variant: str) -> None:
 
 
 def check_bytes() -> None:
-    """Bytes per axis and direction as in `algorithms.md`: blocks ring - 1 times, heads once there and back."""
+    """Bytes per axis and direction sent: blocks ring - 1 times, heads once there and back."""
     for ring, ulysses in ((4, 1), (2, 2), (1, 4)):
         axes = axes_of(ring, ulysses)
         case = make_case(make_places(32, ring=ring, ulysses=ulysses, layout="zigzag"), (8, 4, 8, 8), is_causal=True)

@@ -22,9 +22,9 @@ from weft.layout import Runs
 CHUNK_BYTES = 16 << 20
 """Size of the staging buffer and of one write."""
 _SHORT_BYTES = 8192
-"""Shorter runs are read together with the bytes between them,"""
+"""Runs shorter than this are read together with the bytes between them."""
 _MOST_WASTE = 16
-"""unless that reads more than this many times the bytes needed."""
+"""The limit of that: the most bytes read per byte needed."""
 _WRITE_BACK = 2
 """Linux: SYNC_FILE_RANGE_WRITE, which starts writing to the disk without waiting."""
 

@@ -1,4 +1,4 @@
-"""The plan-bound part of a checkpoint: the state of one rank that an exact continuation under the same plan needs.
+"""The plan-specific part of a checkpoint: the state of one rank that an exact continuation under the same plan needs.
 
 Random states, the sync's state, buffers that differ between ranks, and weight versions that flush-free pipelines hold.
 """

@@ -1,6 +1,6 @@
 """`weft verify`: prove that a plan gives one process's losses, gradients and weights on a job's own model.
 
-The exit code is the verdict: 0 equal, 1 not equal; 2 is a mistake in what was asked.
+The exit code is the verdict: 0 equal, 1 not equal; 2: the request is invalid.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _run_rank(
 
 
 def _finite(value: Any) -> Any:
-    """The same values, with None for numbers that are not finite, which JSON has no words for."""
+    """The same values, with None for numbers that are not finite, which JSON cannot represent."""
     if isinstance(value, dict):
         return {key: _finite(inside) for key, inside in value.items()}
     if isinstance(value, list | tuple):

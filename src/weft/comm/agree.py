@@ -27,7 +27,7 @@ def try_on_all(
         value = action()
     except WeftError as caught:
         problems, failure = caught.problems, caught
-    except Exception as caught:  # whatever it is, the others are waiting to be told
+    except Exception as caught:  # whatever it is: the other ranks wait for this one's result
         problems, failure = (describe(caught),), caught
     outcomes = gather_values([value, problems], group, _device_of(group))
     found = [problem for _, problems in outcomes for problem in problems]

@@ -44,7 +44,7 @@ class Pending:
 
     @property
     def is_over(self) -> bool:
-        """`wait` is known not to block."""
+        """True if `wait` is known not to block."""
         return self._work is None or (isinstance(self._work, dist.Work) and self._work.is_completed())
 
     def wait(self, *, since: float | None = None) -> None:
@@ -147,7 +147,7 @@ def _store(target: torch.Tensor, result: torch.Tensor, add: bool) -> None:
 
 
 def uses_messages(group: Group, tensor: torch.Tensor) -> bool:
-    """Parts go as messages from rank to rank. gloo cannot send from a GPU, and NCCL has better ways."""
+    """True if parts go as messages from rank to rank: gloo cannot send from a GPU, and NCCL has its own collectives."""
     is_direct = group.wire(tensor) is None and group.level_wire(tensor, is_even=True) is None
     return group.handle is not None and is_direct and tensor.device.type == "cpu"
 

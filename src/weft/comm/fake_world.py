@@ -18,7 +18,7 @@ _RANKS_PER_HOST = 8
 
 
 def is_fake() -> bool:
-    """The other ranks of this world do not exist."""
+    """True if the other ranks of this world do not exist."""
     return dist.is_initialized() and dist.get_backend() == "fake"
 
 

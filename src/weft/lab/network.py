@@ -44,7 +44,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """How packets get from one host to another."""
+    """The path of packets from one host to another."""
 
     delay_s: float
     """Time from end to end, one way, without queues."""

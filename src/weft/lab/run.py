@@ -1,4 +1,4 @@
-"""Run a command on the hosts of an emulated network, or measure that network, from any process."""
+"""Runs a command on the hosts of an emulated network, or measures that network, from any process."""
 
 from __future__ import annotations
 

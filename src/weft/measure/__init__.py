@@ -1,1 +1,1 @@
-"""From real things to profiles: look at a model, write down what a plan needs to know of it."""
+"""Profiles of models and clusters: a model traced without values, devices and links timed."""

@@ -90,7 +90,7 @@ def can_multiply(dtype: torch.dtype, device: torch.device) -> bool:
         child = os.fork()
     if child == 0:
         try:
-            faulthandler.disable()  # its death is an answer, not a fault to report
+            faulthandler.disable()  # a crash is an answer here, not a fault to report
             torch.set_num_threads(1)
             matrix = torch.ones(256, 256, dtype=dtype)
             torch.mm(matrix, matrix)

@@ -43,7 +43,7 @@ def offered() -> tuple[str, str]:
 
 
 def advice() -> str:
-    """What to try when ranks do not find each other."""
+    """Advice for ranks that do not find each other."""
     interface, address = offered()
     others = [name for name, its in addresses().items() if not its.startswith("127.") and name != interface]
     hint = f"; set GLOO_SOCKET_IFNAME to the interface that leads to the other hosts ({', '.join(others)})"

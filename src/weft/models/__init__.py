@@ -1,1 +1,1 @@
-"""Models to train at once and to test with: small, plain, free of parallelism."""
+"""Small plain models, for first runs and for tests, whose code does not know of parallelism."""

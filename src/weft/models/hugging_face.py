@@ -37,7 +37,7 @@ class HuggingFaceModel:
 
     @property
     def continues_text(self) -> bool:
-        """Whether it is a causal language model."""
+        """True if it is a causal language model."""
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal
 
         # In a family of encoder-decoder models, that class is the decoder alone.
@@ -169,7 +169,7 @@ def _find_class(transformers: Any, file: Path, config: Any) -> Any:
 
 
 def _is_encoder(config: Any) -> bool:
-    """Whether it is of a family whose models look at all tokens by default."""
+    """True if it is of a family whose models look at all tokens by default."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as masked
 
     is_causal = any(getattr(config, name, False) for name in ("is_decoder", "causal"))

@@ -112,7 +112,7 @@ def documents_of(position_ids_BS: Tensor) -> Tensor | None:
 
 
 def makes_own_positions(model: nn.Module) -> bool:
-    """Whether default position_ids depend on the tokens themselves, not only on their number."""
+    """True if default position_ids depend on the tokens themselves, not only on their number."""
     return _padding_index(model) is not None
 
 

@@ -1,1 +1,1 @@
-"""Optimizers weft adds to torch's, and schedules of the learning rate."""
+"""Learning-rate schedules."""

@@ -76,13 +76,15 @@ class ParallelModel:
 
     @property
     def runs_empty(self) -> bool:
-        """Layers exchange in their forward pass, so that a microbatch without samples must run too."""
+        """True if layers exchange in their forward pass, so that a microbatch without samples must run too."""
         return self.has_batch_norms and self.mesh.data_size > 1 and self.mesh.plan.data.buffers == "synchronise"
 
     @property
     def needs_seeds(self) -> bool:
-        """Passes draw from the run's own seed. Ranks that share layers or samples must drop alike, also in code without
-        a dropout rate as an attribute."""
+        """True if passes draw from the run's own seed.
+
+        Ranks that share layers or samples must drop the same entries, also in code without an attribute for the rate.
+        """
         is_shared = self.tensor is not None or self.sample_split is not None
         return self.place_seeds is None or self.place_seeds.is_needed or is_shared
 

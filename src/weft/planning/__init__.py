@@ -1,1 +1,1 @@
-"""From profiles to plans: what a plan will cost before it runs."""
+"""The predicted memory and time of a plan, before it runs."""

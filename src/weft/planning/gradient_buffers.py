@@ -1,4 +1,4 @@
-"""The bytes of the buffers in which gradients travel, found by simulating a step's use of the pool.
+"""The bytes of the buffers from which gradients are sent, found by simulating a step's use of the pool.
 
 Buffers are borrowed and handed back in the order of `sync/zero.py` and `sync/zero_gradients.py`; a test compares both.
 """
@@ -14,7 +14,7 @@ from weft.plan.plan import Plan
 
 
 def travelling_bytes(plan: Plan, flats: Sequence[FlatBuffer], *, receives: bool, waits_in_backward: bool) -> int:
-    """Bytes of the buffers in which the gradients of flat buffers travel, which are kept for the next step.
+    """Bytes of the buffers from which the gradients of flat buffers are sent, which are kept for the next step.
 
     `receives`: reductions need a buffer to receive into; `waits_in_backward`: none of them is waited for in a backward
     pass, because the pass itself waits for other ranks.

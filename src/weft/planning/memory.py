@@ -1,6 +1,6 @@
 """The bytes a rank will need, by category, from the plan and the model's profile: arithmetic, nothing is run.
 
-The answer is the fullest moment of a step. The state is the same in all of them; the rest is not:
+The peak is over all moments of a step. The state is the same at each of them; the rest is not:
 
     forward and backward of each segment   activations kept so far, the segment's workspace, gathered parameters
     update                                 temporaries of the optimizer, gradients cast to the master's dtype

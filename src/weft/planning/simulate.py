@@ -1,4 +1,4 @@
-"""How long a schedule takes: its lists of actions simulated event by event, without running any of them.
+"""The time that a schedule takes: its lists of actions simulated event by event, without running any of them.
 
 Each rank does its list in order. A compute action waits for its message, which arrives `transfer_s` after it was sent;
 messages do not queue for the wire. Updates wait for no other rank. Data ranks are taken to be in step, so that a gather

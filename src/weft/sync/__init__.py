@@ -1,1 +1,1 @@
-"""When gradients travel, and with whom."""
+"""Gradient synchronisation: when gradients are exchanged, and between which ranks."""

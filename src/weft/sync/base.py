@@ -1,4 +1,4 @@
-"""The contract of a sync: when gradients are exchanged, and with whom.
+"""The contract of a sync: when gradients are exchanged, and between which ranks.
 
 `training/trainer.py` calls it in this order, every step, on every rank:
 
@@ -46,7 +46,7 @@ class Totals:
 
 
 class Sync(Protocol):
-    """The trainer's side of every way to exchange gradients. Those with a body may be left out."""
+    """The trainer's side of every way to exchange gradients. Methods with a body need not be overridden."""
 
     pieces: Sequence[Piece]
     """The tensors that the optimizer updates."""
@@ -56,7 +56,7 @@ class Sync(Protocol):
 
     @property
     def exchanges_in_forward(self) -> bool:
-        """Forward passes are collective, so that every rank must run as many as the others."""
+        """True if forward passes are collective, so that every rank must run as many as the others."""
         return False
 
     def begin(self) -> None:
@@ -86,11 +86,11 @@ class Sync(Protocol):
         return
 
     def state(self) -> dict[str, Any]:
-        """Plain values and tensors from which the same plan goes on to the bit."""
+        """Plain values and tensors from which the same plan resumes bit-exactly."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` returned."""
+        """Restore what `state` returned."""
         return
 
 

@@ -1,4 +1,4 @@
-"""From a plan to the sync that carries it out: one page of decisions.
+"""Chooses and makes the sync of a plan.
 
 one data rank, the model's own precision        `NoSync`; also a stage of a pipeline with nothing to train
 several, the model's own precision               `AllReduce`
@@ -39,7 +39,7 @@ log = logging.getLogger("weft")
 
 
 def needs_flats(model: nn.Module, mesh: Mesh) -> bool:
-    """The plan moves this model's parameters into flat buffers, instead of leaving them the model's own tensors."""
+    """True if the plan moves this model's parameters into flat buffers, so that they are not its own tensors."""
     return flat_buffers.needs_flats(mesh.plan, describe_parameters(model), device=mesh.world.device.type)
 
 

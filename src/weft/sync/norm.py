@@ -1,4 +1,4 @@
-"""Each gradient's part in the norm of all, where several ranks hold it, and when gradients are taken."""
+"""The gradient norm where several ranks hold a parameter, and exceptions for the gradients of some parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ZeRO: ranks share out the optimizer's work and state, then the gradients, then the parameters themselves.
+"""ZeRO: ranks shard the optimizer's work and state, then the gradients, then the parameters themselves.
 
     backward      |-- block 3 --|-- block 2 --|-- block 1 --|            update        next forward
     gradients               1 |~~ reduce-scatter ~~| 2 |~~~...         3 my part     4 |~~ all-gather ~~|

@@ -41,7 +41,7 @@ class GradientPool:
         self._pool: BufferPool[torch.Tensor] = BufferPool(torch.Tensor.numel)
 
     def borrow(self, numel: int, dtype: torch.dtype, *, travels: bool) -> torch.Tensor:
-        """A buffer that is not initialised; one that `travels` had better be visible to the group."""
+        """A buffer that is not initialised; one that `travels` is visible to the group, if possible."""
         found = self._pool.borrow(numel, dtype)
         return self._allocator.empty(numel, dtype, shared=travels) if found is None else found[:numel]
 

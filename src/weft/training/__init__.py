@@ -1,1 +1,1 @@
-"""From a plan to a trained model: data, steps, precision, checkpoints, metrics and the loop."""
+"""Training: `parallelize`, the trainer and its steps, data, and runs from job files."""

@@ -87,7 +87,7 @@ class Trainer:
         self.seeds = parts.seeds
         self.update = Update(optimizer, sync, plan, schedule=schedule, is_first_rank=mesh.world.rank == 0)
         self.replacements = parts.make_replacements()
-        """Functions of torch and transformers that are others while a step runs."""
+        """Functions of torch and transformers that are replaced while a step runs."""
         self._recording = Recording(mesh.index("pipeline"))
         if tensor is not None and tensor.output is not None:
             split_loss = functools.partial(split_cross_entropy_sum, vocabulary=tensor.output, group=tensor.group)

@@ -1,4 +1,4 @@
-"""How far a lossy plan is from what it replaces: reported, and a failure only where no rounding explains it.
+"""The deviation of a lossy plan from what it replaces: reported, and a failure only where no rounding explains it.
 
 A plan of 16-bit numbers is run once more as it stands, against one process in float32. A rule of its own, such as
 delayed weights, is compared with plain training in one process: the effect of the delay, not of its implementation.

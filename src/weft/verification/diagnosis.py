@@ -261,7 +261,7 @@ def _axes_between(off: Sequence[Evidence], plan: Plan) -> tuple[str, ...]:
 
 
 def _common(ratios: Sequence[tuple[float, float]]) -> bool:
-    """One factor explains them all."""
+    """True if one factor explains them all."""
     return all(_holds(left) and _is_same(ratio, ratios[0][0]) for ratio, left in ratios)
 
 

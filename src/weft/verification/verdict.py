@@ -134,7 +134,7 @@ class Verification:
 
     @property
     def is_equal(self) -> bool:
-        """The plan obeys its rule, whatever its deviation."""
+        """True if the plan obeys its rule, whatever its deviation."""
         return all(difference.error <= self.tolerance for difference in self.differences)
 
     @property

@@ -208,7 +208,7 @@ def _random_state(device: torch.device) -> torch.Tensor:
 
 
 def _rounds(precision: Precision) -> bool:
-    """The plan computes or sums in 16 bits."""
+    """True if the plan computes or sums in 16 bits."""
     own = Precision()
     return (precision.compute, precision.reduce, precision.accumulate) != (own.compute, own.reduce, own.accumulate)
 

@@ -143,7 +143,7 @@ class Barrier:
         return None if arena is None or offset is None else (arena.number, offset)
 
     def is_common(self, tensor: torch.Tensor) -> bool:
-        """The tensor is the same memory on all ranks."""
+        """True if the tensor is the same memory on all ranks."""
         arena = self._arena_of(tensor)
         return arena is not None and arena.is_common
 

@@ -167,7 +167,7 @@ class _Incoming:
                 f"rank {self._sender.rank} sent {num_bytes} bytes with tag {tag}, {target.nbytes} were awaited"
             )
         target.copy_(block.view_like(target))
-        self._counter.order_writes()  # the copy is over before the sender hears of it
+        self._counter.order_writes()  # the copy is complete before the sender sees the mark
         self._words[first + _OPENED] = number + 1
 
     def _find_block(self, place: int, size: int, fd: int, name_number: int, token: int) -> _Block:

@@ -50,7 +50,7 @@ class Kernels:
         self._copy(target.data_ptr(), source.data_ptr(), source.nbytes)
 
     def sums(self, dtype: torch.dtype) -> bool:
-        """`sum` is compiled for this dtype."""
+        """True if `sum` is compiled for this dtype."""
         return dtype in self._sums
 
     def sum(self, targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor], *, add: bool = False) -> None:
@@ -75,7 +75,7 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """A dense host tensor whose numbers are stored as they are, neither to be conjugated nor negated."""
+    """True for a dense host tensor whose numbers are stored as they are, neither to be conjugated nor negated."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 

@@ -21,7 +21,7 @@ REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.Re
 """As torch.distributed calls them."""
 
 BLOCK_BYTES = 128 * 1024
-"""Small enough for a core's own cache with all its terms, large enough that calls cost nothing."""
+"""Small enough for a core's own cache with all its terms, large enough that the cost of calls is negligible."""
 
 _OPERATIONS: dict[Reduction, Callable[..., torch.Tensor]] = {
     "sum": torch.add,

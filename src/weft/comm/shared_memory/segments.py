@@ -149,7 +149,7 @@ def _create(name_number: int) -> int:
 
 
 def _open_named(name_number: int, flags: int) -> int:
-    import _posixshmem  # type: ignore[import-not-found]  # what multiprocessing.shared_memory stands on
+    import _posixshmem  # type: ignore[import-not-found]  # which multiprocessing.shared_memory uses
 
     fd: int = _posixshmem.shm_open(_NAME.format(name_number), flags, mode=0o600)
     return fd

@@ -103,7 +103,7 @@ def _run_tasks(tasks: queue.SimpleQueue[Task | None], broken: list[str]) -> None
         except BaseException as error:
             _note(broken, error)
             failure = error
-        del given, task  # whoever waits must find what it held free
+        del given, task  # what the task held must be free when the waiter continues
         work.finish(failure)
         del work, failure
 

@@ -90,7 +90,7 @@ def attend_block(
 ) -> tuple[Tensor, Tensor]:
     """(out_BHTE, lse_BHT); the latter is float32, or float64 for inputs in float64.
 
-    `mask`: bool, broadcastable to [B, 1, T, S], True where a query may look. `is_causal` is for T = S only.
+    `mask`: bool, broadcastable to [B, 1, T, S], True where a query may attend. `is_causal` is for T = S only.
     """
     kernel = choose_kernel(q_BHTD, v_BGSE, has_mask=mask is not None)
     q, k, v = kernel.pad(q_BHTD, k_BGSD, v_BGSE)
@@ -241,7 +241,7 @@ def _products_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> 
 
 
 def _scores(block: Block) -> Tensor:
-    """[B, G, H / G, T, S], -inf where a query may not look."""
+    """[B, G, H / G, T, S], -inf where a query may not attend."""
     q, k = block.q, block.k
     wide = accumulator_dtype(q.dtype)
     scores = (by_group(q, k.shape[1]).to(wide) @ k.unsqueeze(2).to(wide).mT).mul_(block.scale)

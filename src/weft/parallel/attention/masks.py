@@ -31,7 +31,7 @@ class Pass:
         return self.key_mask_BS is not None or self.documents_BS is not None
 
     def mask(self, queries: int, keys: int, rectangle: Rectangle) -> Tensor | None:
-        """[B, 1, Q or 1, K], True where a query may look; causality and padding apart.
+        """[B, 1, Q or 1, K], True where a query may attend; causality and padding apart.
 
         `queries` and `keys`: the ring ranks that hold them. None: every query may see every key.
         """

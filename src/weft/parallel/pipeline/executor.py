@@ -71,7 +71,7 @@ class StepHooks(Protocol):
         """The stages that a microbatch passes through; the same on every rank of the pipeline."""
 
     def skips(self, microbatch: int) -> bool:
-        """Whether a microbatch has no samples, so that nothing is computed or sent for it."""
+        """True if a microbatch has no samples, so that nothing is computed or sent for it."""
 
     def forward(self, action: Action) -> AbstractContextManager[object]:
         """The context of a forward pass: its random states, its weights."""

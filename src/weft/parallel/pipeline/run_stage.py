@@ -228,7 +228,7 @@ def _put(foreign: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def wrap_units(model: nn.Module, units: Mapping[str, bool], runner: StageRunner) -> None:
-    """Let the units of this rank compute only when their stage runs; last, so that nothing wraps their forwards."""
+    """Let the units of this rank compute only when their stage runs; called last, as the outermost wrapper."""
     for unit, is_here in units.items():
         if is_here:
             module = model.get_submodule(unit)

@@ -263,7 +263,7 @@ def _longest_rotation(model: nn.Module) -> int | None:
 
 
 def _is_void(mask: Tensor, num_tokens: int) -> bool:
-    """Whether a mask lets every local token see every other."""
+    """True if a mask lets every local token see every other."""
     return mask.dim() == 2 and mask.shape[1] == num_tokens and bool(mask.all())
 
 

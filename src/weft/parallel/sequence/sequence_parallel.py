@@ -64,11 +64,11 @@ class SequenceParallel:
 
     @property
     def is_known(self) -> bool:
-        """Whether this is a Hugging Face model, whose attention and positions are known."""
+        """True if this is a Hugging Face model, whose attention and positions are known."""
         return self._use_registry is not None
 
     def places(self, num_tokens: int) -> Places:
-        """Which ranks hold which tokens of a sequence of this length."""
+        """The distribution over ranks of the tokens of a sequence of this length."""
         return make_places(
             num_tokens,
             ring=self.axes.ring.size,

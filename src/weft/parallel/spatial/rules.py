@@ -55,7 +55,7 @@ def apply_rule(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _is_backward_of_function() -> bool:
-    """Whether this is a backward pass and not recomputation, which runs with gradients or saved-tensor hooks on."""
+    """True if this is a backward pass and not recomputation, which runs with gradients or saved-tensor hooks on."""
     return (
         torch._C._current_graph_task_id() != -1
         and not torch.is_grad_enabled()

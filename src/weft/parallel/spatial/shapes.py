@@ -50,7 +50,7 @@ def _place_of(rows: Rows, shown: torch.Tensor) -> int | None:
 
 
 def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether arguments are numbers and slices, whose meaning does not depend on the device."""
+    """True if arguments are numbers and slices, whose meaning does not depend on the device."""
     kinds = int | slice | type(None) | type(Ellipsis)
     values = [*args, *kwargs.values()]
     flat = [one for value in values for one in (value if isinstance(value, tuple | list) else [value])]

@@ -93,7 +93,7 @@ def unfilled_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def is_unfilled(tensor: torch.Tensor) -> bool:
-    """Whether a tensor still holds the mark: anywhere, or everywhere for integers, where the mark may be a value."""
+    """True if a tensor still holds the mark: anywhere, or everywhere for integers, where the mark may be a value."""
     if not tensor.numel():
         return False
     if tensor.dtype == torch.bool:

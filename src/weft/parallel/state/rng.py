@@ -73,7 +73,7 @@ class ShareDraws:
         self._own: torch.Tensor | None = None
         self._before_tokens: torch.Tensor | None = None
         self.is_used = False
-        """Whether anything was drawn inside a region, or while tokens were split."""
+        """True if anything was drawn inside a region, or while tokens were split."""
 
     def reset(self) -> None:
         """Forget open regions: a recomputation in the backward pass may have stopped inside one."""
@@ -175,7 +175,7 @@ class PlaceSeeds:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether some layer has a dropout rate: torch's `p`, or a positive attribute with "drop" in its name."""
+    """True if some layer has a dropout rate: torch's `p`, or a positive attribute with "drop" in its name."""
     return any(
         isinstance(value, float) and value > 0
         for module in model.modules()

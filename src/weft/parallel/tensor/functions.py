@@ -39,7 +39,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class Spread(torch.autograd.Function):
-    """f."""
+    """Megatron's f: identity forward, an all-reduce of the gradient backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -54,7 +54,7 @@ class Spread(torch.autograd.Function):
 
 
 class Add(torch.autograd.Function):
-    """g, in place: only for tensors that no other code holds."""
+    """Megatron's g, in place: only for tensors that no other code holds."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -203,7 +203,7 @@ join_tokens: Callable[..., Tensor] = JoinTokens.apply
 
 
 def overlap_pays(x: Tensor, group: Group) -> bool:
-    """Whether to communicate during computation. Through shared memory that takes a thread, and a core for it."""
+    """True if overlapping communication with computation pays. In shared memory it needs a thread and a core."""
     if group.wire(x) is None:
         return True
     return x.nbytes >= OVERLAP_BYTES and 2 * group.size <= _num_cores()

@@ -49,7 +49,7 @@ class Axis:
 
     @property
     def shows_all_tokens(self) -> bool:
-        """Tokens are split, and the running module was given all of them; gradients of these are summed elsewhere."""
+        """True if tokens are split and the running module got all of them; their gradients are summed elsewhere."""
         return self.tokens is not None and self.tokens.is_split and self.tokens.is_showing
 
 

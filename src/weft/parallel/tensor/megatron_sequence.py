@@ -28,7 +28,7 @@ from weft.parallel.wrapping.wrap import wrap_forward
 
 
 class TokenSplit:
-    """State of the latest pass: are activations between regions split along the tokens, and who sees all of them."""
+    """State of the latest pass: are activations between regions split by tokens, and which modules see all tokens."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -99,7 +99,7 @@ class TokenSplit:
 
     @property
     def is_showing(self) -> bool:
-        """A module whose arguments `show` completed is running."""
+        """True while a module runs whose arguments `show` completed."""
         return self._shown is not None
 
     def forget(self) -> None:
@@ -166,7 +166,7 @@ def split_between(
 
 
 def _activations(leaves: Sequence[object]) -> int | None:
-    """The index of the activations among a block's arguments or results: a tensor that learns, else the largest."""
+    """The index of the activations among a block's arguments or results: one with a gradient, else the largest."""
     found = {
         place: (leaf.requires_grad, leaf.numel())
         for place, leaf in enumerate(leaves)

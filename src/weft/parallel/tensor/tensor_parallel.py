@@ -211,7 +211,7 @@ class TensorParallel:
         return sum(stop - start for start, stop in self.shares.splits[name].parts[self.group.index])
 
     def _has(self, name: str) -> bool:
-        """Whether a module is on this stage; elsewhere there may be a placeholder that has its attributes."""
+        """True if a module is on this stage; elsewhere there may be a placeholder that has its attributes."""
         module = self.model
         for step in name.split("."):
             inside = module._modules.get(step)

@@ -99,7 +99,7 @@ class Flow:
     written: Mapping[Value, int]
     """Values that are written into after they were made, each with the id of its storage."""
     is_random: bool
-    """Whether some operator draws random numbers."""
+    """True if some operator draws random numbers."""
     by_name: Mapping[tuple[str, int], Call] = field(repr=False)
     """Calls by unit and number."""
 

@@ -67,7 +67,7 @@ class PlaceholderModule(nn.Module):
 
 
 def is_placeholder(value: object) -> bool:
-    """Whether a value is a tensor without values: a placeholder, or on the meta device."""
+    """True if a value is a tensor without values: a placeholder, or on the meta device."""
     return isinstance(value, Placeholder) or (isinstance(value, torch.Tensor) and value.is_meta)
 
 
@@ -134,7 +134,7 @@ def _absorb_described(func: Callable[..., Any], args: _Described, kwargs: _Descr
 
 
 def is_in_place(name: str) -> bool:
-    """Whether a function of this name writes into its first operand."""
+    """True if a function of this name writes into its first operand."""
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
     return name.endswith("_")

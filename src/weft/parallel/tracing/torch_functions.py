@@ -13,7 +13,7 @@ log2 logical_not logit logsigmoid mish nan_to_num neg negative positive reciproc
 sigmoid sign silu sin sinc sinh softplus softshrink softsign sqrt square tan tanh tanhshrink threshold trunc
 """.split()
 )
-"""Entry by entry, of one tensor."""
+"""Elementwise functions of one tensor."""
 
 BROADCAST = tuple(
     """
@@ -23,7 +23,7 @@ less_equal logical_and logical_or logical_xor lt masked_fill maximum minimum mul
 rsub sub subtract true_divide where xlogy
 """.split()
 )
-"""Entry by entry, of several tensors that are broadcast against each other."""
+"""Elementwise functions of several tensors that are broadcast against each other."""
 
 CASTS = tuple(
     """
@@ -31,10 +31,10 @@ bfloat16 bool byte clone contiguous cpu cuda detach double empty_like float full
 type_as zeros_like
 """.split()
 )
-"""A new tensor of the first argument's shape; other arguments give only its format."""
+"""Functions that return a tensor of the first argument's shape; other arguments give only its format."""
 
 REDUCTIONS = tuple("all amax amin any argmax argmin logsumexp max min prod std var".split())
-"""One entry of all along some dims, which are the second argument."""
+"""Reductions along some dims, which are the second argument."""
 
 ALONG_DIM = tuple("cumprod cumsum flip log_softmax softmax softmin".split())
 """Functions that mix entries along some dims, which are the second argument, and keep the shape."""
@@ -47,4 +47,4 @@ __format__ __hash__ __repr__ data_ptr dim element_size get_device is_complex is_
 is_inference is_signed ndimension register_hook result_type retain_grad
 """.split()
 )
-"""Questions about a tensor that no entry answers, and hooks."""
+"""Functions that read a tensor's metadata and not its entries, and hooks."""

@@ -137,7 +137,7 @@ def hugging_face_attention(
 
 
 def donated_buffers() -> Replacement:
-    """Reuse of saved tensors by compiled backward passes, which zero-bubble schedules run in two halves."""
+    """Stops compiled backward passes from reusing saved tensors: zero-bubble schedules run them in two halves."""
     return _attribute(
         torch._functorch.config,
         "donated_buffer",
@@ -148,7 +148,7 @@ def donated_buffers() -> Replacement:
 
 
 def autocast_entry(note: Callable[[object], None]) -> Replacement:
-    """Entry of torch.autocast, with a note of each; for the probe."""
+    """Calls `note` at each entry of torch.autocast; for the probe."""
     enter = torch.autocast.__enter__
 
     def noted(autocast: torch.autocast) -> Any:
@@ -160,7 +160,7 @@ def autocast_entry(note: Callable[[object], None]) -> Replacement:
 
 
 def exact_float32() -> list[Replacement]:
-    """TF32, off; for the probe."""
+    """Turns off TF32; for the probe."""
     why = "takes products of float32 in float32, also on a GPU"
     return [
         _attribute(torch.backends.cuda.matmul, "allow_tf32", False, of="torch.backends.cuda.matmul", why=why),

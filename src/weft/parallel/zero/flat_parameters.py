@@ -1,4 +1,4 @@
-"""Parameters that live in one flat buffer, of which each rank keeps a part: the ground under every ZeRO stage.
+"""Parameters that live in one flat buffer, of which each rank keeps a part: the basis of every ZeRO stage.
 
     whole    |  weight   | bias | weight        |pad|    in the compute dtype; a parameter is a view of it
     mine                 |  this rank's part |           in the compute dtype

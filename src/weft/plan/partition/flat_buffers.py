@@ -27,7 +27,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """The dtypes of the plan's number formats."""
 
 _PROMOTED = {"float64": "float64", "complex32": "complex64", "complex64": "complex64", "complex128": "complex128"}
-"""What float32 and a dtype are promoted to; float32 where a dtype is not named."""
+"""The promotion of float32 and a dtype; float32 for dtypes that are not listed."""
 
 MAX_IN_FLIGHT = 2
 """Reductions under way at once: enough to keep the wire busy, few enough to bound the memory of transient buffers."""
@@ -56,7 +56,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """How a plan shares out parameters and gradients."""
+    """The sharding of parameters and gradients under a plan."""
 
     stage: int
     """The stage of ZeRO, 0 to 3."""
@@ -101,9 +101,9 @@ class FlatBuffer:
     master: str = "float32"
     """Dtype of what the optimizer updates: another tensor where this differs."""
     accumulate: str = "float32"
-    """Dtype of gradients as they add up over microbatches."""
+    """Dtype in which gradients accumulate over microbatches."""
     reduce: str = "float32"
-    """Dtype of gradients as they travel."""
+    """Dtype in which gradients are reduced over ranks."""
     trainable: bool = True
     block: int | None = None
     """The block that they are the unit of, under ZeRO-3; None for the root, and below ZeRO-3."""
@@ -129,12 +129,12 @@ def compute_dtype(parameter: ParameterSpec, plan: Plan) -> str:
 
 
 def offloads(plan: Plan, device: str) -> bool:
-    """Masters and moments are in host memory, and parameters are not."""
+    """True if masters and moments are in host memory, and parameters are not."""
     return plan.data.offload and device != "cpu"
 
 
 def needs_flats(plan: Plan, parameters: Iterable[ParameterSpec], *, device: str) -> bool:
-    """Parameters move into flat buffers, instead of staying the model's own tensors."""
+    """True if parameters move into flat buffers, instead of staying the model's own tensors."""
     is_half = any(one.dtype in ("float16", "bfloat16") for one in parameters if one.trainable)
     is_summed = plan.axes.state * plan.axes.replicate > 1 or plan.step.microbatches > 1
     return (
@@ -182,7 +182,7 @@ def own_tensor(parameter: ParameterSpec, plan: Plan) -> FlatBuffer:
 
 
 def shard_buckets(members: Sequence[Member], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
-    """Which trainable parameters, given in the order of registration, share a flat buffer below ZeRO-3.
+    """The trainable parameters, given in the order of registration, that share each flat buffer below ZeRO-3.
 
     Filled from the last parameter to the first, because that is roughly the order in which gradients come; `members`
     count the bytes of parameters, not of gradients. Each bucket lists its members in the order they have in the flat.
@@ -213,7 +213,7 @@ def sharded_bytes(buffers: Sequence[FlatBuffer], plan: Plan) -> dict[str, int]:
 
 
 def _num_gathers(one: FlatBuffer, plan: Plan, sharding: Sharding) -> int:
-    """How often a step gathers a flat buffer of parameters."""
+    """The number of times that a step gathers a flat buffer of parameters."""
     if sharding.stage < 3 or sharding.stays_whole:
         return min(sharding.stage, 1)
     # The root stays whole between the two passes; a block is freed and gathered again.

@@ -1,4 +1,4 @@
-"""How layers are split over the tensor axis: which entries of which tensors each rank has, as plain data.
+"""The split of layers over the tensor axis: which entries of which tensors each rank has, as plain data.
 
 A *region* is a part of a model of which every rank computes a share:
 

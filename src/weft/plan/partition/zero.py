@@ -1,4 +1,4 @@
-"""Where parameters lie in flat buffers, and which part of each buffer a rank keeps: ZeRO's index arithmetic.
+"""ZeRO's index arithmetic: the place of each parameter in a flat buffer, and the part of it that a rank keeps.
 
     flat        | first weight      | bias  |pad| second weight          |padding|
     parts of 3  |        part 0         |        part 1         |        part 2         |
@@ -73,8 +73,8 @@ class BufferPool(Generic[Buffer]):
     def borrow(self, numel: int, dtype: object) -> Buffer | None:
         """The smallest free buffer that is large enough; None: make another.
 
-        Where there is none, the largest makes way for it. Only those of about the size (half to double) count, so that
-        small requests do not use up the few large buffers, nor large ones drive out the many small.
+        If there is none, the largest is dropped, to be replaced. Only those of about the size (half to double) count,
+        so that small requests do not use up the few large buffers, nor large ones the many small.
         """
         free = self.free.get(dtype, [])
         numels = [self._numel_of(buffer) for buffer in free]

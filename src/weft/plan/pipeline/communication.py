@@ -134,7 +134,7 @@ def _rank_with_exchanges(
 
 
 def _whole_spells(actions: tuple[Action, ...], gathers: str) -> Iterator[tuple[int, int, int]]:
-    """(first place, last place, stage) of each spell in which a stage's parameters are whole."""
+    """(first place, last place, stage) of each interval in which a stage's parameters are whole."""
     # An update is left out: with ZeRO it works on the rank's own part.
     places = [(place, action.stage) for place, action in enumerate(actions) if action.kind != "update"]
     if gathers == "step":

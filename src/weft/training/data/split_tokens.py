@@ -240,7 +240,7 @@ def _is_of_tokens(output: Tensor, num_tokens: int) -> bool:
 
 
 def _has_tokens(tensor: Tensor, num_tokens: int) -> bool:
-    """Whether dim 1 alone is the tokens; a dim of features may by chance have the same size."""
+    """True if dim 1 alone is the tokens; a dim of features may by chance have the same size."""
     if tensor.dim() <= _TOKEN_DIM or tensor.shape[_TOKEN_DIM] != num_tokens:
         return False
     return num_tokens not in tensor.shape[_TOKEN_DIM + 1 :] or (tensor.dim() == 3 and tensor.is_floating_point())

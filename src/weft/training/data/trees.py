@@ -28,7 +28,7 @@ class Arguments(dict[str, Any]):
     beside: dict[str, Any]
     """Further arguments without a dim of samples, such as the positions of these tokens."""
     now: Any
-    """The `Pass` of `parallel/attention/attention.py`, which describes the whole sequences."""
+    """The `Pass` of `parallel/attention/masks.py`, which describes the whole sequences."""
 
     def __init__(self, named: Mapping[str, Any], *, beside: dict[str, Any] | None = None, now: Any = None) -> None:
         super().__init__(named)

@@ -46,7 +46,7 @@ class StopRequest:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def agreed(self) -> bool:
-        """Whether all ranks stop here; every rank calls it after every step."""
+        """True if all ranks stop here; every rank calls it after every step."""
         self._steps_left -= 1
         if self._steps_left > 0:
             return False

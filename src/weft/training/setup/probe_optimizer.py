@@ -22,7 +22,7 @@ _RATE = 1e-2
 
 @torch.no_grad()
 def is_elementwise(make_optimizer: OptimizerFactory, device: torch.device) -> bool | None:
-    """Whether the optimizer is elementwise; None if it cannot run this test (it needs a closure, for example)."""
+    """True if the optimizer is elementwise; None if it cannot run this test (it needs a closure, for example)."""
     device = torch.device("cpu") if device.type == "meta" else device  # a trial needs values
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(6, 4, generator=generator).to(device, torch.float64)

@@ -100,7 +100,7 @@ def count_targets(targets: Any) -> Count:
 
 
 def are_samples_counted(targets: Any) -> bool:
-    """Whether a mean over these targets is one over samples, since they are not integers."""
+    """True if a mean over these targets is one over samples, since they are not integers."""
     first = tensors_of(targets)[0]
     return first.is_floating_point() or first.is_complex() or first.dtype == torch.bool
 

@@ -1,1 +1,1 @@
-"""How an ordinary model splits over the tensor axis, found from the flow of data between its layers."""
+"""Discovery: how an ordinary model splits over the tensor axis, found from the flow of data between its layers."""

@@ -22,7 +22,7 @@ class Digit:
     parts: tuple[Digit, ...] = ()
     """Or digits that it is the sum of, in order."""
     reason: str | None = None
-    """Why it cannot be split, if it is blocked; for a digit without factors and parts."""
+    """The reason why it cannot be split, if it is blocked; for a digit without factors and parts."""
     same_as: Digit | None = None
     """The digit that this one was unified with."""
 

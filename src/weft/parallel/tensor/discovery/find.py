@@ -1,8 +1,8 @@
-"""How an ordinary model splits over the tensor axis, found from the dataflow of its features.
+"""Discovery: how an ordinary model splits over the tensor axis, found from the dataflow of its features.
 
 A model is followed once (`trace.py`). Digits of features that reach other layers unmixed can be split; each set of
 digits that must be split together is a candidate (`candidates.py`), and among candidates in conflict those that split
-most parameters are taken (`packing.py`). A split is found if it is right; whether it pays is not asked here.
+most parameters are taken (`packing.py`). Only correctness is decided here, not whether a split pays.
 """
 
 from __future__ import annotations

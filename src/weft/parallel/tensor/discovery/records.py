@@ -39,15 +39,15 @@ class Layer:
     rows: Dim = ()
     """The rows of an embedding."""
     keeps_groups: bool = False
-    """Whether it is a grouped convolution on the groups of another layer."""
+    """True if it is a grouped convolution on the groups of another layer."""
     takes_model_input: bool = False
-    """Whether it is an embedding of the model's own inputs."""
+    """True if it is an embedding of the model's own inputs."""
     names: dict[str, str] = field(default_factory=dict)
     """Names of its parameters in the model."""
     tied: tuple[str, ...] = ()
     """Layers with the same weight, including this one."""
     refused: str | None = None
-    """Why it can never be split."""
+    """The reason why it can never be split."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -40,7 +40,7 @@ class Tracer(TorchFunctionMode):
         self.calls: list[list[RecordedCall]] = []
         """Calls so far, per running module."""
         self.is_inside = False
-        """Whether an intercepted function is running; functions that it calls are not followed."""
+        """True if an intercepted function is running; functions that it calls are not followed."""
         self.record = Record(modules=dict(meta_copy.named_modules()))
         self.owners: dict[int, list[Layer]] = {}
         """Layers by id of their weights and biases; several if those are tied."""
@@ -95,7 +95,7 @@ class Tracer(TorchFunctionMode):
         self.add(tensor, tuple(whole(size, reason) for size in tensor.shape), UNKNOWN if tensor.requires_grad else 0)
 
     def is_model_input(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is an input of the model, or made from one alone."""
+        """True if a tensor is an input of the model, or made from one alone."""
         return id(tensor) in self._model_inputs
 
     def add_end(self, tensor: torch.Tensor) -> None:
