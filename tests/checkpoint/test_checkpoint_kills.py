@@ -150,7 +150,7 @@ def load_latest(folder: Path, at_least: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", range(40))
+@pytest.mark.parametrize("number", range(16))
 def test_kill_at_any_time_leaves_a_whole_checkpoint(tmp_path: Path, number: int) -> None:
     folder, done = tmp_path / "run", tmp_path / "done"
     done.write_text("1")

@@ -85,7 +85,7 @@ def test_a_dead_rank_is_noticed_in_every_wait() -> None:
         assert "Connection closed by peer" in text and "rank 2" in text
 
 
-@pytest.mark.long
+@pytest.mark.timing
 @ranks(2, dies={1})
 def test_a_dead_rank_is_noticed_within_a_second() -> None:
     group = new_group("shared", "second")

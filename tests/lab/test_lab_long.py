@@ -67,13 +67,13 @@ def still_used(namespaces: set[str]) -> set[str]:
 
 @pytest.mark.timeout(400)
 def test_a_lab_killed_at_any_moment_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Fifty labs; one of user's process, keeper and init is killed, from the first moments to long after the start."""
+    """Thirty labs; one of user's process, keeper and init is killed, from the first moments to long after the start."""
     (tmp_path / "escapes.py").write_text(ESCAPES)
     rng = random.Random(0)
     devices = set(os.listdir("/sys/class/net"))
     mounts = Path("/proc/self/mountinfo").read_text().count("nsfs")
     phases = {"before any namespace": 0, "with namespaces": 0, "with ranks": 0}
-    for _ in range(50):
+    for _ in range(30):
         mark = uuid.uuid4().hex
         command = ("--hosts", "3", "--bandwidth", "10Mbit", "--", sys.executable, tmp_path / "escapes.py")
         process = start_lab(*command, env={MARK: mark})
@@ -93,6 +93,7 @@ def test_a_lab_killed_at_any_moment_leaves_nothing_behind(tmp_path: Path) -> Non
     assert min(phases.values()) > 0, phases
 
 
+@pytest.mark.timing
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", presets())
 def test_a_preset_is_what_it_says(name: str) -> None:
@@ -111,6 +112,7 @@ def test_a_preset_is_what_it_says(name: str) -> None:
     assert ended.stdout.count("rate") >= 2
 
 
+@pytest.mark.timing
 @pytest.mark.timeout(300)
 def test_sites_with_a_line_of_their_own_between_them(tmp_path: Path) -> None:
     file = tmp_path / "net.toml"
@@ -174,6 +176,7 @@ if os.environ["RANK"] == "0" and child:
 """
 
 
+@pytest.mark.timing
 def test_slow_hosts_are_slow_with_all_their_processes(tmp_path: Path) -> None:
     topology = tmp_path / "net.toml"
     topology.write_text('hosts = 2\nbandwidth = "10Mbit"\ncompute = 0.2\n')

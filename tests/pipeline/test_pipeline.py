@@ -66,7 +66,8 @@ ZERO_1, ZERO_2, ZERO_3 = {"shard": "optimizer"}, {"shard": "gradients"}, {"shard
 SHORT = {("naive", 2, 3), ("1f1b", 2, 1), ("1f1b", 3, 12), ("zero-bubble", 4, 7)}
 
 CASES: dict[str, Case] = {
-    # every schedule, 2, 3 and 4 stages, 1 to 12 microbatches; a batch of 5 leaves some of them empty
+    # every schedule, 2, 3 and 4 stages, fewer and more microbatches than stages; a batch of 5 leaves some of them empty
+    # (all numbers of microbatches are compared as lists of actions in tests/plan/test_schedules.py)
     **{
         f"{schedule}, {p} stages, {m} microbatches": on(
             p, schedule=schedule, microbatches=m, is_long=(schedule, p, m) not in SHORT
@@ -74,7 +75,7 @@ CASES: dict[str, Case] = {
         for schedule in FLUSHING
         if schedule != "interleaved"
         for p in (2, 3, 4)
-        for m in range(1, 13)
+        for m in sorted({1, p - 1, p, p + 1, 2 * p, *(m for name, q, m in SHORT if (name, q) == (schedule, p))})
     },
     **{
         f"interleaved, {p} ranks of {c}, {m} microbatches": on(
@@ -82,7 +83,7 @@ CASES: dict[str, Case] = {
             model=functools.partial(small_gpt, num_layers=p * c), sizes=(13, 1, 13),
         )  # fmt: skip
         for p, c in ((2, 2), (2, 3), (3, 2), (4, 2))
-        for m in (*range(p, 13, p), 1, 2 * p - 1)
+        for m in sorted({1, 3, p, 2 * p - 1, 2 * p, 3 * p})
     },
     # the sizes of batches and of parts
     "fewer samples than microbatches": on(2, microbatches=6, sizes=(8, 1, 2), clip_norm=0.1),

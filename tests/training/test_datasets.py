@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-import time
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +60,8 @@ def test_inputs_and_targets_must_be_as_many() -> None:
         TensorSamples(torch.zeros(3), torch.zeros(2))
 
 
-def test_the_standard_library_is_read_quickly_and_without_its_tests() -> None:
-    began = time.perf_counter()
+def test_the_standard_library_is_read_without_its_tests() -> None:
     text = standard_library_text()
-    assert time.perf_counter() - began < 2.0  # 0.1 s on a quiet machine
     assert text.dtype == np.uint8 and text.size > 1_000_000
     content = text.tobytes()
     root = Path(sysconfig.get_path("stdlib"))
