@@ -1,5 +1,5 @@
-"""Hundreds of starts and kills: ranks that share memory are killed at random moments, one or all of them, and nothing of
-them stays: no memory, no name, no semaphore, no process.
+"""Hundreds of starts and kills: ranks that share memory are killed at random moments, one or all of them, and nothing
+of them stays: no memory, no name, no semaphore, no process.
 
 Memory without a name cannot stay, whatever happens. A name can, if the rank that made it is killed before the others
 have opened it; so these are counted. Run as a script (way, starts, seed) it says what stayed:
