@@ -189,7 +189,7 @@ def _add_gathering(
     if stage_of is not None:
         sync.gathering = StageGathering(root, units, stage_of)
     else:
-        sync.gathering = Gathering(root, list(units.values()), stay_whole=stay_whole, reducer=sync)
+        sync.gathering = Gathering(root, list(units.values()), sync.close, stay_whole=stay_whole)
     why = "refuses to save parameters that no rank has whole"
     add_hook(model, "state_dict_pre", _refuse_state_dict, by="zero", why=why)
 

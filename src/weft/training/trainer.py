@@ -25,7 +25,6 @@ from weft.checkpoint.save import Saving
 from weft.comm.collectives import all_reduce, broadcast
 from weft.comm.objects import gather_values
 from weft.errors import DataError
-from weft.parallel.parallel_model import ParallelModel
 from weft.parallel.pipeline.cut_model import tied_groups
 from weft.parallel.pipeline.recording import Recording
 from weft.parallel.state.buffers import broadcast_buffers
@@ -45,6 +44,7 @@ from weft.training.step.generate import generate_tokens, pick_token
 from weft.training.step.loss import Count, Loss, loss_terms
 from weft.training.step.microbatch_loop import MicrobatchLoop
 from weft.training.step.microbatches import Microbatches
+from weft.training.step.parallel_model import ParallelModel
 from weft.training.step.pipeline_step import PipelineStep
 from weft.training.step.pipeline_stream import PipelineStream
 from weft.training.step.precision import Caller

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from weft.parallel.parallel_model import ParallelModel
 from weft.parallel.pipeline.recording import Recording
 from weft.training.step.loss import Loss
+from weft.training.step.parallel_model import ParallelModel
 from weft.training.step.target_count import TargetCount
 from weft.training.step.update import Update
 
