@@ -25,7 +25,7 @@ from weft.parallel.tensor.shares import counted_elements
 from weft.parallel.tensor.tensor_parallel import TensorParallel
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Plan
-from weft.sync.make import find_layouts, place
+from weft.sync.make import place
 from weft.sync.norm import GradientRules
 from weft.training.setup.choose_sample_split import choose_sample_split
 from weft.training.setup.cut_stages import cut_model
@@ -133,7 +133,7 @@ def _place_parameters(parts: ParallelModel) -> None:
         stage_of=parts.stage_of,
         initialise=parts.initialise,
     )
-    parts.layouts = find_layouts(parts.layouts, parts.sync)
+    parts.layouts |= {name: flat.layout(number) for flat in parts.sync.flats for number, name in enumerate(flat.names)}
 
 
 def _gradient_rules(parts: ParallelModel) -> GradientRules:
