@@ -167,10 +167,10 @@ def learn(schedule: str, num_ranks: int, num_microbatches: int) -> str:
 
 def time_to_loss(schedule: str, num_ranks: int, num_microbatches: int, *, seed: int, rate: float) -> tuple[float, int]:
     train, held_out = split_held_out(standard_library_text(), 0.05, TASK.context)
-    windows, hide_from_modes = TokenWindows(train, TASK.context), TokenWindows(held_out, TASK.context)
+    windows, held_out_windows = TokenWindows(train, TASK.context), TokenWindows(held_out, TASK.context)
     chance = torch.Generator().manual_seed(seed)
-    evaluated = hide_from_modes.take(
-        torch.randint(len(hide_from_modes), (64,), generator=torch.Generator().manual_seed(0)).numpy()
+    evaluated = held_out_windows.take(
+        torch.randint(len(held_out_windows), (64,), generator=torch.Generator().manual_seed(0)).numpy()
     )
 
     def draw() -> Batch:

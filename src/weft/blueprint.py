@@ -108,8 +108,8 @@ def _longest_block_list(model: nn.Module) -> str | None:
 
 def _refuse_unknown_names(blueprint: Blueprint, model: nn.Module) -> None:
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    named = [*blueprint.prelude, *blueprint.blocks, *blueprint.postlude]
-    named += blueprint.positions.modules if blueprint.positions is not None else ()
+    positions = blueprint.positions or Positions()
+    named = [*blueprint.prelude, *blueprint.blocks, *blueprint.postlude, *positions.modules]
     problems = [
         f'weft_blueprint names "{name}", which is not a submodule of the model' for name in named if name not in known
     ]
@@ -117,7 +117,7 @@ def _refuse_unknown_names(blueprint: Blueprint, model: nn.Module) -> None:
     problems += [
         f'weft_blueprint names the table of positions "{table}", which is not a buffer of the model; for learned '
         "positions use an nn.Embedding and Positions(modules=...)"
-        for table, _ in (blueprint.positions.tables if blueprint.positions is not None else ())
+        for table, _ in positions.tables
         if table not in buffers
     ]
     if problems:

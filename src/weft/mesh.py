@@ -43,7 +43,6 @@ class World:
     local_rank: int
     """This process, counted on its host."""
     device: torch.device
-    """The device of this rank."""
     hosts: tuple[int, ...] = (0,)
     """The number of each rank's host."""
 

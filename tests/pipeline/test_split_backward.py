@@ -35,7 +35,9 @@ class Pass:
     parameters: list[Tensor]
 
     def first_half(self) -> SplitBackward:
-        return SplitBackward.input_grads(self.roots, self.gradients, self.inputs, self.parameters)
+        edges = [root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in self.roots]
+        given = [torch.ones((), dtype=DOUBLE) if gradient is None else gradient for gradient in self.gradients]
+        return SplitBackward.input_grads(edges, given, self.inputs, self.parameters)
 
 
 def value(*shape: int, seed: int = 0) -> Tensor:
@@ -238,7 +240,7 @@ def test_tensor_hooks_and_leaves_of_others() -> None:
     seen: list[Tensor] = []
     p.register_hook(lambda gradient: seen.append(gradient.clone()) or 2 * gradient)
     y = (x * (p + others)).exp() * p
-    split = SplitBackward.input_grads([y], [torch.ones_like(y)], [x], [p])
+    split = SplitBackward.input_grads([get_gradient_edge(y)], [torch.ones_like(y)], [x], [p])
     assert not seen
     split.weight_grads()
     assert len(seen) == 1 and torch.equal(p.grad, 2 * seen[0]) and others.grad is None

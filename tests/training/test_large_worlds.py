@@ -160,7 +160,6 @@ def test_nothing_can_be_run() -> None:
     calls = {
         "step": lambda: trainer.step(tokens, tokens),
         "flush": trainer.flush,
-        "whole_output": lambda: trainer.whole_output(tokens),
         "evaluate": lambda: trainer.evaluate([(tokens, tokens)]),
         "generate": lambda: trainer.generate([1], num_tokens=1, context=8),
         "save": lambda: trainer.save("nowhere"),

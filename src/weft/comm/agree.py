@@ -1,4 +1,4 @@
-"""Actions that every rank tries: if one fails on any rank, all ranks raise the same error."""
+"""Actions on files that every rank tries: if one fails on any rank, all ranks raise the same error."""
 
 from __future__ import annotations
 
@@ -13,13 +13,8 @@ from weft.comm.objects import gather_values
 from weft.errors import CheckpointError, WeftError
 
 
-def try_on_all(
-    group: Group, action: Callable[[], Any], *, error: type[WeftError], describe: Callable[[Exception], str]
-) -> list[Any]:
-    """Run an action on every rank and return all results; where any rank fails, all raise `error` with all problems.
-
-    `describe` puts an unexpected exception into words.
-    """
+def try_on_files(group: Group, verb: str, path: Path, action: Callable[[], Any]) -> list[Any]:
+    """Run an action on a checkpoint's files on every rank and return all results; where any fails, all ranks raise."""
     value: Any = None
     failure: Exception | None = None
     problems: tuple[str, ...] = ()
@@ -28,24 +23,19 @@ def try_on_all(
     except WeftError as caught:
         problems, failure = caught.problems, caught
     except Exception as caught:  # whatever it is: the other ranks wait for this one's result
-        problems, failure = (describe(caught),), caught
+        problems, failure = (_describe(caught, group, verb, path),), caught
     outcomes = gather_values([value, problems], group, _device_of(group))
     found = [problem for _, problems in outcomes for problem in problems]
     if found:
-        raise error(list(dict.fromkeys(found))) from failure
+        raise CheckpointError(list(dict.fromkeys(found))) from failure
     return [value for value, _ in outcomes]
 
 
-def try_on_files(group: Group, verb: str, path: Path, action: Callable[[], Any]) -> list[Any]:
-    """`try_on_all` for actions on a checkpoint's files."""
-
-    def describe(error: Exception) -> str:
-        rank = group.ranks[group.index]
-        if isinstance(error, OSError):
-            return f"rank {rank} cannot {verb} {error.filename or path}: {error.strerror or error}"
-        return f"rank {rank} cannot {verb} {path}: {type(error).__name__}: {error}"
-
-    return try_on_all(group, action, error=CheckpointError, describe=describe)
+def _describe(error: Exception, group: Group, verb: str, path: Path) -> str:
+    rank = group.ranks[group.index]
+    if isinstance(error, OSError):
+        return f"rank {rank} cannot {verb} {error.filename or path}: {error.strerror or error}"
+    return f"rank {rank} cannot {verb} {path}: {type(error).__name__}: {error}"
 
 
 def _device_of(group: Group) -> torch.device:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.comm.gloo import parts_to_add, start_all_gather, start_reduce_scatter
 from weft.comm.group import Group, Traffic
-from weft.comm.hide_from_modes import hide_from_modes
 from weft.comm.pairwise import WaitAll
 from weft.comm.shared_memory.reduction import REDUCE_OPS, Reduction, add_into
 from weft.comm.shared_memory.transport import SharedTransport
@@ -28,6 +29,15 @@ from weft.plan.partition.wire import Collective, sent_bytes
 # torch 2.13 renamed the flat forms and warns about the old names, which are the only ones 2.11 has.
 _all_gather_flat: Callable[..., _Work | None] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter_flat: Callable[..., _Work | None] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+_NOTHING = nullcontext()
+
+
+def hide_from_modes() -> AbstractContextManager[object]:
+    """Context in which no TorchDispatchMode sees operators. A policy of recomputation expects the same ones in a second
+    run, and a transport that keeps a view of its memory has fewer then."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NOTHING
 
 
 class _Work(Protocol):
@@ -188,13 +198,6 @@ def _lengths(tensor: torch.Tensor, splits: list[int] | None, size: int) -> list[
     return [length * row for length in splits]
 
 
-def _run_on(wire: SharedTransport | TwoLevel, task: Callable[[], object], wait: bool) -> _Work:
-    if not wait:
-        return wire.worker.start(task)
-    wire.worker.run(task)
-    return WaitAll(())
-
-
 def _run(
     group: Group,
     collective: Collective,
@@ -217,7 +220,13 @@ def _run(
     traffic.add(num_calls=1, sent_bytes=counted)
     started = time.perf_counter()
     with hide_from_modes():
-        pending = Pending(_run_on(wire, start, wait) if wire is not None else start(), traffic, after)
+        if wire is None:
+            pending = Pending(start(), traffic, after)
+        elif not wait:
+            pending = Pending(wire.worker.start(start), traffic, after)
+        else:
+            wire.worker.run(start)
+            pending = Pending(WaitAll(()), traffic, after)
     if wait:
         pending.wait(since=started)
     return pending

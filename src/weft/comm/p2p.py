@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from weft.comm.collectives import Pending
+from weft.comm.collectives import Pending, hide_from_modes
 from weft.comm.group import Group
-from weft.comm.hide_from_modes import hide_from_modes
 from weft.comm.pairwise import WaitAll
 from weft.plan.partition.wire import sent_bytes
 

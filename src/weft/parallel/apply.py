@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from weft.layout import Layout
 from weft.models.hugging_face_inputs import leave_out_caches
 from weft.parallel.compile import compile_blocks
-from weft.parallel.parallel_model import ParallelModel
 from weft.parallel.recompute import recompute_blocks
 from weft.parallel.state.batchnorm import synchronise_batch_norms
 from weft.parallel.state.materialise import model_tensors
@@ -26,12 +25,13 @@ from weft.parallel.tensor.shares import counted_elements
 from weft.parallel.tensor.tensor_parallel import TensorParallel
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Plan
-from weft.sync.make import find_layouts, place
+from weft.sync.make import place
 from weft.sync.norm import GradientRules
 from weft.training.setup.choose_sample_split import choose_sample_split
 from weft.training.setup.cut_stages import cut_model
 from weft.training.setup.probe import probe_split
 from weft.training.setup.split_layers import split_regions
+from weft.training.step.parallel_model import ParallelModel
 
 
 def apply_plan(parts: ParallelModel) -> None:
@@ -103,15 +103,7 @@ def _find_regions(parts: ParallelModel) -> None:
 
 
 def _probe(parts: ParallelModel) -> None:
-    probe_split(
-        parts.model,
-        parts.mesh,
-        parts.blueprint,
-        parts.regions,
-        parts.example,
-        parts.sample_split,
-        parts.make_sample_split,
-    )
+    probe_split(parts)
     if parts.sample_split is not None and parts.example is not None:
         parts.example = parts.sample_split.cut_inputs(parts.example)
 
@@ -141,7 +133,7 @@ def _place_parameters(parts: ParallelModel) -> None:
         stage_of=parts.stage_of,
         initialise=parts.initialise,
     )
-    parts.layouts = find_layouts(parts.layouts, parts.sync)
+    parts.layouts |= {name: flat.layout(number) for flat in parts.sync.flats for number, name in enumerate(flat.names)}
 
 
 def _gradient_rules(parts: ParallelModel) -> GradientRules:

@@ -30,7 +30,7 @@ from weft.parallel.zero.grouping import cast_between_layers, compute_dtypes, des
 from weft.plan.partition import flat_buffers
 from weft.plan.partition.flat_buffers import Sharding
 from weft.sync.allreduce import AllReduce
-from weft.sync.base import PipelineSync, Sync
+from weft.sync.base import PipelineSync
 from weft.sync.norm import GradientRules
 from weft.sync.whole_parameters import NoSync
 from weft.sync.zero import ZeroSync
@@ -81,12 +81,6 @@ def copy_from_first(tensors: Sequence[torch.Tensor], group: Group) -> None:
         broadcast(flat, group)
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat)
-
-
-def find_layouts(layouts: Mapping[str, Layout], sync: Sync) -> dict[str, Layout]:
-    """Each tensor's placement on this rank by name, where `layouts` say what the axes leave of it."""
-    held = {name: flat.layout(member) for flat in sync.flats for member, name in enumerate(flat.names)}
-    return {**layouts, **held}
 
 
 def _place_in_flats(
@@ -189,7 +183,7 @@ def _add_gathering(
     if stage_of is not None:
         sync.gathering = StageGathering(root, units, stage_of)
     else:
-        sync.gathering = Gathering(root, list(units.values()), stay_whole=stay_whole, reducer=sync)
+        sync.gathering = Gathering(root, list(units.values()), sync.close, stay_whole=stay_whole)
     why = "refuses to save parameters that no rank has whole"
     add_hook(model, "state_dict_pre", _refuse_state_dict, by="zero", why=why)
 

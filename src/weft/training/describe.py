@@ -15,10 +15,10 @@ from torch import nn
 from weft.comm.group import Group
 from weft.mesh import Mesh
 from weft.parallel.apply import steps
-from weft.parallel.parallel_model import ParallelModel
 from weft.parallel.tracing.placeholder import PlaceholderModule
 from weft.parallel.wrapping.replacements import Replacements
 from weft.parallel.wrapping.wrap import changes_of
+from weft.training.step.parallel_model import ParallelModel
 
 _ZERO_STAGES = {"optimizer": "ZeRO-1", "gradients": "ZeRO-2", "parameters": "ZeRO-3"}
 _MOST_RANKS = 8

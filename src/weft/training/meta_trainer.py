@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from weft.errors import LaunchError, ModelError
-from weft.parallel.parallel_model import ParallelModel
 from weft.parallel.zero.grouping import describe_parameters
 from weft.plan.partition.flat_buffers import own_tensor
 from weft.plan.plan import Plan
 from weft.planning.memory import Memory, state_memory
 from weft.training.describe import describe
+from weft.training.step.parallel_model import ParallelModel
 from weft.training.trainer import Trainer
 
 

@@ -13,7 +13,6 @@ from weft.checkpoint.pretrained import load_weights
 from weft.errors import ModelError
 from weft.mesh import Mesh, join_world, make_mesh
 from weft.parallel.apply import apply_plan
-from weft.parallel.parallel_model import ParallelModel
 from weft.parallel.state.batchnorm import has_batch_norms
 from weft.parallel.state.materialise import agreed_seed
 from weft.parallel.zero.flat_parameters import Piece
@@ -23,6 +22,7 @@ from weft.plan.plan import Plan
 from weft.training.meta_trainer import MetaTrainer, refuse_memory
 from weft.training.setup.probe_optimizer import OptimizerFactory, class_name, is_elementwise
 from weft.training.step.loss import LossFunction, resolve_loss
+from weft.training.step.parallel_model import ParallelModel
 from weft.training.trainer import Trainer
 
 ParameterGroups = Callable[[str, tuple[int, ...]], dict[str, Any]]

@@ -15,7 +15,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -25,15 +25,13 @@ from weft.checkpoint.save import Saving
 from weft.comm.collectives import all_reduce, broadcast
 from weft.comm.objects import gather_values
 from weft.errors import DataError
-from weft.parallel.parallel_model import ParallelModel
-from weft.parallel.pipeline.cut_model import CutModel, tied_groups
+from weft.parallel.pipeline.cut_model import tied_groups
 from weft.parallel.pipeline.recording import Recording
 from weft.parallel.state.buffers import broadcast_buffers
-from weft.parallel.tensor.cross_entropy import gather_logits, split_cross_entropy_sum
+from weft.parallel.tensor.cross_entropy import split_cross_entropy_sum
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.pipeline.timeline import Timeline
 from weft.plan.plan import Plan
-from weft.sync.base import PipelineSync
 from weft.training.data.batches import Batches
 from weft.training.data.split_tokens import SequenceSplit
 from weft.training.data.trees import forward
@@ -46,10 +44,11 @@ from weft.training.step.generate import generate_tokens, pick_token
 from weft.training.step.loss import Count, Loss, loss_terms
 from weft.training.step.microbatch_loop import MicrobatchLoop
 from weft.training.step.microbatches import Microbatches
-from weft.training.step.pipeline_passes import StepParts
+from weft.training.step.parallel_model import ParallelModel
 from weft.training.step.pipeline_step import PipelineStep
 from weft.training.step.pipeline_stream import PipelineStream
 from weft.training.step.precision import Caller
+from weft.training.step.step_parts import StepParts
 from weft.training.step.target_count import TargetCount
 from weft.training.step.update import Update
 
@@ -95,18 +94,16 @@ class Trainer:
         if isinstance(sample_split, SequenceSplit):
             loss = probed(loss, mesh.group("ring+ulysses", "control"), self.replacements.paused)
         self._loss = loss
-        self._call: Callable[[Any], Any] = Caller(model, plan, widens=not loss.counts_targets)
+        call: Callable[[Any], Any] = Caller(model, plan, widens=not loss.counts_targets)
         if tensor is not None and tensor.output is not None:
-            self._call = KeepingShares(self._call, tensor.output_mode)
+            call = KeepingShares(call, tensor.output_mode)
         if sample_split is not None:
-            self._call = sample_split.around(self._call)
-        self._empty_forward = parts.runs_empty
+            call = sample_split.around(call)
         self._has_compared = False
         tied = tied_groups(cut, mesh) if cut is not None else {}
         self._divergence = DivergenceCheck(self.named_model, optimizer, sync, mesh, self.layouts, tied)
         self.num_parameters = parts.num_parameters
         """Elements of the whole model's parameters."""
-        self._needs_seeds = parts.needs_seeds
         self._microbatches = Microbatches(
             plan.step.microbatches,
             device,
@@ -114,37 +111,15 @@ class Trainer:
             has_loss=mesh.index("pipeline") == mesh.size("pipeline") - 1,
             counts_targets=loss.counts_targets,
         )
-        self._loop = MicrobatchLoop(
-            mesh=mesh,
-            sync=sync,
-            update=self.update,
-            loss=loss,
-            call=self._call,
-            counts=self.counts,
-            recording=self._recording,
-            random=parts.random_states,
-            enter=self._enter,
-            runs_empty=self._empty_forward,
+        inside = StepParts(
+            model=parts, update=self.update, loss=loss, call=call, counts=self.counts, recording=self._recording
         )
-        self.pipeline_step = None if cut is None else self._make_pipelined(cut)
+        self.pipeline_step: PipelineStep | None = None
+        if cut is not None:
+            kind = PipelineStream if plan.pipeline.schedule in FLUSH_FREE else PipelineStep
+            self.pipeline_step = kind(inside)
+        self._steps = self.pipeline_step or MicrobatchLoop(inside)
         self.saving = Saving(device)
-
-    def _make_pipelined(self, cut: CutModel) -> PipelineStep:
-        parts = StepParts(
-            cut=cut,
-            mesh=self.mesh,
-            sync=cast(PipelineSync, self.sync),
-            update=self.update,
-            loss=self._loss,
-            call=self._call,
-            counts=self.counts,
-            seeds=self.seeds,
-            recording=self._recording,
-            runs_empty=self._empty_forward,
-            whole_output=self.whole_output,
-            enter=self._enter,
-        )
-        return PipelineStream(parts) if self.plan.pipeline.schedule in FLUSH_FREE else PipelineStep(parts)
 
     @property
     def plan(self) -> Plan:
@@ -189,13 +164,10 @@ class Trainer:
             require_same_batch(self.mesh, inputs, targets)
             self._has_compared = True
         microbatches = self._microbatches.cut(inputs, targets)
-        if self.seeds.base is None and self._needs_seeds:
+        if self.seeds.base is None and self.parts.needs_seeds:
             self.seeds.base = self._draw_seed()
         with self.replacements:
-            if self.pipeline_step is not None:
-                loss = self.pipeline_step.step(microbatches, step=self.steps_done)
-            else:
-                loss = self._loop.step(microbatches, step=self.steps_done)
+            loss = self._steps.step(microbatches, step=self.steps_done)
         self._end_step()
         return loss
 
@@ -239,11 +211,7 @@ class Trainer:
             for number, batch in enumerate(self._in_step(batches)):
                 if number == 0:
                     require_same_batch(self.mesh, *batch)
-                microbatches = self._microbatches.cut(*batch)
-                if self.pipeline_step is not None:
-                    self.pipeline_step.evaluate(microbatches, lambda one, output: add(output, one.targets, one.count))
-                    continue
-                self._loop.evaluate(microbatches, add)
+                self._steps.evaluate(self._microbatches.cut(*batch), add)
         # In a pipeline only the last stage has outputs; along other axes data ranks have the same ones.
         all_reduce(totals, self.mesh.batch_group("control"))
         all_reduce(totals, self.mesh.group("pipeline", "control"))
@@ -267,12 +235,6 @@ class Trainer:
         if self.pipeline_step is not None:
             return self.pipeline_step.token(inputs, pick)
         return pick(forward(self.model, inputs))
-
-    def whole_output(self, output: Any) -> Any:
-        """All features of an output, from the shares of the tensor axis."""
-        if self.tensor is None or self.tensor.output is None:
-            return output
-        return gather_logits(output, self.tensor.output, self.tensor.group)
 
     def save(self, directory: str | Path, *, wait: bool = True) -> None:
         """Write a checkpoint; collective. The directory appears only when it is whole: when this returns, or later
@@ -309,11 +271,6 @@ class Trainer:
     def check_divergence(self) -> None:
         """Compare weights, optimizer state and buffers of all replicas now; collective."""
         self._divergence.run(self.steps_done)
-
-    def _enter(self, inputs: Any) -> None:
-        """Begin a forward or backward pass of a microbatch."""
-        if self.sample_split is not None:
-            self.sample_split.enter(inputs)
 
     def _draw_seed(self) -> int:
         """A seed for all ranks, drawn from rank 0's random state, so that a seed set by the user repeats the run."""

@@ -8,14 +8,15 @@ its last use; hence there are two of each.
 from __future__ import annotations
 
 import bisect
+import operator
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from weft.comm.shared_memory.arena import Arena, round_up
-from weft.comm.shared_memory.counters import LINE_BYTES, Counter, Peer
+from weft.comm.shared_memory.counters import LINE_BYTES, Counter, Peer, Waiting
 from weft.comm.shared_memory.segments import Segment
 
 SLOT_BYTES = 2**22
@@ -29,6 +30,7 @@ _DTYPES = (
 )  # fmt: skip
 DESCRIPTION_WORDS = 8
 _NOWHERE = -1
+_ADDRESS = operator.itemgetter(0)
 
 
 def control_bytes(num_ranks: int) -> int:
@@ -70,25 +72,27 @@ class Barrier:
         arena = Arena(segment, number=self._num_arenas, index=self.index, num_ranks=self.size, is_common=is_common)
         alive = [each for each in self._arenas if each[1]() is not None]
         alive.append((arena.address, weakref.ref(arena)))
-        self._arenas = tuple(sorted(alive, key=_address_of))  # a new tuple: another thread may be looking
+        self._arenas = tuple(sorted(alive, key=_ADDRESS))  # a new tuple: another thread may be looking
         return arena
 
     def _arena_of(self, tensor: torch.Tensor) -> Arena | None:
         """The arena in which a tensor lies."""
         arenas = self._arenas
-        place = bisect.bisect_right(arenas, tensor.data_ptr(), key=_address_of) - 1
+        place = bisect.bisect_right(arenas, tensor.data_ptr(), key=_ADDRESS) - 1
         arena = arenas[place][1]() if place >= 0 else None
         return arena if arena is not None and arena.offset_of(tensor) is not None else None
 
     def wait(self) -> None:
         """Block until all ranks are here."""
-        count = self._mine.post()
+        self._wait_for(self._mine.post())
+
+    def arrive(self) -> Waiting:
+        """Enter the barrier without waiting for the others."""
+        return Waiting(partial(self._wait_for, self._mine.post()))
+
+    def _wait_for(self, count: int) -> None:
         for other in self._others:
             other.wait(count)
-
-    def arrive(self) -> PendingBarrier:
-        """Enter the barrier without waiting for the others."""
-        return PendingBarrier(self._others, self._mine.post())
 
     def share_rows(self, operation: str, flat: torch.Tensor, *, with_chunk: bool = True) -> list[torch.Tensor] | None:
         """A barrier, and all ranks' tensors if they all lie in arenas. If not, their first chunks are in the slots."""
@@ -173,22 +177,6 @@ class Barrier:
     def copy_in(self, chunk: torch.Tensor) -> None:
         """Put a chunk into this rank's slot."""
         self.slots(chunk.dtype)[self.index][: chunk.numel()].view(chunk.shape).copy_(chunk)
-
-
-@dataclass(slots=True)
-class PendingBarrier:
-    """A barrier that this rank has entered."""
-
-    others: Sequence[Counter]
-    count: int
-
-    def wait(self) -> None:
-        for other in self.others:
-            other.wait(self.count)
-
-
-def _address_of(known: tuple[int, weakref.ref[Arena]]) -> int:
-    return known[0]
 
 
 def _describe(subject: int, num_bytes: int) -> str:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 LINE_BYTES = 128
@@ -130,6 +131,13 @@ class Counter:
             raise RuntimeError(
                 f"Timed out waiting {self._timeout_s * 1e3:.0f}ms for rank {owner.rank} in shared memory"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """An exchange that this rank has begun, and that ends when it waits for it."""
+
+    wait: Callable[[], None]
 
 
 Futex = Callable[[int, int, int, float | None], None]

@@ -13,10 +13,11 @@ from array import array
 from collections import Counter as Counts
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
-from weft.comm.shared_memory.counters import LINE_BYTES, LOOK_EVERY_S, Counter, Peer
+from weft.comm.shared_memory.counters import LINE_BYTES, LOOK_EVERY_S, Counter, Peer, Waiting
 from weft.comm.shared_memory.segments import SegmentHandle, SegmentOwner, Way, forget_name, open_segment
 
 NUM_ENVELOPES = 256
@@ -144,13 +145,12 @@ class _Incoming:
     _arrived: dict[tuple[int, int], int] = field(default_factory=dict)
     """(tag, how many of this tag were before) -> number of the message"""
 
-    def expect(self, tag: int) -> int:
-        """The place of the next message of this tag among all of this tag."""
+    def expect(self, target: torch.Tensor, tag: int) -> Waiting:
+        """The next message of this tag; the wait copies it out."""
         self._num_awaited[tag] += 1
-        return self._num_awaited[tag] - 1
+        return Waiting(partial(self._receive, target, tag, self._num_awaited[tag] - 1))
 
-    def receive(self, target: torch.Tensor, tag: int, place: int) -> None:
-        """Copy a message out, once it is there."""
+    def _receive(self, target: torch.Tensor, tag: int, place: int) -> None:
         while (tag, place) not in self._arrived:
             self._counter.wait((self._num_seen + 1) % 2**32)
             seen = self._words[self._num_seen % NUM_ENVELOPES * _WORDS]
@@ -186,19 +186,6 @@ class _Incoming:
         return self._blocks[place]
 
 
-@dataclass(slots=True)
-class PendingReceive:
-    """A message that is awaited: `wait` copies it out."""
-
-    incoming: _Incoming
-    target: torch.Tensor
-    tag: int
-    place: int
-
-    def wait(self) -> None:
-        self.incoming.receive(self.target, self.tag, self.place)
-
-
 class Mailbox:
     """All rings that begin or end at this rank."""
 
@@ -228,7 +215,6 @@ class Mailbox:
         for outgoing in self._outgoing.values():
             outgoing.settle(self._timeout_s if timeout_s is None else timeout_s)
 
-    def receive(self, tensor: torch.Tensor, *, source: int, tag: int) -> PendingReceive:
+    def receive(self, tensor: torch.Tensor, *, source: int, tag: int) -> Waiting:
         """The next message of this tag that is not awaited yet."""
-        incoming = self._incoming[source]
-        return PendingReceive(incoming, tensor.detach(), tag, incoming.expect(tag))
+        return self._incoming[source].expect(tensor.detach(), tag)

@@ -17,7 +17,8 @@ from contextlib import suppress
 
 import torch
 
-from weft.comm.shared_memory.barrier import DESCRIPTION_WORDS, Barrier, PendingBarrier
+from weft.comm.shared_memory.barrier import DESCRIPTION_WORDS, Barrier
+from weft.comm.shared_memory.counters import Waiting
 from weft.comm.shared_memory.mailbox import Mailbox
 from weft.comm.shared_memory.native import copy
 from weft.comm.shared_memory.reduction import Reduction, add_into, reduce_into
@@ -150,9 +151,9 @@ class SharedTransport:
             if target.data_ptr() != source.data_ptr():
                 copy(target, source)
 
-    def arrive(self) -> PendingBarrier:
+    def arrive(self) -> Waiting:
         """The all-gather of common memory: nothing moves, and the wait tells that all ranks are ready."""
-        arrived: list[PendingBarrier] = []
+        arrived: list[Waiting] = []
         self.worker.run(lambda: arrived.append(self.barrier.arrive()))
         return arrived[0]
 

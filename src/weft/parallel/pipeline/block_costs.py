@@ -38,7 +38,7 @@ _NOMINAL_FLOPS_PER_S = 1e12
 """Rates that turn bytes or operations into a time where nothing was timed; only proportions matter then."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Unit:
     """A part of a model and its arguments for one microbatch.
 

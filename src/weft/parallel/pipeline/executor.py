@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -119,22 +119,6 @@ class _Arriving:
     pending: list[Pending]
 
 
-class _BufferPool:
-    """Receive buffers for reuse."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._free: dict[tuple[tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
-
-    def take(self, form: Form) -> torch.Tensor:
-        free = self._free.get((form.shape, form.dtype))
-        return free.pop() if free else torch.empty(form.shape, dtype=form.dtype, device=self._device)
-
-    def give_back(self, tensors: Sequence[torch.Tensor]) -> None:
-        for tensor in tensors:
-            self._free.setdefault((tuple(tensor.shape), tensor.dtype), []).append(tensor)
-
-
 @dataclass(slots=True, kw_only=True)
 class Pipeline:
     """This rank's part of a pipeline."""
@@ -147,7 +131,8 @@ class Pipeline:
     parameters: Sequence[torch.nn.Parameter]
     device: torch.device
     num_ranks: int = field(init=False)
-    _buffers: _BufferPool = field(init=False)
+    _free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
+    """Receive buffers for reuse."""
     _in_flight: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
     _arriving: dict[tuple[int, int, int], _Arriving] = field(default_factory=dict)
     _outgoing: dict[tuple[int, int, int], list[torch.Tensor]] = field(default_factory=dict)
@@ -160,7 +145,6 @@ class Pipeline:
     """Start time of the present action."""
 
     def __post_init__(self) -> None:
-        self._buffers = _BufferPool(self.device)
         self.num_ranks = self.channels[True, True].size
 
     def _channel(self, source: int, target: int) -> Group:
@@ -248,7 +232,7 @@ class Pipeline:
                 run_backward(in_flight.roots, gradients)
         self._queue_gradients(action, in_flight, hooks)
         if in_flight.roots:
-            self._buffers.give_back(in_flight.buffers)
+            self._give_back(in_flight.buffers)
 
     def _input_grad(self, action: Action, hooks: StepHooks) -> None:
         in_flight = self._in_flight[action.stage, action.microbatch]
@@ -265,7 +249,7 @@ class Pipeline:
         with hooks.backward(action):
             if in_flight.split is not None:
                 in_flight.split.weight_grads()
-                self._buffers.give_back(in_flight.buffers)
+                self._give_back(in_flight.buffers)
 
     def _incoming_gradients(self, action: Action, in_flight: _InFlight) -> list[torch.Tensor]:
         """The gradient of each root."""
@@ -306,11 +290,11 @@ class Pipeline:
         stages = hooks.stages(action.microbatch)
         if action.peer < action.stage:
             values = list(stages.boundaries[action.peer])
-            tensors = [self._buffers.take(stages.flow.forms[value]) for value in values]
-        else:  # not pooled: autograd may keep it as a parameter's gradient, or part of one
+        else:
             values = stages.differentiable(action.stage)
-            forms = [stages.flow.forms[value] for value in values]
-            tensors = [torch.empty(form.shape, dtype=form.dtype, device=self.device) for form in forms]
+        # Gradients are not pooled: autograd may keep one as a parameter's gradient, or part of one.
+        is_pooled = action.peer < action.stage
+        tensors = [self._buffer(stages.flow.forms[value], is_pooled=is_pooled) for value in values]
         group, source = self._channel(action.peer, action.stage), action.peer % self.num_ranks
         pending = [
             receive(tensor, group, source=source, tag=self._tag(action, number))
@@ -319,6 +303,14 @@ class Pipeline:
         self._arriving[action.stage, action.peer, action.microbatch] = _Arriving(
             action=action, values=values, tensors=tensors, pending=pending
         )
+
+    def _buffer(self, form: Form, *, is_pooled: bool) -> torch.Tensor:
+        free = self._free[torch.Size(form.shape), form.dtype] if is_pooled else None
+        return free.pop() if free else torch.empty(form.shape, dtype=form.dtype, device=self.device)
+
+    def _give_back(self, buffers: Sequence[torch.Tensor]) -> None:
+        for buffer in buffers:
+            self._free[buffer.shape, buffer.dtype].append(buffer)
 
     def _arrived(self, action: Action, peer: int) -> tuple[dict[Value, torch.Tensor], list[torch.Tensor]]:
         """Wait for the messages that an action needs: a new tensor for each value, and their buffers."""

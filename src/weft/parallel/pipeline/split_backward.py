@@ -59,10 +59,7 @@ def run_backward(roots: Sequence[GradientEdge], gradients: Sequence[Tensor], inp
 
 
 class SplitBackward:
-    """The second half of a backward pass whose first half has run: `input_grads` makes one.
-
-    A root tensor keeps its graph alive: drop it, or give the root as a GradientEdge.
-    """
+    """The second half of a backward pass whose first half has run: `input_grads` makes one."""
 
     __slots__ = ("_cuts", "_parameters")
 
@@ -73,19 +70,15 @@ class SplitBackward:
     @classmethod
     def input_grads(
         cls,
-        roots: Sequence[Tensor | GradientEdge],
-        gradients: Sequence[Tensor | None],
+        edges: Sequence[GradientEdge],
+        given: Sequence[Tensor],
         inputs: Sequence[Tensor],
         parameters: Sequence[Tensor],
     ) -> Self:
-        """Run the first half: add to `.grad` of the inputs, which are leaves, and touch no parameter.
-
-        A gradient may be None where its root is a scalar. Without inputs, as on the first stage, this half does nothing
-        and the second is the whole backward pass.
+        """Run the first half, from roots with given gradients: add to `.grad` of the inputs, which are leaves, touching
+        no parameter. Without inputs, as on the first stage, it does nothing and the second is the whole backward pass.
         """
         split = cls(parameters)
-        edges = [root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots]
-        given = [_one(edge) if grad is None else grad for edge, grad in zip(edges, gradients, strict=True)]
         leads_to, cuts_of = _survey(edges, inputs, split._parameters) if inputs else ({}, {})
         on_path = [k for k, edge in enumerate(edges) if leads_to.get(edge.node, PARAMETER) & INPUT]
         beside = [k for k, edge in enumerate(edges) if leads_to.get(edge.node, PARAMETER) == PARAMETER]
@@ -162,13 +155,6 @@ class _Group:
         if self.edges:
             # torch.autograd.backward would refuse a gradient not yet summed to the shape of a broadcast operand.
             run_backward(self.edges, self.gradients, self.parameters)
-
-
-def _one(edge: GradientEdge) -> Tensor:
-    """The gradient of a scalar root."""
-    kind = edge.node._input_metadata[edge.output_nr]
-    assert torch.Size(kind.shape).numel() == 1, f"a root of shape {tuple(kind.shape)} needs a gradient"
-    return torch.ones(kind.shape, dtype=kind.dtype, device=kind.device)
 
 
 def _survey(

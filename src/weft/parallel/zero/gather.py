@@ -18,7 +18,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -86,21 +86,17 @@ class ParameterGathering:
         """Take part in the exchanges of a microbatch without computing anything."""
 
 
-class Reducer(Protocol):
-    """Receives the gradients of gathered parameters."""
-
-    def close(self, flats: Sequence[FlatParameters]) -> None:
-        """No more gradients will come for these in this backward pass."""
-
-
 class Gathering(ParameterGathering):
     """Hooks on a model that gather and free its units in time."""
 
-    def __init__(self, root: Unit, blocks: Sequence[Unit], *, stay_whole: bool, reducer: Reducer) -> None:
-        """`stay_whole`: units stay from a step's first forward to its last backward."""
+    def __init__(
+        self, root: Unit, blocks: Sequence[Unit], close: Callable[[Sequence[FlatParameters]], None], *, stay_whole: bool
+    ) -> None:
+        """`close` is told when no more gradients will come for some parameters in a backward pass; `stay_whole`: units
+        stay from a step's first forward to its last backward."""
         super().__init__(root, blocks)
         self._stay_whole = stay_whole
-        self._reducer = reducer
+        self._close = close
         # What happens in the two passes, until a microbatch shows that it is something else: i, block i begins to be
         # gathered; ~i, its backward pass is over.
         self._forward_order = list(range(len(self._blocks)))
@@ -139,7 +135,7 @@ class Gathering(ParameterGathering):
         self._root.wait()
         for index in self._forward_order + (self._backward_order if self._with_grad else []):
             if index < 0:
-                self._reducer.close(self._blocks[~index].flats)
+                self._close(self._blocks[~index].flats)
                 continue
             self._start(index)
             self._blocks[index].wait()
@@ -297,7 +293,7 @@ class Gathering(ParameterGathering):
 
     def _finish_block(self, index: int) -> None:
         self._log.append(~index)
-        self._reducer.close(self._blocks[index].flats)
+        self._close(self._blocks[index].flats)
 
 
 def _usual_backward(num_blocks: int) -> list[int]:

@@ -78,15 +78,8 @@ def _balanced(whole: Outline, mesh: Mesh, num_stages: int) -> tuple[int, ...]:
 
 def _find_costs(whole: Outline, device: torch.device) -> tuple[BlockCost, list[BlockCost], BlockCost]:
     """Costs before the blocks, of each block, and after the blocks."""
-    units = [
-        Unit(
-            name=call.unit,
-            module=whole.meta_copy.get_submodule(call.unit),
-            args=call.arguments[0],
-            kwargs=call.arguments[1],
-        )
-        for call in whole.flow.calls
-    ]
+    modules = dict(whole.meta_copy.named_modules(remove_duplicate=False))
+    units = [Unit(call.unit, modules[call.unit], *call.arguments) for call in whole.flow.calls]
     by_block = {block: FREE for block in whole.blueprint.blocks}
     before = after = FREE
     seen_block = False

@@ -12,25 +12,23 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from weft.blueprint import Blueprint
 from weft.comm.collectives import all_reduce, broadcast
 from weft.comm.objects import gather_values, value_of_first
 from weft.errors import ModelError, WeftError
 from weft.mesh import Mesh
-from weft.parallel.state.materialise import fill_alone, is_on_meta
+from weft.parallel.state.materialise import fill_alone, is_on_meta, model_tensors
 from weft.parallel.tensor.shares import local_part
 from weft.parallel.tensor.tensor_parallel import TensorParallel
-from weft.plan.partition.tensor import Region
 from weft.training.data.sample_split import SampleSplit
 from weft.training.data.trees import forward, map_tensors, num_samples, split_tree
 from weft.training.setup.probe_pass import GRADIENT, CannotCopyError, Trial, run_pass, try_whole, widened
 from weft.training.step.divergence import require_same_batch
+from weft.training.step.parallel_model import ParallelModel
 
 log = logging.getLogger("weft")
 
@@ -48,19 +46,9 @@ _MOST_FILLED_BYTES = 256 * 2**20
 _CPU = torch.device("cpu")
 
 
-def probe_split(
-    model: nn.Module,
-    mesh: Mesh,
-    blueprint: Blueprint,
-    regions: tuple[Region, ...],
-    example: Any,
-    sample_split: SampleSplit | None = None,
-    make_cutter: Callable[[nn.Module], SampleSplit] | None = None,
-) -> None:
-    """Refuse a model that a split changes; collective. Rank 0 warns if the probe cannot run.
-
-    `sample_split` is that of the model, where ranks have parts of every sample; `make_cutter` makes one for a copy.
-    """
+def probe_split(parts: ParallelModel) -> None:
+    """Refuse a model that a split changes; collective. Rank 0 warns if the probe cannot run."""
+    model, mesh, example, sample_split = parts.model, parts.mesh, parts.example, parts.sample_split
     if mesh.world.is_fake:
         return
     if example is None:
@@ -83,20 +71,20 @@ def probe_split(
         _say_untried(mesh, f"the model cannot be copied ({told['cannot_copy']})")
         return
     if not told["has_answer"]:
-        if make_cutter is not None:
+        if sample_split is not None:
             raise ModelError(
                 f"the output of the model holds no tensor that learns, so whether it may be split over {_axes(mesh)} "
                 "cannot be tried; return tensors, or a tuple, dict or dataclass of them"
             )
         return  # no loss of its output has gradients
     whole, is_wide = {} if trial is None else trial.found, told["is_wide"]
-    copied = _cut_copy(model, model if trial is None else trial.model, mesh, blueprint, regions, is_wide=is_wide)
+    copied = _cut_copy(model, model if trial is None else trial.model, parts, is_wide=is_wide)
     del trial
-    tensor = TensorParallel(copied, mesh, blueprint, regions)
+    tensor = TensorParallel(copied, mesh, parts.blueprint, parts.regions)
     tensor.install(keep_output=False)
     tensor.split_tokens(None)
-    if make_cutter is not None:
-        sample_split = make_cutter(tensor.model)
+    if parts.make_sample_split is not None:
+        sample_split = parts.make_sample_split(tensor.model)
         sample_split.prepare(tensor.model)
     try:
         split = _pass_split(tensor.model, widened(few) if is_wide else few, mesh, sample_split)
@@ -183,27 +171,17 @@ def _say_untried(mesh: Mesh, why: str) -> None:
         )
 
 
-def _cut_copy(
-    model: nn.Module,
-    tried: nn.Module,
-    mesh: Mesh,
-    blueprint: Blueprint,
-    regions: tuple[Region, ...],
-    *,
-    is_wide: bool,
-) -> nn.Module:
+def _cut_copy(model: nn.Module, tried: nn.Module, parts: ParallelModel, *, is_wide: bool) -> nn.Module:
     """A copy of rank 0's copy, with this rank's shares, made without a second whole copy in memory."""
-    cutting, device = TensorParallel(model, mesh, blueprint, regions), mesh.world.device
+    mesh, tensors = parts.mesh, dict(model_tensors(tried))
+    cutting = TensorParallel(model, mesh, parts.blueprint, parts.regions)
     memo: dict[int, Any] = {}
-    named, tensors = dict(tried.named_parameters()), dict(tried.named_buffers())
-    for name, parameter in model.named_parameters():
-        there = widened(named[name].detach().to(device, copy=True), is_wide)
+    for name, tensor in model_tensors(model):
+        there = widened(tensors[name].detach().to(mesh.world.device, copy=True), is_wide)
         broadcast(there, mesh.everyone("control"))
-        memo[id(parameter)] = nn.Parameter(cutting.cut_one(name, there), requires_grad=parameter.requires_grad)
-    for name, buffer in model.named_buffers():
-        there = widened(tensors[name].detach().to(device, copy=True), is_wide)
-        broadcast(there, mesh.everyone("control"))
-        memo[id(buffer)] = cutting.cut_one(name, there)
+        share = cutting.cut_one(name, there)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(share, requires_grad=tensor.requires_grad) if is_parameter else share
     return copy.deepcopy(model, memo)
 
 

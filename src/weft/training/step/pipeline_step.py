@@ -21,14 +21,16 @@ from weft.comm.p2p import receive
 from weft.errors import DataError
 from weft.parallel.pipeline.cut_model import CutModel, tied_groups
 from weft.parallel.pipeline.executor import Pipeline, make_channels, open_pairs
+from weft.parallel.tensor.cross_entropy import gather_logits
 from weft.plan.pipeline.actions import Action
 from weft.plan.pipeline.communication import evaluation_of, schedule_of
 from weft.sync.base import Totals
-from weft.training.step.clipping import join_norm
 from weft.training.step.loss import Count, loss_terms, no_loss
 from weft.training.step.microbatches import CountedBatch
-from weft.training.step.pipeline_passes import Evaluation, Microbatch, MicrobatchPasses, StepParts
+from weft.training.step.pipeline_passes import Evaluation, MicrobatchPasses
+from weft.training.step.step_parts import StepParts
 from weft.training.step.target_count import refuse_no_targets
+from weft.training.step.update import join_norm
 
 _GRADIENTS = ("backward", "weight-grad")
 """The kinds of action after which gradients of parameters may be complete."""
@@ -56,9 +58,7 @@ class PipelineStep(MicrobatchPasses):
 
     def __init__(self, parts: StepParts) -> None:
         super().__init__(parts)
-        cut, mesh = parts.cut, parts.mesh
-        self._mesh = mesh
-        self._sync = parts.sync
+        cut, mesh = self._cut, self._mesh
         self._update = parts.update
         self._counts = parts.counts
         self._control = mesh.group("pipeline", "control")
@@ -123,7 +123,7 @@ class PipelineStep(MicrobatchPasses):
         return value, torch.as_tensor(factor, dtype=value.dtype, device=value.device)
 
     def backward(self, action: Action) -> AbstractContextManager[object]:
-        self._enter(self.microbatches[action.microbatch].inputs)
+        self._model.enter(self.microbatches[action.microbatch].inputs)
         if self._gathering is not None:
             self._gathering.wait_for_stage(action.stage)
         if (action.kind, action.stage, action.microbatch) in self._last:
@@ -198,8 +198,8 @@ class PipelineStep(MicrobatchPasses):
             self._evaluations[num_microbatches] = schedule[self._control.index]
         return self._evaluations[num_microbatches]
 
-    def evaluate(self, microbatches: list[CountedBatch], take_output: Callable[[Microbatch, Any], None]) -> None:
-        """Run microbatches forward; on the last stage, `take_output` gets the outputs."""
+    def evaluate(self, microbatches: list[CountedBatch], take_output: Callable[[Any, Any, Count], None]) -> None:
+        """Run microbatches forward; on the last stage, `take_output` gets outputs, targets and their numbers."""
         evaluation = Evaluation(self._parts, take_output)
         evaluation.take(microbatches)
         self.pipeline.recording.begin_step()
@@ -212,9 +212,12 @@ class PipelineStep(MicrobatchPasses):
     def token(self, window: torch.Tensor, pick: Callable[[Any], int]) -> int:
         """The next token, picked on the last stage, on every rank."""
         picked = torch.zeros(1, dtype=torch.int64, device=self._mesh.world.device)
+        tensor = self._model.tensor
 
-        def take_output(part: Microbatch, output: Any) -> None:
-            picked[0] = pick(self._parts.whole_output(output))
+        def take_output(output: Any, *_: Any) -> None:
+            if tensor is not None and tensor.output is not None:
+                output = gather_logits(output, tensor.output, tensor.group)
+            picked[0] = pick(output)
 
         self.evaluate([(window, None, 0)], take_output)
         broadcast(picked, self._control, root=self._control.size - 1)

@@ -24,8 +24,8 @@ from weft.plan.pipeline.communication import schedule_of
 from weft.plan.pipeline.schedules import version_slots
 from weft.sync.base import Totals
 from weft.training.step.microbatches import CountedBatch
-from weft.training.step.pipeline_passes import StepParts
 from weft.training.step.pipeline_step import PipelineStep, UpdateBatch
+from weft.training.step.step_parts import StepParts
 from weft.training.step.target_count import refuse_no_targets
 
 
@@ -121,7 +121,7 @@ class PipelineStream(PipelineStep):
 
     @contextmanager
     def backward(self, action: Action) -> Iterator[None]:
-        self._enter(self.microbatches[action.microbatch].inputs)
+        self._model.enter(self.microbatches[action.microbatch].inputs)
         before = self._batches.get(action.microbatch // self._at_once - 1)
         if before is not None:  # updates may lag, and the first two batches use the same weights
             self._take_gradients(before)

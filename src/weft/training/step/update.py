@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from weft.comm.collectives import all_reduce
+from weft.comm.group import Group
 from weft.plan.plan import Plan
-from weft.sync.base import Sync
-from weft.training.step.clipping import clipping, multiply
+from weft.sync.base import Sync, Totals
 from weft.training.step.precision import LossScale
 
 log = logging.getLogger("weft")
@@ -57,9 +59,9 @@ class Update:
             if not is_finite:
                 self._skip(step, scale)
                 return
-            factor = clipping(self.grad_norm, factor=factor, clip_norm=self._clip_norm)
+            factor = _clipping(self.grad_norm, factor=factor, clip_norm=self._clip_norm)
         if factor is not None:
-            multiply([p.tensor.grad for p in self._sync.pieces if p.tensor.grad is not None], factor)
+            _multiply([p.tensor.grad for p in self._sync.pieces if p.tensor.grad is not None], factor)
         if self._schedule is not None:
             rate = self._schedule(step)
             for group, base in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
@@ -83,3 +85,36 @@ class Update:
             log.warning(
                 "step %d is skipped: a gradient is not finite%s (%d skipped so far)", step + 1, change, self.num_skipped
             )
+
+
+def _clipping(
+    norm: torch.Tensor, *, factor: float | torch.Tensor | None, clip_norm: float
+) -> float | torch.Tensor | None:
+    """The factor that scales gradients by `factor` and clips them to `clip_norm`; None if they stay as they are.
+
+    `norm` is that of the scaled gradients. The 1e-6 is that of `torch.nn.utils.clip_grad_norm_`.
+    """
+    if clip_norm == 0:
+        return factor
+    coefficient = torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
+    return coefficient if factor is None else coefficient * factor
+
+
+def join_norm(totals: Totals, group: Group) -> Totals:
+    """The totals with the norm over all ranks of the tensor axis, each of which counted its own shard."""
+    if totals.norm is None or group.size == 1:
+        return totals
+    square = totals.norm.double() ** 2
+    all_reduce(square, group)
+    return replace(totals, norm=square.sqrt())
+
+
+def _multiply(gradients: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply all gradients by one number, in place."""
+    if not gradients:
+        return
+    if isinstance(factor, torch.Tensor):
+        # Unless the factor has the gradients' dtype, torch launches one kernel per gradient.
+        widest = max((gradient.dtype for gradient in gradients), key=lambda dtype: dtype.itemsize)
+        factor = factor.to(gradients[0].device, widest)
+    torch._foreach_mul_(gradients, factor)

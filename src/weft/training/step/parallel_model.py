@@ -88,6 +88,11 @@ class ParallelModel:
         is_shared = self.tensor is not None or self.sample_split is not None
         return self.place_seeds is None or self.place_seeds.is_needed or is_shared
 
+    def enter(self, inputs: Any) -> None:
+        """Begin a forward or backward pass of a microbatch."""
+        if self.sample_split is not None:
+            self.sample_split.enter(inputs)
+
     def random_states(self, step: int, microbatch: int) -> AbstractContextManager[None]:
         """Context of the random states of one microbatch's forward pass, the same for any number of stages."""
         if self.place_seeds is None or not self.needs_seeds:
