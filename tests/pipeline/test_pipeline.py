@@ -136,7 +136,7 @@ def check(name: str) -> None:
     assert weights == {parameter_name for parameter_name, _ in model.named_parameters()}, "nothing was left out"
 
 
-ON_RANKS = {world: ranks(world)(check) for world in (2, 3, 4)}
+ON_RANKS = {world: ranks(world, timeout_s=180)(check) for world in (2, 3, 4)}
 
 
 @pytest.mark.parametrize(
