@@ -177,7 +177,7 @@ def link_kind(world: World, transport: str, *, between_hosts: bool) -> str:
 
 def _devices(world: World, control: Group, effort: Effort) -> tuple[Device, ...]:
     facts = describe(world.device, ranks_here=world.hosts.count(world.hosts[world.rank]))
-    facts |= measure_speeds(world.device, budget_s=effort.device_s, meet=agree_in_group(control).meet)
+    facts |= measure_speeds(world.device, budget_s=effort.device_s, meet=lambda: agree_in_group(control)([0.0]))
     rows = gather_values(facts, control, _CPU)
     return tuple(Device(rank=rank, host=world.hosts[rank], **row) for rank, row in enumerate(rows))
 

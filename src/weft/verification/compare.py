@@ -117,6 +117,17 @@ def broadcast_tensors(sent: Mapping[Key, torch.Tensor], mesh: Mesh) -> Iterator[
         yield key, tensor
 
 
+def from_first(values: list[float], mesh: Mesh) -> list[float]:
+    """Rank 0's numbers, on every rank; collective."""
+    sent = torch.tensor(values, dtype=torch.float64, device=mesh.world.device)
+    broadcast(sent, mesh.everyone("control"))
+    return list(map(float, sent))
+
+
+def loss_error(mine: float, true: float) -> float:
+    return abs(mine - true) / max(abs(true), 1e-30)
+
+
 def step_on_part(trainer: Trainer, batch: tuple[Any, Any]) -> float:
     """The loss of one step of the trainer on its part of a global batch."""
     start, stop = part_of(num_samples(batch[0]), trainer.data_rank, trainer.data_size)

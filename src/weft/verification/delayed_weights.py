@@ -51,7 +51,9 @@ def gradients_at(
 class DelayedVersions:
     """A model trained by one process under the version rule of its plan's pipeline."""
 
-    def __init__(self, model: nn.Module, plan: Plan, recipe: Recipe, *, stage_of: Mapping[str, int]) -> None:
+    rule, is_exact = "one process with delayed weights", False
+
+    def __init__(self, model: nn.Module, plan: Plan, recipe: Recipe, stage_of: Mapping[str, int]) -> None:
         """`stage_of` maps every parameter to the first of the stages that have it."""
         self.model = model
         self.num_targets = 0.0
@@ -76,12 +78,8 @@ class DelayedVersions:
         rows, per_update = microbatch_rows(self._plan, num_samples(inputs)), self._microbatches_per_update
         self.num_targets, loss_sum = 0.0, 0.0
         for first in range(0, len(rows), per_update):
-            parts = [
-                (take_rows(inputs, inside), take_rows(targets, inside))
-                for inside in rows[first : first + per_update]
-                if inside
-            ]
-            loss_sum += self._update(parts)
+            parts = [inside for inside in rows[first : first + per_update] if inside]
+            loss_sum += self._update([take_rows((inputs, targets), inside) for inside in parts])
         self.losses.append(loss_sum / max(self.num_targets, 1.0))
         done = (len(self.losses) * len(rows) - (self._plan.axes.pipeline - 1)) // per_update
         known = [mean for mean in self._means[: max(done, 0)] if mean is not None]

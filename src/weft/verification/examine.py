@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -32,15 +32,6 @@ Rows = tuple[int, int, int, int]
 
 Compared = tuple[LocalTensor, torch.Tensor | None, torch.Tensor | None]
 """A tensor of this rank, the whole true one, and the whole true one of the step before."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Losses:
-    """The loss that a step returned here, and the true one of this step and of the one before."""
-
-    mine: float
-    true: float
-    before: float | None
 
 
 class Examination:
@@ -67,14 +58,15 @@ class Examination:
         """By rank: what, name and error of all that was compared there."""
 
     @torch.no_grad()
-    def run(self, losses: Losses) -> Finding:
+    def run(self, *, mine: float, true: float, before: float | None) -> Finding:
+        """Given the loss that the step returned here, and the true one of this step and of the one before."""
         facts = self._gather(None if self._oracle is None else [self._oracle.backward_order, self._oracle.num_targets])
         order, num_targets = facts[0]
         what, name = first = self._first(order)
         gradients = self._gradient_errors() if what in ("loss", "gradient") else GradientErrors()
         if what == "loss":
-            mine = self._gather(losses.mine)
-            return self._finding(first, diagnose_loss(mine, losses.true, losses.before, gradients, self._mesh.plan))
+            cause = diagnose_loss(self._gather(mine), true, before, gradients, self._mesh.plan)
+            return self._finding(first, cause)
         evidence = self._collect(what, name)
         return self._finding(first, diagnose(evidence, gradients, self._mesh.plan, what=what, num_targets=num_targets))
 

@@ -1,15 +1,14 @@
 """The answer a plan must give: the list of rules, and the one process that computes by each.
 
 A lossless plan is held to plain training in one process. A method that changes the maths obeys a rule of its own, and
-is held to a process that computes by that rule: it enters `RULES` with the plans it is for and an `Oracle`. The effect
-of the change is measured separately (`deviation.py`).
+is held to a process that computes by that rule: an `Oracle`. The effect of the change is measured separately
+(`deviation.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -22,8 +21,12 @@ from weft.verification.one_process import Key, OneProcess
 
 
 class Oracle(Protocol):
-    """One process that computes what a plan must. It lives on rank 0."""
+    """One process that computes what a plan must, by a rule. It lives on rank 0."""
 
+    rule: ClassVar[str]
+    """The process, as messages name it."""
+    is_exact: ClassVar[bool]
+    """The answer is that of plain training; otherwise the stages of a pipeline update independently."""
     num_targets: float
     """Number of targets in the last step."""
     losses: list[float]
@@ -41,36 +44,9 @@ class Oracle(Protocol):
         """The same tensor one update earlier, if it is kept."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """A way of training that one process can follow too."""
-
-    name: str
-    """The process that follows it, as messages name it."""
-    is_for: Callable[[Plan], bool]
-    make: Callable[..., Oracle]
-    """Called as `OneProcess` is."""
-    needs_stages: bool = False
-    """`make` also takes the stage of every parameter: `stage_of`."""
-    is_exact: bool = True
-    """The answer is that of plain training."""
-
-
-RULES = (
-    Rule(
-        name="one process with delayed weights",
-        is_for=lambda plan: plan.axes.pipeline > 1 and plan.pipeline.schedule in FLUSH_FREE,
-        make=DelayedVersions,
-        needs_stages=True,
-        is_exact=False,
-    ),
-    Rule(name="one process", is_for=lambda plan: True, make=OneProcess),
-)
-"""The first that is for a plan is its rule."""
-
-
-def rule_of(plan: Plan) -> Rule:
-    return next(rule for rule in RULES if rule.is_for(plan))
+def rule_of(plan: Plan) -> type[DelayedVersions] | type[OneProcess]:
+    is_delayed = plan.axes.pipeline > 1 and plan.pipeline.schedule in FLUSH_FREE
+    return DelayedVersions if is_delayed else OneProcess
 
 
 def find_stages(trainer: Trainer) -> dict[str, int]:

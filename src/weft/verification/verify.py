@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from weft.comm.collectives import all_reduce, broadcast
+from weft.comm.collectives import all_reduce
 from weft.comm.objects import gather_values
 from weft.mesh import Mesh
 from weft.parallel.state.materialise import draw_seed, fill_alone, is_on_meta
@@ -37,12 +37,19 @@ from weft.training.parallelize import ParameterGroups, parallelize
 from weft.training.setup.probe_optimizer import OptimizerFactory
 from weft.training.step.loss import LossFunction
 from weft.training.trainer import Trainer
-from weft.verification.compare import TOLERANCES, compare_tensors, difference, step_on_part
+from weft.verification.compare import (
+    TOLERANCES,
+    compare_tensors,
+    difference,
+    from_first,
+    loss_error,
+    step_on_part,
+)
 from weft.verification.deviation import measure_rounding, measure_rule
-from weft.verification.examine import Examination, Losses
+from weft.verification.examine import Examination
 from weft.verification.keep_float64 import keep_float64
 from weft.verification.one_process import Key, OneProcess, Recipe
-from weft.verification.oracles import Oracle, Rule, find_stages, rule_of
+from weft.verification.oracles import Oracle, find_stages, rule_of
 from weft.verification.verdict import Cause, Deviation, Difference, Finding, Verification
 from weft.verification.zero_noise import ZeroNoise
 
@@ -101,20 +108,20 @@ def _prove(
     rule = rule_of(plan)
     parallel = _copy_without_dropout(model, dtype)
     with _without_casts(parallel, plan, batches[0][0], dtype), ExitStack() as stack:
-        zero_noise = ZeroNoise(recipe.optimizer, by_stage=rule.needs_stages)
+        zero_noise = ZeroNoise(recipe.optimizer, by_stage=not rule.is_exact)
         silent = dataclasses.replace(recipe, optimizer=zero_noise)
         trainer = stack.enter_context(make_trainer(parallel, plan, silent, batches))
         zero_noise.mesh = trainer.mesh
-        stage_of = find_stages(trainer) if rule.needs_stages else {}
-        oracle, plain = None, None
+        stage_of = {} if rule.is_exact else find_stages(trainer)
+        oracle: Oracle | None = None
+        plain = None
         if trainer.mesh.world.rank == 0:
             # Made from rank 0's model, which is what parallelize gave every rank.
             place = trainer.mesh.world.device
             alone = _copy_without_dropout(model, dtype, place)
             stages = [stage_of[name] for name, p in alone.named_parameters() if p.requires_grad and stage_of]
             quiet = dataclasses.replace(recipe, optimizer=ZeroNoise(recipe.optimizer, stages=stages))
-            more = {"stage_of": stage_of} if rule.needs_stages else {}
-            oracle = rule.make(alone, trainer.plan, quiet, **more)
+            oracle = rule(alone, trainer.plan, quiet, stage_of)
             if not rule.is_exact:
                 plain = OneProcess(_copy_without_dropout(model, dtype, place), plan, recipe)
         comparison = _Comparison(trainer, oracle, dtype)
@@ -125,7 +132,7 @@ def _prove(
         if not rule.is_exact:
             trainer.flush()
             comparison.compare([], len(batches), is_drained=True)
-        outcome = comparison.outcome(rule, num_steps=len(batches))
+        outcome = comparison.outcome(rule.rule, num_steps=len(batches))
         return outcome, None if rule.is_exact else measure_rule(oracle, plain, batches, trainer.mesh)
 
 
@@ -139,7 +146,7 @@ class _Comparison:
         self._found: list[Difference] = []
         self._first: Finding | None = None
         self._is_random = False
-        self._losses = Losses(mine=math.nan, true=math.nan, before=None)
+        self._losses: dict[str, Any] = {}
 
     def step(self, number: int, batch: tuple[Any, Any], *, is_drained: bool) -> None:
         device = self._mesh.world.device
@@ -150,12 +157,10 @@ class _Comparison:
             expected = self._oracle.step(*map_tensors(lambda tensor: tensor.to(device), batch))
             is_random = not torch.equal(random_state, _random_state(device))
             facts = [expected or 0.0, float(expected is not None), float(is_random)]
-        sent = torch.tensor(facts, dtype=torch.float64, device=device)
-        broadcast(sent, self._group)
-        true, is_known, is_random = sent.tolist()
+        true, is_known, is_random = from_first(facts, self._mesh)
         self._is_random = bool(is_random)
-        self._losses = Losses(mine=mine, true=true, before=self._losses.true if number > 1 else None)
-        error = abs(mine - true) / max(abs(true), 1e-30)
+        self._losses = {"mine": mine, "true": true, "before": self._losses.get("true")}
+        error = loss_error(mine, true)
         if not is_known:  # then the plan must return none either
             error = 0.0 if math.isnan(mine) else math.inf
         found = [difference(Key("loss", ""), number, self._mesh.world.rank, error)]
@@ -174,11 +179,11 @@ class _Comparison:
         if is_off.item():
             self._first = Examination(
                 self._trainer, self._oracle, found, step=number, tolerance=self._tolerance, is_drained=is_drained
-            ).run(self._losses)
+            ).run(**self._losses)
             if self._is_random:
                 self._first = dataclasses.replace(self._first, cause=_RANDOM)
 
-    def outcome(self, rule: Rule, *, num_steps: int) -> Verification:
+    def outcome(self, rule: str, *, num_steps: int) -> Verification:
         mine = [asdict(one) for one in _worst(self._found)]
         gathered = gather_values(mine, self._group, self._mesh.world.device)
         worst = _worst(Difference(**entry) for part in gathered for entry in part)
@@ -186,7 +191,7 @@ class _Comparison:
             num_steps=num_steps,
             tolerance=self._tolerance,
             differences=tuple(sorted(worst, key=lambda one: -one.error)),
-            rule=rule.name,
+            rule=rule,
             first=self._first,
         )
 
