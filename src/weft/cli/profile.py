@@ -85,11 +85,9 @@ def _run_rank(
             leave_world()
             return False
     if target is not None:
-        effort = QUICK if quick else FULL
+        effort, progress = QUICK if quick else FULL, view.progress if view is not None else lambda *_: None
         try:
-            cluster, notes = measure_cluster(
-                world, effort=effort, progress=view.progress if view is not None else lambda *_: None, name=target.stem
-            )
+            cluster, notes = measure_cluster(world, effort=effort, progress=progress, name=target.stem)
         finally:
             if view is not None:
                 view.close()
@@ -150,10 +148,10 @@ class _View:
         print_table(self._console, ("compared", "rank 0 has"), [(name, str(value)) for name, value in told.items()])
         for finding in found.findings:
             say(self._console, f"{'problem' if finding.breaks else 'note'}: {finding.text}")
-        if found.ok:
-            say(self._console, f"{len(found.facts)} ranks compared: nothing differs that would break a run")
-        else:
-            say(self._console, f"{len(found.facts)} ranks compared: a run would break; mend the problems above first")
+        verdict = "nothing differs that would break a run"
+        if not found.ok:
+            verdict = "a run would break; mend the problems above first"
+        say(self._console, f"{len(found.facts)} ranks compared: {verdict}")
 
     def measured(self, cluster: Cluster, notes: list[str], target: Path) -> None:
         """Print devices, links and collectives, the slow links, and the file."""
@@ -168,15 +166,13 @@ class _View:
             ("rank", "host", "memory", "copy", "fp32", "bf16", "fp16"),
             [
                 (
-                    str(device.rank),
-                    str(device.host),
-                    format_bytes(device.memory_bytes),
-                    _rate(device.copy_bytes_per_s),
-                    _speed(device.fp32_flops_per_s),
-                    _speed(device.bf16_flops_per_s),
-                    _speed(device.fp16_flops_per_s),
+                    str(one.rank),
+                    str(one.host),
+                    format_bytes(one.memory_bytes),
+                    f"{format_bytes(one.copy_bytes_per_s)}/s",
+                    *map(_speed, (one.fp32_flops_per_s, one.bf16_flops_per_s, one.fp16_flops_per_s)),
                 )
-                for device in cluster.devices
+                for one in cluster.devices
             ],
         )
         rows: list[tuple[str, int, str, Link | Timing]] = [(_place(link), 2, link.kind, link) for link in cluster.links]
@@ -185,7 +181,14 @@ class _View:
             self._console,
             ("exchange", "ranks", "link", "latency", "rate", "miss"),
             [
-                (what, str(size), kind, format_seconds(line.alpha_s), _rate(line.bytes_per_s), f"{line.miss:.0%}")
+                (
+                    what,
+                    str(size),
+                    kind,
+                    format_seconds(line.alpha_s),
+                    _rate(line),
+                    f"{line.miss:.0%}",
+                )
                 for what, size, kind, line in rows
             ],
         )
@@ -196,8 +199,8 @@ class _View:
         say(self._console, f"wrote {target}")
 
 
-def _rate(bytes_per_s: float) -> str:
-    return f"{format_bytes(bytes_per_s)}/s"
+def _rate(line: Link | Timing) -> str:
+    return f"{format_bytes(line.bytes_per_s)}/s"
 
 
 def _speed(flops_per_s: float) -> str:

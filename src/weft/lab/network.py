@@ -1,10 +1,5 @@
 """An emulated network: hosts with a line each, routes between them, and trunks that several routes share.
 
-        host 0 ══ up ══╗                      ╔══ down ══ host 1
-               ══ down ╣  route from 0 to 1   ╣
-        host 2 ══ up ══╝  (delay, loss, and   ╚══ down ══ host 3
-                           perhaps a trunk)
-
 A *line* sends one packet after the other, at its rate, and has a queue. A packet leaves through its host's upload line,
 is delayed by its route, crosses the route's trunk, if any, and arrives through the other host's download line. Plain
 data: `fabric.py` moves packets by it, `topology.py` reads it from text.

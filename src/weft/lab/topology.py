@@ -1,27 +1,6 @@
 """A network from text: the defaults, a preset, a topology file and flags, each overriding the one before.
 
-    preset = "1GbE"                 # what is not said below
-    hosts = 4
-    ranks = 2                       # on each host
-    bandwidth = "1Gbit"             # of each host's own line, each way
-    delay = "5ms"                   # one way, between any two hosts
-    jitter = "1ms"
-    loss = "0.1%"
-    compute = 0.5                   # cores a host may use; 0: no limit
-    mtu = 65000
-
-    [[host]]                        # one host that differs
-    number = 3
-    upload = "10Mbit"               # also ranks, bandwidth, download, compute
-
-    [[link]]                        # a line between groups of hosts, which all traffic between them shares
-    from = [0, 1]                   # or "all"
-    to = [2, 3]
-    bandwidth = "100Mbit"           # left out: no line of its own, only another delay, jitter or loss
-    delay = "50ms"
-    one_way = true                  # left out: two lines, one for each direction
-
-All problems are reported together.
+`docs/lab.md` shows the format of the file. All problems are reported together.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """Comparison of the ranks' software, code and data before a run; differences are named with ranks and values.
 
-Three kinds of facts:
-
-    must be equal      weft, its code, torch, a job's files and data       a difference is a problem
-    better equal       Python, numpy, threads, processor                   a difference is a note
-    quantities         free memory and disk                                less than half of another's is a note
-
-Clocks of hosts are compared by round trips, as NTP does; the shortest of several counts.
+A difference of facts that must be equal is a problem; of facts that had better be equal, or a quantity below half of
+another rank's, a note. Clocks of hosts are compared by round trips, as NTP does; the shortest of several counts.
 """
 
 from __future__ import annotations

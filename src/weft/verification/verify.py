@@ -1,15 +1,9 @@
 """`verify`: a plan against one process, on the user's own model: every loss, every gradient, every weight.
 
-Rank 0 trains a second copy of the model by itself on the whole global batch (`one_process.py`), all ranks train theirs
-under the plan, and after every step each rank compares its tensors with the reference (`compare.py`). In float64 a
-logic error is ten orders of magnitude larger than that of another order of additions. The first error is examined
-(`examine.py`), and a likely cause named (`diagnosis.py`).
-
-Dropout is off, and gradients that are only rounding are set to zero (`zero_noise.py`). Both sides compute in the dtype
-of the comparison, not the plan's or the model's own (`keep_float64.py`), whose rounding would hide errors.
-
-A plan that obeys a rule of its own is held to that rule (`oracles.py`); a lossy one is then measured as it stands
-(`deviation.py`).
+Rank 0 also trains a copy of the model by itself on the whole global batch, by the rule that the plan obeys
+(`oracles.py`), and each rank compares its tensors with it after every step (`compare.py`). In float64 a logic error is
+ten orders of magnitude larger than that of another order of additions; both sides compute in the dtype of the
+comparison, not the plan's or the model's own (`keep_float64.py`), whose rounding would hide errors.
 """
 
 from __future__ import annotations
