@@ -161,37 +161,20 @@ class _View:
         for name in dict.fromkeys(device.name for device in cluster.devices):
             ranks = [device.rank for device in cluster.devices if device.name == name]
             say(self._console, f"{say_ranks(ranks)}: {name} (products of matrices in FLOP/s)")
-        print_table(
-            self._console,
-            ("rank", "host", "memory", "copy", "fp32", "bf16", "fp16"),
-            [
-                (
-                    str(one.rank),
-                    str(one.host),
-                    format_bytes(one.memory_bytes),
-                    f"{format_bytes(one.copy_bytes_per_s)}/s",
-                    *map(_speed, (one.fp32_flops_per_s, one.bf16_flops_per_s, one.fp16_flops_per_s)),
-                )
-                for one in cluster.devices
-            ],
-        )
-        rows: list[tuple[str, int, str, Link | Timing]] = [(_place(link), 2, link.kind, link) for link in cluster.links]
-        rows += [(timing.collective, timing.num_ranks, timing.link, timing) for timing in cluster.timings]
-        print_table(
-            self._console,
-            ("exchange", "ranks", "link", "latency", "rate", "miss"),
-            [
-                (
-                    what,
-                    str(size),
-                    kind,
-                    format_seconds(line.alpha_s),
-                    _rate(line),
-                    f"{line.miss:.0%}",
-                )
-                for what, size, kind, line in rows
-            ],
-        )
+        devices = [
+            (
+                str(one.rank),
+                str(one.host),
+                format_bytes(one.memory_bytes),
+                f"{format_bytes(one.copy_bytes_per_s)}/s",
+                *map(_speed, (one.fp32_flops_per_s, one.bf16_flops_per_s, one.fp16_flops_per_s)),
+            )
+            for one in cluster.devices
+        ]
+        print_table(self._console, ("rank", "host", "memory", "copy", "fp32", "bf16", "fp16"), devices)
+        rows = [(_place(link), "2", link.kind, *_figures(link)) for link in cluster.links]
+        rows += [(one.collective, str(one.num_ranks), one.link, *_figures(one)) for one in cluster.timings]
+        print_table(self._console, ("exchange", "ranks", "link", "latency", "rate", "miss"), rows)
         for slow in slow_links(cluster.links):
             say(self._console, str(slow))
         for note in notes:
@@ -199,8 +182,8 @@ class _View:
         say(self._console, f"wrote {target}")
 
 
-def _rate(line: Link | Timing) -> str:
-    return f"{format_bytes(line.bytes_per_s)}/s"
+def _figures(line: Link | Timing) -> tuple[str, str, str]:
+    return format_seconds(line.alpha_s), f"{format_bytes(line.bytes_per_s)}/s", f"{line.miss:.0%}"
 
 
 def _speed(flops_per_s: float) -> str:

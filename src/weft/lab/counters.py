@@ -51,7 +51,7 @@ class Counters:
     def __init__(self, fd: int, *, num_hosts: int, writable: bool = False) -> None:
         self.num_hosts = num_hosts
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-        self.table = memoryview(mmap.mmap(fd, table_bytes(num_hosts), access=access)).cast("Q")
+        self.table = memoryview(mmap.mmap(fd, 0, access=access)).cast("Q")
 
     def place(self, source: int, destination: int) -> int:
         """Index of a pair's first count in the table; counts are in the order of PairCount's fields."""
@@ -82,14 +82,10 @@ class Counters:
         return json.dumps({"hosts": self.num_hosts, "pairs": pairs, "switch": self.switch()._asdict()}, indent=1) + "\n"
 
 
-def table_bytes(num_hosts: int) -> int:
-    return 8 * (num_hosts**2 * len(PairCount._fields) + len(SwitchCount._fields))
-
-
 def make_table(num_hosts: int) -> int:
     """A file descriptor of a new table. It has no name, so no file is left behind."""
     fd = os.memfd_create("weft-lab-counters")
-    os.truncate(fd, table_bytes(num_hosts))
+    os.truncate(fd, 8 * (num_hosts**2 * len(PairCount._fields) + len(SwitchCount._fields)))
     return fd
 
 

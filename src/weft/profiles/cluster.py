@@ -35,9 +35,7 @@ _UNIT_BYTES = 1 << 40
 class Text:
     """Text of at least one character."""
 
-    @property
-    def allowed(self) -> str:
-        return "text, in quotes"
+    allowed: str = "text, in quotes"
 
     def accept(self, value: object) -> object:
         if not isinstance(value, str) or not value:
@@ -49,9 +47,7 @@ class Text:
 class Pair:
     """Two hosts, the lower number first; the same twice for a link inside one."""
 
-    @property
-    def allowed(self) -> str:
-        return "a list of two host numbers, the lower first"
+    allowed: str = "a list of two host numbers, the lower first"
 
     def accept(self, value: object) -> object:
         whole = isinstance(value, list | tuple) and all(type(host) is int and host >= 0 for host in value)

@@ -159,7 +159,9 @@ def _panel(canvas: Canvas, title: str, timeline: Timeline, y: float, unit_s: flo
         if span.action.is_compute:
             inside += _box(canvas, span, x, top, px, chunk=span.action.stage // timeline.num_ranks)
         else:
-            inside += _mark(span.action.kind, x, top + canvas.box_px + 1, px)
+            # A message: a thin bar below the boxes, outgoing above incoming.
+            line = top + canvas.box_px + 1 + (0 if span.action.kind in OUTGOING else EXCHANGE_PX / 2)
+            inside += f'<path d="M{x:.2f} {line:g}h{px:.2f}v3.5h-{px:.2f}z"/>'
         parts.append(f'<g class="{_classes(span)}">{inside}</g>')
     return parts, bottom + (GAP_PX if title else 0)
 
@@ -199,12 +201,6 @@ def _box(canvas: Canvas, span: Span, x: float, top: float, px: float, *, chunk: 
     if version and px > SMALL_DIGIT_PX * len(version) + 1:
         parts.append(_text(middle, line + (11 if number else 0), version, "version"))
     return "".join(parts)
-
-
-def _mark(kind: Kind, x: float, top: float, px: float) -> str:
-    """A message: a thin bar below the boxes, outgoing above incoming."""
-    y = top + (0 if kind in OUTGOING else EXCHANGE_PX / 2)
-    return f'<path d="M{x:.2f} {y:g}h{px:.2f}v3.5h-{px:.2f}z"/>'
 
 
 def _ticks(canvas: Canvas, unit_s: float | None) -> tuple[list[tuple[float, str]], str]:

@@ -10,6 +10,7 @@ have are kept, and a rank compares its own.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -64,6 +65,10 @@ class DelayedVersions:
         self._microbatches_per_update = 1 if plan.pipeline.schedule == "pipedream" else plan.step.microbatches
         self._heads = {name: nn.Parameter(weight.detach().clone()) for name, weight in trained.items()}
         self._updates = Updates(self._heads, plan, recipe)
+        pipeline, num_stages = plan.pipeline, plan.axes.pipeline
+        self._version_used = functools.partial(
+            version_used, pipeline.schedule, num_stages, vertical_sync=pipeline.vertical_sync
+        )
         self._newest = 0
         self._weights: dict[int, Weights] = {0: self._copies()}
         self._gradients: dict[int, Weights] = {}
@@ -105,7 +110,9 @@ class DelayedVersions:
     def _update(self, parts: list[tuple[Any, Any]]) -> float:
         """Returns the sum of the loss over the parts."""
         summed, loss_sum, count_sum = Weights(), 0.0, 0.0
-        used = {name: self._weights[self._version(name)][name] for name in self._heads}
+        used = {
+            name: self._weights[self._version_used(self._stage_of[name], self._newest)][name] for name in self._heads
+        }
 
         def loss_of(weights: Weights, part: tuple[Any, Any]) -> Tensor:
             nonlocal count_sum
@@ -133,12 +140,3 @@ class DelayedVersions:
 
     def _copies(self) -> Weights:
         return {name: head.detach().clone() for name, head in self._heads.items()}
-
-    def _version(self, name: str) -> int:
-        return version_used(
-            self._plan.pipeline.schedule,
-            self._plan.axes.pipeline,
-            self._stage_of[name],
-            self._newest,
-            vertical_sync=self._plan.pipeline.vertical_sync,
-        )

@@ -113,17 +113,12 @@ class Examination:
                 if local.tensor is not None and true is not None:
                     ratio, left = ratio_of(local.tensor, self._part(true, local.layout))
                     ratios[name] = ratio if left <= EXPLAINED else math.nan
-        gathered = self._gather(ratios)
-        return GradientErrors(
-            off={
-                rank: {name: gathered[rank].get(name, math.nan) for name, error in mine.items() if self._is_off(error)}
-                for rank, mine in enumerate(errors)
-            },
-            right={
-                rank: [name for name, error in mine.items() if not self._is_off(error)]
-                for rank, mine in enumerate(errors)
-            },
-        )
+        off: dict[int, dict[str, float]] = {}
+        right: dict[int, list[str]] = {}
+        for rank, (mine, factors) in enumerate(zip(errors, self._gather(ratios), strict=True)):
+            off[rank] = {name: factors.get(name, math.nan) for name, error in mine.items() if self._is_off(error)}
+            right[rank] = [name for name in mine if name not in off[rank]]
+        return GradientErrors(off=off, right=right)
 
     def _part(self, whole: torch.Tensor, layout: Layout, rank: int | None = None) -> torch.Tensor:
         return local_part(whole, layout, self._mesh.grid, self._mesh.world.rank if rank is None else rank)
@@ -217,10 +212,8 @@ class Examination:
         if layout.flat_range is not None:
             return rows
         ranges = layout.ranges(self._mesh.grid.axes.sizes, self._mesh.grid.coordinates(self._mesh.world.rank))[dim]
-        if len(ranges) > 1:
-            return rows
         start = ranges[0][0]
-        return dim, first + start, last + start, layout.global_shape[dim]
+        return rows if len(ranges) > 1 else (dim, first + start, last + start, layout.global_shape[dim])
 
     def _swapped_with(
         self, mine: torch.Tensor, layout: Layout, whole: torch.Tensor, error: float, held: Sequence[Any]
@@ -263,11 +256,8 @@ def _axes_to_sum(mesh: Mesh) -> list[str]:
     """Every axis of several ranks, and those over which gradients are summed together."""
     several = [axis for axis, size in mesh.grid.axes.sizes.items() if size > 1]
     together = [axis for axis in several if axis in ("data", "ring", "ulysses")]
-    found = [*several]
-    for axes in (together, [*(axis for axis in several if axis == "replicate"), *together]):
-        if len(axes) > 1 and "+".join(axes) not in found:
-            found.append("+".join(axes))
-    return found
+    replicate = [axis for axis in several if axis == "replicate"]
+    return list(dict.fromkeys([*several, *("+".join(axes) for axes in (together, replicate + together) if axes)]))
 
 
 def ratio_of(mine: torch.Tensor, true: torch.Tensor) -> tuple[float, float]:

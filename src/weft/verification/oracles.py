@@ -8,7 +8,7 @@ is held to a process that computes by that rule: an `Oracle`. The effect of the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -21,12 +21,12 @@ from weft.verification.one_process import Key, OneProcess
 
 
 class Oracle(Protocol):
-    """One process that computes what a plan must, by a rule. It lives on rank 0."""
+    """One process that computes what a plan must. It lives on rank 0.
 
-    rule: ClassVar[str]
-    """The process, as messages name it."""
-    is_exact: ClassVar[bool]
-    """The answer is that of plain training; otherwise the stages of a pipeline update independently."""
+    `rule` is its name in messages; `is_exact` says that its answer is that of plain training. Where it is not, the
+    stages of a pipeline update independently.
+    """
+
     num_targets: float
     """Number of targets in the last step."""
     losses: list[float]

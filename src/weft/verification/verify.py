@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -81,9 +80,13 @@ def verify(
         fill_alone(model, draw_seed(), torch.device("cpu"))
     exact = dataclasses.replace(plan, precision=Precision())
     cast = _cast(batches, dtype)
-    make_trainer = functools.partial(_parallelize, device=device, mesh=mesh)
+
+    def make_trainer(model: nn.Module, plan: Plan, recipe: Recipe, batches: Sequence[Any]) -> Trainer:
+        given = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
+        return parallelize(model, plan, **given, device=device, mesh=mesh, example=batches[0][0])
+
     outcome, deviation = _prove(model, exact, recipe, cast, make_trainer, dtype=dtype, on_step=on_step)
-    if _rounds(plan.precision):
+    if any(getattr(plan.precision, name) != getattr(Precision(), name) for name in ("compute", "reduce", "accumulate")):
         deviation = _measure_rounding(model, plan, recipe, _cast(batches, torch.float32), make_trainer)
     return dataclasses.replace(outcome, deviation=deviation)
 
@@ -149,8 +152,8 @@ class _Comparison:
         if self._oracle is not None:
             random_state = _random_state(device)
             expected = self._oracle.step(*map_tensors(lambda tensor: tensor.to(device), batch))
-            is_random = not torch.equal(random_state, _random_state(device))
-            facts = [expected or 0.0, float(expected is not None), float(is_random)]
+            is_drawn = not torch.equal(random_state, _random_state(device))
+            facts = [expected or 0.0, float(expected is not None), float(is_drawn)]
         true, is_known, is_random = from_first(facts, self._mesh)
         self._is_random = bool(is_random)
         self._losses = {"mine": mine, "true": true, "before": self._losses.get("true")}
@@ -206,12 +209,6 @@ def _random_state(device: torch.device) -> torch.Tensor:
     return torch.cat([torch.get_rng_state(), torch.cuda.get_rng_state(device)])
 
 
-def _rounds(precision: Precision) -> bool:
-    """The plan computes or sums in 16 bits."""
-    own = Precision()
-    return (precision.compute, precision.reduce, precision.accumulate) != (own.compute, own.reduce, own.accumulate)
-
-
 def _measure_rounding(
     model: nn.Module, plan: Plan, recipe: Recipe, batches: Sequence[Any], make_trainer: Callable[..., Trainer]
 ) -> Deviation:
@@ -222,19 +219,6 @@ def _measure_rounding(
             alone = _copy_without_dropout(model, torch.float32, trainer.mesh.world.device)
             reference = OneProcess(alone, plan, recipe)
         return measure_rounding(trainer, reference, batches)
-
-
-def _parallelize(model: nn.Module, plan: Plan, recipe: Recipe, batches: Sequence[Any], **where: Any) -> Trainer:
-    return parallelize(
-        model,
-        plan,
-        loss=recipe.loss,
-        optimizer=recipe.optimizer,
-        schedule=recipe.schedule,
-        groups=recipe.groups,
-        **where,
-        example=batches[0][0],
-    )
 
 
 def _copy_without_dropout(
