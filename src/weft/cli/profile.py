@@ -105,10 +105,8 @@ def _join() -> Any:
     try:
         return join_world(timeout_s=_JOIN_TIMEOUT_S)
     except RuntimeError as error:
-        first = str(error).splitlines()[0]
-        raise LaunchError(
-            f"rank {os.environ.get('RANK', '0')} cannot reach the others ({first}); {advice()}"
-        ) from error
+        rank, first = os.environ.get("RANK", "0"), str(error).splitlines()[0]
+        raise LaunchError(f"rank {rank} cannot reach the others ({first}); {advice()}") from error
 
 
 class _View:

@@ -56,7 +56,8 @@ def make_ping_pong(first: int, second: int, group: Group, device: torch.device) 
     """A message from one rank to another and back: two one-way times. Only these two ranks may call the result."""
 
     def make(num_bytes: int) -> Run:
-        message, answer = _filled(num_bytes, device), _filled(num_bytes, device)
+        # Zeros stay zeros in every sum; they are written here, because fresh zeros may have no memory yet.
+        message, answer = (torch.empty(num_bytes // _ITEM_BYTES, device=device).fill_(0) for _ in range(2))
         is_first = group.ranks[group.index] == first
         other = group.ranks.index(second if is_first else first)
 
@@ -70,11 +71,6 @@ def make_ping_pong(first: int, second: int, group: Group, device: torch.device) 
         return _finished(exchange, device)
 
     return make
-
-
-def _filled(num_bytes: int, device: torch.device) -> torch.Tensor:
-    # Zeros stay zeros in every sum; they are written here, because fresh zeros may have no memory yet.
-    return torch.empty(num_bytes // _ITEM_BYTES, device=device).fill_(0)
 
 
 def _finished(call: Callable[[], object], device: torch.device, *, keep: object = None) -> Run:

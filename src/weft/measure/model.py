@@ -5,8 +5,7 @@ The step is the trainer's: forward, loss, backward, every gradient of a paramete
 samples, to separate what grows with samples from what does not. The model may be on any device, also on meta; neither
 it nor the random state is changed.
 
-A model or loss that reads the *values* of tensors (`.item()`, `if x.max() > 0`) cannot be profiled. Kernels' own
-workspaces are not seen (`liveness.py`).
+A model or loss that reads the *values* of tensors cannot be profiled. Kernels' own workspaces are not seen.
 """
 
 from __future__ import annotations
@@ -105,12 +104,7 @@ def _batch(inputs: Any, targets: Any, times: int) -> tuple[Any, Any]:
 
 
 def _watch_step(
-    model: nn.Module,
-    blueprint: Blueprint,
-    batch: tuple[Any, Any],
-    loss: Loss,
-    plan: Plan,
-    device: torch.device,
+    model: nn.Module, blueprint: Blueprint, batch: tuple[Any, Any], loss: Loss, plan: Plan, device: torch.device
 ) -> dict[str, list[int]]:
     """One training step of a copy of the model on fake tensors: bytes of each segment, of the batch and the output."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)

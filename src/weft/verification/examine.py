@@ -247,8 +247,7 @@ class Examination:
 def _described(local: LocalTensor) -> list[Any]:
     """Shape of a tensor of this rank, the axes that split it, and its flat range: for other ranks."""
     assert local.tensor is not None
-    flat = local.layout.flat_range
-    axes = [split.axis for split in local.layout.splits]
+    flat, axes = local.layout.flat_range, [split.axis for split in local.layout.splits]
     return [list(local.tensor.shape), axes, None if flat is None else list(flat)]
 
 

@@ -1,4 +1,4 @@
-"""The answer a plan must give: the list of rules, and the one process that computes by each.
+"""The answer a plan must give: the rule that it obeys, and the one process that computes by it.
 
 A lossless plan is held to plain training in one process. A method that changes the maths obeys a rule of its own, and
 is held to a process that computes by that rule: an `Oracle`. The effect of the change is measured separately
@@ -7,41 +7,25 @@ is held to a process that computes by that rule: an `Oracle`. The effect of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
-
-import torch
-
 from weft.comm.objects import gather_values
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Plan
 from weft.training.trainer import Trainer
 from weft.verification.delayed_weights import DelayedVersions
-from weft.verification.one_process import Key, OneProcess
+from weft.verification.one_process import OneProcess
 
+Oracle = OneProcess | DelayedVersions
+"""One process that computes what a plan must. It lives on rank 0.
 
-class Oracle(Protocol):
-    """One process that computes what a plan must. It lives on rank 0.
-
-    `rule` is its name in messages; `is_exact` says that its answer is that of plain training. Where it is not, the
-    stages of a pipeline update independently.
-    """
-
-    num_targets: float
-    """Number of targets in the last step."""
-    losses: list[float]
-    """Mean loss of each batch, in the passes that computed it."""
-    backward_order: list[str]
-    """Parameters in the order in which a backward pass finishes their gradients."""
-
-    def step(self, inputs: Any, targets: Any) -> float | None:
-        """Train on a whole global batch; what the plan's step must return, None where it has no loss to return yet."""
-
-    def tensors(self, *, is_drained: bool) -> Iterator[tuple[Key, torch.Tensor]]:
-        """Tensors that a rank may hold after the step; `is_drained`: no microbatch is in flight."""
-
-    def previous(self, key: Key) -> torch.Tensor | None:
-        """The same tensor one update earlier, if it is kept."""
+rule            its name in messages
+is_exact        its answer is that of plain training; otherwise the stages of a pipeline update independently
+step            trains on a whole global batch; returns what the plan's step must, None where there is no loss yet
+losses          mean loss of each batch, in the passes that computed it
+num_targets     number of targets in the last step
+backward_order  parameters in the order in which a backward pass finishes their gradients
+tensors         what a rank may hold after the step; `is_drained`: no microbatch is in flight
+previous        the same tensor one update earlier, if it is kept
+"""
 
 
 def rule_of(plan: Plan) -> type[DelayedVersions] | type[OneProcess]:

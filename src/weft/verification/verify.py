@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -87,7 +87,12 @@ def verify(
 
     outcome, deviation = _prove(model, exact, recipe, cast, make_trainer, dtype=dtype, on_step=on_step)
     if any(getattr(plan.precision, name) != getattr(Precision(), name) for name in ("compute", "reduce", "accumulate")):
-        deviation = _measure_rounding(model, plan, recipe, _cast(batches, torch.float32), make_trainer)
+        single = _cast(batches, torch.float32)
+        with make_trainer(_copy_without_dropout(model), plan, recipe, single) as trainer:
+            reference, place = None, trainer.mesh.world.device
+            if trainer.mesh.world.rank == 0:
+                reference = OneProcess(_copy_without_dropout(model, torch.float32, place), plan, recipe)
+            deviation = measure_rounding(trainer, reference, single)
     return dataclasses.replace(outcome, deviation=deviation)
 
 
@@ -104,10 +109,10 @@ def _prove(
     """Compare a plan with one process under its rule, and an inexact rule with plain training."""
     rule = rule_of(plan)
     parallel = _copy_without_dropout(model, dtype)
-    with _without_casts(parallel, plan, batches[0][0], dtype), ExitStack() as stack:
-        zero_noise = ZeroNoise(recipe.optimizer, by_stage=not rule.is_exact)
-        silent = dataclasses.replace(recipe, optimizer=zero_noise)
-        trainer = stack.enter_context(make_trainer(parallel, plan, silent, batches))
+    zero_noise = ZeroNoise(recipe.optimizer, by_stage=not rule.is_exact)
+    silent = dataclasses.replace(recipe, optimizer=zero_noise)
+    casts = _without_casts(parallel, plan, batches[0][0], dtype)
+    with casts, make_trainer(parallel, plan, silent, batches) as trainer:
         zero_noise.mesh = trainer.mesh
         stage_of = {} if rule.is_exact else find_stages(trainer)
         oracle: Oracle | None = None
@@ -207,18 +212,6 @@ def _random_state(device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return torch.get_rng_state()
     return torch.cat([torch.get_rng_state(), torch.cuda.get_rng_state(device)])
-
-
-def _measure_rounding(
-    model: nn.Module, plan: Plan, recipe: Recipe, batches: Sequence[Any], make_trainer: Callable[..., Trainer]
-) -> Deviation:
-    """The plan as it stands, the model in its own dtypes, against one process in float32."""
-    with make_trainer(_copy_without_dropout(model), plan, recipe, batches) as trainer:
-        reference = None
-        if trainer.mesh.world.rank == 0:
-            alone = _copy_without_dropout(model, torch.float32, trainer.mesh.world.device)
-            reference = OneProcess(alone, plan, recipe)
-        return measure_rounding(trainer, reference, batches)
 
 
 def _copy_without_dropout(
