@@ -146,10 +146,8 @@ class _View:
         print_table(self._console, ("compared", "rank 0 has"), [(name, str(value)) for name, value in told.items()])
         for finding in found.findings:
             say(self._console, f"{'problem' if finding.breaks else 'note'}: {finding.text}")
-        verdict = "nothing differs that would break a run"
-        if not found.ok:
-            verdict = "a run would break; mend the problems above first"
-        say(self._console, f"{len(found.facts)} ranks compared: {verdict}")
+        bad, good = "a run would break; mend the problems above first", "nothing differs that would break a run"
+        say(self._console, f"{len(found.facts)} ranks compared: {good if found.ok else bad}")
 
     def measured(self, cluster: Cluster, notes: list[str], target: Path) -> None:
         """Print devices, links and collectives, the slow links, and the file."""
