@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from process_memory import PeakPss, read_pss_bytes
 
 import weft
 from weft.measure.model import profile_model
-from weft.measure.process import PeakPss, read_pss_bytes
 from weft.models.gpt import GPT, GPTConfig
 from weft.plan.plan import Axes, Data, Plan, Precision, Recompute, Step
 from weft.planning.memory import Memory, predict_memory

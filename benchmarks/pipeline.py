@@ -49,11 +49,11 @@ from pipeline_sides import (
     torch_side,
     weft_side,
 )
+from process_memory import PeakPss, read_pss_bytes
 from sleeping_stages import predict, record
 from torch.multiprocessing.spawn import start_processes
 
 from weft.comm.objects import gather_values
-from weft.measure.process import PeakPss, read_pss_bytes
 from weft.models.gpt import GPTConfig
 from weft.plan.pipeline.communication import FLUSH_FREE, schedule_of
 from weft.plan.pipeline.schedules import live_activations

@@ -34,11 +34,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from memory import trim_malloc
+from process_memory import PeakPss, read_pss_bytes
 from sequence_sides import adamw, make_batch, make_model, sequence_plan
 
 import weft
 from weft.measure.liveness import LiveBytes
-from weft.measure.process import PeakPss, read_pss_bytes
 from weft.models.gpt import GPTConfig
 from weft.plan.plan import Plan
 from weft.units import format_bytes

@@ -106,12 +106,15 @@ def _start_server() -> None:
 
 def _enter(function: Callable[..., Any], folder_name: str, arguments: dict[str, Any]) -> Any:
     """The main function of a rank. It reports a user's mistake to the parent, any other error to the agent."""
+    import torch
+
     folder, attempt = Path(folder_name), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if (folder / _ERROR_FILE).exists():
         return None
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; ranks look for the file
     _end_with_parent(folder)
-    _share_cores(int(os.environ["LOCAL_WORLD_SIZE"]))
+    if "OMP_NUM_THREADS" not in os.environ:  # by default each rank would start a thread per core of the host
+        torch.set_num_threads(max(1, num_cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
     try:
         return function(folder=folder, attempt=attempt, **arguments)
     except WeftError as error:
@@ -142,14 +145,6 @@ def _end_with_parent(folder: Path) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="weft-parent", daemon=True).start()
-
-
-def _share_cores(num_ranks: int) -> None:
-    """Divide the cores of a host between its ranks; by default each rank would start a thread per core."""
-    import torch
-
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, num_cores() // num_ranks))
 
 
 @contextmanager

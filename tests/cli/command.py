@@ -39,7 +39,9 @@ class Slow(TokenWindows):
 
 def slowly(*, delay_s, pids):
     if "RANK" in os.environ:
-        (Path(pids) / os.environ["RANK"]).write_text(str(os.getpid()))
+        written = Path(pids) / f".{os.getpid()}"
+        written.write_text(str(os.getpid()))
+        written.rename(Path(pids) / os.environ["RANK"])  # at once: a reader never finds an empty file
     train, held_out = split_held_out(text_files(HERE / "corpus.txt"), 0.1, 16)
     train = Slow(train, 16)
     train.delay_s = delay_s

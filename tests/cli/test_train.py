@@ -146,8 +146,10 @@ def after_step(directory: Path, step: int, act: Callable[[], None]) -> Iterator[
     """Context in which `act` is called once the run has done a step."""
     thread = threading.Thread(target=lambda: (wait_for_step(directory, step), act()))
     thread.start()
-    yield
-    thread.join()
+    try:
+        yield
+    finally:
+        thread.join()  # or its error would be reported in a later test
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])

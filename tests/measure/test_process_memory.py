@@ -6,8 +6,7 @@ import sys
 
 import pytest
 import torch
-
-from weft.measure.process import PeakPss, read_pss_bytes
+from process_memory import PeakPss, read_pss_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

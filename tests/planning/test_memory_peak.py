@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import small_convnet
+from process_memory import PeakPss, read_pss_bytes
 from ranks import ranks
 from torch import nn
 
 from weft.comm.shared_memory.arena import Arena
 from weft.comm.shared_memory.barrier import Barrier
 from weft.measure.model import profile_model
-from weft.measure.process import PeakPss, read_pss_bytes
 from weft.models.gpt import GPT, GPTConfig
 from weft.plan.plan import Axes, Comm, Data, Plan, Precision, Step
 from weft.planning.memory import Memory, predict_memory

@@ -93,7 +93,7 @@ def test_a_version_that_is_not_the_rules_is_found() -> None:
 
 
 def test_every_plan_has_a_rule() -> None:
-    assert rule_of(Plan()).name == rule_of(pipeline_plan(2, microbatches=2)).name == "one process"
+    assert rule_of(Plan()).rule == rule_of(pipeline_plan(2, microbatches=2)).rule == "one process"
     assert not rule_of(flush_free("2bw", 2, 2)).is_exact
 
 

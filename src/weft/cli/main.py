@@ -44,7 +44,10 @@ def main() -> None:
         app()
     except WeftError as error:
         if reports_first():
-            _show(error)
+            if "--traceback" in sys.argv:
+                traceback.print_exception(error)
+            else:
+                print(f"weft: {error}" if len(error.problems) == 1 else f"weft:\n{error}", file=sys.stderr)
         sys.exit(2)
     except RuntimeError:
         if is_launched() and peer_reported():
@@ -52,13 +55,6 @@ def main() -> None:
         raise
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-def _show(error: WeftError) -> None:
-    if "--traceback" in sys.argv:
-        traceback.print_exception(error)
-    else:
-        print(f"weft: {error}" if len(error.problems) == 1 else f"weft:\n{error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

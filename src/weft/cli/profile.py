@@ -85,11 +85,9 @@ def _run_rank(
             leave_world()
             return False
     if target is not None:
-        effort = QUICK if quick else FULL
+        effort, progress = QUICK if quick else FULL, view.progress if view is not None else lambda *_: None
         try:
-            cluster, notes = measure_cluster(
-                world, effort=effort, progress=view.progress if view is not None else lambda *_: None, name=target.stem
-            )
+            cluster, notes = measure_cluster(world, effort=effort, progress=progress, name=target.stem)
         finally:
             if view is not None:
                 view.close()
@@ -107,10 +105,8 @@ def _join() -> Any:
     try:
         return join_world(timeout_s=_JOIN_TIMEOUT_S)
     except RuntimeError as error:
-        first = str(error).splitlines()[0]
-        raise LaunchError(
-            f"rank {os.environ.get('RANK', '0')} cannot reach the others ({first}); {advice()}"
-        ) from error
+        rank, first = os.environ.get("RANK", "0"), str(error).splitlines()[0]
+        raise LaunchError(f"rank {rank} cannot reach the others ({first}); {advice()}") from error
 
 
 class _View:
@@ -150,10 +146,8 @@ class _View:
         print_table(self._console, ("compared", "rank 0 has"), [(name, str(value)) for name, value in told.items()])
         for finding in found.findings:
             say(self._console, f"{'problem' if finding.breaks else 'note'}: {finding.text}")
-        if found.ok:
-            say(self._console, f"{len(found.facts)} ranks compared: nothing differs that would break a run")
-        else:
-            say(self._console, f"{len(found.facts)} ranks compared: a run would break; mend the problems above first")
+        bad, good = "a run would break; mend the problems above first", "nothing differs that would break a run"
+        say(self._console, f"{len(found.facts)} ranks compared: {good if found.ok else bad}")
 
     def measured(self, cluster: Cluster, notes: list[str], target: Path) -> None:
         """Print devices, links and collectives, the slow links, and the file."""
@@ -163,32 +157,20 @@ class _View:
         for name in dict.fromkeys(device.name for device in cluster.devices):
             ranks = [device.rank for device in cluster.devices if device.name == name]
             say(self._console, f"{say_ranks(ranks)}: {name} (products of matrices in FLOP/s)")
-        print_table(
-            self._console,
-            ("rank", "host", "memory", "copy", "fp32", "bf16", "fp16"),
-            [
-                (
-                    str(device.rank),
-                    str(device.host),
-                    format_bytes(device.memory_bytes),
-                    _rate(device.copy_bytes_per_s),
-                    _speed(device.fp32_flops_per_s),
-                    _speed(device.bf16_flops_per_s),
-                    _speed(device.fp16_flops_per_s),
-                )
-                for device in cluster.devices
-            ],
-        )
-        rows: list[tuple[str, int, str, Link | Timing]] = [(_place(link), 2, link.kind, link) for link in cluster.links]
-        rows += [(timing.collective, timing.num_ranks, timing.link, timing) for timing in cluster.timings]
-        print_table(
-            self._console,
-            ("exchange", "ranks", "link", "latency", "rate", "miss"),
-            [
-                (what, str(size), kind, format_seconds(line.alpha_s), _rate(line.bytes_per_s), f"{line.miss:.0%}")
-                for what, size, kind, line in rows
-            ],
-        )
+        devices = [
+            (
+                str(one.rank),
+                str(one.host),
+                format_bytes(one.memory_bytes),
+                f"{format_bytes(one.copy_bytes_per_s)}/s",
+                *map(_speed, (one.fp32_flops_per_s, one.bf16_flops_per_s, one.fp16_flops_per_s)),
+            )
+            for one in cluster.devices
+        ]
+        print_table(self._console, ("rank", "host", "memory", "copy", "fp32", "bf16", "fp16"), devices)
+        rows = [(_place(link), "2", link.kind, *_figures(link)) for link in cluster.links]
+        rows += [(one.collective, str(one.num_ranks), one.link, *_figures(one)) for one in cluster.timings]
+        print_table(self._console, ("exchange", "ranks", "link", "latency", "rate", "miss"), rows)
         for slow in slow_links(cluster.links):
             say(self._console, str(slow))
         for note in notes:
@@ -196,8 +178,8 @@ class _View:
         say(self._console, f"wrote {target}")
 
 
-def _rate(bytes_per_s: float) -> str:
-    return f"{format_bytes(bytes_per_s)}/s"
+def _figures(line: Link | Timing) -> tuple[str, str, str]:
+    return format_seconds(line.alpha_s), f"{format_bytes(line.bytes_per_s)}/s", f"{line.miss:.0%}"
 
 
 def _speed(flops_per_s: float) -> str:

@@ -30,21 +30,18 @@ class TerminalObserver(Observer):
         self._total = 0
 
     def started(self, trainer: Trainer, job: Job, directory: Path) -> None:
+        done, self._total = trainer.steps_done, job.steps.total
         if self._attempt:
-            where = f"step {trainer.steps_done}" if trainer.steps_done else "the start, for there is no checkpoint yet"
+            where = f"step {done}" if done else "the start, for there is no checkpoint yet"
             self._say(f"a rank died; all were started again (restart {self._attempt}), going on from {where}")
-            self._draw_bar(trainer.steps_done, job.steps.total)
-            return
-        axes = " × ".join(f"{axis} {size}" for axis, size in trainer.plan.axes.sizes.items() if size > 1) or "one rank"
-        size, device = format_count(trainer.num_parameters), trainer.mesh.world.device.type
-        self._say(f"{job.model.name}, {size} parameters, {axes}, on {device}")
-        self._say(f"run directory: {directory}")
-        if trainer.steps_done:
-            self._say(f"going on after step {trainer.steps_done}")
-        self._draw_bar(trainer.steps_done, job.steps.total)
-
-    def _draw_bar(self, steps_done: int, total: int) -> None:
-        self._total = total
+        else:
+            sizes = trainer.plan.axes.sizes.items()
+            axes = " × ".join(f"{axis} {size}" for axis, size in sizes if size > 1) or "one rank"
+            size, device = format_count(trainer.num_parameters), trainer.mesh.world.device.type
+            self._say(f"{job.model.name}, {size} parameters, {axes}, on {device}")
+            self._say(f"run directory: {directory}")
+            if done:
+                self._say(f"going on after step {done}")
         if not self._console.is_terminal:
             return
         self._bar = Progress(
@@ -57,7 +54,7 @@ class TerminalObserver(Observer):
             console=self._console,
         )
         self._bar.start()
-        self._task = self._bar.add_task("train", total=self._total, completed=steps_done, loss="–", speed="")
+        self._task = self._bar.add_task("train", total=self._total, completed=done, loss="–", speed="")
 
     def stepped(self, record: StepRecord) -> None:
         fresh = self._speed == 0.0

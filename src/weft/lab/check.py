@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from weft.lab.measure import measure_compute, measure_delays, measure_rates
 from weft.lab.namespaces import EmulatedHost
-from weft.lab.network import Network
+from weft.lab.network import Network, Route
 
 TOLERANCE = 0.05
 _MARGIN = 0.5
@@ -52,12 +52,15 @@ def measure_latency(hosts: Sequence[EmulatedHost], delay_s: float) -> float:
 
 def check_network(hosts: Sequence[EmulatedHost], network: Network) -> list[Finding]:
     """Measure every kind of route, all lines together, and slow hosts."""
+    pairs: dict[tuple[float, Route], list[tuple[int, int]]] = {}
+    for pair, route in network.routes.items():
+        pairs.setdefault((network.rate(*pair), route), []).append(pair)
     kinds = [
-        (rate, route, *pairs[0], f" and {len(pairs) - 1} more" if len(pairs) > 1 else "")
-        for (rate, route), pairs in network.kinds().items()
+        (rate, route, a, b, f"host {a} to host {b}" + (f" and {len(others)} more" if others else ""))
+        for (rate, route), ((a, b), *others) in pairs.items()
     ]
     findings = []
-    for _, route, source, destination, others in kinds:  # all of them before any stream fills a queue
+    for _, route, source, destination, where in kinds:  # all of them before any stream fills a queue
         delays = measure_delays(
             hosts[source],
             hosts[destination],
@@ -65,12 +68,10 @@ def check_network(hosts: Sequence[EmulatedHost], network: Network) -> list[Findi
             spacing_s=max(0.004, 2 * route.jitter_s),
             timeout_s=1 + 2 * route.delay_s,
         )
-        where = f"host {source} to host {destination}{others}"
         findings.append(Finding(what="delay", where=where, asked=route.delay_s, measured=_middle(delays)))
-    for rate, _, source, destination, others in kinds:
+    for rate, _, source, destination, where in kinds:
         if rate < math.inf:
             (measured,) = _rates([(hosts[source], hosts[destination])], network, rate)
-            where = f"host {source} to host {destination}{others}"
             findings.append(Finding(what="rate", where=where, asked=rate, measured=measured))
     findings += _check_all_at_once(hosts, network)
     return findings + _check_compute(hosts, network)
@@ -82,10 +83,10 @@ def _check_all_at_once(hosts: Sequence[EmulatedHost], network: Network) -> list[
     rates = [network.rate(*pair) for pair in pairs]
     if len(hosts) < 2 or math.inf in rates:
         return []
-    free = sum(rate for pair, rate in zip(pairs, rates, strict=True) if network.routes[pair].trunk is None)
-    for trunk, limit in enumerate(network.trunks):
-        crossing = [rate for pair, rate in zip(pairs, rates, strict=True) if network.routes[pair].trunk == trunk]
-        free += min(limit, sum(crossing))
+    over: dict[int | None, float] = {}  # bits per second over each trunk, and over none
+    for pair, rate in zip(pairs, rates, strict=True):
+        over[network.routes[pair].trunk] = over.get(network.routes[pair].trunk, 0.0) + rate
+    free = sum(rate if trunk is None else min(rate, network.trunks[trunk]) for trunk, rate in over.items())
     measured = sum(_rates([(hosts[a], hosts[b]) for a, b in pairs], network, min(rates)))
     return [Finding(what="rate", where="all hosts at once, in a ring", asked=free, measured=measured)]
 

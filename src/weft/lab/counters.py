@@ -10,7 +10,7 @@ import itertools
 import json
 import mmap
 import os
-from dataclasses import asdict, dataclass, fields
+from typing import NamedTuple
 
 from weft.errors import LaunchError
 
@@ -19,8 +19,7 @@ VARIABLE = "WEFT_LAB_COUNTERS"
 LATE_S = 1e-3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairCount:
+class PairCount(NamedTuple):
     """Traffic from one host to another."""
 
     packets: int
@@ -33,8 +32,7 @@ class PairCount:
     """Packets dropped at a full queue."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwitchCount:
+class SwitchCount(NamedTuple):
     """Traffic and lateness of the switch itself."""
 
     packets: int
@@ -47,57 +45,47 @@ class SwitchCount:
     """Packets to no host of the lab, such as multicast."""
 
 
-_PAIR_FIELDS, _SWITCH_FIELDS = (tuple(field.name for field in fields(kind)) for kind in (PairCount, SwitchCount))
-
-
 class Counters:
     """The table of counts in shared memory, which the switch writes and all others read."""
 
     def __init__(self, fd: int, *, num_hosts: int, writable: bool = False) -> None:
         self.num_hosts = num_hosts
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-        self.table = memoryview(mmap.mmap(fd, table_bytes(num_hosts), access=access)).cast("Q")
+        self.table = memoryview(mmap.mmap(fd, 0, access=access)).cast("Q")
 
     def place(self, source: int, destination: int) -> int:
         """Index of a pair's first count in the table; counts are in the order of PairCount's fields."""
-        return (source * self.num_hosts + destination) * len(_PAIR_FIELDS)
+        return (source * self.num_hosts + destination) * len(PairCount._fields)
 
     @property
     def switch_place(self) -> int:
         """Index of the switch's first count; counts are in the order of SwitchCount's fields."""
-        return self.num_hosts**2 * len(_PAIR_FIELDS)
+        return self.num_hosts**2 * len(PairCount._fields)
 
     def pairs(self) -> dict[tuple[int, int], PairCount]:
         """Counts by (source, destination)."""
         return {
-            (source, destination): PairCount(**self._fields(self.place(source, destination), _PAIR_FIELDS))
-            for source, destination in itertools.permutations(range(self.num_hosts), 2)
+            pair: PairCount._make(self.table[self.place(*pair) :][: len(PairCount._fields)])
+            for pair in itertools.permutations(range(self.num_hosts), 2)
         }
 
     def switch(self) -> SwitchCount:
-        return SwitchCount(**self._fields(self.switch_place, _SWITCH_FIELDS))
+        return SwitchCount._make(self.table[self.switch_place :])
 
     def to_json(self) -> str:
         """Counts of all pairs with traffic, and of the switch."""
         pairs = [
-            {"from": source, "to": destination, **asdict(count)}
+            {"from": source, "to": destination, **count._asdict()}
             for (source, destination), count in self.pairs().items()
-            if any(asdict(count).values())
+            if any(count)
         ]
-        return json.dumps({"hosts": self.num_hosts, "pairs": pairs, "switch": asdict(self.switch())}, indent=1) + "\n"
-
-    def _fields(self, place: int, names: tuple[str, ...]) -> dict[str, int]:
-        return dict(zip(names, self.table[place : place + len(names)].tolist(), strict=True))
-
-
-def table_bytes(num_hosts: int) -> int:
-    return 8 * (num_hosts**2 * len(_PAIR_FIELDS) + len(_SWITCH_FIELDS))
+        return json.dumps({"hosts": self.num_hosts, "pairs": pairs, "switch": self.switch()._asdict()}, indent=1) + "\n"
 
 
 def make_table(num_hosts: int) -> int:
     """A file descriptor of a new table. It has no name, so no file is left behind."""
     fd = os.memfd_create("weft-lab-counters")
-    os.truncate(fd, table_bytes(num_hosts))
+    os.truncate(fd, 8 * (num_hosts**2 * len(PairCount._fields) + len(SwitchCount._fields)))
     return fd
 
 

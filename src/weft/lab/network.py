@@ -1,10 +1,5 @@
 """An emulated network: hosts with a line each, routes between them, and trunks that several routes share.
 
-        host 0 ══ up ══╗                      ╔══ down ══ host 1
-               ══ down ╣  route from 0 to 1   ╣
-        host 2 ══ up ══╝  (delay, loss, and   ╚══ down ══ host 3
-                           perhaps a trunk)
-
 A *line* sends one packet after the other, at its rate, and has a queue. A packet leaves through its host's upload line,
 is delayed by its route, crosses the route's trunk, if any, and arrives through the other host's download line. Plain
 data: `fabric.py` moves packets by it, `topology.py` reads it from text.
@@ -97,9 +92,7 @@ class Network:
         return 2 * max((route.delay_s + route.jitter_s for route in self.routes.values()), default=0.0)
 
     def queue_bytes(self, bits_per_s: float) -> int:
-        """Size of a line's queue: a round trip at its full rate, so that one TCP stream can keep it busy."""
-        if math.isinf(bits_per_s):
-            return QUEUE_BYTES
+        """Size of a limited line's queue: a round trip at its full rate, so that one TCP stream can keep it busy."""
         return max(QUEUE_BYTES, int(bits_per_s / 8 * (self.round_trip_s() + _PAUSE_S)))
 
     def tcp_buffer_bytes(self) -> int:
@@ -107,13 +100,6 @@ class Network:
         rates = [rate for pair in self.routes if (rate := self.rate(*pair)) < math.inf]
         held = max((rate / 8 * self.round_trip_s() + self.queue_bytes(rate) for rate in rates), default=0.0)
         return min(max(_LEAST_TCP_BUFFER_BYTES, int(4 * held)), 1 << 30)
-
-    def kinds(self) -> dict[tuple[float, Route], list[tuple[int, int]]]:
-        """The pairs of hosts, grouped by rate and route."""
-        found: dict[tuple[float, Route], list[tuple[int, int]]] = {}
-        for pair, route in self.routes.items():
-            found.setdefault((self.rate(*pair), route), []).append(pair)
-        return found
 
 
 def unlimited(num_hosts: int, *, delay_s: float, mtu_bytes: int) -> Network:

@@ -13,16 +13,16 @@ def parse_rate(value: object) -> float:
     """'100Mbit' -> 100e6 bits per second; 'unlimited' -> infinity. A ValueError says what is wrong."""
     if value == "unlimited":
         return math.inf
-    number, unit = _split(value, "a rate", '"100Mbit", "1.5Gbit" or "unlimited"')
-    unit = re.sub(r"bps$", "bit", unit.lower().removesuffix("/s"))
-    if unit not in _RATES or number <= 0:
+    number, unit = _split(value)
+    size = _RATES.get(re.sub(r"bps$", "bit", unit.lower().removesuffix("/s")))
+    if size is None or not number > 0:
         raise ValueError('must be a rate above 0, like "100Mbit", "1.5Gbit" or "unlimited"')
-    return number * _RATES[unit]
+    return number * size
 
 
 def parse_time(value: object) -> float:
     """'25ms' -> 0.025 seconds."""
-    number, unit = _split(value, "a time", '"25ms", "50us" or "0.3s"')
+    number, unit = _split(value)
     if unit not in _TIMES:
         raise ValueError('must be a time with its unit, like "25ms", "50us" or "0.3s"')
     return number * _TIMES[unit]
@@ -30,10 +30,8 @@ def parse_time(value: object) -> float:
 
 def parse_share(value: object) -> float:
     """'0.1%' -> 0.001; a plain number from 0 to 1 stands for itself."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        number, unit = float(value), ""
-    else:
-        number, unit = _split(value, "a share", '"0.1%" or 0.001')
+    is_plain = isinstance(value, int | float) and not isinstance(value, bool)
+    number, unit = (float(value), "") if is_plain else _split(value)  # type: ignore[arg-type]
     share = number / 100 if unit == "%" else number
     if unit not in ("", "%") or not 0 <= share < 1:
         raise ValueError('must be a share from 0 to below 1, like "0.1%" or 0.001')
@@ -50,8 +48,7 @@ def format_rate(bits_per_s: float) -> str:
     return f"{bits_per_s:.4g} bit/s"
 
 
-def _split(value: object, what: str, examples: str) -> tuple[float, str]:
+def _split(value: object) -> tuple[float, str]:
+    """The number and the unit of a text; not a number, and "?", if it has another form."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([^\d\s]*)\s*", value) if isinstance(value, str) else None
-    if match is None:
-        raise ValueError(f"must be {what}, like {examples}")
-    return float(match.group(1)), match.group(2)
+    return (float(match.group(1)), match.group(2)) if match else (math.nan, "?")

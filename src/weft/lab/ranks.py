@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from weft.hosts import num_cores
 from weft.lab.namespaces import DEVICE
 from weft.lab.network import Network, host_address, host_name
 
@@ -23,16 +24,13 @@ class PlannedProcess:
     environment: dict[str, str]
 
 
-def processes(
-    network: Network, *, per_host: bool, outside: Mapping[str, str], variables: Mapping[str, str]
-) -> list[PlannedProcess]:
-    """The command's processes, one per rank or one per host. `outside` is the environment of the lab's own process."""
+def processes(network: Network, *, per_host: bool, variables: Mapping[str, str]) -> list[PlannedProcess]:
+    """The command's processes, one per rank or one per host, with these variables beside this process's own."""
+    inherited = (name for name in os.environ if name not in _LAUNCHER_VARIABLES and "TORCHELASTIC" not in name)
     common = {
-        name: value for name, value in outside.items() if name not in _LAUNCHER_VARIABLES and "TORCHELASTIC" not in name
-    }
-    common.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // network.num_ranks)))
-    common |= variables
-    common |= {
+        "OMP_NUM_THREADS": str(max(1, num_cores() // network.num_ranks)),
+        **{name: os.environ[name] for name in inherited},
+        **variables,
         "MASTER_ADDR": host_address(0),
         "MASTER_PORT": str(MASTER_PORT),
         "WEFT_LAB_HOSTS": str(len(network.hosts)),
@@ -41,8 +39,15 @@ def processes(
     planned: list[PlannedProcess] = []
     for number, host in enumerate(network.hosts):
         here = {**common, "WEFT_LAB_HOST": str(number), "WEFT_LAB_ADDRESS": host_address(number)}
-        if per_host:
-            environment = {**here, **_for_torchrun(network, number)}
+        if per_host:  # torchrun reads its flags from variables of these names; a flag wins
+            environment = {
+                **here,
+                "PET_NNODES": str(len(network.hosts)),
+                "PET_NODE_RANK": str(number),
+                "PET_NPROC_PER_NODE": str(host.ranks),
+                "PET_MASTER_ADDR": host_address(0),
+                "PET_MASTER_PORT": str(MASTER_PORT),
+            }
             planned.append(PlannedProcess(host=number, name=host_name(number), environment=environment))
             continue
         for local_rank in range(host.ranks):
@@ -59,14 +64,3 @@ def processes(
             name = f"rank {rank} on {host_name(number)}"
             planned.append(PlannedProcess(host=number, name=name, environment=environment))
     return planned
-
-
-def _for_torchrun(network: Network, number: int) -> dict[str, str]:
-    """torchrun reads its flags from variables of these names, so `torchrun script.py` needs none; a flag wins."""
-    return {
-        "PET_NNODES": str(len(network.hosts)),
-        "PET_NODE_RANK": str(number),
-        "PET_NPROC_PER_NODE": str(network.hosts[number].ranks),
-        "PET_MASTER_ADDR": host_address(0),
-        "PET_MASTER_PORT": str(MASTER_PORT),
-    }

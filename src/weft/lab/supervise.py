@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from weft.errors import LaunchError, WeftError
+from weft.hosts import num_cores
 from weft.lab.check import Finding, check_network, measure_capacity, measure_latency
 from weft.lab.counters import VARIABLE, Counters, SwitchCount, make_table
 from weft.lab.fabric import Fabric
@@ -90,7 +91,7 @@ def main() -> NoReturn:
     try:
         new_process_tree()
     except OSError as error:
-        _write(request.result_fd, Outcome(problems=(_denied(error),)))
+        _write_denied(request.result_fd, error)
         sys.exit(2)
     init = os.fork()
     if init == 0:
@@ -118,7 +119,7 @@ def _run_init(request: Request, alive_fd: int) -> NoReturn:
     except WeftError as error:
         _write(request.result_fd, Outcome(problems=error.problems))
     except OSError as error:
-        _write(request.result_fd, Outcome(problems=(_denied(error),)))
+        _write_denied(request.result_fd, error)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -132,12 +133,8 @@ def _run(request: Request) -> Outcome:
     names = {host_name(number): host_address(number) for number in range(len(network.hosts))}
     own_files(names)
     keep_cores_awake()
-    hosts = [
-        make_host(
-            name, address, netmask=NETMASK, mtu_bytes=network.mtu_bytes, tcp_buffer_bytes=network.tcp_buffer_bytes()
-        )
-        for name, address in names.items()
-    ]
+    sizes = {"mtu_bytes": network.mtu_bytes, "tcp_buffer_bytes": network.tcp_buffer_bytes()}
+    hosts = [make_host(name, address, netmask=NETMASK, **sizes) for name, address in names.items()]
     latency_s = _require_machine(network, hosts)
     table_fd = make_table(len(hosts))
     counters = Counters(table_fd, num_hosts=len(hosts))
@@ -153,7 +150,7 @@ def _run(request: Request) -> Outcome:
         findings = tuple(check_network(hosts, network))
         return Outcome(findings=findings, counters=counters.to_json(), switch=counters.switch())
     variables = {VARIABLE: f"/proc/1/fd/{table_fd} {len(hosts)}"}
-    planned = processes(network, per_host=request.per_host, outside=os.environ, variables=variables)
+    planned = processes(network, per_host=request.per_host, variables=variables)
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)  # from here on, `wait` takes them
     code, failure = Running(hosts, planned, request.command, own=own).wait()
     return Outcome(code=code, failure=failure, counters=counters.to_json(), switch=counters.switch())
@@ -175,25 +172,17 @@ def _require_machine(network: Network, hosts: Sequence[EmulatedHost]) -> float:
 
     Load of other processes or a hypervisor may be short-lived, so a bad trial is repeated.
     """
-    num_cores, bits_per_s, latency_s = len(os.sched_getaffinity(0)), 0.0, math.inf
+    bits_per_s, latency_s = 0.0, 0.0 if len(hosts) == 1 else math.inf
     for _ in range(_TRIALS):
-        found_bits_per_s, found_s = _calibrate(hosts, network.mtu_bytes)
-        bits_per_s, latency_s = max(bits_per_s, found_bits_per_s), min(latency_s, found_s)
-        problems = problems_of_machine(network, num_cores=num_cores, bits_per_s=bits_per_s, latency_s=latency_s)
+        if len(hosts) > 1:
+            with _trial(hosts, unlimited(len(hosts), delay_s=0.0, mtu_bytes=network.mtu_bytes)):
+                bits_per_s = max(bits_per_s, measure_capacity(hosts))
+            with _trial(hosts, unlimited(len(hosts), delay_s=_TRIAL_DELAY_S, mtu_bytes=network.mtu_bytes)):
+                latency_s = min(latency_s, measure_latency(hosts, _TRIAL_DELAY_S))
+        problems = problems_of_machine(network, num_cores=num_cores(), bits_per_s=bits_per_s, latency_s=latency_s)
         if not problems:
             return latency_s
     raise LaunchError(problems)
-
-
-def _calibrate(hosts: Sequence[EmulatedHost], mtu_bytes: int) -> tuple[float, float]:
-    """Bits per second and latency in seconds of the switch on this machine, now."""
-    if len(hosts) == 1:
-        return 0.0, 0.0
-    with _trial(hosts, unlimited(len(hosts), delay_s=0.0, mtu_bytes=mtu_bytes)):
-        bits_per_s = measure_capacity(hosts)
-    with _trial(hosts, unlimited(len(hosts), delay_s=_TRIAL_DELAY_S, mtu_bytes=mtu_bytes)):
-        latency_s = measure_latency(hosts, _TRIAL_DELAY_S)
-    return bits_per_s, latency_s
 
 
 def _start_switch(hosts: Sequence[EmulatedHost], fabric: Fabric, table_fd: int) -> int:
@@ -215,9 +204,10 @@ def _fork(work: Callable[[], None]) -> int:
     return pid
 
 
-def _denied(error: OSError) -> str:
-    what = f" ({error.filename})" if error.filename else ""
-    return f"the kernel refused to make the emulated network: {error.strerror}{what}; run as root, outside of sandboxes"
+def _write_denied(fd: int, error: OSError) -> None:
+    why = f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    text = f"the kernel refused to make the emulated network: {why}; run as root, outside of sandboxes"
+    _write(fd, Outcome(problems=(text,)))
 
 
 def _write(fd: int, outcome: Outcome) -> None:

@@ -1,31 +1,11 @@
 """A network from text: the defaults, a preset, a topology file and flags, each overriding the one before.
 
-    preset = "1GbE"                 # what is not said below
-    hosts = 4
-    ranks = 2                       # on each host
-    bandwidth = "1Gbit"             # of each host's own line, each way
-    delay = "5ms"                   # one way, between any two hosts
-    jitter = "1ms"
-    loss = "0.1%"
-    compute = 0.5                   # cores a host may use; 0: no limit
-    mtu = 65000
-
-    [[host]]                        # one host that differs
-    number = 3
-    upload = "10Mbit"               # also ranks, bandwidth, download, compute
-
-    [[link]]                        # a line between groups of hosts, which all traffic between them shares
-    from = [0, 1]                   # or "all"
-    to = [2, 3]
-    bandwidth = "100Mbit"           # left out: no line of its own, only another delay, jitter or loss
-    delay = "50ms"
-    one_way = true                  # left out: two lines, one for each direction
-
-All problems of all of them are reported together.
+`docs/lab.md` shows the format of the file. All problems are reported together.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -37,6 +17,7 @@ from typing import Any
 from weft.errors import LaunchError, nearest
 from weft.lab.network import Host, Network, Route
 from weft.lab.quantities import parse_rate, parse_share, parse_time
+from weft.plan.fields import Flag, Real
 from weft.plan.text import parse_toml, read_text
 
 MAX_HOSTS = 64
@@ -53,18 +34,6 @@ def _whole(minimum: int, maximum: int) -> Callable[[object], int]:
     return parse
 
 
-def _cores(value: object) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 1024:
-        raise ValueError("must be a number of cores from 0 (no limit) up, like 0.1")
-    return float(value)
-
-
-def _flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("must be true or false")
-    return value
-
-
 def _members(value: object) -> object:
     whole = isinstance(value, list) and value and all(isinstance(n, int) and not isinstance(n, bool) for n in value)
     if value != "all" and not whole:
@@ -72,7 +41,9 @@ def _members(value: object) -> object:
     return value
 
 
+_cores = Real(minimum=0, maximum=1024).accept  # 0: no limit
 _Parsers = Mapping[str, Callable[[object], Any]]
+_ROUTE_FIELDS = {"delay": "delay_s", "jitter": "jitter_s", "loss": "loss"}
 _ROUTE: _Parsers = {"delay": parse_time, "jitter": parse_time, "loss": parse_share}
 _GENERAL: _Parsers = {
     "hosts": _whole(1, MAX_HOSTS),
@@ -90,7 +61,7 @@ _HOST: _Parsers = {
     "download": parse_rate,
     "compute": _cores,
 }
-_LINK: _Parsers = {"from": _members, "to": _members, "bandwidth": parse_rate, **_ROUTE, "one_way": _flag}
+_LINK: _Parsers = {"from": _members, "to": _members, "bandwidth": parse_rate, **_ROUTE, "one_way": Flag().accept}
 
 
 @functools.cache
@@ -119,11 +90,10 @@ def make_network(
         preset = None
     base = {name: value for name, value in presets()[preset or DEFAULT_PRESET].items() if name != "about"}
     general = {**_DEFAULTS, **base, **file, **(flags or {})}
-    hosts, links = general.pop("host", []), general.pop("link", [])
+    hosts = _tables(general.pop("host", []), "host", _HOST, problems)
+    links = _tables(general.pop("link", []), "link", _LINK, problems)
     values = _parse(general, _GENERAL, "", problems)
-    network = _assemble(
-        values, _tables(hosts, "host", _HOST, problems), _tables(links, "link", _LINK, problems), problems
-    )
+    network = None if problems else _assemble(values, hosts, links, problems)
     if network is None or problems:
         raise LaunchError([f"{os.fspath(topology)}: {each}" for each in problems] if topology is not None else problems)
     return network
@@ -152,76 +122,62 @@ def _tables(tables: object, name: str, parsers: _Parsers, problems: list[str]) -
 
 def _assemble(
     values: dict[str, Any], hosts: list[dict[str, Any]], links: list[dict[str, Any]], problems: list[str]
-) -> Network | None:
-    """The network of parsed values; None if there are problems."""
-    if problems:
-        return None
+) -> Network:
+    """The network of parsed values; worthless if there are problems."""
     count = values["hosts"]
-    by_number: dict[int, dict[str, Any]] = {}
+    known = f"the {count} hosts are numbered 0 to {count - 1}"
+    of_host: list[dict[str, Any]] = [{**values} for _ in range(count)]
     for index, table in enumerate(hosts):
-        if "number" not in table or table["number"] >= count:
-            said = f"number = {table['number']}" if "number" in table else "no number"
-            problems.append(f"[[host]] {index}: {said}; the {count} hosts are numbered 0 to {count - 1}")
+        if table.get("number", count) < count:
+            of_host[table["number"]].update(table)
         else:
-            by_number.setdefault(table["number"], {}).update(table)
-    routes, trunks = _routes(count, values, links, problems)
-    if problems:
-        return None
+            said = f"number = {table['number']}" if "number" in table else "no number"
+            problems.append(f"[[host]] {index}: {said}; {known}")
+    routes, trunks = _routes(values, links, known, problems)
     for pair, route in routes.items():
-        if route.jitter_s > route.delay_s:
+        if route.jitter_s > route.delay_s and not problems:
             problems.append(
                 f"jitter {route.jitter_s * 1e3:g} ms is more than the delay of {route.delay_s * 1e3:g} ms from host "
                 f"{pair[0]} to {pair[1]}; packets cannot arrive before they are sent"
             )
-            break
     return Network(
-        hosts=tuple(_host(values, by_number.get(number, {})) for number in range(count)),
+        hosts=tuple(
+            Host(
+                ranks=host["ranks"],
+                upload_bits_per_s=host.get("upload", host["bandwidth"]),
+                download_bits_per_s=host.get("download", host["bandwidth"]),
+                compute=host["compute"],
+            )
+            for host in of_host
+        ),
         routes=routes,
         trunks=tuple(trunks),
         mtu_bytes=values["mtu"],
     )
 
 
-def _host(values: dict[str, Any], own: dict[str, Any]) -> Host:
-    both = own.get("bandwidth", values["bandwidth"])
-    return Host(
-        ranks=own.get("ranks", values["ranks"]),
-        upload_bits_per_s=own.get("upload", both),
-        download_bits_per_s=own.get("download", both),
-        compute=own.get("compute", values["compute"]),
-    )
-
-
 def _routes(
-    count: int, values: dict[str, Any], links: list[dict[str, Any]], problems: list[str]
+    values: dict[str, Any], links: list[dict[str, Any]], known: str, problems: list[str]
 ) -> tuple[dict[tuple[int, int], Route], list[float]]:
     """The route between every two hosts, and the trunks that links make. A later link is over an earlier one."""
-    trunks: list[float] = []
-    routes = {
-        pair: Route(delay_s=values["delay"], jitter_s=values["jitter"], loss=values["loss"])
-        for pair in itertools.permutations(range(count), 2)
-    }
+    count, trunks = values["hosts"], list[float]()
+    usual = Route(**{field: values[name] for name, field in _ROUTE_FIELDS.items()})
+    routes = dict.fromkeys(itertools.permutations(range(count), 2), usual)
     for index, link in enumerate(links):
         sides = [list(range(count)) if link.get(side) == "all" else link.get(side) for side in ("from", "to")]
         for side, members in zip(("from", "to"), sides, strict=True):
             strangers = [number for number in members or () if not 0 <= number < count]
             if members is None or strangers:
                 said = "missing" if members is None else f"{strangers}"
-                problems.append(f"[[link]] {index}: {side} = {said}; the {count} hosts are numbered 0 to {count - 1}")
+                problems.append(f"[[link]] {index}: {side} = {said}; {known}")
         if problems:
             continue
         for sources, destinations in (sides,) if link.get("one_way") else (sides, sides[::-1]):
-            trunk = None
+            changes = {field: link[name] for name, field in _ROUTE_FIELDS.items() if name in link}
             if "bandwidth" in link:
-                trunk = len(trunks)
+                changes["trunk"] = len(trunks)
                 trunks.append(link["bandwidth"])
             for pair in itertools.product(sources or (), destinations or ()):
                 if pair in routes:
-                    old = routes[pair]
-                    routes[pair] = Route(
-                        delay_s=link.get("delay", old.delay_s),
-                        jitter_s=link.get("jitter", old.jitter_s),
-                        loss=link.get("loss", old.loss),
-                        trunk=old.trunk if trunk is None else trunk,
-                    )
+                    routes[pair] = dataclasses.replace(routes[pair], **changes)
     return routes, trunks

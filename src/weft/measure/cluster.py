@@ -36,6 +36,7 @@ POOR_MISS = 1.0
 
 _COMPARED_BYTES = 1 << 20
 _CPU = torch.device("cpu")
+_USUAL_PARTS = 12
 
 Groups = dict[tuple[Shape, str], tuple[Group, Group]]
 """By shape and transport: the group to time, and a control group of the same ranks."""
@@ -50,20 +51,15 @@ class Effort:
 
     sizes: tuple[int, ...]
     total_s: float
-    """Time after which no link or collective is begun, if there are `usual_parts` of them; more parts have more."""
+    """Time after which no link or collective is begun, if there are `_USUAL_PARTS` of them; more parts have more."""
     part_s: float
     """Time limit of one link or collective that is not slow."""
     device_s: float
-    usual_parts: int = 12
-    between_hosts: int = 3
-    """Number of parts that one between hosts counts as."""
-    most_times: int = 10
-    """Limit of the time for many parts, as a multiple of `total_s`."""
 
     def limit_s(self, kinds: Sequence[str]) -> float:
-        """Time limit of parts over these kinds of links."""
-        num_parts = sum(self.between_hosts if kind == "network" else 1 for kind in kinds)
-        return self.total_s * min(max(1.0, num_parts / self.usual_parts), self.most_times)
+        """Time limit of parts over these kinds of links; one between hosts counts as three."""
+        num_parts = sum(3 if kind == "network" else 1 for kind in kinds)
+        return self.total_s * min(max(1.0, num_parts / _USUAL_PARTS), 10)
 
 
 QUICK = Effort(sizes=(4 << 10, 64 << 10, 1 << 20, 8 << 20), total_s=6.0, part_s=0.3, device_s=0.8)
@@ -147,16 +143,12 @@ def _measure(
         if miss > POOR_MISS:
             poor.append(f"{part.label} ({miss:.0%})")
     progress(len(parts), len(parts), "done")
-    return measured, _notes(skipped, poor, limit_s)
-
-
-def _notes(skipped: list[str], poor: list[str], limit_s: float) -> list[str]:
     notes = []
     if poor:
         notes.append(f"no line fits these times well; was a host busy? Worst misses: {'; '.join(poor)}")
     if skipped:
         notes.append(f"the {limit_s:g} s of a profile were used up before these were measured: {'; '.join(skipped)}")
-    return notes
+    return measured, notes
 
 
 def transports_of(shape: Shape, world: World) -> tuple[str, ...]:
@@ -177,7 +169,7 @@ def link_kind(world: World, transport: str, *, between_hosts: bool) -> str:
 
 def _devices(world: World, control: Group, effort: Effort) -> tuple[Device, ...]:
     facts = describe(world.device, ranks_here=world.hosts.count(world.hosts[world.rank]))
-    facts |= measure_speeds(world.device, budget_s=effort.device_s, meet=agree_in_group(control).meet)
+    facts |= measure_speeds(world.device, budget_s=effort.device_s, meet=lambda: agree_in_group(control)([0.0]))
     rows = gather_values(facts, control, _CPU)
     return tuple(Device(rank=rank, host=world.hosts[rank], **row) for rank, row in enumerate(rows))
 

@@ -29,10 +29,11 @@ def describe(device: torch.device, *, ranks_here: int) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(device)
         sharers = -(-ranks_here // torch.cuda.device_count())
         return {"kind": "cuda", "name": properties.name, "memory_bytes": properties.total_memory // sharers}
-    return {"kind": "cpu", "name": _cpu_name(), "memory_bytes": host_memory_bytes() // ranks_here}
+    name = read_proc("/proc/cpuinfo", "model name") or platform.processor() or platform.machine() or "CPU"
+    return {"kind": "cpu", "name": name, "memory_bytes": host_memory_bytes() // ranks_here}
 
 
-def measure_speeds(device: torch.device, *, budget_s: float, meet: Callable[[], None]) -> dict[str, float]:
+def measure_speeds(device: torch.device, *, budget_s: float, meet: Callable[[], object]) -> dict[str, float]:
     """Copy and matmul speeds by the names of `Device`; a dtype this device cannot multiply is left out."""
     share_s = budget_s / (len(_DTYPES) + 1)
     speeds = {}
@@ -107,10 +108,7 @@ def host_memory_bytes() -> int:
     return min([whole, *(int(limit) for limit in limits if limit.isdigit())])
 
 
-def _cpu_name() -> str:
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        for line in information.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine() or "CPU"
+def read_proc(file: str, key: str) -> str:
+    """The value of the first line "key: value" of a file of the kernel; empty if there is none."""
+    lines = Path(file).read_text().splitlines() if Path(file).exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")

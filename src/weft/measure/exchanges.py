@@ -38,34 +38,26 @@ def make_collective(collective: str, group: Group, device: torch.device) -> Call
         numel = num_bytes // _ITEM_BYTES
         room = BufferAllocator(group, device, num_bytes=bytes_for([numel], [torch.float32]))
         whole = room.zeros(numel, torch.float32)
-        return _finished(_call(collective, whole, group), device, keep=room)
+        own, other = whole.view(group.size, -1)[group.index], torch.zeros_like(whole)
+        part = torch.zeros_like(own)
+        calls: dict[str, Callable[[], object]] = {
+            "all-reduce": lambda: collectives.all_reduce(whole, group),
+            "reduce-scatter": lambda: collectives.reduce_scatter(part, whole, group, received=other),
+            "all-gather": lambda: collectives.all_gather(whole, own, group),
+            "all-to-all": lambda: collectives.all_to_all(other, whole, group),
+            "broadcast": lambda: collectives.broadcast(whole, group),
+        }
+        return _finished(calls[collective], device, keep=room)
 
     return make
-
-
-def _call(collective: str, whole: torch.Tensor, group: Group) -> Callable[[], object]:
-    match collective:
-        case "all-reduce":
-            return lambda: collectives.all_reduce(whole, group)
-        case "broadcast":
-            return lambda: collectives.broadcast(whole, group)
-        case "all-gather":
-            own = whole.view(group.size, -1)[group.index]
-            return lambda: collectives.all_gather(whole, own, group)
-        case "reduce-scatter":
-            part, received = torch.zeros_like(whole[: len(whole) // group.size]), torch.zeros_like(whole)
-            return lambda: collectives.reduce_scatter(part, whole, group, received=received)
-        case "all-to-all":
-            output = torch.zeros_like(whole)
-            return lambda: collectives.all_to_all(output, whole, group)
-    raise ValueError(f"{collective} is not timed")
 
 
 def make_ping_pong(first: int, second: int, group: Group, device: torch.device) -> Callable[[int], Run]:
     """A message from one rank to another and back: two one-way times. Only these two ranks may call the result."""
 
     def make(num_bytes: int) -> Run:
-        message, answer = _filled(num_bytes, device), _filled(num_bytes, device)
+        # Zeros stay zeros in every sum; they are written here, because fresh zeros may have no memory yet.
+        message, answer = (torch.empty(num_bytes // _ITEM_BYTES, device=device).fill_(0) for _ in range(2))
         is_first = group.ranks[group.index] == first
         other = group.ranks.index(second if is_first else first)
 
@@ -79,11 +71,6 @@ def make_ping_pong(first: int, second: int, group: Group, device: torch.device) 
         return _finished(exchange, device)
 
     return make
-
-
-def _filled(num_bytes: int, device: torch.device) -> torch.Tensor:
-    # Zeros stay zeros in every sum; they are written here, because fresh zeros may have no memory yet.
-    return torch.empty(num_bytes // _ITEM_BYTES, device=device).fill_(0)
 
 
 def _finished(call: Callable[[], object], device: torch.device, *, keep: object = None) -> Run:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Point = tuple[float, float]
 """(bytes, seconds)."""
@@ -36,19 +36,17 @@ def fit_line(points: Sequence[Point]) -> Line:
     if not lines:
         raise ValueError("no line can be laid through no point")
     best = min(lines, key=lambda line: sum(_misses(line, points)))
-    return Line(alpha_s=best.alpha_s, bytes_per_s=best.bytes_per_s, miss=math.expm1(max(_misses(best, points))))
+    return replace(best, miss=math.expm1(max(_misses(best, points))))
 
 
 def _candidates(points: Sequence[Point]) -> Iterator[Line]:
     for size, seconds in points:
         yield Line(alpha_s=0.0, bytes_per_s=size / seconds)
     for (size, seconds), (other_size, other_seconds) in itertools.combinations(points, 2):
-        if size == other_size or (other_seconds - seconds) / (other_size - size) <= 0:
-            continue
-        rate = (other_size - size) / (other_seconds - seconds)
-        alpha_s = seconds - size / rate
-        if alpha_s >= 0:
-            yield Line(alpha_s=alpha_s, bytes_per_s=rate)
+        if (other_size - size) * (other_seconds - seconds) > 0:
+            rate = (other_size - size) / (other_seconds - seconds)
+            if (alpha_s := seconds - size / rate) >= 0:
+                yield Line(alpha_s=alpha_s, bytes_per_s=rate)
 
 
 def _misses(line: Line, points: Sequence[Point]) -> list[float]:

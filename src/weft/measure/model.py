@@ -5,14 +5,12 @@ The step is the trainer's: forward, loss, backward, every gradient of a paramete
 samples, to separate what grows with samples from what does not. The model may be on any device, also on meta; neither
 it nor the random state is changed.
 
-A model or loss that reads the *values* of tensors (`.item()`, `if x.max() > 0`) cannot be profiled. Kernels' own
-workspaces are not seen (`liveness.py`).
+A model or loss that reads the *values* of tensors cannot be profiled. Kernels' own workspaces are not seen.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,27 +60,27 @@ def profile_model(
         _watch_step(named_model, blueprint, _batch(inputs, targets, times), resolve_loss(loss), plan, where)
         for times in (1, 2)
     )
+
+    def line(what: str, at: int = 0) -> Size:
+        """The line through the bytes of `samples` and of twice as many."""
+        sample_bytes = (twice[what][at] - once[what][at]) // samples
+        return Size(fixed_bytes=once[what][at] - sample_bytes * samples, sample_bytes=sample_bytes)
+
     return ModelProfile(
         parameters=describe_parameters(named_model, blueprint.blocks),
         blocks=blueprint.blocks,
         segments=tuple(
-            Segment(name=name, **{what: _line(once.sizes[what][at], twice.sizes[what][at], samples) for what in SIZES})
+            Segment(name=name, **{what: line(what, at) for what in SIZES})
             for at, name in enumerate(("prelude", *blueprint.blocks, "postlude"))
         ),
         buffer_bytes=sum(buffer.nbytes for buffer in named_model.buffers()),
         batch_norms=has_batch_norms(named_model),
-        batch=_line(once.batch_bytes, twice.batch_bytes, samples),
-        output=_line(once.output_bytes, twice.output_bytes, samples),
+        batch=line("batch"),
+        output=line("output"),
         compute=compute,
         device=where.type,
         samples=samples,
     )
-
-
-def _line(at_once: int, at_twice: int, samples: int) -> Size:
-    """The line through the bytes of `samples` and of twice as many."""
-    sample_bytes = (at_twice - at_once) // samples
-    return Size(fixed_bytes=at_once - sample_bytes * samples, sample_bytes=sample_bytes)
 
 
 def _device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
@@ -105,25 +103,10 @@ def _batch(inputs: Any, targets: Any, times: int) -> tuple[Any, Any]:
     return map_tensors(enlarge, inputs), map_tensors(enlarge, targets)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Watched:
-    """Sizes recorded in one step."""
-
-    sizes: dict[str, list[int]]
-    """Bytes of each segment, by the names of `Segment`'s sizes."""
-    batch_bytes: int
-    output_bytes: int
-
-
 def _watch_step(
-    model: nn.Module,
-    blueprint: Blueprint,
-    batch: tuple[Any, Any],
-    loss: Loss,
-    plan: Plan,
-    device: torch.device,
-) -> _Watched:
-    """One training step of a copy of the model on fake tensors."""
+    model: nn.Module, blueprint: Blueprint, batch: tuple[Any, Any], loss: Loss, plan: Plan, device: torch.device
+) -> dict[str, list[int]]:
+    """One training step of a copy of the model on fake tensors: bytes of each segment, of the batch and the output."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     copied = _copy_without_memory(model, plan, device, fake)
     with fake:
@@ -149,7 +132,7 @@ def _watch_step(
                 "compute with tensors instead"
             ) from error
     batch_bytes = sum(tensor.nbytes for tensor in batch_tensors)
-    return _Watched(sizes=recorder.sizes(), batch_bytes=batch_bytes, output_bytes=output_bytes)
+    return {**recorder.sizes(), "batch": [batch_bytes], "output": [output_bytes]}
 
 
 def _copy_without_memory(model: nn.Module, plan: Plan, device: torch.device, fake: FakeTensorMode) -> nn.Module:

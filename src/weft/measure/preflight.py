@@ -1,21 +1,15 @@
 """Comparison of the ranks' software, code and data before a run; differences are named with ranks and values.
 
-Three kinds of facts:
-
-    must be equal      weft, its code, torch, a job's files and data       a difference is a problem
-    better equal       Python, numpy, threads, processor                   a difference is a note
-    quantities         free memory and disk                                less than half of another's is a note
-
-Clocks of hosts are compared by round trips, as NTP does; the shortest of several counts.
+A difference of facts that must be equal is a problem; of facts that had better be equal, or a quantity below half of
+another rank's, a note. Clocks of hosts are compared by round trips, as NTP does; the shortest of several counts.
 """
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -27,7 +21,7 @@ from weft.comm.group import Group
 from weft.comm.objects import gather_values
 from weft.comm.p2p import receive, send
 from weft.errors import WeftError
-from weft.measure.device import describe
+from weft.measure.device import describe, host_memory_bytes, read_proc
 from weft.measure.fingerprints import hash_code, hash_job
 from weft.measure.interfaces import offered
 from weft.mesh import World
@@ -64,8 +58,13 @@ class Preflight:
 def run_preflight(world: World, control: Group, *, job: Path | None = None) -> Preflight:
     """Compare all ranks; collective, with the same result on each."""
     facts = gather_values(collect(world, job), control, torch.device("cpu"))
-    skews = clock_skews(world, control)
-    return Preflight(facts=tuple(facts), findings=tuple([*compare(facts), *_clock_findings(skews)]))
+    findings = compare(facts)
+    for host, (offset_s, doubt_s) in clock_skews(world, control).items():
+        if abs(offset_s) - doubt_s > CLOCK_SKEW_S:
+            text = f"the clock of host {host} {'leads' if offset_s > 0 else 'lags'} host 0's by "
+            text += f"{format_seconds(abs(offset_s))} (± {format_seconds(doubt_s)}); run a time service on both"
+            findings.append(Finding(breaks=False, text=text))
+    return Preflight(facts=tuple(facts), findings=tuple(findings))
 
 
 def collect(world: World, job: Path | None) -> Facts:
@@ -109,13 +108,8 @@ def compare(facts: Sequence[Facts]) -> list[Finding]:
         amounts = [each["amounts"][name] for each in facts]
         low, high = min(amounts), max(amounts)
         if 2 * low < high:
-            findings.append(
-                Finding(
-                    breaks=False,
-                    text=f"{name} is uneven: {format_bytes(low)} on {say_ranks([amounts.index(low)])}, "
-                    f"{format_bytes(high)} on {say_ranks([amounts.index(high)])}",
-                )
-            )
+            least, most = (f"{format_bytes(one)} on rank {amounts.index(one)}" for one in (low, high))
+            findings.append(Finding(breaks=False, text=f"{name} is uneven: {least}, {most}"))
     return findings
 
 
@@ -129,7 +123,8 @@ def clock_skews(world: World, group: Group) -> dict[int, tuple[float, float]]:
             found.append([host, *min(trials, key=lambda trial: trial[1])])
         elif world.rank == leader:
             for _ in range(_CLOCK_TRIALS):
-                _tell_time(group)
+                receive(torch.zeros(1, dtype=torch.float64), group, source=0).wait()
+                send(torch.tensor([time.time()], dtype=torch.float64), group, to=0).wait()
     told = gather_values(found, group, torch.device("cpu"))[0]
     return {host: (offset_s, doubt_s) for host, offset_s, doubt_s in told}
 
@@ -141,24 +136,6 @@ def _ask_time(group: Group, leader: int) -> tuple[float, float]:
     receive(answer, group, source=leader).wait()
     ended = time.time()
     return float(answer) - (began + ended) / 2, (ended - began) / 2
-
-
-def _tell_time(group: Group) -> None:
-    question = torch.zeros(1, dtype=torch.float64)
-    receive(question, group, source=0).wait()
-    send(torch.tensor([time.time()], dtype=torch.float64), group, to=0).wait()
-
-
-def _clock_findings(skews: Mapping[int, tuple[float, float]]) -> list[Finding]:
-    return [
-        Finding(
-            breaks=False,
-            text=f"the clock of host {host} {'leads' if offset_s > 0 else 'lags'} host 0's by "
-            f"{format_seconds(abs(offset_s))} (± {format_seconds(doubt_s)}); run a time service on both",
-        )
-        for host, (offset_s, doubt_s) in skews.items()
-        if abs(offset_s) - doubt_s > CLOCK_SKEW_S
-    ]
 
 
 def _difference(name: str, values: Sequence[str], *, breaks: bool) -> str:
@@ -181,9 +158,5 @@ def say_ranks(ranks: Sequence[int]) -> str:
 
 
 def _free_memory_bytes() -> int:
-    information = Path("/proc/meminfo")
-    if information.exists():
-        for line in information.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return 1024 * int(line.split()[1])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    available = read_proc("/proc/meminfo", "MemAvailable")  # like "123 kB"
+    return 1024 * int(available.split()[0]) if available else host_memory_bytes()

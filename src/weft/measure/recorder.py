@@ -68,13 +68,12 @@ class Recorder:
         inputs = self._held(lambda event: event.kind == "input" or event.kind == "save" and event.segment in ends)
         selective = self._held(lambda event: event.kind != "save" or event.segment in ends)
         before = [sum(saved[:number]) for number in range(len(saved) + 1)]
-        forward_peaks, backward_peaks = self._peaks["forward"], self._peaks["backward"]
         return {
             "saved": saved,
             "selective": selective,
             "inputs": inputs,
-            "forward_peak": [max(peak - before[at], 0) for at, peak in enumerate(forward_peaks)],
-            "backward_peak": [max(peak - before[at + 1], 0) for at, peak in enumerate(backward_peaks)],
+            "forward_peak": [max(peak - before[at], 0) for at, peak in enumerate(self._peaks["forward"])],
+            "backward_peak": [max(peak - before[at + 1], 0) for at, peak in enumerate(self._peaks["backward"])],
         }
 
     def _attach(self, block: nn.Module, number: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -26,43 +25,36 @@ _MOST_SAMPLES = 100
 _FEWEST_SIZES = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """The means by which the participants of an exchange agree on numbers."""
-
-    replace_by_largest: Callable[[torch.Tensor], object]
-    """Makes each entry the maximum over all participants, in place."""
-
-    def largest(self, values: Sequence[float]) -> list[float]:
-        """The maximum of each value over all participants."""
-        table = torch.tensor(values, dtype=torch.float64)
-        self.replace_by_largest(table)
-        return [float(value) for value in table]
-
-    def meet(self) -> None:
-        """Barrier over all participants."""
-        self.largest([0.0])
+Agreement = Callable[[Sequence[float]], list[float]]
+"""Returns the maximum of each value over all participants of an exchange, on all of them: also a barrier."""
 
 
 def agree_in_group(group: Group) -> Agreement:
     """All ranks of a group, which is used for nothing else at the time."""
-    return Agreement(lambda table: all_reduce(table, group, op="max"))
+
+    def largest(values: Sequence[float]) -> list[float]:
+        table = torch.tensor(values, dtype=torch.float64)
+        all_reduce(table, group, op="max")
+        return [float(value) for value in table]
+
+    return largest
 
 
 def agree_as_pair(group: Group, other: int) -> Agreement:
     """This rank and the one at another place of the group, which does the same."""
 
-    def replace_by_largest(table: torch.Tensor) -> None:
+    def largest(values: Sequence[float]) -> list[float]:
+        table = torch.tensor(values, dtype=torch.float64)
         theirs = torch.empty_like(table)
         for pending in [receive(theirs, group, source=other), send(table.clone(), group, to=other)]:
             pending.wait()
-        torch.maximum(table, theirs, out=table)
+        return [float(value) for value in torch.maximum(table, theirs)]
 
-    return Agreement(replace_by_largest)
+    return largest
 
 
 def time_sizes(
-    make: Callable[[int], Run], sizes: Sequence[int], agreement: Agreement, *, budget_s: float, chained: bool
+    make: Callable[[int], Run], sizes: Sequence[int], agree: Agreement, *, budget_s: float, chained: bool
 ) -> list[Point]:
     """(bytes, seconds) of an exchange at growing sizes, until they or the budget are used up.
 
@@ -79,19 +71,19 @@ def time_sizes(
         run()
         started = time.perf_counter()
         if not chained:
-            agreement.meet()
+            agree([0.0])
         first_s = _seconds(run, 1)
         ended = time.perf_counter()
-        first_s, with_meeting_s, spent_s = agreement.largest([first_s, ended - started, ended - began])
+        first_s, with_meeting_s, spent_s = agree([first_s, ended - started, ended - began])
         share_s = (budget_s - spent_s) / (len(sizes) - place)
         num_calls = max(1, min(_MOST_CALLS, round(_SAMPLE_S / first_s))) if chained else 1
         num_samples = max(0, min(_MOST_SAMPLES, int(share_s / (num_calls * with_meeting_s))))
         samples = [first_s]
         for _ in range(num_samples):
             if not chained:
-                agreement.meet()
+                agree([0.0])
             samples.append(_seconds(run, num_calls))
-        *samples, spent_s = agreement.largest([*samples, time.perf_counter() - began])
+        *samples, spent_s = agree([*samples, time.perf_counter() - began])
         points.append((size, statistics.median(samples)))
     return points
 

@@ -35,9 +35,7 @@ _UNIT_BYTES = 1 << 40
 class Text:
     """Text of at least one character."""
 
-    @property
-    def allowed(self) -> str:
-        return "text, in quotes"
+    allowed: str = "text, in quotes"
 
     def accept(self, value: object) -> object:
         if not isinstance(value, str) or not value:
@@ -49,9 +47,7 @@ class Text:
 class Pair:
     """Two hosts, the lower number first; the same twice for a link inside one."""
 
-    @property
-    def allowed(self) -> str:
-        return "a list of two host numbers, the lower first"
+    allowed: str = "a list of two host numbers, the lower first"
 
     def accept(self, value: object) -> object:
         whole = isinstance(value, list | tuple) and all(type(host) is int and host >= 0 for host in value)
@@ -93,9 +89,10 @@ class Link(ClusterSection):
     bytes_per_s: float = declare(0.0, Real(above=0), "Further bytes per second.")
     miss: float = declare(0.0, Real(minimum=0), _MISS)
 
-    def time_s(self, num_bytes: float) -> float:
-        """Seconds of one message."""
-        return self.alpha_s + num_bytes / self.bytes_per_s
+    def time_s(self, num_bytes: float, collective: str = "send", num_ranks: int = 2) -> float:
+        """Seconds of one message, or of a collective over equal links that nothing else uses."""
+        share = wire_share(collective, num_ranks)
+        return num_rounds(collective, num_ranks) * self.alpha_s + share * num_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +165,7 @@ class Cluster:
             raise ClusterError(f'{self.name} has no link of kind "{link}"; it has {one_of(known)}')
         return min(
             max(
-                ring_time_s(collective, num_bytes, num_ranks, alpha_s=each.alpha_s, bytes_per_s=each.bytes_per_s)
+                each.time_s(num_bytes, collective, num_ranks)
                 for each in self.links
                 if (each.kind, each.transport) == (link, transport)
             )
@@ -209,8 +206,3 @@ def wire_share(collective: str, num_ranks: int) -> float:
     """Bytes that the busiest rank sends, as a share of the buffer's."""
     name = COLLECTIVES[COLLECTIVES.index(collective)]
     return sent_bytes(name, _UNIT_BYTES, num_ranks) / _UNIT_BYTES
-
-
-def ring_time_s(collective: str, num_bytes: float, num_ranks: int, *, alpha_s: float, bytes_per_s: float) -> float:
-    """Seconds of a collective over equal links that nothing else uses."""
-    return num_rounds(collective, num_ranks) * alpha_s + wire_share(collective, num_ranks) * num_bytes / bytes_per_s

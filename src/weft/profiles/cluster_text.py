@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.errors import ClusterError, nearest
-from weft.plan.fields import Choice, Facts, Flag, Kind, Section, facts_of, section_name, statement, toml
+from weft.plan.fields import Choice, Flag, Kind, Section, accept_values, facts_of, section_name, statement, toml
 from weft.plan.text import parse_toml, read_text, write_text
 from weft.profiles.cluster import Cluster, Device, Link, Text, Timing
 
@@ -88,7 +88,7 @@ def _row_problems(section: type[Section], row: dict[str, Any]) -> list[str]:
     return _value_problems(name, f"[[{name}]]", {each.name: each.kind for each in facts.values()}, row) + [
         f"{each.name} is missing; give {each.kind.allowed}"
         for each in facts.values()
-        if each.name not in row and _is_required(each)
+        if each.name not in row and accept_values(section, {each.name: each.default})[1]
     ]
 
 
@@ -103,14 +103,6 @@ def _value_problems(name: str, table: str, kinds: Mapping[str, Kind], values: di
         except ValueError as error:
             problems.append(f"{statement(name, field, value)} {error}")
     return problems
-
-
-def _is_required(facts: Facts) -> bool:
-    try:
-        facts.kind.accept(facts.default)
-    except ValueError:
-        return True
-    return False
 
 
 if __name__ == "__main__":

@@ -50,28 +50,11 @@ def preset(name: str) -> Cluster:
     """A typical cluster by name."""
     if name not in PRESETS:
         raise ClusterError(f'there is no preset "{name}"; {nearest(name, PRESETS)}')
-    return _make(name, **PRESETS[name])
-
-
-def _make(
-    name: str,
-    *,
-    num_hosts: int,
-    ranks_per_host: int,
-    device: dict[str, Any],
-    inside: list[dict[str, Any]],
-    between: dict[str, float] | None = None,
-) -> Cluster:
-    links = [Link(hosts=(host, host), **link) for host in range(num_hosts) for link in inside]
-    if between is not None:
-        links += [
-            Link(kind="network", transport="c10d", hosts=hosts, **between)
-            for hosts in itertools.combinations(range(num_hosts), 2)
-        ]
-    ranks = range(num_hosts * ranks_per_host)
-    return Cluster(
-        name=name,
-        measured=False,
-        devices=tuple(Device(rank=rank, host=rank // ranks_per_host, **device) for rank in ranks),
-        links=tuple(links),
-    )
+    made = PRESETS[name]
+    hosts, per_host = range(made["num_hosts"]), made["ranks_per_host"]
+    links = [Link(hosts=(host, host), **link) for host in hosts for link in made["inside"]]
+    if "between" in made:
+        links += [Link(kind="network", hosts=pair, **made["between"]) for pair in itertools.combinations(hosts, 2)]
+    ranks = range(len(hosts) * per_host)
+    devices = (Device(rank=rank, host=rank // per_host, **made["device"]) for rank in ranks)
+    return Cluster(name=name, measured=False, devices=tuple(devices), links=tuple(links))

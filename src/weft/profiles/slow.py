@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from weft.profiles.cluster import Link
 from weft.units import format_bytes, format_seconds
@@ -16,8 +16,7 @@ SLOW = 1.5
 """A link that takes at least this many times the others' time is slow."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlowLink:
+class SlowLink(NamedTuple):
     """A link that is slower than the others."""
 
     link: Link

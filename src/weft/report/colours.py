@@ -47,11 +47,11 @@ def style_sheet() -> str:
 
 def hatches() -> str:
     """The patterns with which weight gradients and reductions are filled."""
-    lines = '<path class="hatch" d="M-1 1l2-2M0 6l6-6M5 7l2-2"/>'
-    tile = '<pattern id="{id}" width="6" height="6" patternUnits="userSpaceOnUse">{ground}{lines}</pattern>'
-    names = [*(f"m{hue}" for hue in range(len(HUES))), "plain"]
-    ground = '<path class="ground {name}" d="M0 0h6v6h-6z"/>'
-    patterns = [tile.format(id=f"hatch-{name}", ground=ground.format(name=name), lines=lines) for name in names]
+    patterns = [
+        f'<pattern id="hatch-{name}" width="6" height="6" patternUnits="userSpaceOnUse">'
+        f'<path class="ground {name}" d="M0 0h6v6h-6z"/><path class="hatch" d="M-1 1l2-2M0 6l6-6M5 7l2-2"/></pattern>'
+        for name in [*(f"m{hue}" for hue in range(len(HUES))), "plain"]
+    ]
     return f"<defs>{''.join(patterns)}</defs>"
 
 

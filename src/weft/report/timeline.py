@@ -1,8 +1,5 @@
 """The pipeline as a picture: an SVG with ranks down, time across, and every microbatch in its own colour.
 
-    rank 0   F0 F1 F2 F3 .. .. .. B0 B1 B2 B3     hue: the microbatch    tone and hatch: what is done to it
-    rank 1   .. F0 F1 F2 F3 .. B0 B1 B2 B3 ..     a dot (background): the rank waits
-
 Planned and executed timelines are the same records, and are drawn one above the other on one time scale. The SVG is
 written by hand: it needs no library, its boxes have tooltips, and it follows the reader's light or dark mode
 (`colours.py`).
@@ -159,16 +156,13 @@ def _panel(canvas: Canvas, title: str, timeline: Timeline, y: float, unit_s: flo
         if span.action.is_compute:
             inside += _box(canvas, span, x, top, px, chunk=span.action.stage // timeline.num_ranks)
         else:
-            inside += _mark(span.action.kind, x, top + canvas.box_px + 1, px)
-        parts.append(f'<g class="{_classes(span)}">{inside}</g>')
+            # A message: a thin bar below the boxes, outgoing above incoming.
+            line = top + canvas.box_px + 1 + (0 if span.action.kind in OUTGOING else EXCHANGE_PX / 2)
+            inside += f'<path d="M{x:.2f} {line:g}h{px:.2f}v3.5h-{px:.2f}z"/>'
+        hue = "" if span.action.microbatch == EVERY else f" m{span.action.microbatch % len(HUES)}"
+        role = "box" if span.action.is_compute else "mark"
+        parts.append(f'<g class="{role} {span.action.kind}{hue}">{inside}</g>')
     return parts, bottom + (GAP_PX if title else 0)
-
-
-def _classes(span: Span) -> str:
-    """The element's role, its kind, and the hue of its microbatch, if any."""
-    action = span.action
-    role = "box" if action.is_compute else "mark"
-    return f"{role} {action.kind}" + ("" if action.microbatch == EVERY else f" m{action.microbatch % len(HUES)}")
 
 
 def _tooltip(span: Span, origin_s: float) -> str:
@@ -199,12 +193,6 @@ def _box(canvas: Canvas, span: Span, x: float, top: float, px: float, *, chunk: 
     if version and px > SMALL_DIGIT_PX * len(version) + 1:
         parts.append(_text(middle, line + (11 if number else 0), version, "version"))
     return "".join(parts)
-
-
-def _mark(kind: Kind, x: float, top: float, px: float) -> str:
-    """A message: a thin bar below the boxes, outgoing above incoming."""
-    y = top + (0 if kind in OUTGOING else EXCHANGE_PX / 2)
-    return f'<path d="M{x:.2f} {y:g}h{px:.2f}v3.5h-{px:.2f}z"/>'
 
 
 def _ticks(canvas: Canvas, unit_s: float | None) -> tuple[list[tuple[float, str]], str]:

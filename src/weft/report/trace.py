@@ -39,7 +39,7 @@ def _span_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     free_ns: dict[tuple[int, str], list[int]] = {}
     for span in timeline.spans:
         start_ns, stop_ns = round(span.start_s * 1e9), round(span.stop_s * 1e9)
-        lane = _lane(span.action)
+        lane = "compute" if span.action.is_compute else "out" if span.action.kind in ("send", "reduce") else "in"
         free = free_ns.setdefault((span.rank, lane), [])
         place = next((at for at, since_ns in enumerate(free) if since_ns <= start_ns), len(free))
         tid = LANES.index(lane) + len(LANES) * place
@@ -61,12 +61,6 @@ def _span_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 def _name(event: str, rank: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": event, "pid": rank, "tid": tid, "args": {"name": name}}
-
-
-def _lane(action: Action) -> str:
-    if action.is_compute:
-        return "compute"
-    return "out" if action.kind in ("send", "reduce") else "in"
 
 
 def _label(action: Action) -> str:

@@ -117,6 +117,17 @@ def broadcast_tensors(sent: Mapping[Key, torch.Tensor], mesh: Mesh) -> Iterator[
         yield key, tensor
 
 
+def from_first(values: list[float], mesh: Mesh) -> list[float]:
+    """Rank 0's numbers, on every rank; collective."""
+    sent = torch.tensor(values, dtype=torch.float64, device=mesh.world.device)
+    broadcast(sent, mesh.everyone("control"))
+    return list(map(float, sent))
+
+
+def loss_error(mine: float, true: float) -> float:
+    return not_nan(abs(mine - true) / max(abs(true), 1e-30))
+
+
 def step_on_part(trainer: Trainer, batch: tuple[Any, Any]) -> float:
     """The loss of one step of the trainer on its part of a global batch."""
     start, stop = part_of(num_samples(batch[0]), trainer.data_rank, trainer.data_size)
@@ -129,7 +140,10 @@ def relative_error(off: float, scale: float, largest: float) -> float:
     return off / max(scale, _ROUNDING / TOLERANCES[torch.float64] * largest, 1e-300)
 
 
-def difference(key: Key, step: int, rank: int, error: float) -> Difference:
+def not_nan(error: float) -> float:
     # NaN compares false with everything, and would pass for small.
-    error = math.inf if math.isnan(error) else error
-    return Difference(what=key.what, name=key.name, step=step, rank=rank, error=error)
+    return math.inf if math.isnan(error) else error
+
+
+def difference(key: Key, step: int, rank: int, error: float) -> Difference:
+    return Difference(what=key.what, name=key.name, step=step, rank=rank, error=not_nan(error))

@@ -10,6 +10,7 @@ have are kept, and a rank compares its own.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -51,7 +52,9 @@ def gradients_at(
 class DelayedVersions:
     """A model trained by one process under the version rule of its plan's pipeline."""
 
-    def __init__(self, model: nn.Module, plan: Plan, recipe: Recipe, *, stage_of: Mapping[str, int]) -> None:
+    rule, is_exact = "one process with delayed weights", False
+
+    def __init__(self, model: nn.Module, plan: Plan, recipe: Recipe, stage_of: Mapping[str, int]) -> None:
         """`stage_of` maps every parameter to the first of the stages that have it."""
         self.model = model
         self.num_targets = 0.0
@@ -62,6 +65,10 @@ class DelayedVersions:
         self._microbatches_per_update = 1 if plan.pipeline.schedule == "pipedream" else plan.step.microbatches
         self._heads = {name: nn.Parameter(weight.detach().clone()) for name, weight in trained.items()}
         self._updates = Updates(self._heads, plan, recipe)
+        pipeline, num_stages = plan.pipeline, plan.axes.pipeline
+        self._version_used = functools.partial(
+            version_used, pipeline.schedule, num_stages, vertical_sync=pipeline.vertical_sync
+        )
         self._newest = 0
         self._weights: dict[int, Weights] = {0: self._copies()}
         self._gradients: dict[int, Weights] = {}
@@ -76,12 +83,8 @@ class DelayedVersions:
         rows, per_update = microbatch_rows(self._plan, num_samples(inputs)), self._microbatches_per_update
         self.num_targets, loss_sum = 0.0, 0.0
         for first in range(0, len(rows), per_update):
-            parts = [
-                (take_rows(inputs, inside), take_rows(targets, inside))
-                for inside in rows[first : first + per_update]
-                if inside
-            ]
-            loss_sum += self._update(parts)
+            parts = [inside for inside in rows[first : first + per_update] if inside]
+            loss_sum += self._update([take_rows((inputs, targets), inside) for inside in parts])
         self.losses.append(loss_sum / max(self.num_targets, 1.0))
         done = (len(self.losses) * len(rows) - (self._plan.axes.pipeline - 1)) // per_update
         known = [mean for mean in self._means[: max(done, 0)] if mean is not None]
@@ -107,7 +110,9 @@ class DelayedVersions:
     def _update(self, parts: list[tuple[Any, Any]]) -> float:
         """Returns the sum of the loss over the parts."""
         summed, loss_sum, count_sum = Weights(), 0.0, 0.0
-        used = {name: self._weights[self._version(name)][name] for name in self._heads}
+        used = {
+            name: self._weights[self._version_used(self._stage_of[name], self._newest)][name] for name in self._heads
+        }
 
         def loss_of(weights: Weights, part: tuple[Any, Any]) -> Tensor:
             nonlocal count_sum
@@ -135,12 +140,3 @@ class DelayedVersions:
 
     def _copies(self) -> Weights:
         return {name: head.detach().clone() for name, head in self._heads.items()}
-
-    def _version(self, name: str) -> int:
-        return version_used(
-            self._plan.pipeline.schedule,
-            self._plan.axes.pipeline,
-            self._stage_of[name],
-            self._newest,
-            vertical_sync=self._plan.pipeline.vertical_sync,
-        )

@@ -6,18 +6,17 @@ delayed weights, is compared with plain training in one process: the effect of t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from weft.comm.collectives import all_reduce, broadcast
+from weft.comm.collectives import all_reduce
 from weft.mesh import Mesh
 from weft.parallel.tensor.shares import local_part
 from weft.training.data.trees import map_tensors
 from weft.training.trainer import Trainer
-from weft.verification.compare import broadcast_tensors, local_tensors, step_on_part
+from weft.verification.compare import broadcast_tensors, from_first, local_tensors, loss_error, not_nan, step_on_part
 from weft.verification.one_process import OneProcess
 from weft.verification.oracles import Oracle
 from weft.verification.verdict import LARGEST_LOSS_DEVIATION, Deviation
@@ -34,10 +33,10 @@ def measure_rounding(trainer: Trainer, reference: OneProcess | None, batches: Se
         mine = step_on_part(trainer, batch)
         is_updated = trainer.num_skipped == skipped
         whole = map_tensors(lambda tensor: tensor.to(device), batch)
-        (true,) = _from_first([reference.step(*whole, update=is_updated) if reference else 0.0], trainer.mesh)
-        loss = _larger(loss, abs(mine - true) / max(abs(true), 1e-30))
+        (true,) = from_first([reference.step(*whole, update=is_updated) if reference else 0.0], trainer.mesh)
+        loss = max(loss, loss_error(mine, true))
         if is_updated:
-            gradient = _larger(gradient, _gradient_deviation(trainer, reference))
+            gradient = max(gradient, not_nan(_gradient_deviation(trainer, reference)))
     return Deviation(
         against="one process in float32",
         loss=loss,
@@ -58,28 +57,15 @@ def measure_rule(oracle: Oracle | None, plain: OneProcess | None, batches: Seque
             whole = map_tensors(lambda tensor: tensor.to(mesh.world.device), batch)
             with torch.enable_grad():
                 true = plain.step(*whole)
-            loss = _larger(loss, abs(theirs - true) / max(abs(true), 1e-30))
+            loss = max(loss, loss_error(theirs, true))
         off, moved = 0.0, 0.0
         ends = {key.name: tensor for key, tensor in oracle.tensors(is_drained=True) if key.what == "weight"}
         for name, weight in plain.model.named_parameters():
             off += float((ends[name] - weight).square().sum())
             moved += float((weight - start[name]).square().sum())
         movement = (off / max(moved, 1e-300)) ** 0.5
-    loss, movement = _from_first([loss, movement], mesh)
+    loss, movement = from_first([loss, movement], mesh)
     return Deviation(against="one process without delays", loss=loss, movement=movement)
-
-
-def _larger(one: float, other: float) -> float:
-    # NaN compares false with everything, and would pass for small.
-    return max(one, math.inf if math.isnan(other) else other)
-
-
-def _from_first(values: list[float], mesh: Mesh) -> list[float]:
-    """Rank 0's numbers, on every rank."""
-    sent = torch.tensor(values, dtype=torch.float64, device=mesh.world.device)
-    broadcast(sent, mesh.everyone("control"))
-    received: list[float] = sent.tolist()
-    return received
 
 
 @torch.no_grad()

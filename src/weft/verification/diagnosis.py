@@ -85,10 +85,10 @@ def diagnose(
     if states:
         return _cause_of_state(sorted(states)[0], what)
     if what == "weight" and all(one.is_copy for one in off):
-        late = " and are still those of the step before" if all(_holds(one.previous_left) for one in off) else ""
+        late = " and are still those of the step before" if all(one.previous_left <= EXPLAINED for one in off) else ""
         text = f"what the optimizer updated is right, but the weights that the model computes with are not{late}"
         return Cause(kind="unpublished", text=f"{text}: they were not taken over after the update", axes=("data",))
-    if all(_holds(one.previous_left) for one in off):
+    if all(one.previous_left <= EXPLAINED for one in off):
         stale = "it did not move in this step: the update left it out"
         text = stale if what == "weight" else "it is stale: exactly what it should have been one update before"
         return Cause(kind="stale", text=text)
@@ -245,7 +245,7 @@ def _cause_of_rows(
 def _axes_that_add_up(off: Sequence[Evidence], number: int) -> list[str]:
     """Axes over which the sum (0) or mean (1) of the ranks' tensors is true for all of them, the fewest first."""
     names = set.intersection(*(set(one.sums_left) for one in off))
-    found = [axes for axes in names if all(_holds(one.sums_left[axes][number]) for one in off)]
+    found = [axes for axes in names if all(one.sums_left[axes][number] <= EXPLAINED for one in off)]
     return sorted(found, key=lambda axes: (axes.count("+"), axes))
 
 
@@ -262,11 +262,7 @@ def _axes_between(off: Sequence[Evidence], plan: Plan) -> tuple[str, ...]:
 
 def _common(ratios: Sequence[tuple[float, float]]) -> bool:
     """True if one factor explains them all."""
-    return all(_holds(left) and _is_same(ratio, ratios[0][0]) for ratio, left in ratios)
-
-
-def _holds(left: float) -> bool:
-    return left <= EXPLAINED
+    return all(left <= EXPLAINED and _is_same(ratio, ratios[0][0]) for ratio, left in ratios)
 
 
 def _is_same(one: float, other: float) -> bool:

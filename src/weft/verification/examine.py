@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -32,15 +32,6 @@ Rows = tuple[int, int, int, int]
 
 Compared = tuple[LocalTensor, torch.Tensor | None, torch.Tensor | None]
 """A tensor of this rank, the whole true one, and the whole true one of the step before."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Losses:
-    """The loss that a step returned here, and the true one of this step and of the one before."""
-
-    mine: float
-    true: float
-    before: float | None
 
 
 class Examination:
@@ -67,14 +58,15 @@ class Examination:
         """By rank: what, name and error of all that was compared there."""
 
     @torch.no_grad()
-    def run(self, losses: Losses) -> Finding:
+    def run(self, *, mine: float, true: float, before: float | None) -> Finding:
+        """Given the loss that the step returned here, and the true one of this step and of the one before."""
         facts = self._gather(None if self._oracle is None else [self._oracle.backward_order, self._oracle.num_targets])
         order, num_targets = facts[0]
         what, name = first = self._first(order)
         gradients = self._gradient_errors() if what in ("loss", "gradient") else GradientErrors()
         if what == "loss":
-            mine = self._gather(losses.mine)
-            return self._finding(first, diagnose_loss(mine, losses.true, losses.before, gradients, self._mesh.plan))
+            cause = diagnose_loss(self._gather(mine), true, before, gradients, self._mesh.plan)
+            return self._finding(first, cause)
         evidence = self._collect(what, name)
         return self._finding(first, diagnose(evidence, gradients, self._mesh.plan, what=what, num_targets=num_targets))
 
@@ -121,17 +113,12 @@ class Examination:
                 if local.tensor is not None and true is not None:
                     ratio, left = ratio_of(local.tensor, self._part(true, local.layout))
                     ratios[name] = ratio if left <= EXPLAINED else math.nan
-        gathered = self._gather(ratios)
-        return GradientErrors(
-            off={
-                rank: {name: gathered[rank].get(name, math.nan) for name, error in mine.items() if self._is_off(error)}
-                for rank, mine in enumerate(errors)
-            },
-            right={
-                rank: [name for name, error in mine.items() if not self._is_off(error)]
-                for rank, mine in enumerate(errors)
-            },
-        )
+        off: dict[int, dict[str, float]] = {}
+        right: dict[int, list[str]] = {}
+        for rank, (mine, factors) in enumerate(zip(errors, self._gather(ratios), strict=True)):
+            off[rank] = {name: factors.get(name, math.nan) for name, error in mine.items() if self._is_off(error)}
+            right[rank] = [name for name in mine if name not in off[rank]]
+        return GradientErrors(off=off, right=right)
 
     def _part(self, whole: torch.Tensor, layout: Layout, rank: int | None = None) -> torch.Tensor:
         return local_part(whole, layout, self._mesh.grid, self._mesh.world.rank if rank is None else rank)
@@ -225,10 +212,8 @@ class Examination:
         if layout.flat_range is not None:
             return rows
         ranges = layout.ranges(self._mesh.grid.axes.sizes, self._mesh.grid.coordinates(self._mesh.world.rank))[dim]
-        if len(ranges) > 1:
-            return rows
         start = ranges[0][0]
-        return dim, first + start, last + start, layout.global_shape[dim]
+        return rows if len(ranges) > 1 else (dim, first + start, last + start, layout.global_shape[dim])
 
     def _swapped_with(
         self, mine: torch.Tensor, layout: Layout, whole: torch.Tensor, error: float, held: Sequence[Any]
@@ -262,8 +247,7 @@ class Examination:
 def _described(local: LocalTensor) -> list[Any]:
     """Shape of a tensor of this rank, the axes that split it, and its flat range: for other ranks."""
     assert local.tensor is not None
-    flat = local.layout.flat_range
-    axes = [split.axis for split in local.layout.splits]
+    flat, axes = local.layout.flat_range, [split.axis for split in local.layout.splits]
     return [list(local.tensor.shape), axes, None if flat is None else list(flat)]
 
 
@@ -271,11 +255,8 @@ def _axes_to_sum(mesh: Mesh) -> list[str]:
     """Every axis of several ranks, and those over which gradients are summed together."""
     several = [axis for axis, size in mesh.grid.axes.sizes.items() if size > 1]
     together = [axis for axis in several if axis in ("data", "ring", "ulysses")]
-    found = [*several]
-    for axes in (together, [*(axis for axis in several if axis == "replicate"), *together]):
-        if len(axes) > 1 and "+".join(axes) not in found:
-            found.append("+".join(axes))
-    return found
+    replicate = [axis for axis in several if axis == "replicate"]
+    return list(dict.fromkeys([*several, *("+".join(axes) for axes in (together, replicate + together) if axes)]))
 
 
 def ratio_of(mine: torch.Tensor, true: torch.Tensor) -> tuple[float, float]:

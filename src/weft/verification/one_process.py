@@ -64,7 +64,10 @@ class Updates:
 class OneProcess:
     """A model trained without any parallelism."""
 
-    def __init__(self, model: nn.Module, plan: Plan, recipe: Recipe) -> None:
+    rule, is_exact = "one process", True
+
+    def __init__(self, model: nn.Module, plan: Plan, recipe: Recipe, stage_of: object = None) -> None:
+        del stage_of  # there are no stages here
         self.model = model
         self.num_targets = 0.0
         self.losses: list[float] = []
@@ -90,7 +93,7 @@ class OneProcess:
         for rows in microbatch_rows(self._plan, num_samples(inputs)):
             if not rows:
                 continue
-            part, target_part = take_rows(inputs, rows), take_rows(targets, rows)
+            part, target_part = take_rows((inputs, targets), rows)
             terms = loss_terms(self._loss, forward(self.model, part), target_part, count_targets(target_part))
             loss = terms.value * terms.multiplier
             loss.backward()

@@ -1,76 +1,36 @@
-"""The answer a plan must give: the list of rules, and the one process that computes by each.
+"""The answer a plan must give: the rule that it obeys, and the one process that computes by it.
 
 A lossless plan is held to plain training in one process. A method that changes the maths obeys a rule of its own, and
-is held to a process that computes by that rule: it enters `RULES` with the plans it is for and an `Oracle`. The effect
-of the change is measured separately (`deviation.py`).
+is held to a process that computes by that rule: an `Oracle`. The effect of the change is measured separately
+(`deviation.py`).
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
-
-import torch
 
 from weft.comm.objects import gather_values
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Plan
 from weft.training.trainer import Trainer
 from weft.verification.delayed_weights import DelayedVersions
-from weft.verification.one_process import Key, OneProcess
+from weft.verification.one_process import OneProcess
+
+Oracle = OneProcess | DelayedVersions
+"""One process that computes what a plan must. It lives on rank 0.
+
+rule            its name in messages
+is_exact        its answer is that of plain training; otherwise the stages of a pipeline update independently
+step            trains on a whole global batch; returns what the plan's step must, None where there is no loss yet
+losses          mean loss of each batch, in the passes that computed it
+num_targets     number of targets in the last step
+backward_order  parameters in the order in which a backward pass finishes their gradients
+tensors         what a rank may hold after the step; `is_drained`: no microbatch is in flight
+previous        the same tensor one update earlier, if it is kept
+"""
 
 
-class Oracle(Protocol):
-    """One process that computes what a plan must. It lives on rank 0."""
-
-    num_targets: float
-    """Number of targets in the last step."""
-    losses: list[float]
-    """Mean loss of each batch, in the passes that computed it."""
-    backward_order: list[str]
-    """Parameters in the order in which a backward pass finishes their gradients."""
-
-    def step(self, inputs: Any, targets: Any) -> float | None:
-        """Train on a whole global batch; what the plan's step must return, None where it has no loss to return yet."""
-
-    def tensors(self, *, is_drained: bool) -> Iterator[tuple[Key, torch.Tensor]]:
-        """Tensors that a rank may hold after the step; `is_drained`: no microbatch is in flight."""
-
-    def previous(self, key: Key) -> torch.Tensor | None:
-        """The same tensor one update earlier, if it is kept."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """A way of training that one process can follow too."""
-
-    name: str
-    """The process that follows it, as messages name it."""
-    is_for: Callable[[Plan], bool]
-    make: Callable[..., Oracle]
-    """Called as `OneProcess` is."""
-    needs_stages: bool = False
-    """`make` also takes the stage of every parameter: `stage_of`."""
-    is_exact: bool = True
-    """The answer is that of plain training."""
-
-
-RULES = (
-    Rule(
-        name="one process with delayed weights",
-        is_for=lambda plan: plan.axes.pipeline > 1 and plan.pipeline.schedule in FLUSH_FREE,
-        make=DelayedVersions,
-        needs_stages=True,
-        is_exact=False,
-    ),
-    Rule(name="one process", is_for=lambda plan: True, make=OneProcess),
-)
-"""The first that is for a plan is its rule."""
-
-
-def rule_of(plan: Plan) -> Rule:
-    return next(rule for rule in RULES if rule.is_for(plan))
+def rule_of(plan: Plan) -> type[DelayedVersions] | type[OneProcess]:
+    is_delayed = plan.axes.pipeline > 1 and plan.pipeline.schedule in FLUSH_FREE
+    return DelayedVersions if is_delayed else OneProcess
 
 
 def find_stages(trainer: Trainer) -> dict[str, int]:

@@ -1,25 +1,18 @@
 """`verify`: a plan against one process, on the user's own model: every loss, every gradient, every weight.
 
-Rank 0 trains a second copy of the model by itself on the whole global batch (`one_process.py`), all ranks train theirs
-under the plan, and after every step each rank compares its tensors with the reference (`compare.py`). In float64 a
-logic error is ten orders of magnitude larger than that of another order of additions. The first error is examined
-(`examine.py`), and a likely cause named (`diagnosis.py`).
-
-Dropout is off, and gradients that are only rounding are set to zero (`zero_noise.py`). Both sides compute in the dtype
-of the comparison, not the plan's or the model's own (`keep_float64.py`), whose rounding would hide errors.
-
-A plan that obeys a rule of its own is held to that rule (`oracles.py`); a lossy one is then measured as it stands
-(`deviation.py`).
+Rank 0 also trains a copy of the model by itself on the whole global batch, by the rule that the plan obeys
+(`oracles.py`), and each rank compares its tensors with it after every step (`compare.py`). In float64 a logic error is
+ten orders of magnitude larger than that of another order of additions; both sides compute in the dtype of the
+comparison, not the plan's or the model's own (`keep_float64.py`), whose rounding would hide errors.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -27,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from weft.comm.collectives import all_reduce, broadcast
+from weft.comm.collectives import all_reduce
 from weft.comm.objects import gather_values
 from weft.mesh import Mesh
 from weft.parallel.state.materialise import draw_seed, fill_alone, is_on_meta
@@ -37,12 +30,19 @@ from weft.training.parallelize import ParameterGroups, parallelize
 from weft.training.setup.probe_optimizer import OptimizerFactory
 from weft.training.step.loss import LossFunction
 from weft.training.trainer import Trainer
-from weft.verification.compare import TOLERANCES, compare_tensors, difference, step_on_part
+from weft.verification.compare import (
+    TOLERANCES,
+    compare_tensors,
+    difference,
+    from_first,
+    loss_error,
+    step_on_part,
+)
 from weft.verification.deviation import measure_rounding, measure_rule
-from weft.verification.examine import Examination, Losses
+from weft.verification.examine import Examination
 from weft.verification.keep_float64 import keep_float64
 from weft.verification.one_process import Key, OneProcess, Recipe
-from weft.verification.oracles import Oracle, Rule, find_stages, rule_of
+from weft.verification.oracles import Oracle, find_stages, rule_of
 from weft.verification.verdict import Cause, Deviation, Difference, Finding, Verification
 from weft.verification.zero_noise import ZeroNoise
 
@@ -80,10 +80,19 @@ def verify(
         fill_alone(model, draw_seed(), torch.device("cpu"))
     exact = dataclasses.replace(plan, precision=Precision())
     cast = _cast(batches, dtype)
-    make_trainer = functools.partial(_parallelize, device=device, mesh=mesh)
+
+    def make_trainer(model: nn.Module, plan: Plan, recipe: Recipe, batches: Sequence[Any]) -> Trainer:
+        given = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
+        return parallelize(model, plan, **given, device=device, mesh=mesh, example=batches[0][0])
+
     outcome, deviation = _prove(model, exact, recipe, cast, make_trainer, dtype=dtype, on_step=on_step)
-    if _rounds(plan.precision):
-        deviation = _measure_rounding(model, plan, recipe, _cast(batches, torch.float32), make_trainer)
+    if any(getattr(plan.precision, name) != getattr(Precision(), name) for name in ("compute", "reduce", "accumulate")):
+        single = _cast(batches, torch.float32)
+        with make_trainer(_copy_without_dropout(model), plan, recipe, single) as trainer:
+            reference, place = None, trainer.mesh.world.device
+            if trainer.mesh.world.rank == 0:
+                reference = OneProcess(_copy_without_dropout(model, torch.float32, place), plan, recipe)
+            deviation = measure_rounding(trainer, reference, single)
     return dataclasses.replace(outcome, deviation=deviation)
 
 
@@ -100,21 +109,21 @@ def _prove(
     """Compare a plan with one process under its rule, and an inexact rule with plain training."""
     rule = rule_of(plan)
     parallel = _copy_without_dropout(model, dtype)
-    with _without_casts(parallel, plan, batches[0][0], dtype), ExitStack() as stack:
-        zero_noise = ZeroNoise(recipe.optimizer, by_stage=rule.needs_stages)
-        silent = dataclasses.replace(recipe, optimizer=zero_noise)
-        trainer = stack.enter_context(make_trainer(parallel, plan, silent, batches))
+    zero_noise = ZeroNoise(recipe.optimizer, by_stage=not rule.is_exact)
+    silent = dataclasses.replace(recipe, optimizer=zero_noise)
+    casts = _without_casts(parallel, plan, batches[0][0], dtype)
+    with casts, make_trainer(parallel, plan, silent, batches) as trainer:
         zero_noise.mesh = trainer.mesh
-        stage_of = find_stages(trainer) if rule.needs_stages else {}
-        oracle, plain = None, None
+        stage_of = {} if rule.is_exact else find_stages(trainer)
+        oracle: Oracle | None = None
+        plain = None
         if trainer.mesh.world.rank == 0:
             # Made from rank 0's model, which is what parallelize gave every rank.
             place = trainer.mesh.world.device
             alone = _copy_without_dropout(model, dtype, place)
             stages = [stage_of[name] for name, p in alone.named_parameters() if p.requires_grad and stage_of]
             quiet = dataclasses.replace(recipe, optimizer=ZeroNoise(recipe.optimizer, stages=stages))
-            more = {"stage_of": stage_of} if rule.needs_stages else {}
-            oracle = rule.make(alone, trainer.plan, quiet, **more)
+            oracle = rule(alone, trainer.plan, quiet, stage_of)
             if not rule.is_exact:
                 plain = OneProcess(_copy_without_dropout(model, dtype, place), plan, recipe)
         comparison = _Comparison(trainer, oracle, dtype)
@@ -125,7 +134,7 @@ def _prove(
         if not rule.is_exact:
             trainer.flush()
             comparison.compare([], len(batches), is_drained=True)
-        outcome = comparison.outcome(rule, num_steps=len(batches))
+        outcome = comparison.outcome(rule.rule, num_steps=len(batches))
         return outcome, None if rule.is_exact else measure_rule(oracle, plain, batches, trainer.mesh)
 
 
@@ -139,7 +148,7 @@ class _Comparison:
         self._found: list[Difference] = []
         self._first: Finding | None = None
         self._is_random = False
-        self._losses = Losses(mine=math.nan, true=math.nan, before=None)
+        self._losses: dict[str, Any] = {}
 
     def step(self, number: int, batch: tuple[Any, Any], *, is_drained: bool) -> None:
         device = self._mesh.world.device
@@ -148,14 +157,12 @@ class _Comparison:
         if self._oracle is not None:
             random_state = _random_state(device)
             expected = self._oracle.step(*map_tensors(lambda tensor: tensor.to(device), batch))
-            is_random = not torch.equal(random_state, _random_state(device))
-            facts = [expected or 0.0, float(expected is not None), float(is_random)]
-        sent = torch.tensor(facts, dtype=torch.float64, device=device)
-        broadcast(sent, self._group)
-        true, is_known, is_random = sent.tolist()
+            is_drawn = not torch.equal(random_state, _random_state(device))
+            facts = [expected or 0.0, float(expected is not None), float(is_drawn)]
+        true, is_known, is_random = from_first(facts, self._mesh)
         self._is_random = bool(is_random)
-        self._losses = Losses(mine=mine, true=true, before=self._losses.true if number > 1 else None)
-        error = abs(mine - true) / max(abs(true), 1e-30)
+        self._losses = {"mine": mine, "true": true, "before": self._losses.get("true")}
+        error = loss_error(mine, true)
         if not is_known:  # then the plan must return none either
             error = 0.0 if math.isnan(mine) else math.inf
         found = [difference(Key("loss", ""), number, self._mesh.world.rank, error)]
@@ -174,11 +181,11 @@ class _Comparison:
         if is_off.item():
             self._first = Examination(
                 self._trainer, self._oracle, found, step=number, tolerance=self._tolerance, is_drained=is_drained
-            ).run(self._losses)
+            ).run(**self._losses)
             if self._is_random:
                 self._first = dataclasses.replace(self._first, cause=_RANDOM)
 
-    def outcome(self, rule: Rule, *, num_steps: int) -> Verification:
+    def outcome(self, rule: str, *, num_steps: int) -> Verification:
         mine = [asdict(one) for one in _worst(self._found)]
         gathered = gather_values(mine, self._group, self._mesh.world.device)
         worst = _worst(Difference(**entry) for part in gathered for entry in part)
@@ -186,7 +193,7 @@ class _Comparison:
             num_steps=num_steps,
             tolerance=self._tolerance,
             differences=tuple(sorted(worst, key=lambda one: -one.error)),
-            rule=rule.name,
+            rule=rule,
             first=self._first,
         )
 
@@ -205,37 +212,6 @@ def _random_state(device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return torch.get_rng_state()
     return torch.cat([torch.get_rng_state(), torch.cuda.get_rng_state(device)])
-
-
-def _rounds(precision: Precision) -> bool:
-    """True if the plan computes or sums in 16 bits."""
-    own = Precision()
-    return (precision.compute, precision.reduce, precision.accumulate) != (own.compute, own.reduce, own.accumulate)
-
-
-def _measure_rounding(
-    model: nn.Module, plan: Plan, recipe: Recipe, batches: Sequence[Any], make_trainer: Callable[..., Trainer]
-) -> Deviation:
-    """The plan as it stands, the model in its own dtypes, against one process in float32."""
-    with make_trainer(_copy_without_dropout(model), plan, recipe, batches) as trainer:
-        reference = None
-        if trainer.mesh.world.rank == 0:
-            alone = _copy_without_dropout(model, torch.float32, trainer.mesh.world.device)
-            reference = OneProcess(alone, plan, recipe)
-        return measure_rounding(trainer, reference, batches)
-
-
-def _parallelize(model: nn.Module, plan: Plan, recipe: Recipe, batches: Sequence[Any], **where: Any) -> Trainer:
-    return parallelize(
-        model,
-        plan,
-        loss=recipe.loss,
-        optimizer=recipe.optimizer,
-        schedule=recipe.schedule,
-        groups=recipe.groups,
-        **where,
-        example=batches[0][0],
-    )
 
 
 def _copy_without_dropout(
