@@ -14,12 +14,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from reference import _marked, refusals
 
 from weft.errors import WeftError
 from weft.plan.check import check
 from weft.plan.model_refusals import IMAGE_RULES, MODEL_REFUSALS
 from weft.plan.plan import SECTIONS
-from weft.plan.reference import _marked, refusals
 from weft.plan.rules import RULES
 from weft.plan.text import parse_plan, read_plan
 from weft.training.run.job import parse_job
@@ -117,7 +117,7 @@ def test_toml_is_a_plan_or_a_job(where: str, text: str) -> None:
 
 def test_the_page_of_refusals_is_the_generated_one() -> None:
     page = (ROOT / "docs" / "refusals.md").read_text(encoding="utf-8")
-    assert page == refusals(), "run: python -m weft.plan.reference refusals > docs/refusals.md"
+    assert page == refusals(), "run: python docs/reference.py refusals > docs/refusals.md"
     for refusal in (*RULES, *MODEL_REFUSALS, *IMAGE_RULES):
         assert f"\n| {_marked(refusal.combination)} | " in page
     assert not re.search(r"[{}]", page)

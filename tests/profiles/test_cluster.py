@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from reference import cluster_tables
 
 from weft.measure.fit import Line, fit_line
 from weft.measure.shapes import Shape, group_shapes, host_pairs
 from weft.plan.check import check
 from weft.plan.partition.wire import sent_bytes
 from weft.profiles.cluster import COLLECTIVES, Cluster, ClusterError, Device, Link, Timing
-from weft.profiles.cluster_text import format_cluster, parse_cluster, read_cluster, reference, write_cluster
+from weft.profiles.cluster_text import format_cluster, parse_cluster, read_cluster, write_cluster
 from weft.profiles.presets import PRESETS, preset
 from weft.profiles.slow import slow_links
 
@@ -184,7 +185,7 @@ speed = 3
 
 def test_the_page_has_the_generated_fields_and_an_example_that_reads() -> None:
     page = (ROOT / "docs" / "profile.md").read_text()
-    assert reference() in page, "put the output of python -m weft.profiles.cluster_text into docs/profile.md"
+    assert cluster_tables() in page, "put the output of python docs/reference.py cluster into docs/profile.md"
     examples = re.findall(r"^```\n(\[cluster\].*?)^```", page, re.MULTILINE | re.DOTALL)
     assert examples and all(parse_cluster(example).measured for example in examples)
 

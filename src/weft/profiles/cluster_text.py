@@ -10,12 +10,11 @@ there; which ones these are follows from the declarations, for their defaults ar
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 from weft.errors import ClusterError, nearest
-from weft.plan.fields import Choice, Flag, Kind, Section, accept_values, facts_of, section_name, statement, toml
+from weft.plan.fields import Flag, Kind, Section, accept_values, facts_of, section_name, statement, toml
 from weft.plan.text import parse_toml, read_text, write_text
 from weft.profiles.cluster import Cluster, Device, Link, Text, Timing
 
@@ -68,21 +67,6 @@ def write_cluster(cluster: Cluster, path: str | os.PathLike[str]) -> None:
     write_text(path, format_cluster(cluster), kind=ClusterError)
 
 
-def reference() -> str:
-    """The fields of every list, in Markdown."""
-    return "\n".join(_described(name, section) for name, section in LISTS.items())
-
-
-def _described(name: str, section: type[Section]) -> str:
-    head = [f"### [[{name}]]", "", section.__doc__ or "", "", "| field | values | meaning |", "|---|---|---|"]
-    rows = []
-    for facts in facts_of(section).values():
-        kind = facts.kind
-        values = ", ".join(f"`{toml(value)}`" for value in kind.values) if isinstance(kind, Choice) else kind.allowed
-        rows.append(f"| `{facts.name}` | {values} | {facts.doc} |")
-    return "\n".join([*head, *rows]) + "\n"
-
-
 def _row_problems(section: type[Section], row: dict[str, Any]) -> list[str]:
     name, facts = section_name(section), facts_of(section)
     return _value_problems(name, f"[[{name}]]", {each.name: each.kind for each in facts.values()}, row) + [
@@ -103,7 +87,3 @@ def _value_problems(name: str, table: str, kinds: Mapping[str, Kind], values: di
         except ValueError as error:
             problems.append(f"{statement(name, field, value)} {error}")
     return problems
-
-
-if __name__ == "__main__":
-    sys.stdout.write(reference())
