@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
+import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -29,6 +31,7 @@ from weft.plan.check import check, require
 from weft.plan.model_refusals import SHARED_MEMORY_ON_A_DEVICE
 from weft.plan.partition.grid import Grid
 from weft.plan.partition.groups import WORLD, GroupKey, batch_axes, num_ranks_along, plan_groups
+from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Plan
 
 
@@ -56,7 +59,8 @@ class Mesh:
     """The plan's axes and process groups, seen from this rank."""
 
     def __init__(self, plan: Plan, world: World, *, sharing: Mesh | None = None) -> None:
-        """`sharing`: a mesh with the same axes and transport, whose process groups this one uses and does not close."""
+        """`sharing`: a mesh with the same axes and transport, whose process groups this one uses and does not close.
+        Groups on which something may be under way between two calls are always a mesh's own (`_is_own`)."""
         self.plan = plan
         self.world = world
         self.grid = Grid(plan.axes)
@@ -64,28 +68,37 @@ class Mesh:
         """Bytes and seconds so far, by axis."""
         self._groups: dict[GroupKey, Group] = {}
         self._is_closed = False
-        self._owns_groups = sharing is None
-        self._process_groups: ProcessGroups
-        if sharing is not None:
-            self._process_groups = sharing._process_groups
-        else:
-            self._process_groups = ProcessGroups(
-                self.grid, rank=world.rank, hosts=world.hosts, device=world.device, transport=plan.comm.transport
-            )
+        self._own = ProcessGroups(
+            self.grid, rank=world.rank, hosts=world.hosts, device=world.device, transport=plan.comm.transport
+        )
+        self._shared: ProcessGroups = self._own if sharing is None else sharing._shared
+        if sharing is not None:  # a trainer that is dropped without `close` keeps the groups of the other, not its own
+            weakref.finalize(self, self._own.close, failed=True).atexit = False
 
     def __enter__(self) -> Mesh:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(failed=kind is not None)
 
-    def close(self) -> None:
-        """Give back the process groups, with their threads, connections and shared memory. All ranks do it."""
+    def close(self, *, failed: bool = False) -> None:
+        """Give back the process groups, with their threads, connections and shared memory. All ranks do it.
+
+        `failed`: other ranks may still be in an exchange, so nothing is done that could wait for them.
+        """
         self._is_closed = True
         for group in self._groups.values():
             group.close()
-        if self._owns_groups:
-            self._process_groups.close()
+        self._own.close(failed=failed)
+
+    @property
+    def background_save(self) -> threading.Thread | None:
+        """The thread that uses the group of saves, which trainers on one mesh share: one at a time."""
+        return self._shared.background_save
+
+    @background_save.setter
+    def background_save(self, thread: threading.Thread) -> None:
+        self._shared.background_save = thread
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -95,9 +108,14 @@ class Mesh:
     def add_groups(self, keys: Iterable[GroupKey]) -> None:
         """Make more groups, which only the model shows to be needed. Collective: all ranks give the same keys."""
         self._refuse_closed()
-        keys = [key for key in keys if key not in self._groups]
-        for key, made in zip(keys, self._process_groups.add(keys), strict=True):
-            self._groups[key] = replace(made, traffic=self.traffic.setdefault(made.axis, Traffic()))
+        for key in keys:
+            if key not in self._groups:
+                owner = self._own if self._is_own(key) else self._shared
+                self._groups[key] = owner.get_or_make(key, self.traffic)
+
+    def _is_own(self, key: GroupKey) -> bool:
+        """True for groups that hold messages between two steps: those of pipelines that never empty."""
+        return key[0].startswith("pipeline") and self.plan.pipeline.schedule in FLUSH_FREE
 
     def group(self, axes: str, purpose: str) -> Group:
         """The group of this rank along an axis, or several joined by "+"; see `plan/partition/groups.py`."""
@@ -112,7 +130,7 @@ class Mesh:
         return self._groups[axes, purpose]
 
     def _refuse_closed(self) -> None:
-        if self._is_closed or self._process_groups.is_closed:
+        if self._is_closed or self._shared.is_closed:
             raise RuntimeError("this mesh is closed, and its process groups are gone; make a new one")
 
     def state_group(self, purpose: str) -> Group:
@@ -179,7 +197,7 @@ def make_mesh(
     try:
         mesh.add_groups(plan_groups(plan, batch_norms=batch_norms) if groups is None else groups)
     except BaseException:
-        mesh.close()
+        mesh.close(failed=True)
         raise
     return mesh
 

@@ -10,7 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import MLP, SGD, batch_of, cut_evenly, data_plan, make_trainer, pipeline_plan, tensor_plan
+from oracle import (
+    MLP,
+    SGD,
+    batch_of,
+    cut_evenly,
+    data_plan,
+    make_trainer,
+    pipeline_plan,
+    small_gpt,
+    tensor_plan,
+    token_batch,
+)
 from ranks import ranks
 
 import weft
@@ -145,3 +156,45 @@ def test_a_trainer_leaves_groups_that_it_was_given() -> None:
             with make_trainer(MLP(), data_plan(2), mesh=mesh) as trainer:
                 trainer.step(*cut_evenly(batch_of(8), 2)[trainer.data_rank])
         all_reduce(torch.ones(1), mesh.state_group("gradients"))
+
+
+def two_bw_losses(trainer: weft.Trainer, num_steps: int) -> list[float]:
+    """After the first step, which returns before any batch is through."""
+    return [float(trainer.step(*token_batch(4, seed=seed))) for seed in range(num_steps)][1:]
+
+
+@ranks(2)
+@both_transports
+def test_pipelines_that_never_empty_do_not_meet_on_a_shared_mesh(transport: str) -> None:
+    """Each has a gradient under way between two steps, which must not reach the other."""
+    plan = pipeline_plan(2, schedule="2bw", microbatches=2, cuts=(1,), transport=transport)
+
+    def make(mesh: Mesh | None) -> weft.Trainer:
+        torch.manual_seed(0)
+        example = token_batch(2)[0]
+        return weft.parallelize(
+            small_gpt(), plan, loss="cross-entropy", optimizer=SGD, example=example, device="cpu", mesh=mesh
+        )
+
+    with make(None) as first, make(first.mesh) as second:
+        two_bw_losses(first, 1)
+        found = two_bw_losses(second, 4)
+    with make(None) as alone:
+        assert found == two_bw_losses(alone, 4)
+
+
+@ranks(2)
+@both_transports
+def test_a_shared_mesh_whose_owner_was_closed(transport: str, tmp_path: Path) -> None:
+    plan = data_plan(2, transport=transport)
+    batch = cut_evenly(batch_of(4), 2)[dist.get_rank()]
+    first = make_trainer(MLP(), plan, mesh=None)
+    second = make_trainer(MLP(), plan, mesh=first.mesh)
+    first.save(tmp_path / "first", wait=False)  # each has a group of its own for saves
+    second.save(tmp_path / "second", wait=False)
+    second.step(*batch)
+    first.close()
+    with pytest.raises(RuntimeError, match="its mesh was closed|process groups are gone"):
+        second.step(*batch)
+    second.close()
+    assert (tmp_path / "first").is_dir() and (tmp_path / "second").is_dir()

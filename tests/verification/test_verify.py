@@ -114,14 +114,21 @@ def test_one_process_without_a_group_passes_too() -> None:
     assert run(plan=data_plan(1, microbatches=3, clip_norm=0.1)).require().ok
 
 
+def test_a_mask_among_the_buffers_hides_no_error_of_the_others() -> None:
+    """No terms cancel in buffers: a running mean that is off by 1e-6 is wrong beside a mask of -1e9 too."""
+    assert relative_error("buffer", 1e-6, 0.5, 1e9) > 1e-10
+
+
 def test_rounding_of_cancelling_terms_is_no_error_and_a_wrong_factor_is() -> None:
     """The gradient of a scale in front of BatchNorm is 1e-6 of the model's largest, its terms as large as that."""
     largest = 0.2
     small, unit = 1e-6 * largest, 2.2e-16 * largest
-    assert relative_error(16 * unit, small, largest) < 1e-10
-    assert relative_error(small, small, largest) > 1e-4  # twice the true one
-    assert relative_error(1e-12 * largest, 1e-12 * largest, largest) > 1e-10  # the same where it is nearly noise
-    assert relative_error(2e-10 * largest, largest, largest) > 1e-10
+    assert relative_error("gradient", 16 * unit, small, largest) < 1e-10
+    assert relative_error("gradient", small, small, largest) > 1e-4  # twice the true one
+    assert (
+        relative_error("gradient", 1e-12 * largest, 1e-12 * largest, largest) > 1e-10
+    )  # the same where it is nearly noise
+    assert relative_error("gradient", 2e-10 * largest, largest, largest) > 1e-10
 
 
 @ranks(2)

@@ -76,9 +76,8 @@ def _run_rank(
     view = _View() if world.rank == 0 else None
     if compares:
         plan = Plan(axes=Axes(data=world.size), comm=Comm(transport="c10d"))
-        mesh = make_mesh(plan, world, groups=[("world", "preflight")])
-        found = run_preflight(world, mesh.everyone("preflight"), job=job)
-        mesh.close()
+        with make_mesh(plan, world, groups=[("world", "preflight")]) as mesh:
+            found = run_preflight(world, mesh.everyone("preflight"), job=job)
         if view is not None:
             view.compared(found)
         if not found.ok:

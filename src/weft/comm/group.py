@@ -42,6 +42,9 @@ class _Closed:
     def __getattr__(self, name: str) -> NoReturn:
         raise RuntimeError("this process group is gone: its mesh was closed; make a new one")
 
+    def __hash__(self) -> NoReturn:  # torch looks handles up in a dict before anything else
+        self.__getattr__("")
+
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Group:

@@ -7,8 +7,9 @@ host, in two levels where ranks are on several hosts, or through torch.distribut
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import threading
+import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -39,29 +40,48 @@ class ProcessGroups:
         self._hosts = hosts
         self._device = device
         self._made: dict[GroupKey, Group] = {}
-        self._handles: list[dist.ProcessGroup] = []
+        self._handles: list[tuple[str, dist.ProcessGroup]] = []
+        self._copies: weakref.WeakSet[Group] = weakref.WeakSet()
         self._has_warned = False
+        self.background_save: threading.Thread | None = None
+        """The thread that uses the group of background saves."""
 
-    def add(self, keys: Iterable[GroupKey]) -> list[Group]:
-        """The groups of these keys; those that are missing are made. Collective: all ranks give the same keys."""
-        keys = list(keys)
-        for key in keys:
-            if key not in self._made:
-                self._made[key] = self._make(*key)
-        return [self._made[key] for key in keys]
+    def get_or_make(self, key: GroupKey, traffic: dict[str, Traffic]) -> Group:
+        """The group of a key, counted in a mesh's own traffic; made if it is missing.
 
-    def close(self) -> None:
-        """Give back threads, sockets and shared memory. Tensors that lie in shared memory keep theirs."""
+        Collective: all ranks give the same keys in one order.
+        """
+        if key not in self._made:
+            self._made[key] = self._make(*key)
+        made = self._made[key]
+        copy = replace(made, traffic=traffic.setdefault(made.axis, Traffic()))
+        self._copies.add(copy)
+        return copy
+
+    def close(self, *, failed: bool) -> None:
+        """Give back threads, sockets and shared memory. Tensors that lie in shared memory keep theirs.
+
+        `failed`: NCCL's communicators stay, because destroying one waits for kernels that wait for other ranks, and so
+        does the group of background saves, which a thread may still use.
+        """
         self.is_closed = True
+        if self.background_save is not None and not failed:
+            self.background_save.join()
         for group in self._made.values():
             if group.host_wire is not None:
                 group.host_wire.close()
             if group.levels is not None:
                 group.levels.worker.close()
             group.close()
-        for handle in self._handles:
-            with suppress(ValueError):  # the whole world was left before
+        for group in self._copies:
+            group.close()
+        for purpose, handle in self._handles:
+            if failed and (self._device.type == "cuda" or purpose == "saving"):
+                continue
+            try:
                 dist.destroy_process_group(handle)
+            except Exception as error:  # the whole world was left before, or the group had failed
+                log.debug("process group for %s: %s", purpose, error)
         self._made.clear()
         self._handles.clear()
 
@@ -116,7 +136,7 @@ class ProcessGroups:
             made = dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=name)
             if ranks == mine:
                 handle = made
-                self._handles.append(made)
+                self._handles.append((name.split("/")[1], made))
         return handle
 
     def _by_host(self, ranks: tuple[int, ...]) -> list[list[int]]:

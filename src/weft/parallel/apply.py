@@ -39,7 +39,7 @@ def apply_plan(parts: ParallelModel) -> None:
     for step in steps():
         if step.is_for(parts.mesh.plan):
             step.do(parts)
-    parts.example = None  # the trainer keeps the record, not its inputs
+    parts.example = parts.make_sample_split = None  # the trainer keeps the record, not its inputs
 
 
 def steps() -> tuple[Step, ...]:

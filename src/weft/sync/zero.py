@@ -221,8 +221,8 @@ class ZeroSync(BucketedSync):
         # As tensors: a plain number would make the host wait for the device.
         words = (loss_sum, count, norm**2)
         tail[:SHARDED_TAIL_WORDS] = torch.stack([word.to(torch.float64) for word in words])
-        if unused:
-            tail[SHARDED_TAIL_WORDS:][unused] = 0.0
+        for index in unused:  # one by one: a list of indices would be copied to the device, and the host wait for it
+            tail[SHARDED_TAIL_WORDS + index].zero_()
         all_reduce(tail, self._group)
         for group in self._replicas:
             # Replicas of a part have the same squares already; what they add is their losses and counts.

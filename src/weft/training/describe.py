@@ -127,6 +127,8 @@ def _group_lines(mesh: Mesh) -> list[str]:
 def _transport(group: Group) -> str:
     if group.handle is None:
         return "nothing (a fake world)"
+    if not isinstance(group.handle, dist.ProcessGroup):
+        return "nothing (closed)"
     backend = f"{dist.get_backend(group.handle)}{' through host memory' if group.through_host else ''}"
     if group.levels is not None:
         return f"shared memory inside hosts and {backend} between them"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -42,9 +42,32 @@ class MetaTrainer:
     """Its fields and properties (model, mesh, layouts, sync, ...) are also this record's."""
     optimizer: torch.optim.Optimizer
 
+    steps_done = data_position = 0
+
     @property
     def plan(self) -> Plan:
         return self.parts.mesh.plan
+
+    @property
+    def named_model(self) -> nn.Module:
+        return self.parts.model
+
+    @property
+    def data_rank(self) -> int:
+        return self.parts.mesh.data_rank
+
+    @property
+    def data_size(self) -> int:
+        return self.parts.mesh.data_size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.parts.mesh.close()
 
     def describe(self) -> str:
         return describe(self.parts, self.parts.make_replacements())

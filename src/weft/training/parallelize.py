@@ -101,7 +101,7 @@ def parallelize(
             load_weights(trainer, Path(weights))
         return trainer
     except BaseException:
-        mesh.close()
+        mesh.close(failed=True)
         raise
 
 

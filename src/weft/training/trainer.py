@@ -100,6 +100,7 @@ class Trainer:
         if sample_split is not None:
             call = sample_split.around(call)
         self._has_compared = False
+        self._has_failed = False
         tied = tied_groups(cut, mesh) if cut is not None else {}
         self._divergence = DivergenceCheck(self.named_model, optimizer, sync, mesh, self.layouts, tied)
         self.num_parameters = parts.num_parameters
@@ -166,9 +167,11 @@ class Trainer:
         microbatches = self._microbatches.cut(inputs, targets)
         if self.seeds.base is None and self.parts.needs_seeds:
             self.seeds.base = self._draw_seed()
+        self._has_failed = True  # until the step is over
         with self.replacements:
             loss = self._steps.step(microbatches, step=self.steps_done)
         self._end_step()
+        self._has_failed = False
         return loss
 
     def flush(self) -> None:
@@ -255,18 +258,27 @@ class Trainer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # that error is the one to be seen, and other ranks may wait in an exchange
+            self.mesh.close(failed=True)
 
     def close(self) -> None:
-        """Wait for a background save, then give back process groups, threads and shared memory. All ranks do it.
+        """Flush, wait for a background save, then give back process groups, threads and shared memory. All ranks do it.
 
-        The model keeps its values; the trainer cannot be used any more.
+        The trainer cannot be used any more. The model keeps its values, unless parameters are sharded.
         """
+        failed = self._has_failed
         try:
+            if not failed:
+                self.flush()
             self.wait_for_save()
+        except BaseException:
+            failed = True
+            raise
         finally:
-            self.mesh.close()
+            self.mesh.close(failed=failed)
 
     def check_divergence(self) -> None:
         """Compare weights, optimizer state and buffers of all replicas now; collective."""

@@ -29,10 +29,10 @@ from weft.verification.verdict import Difference
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Largest relative error by dtype. In float32 only losses are held to it; rounding may amplify in single weights."""
 
-_ROUNDING = 64 * torch.finfo(torch.float64).eps
-"""Error that rounding alone may cause, relative to the model's largest value. A gradient that is nearly zero by the
-maths (of a scale in front of a norm) is a sum of terms that cancel, as large as the model's largest gradient: its error
-is relative to the terms, not to the sum."""
+_SMALLEST_SCALE = {"gradient": 64 * torch.finfo(torch.float64).eps / TOLERANCES[torch.float64]}
+"""Scale of the errors of a nearly zero tensor, relative to the model's largest of its kind; 1e-6 for other kinds. A
+gradient that is nearly zero by the maths (of a scale in front of a norm) is a sum of terms that cancel, as large as the
+model's largest gradient, so 64 units in the last place of that are rounding, whatever the sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ def compare_tensors(trainer: Trainer, oracle: Oracle | None, *, step: int, is_dr
     for key, unexpected in unmatched.items():  # a gradient where one process has none
         measured += [(key, math.inf, 0.0) for local in unexpected if local.tensor is not None]
     return [
-        difference(key, step, rank, relative_error(off, scale, largest.get(key.what, 0.0)))
+        difference(key, step, rank, relative_error(key.what, off, scale, largest.get(key.what, 0.0)))
         for key, off, scale in measured
     ]
 
@@ -135,9 +135,9 @@ def step_on_part(trainer: Trainer, batch: tuple[Any, Any]) -> float:
     return float(trainer.step(inputs, targets))
 
 
-def relative_error(off: float, scale: float, largest: float) -> float:
-    """The error of a tensor whose largest entry is `scale`, in a model whose largest is `largest`."""
-    return off / max(scale, _ROUNDING / TOLERANCES[torch.float64] * largest, 1e-300)
+def relative_error(what: str, off: float, scale: float, largest: float) -> float:
+    """The error of a tensor whose largest entry is `scale`, in a model whose largest of this kind is `largest`."""
+    return off / max(scale, _SMALLEST_SCALE.get(what, 1e-6) * largest, 1e-300)
 
 
 def not_nan(error: float) -> float:

@@ -54,11 +54,13 @@ class Worker:
         self._last: Work | None = None
         self._lock = threading.Lock()
         self._broken: list[str] = []
+        self._is_closed = False
         self._thread: threading.Thread | None = None
 
     def run(self, task: Callable[[], object]) -> None:
         """Run a task now, after all that were given before."""
         with self._lock:
+            self._refuse_closed()
             if self._last is not None:
                 self._last.join()  # its error is raised where it is waited for
                 self._last = None
@@ -73,6 +75,7 @@ class Worker:
     def start(self, task: Callable[[], object]) -> Work:
         """Queue a task."""
         with self._lock:
+            self._refuse_closed()
             if self._tasks is None:
                 self._tasks = queue.SimpleQueue()
                 self._thread = threading.Thread(
@@ -87,9 +90,14 @@ class Worker:
     def close(self) -> None:
         """End the thread after its tasks; one whose peers never come is left to the end of the process."""
         with self._lock:
+            self._is_closed = True
             if self._tasks is not None and self._thread is not None:
                 self._tasks.put(None)
                 self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("this process group is gone: its mesh was closed; make a new one")
 
 
 def _run_tasks(tasks: queue.SimpleQueue[Task | None], broken: list[str]) -> None:

@@ -54,8 +54,9 @@ class Replacements:
         self._depth = 0
 
     def add(self, replacement: Replacement) -> None:
-        """Enter this as well, from the next time on."""
-        self._known.append(replacement)
+        """Enter this as well, from the next time on; a replacement of the same thing is not added twice."""
+        if replacement.what not in [known.what for known in self._known]:
+            self._known.append(replacement)
 
     def all(self) -> list[Replacement]:
         if self._find is not None:

@@ -39,14 +39,14 @@ def choose_sample_split(mesh: Mesh, blueprint: Blueprint, example: Any) -> Calla
             )
         return lambda model: RowSplit(SpatialParallel(mesh.group("ring", "neighbours")))
 
-    axes = make_axes(mesh)
+    axes, has_example = make_axes(mesh), example is not None
 
     def cut_tokens(model: nn.Module) -> SampleSplit:
         problems = left_out(model, "[axes] ring or ulysses > 1", "set them to 1")
         if problems:
             raise ModelError(problems)
         sequence = SequenceParallel(model, mesh, blueprint.positions, axes)
-        if example is None and blueprint.positions is None and not sequence.is_known:
+        if not has_example and blueprint.positions is None and not sequence.is_known:
             raise ModelError(
                 "[axes] ring and ulysses split sequences, and nothing is known of where the model learns positions; "
                 "give parallelize(..., example=inputs), by which it is tried, or declare Positions in weft_blueprint()"
