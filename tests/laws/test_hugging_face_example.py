@@ -21,6 +21,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "hugging_face"
 PLANS = ("zero", "pipeline-tensor", "ring-data")
 
 
+@pytest.mark.long
 @ranks(4, timeout_s=90)
 def test_the_same_losses_under_three_plans(tmp_path: Path) -> None:
     losses = []
