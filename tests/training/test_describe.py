@@ -130,10 +130,10 @@ def test_pipeline_tensor_and_zero() -> None:
     assert f"{2 * here} to {2 * here + 1}, each the same: Block (stage {here})" in tree
     assert f"{2 * there} to {2 * there + 1}, each the same: placeholder (stage {there})" in tree
     for line in (
-        "- forward, by tensor: adds up partial products over the tensor axis",
+        "- forward, by tensor: sums partial results over the tensor axis",
         "- forward, by recompute: keeps its inputs and products with weights, and computes the rest again in the "
         "backward pass",
-        "- forward, by pipeline: computes only when its stage is run, else passes on values",
+        "- forward, by pipeline: runs only with its own stage, else returns received values or placeholders",
         "- gradient hook of each parameter: weft.sync.bucketed",
         "- state_dict_pre hook, by zero: refuses to save parameters that no rank has whole",
     ):

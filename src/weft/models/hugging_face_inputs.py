@@ -135,7 +135,7 @@ def leave_out_caches(model: nn.Module) -> None:
     Most configurations make one in every pass. A recomputed block would find its own keys in it, a pipeline stage would
     keep those of every microbatch, and a block that is timed alone would find those of another.
     """
-    why = "keeps no keys for a next token unless it is asked to"
+    why = "builds no key-value cache unless it is asked to"
     for module in outermost_models(model, "use_cache"):
         add_hook(module, "forward_pre", _ask_for_no_cache, by="hugging face", why=why, with_kwargs=True)
 

@@ -45,20 +45,24 @@ def apply_plan(parts: ParallelModel) -> None:
 def steps() -> tuple[Step, ...]:
     """All that can be done to a model, first to last."""
     return (
-        Step("always", "Hugging Face models are told to keep no keys for a next token", _leave_out_caches),
+        Step("always", "Hugging Face models build no key-value cache", _leave_out_caches),
         Step("[axes] ring or ulysses > 1", "samples are split by tokens or rows; positions get hooks", _split_samples),
-        Step("[axes] tensor > 1", "regions of layers are declared, or found by following the example", _find_regions),
+        Step("[axes] tensor > 1", "regions of layers are declared, or found by tracing the example", _find_regions),
         Step("[axes] tensor, ring or ulysses > 1", "a split copy is compared with the whole model", _probe),
-        Step("[axes] pipeline > 1", "weights become rank 0's; stages of other ranks become placeholders", _cut_stages),
+        Step(
+            "[axes] pipeline > 1",
+            "rank 0's weights are broadcast; other stages become placeholders",
+            _cut_stages,
+        ),
         Step("[axes] tensor > 1", "each tensor of a region is cut to this rank's share", _cut_layers),
         Step("always", "parameters are materialised, made equal or sharded; gradients get hooks", _place_parameters),
-        Step("[axes] tensor > 1", "layers at both ends of a region exchange", _exchange_in_layers),
+        Step("[axes] tensor > 1", "layers at both ends of a region communicate", _exchange_in_layers),
         Step("[data] buffers", "BatchNorm takes its statistics over the whole batch", _synchronise_norms),
         Step("[recompute] policy", "blocks recompute activations in the backward pass", _recompute_blocks),
         Step("[compile] blocks", "blocks are compiled, with all of the above inside", _compile_blocks),
         Step("[axes] ring or ulysses > 1", "BatchNorm takes rows of images", _split_rows),
         Step("[tensor] sequence", "activations between regions are split by tokens", _split_tokens),
-        Step("[axes] pipeline > 1", "units compute only when their stage is run", _wrap_units),
+        Step("[axes] pipeline > 1", "units run only with their own stage", _wrap_units),
         Step("always", "random states follow a unit's place in the model, not the plan", _seed_places),
     )
 

@@ -233,5 +233,5 @@ def wrap_units(model: nn.Module, units: Mapping[str, bool], runner: StageRunner)
         if is_here:
             module = model.get_submodule(unit)
             wrapped = UnitForward(unit, module.forward, runner)
-            why = "computes only when its stage is run, else passes on values"
+            why = "runs only with its own stage, else returns received values or placeholders"
             wrap_forward(module, wrapped, by="pipeline", why=why)

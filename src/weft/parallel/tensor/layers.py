@@ -208,7 +208,7 @@ class EmbeddingRows:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: Tensor) -> Tensor:
         local, elsewhere = self.share.find(input)
-        return add(self.inner(local).masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
+        return add(self.inner(local).masked_fill_(elsewhere.unsqueeze(-1), 0.0), self.group)
 
 
 @dataclass(slots=True)

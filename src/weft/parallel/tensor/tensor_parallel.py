@@ -139,7 +139,7 @@ class TensorParallel:
             self._install_columns(names, region)
         for name in region.rows:
             layer = model.get_submodule(name)
-            why = "adds up partial products over the tensor axis"
+            why = "sums partial results over the tensor axis"
             wrap_forward(layer, self._row(layer, name, region), by="tensor", why=why)
         for count in region.counts:
             set_count(model, count, *self._share(region))
