@@ -96,7 +96,7 @@ def test_padding_and_documents(family: str, name: str, change: Any, changes: dic
 
 SPLIT_DIFFERS = "split over .axes. tensor = 2, the model (computes something else than whole|fails on the example)"
 NO_TOKENS = "has shape .2, 64., without a dim of tokens"
-ODD = "cannot share out 17 tokens over .axes. tensor = 2"
+ODD = "cannot split 17 tokens over .axes. tensor = 2"
 
 
 @ranks(2)

@@ -49,11 +49,7 @@ def steps() -> tuple[Step, ...]:
         Step("[axes] ring or ulysses > 1", "samples are split by tokens or rows; positions get hooks", _split_samples),
         Step("[axes] tensor > 1", "regions of layers are declared, or found by tracing the example", _find_regions),
         Step("[axes] tensor, ring or ulysses > 1", "a split copy is compared with the whole model", _probe),
-        Step(
-            "[axes] pipeline > 1",
-            "rank 0's weights are broadcast; other stages become placeholders",
-            _cut_stages,
-        ),
+        Step("[axes] pipeline > 1", "rank 0's weights are broadcast; other stages become placeholders", _cut_stages),
         Step("[axes] tensor > 1", "each tensor of a region is cut to this rank's share", _cut_layers),
         Step("always", "parameters are materialised, made equal or sharded; gradients get hooks", _place_parameters),
         Step("[axes] tensor > 1", "layers at both ends of a region communicate", _exchange_in_layers),

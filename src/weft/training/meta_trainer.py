@@ -16,7 +16,6 @@ from torch import nn
 from weft.errors import LaunchError, ModelError
 from weft.parallel.zero.grouping import describe_parameters
 from weft.plan.partition.flat_buffers import own_tensor
-from weft.plan.plan import Plan
 from weft.planning.memory import Memory, state_memory
 from weft.training.describe import describe
 from weft.training.step.parallel_model import ParallelModel
@@ -39,26 +38,14 @@ class MetaTrainer:
     """A rank's parts of a model and its training state, without memory. Methods of `Trainer` that run are refused."""
 
     parts: ParallelModel
-    """Its fields and properties (model, mesh, layouts, sync, ...) are also this record's."""
+    """Its attributes (model, mesh, layouts, sync, ...) and the mesh's (plan, data_rank, ...) are also this record's."""
     optimizer: torch.optim.Optimizer
 
     steps_done = data_position = 0
 
     @property
-    def plan(self) -> Plan:
-        return self.parts.mesh.plan
-
-    @property
     def named_model(self) -> nn.Module:
         return self.parts.model
-
-    @property
-    def data_rank(self) -> int:
-        return self.parts.mesh.data_rank
-
-    @property
-    def data_size(self) -> int:
-        return self.parts.mesh.data_size
 
     def __enter__(self) -> Self:
         return self
@@ -77,20 +64,22 @@ class MetaTrainer:
 
         Activations, gathered parameters and gradients on their way live within a step, and are not counted.
         """
+        model, plan = self.parts.model, self.parts.mesh.plan
         flats = [flat.buffer for flat in self.parts.sync.flats]
         names = {name for flat in flats for name in flat.names}
-        own = [own_tensor(one, self.plan) for one in describe_parameters(self.parts.model) if one.name not in names]
+        own = [own_tensor(one, plan) for one in describe_parameters(model) if one.name not in names]
         return state_memory(
-            self.plan,
+            plan,
             [*own, *flats],
             device="meta",
             optimizer_bytes=_moment_bytes(self.optimizer),
-            buffer_bytes=sum(buffer.nbytes for buffer in self.parts.model.buffers()),
+            buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
         )
 
     def __getattr__(self, name: str) -> Any:
-        if hasattr(ParallelModel, name):
-            return getattr(self.parts, name)
+        for owner in (self.parts, self.parts.mesh):
+            if hasattr(owner, name):
+                return getattr(owner, name)
         if not callable(getattr(Trainer, name, None)):
             raise AttributeError(f"a rank of a fake world has no attribute {name!r}")
 
