@@ -47,10 +47,7 @@ class ProcessGroups:
         """The thread that uses the group of background saves."""
 
     def get_or_make(self, key: GroupKey, traffic: dict[str, Traffic]) -> Group:
-        """The group of a key, counted in a mesh's own traffic; made if it is missing.
-
-        Collective: all ranks give the same keys in one order.
-        """
+        """A copy of a key's group that counts a mesh's own traffic; made if it is missing. Collective, in one order."""
         if key not in self._made:
             self._made[key] = self._make(*key)
         made = self._made[key]

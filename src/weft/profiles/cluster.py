@@ -5,8 +5,8 @@ was measured on as many ranks is read off its own line. Others are computed from
 the bare link, by the rounds and bytes of the usual algorithm:
 
     all-reduce       2 (p - 1) rounds, 2 n (p - 1) / p bytes     reduce-scatter, then all-gather, in a ring
-    reduce-scatter   p - 1 rounds, n (p - 1) / p bytes           likewise all-gather, all-to-all
-    broadcast        log2 p rounds, n bytes
+    reduce-scatter   p - 1 rounds, n (p - 1) / p bytes           likewise all-gather, all-to-all, scatter, gather
+    broadcast        log2 p rounds, n bytes                      likewise reduce
     send             1 round, n bytes
 
 Figures come from `measure/cluster.py`, from a file (`cluster_text.py`) or from `presets.py`.
@@ -194,7 +194,7 @@ def num_rounds(collective: str, num_ranks: int) -> int:
     match collective:
         case "all-reduce":
             return 2 * (num_ranks - 1)
-        case "broadcast":
+        case "broadcast" | "reduce":
             return (num_ranks - 1).bit_length()
         case "send":
             return 1

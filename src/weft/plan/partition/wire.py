@@ -14,7 +14,9 @@ from typing import Literal
 from weft.plan.partition.sequence import HeadShares, Places
 from weft.plan.plan import Plan
 
-Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast", "send"]
+Collective = Literal[
+    "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast", "reduce", "scatter", "gather", "send"
+]
 
 FIRST_BUCKET_BYTES = 1 << 20
 """The first bucket is small, so that its exchange starts soon after the backward pass does."""
@@ -39,7 +41,7 @@ def sent_bytes(collective: Collective, buffer_bytes: int, group_size: int) -> in
     """Bytes that the busiest rank of a group sends in one call, rounded up.
 
     `buffer_bytes` is the whole buffer: what each rank holds before an all-reduce, the concatenation of all ranks'
-    parts for gathers and scatters, the whole input of an all-to-all, the message of a send or broadcast.
+    parts for gathers and scatters, the whole input of an all-to-all, the message of a send, broadcast or reduce.
     """
     if group_size == 1:
         return 0
@@ -47,9 +49,9 @@ def sent_bytes(collective: Collective, buffer_bytes: int, group_size: int) -> in
     match collective:
         case "all-reduce":
             return -(-2 * others * buffer_bytes // group_size)
-        case "reduce-scatter" | "all-gather" | "all-to-all":
+        case "reduce-scatter" | "all-gather" | "all-to-all" | "scatter" | "gather":
             return -(-others * buffer_bytes // group_size)
-        case "broadcast" | "send":
+        case "broadcast" | "reduce" | "send":
             return buffer_bytes
 
 
