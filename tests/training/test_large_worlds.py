@@ -31,7 +31,7 @@ LARGE = Axes(pipeline=16, data=8, tensor=8)
 
 
 @contextmanager
-def imagined(rank: int, size: int) -> Iterator[None]:
+def fake_world(rank: int, size: int) -> Iterator[None]:
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield
@@ -47,7 +47,7 @@ def tiny(config: GPTConfig = TINY) -> GPT:
 def look(plan: Plan, rank: int, model: Any = None, **changes: Any) -> MetaTrainer:
     """A trainer as one rank of the plan's ranks would have it."""
     given = {"example": torch.zeros(1, 32, dtype=torch.int64), "device": "meta", **changes}
-    with imagined(rank, plan.axes.num_ranks):
+    with fake_world(rank, plan.axes.num_ranks):
         made = parallelize(model or tiny(), plan, loss="cross-entropy", optimizer=ADAMW, **given)
     assert isinstance(made, MetaTrainer)
     return made
@@ -142,7 +142,7 @@ def test_bytes_are_those_of_the_tensors() -> None:
     ],
 )
 def test_groups_of_1024_ranks(rank: int, pipeline: range, data: range, tensor: range) -> None:
-    with imagined(rank, 1024):
+    with fake_world(rank, 1024):
         world = join_world("meta")
         mesh = make_mesh(Plan(axes=LARGE), world)
         mesh.add_groups([("data", "activations"), ("pipeline:0,15", "tied")])
@@ -176,7 +176,7 @@ def test_memory_of_a_host_may_be_asked_for() -> None:
     assert look(plan, 1).plan.comm.transport == "shared"
 
 
-def test_what_is_half_imagined_is_refused() -> None:
+def test_what_is_half_fake_is_refused() -> None:
     with pytest.raises(LaunchError, match='"fake" one, whose other 7 ranks do not exist'):
         look(PLANS[0], 0, device="cpu")
     with pytest.raises(ModelError, match=r"(\d+) of (\d+) parameters and buffers have memory"):

@@ -148,15 +148,19 @@ def make_meta_copy(
         bare = to_meta(parameter.detach()).to((dtypes or {}).get(name, parameter.dtype))
         learns = bare.is_floating_point() or bare.is_complex() if learns_all else parameter.requires_grad
         memo[id(parameter)] = nn.Parameter(bare, requires_grad=learns)
-    meta_copy = copy.deepcopy(model, memo)
+    return copy.deepcopy(model, memo)
+
+
+def freeze_batch_norms(meta_copy: nn.Module) -> None:
+    """In training BatchNorm refuses a single sample, and other data ranks may have more."""
     for module in meta_copy.modules():
-        if isinstance(module, _BatchNorm):  # in training it refuses a single sample, and other data ranks may have more
+        if isinstance(module, _BatchNorm):
             module.eval()
-    return meta_copy
 
 
 def follow(meta_copy: nn.Module, units: Sequence[str], call: Callable[[nn.Module], Any], device: torch.device) -> Flow:
     """Follow one forward pass of a `make_meta_copy`. `call` calls a model with a batch, with or without values."""
+    freeze_batch_norms(meta_copy)  # here: the copy may have been put into training mode since it was made
     follower = _Follower(meta_copy, units, device)
     kept = [(buffer, buffer.clone()) for buffer in meta_copy.buffers() if not buffer.is_meta]
     ours = torch.random.fork_rng([device] if device.type == "cuda" else [])

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.errors import ModelError
 from weft.parallel.tensor.discovery.records import Record, RecordedCall
 from weft.parallel.tensor.discovery.trace import Tracer
-from weft.parallel.tracing.dataflow import make_meta_copy
+from weft.parallel.tracing.dataflow import freeze_batch_norms, make_meta_copy
 from weft.parallel.tracing.placeholder import tensor_leaves
 from weft.parallel.wrapping.wrap import wrap_forward
 
@@ -24,6 +24,7 @@ CACHES = ("past_key_values",)
 def follow(model: nn.Module, call: Callable[[nn.Module], Any], *, whole_between: Collection[str] = ()) -> Record:
     """Record one forward pass. Inputs and outputs of the modules `whole_between` stay whole."""
     meta_copy = make_meta_copy(model, learns_all=True)  # what is frozen today may be trained tomorrow
+    freeze_batch_norms(meta_copy)
     device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), torch.device("cpu"))
     tracer = Tracer(meta_copy, device)
     watch = _Watch(tracer)
