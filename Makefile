@@ -1,8 +1,8 @@
 # Two commands on a fresh machine: `make train` and `make test`. Each makes .venv first if it is missing.
 PYTHON ?= python3
 BIN := .venv/bin
-# What exchanges by itself; the other packages exchange through these, and `tests/laws` runs all of them together.
-THROUGH_SOCKETS := tests/comm tests/sync tests/zero tests/pipeline tests/laws
+# What exchanges by itself; the other packages exchange through these.
+THROUGH_SOCKETS := tests/comm tests/sync
 
 .PHONY: train test test-long test-timing check format clean
 

@@ -94,8 +94,9 @@ def test_exchanges_after_closing(transport: str) -> None:
 
 @ranks(2)
 def test_meshes_share_process_groups() -> None:
-    world, first = join_world("cpu"), make_mesh(data_plan(2), join_world("cpu"))
-    with make_mesh(data_plan(2, bucket_bytes=10), world, sharing=first) as second:
+    world, plan = join_world("cpu"), data_plan(2, transport="shared")
+    first = make_mesh(plan, world)
+    with make_mesh(data_plan(2, bucket_bytes=10, transport="shared"), world, sharing=first) as second:
         assert second.state_group("gradients").handle is first.state_group("gradients").handle
         all_reduce(torch.ones(3), second.state_group("gradients"))
         assert first.traffic["data"].num_calls == 0 < second.traffic["data"].num_calls
@@ -104,7 +105,7 @@ def test_meshes_share_process_groups() -> None:
         make_mesh(data_plan(2, transport="c10d"), world, sharing=first)
     first.close()
     with pytest.raises(RuntimeError, match="this mesh is closed"):
-        make_mesh(data_plan(2), world, sharing=first)
+        make_mesh(plan, world, sharing=first)
 
 
 def in_use() -> tuple[int, int, int]:

@@ -35,7 +35,7 @@ def on_hosts(hosts: tuple[int, ...]) -> Iterator[None]:
 @functools.cache
 def group_on(hosts: tuple[int, ...]) -> Group:
     world: World = replace(join_world("cpu"), hosts=hosts)
-    return data_group("levels", world=world)
+    return data_group("levels", transport="auto", world=world)
 
 
 def tensor_of(rank: int, numel: int, dtype: torch.dtype) -> Tensor:

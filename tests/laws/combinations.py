@@ -53,7 +53,7 @@ PLAN_FIELDS: dict[str, tuple[object, ...]] = {
 }
 
 OTHERWISE = {
-    "comm.transport": "all of these run again through sockets: make test-long",
+    "comm.transport": "exchanges are tested through sockets by make test-long",
     "compile.blocks": "seconds of compiling per row; tests/zero/test_gather.py and others",
     "precision.loss_scale": "only for fp16: tests/training/test_loss_scale.py",
 }
