@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -71,7 +70,7 @@ class Mesh:
         self._own = ProcessGroups(
             self.grid, rank=world.rank, hosts=world.hosts, device=world.device, transport=plan.comm.transport
         )
-        self._shared: ProcessGroups = self._own if sharing is None else sharing._shared
+        self.process_groups: ProcessGroups = self._own if sharing is None else sharing.process_groups
         if sharing is not None:  # a trainer that is dropped without `close` keeps the groups of the other, not its own
             weakref.finalize(self, self._own.close, failed=True).atexit = False
 
@@ -92,15 +91,6 @@ class Mesh:
         self._own.close(failed=failed)
 
     @property
-    def background_save(self) -> threading.Thread | None:
-        """The thread that uses the group of saves, which trainers on one mesh share: one at a time."""
-        return self._shared.background_save
-
-    @background_save.setter
-    def background_save(self, thread: threading.Thread) -> None:
-        self._shared.background_save = thread
-
-    @property
     def groups(self) -> tuple[Group, ...]:
         """All groups of this mesh, in the order in which they were made."""
         return tuple(self._groups.values())
@@ -110,7 +100,7 @@ class Mesh:
         self._refuse_closed()
         for key in keys:
             if key not in self._groups:
-                owner = self._own if self._is_own(key) else self._shared
+                owner = self._own if self._is_own(key) else self.process_groups
                 self._groups[key] = owner.get_or_make(key, self.traffic)
 
     def _is_own(self, key: GroupKey) -> bool:
@@ -130,7 +120,7 @@ class Mesh:
         return self._groups[axes, purpose]
 
     def _refuse_closed(self) -> None:
-        if self._is_closed or self._shared.is_closed:
+        if self._is_closed or self.process_groups.is_closed:
             raise RuntimeError("this mesh is closed, and its process groups are gone; make a new one")
 
     def state_group(self, purpose: str) -> Group:

@@ -157,7 +157,7 @@ class Saving:
     def save(self, trainer: TrainerState, directory: Path, *, wait: bool) -> None:
         """Save after the previous save has ended; collective. With `wait`, returns when the checkpoint is complete."""
         self.wait()
-        before = trainer.mesh.background_save
+        before = trainer.mesh.process_groups.background_save
         if before is not None:  # of another trainer on this mesh; the order of saves is the same on all ranks
             before.join()
         # The waits of a thread that runs beside the steps must not count as theirs.
@@ -168,7 +168,7 @@ class Saving:
         snapshot = take(trainer, self._copies)
         # Not a daemon: a program that ends without waiting still completes the checkpoint.
         self._thread = threading.Thread(target=self._write, args=(snapshot, directory, group), name="weft saving")
-        trainer.mesh.background_save = self._thread
+        trainer.mesh.process_groups.background_save = self._thread
         self._thread.start()
 
     def _write(self, snapshot: Snapshot, directory: Path, group: Group) -> None:
