@@ -156,7 +156,9 @@ def test_a_trainer_leaves_groups_that_it_was_given() -> None:
         for _ in range(2):
             with make_trainer(MLP(), data_plan(2), mesh=mesh) as trainer:
                 trainer.step(*cut_evenly(batch_of(8), 2)[trainer.data_rank])
-        all_reduce(torch.ones(1), mesh.state_group("gradients"))
+        ones = torch.ones(1)
+        all_reduce(ones, mesh.state_group("gradients"))
+        assert ones.item() == 2.0, "the mesh outlives the trainers that used it"
 
 
 def two_bw_losses(trainer: weft.Trainer, num_steps: int) -> list[float]:
