@@ -238,7 +238,7 @@ def _compare(
         if mesh.data_rank == 0:  # others may have been given another example
             is_alike = mine.shape == expected.shape
             measured[number, 0] = _largest(mine.double() - expected) if is_alike else float("inf")
-    measured = torch.nan_to_num(measured, nan=float("inf"), posinf=float("inf")).to(device)
+    measured = torch.nan_to_num(measured, nan=float("inf"), posinf=float("inf"))
     all_reduce(measured, everyone, op="max")
     dtype = torch.bfloat16 if narrowed else next(iter(split.values())).dtype
     allowed = _ROUNDING.get(dtype, _ROUNDING[torch.float32])
