@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from weft.plan.partition.wire import takes_norm
 from weft.plan.plan import Axes, Plan
 
 GroupKey = tuple[str, str]
@@ -15,6 +16,22 @@ GroupKey = tuple[str, str]
 
 WORLD = "world"
 """The name under which exchanges between all ranks are counted; not an axis of the plan."""
+
+PIPELINE_TOTALS: GroupKey = ("pipeline", "totals")
+"""The group of stages that update together: with a norm over all of them, or a weight that two of them share."""
+
+
+def message_group(source: int, target: int, num_ranks: int) -> GroupKey:
+    """The group of the messages from a stage to a neighbour: the two ranks that hold them, and what goes one way.
+
+    NCCL matches the messages of a group in order, and one may end only when it is received. So those that ranks wait
+    for in different orders are apart: each neighbour, each direction, and, with several chunks per rank, those that go
+    round from the last rank to the first.
+    """
+    here, there, is_forward = source % num_ranks, target % num_ranks, target > source
+    purpose = "activations" if is_forward else "gradients"
+    goes_round = (there > here) != is_forward
+    return f"pipeline:{min(here, there)},{max(here, there)}", f"{purpose} round" if goes_round else purpose
 
 
 def plan_groups(plan: Plan, *, batch_norms: bool) -> tuple[GroupKey, ...]:
@@ -27,9 +44,11 @@ def plan_groups(plan: Plan, *, batch_norms: bool) -> tuple[GroupKey, ...]:
         keys.append((batch, "statistics"))
     keys += [("pipeline+ring+ulysses+tensor", "control"), ("tensor", "control"), ("tensor", "activations")]
     keys += [("ring+ulysses", "control"), ("ring+ulysses", "masks"), ("ring", "neighbours"), ("ulysses", "heads")]
-    keys += [("pipeline", "control"), ("pipeline", "activations"), ("pipeline", "gradients")]
-    if plan.pipeline.chunks > 1:
-        keys += [("pipeline", "activations round"), ("pipeline", "gradients round")]
+    keys.append(("pipeline", "control"))
+    if plan.axes.pipeline > 1:
+        ways = ((s, s + 1) for s in range(plan.axes.pipeline * plan.pipeline.chunks - 1))
+        keys += dict.fromkeys(message_group(*ends, plan.axes.pipeline) for s, t in ways for ends in ((s, t), (t, s)))
+        keys += [PIPELINE_TOTALS] if takes_norm(plan) else []
     return tuple(key for key in keys if num_ranks_along(plan.axes, key[0]) > 1)
 
 
