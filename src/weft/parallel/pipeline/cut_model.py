@@ -24,8 +24,6 @@ from weft.parallel.state.batchnorm import has_batch_norms
 from weft.parallel.tracing.dataflow import Flow, find_units, follow, make_meta_copy
 from weft.parallel.zero.grouping import cast_between_layers, compute_dtypes
 from weft.plan.model_refusals import BLOCKS_NEEDED, STATISTICS_ON_SEVERAL_STAGES
-from weft.plan.partition.groups import PIPELINE_TOTALS
-from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Plan
 
 _MOST_SHAPES = 1024
@@ -202,8 +200,6 @@ def tied_groups(made: CutModel, mesh: Mesh) -> dict[str, Group]:
 def make_tied_groups(made: CutModel, mesh: Mesh) -> None:
     """Make the groups of ranks that hold one parameter together, once the model is cut; collective."""
     mesh.add_groups([_tied_key(ranks) for ranks in made.holders.values()])
-    if made.holders and mesh.plan.pipeline.schedule in FLUSH_FREE:  # all stages update together then
-        mesh.add_groups([PIPELINE_TOTALS])
 
 
 def _tied_key(ranks: Sequence[int]) -> tuple[str, str]:

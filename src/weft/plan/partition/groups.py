@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 
-from weft.plan.partition.wire import takes_norm
 from weft.plan.plan import Axes, Plan
 
 GroupKey = tuple[str, str]
 """Axes and purpose. "pipeline:0,3" are the ranks at these places along an axis."""
 
+HOST_PURPOSES = ("control", "saving")
+"""Purposes whose messages are small and in host memory on every device: a GPU's communicators take hundreds of MB each,
+and a value that is read from one makes the host wait for the device."""
+
 WORLD = "world"
 """The name under which exchanges between all ranks are counted; not an axis of the plan."""
-
-PIPELINE_TOTALS: GroupKey = ("pipeline", "totals")
-"""The group of stages that update together: with a norm over all of them, or a weight that two of them share."""
 
 
 def message_group(source: int, target: int, num_ranks: int) -> GroupKey:
@@ -44,11 +44,10 @@ def plan_groups(plan: Plan, *, batch_norms: bool) -> tuple[GroupKey, ...]:
         keys.append((batch, "statistics"))
     keys += [("pipeline+ring+ulysses+tensor", "control"), ("tensor", "control"), ("tensor", "activations")]
     keys += [("ring+ulysses", "control"), ("ring+ulysses", "masks"), ("ring", "neighbours"), ("ulysses", "heads")]
-    keys.append(("pipeline", "control"))
+    keys += [("pipeline", "control"), ("pipeline", "totals")]
     if plan.axes.pipeline > 1:
         ways = ((s, s + 1) for s in range(plan.axes.pipeline * plan.pipeline.chunks - 1))
         keys += dict.fromkeys(message_group(*ends, plan.axes.pipeline) for s, t in ways for ends in ((s, t), (t, s)))
-        keys += [PIPELINE_TOTALS] if takes_norm(plan) else []
     return tuple(key for key in keys if num_ranks_along(plan.axes, key[0]) > 1)
 
 

@@ -22,7 +22,6 @@ from weft.parallel.pipeline.cut_model import CutModel, tied_groups
 from weft.parallel.pipeline.executor import Pipeline
 from weft.parallel.pipeline.links import Links
 from weft.parallel.tensor.cross_entropy import gather_logits
-from weft.plan.partition.groups import PIPELINE_TOTALS
 from weft.plan.pipeline.actions import Action
 from weft.plan.pipeline.communication import FLUSH_FREE, evaluation_of, schedule_of
 from weft.sync.base import Totals
@@ -73,7 +72,7 @@ class PipelineStep(MicrobatchPasses):
             device=mesh.world.device,
         )
         is_tied = mesh.plan.pipeline.schedule in FLUSH_FREE and bool(cut.holders)
-        self._totals = mesh.group(*PIPELINE_TOTALS) if self._update.needs_norm or is_tied else None
+        self._totals = mesh.group("pipeline", "totals") if self._update.needs_norm or is_tied else None
         """The group of all stages, where they update together."""
         self._names = _names_of_stages(cut, trained)
         self._ties = [(name, group) for name, group in tied_groups(cut, mesh).items() if name in trained]
@@ -151,7 +150,7 @@ class PipelineStep(MicrobatchPasses):
     def _sum_over_data(self, batch: UpdateBatch) -> Totals:
         counted = torch.as_tensor(batch.count, device=self._mesh.world.device)
         totals = self._sync.finish(batch.loss_sum, counted, with_norm=self._update.needs_norm)
-        return join_norm(totals, self._mesh.group("tensor", "control"))
+        return join_norm(totals, self._mesh.group("tensor", "activations"))
 
     def _hand_over(self) -> None:
         """Sum the gradients that several stages hold, and let all gradients go to the other data ranks."""
