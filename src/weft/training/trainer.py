@@ -270,7 +270,7 @@ class Trainer:
 
         The trainer cannot be used any more. The model keeps its values, unless parameters are sharded.
         """
-        failed = self._has_failed
+        failed = self._has_failed or (self.pipeline_step is not None and self.pipeline_step.pipeline.has_failed)
         try:
             if not failed:
                 self.flush()
