@@ -40,7 +40,7 @@ class TargetCount:
         if self._is_known:
             return torch.clamp(local, min=1) if isinstance(local, torch.Tensor) else float(max(local, 1))
         if self.shared is None:
-            first = torch.as_tensor(local, dtype=torch.float32, device=self.device).reshape(1)
+            first = torch.as_tensor(local, dtype=torch.float32).cpu().reshape(1)
             all_reduce(first, self.group)
             self.shared = max(float(first), 1.0)
         return self.shared
