@@ -23,8 +23,8 @@ def _content(*tensors: Tensor) -> str:
     return " + ".join(f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors)
 
 
-def _op_of(options: Any) -> dist.ReduceOp.RedOpType:
-    op = options.reduceOp
+def _op_of(opts: Any) -> dist.ReduceOp.RedOpType:
+    op = opts.reduceOp
     found = getattr(op, "op", op)
     if found not in NAMES:
         raise StrictError(f"the stand-in reduces by {', '.join(NAMES.values())}, not {op}")
@@ -80,8 +80,8 @@ class StrictGroup(dist.ProcessGroup):
 
     # Collectives.
 
-    def allreduce(self, tensors: list[Tensor], options: Any = None) -> StrictWork:
-        op = _op_of(options or dist.AllreduceOptions())
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> StrictWork:
+        op = _op_of(opts or dist.AllreduceOptions())
 
         def finish(pieces: list[Any]) -> list[Tensor]:
             return [
@@ -95,8 +95,8 @@ class StrictGroup(dist.ProcessGroup):
 
     allreduce_coalesced = allreduce
 
-    def broadcast(self, tensors: list[Tensor], options: Any) -> StrictWork:
-        (tensor,), root = tensors, options.rootRank
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> StrictWork:
+        (tensor,), root = tensors, opts.rootRank
         text = f"broadcast(from rank {self._ranks[root]}, {_content(tensor)})"
         if root == self._place:
             return self._collective(text, [tensor], (), [content_of(tensor)], lambda pieces: ())
@@ -104,11 +104,11 @@ class StrictGroup(dist.ProcessGroup):
             text, (), [tensor], [b""], lambda pieces: [from_bytes(pieces[root][0], tensor.dtype)]
         )
 
-    def all_gather_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> StrictWork:
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> StrictWork:
         return self.all_gather_single_coalesced([output], [tensor])
 
     def all_gather_single_coalesced(
-        self, outputs: list[Tensor], tensors: list[Tensor], options: Any = None
+        self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = None
     ) -> StrictWork:
         self._check_sizes("all_gather", outputs, tensors)
         written, places = [], []
@@ -129,14 +129,14 @@ class StrictGroup(dist.ProcessGroup):
             f"all_gather({_content(*tensors)} per rank)", tensors, written, [content_of(one) for one in tensors], finish
         )
 
-    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> StrictWork:
-        return self.reduce_scatter_single_coalesced([output], [tensor], options)
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> StrictWork:
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
     def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], tensors: list[Tensor], options: Any = None
+        self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = None
     ) -> StrictWork:
         self._check_sizes("reduce_scatter", tensors, outputs)
-        op = _op_of(options or dist.ReduceScatterOptions())
+        op = _op_of(opts or dist.ReduceScatterOptions())
 
         def finish(pieces: list[Any]) -> list[Tensor]:
             return [
@@ -149,7 +149,7 @@ class StrictGroup(dist.ProcessGroup):
         return self._collective(text, tensors, outputs, payload, finish)
 
     def all_to_all_single(
-        self, output: Tensor, tensor: Tensor, output_splits: list[int], input_splits: list[int], options: Any = None
+        self, output: Tensor, tensor: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> StrictWork:
         lengths = [
             splits or [one.shape[0] // self.size()] * self.size()
@@ -169,7 +169,7 @@ class StrictGroup(dist.ProcessGroup):
             expected_bytes=tuple(part.nbytes for part in received),
         )
 
-    def barrier(self, options: Any = None) -> StrictWork:
+    def barrier(self, opts: Any = None) -> StrictWork:
         return self._collective("barrier()", (), (), [b""], lambda pieces: ())
 
     # The names of torch 2.11.

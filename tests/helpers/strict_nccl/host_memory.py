@@ -15,6 +15,8 @@ from unittest import mock
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext, _device_constructors
 
 from strict_nccl.sites import calling_site
 
@@ -43,7 +45,8 @@ def _mark(tensor: torch.Tensor) -> None:
 
 
 def _has_default_device() -> bool:
-    return torch.utils._device.CURRENT_DEVICE is not None
+    """`with device:` or `torch.set_default_device`."""
+    return any(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
 
 
 def _watched(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -67,6 +70,7 @@ def _names_device(given: tuple[Any, ...], settings: dict[str, Any]) -> bool:
 @contextmanager
 def watch_host_memory() -> Iterator[None]:
     """Inside, tensors of the host are known."""
+    _device_constructors()  # torch's own list of these functions, kept from its first use: of the real ones
     to, cpu = torch.Tensor.to, torch.Tensor.cpu
 
     @functools.wraps(to)

@@ -15,7 +15,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def content_of(tensor: torch.Tensor) -> bytes:
-    return as_bytes(tensor).numpy().tobytes()
+    """Of a copy, because storage that numpy has seen can never be resized again."""
+    return as_bytes(tensor).clone().numpy().tobytes()
 
 
 def from_bytes(content: bytes, dtype: torch.dtype) -> torch.Tensor:
