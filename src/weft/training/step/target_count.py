@@ -15,6 +15,7 @@ import torch
 from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
 from weft.errors import DataError
+from weft.training.step.late_numbers import on_device
 from weft.training.step.loss import Count
 
 
@@ -40,7 +41,7 @@ class TargetCount:
         if self._is_known:
             return torch.clamp(local, min=1) if isinstance(local, torch.Tensor) else float(max(local, 1))
         if self.shared is None:
-            first = torch.as_tensor(local, dtype=torch.float32, device=self.device).reshape(1)
+            first = on_device(local, self.device, torch.float32).reshape(1)
             all_reduce(first, self.group)
             self.shared = max(float(first), 1.0)
         return self.shared
@@ -50,8 +51,8 @@ class TargetCount:
         if self._is_known:
             return None
         if count.is_cuda:
-            self.shared = count.clone()
-            return shared / count.clamp(min=1)
+            self.shared = count.clamp(min=1)
+            return shared / self.shared
         true = float(count)
         self.shared = max(true, 1.0)
         return None if true == shared else shared / self.shared
