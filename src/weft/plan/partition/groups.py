@@ -13,6 +13,10 @@ from weft.plan.plan import Axes, Plan
 GroupKey = tuple[str, str]
 """Axes and purpose. "pipeline:0,3" are the ranks at these places along an axis."""
 
+HOST_PURPOSES = ("control", "saving")
+"""Purposes whose messages are small and in host memory on every device: a GPU's communicators take hundreds of MB each,
+and a value that is read from one makes the host wait for the device."""
+
 WORLD = "world"
 """The name under which exchanges between all ranks are counted; not an axis of the plan."""
 
@@ -27,7 +31,8 @@ def plan_groups(plan: Plan, *, batch_norms: bool) -> tuple[GroupKey, ...]:
         keys.append((batch, "statistics"))
     keys += [("pipeline+ring+ulysses+tensor", "control"), ("tensor", "control"), ("tensor", "activations")]
     keys += [("ring+ulysses", "control"), ("ring+ulysses", "masks"), ("ring", "neighbours"), ("ulysses", "heads")]
-    keys += [("pipeline", "control"), ("pipeline", "activations"), ("pipeline", "gradients")]
+    keys += [("pipeline", "control"), ("pipeline", "totals")]
+    keys += [("pipeline", "activations"), ("pipeline", "gradients")]
     if plan.pipeline.chunks > 1:
         keys += [("pipeline", "activations round"), ("pipeline", "gradients round")]
     return tuple(key for key in keys if num_ranks_along(plan.axes, key[0]) > 1)

@@ -112,7 +112,7 @@ def train(
         weights=prepared.weights,
     )
     torch.manual_seed(wanted.steps.seed + 1 + world.rank)  # dropout must differ between ranks, weights must not
-    directory = Path(gather_values(str(directory), trainer.mesh.everyone("control"), world.device)[0])
+    directory = Path(gather_values(str(directory), trainer.mesh.everyone("control"))[0])
     _refuse_different_data(trainer, prepared)
     run = _Run(wanted, prepared, trainer, directory, observer if observer and world.rank == 0 else Observer())
     run.open(resume)
@@ -162,7 +162,7 @@ class _Run:
         # Agreed on by all ranks before anything is written: hosts may not yet see the same files in a shared folder.
         mine = [path.name for path in all_checkpoints(self.directory / CHECKPOINTS)[-1:]]
         looked = [(self.directory / JOB_FILE).exists(), mine]
-        seen = gather_values(looked, self.trainer.mesh.everyone("control"), self.trainer.mesh.world.device)
+        seen = gather_values(looked, self.trainer.mesh.everyone("control"))
         newest = max((name for _, names in seen for name in names), key=lambda name: int(name[5:]), default=None)
         if not resume and any(holds_run for holds_run, _ in seen):
             raise JobError(f"{self.directory} holds a run already; resume it, or give another directory")
@@ -296,8 +296,7 @@ class _Run:
 
 def _refuse_different_data(trainer: Trainer, prepared: Prepared) -> None:
     """Refuse ranks on hosts with other files, or with another Python's standard library."""
-    world = trainer.mesh.world
-    seen = gather_values(fingerprint(prepared.train_data), trainer.mesh.everyone("control"), world.device)
+    seen = gather_values(fingerprint(prepared.train_data), trainer.mesh.everyone("control"))
     odd = [rank for rank, value in enumerate(seen) if value != seen[0]]
     if odd:
         raise DataError(

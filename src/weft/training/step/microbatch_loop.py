@@ -57,7 +57,7 @@ class MicrobatchLoop:
         counted = on_device(count_sum, device)
         with self._recording.during("reduce"):
             totals = self._sync.finish(loss_sum, counted, with_norm=self._update.needs_norm)
-            totals = join_norm(totals, self._mesh.group("tensor", "control"))
+            totals = join_norm(totals, self._mesh.group("tensor", "activations"))
         refuse_no_targets(totals.count)
         with self._recording.during("update"):
             self._update.run(totals.norm, self._counts.correction(shared, totals.count), step=step)

@@ -150,7 +150,7 @@ class PipelineStep(MicrobatchPasses):
     def _sum_over_data(self, batch: UpdateBatch) -> Totals:
         counted = on_device(batch.count, self._mesh.world.device)
         totals = self._sync.finish(batch.loss_sum, counted, with_norm=self._update.needs_norm)
-        return join_norm(totals, self._mesh.group("tensor", "control"))
+        return join_norm(totals, self._mesh.group("tensor", "activations"))
 
     def _hand_over(self) -> None:
         """Sum the gradients that several stages hold, and let all gradients go to the other data ranks."""

@@ -15,7 +15,6 @@ import torch
 from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
 from weft.errors import DataError
-from weft.training.step.late_numbers import on_device
 from weft.training.step.loss import Count
 
 
@@ -25,7 +24,6 @@ class TargetCount:
 
     group: Group
     """The ranks that share a global batch."""
-    device: torch.device
     shared: float | torch.Tensor | None = None
     """The last step's global count."""
     is_own: bool = False
@@ -41,7 +39,7 @@ class TargetCount:
         if self._is_known:
             return torch.clamp(local, min=1) if isinstance(local, torch.Tensor) else float(max(local, 1))
         if self.shared is None:
-            first = on_device(local, self.device, torch.float32).reshape(1)
+            first = torch.as_tensor(local, dtype=torch.float32).cpu().reshape(1)  # in the first step only
             all_reduce(first, self.group)
             self.shared = max(float(first), 1.0)
         return self.shared
