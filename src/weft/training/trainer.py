@@ -82,7 +82,7 @@ class Trainer:
         self.steps_done = 0
         self.data_position = 0
         """Samples handed out so far, over all ranks and epochs; kept by `weft.batches`."""
-        self.counts = TargetCount(mesh.batch_group("control"), device)
+        self.counts = TargetCount(mesh.batch_group("control"))
         self.seeds = parts.seeds
         self.update = Update(optimizer, sync, plan, schedule=schedule, is_first_rank=mesh.world.rank == 0)
         self.replacements = parts.make_replacements()
@@ -270,7 +270,7 @@ class Trainer:
 
         The trainer cannot be used any more. The model keeps its values, unless parameters are sharded.
         """
-        failed = self._has_failed
+        failed = self._has_failed or (self.pipeline_step is not None and self.pipeline_step.pipeline.has_failed)
         try:
             if not failed:
                 self.flush()
