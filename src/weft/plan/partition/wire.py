@@ -33,6 +33,9 @@ SHARDED_TAIL_ITEM_BYTES = 8
 PIPELINE_WORDS_BYTES = 32
 """What the last stage tells the others about a step: loss, count, correction, squared norm, in float64."""
 
+SMALLEST_SLICED_BYTES = 1 << 20
+"""Smaller tensors cross from stage to stage whole: gathering their slices would take longer than sending them."""
+
 NORM_BYTES = 8
 """The squared norm of a rank's part of the gradient, in float64."""
 
@@ -150,7 +153,8 @@ def pipeline_bytes(
 ) -> int:
     """Bytes that one rank along the pipeline axis sends over it in one step of equal microbatches.
 
-    `boundaries`: (bytes of activations, bytes of their gradients) from each stage to the next, for one microbatch.
+    `boundaries`: (bytes of activations, bytes of their gradients) from each stage to the next, for one microbatch; of
+    tensors that tensor ranks send in slices, one rank's.
     `tied`: (bytes, number of ranks that hold it) of each parameter that this rank shares with others. `together`: the
     stages update together for a weight that some of them share, which only 2bw does.
     """
@@ -162,6 +166,12 @@ def pipeline_bytes(
     if together or takes_norm(plan):
         return sent + sent_bytes("all-reduce", PIPELINE_WORDS_BYTES, num_ranks)
     return sent + (PIPELINE_WORDS_BYTES if rank else 0)
+
+
+def num_slices(numel: int, item_bytes: int, num_ranks: int) -> int:
+    """The slices of a tensor from stage to stage, where it is the same on all tensor ranks, and each sends one."""
+    is_worth_it = numel * item_bytes >= SMALLEST_SLICED_BYTES and numel % num_ranks == 0
+    return num_ranks if is_worth_it else 1
 
 
 def takes_norm(plan: Plan) -> bool:
@@ -189,6 +199,8 @@ class SplitLayers:
     """Bytes of whole parameters that are used on a share; with split tokens, all in the blocks that are not split."""
     repeated_bytes: tuple[tuple[int, int], ...] = ()
     """(bytes, number of ranks that hold it) of each parameter that this rank shares with others."""
+    arriving_bytes: tuple[int, ...] = ()
+    """Bytes of each activation and gradient that arrives from another stage in slices."""
 
 
 def tensor_bytes(layers: SplitLayers, plan: Plan) -> int:
@@ -213,6 +225,7 @@ def tensor_bytes(layers: SplitLayers, plan: Plan) -> int:
     sent += sent_bytes("all-gather", layers.whole_output_bytes, size)
     sent += sum(sent_bytes("all-reduce", num_bytes, size) for num_bytes in layers.partial_bytes)
     sent += sum(sent_bytes("all-reduce", num_bytes, holders) for num_bytes, holders in layers.repeated_bytes)
+    sent += sum(sent_bytes("all-gather", num_bytes, size) for num_bytes in layers.arriving_bytes)
     return plan.step.microbatches * sent + (sent_bytes("all-reduce", NORM_BYTES, size) if takes_norm(plan) else 0)
 
 
