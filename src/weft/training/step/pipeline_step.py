@@ -18,13 +18,14 @@ import torch
 
 from weft.comm.collectives import all_reduce, broadcast
 from weft.errors import DataError
-from weft.parallel.pipeline.cut_model import CutModel, tied_groups
+from weft.parallel.pipeline.cut_model import CutModel
 from weft.parallel.pipeline.executor import Pipeline
 from weft.parallel.pipeline.links import Links
 from weft.parallel.tensor.cross_entropy import gather_logits
 from weft.plan.pipeline.actions import Action
 from weft.plan.pipeline.communication import FLUSH_FREE, evaluation_of, schedule_of
 from weft.sync.base import Totals
+from weft.training.step.late_numbers import on_device
 from weft.training.step.loss import Count, loss_terms, no_loss
 from weft.training.step.microbatches import CountedBatch
 from weft.training.step.pipeline_passes import Evaluation, MicrobatchPasses
@@ -75,7 +76,6 @@ class PipelineStep(MicrobatchPasses):
         self._totals = mesh.group("pipeline", "totals") if self._update.needs_norm or is_tied else None
         """The group of all stages, where they update together."""
         self._names = _names_of_stages(cut, trained)
-        self._ties = [(name, group) for name, group in tied_groups(cut, mesh).items() if name in trained]
         self._schedule: tuple[Action, ...] = ()
         self._evaluations: dict[int, tuple[Action, ...]] = {}
         self._last: set[tuple[str, int, int]] = set()
@@ -117,11 +117,11 @@ class PipelineStep(MicrobatchPasses):
         terms = loss_terms(self._parts.loss, output, part.targets, part.count)
         self._counts.is_own = self._counts.is_own or terms.own_count
         value, multiplier, batch = terms.value, terms.multiplier, self._batch_of(microbatch)
-        batch.loss_sum += value.detach() if multiplier == 1 else value.detach() * multiplier
+        batch.loss_sum += value.detach() * multiplier
         batch.count = batch.count + terms.count
         # A loss is scaled by its own gradient, not by another operator.
-        factor = multiplier * self._update.loss_scale.value / batch.divisor
-        return value, torch.as_tensor(factor, dtype=value.dtype, device=value.device)
+        factor = multiplier * self._update.loss_scale.factor / batch.divisor
+        return value, on_device(factor, value.device, value.dtype)
 
     def backward(self, action: Action) -> AbstractContextManager[object]:
         self._model.enter(self.microbatches[action.microbatch].inputs)
@@ -148,15 +148,12 @@ class PipelineStep(MicrobatchPasses):
             super().exchange(action)
 
     def _sum_over_data(self, batch: UpdateBatch) -> Totals:
-        counted = torch.as_tensor(batch.count, device=self._mesh.world.device)
+        counted = on_device(batch.count, self._mesh.world.device)
         totals = self._sync.finish(batch.loss_sum, counted, with_norm=self._update.needs_norm)
         return join_norm(totals, self._mesh.group("tensor", "activations"))
 
     def _hand_over(self) -> None:
-        """Sum the gradients that several stages hold, and let all gradients go to the other data ranks."""
-        with torch.no_grad():
-            for name, group in self._ties:
-                all_reduce(self._sync.deferred_gradient(name), group)
+        """Let all gradients go to the other data ranks."""
         self._sync.take_deferred()
         self._sync.arm()
         self._sync.end_microbatch()
@@ -168,7 +165,7 @@ class PipelineStep(MicrobatchPasses):
         correction = self._counts.correction(divisor, totals.count) if self._is_last else None
         if self._is_last:
             words[0], words[1] = totals.loss_sum, totals.count
-            words[2] = 1.0 if correction is None else correction
+            words[2] = on_device(1.0 if correction is None else correction, words.device)
         if self._update.needs_norm:
             assert totals.norm is not None
             words[3] = totals.norm**2
@@ -225,10 +222,10 @@ class PipelineStep(MicrobatchPasses):
 
 
 def _names_of_stages(cut: CutModel, trained: Iterable[str]) -> dict[int, list[str]]:
-    """The parameters that one stage of this rank alone uses, by stage: their gradients are complete when its are."""
+    """The parameters that only one stage of this rank uses, by stage: their gradients are complete when its are."""
     names: dict[int, list[str]] = {stage: [] for stage in cut.my_stages}
     for name in trained:
         here = cut.stages_of[name] & names.keys()
-        if len(here) == 1 and name not in cut.holders:
+        if len(here) == 1:
             names[min(here)].append(name)
     return names
