@@ -42,11 +42,7 @@ def take_seat(host: str, device: torch.device, *, rank: int, environment: Mutabl
     """This rank's seat; prepares the environment for ranks that share a GPU on purpose."""
     if device.type != "cuda":
         return Seat(host=host, device=str(device))
-    if environment.get(SHARE_GPUS, "0") not in ("", "0"):
-        environment.setdefault(_HOST_ID, f"weft-rank-{rank}")
-        if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):  # NCCL finds no way between "hosts"
-            environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
-            environment.setdefault("NCCL_IB_DISABLE", "1")
+    prepare_sharing(rank, environment)
     return Seat(
         host=host,
         device=str(device),
@@ -54,6 +50,16 @@ def take_seat(host: str, device: torch.device, *, rank: int, environment: Mutabl
         num_gpus=torch.cuda.device_count(),
         nccl_host=environment.get(_HOST_ID),
     )
+
+
+def prepare_sharing(rank: int, environment: MutableMapping[str, str]) -> None:
+    """Let NCCL take a rank for a host of its own, if ranks are to share GPUs."""
+    if environment.get(SHARE_GPUS, "0") in ("", "0"):
+        return
+    environment.setdefault(_HOST_ID, f"weft-rank-{rank}")
+    if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):  # one real host
+        environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        environment.setdefault("NCCL_IB_DISABLE", "1")
 
 
 def exchange_seats(store: Store, rank: int, size: int, seat: Seat) -> tuple[Seat, ...]:

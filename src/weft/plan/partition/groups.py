@@ -21,6 +21,19 @@ WORLD = "world"
 """The name under which exchanges between all ranks are counted; not an axis of the plan."""
 
 
+def message_group(source: int, target: int, num_ranks: int) -> GroupKey:
+    """The group of the messages from a stage to a neighbour: the two ranks that hold them, and what goes one way.
+
+    NCCL matches the messages of a group in order, and one may end only when it is received. So those that ranks wait
+    for in different orders are apart: each neighbour, each direction, and, with several chunks per rank, those that go
+    round from the last rank to the first.
+    """
+    here, there, is_forward = source % num_ranks, target % num_ranks, target > source
+    purpose = "activations" if is_forward else "gradients"
+    goes_round = (there > here) != is_forward
+    return f"pipeline:{min(here, there)},{max(here, there)}", f"{purpose} round" if goes_round else purpose
+
+
 def plan_groups(plan: Plan, *, batch_norms: bool) -> tuple[GroupKey, ...]:
     """The groups a plan uses; those of weights that several stages or tensor ranks hold depend on the model."""
     state, batch = plan.axes.state_axes, batch_axes(plan.axes)
@@ -32,9 +45,9 @@ def plan_groups(plan: Plan, *, batch_norms: bool) -> tuple[GroupKey, ...]:
     keys += [("pipeline+ring+ulysses+tensor", "control"), ("tensor", "control"), ("tensor", "activations")]
     keys += [("ring+ulysses", "control"), ("ring+ulysses", "masks"), ("ring", "neighbours"), ("ulysses", "heads")]
     keys += [("pipeline", "control"), ("pipeline", "totals")]
-    keys += [("pipeline", "activations"), ("pipeline", "gradients")]
-    if plan.pipeline.chunks > 1:
-        keys += [("pipeline", "activations round"), ("pipeline", "gradients round")]
+    if plan.axes.pipeline > 1:
+        ways = ((s, s + 1) for s in range(plan.axes.pipeline * plan.pipeline.chunks - 1))
+        keys += dict.fromkeys(message_group(*ends, plan.axes.pipeline) for s, t in ways for ends in ((s, t), (t, s)))
     return tuple(key for key in keys if num_ranks_along(plan.axes, key[0]) > 1)
 
 
