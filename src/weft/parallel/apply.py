@@ -25,6 +25,7 @@ from weft.parallel.state.materialise import model_tensors
 from weft.parallel.state.rng import PlaceSeeds
 from weft.parallel.tensor.shares import counted_elements
 from weft.parallel.tensor.tensor_parallel import TensorParallel
+from weft.plan.partition.flat_buffers import Sharding
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Plan
 from weft.sync.make import place, reduction_groups
@@ -151,9 +152,12 @@ def _gradient_rules(parts: ParallelModel) -> GradientRules:
     if tensor is not None:
         group, replicas = reduction_groups(mesh)
         split = tensor.shared_gradients(may_differ=may_differ([group, *replicas], mesh.world.device))
-    apart = {one.name: f"stages {one.group.ranks}" for one in tied}
-    if tensor is not None and not tensor.shares.is_even:
-        apart |= {one.name: f"{apart.get(one.name, '')} tensor ranks" for one in split if one.within is None}
+    apart = {}
+    if Sharding.of(mesh.plan).num_parts > 1:
+        apart = {one.name: f"stages {one.group.ranks}" for one in tied}
+    if tensor is not None:
+        whole = (one.name for one in split if one.within is None and one.name in tensor.shifted)
+        apart |= {name: f"tensor ranks, {apart.get(name, '')}" for name in whole}
     return GradientRules(
         defers=cut is not None and mesh.plan.pipeline.schedule in FLUSH_FREE,
         norm_ranges=counted,
