@@ -29,6 +29,7 @@ from weft.parallel.pipeline.cut_model import tied_groups
 from weft.parallel.pipeline.recording import Recording
 from weft.parallel.state.buffers import broadcast_buffers
 from weft.parallel.tensor.cross_entropy import split_cross_entropy_sum
+from weft.parallel.wrapping.wrap import add_hook
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.pipeline.timeline import Timeline
 from weft.plan.plan import Plan
@@ -82,7 +83,7 @@ class Trainer:
         self.steps_done = 0
         self.data_position = 0
         """Samples handed out so far, over all ranks and epochs; kept by `weft.batches`."""
-        self.counts = TargetCount(mesh.batch_group("control"), device)
+        self.counts = TargetCount(mesh.batch_group("control"))
         self.seeds = parts.seeds
         self.update = Update(optimizer, sync, plan, schedule=schedule, is_first_rank=mesh.world.rank == 0)
         self.replacements = parts.make_replacements()
@@ -99,6 +100,9 @@ class Trainer:
             call = KeepingShares(call, tensor.output_mode)
         if sample_split is not None:
             call = sample_split.around(call)
+        if sync.flats and model is not parts.model:  # compiled as a whole, with hooks inside
+            why = "waits for all parameters, which are gathered after an update"
+            add_hook(model, "forward_pre", lambda *_: sync.settle(), by="zero", why=why)
         self._has_compared = False
         self._has_failed = False
         tied = tied_groups(cut, mesh) if cut is not None else {}
@@ -175,10 +179,11 @@ class Trainer:
         return loss
 
     def flush(self) -> None:
-        """Finish the batches that flush-free schedules have in flight; collective."""
+        """Finish the batches that flush-free schedules have in flight, and the last update's gathers; collective."""
         if self.pipeline_step is not None:
             with self.replacements:
                 self.pipeline_step.flush()
+        self.sync.settle()
 
     def describe(self) -> str:
         """A text of this rank's wrapped modules, parameter placements, process groups and replaced functions."""
@@ -192,7 +197,7 @@ class Trainer:
         """Times of all actions on all ranks of this pipeline, in the latest step or all that are kept; collective."""
         group = self.mesh.group("pipeline", "control")
         mine = Timeline(spans=tuple(self._recording.spans()), num_ranks=group.size)
-        rows = [row for part in gather_values(mine.as_rows(), group, self.mesh.world.device) for row in part]
+        rows = [row for part in gather_values(mine.as_rows(), group) for row in part]
         return Timeline.from_rows(rows, num_ranks=group.size)
 
     def evaluate(self, batches: Iterable[tuple[Any, Any]]) -> float:
@@ -216,6 +221,7 @@ class Trainer:
                     require_same_batch(self.mesh, *batch)
                 self._steps.evaluate(self._microbatches.cut(*batch), add)
         # In a pipeline only the last stage has outputs; along other axes data ranks have the same ones.
+        totals = totals.cpu()
         all_reduce(totals, self.mesh.batch_group("control"))
         all_reduce(totals, self.mesh.group("pipeline", "control"))
         if float(totals[1]) == 0:
@@ -269,7 +275,7 @@ class Trainer:
 
         The trainer cannot be used any more. The model keeps its values, unless parameters are sharded.
         """
-        failed = self._has_failed
+        failed = self._has_failed or (self.pipeline_step is not None and self.pipeline_step.pipeline.has_failed)
         try:
             if not failed:
                 self.flush()
@@ -286,7 +292,7 @@ class Trainer:
 
     def _draw_seed(self) -> int:
         """A seed for all ranks, drawn from rank 0's random state, so that a seed set by the user repeats the run."""
-        drawn = torch.randint(2**62, (1,)).to(self.mesh.world.device)
+        drawn = torch.randint(2**62, (1,))
         broadcast(drawn, self.mesh.everyone("control"))
         return int(drawn)
 
@@ -298,7 +304,7 @@ class Trainer:
         group, own = self.mesh.batch_group("control"), iter(batches)
         while True:
             batch = next(own, None)
-            some = torch.tensor([batch is not None], dtype=torch.int32, device=self.mesh.world.device)
+            some = torch.tensor([batch is not None], dtype=torch.int32)
             all_reduce(some, group, op="max")
             if not some.item():
                 return
@@ -313,6 +319,8 @@ class Trainer:
 
     def _end_step(self) -> None:
         self.steps_done += 1
+        for traffic in self.mesh.traffic.values():
+            traffic.collect()
         if self.tensor is not None:
             self.tensor.look_at_draws(self.seeds)
         broadcast_buffers(self.named_model, self.mesh)
