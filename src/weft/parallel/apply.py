@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weft.comm.shared_gradients import SharedGradient, may_differ
-from weft.layout import Layout
+from weft.layout import Layout, Range
 from weft.models.hugging_face_inputs import leave_out_caches
 from weft.parallel.compile import compile_blocks
 from weft.parallel.pipeline.cut_model import tied_gradients
@@ -142,22 +142,21 @@ def _place_parameters(parts: ParallelModel) -> None:
 def _gradient_rules(parts: ParallelModel) -> GradientRules:
     """Exceptions that a pipeline and the tensor axis make for gradients; collective."""
     cut, mesh, tensor = parts.cut, parts.mesh, parts.tensor
-    counted = {} if tensor is None else counted_elements(tensor.shares, parts.layouts, mesh)
     tied: list[SharedGradient] = []
-    if cut is not None:
-        rank = mesh.index("pipeline")
-        tied = tied_gradients(cut, mesh)
-        counted |= {name: () for name, ranks in cut.holders.items() if rank in ranks[1:]}
     split: list[SharedGradient] = []
+    counted: dict[str, tuple[Range, ...]] = {}
+    apart: dict[str, str] = {}
     if tensor is not None:
+        counted = counted_elements(tensor.shares, parts.layouts, mesh)
         group, replicas = reduction_groups(mesh)
         split = tensor.shared_gradients(may_differ=may_differ([group, *replicas], mesh.world.device))
-    apart = {}
-    if Sharding.of(mesh.plan).num_parts > 1:
-        apart = {one.name: f"stages {one.group.ranks}" for one in tied}
-    if tensor is not None:
-        whole = (one.name for one in split if one.within is None and one.name in tensor.shifted)
-        apart |= {name: f"tensor ranks, {apart.get(name, '')}" for name in whole}
+        apart = {name: "tensor ranks" for name in tensor.shifted if not parts.layouts[name].splits}
+    if cut is not None:
+        rank = mesh.index("pipeline")
+        counted |= {name: () for name, ranks in cut.holders.items() if rank in ranks[1:]}
+        tied = tied_gradients(cut, mesh)
+        if Sharding.of(mesh.plan).num_parts > 1:
+            apart |= {one.name: f"stages {one.group.ranks}, {apart.get(one.name, '')}" for one in tied}
     return GradientRules(
         defers=cut is not None and mesh.plan.pipeline.schedule in FLUSH_FREE,
         norm_ranges=counted,
