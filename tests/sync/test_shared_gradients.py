@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from meshes import data_group, verify
 from oracle import ADAMW, cut_evenly, data_plan, make_trainer, pipeline_plan, small_gpt, tensor_plan, token_batch
 from ranks import ranks
+from strict_nccl.world import strict_world
 
 from weft.comm import collectives
 from weft.comm.collectives import Pending, all_gather
@@ -20,6 +22,7 @@ from weft.comm.group import Group
 from weft.comm.shared_gradients import SharedGradient, SharedGradientExchange, may_differ
 from weft.plan.partition.flat_buffers import ParameterSpec, flat_buffers
 from weft.plan.plan import Plan
+from weft.training.parallelize import parallelize
 from weft.training.trainer import Trainer
 
 NUM_STEPS = 20
@@ -118,6 +121,34 @@ def test_they_would_not_the_other_way_round() -> None:
     assert "embedding.weight" in train(PLANS["tied"], holders_first)
     assert "blocks.0.attention_norm.weight" in train(PLANS["split tokens"], holders_first)
     assert "norm.weight" in train(PLANS["whole"], differs=False)
+
+
+def train_on_rings(plan: Plan, plant: Callable[[Trainer], None] | None = None) -> set[str]:
+    """Train on three data ranks over the stand-in for NCCL, which adds up in the order of a ring."""
+    torch.manual_seed(0)
+    plan = replace(plan, axes=replace(plan.axes, data=3))
+    with strict_world(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("weft.mesh.backend_of", lambda *_: "strict")
+        given: dict[str, Any] = {"loss": "cross-entropy", "optimizer": ADAMW, "device": "cpu"}
+        with parallelize(small_gpt(), plan, example=token_batch(2)[0], **given) as trainer:
+            if plant is not None:
+                plant(trainer)
+            for step in range(NUM_STEPS):
+                trainer.step(*cut_evenly(token_batch(12, seed=step), 3)[trainer.data_rank])
+            return differing(trainer)
+
+
+@pytest.mark.long
+@ranks(6)
+@pytest.mark.parametrize("name", PLANS)
+def test_copies_stay_equal_over_rings_of_three(name: str) -> None:
+    assert train_on_rings(PLANS[name]) == set()
+
+
+@pytest.mark.long
+@ranks(6)
+def test_they_would_not_the_other_way_round_on_rings_either() -> None:
+    assert "embedding.weight" in train_on_rings(PLANS["tied"], holders_first)
 
 
 @ranks(2)

@@ -150,13 +150,14 @@ def _gradient_rules(parts: ParallelModel) -> GradientRules:
         counted = counted_elements(tensor.shares, parts.layouts, mesh)
         group, replicas = reduction_groups(mesh)
         split = tensor.shared_gradients(may_differ=may_differ([group, *replicas], mesh.world.device))
-        apart = {name: "tensor ranks" for name in tensor.shifted if not parts.layouts[name].splits}
+        apart = dict(tensor.apart)
     if cut is not None:
         rank = mesh.index("pipeline")
         counted |= {name: () for name, ranks in cut.holders.items() if rank in ranks[1:]}
         tied = tied_gradients(cut, mesh)
         if Sharding.of(mesh.plan).num_parts > 1:
-            apart |= {one.name: f"stages {one.group.ranks}, {apart.get(one.name, '')}" for one in tied}
+            # Named by places on the axis: data ranks make the same buffers in the same order.
+            apart |= {one.name: f"stages {cut.holders[one.name]}, {apart.get(one.name, '')}" for one in tied}
     return GradientRules(
         defers=cut is not None and mesh.plan.pipeline.schedule in FLUSH_FREE,
         norm_ranges=counted,

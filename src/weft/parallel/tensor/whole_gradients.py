@@ -34,6 +34,13 @@ def find_shifted(model: nn.Module, blocks: Sequence[str], shares: Shares, plan: 
     return frozenset(spec.name for spec in specs if spec.block in units)
 
 
+def find_apart(shares: Shares, shifted: Collection[str], mesh: Mesh) -> dict[str, str]:
+    """Of these, the ones that several ranks hold whole, and which ranks: they lie in buffers of their own."""
+    apart = {name: "tensor ranks" for name in shifted if name not in shares.splits}
+    here = (one for one in shares.repeated if one.place == mesh.index(AXIS) and one.name in shifted)
+    return apart | {one.name: f"tensor ranks {one.holders}" for one in here if _is_all(one, shares)}
+
+
 def shared_gradients(
     model: nn.Module,
     shares: Shares,
@@ -55,18 +62,14 @@ def shared_gradients(
     if may_differ:
         shared += [SharedGradient(name=name, group=group, kind="alike") for name in whole if name not in partial]
     for one, holders, is_early in _repeated_here(shares, named, shifted, mesh):
-        if not is_early:
-            start, stop = one.entries
+        if _is_all(one, shares):
+            shared.append(SharedGradient(name=one.name, group=holders, kind="sum"))
+        elif not is_early:
             inner = math.prod(named[one.name].shape[1:])
-            shared.append(
-                SharedGradient(
-                    name=one.name,
-                    group=holders,
-                    kind="sum",
-                    within=(one.dim, start, stop - start),
-                    elements=(start * inner, stop * inner) if one.dim == 0 else None,
-                )
-            )
+            start, stop = one.entries
+            elements = (start * inner, stop * inner) if one.dim == 0 else None
+            within = (one.dim, start, stop - start)
+            shared.append(SharedGradient(name=one.name, group=holders, kind="sum", within=within, elements=elements))
     return shared
 
 
@@ -77,6 +80,13 @@ def add_up_early(model: nn.Module, shares: Shares, mesh: Mesh, *, shifted: Colle
         if is_early:
             start, stop = one.entries
             _add_up(named[one.name], holders, within=(one.dim, start, stop - start))
+
+
+def _is_all(one: Repeated, shares: Shares) -> bool:
+    """True if the entries are all that their holders have of the tensor."""
+    start, stop = one.entries
+    parts = shares.splits[one.name].parts
+    return all(sum(b - a for a, b in parts[place]) == stop - start for place in one.holders)
 
 
 def _repeated_here(
@@ -96,7 +106,8 @@ def _repeated_here(
     for one in shares.repeated:
         if one.place == mesh.index(AXIS) and one.name in named:
             is_same = set(places[one.name, one.holders].values()) == {len(one.holders)}
-            is_early = is_sharded and (one.name in shifted or not is_same or one.dim > 0)
+            may_be_elsewhere = one.name in shifted or not is_same or one.dim > 0
+            is_early = is_sharded and may_be_elsewhere and not _is_all(one, shares)
             found.append((one, mesh.group(*keys[one.holders]), is_early))
     return sorted(found, key=lambda one: keys[one[0].holders])
 
