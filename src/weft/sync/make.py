@@ -66,21 +66,25 @@ def place(
         return _place_in_flats(model, mesh, blueprint, layouts, materialiser, rules, stage_of)
     materialiser.fill_all()
     model.to(mesh.world.device)
-    copy_from_first([*model.parameters(), *model.buffers()], mesh.batch_group("control"))
+    copy_from_first([*model.parameters(), *model.buffers()], mesh.batch_groups)
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     pieces = [Piece(name=name, tensor=parameter, layout=layouts[name]) for name, parameter in trainable]
     group = mesh.state_group("gradients")
     if group.size == 1 or not pieces:
-        return NoSync(pieces, group, rules)
+        return NoSync(pieces, group, rules, bucket_bytes=mesh.plan.comm.bucket_bytes)
     return AllReduce(pieces, group, bucket_bytes=mesh.plan.comm.bucket_bytes, rules=rules)
 
 
 @torch.no_grad()
-def copy_from_first(tensors: Sequence[torch.Tensor], group: Group) -> None:
-    """Every rank starts from the first one's values, whatever its own random state was."""
+def copy_from_first(tensors: Sequence[torch.Tensor], groups: Sequence[Group]) -> None:
+    """Every rank starts from the first one's values, whatever its own random state was.
+
+    They go from the first rank of each group to its others, one group after the other (`Mesh.axis_groups`).
+    """
     for tensor in tensors:
         flat = tensor.detach().contiguous()
-        broadcast(flat, group)
+        for group in groups:
+            broadcast(flat, group)
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat)
 
@@ -95,7 +99,7 @@ def _place_in_flats(
     stage_of: Mapping[str, int] | None,
 ) -> ZeroSync:
     plan, device, sharding = mesh.plan, mesh.world.device, Sharding.of(mesh.plan)
-    reductions, replicas = _groups(mesh)
+    reductions, replicas = reduction_groups(mesh)
     # Gathers have a group of their own: beside a backward pass their order and that of reductions may differ.
     group = reductions if reductions.size == 1 else mesh.state_group("parameters")
     if sharding.stage < 3:
@@ -103,7 +107,11 @@ def _place_in_flats(
     # Parameters without memory have their global shapes until they are filled.
     sizes, coordinates = mesh.grid.axes.sizes, mesh.grid.coordinates(mesh.world.rank)
     specs = [
-        dataclasses.replace(spec, shape=layouts[spec.name].local_shape(sizes, coordinates))
+        dataclasses.replace(
+            spec,
+            shape=layouts[spec.name].local_shape(sizes, coordinates),
+            holders=rules.apart.get(spec.name, ""),
+        )
         for spec in describe_parameters(model, blueprint.blocks)
     ]
     flats = []
@@ -116,7 +124,7 @@ def _place_in_flats(
                     parameters,
                     layouts=[layouts[name] for name in buffer.names],
                     group=group,
-                    source=mesh.batch_group("control"),
+                    source=mesh.batch_groups,
                     keep_whole=sharding.stage < 3,
                     device=device,
                     master_device=torch.device("cpu") if plan.data.offload else device,
@@ -131,6 +139,7 @@ def _place_in_flats(
         sharding=sharding,
         device=device,
         waits_in_backward=plan.data.buffers == "synchronise" and has_batch_norms(model),
+        bucket_bytes=plan.comm.bucket_bytes,
         rules=rules,
     )
     if sharding.stage == 3:
@@ -153,12 +162,12 @@ def _place_rest(model: nn.Module, mesh: Mesh, flats: Sequence[FlatParameters]) -
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
-    copy_from_first([*rest, *model.buffers()], mesh.batch_group("control"))
+    copy_from_first([*rest, *model.buffers()], mesh.batch_groups)
     if mesh.plan.precision.compute != "model":
         cast_between_layers(model)
 
 
-def _groups(mesh: Mesh) -> tuple[Group, list[Group]]:
+def reduction_groups(mesh: Mesh) -> tuple[Group, list[Group]]:
     """The ranks that share one copy of the state, and those that keep the same part of it."""
     sharing = mesh.state_group("gradients")
     if mesh.plan.data.shard == "nothing":

@@ -50,6 +50,9 @@ class ParameterSpec:
     trainable: bool = True
     keeps_dtype: bool = False
     """Mixed precision leaves it as it is: a BatchNorm's, or not a floating-point number."""
+    holders: str = ""
+    """Other ranks that hold it among other parameters, if any do: parameters with the same ones lie in buffers of their
+    own, so that a rank and its counterparts keep the same part of each."""
 
     @property
     def numel(self) -> int:
@@ -156,23 +159,31 @@ def flat_buffers(parameters: Sequence[ParameterSpec], plan: Plan) -> list[FlatBu
     ZeRO-3 has one unit per block, one for large embeddings before them and one for large linear layers after them, and
     the root for everything else: norms, tied weights, what blocks share. Stages of a pipeline are gathered as a whole,
     and a tensor axis may use layers in other ways, so there all that is outside blocks is in the root. Below ZeRO-3
-    trainable parameters lie in buckets, frozen ones in no buffer. Parameters that differ in their formats, and frozen
-    and trainable ones, never share a buffer.
+    trainable parameters lie in buckets, frozen ones in no buffer. Parameters that differ in their formats or in their
+    holders, and frozen and trainable ones, never share a buffer.
     """
     if plan.data.shard == "parameters":
         together: dict[tuple[object, ...], list[ParameterSpec]] = {}
         if plan.axes.pipeline * plan.axes.tensor > 1:
             parameters = [replace(one, block=None, is_outside=False) if one.is_outside else one for one in parameters]
         for one in sorted(parameters, key=lambda one: -math.inf if one.block is None else one.block):
-            together.setdefault((one.block, *_formats(one, plan)), []).append(one)
+            together.setdefault((one.block, one.holders, *_formats(one, plan)), []).append(one)
         return [_buffer(inside, plan) for inside in together.values()]
-    trainable = [parameter for parameter in parameters if parameter.trainable]
+    trainable: dict[str, list[ParameterSpec]] = {}
+    for one in sorted(parameters, key=lambda one: one.holders, reverse=True):  # the first buffers' gradients leave last
+        if one.trainable:
+            trainable.setdefault(one.holders, []).append(one)
+    return [buffer for held_alike in trainable.values() for buffer in _bucketed(held_alike, plan)]
+
+
+def _bucketed(parameters: Sequence[ParameterSpec], plan: Plan) -> list[FlatBuffer]:
+    """Buffers of trainable parameters below ZeRO-3."""
     members = [
         Member(numel=one.numel, item_bytes=item_bytes(compute_dtype(one, plan)), kind=str(_formats(one, plan)))
-        for one in trainable
+        for one in parameters
     ]
     buckets = reversed(shard_buckets(members, plan.comm.bucket_bytes))
-    return [_buffer([trainable[index] for index in bucket], plan) for bucket in buckets]
+    return [_buffer([parameters[index] for index in bucket], plan) for bucket in buckets]
 
 
 def own_tensor(parameter: ParameterSpec, plan: Plan) -> FlatBuffer:
