@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from meshes import verify
 from oracle import ADAMW, Batch, data_plan, make_trainer, pipeline_plan, tensor_plan, token_batch
 from ranks import ranks
+from strict_plans import weft_over_strict
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,6 +22,7 @@ from weft.plan.partition.flat_buffers import flat_buffers, sharded_bytes
 from weft.plan.plan import Plan
 from weft.planning.memory import predict_memory
 from weft.training.trainer import Trainer
+from weft.verification.verify import verify as verify_alone
 
 WIDTH = 8
 
@@ -151,6 +153,14 @@ def test_weights_used_in_any_way(name: str, reshard: str) -> None:
     # A rank that has computed nothing so far takes weights to be used in their turn.
     sizes = (8, 1, 8, 1) if name == "HeadCalledAndUsed" else (1, 8, 1, 8)
     verify(model, plan, loss="cross-entropy", optimizer=ADAMW, batches=batches(*sizes), device="cpu").require()
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", ["Net", "TiedByProduct", "HeadAsFunction"])
+def test_over_a_transport_that_shows_nothing_before_a_wait(name: str) -> None:
+    with weft_over_strict():
+        plan, given = stage3(microbatches=2, reshard="microbatch"), batches(8, 1, 8)
+        verify_alone(MODELS[name](), plan, loss="cross-entropy", optimizer=ADAMW, batches=given, device="cpu").require()
 
 
 def product_with_head(model: Net) -> Any:
