@@ -188,12 +188,18 @@ def _passes(plan: Plan, profile: ModelProfile, samples: int, gathered: Sequence[
     """Every segment's forward and backward pass: the bytes that it takes beside the state."""
     stays_whole = Sharding.of(plan).stays_whole
     kept_before, num_blocks = 0, len(profile.blocks)
+    # The last block is gathered for its backward pass beside that of a unit after it, or else not before it begins.
+    last = num_blocks if any(flat.block == num_blocks for flat in gathered) else num_blocks - 1
     for block, segment in enumerate(profile.segments, start=-1):  # the prelude is before block 0
         kept, saved = segment.kept(plan.recompute.policy).at(samples), segment.saved.at(samples)
         held = max(kept, saved) if 0 <= block < num_blocks else kept
         for direction, held_here, blocks in (
             ("forward", segment.forward_peak.at(samples), {block, block + 1}),
-            ("backward", held + segment.backward_peak.at(samples), {block, block - 1} if block < num_blocks else ()),
+            (
+                "backward",
+                held + segment.backward_peak.at(samples),
+                {block, max(block - 1, 0)} if 0 <= block <= last else (),
+            ),
         ):
             activations = min(kept, held_here)
             whole = (flat for flat in gathered if stays_whole or flat.block is None or flat.block in blocks)
