@@ -18,7 +18,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
@@ -35,8 +34,6 @@ from weft.hosts import num_cores
 STOP_FILE = "stop"
 _ERROR_FILE = "error.json"
 _PARENT_FILE = "parent"
-PEER_ERROR_WAIT_S = 2.0
-"""Seconds for which a rank that lost its connection waits for a peer to report a user's mistake."""
 
 
 def is_launched() -> bool:
@@ -108,6 +105,8 @@ def _enter(function: Callable[..., Any], folder_name: str, arguments: dict[str, 
     """The main function of a rank. It reports a user's mistake to the parent, any other error to the agent."""
     import torch
 
+    from weft.comm import failure_watch
+
     folder, attempt = Path(folder_name), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if (folder / _ERROR_FILE).exists():
         return None
@@ -115,18 +114,18 @@ def _enter(function: Callable[..., Any], folder_name: str, arguments: dict[str, 
     _end_with_parent(folder)
     if "OMP_NUM_THREADS" not in os.environ:  # by default each rank would start a thread per core of the host
         torch.set_num_threads(max(1, num_cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
+    failure_watch.leave_telling_to_parent()
     try:
         return function(folder=folder, attempt=attempt, **arguments)
     except WeftError as error:
-        _report(folder, error)
+        if failure_watch.report(error):
+            _report(folder, error)
         _end()
-    except RuntimeError:
-        deadline = time.monotonic() + PEER_ERROR_WAIT_S
-        while not (folder / _ERROR_FILE).exists():
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
-        _end()
+    except Exception as error:
+        if not failure_watch.report(error):
+            failure_watch.end_after_peer()
+        failure_watch.end_soon()
+        raise
 
 
 def _end() -> NoReturn:

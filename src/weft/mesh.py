@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from weft.comm.failure_watch import leave_watch, watch_world
 from weft.comm.fake_world import is_fake, ranks_per_host, refuse_half_fake
 from weft.comm.group import Group, Traffic
 from weft.comm.process_groups import ProcessGroups
@@ -205,6 +206,7 @@ def join_world(device: torch.device | str | None = None, *, timeout_s: float = 1
         torch.cuda.set_device(chosen)
     if not dist.is_initialized() and launched and int(os.environ["WORLD_SIZE"]) > 1:
         _init_process_group(chosen, timeout_s)
+    watch_world()
     refuse_half_fake(chosen)
     if not dist.is_initialized():
         return World(rank=0, size=1, local_rank=0, device=chosen)
@@ -218,6 +220,7 @@ def join_world(device: torch.device | str | None = None, *, timeout_s: float = 1
 
 def leave_world() -> None:
     """End the process group, if there is one."""
+    leave_watch()
     if dist.is_initialized():
         dist.destroy_process_group()
 
