@@ -120,34 +120,32 @@ def say_who_waits(rank: int, told: Mapping[int, Whereabouts]) -> str:
     """
     stuck = told[rank].waiting[0]
     by_place: dict[str, list[int]] = {}
-    to_explain, seen = [one for one in stuck.ranks if one != rank], {rank}
+    to_explain, seen = [(one, stuck) for one in stuck.ranks], {rank}
     while to_explain:
-        other = to_explain.pop(0)
+        other, missed = to_explain.pop(0)
         if other in seen:
             continue
         seen.add(other)
         said = told.get(other)
-        is_there = said is not None and any(
-            (one.group, one.number) == (stuck.group, stuck.number) for one in said.waiting
-        )
-        by_place.setdefault(_place(said, stuck, is_there=is_there), []).append(other)
-        if said is not None and not is_there and said.waiting:
-            to_explain += said.waiting[0].ranks
+        by_place.setdefault(_place(said, stuck, missed), []).append(other)
+        if said is not None and said.waiting:
+            to_explain += [(one, said.waiting[0]) for one in said.waiting[0].ranks]
     parts = [f"rank {rank} has waited {stuck.waited_s:,.0f} s in {stuck}"]
     for place, ranks in list(by_place.items())[:_MOST_TOLD]:
         parts.append(f"{'rank' if len(ranks) == 1 else 'ranks'} {_join(ranks)}: {place}")
     return "; ".join(parts)
 
 
-def _place(said: Whereabouts | None, stuck: Exchange) -> str:
+def _place(said: Whereabouts | None, stuck: Exchange, missed: Exchange) -> str:
+    """Where a rank is that others wait for in the exchange it missed."""
     if said is None:
         return "no answer"
     if any((one.group, one.number) == (stuck.group, stuck.number) for one in said.waiting):
         return "waiting in it too"
     if said.waiting:
         return f"waiting in {said.waiting[0]}"
-    last = said.latest.get(stuck.group)
-    return "in no exchange" + (f", the last one along {stuck.name} was number {last}" if last else "")
+    last = said.latest.get(missed.group)
+    return "in no exchange" + (f", the last one along {missed.name} was number {last}" if last else "")
 
 
 def _entries() -> Iterator[dict[str, Any]]:
