@@ -252,7 +252,7 @@ def measure(side_name: str, schedule: str, num_ranks: int, num_microbatches: int
     pipeline_step = side.trainer.pipeline_step
     versions = getattr(pipeline_step, "versions", None)
     mine = (pipeline_step.pipeline.most_in_flight, 0 if versions is None else versions.num_bytes)
-    told = gather_values(mine, side.trainer.mesh.group("pipeline", "control"), torch.device("cpu"))
+    told = gather_values(mine, side.trainer.mesh.group("pipeline", "control"))
     in_flight = tuple(count for count, _ in told)
     line += f"; in flight {in_flight}, planned {live_activations(schedule_of(plan))}"
     return line + (f"; weight versions {' '.join(format_bytes(b) for _, b in told)}" if versions is not None else "")

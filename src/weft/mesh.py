@@ -9,7 +9,7 @@ With one process and no launcher there is no process group at all, and every gro
 
 from __future__ import annotations
 
-import hashlib
+import logging
 import os
 import weakref
 from collections.abc import Iterable, Sequence
@@ -18,9 +18,18 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
+from weft.comm.binding import (
+    Seat,
+    backend_of,
+    exchange_seats,
+    prepare_streams,
+    require_own_gpus,
+    slow_backend,
+    take_seat,
+)
 from weft.comm.failure_watch import leave_watch, watch_world
 from weft.comm.fake_world import is_fake, ranks_per_host, refuse_half_fake
 from weft.comm.group import Group, Traffic
@@ -33,6 +42,8 @@ from weft.plan.partition.grid import Grid
 from weft.plan.partition.groups import WORLD, GroupKey, batch_axes, num_ranks_along, plan_groups
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Plan
+
+log = logging.getLogger("weft")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +59,8 @@ class World:
     device: torch.device
     hosts: tuple[int, ...] = (0,)
     """The number of each rank's host."""
+    backend: str = "gloo"
+    """The c10d backend that moves tensors of this device between ranks."""
 
     @property
     def is_fake(self) -> bool:
@@ -69,7 +82,12 @@ class Mesh:
         self._groups: dict[GroupKey, Group] = {}
         self._is_closed = False
         self._own = ProcessGroups(
-            self.grid, rank=world.rank, hosts=world.hosts, device=world.device, transport=plan.comm.transport
+            self.grid,
+            rank=world.rank,
+            hosts=world.hosts,
+            device=world.device,
+            backend=world.backend,
+            transport=plan.comm.transport,
         )
         self.process_groups: ProcessGroups = self._own if sharing is None else sharing.process_groups
         if sharing is not None:  # a trainer that is dropped without `close` keeps the groups of the other, not its own
@@ -136,6 +154,18 @@ class Mesh:
         """All ranks of the run as one group; its traffic is counted under "world"."""
         return self.group(WORLD, purpose)
 
+    @property
+    def axis_groups(self) -> tuple[Group, ...]:
+        """One group of device tensors per axis, which together reach every rank. What goes from the first rank of each,
+        one group after the other, goes from rank 0 to all of them without a group of all ranks."""
+        return (*self.batch_groups, self.group("pipeline", "totals"), self.group("tensor", "activations"))
+
+    @property
+    def batch_groups(self) -> tuple[Group, ...]:
+        """Groups of device tensors which together reach all ranks of `batch_group`."""
+        replicas = (self.group("replicate", "gradients"),) if self.size("replicate") > 1 else ()
+        return (*replicas, self.state_group("gradients"))
+
     def size(self, axis: str) -> int:
         return self.grid.axes.sizes[axis]
 
@@ -194,7 +224,7 @@ def make_mesh(
 
 
 def join_world(device: torch.device | str | None = None, *, timeout_s: float = 1800.0) -> World:
-    """Join the processes a launcher started (torchrun's environment), or be the only one.
+    """Join the processes a launcher started (torchrun's environment), or be the only one; collective.
 
     A process group that exists already is used as it is. A new one gets a store of its own for every attempt: after a
     restart, torchrun's shared store still holds the dead attempt's addresses, and gloo would connect to them.
@@ -203,19 +233,32 @@ def join_world(device: torch.device | str | None = None, *, timeout_s: float = 1
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     chosen = _choose_device(device, local_rank)
     if chosen.type == "cuda":
+        prepare_streams(os.environ)
         torch.cuda.set_device(chosen)
-    if not dist.is_initialized() and launched and int(os.environ["WORLD_SIZE"]) > 1:
-        _init_process_group(chosen, timeout_s)
-    watch_world()
-    refuse_half_fake(chosen)
-    if not dist.is_initialized():
+    if dist.is_initialized():
+        refuse_half_fake(chosen)
+        if is_fake():
+            return _fake_world(chosen)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        watch_world(_get_default_store(), rank, size, timeout_s=timeout_s)
+        seats = _find_seats(_get_default_store(), rank, size, chosen)
+    elif launched and int(os.environ["WORLD_SIZE"]) > 1:
+        refuse_half_fake(chosen)
+        store, rank, size = _meet(timeout_s)
+        watch_world(store, rank, size, timeout_s=timeout_s)
+        seats = _find_seats(store, rank, size, chosen)
+        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" and dist.is_nccl_available() else "gloo"
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    else:
         return World(rank=0, size=1, local_rank=0, device=chosen)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if is_fake():
-        each = ranks_per_host()
-        hosts = tuple(other // each for other in range(size))
-        return World(rank=rank, size=size, local_rank=rank % each, device=chosen, hosts=hosts)
-    return World(rank=rank, size=size, local_rank=local_rank, device=chosen, hosts=_find_hosts(chosen))
+    backend = backend_of(chosen, dist.group.WORLD)
+    warning = slow_backend(seats, backend)
+    if warning is not None and rank == 0 and size > 1:
+        log.warning("%s", warning)
+    return World(
+        rank=rank, size=size, local_rank=local_rank, device=chosen, hosts=_number_hosts(seats), backend=backend
+    )
 
 
 def leave_world() -> None:
@@ -225,28 +268,34 @@ def leave_world() -> None:
         dist.destroy_process_group()
 
 
-def _find_hosts(device: torch.device) -> tuple[int, ...]:
-    """The number of each rank's host, counted in the order of first ranks; collective."""
-    ids = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device)
-    ids[dist.get_rank()] = int.from_bytes(hashlib.sha256(host_id().encode()).digest()[:7], "little")
-    dist.all_reduce(ids)
-    numbers: dict[int, int] = {}
-    return tuple(numbers.setdefault(one, len(numbers)) for one in ids.tolist())
+def _fake_world(device: torch.device) -> World:
+    each, rank, size = ranks_per_host(), dist.get_rank(), dist.get_world_size()
+    hosts = tuple(other // each for other in range(size))
+    return World(rank=rank, size=size, local_rank=rank % each, device=device, hosts=hosts)
 
 
-def _init_process_group(device: torch.device, timeout_s: float) -> None:
+def _find_seats(store: Store, rank: int, size: int, device: torch.device) -> tuple[Seat, ...]:
+    """Every rank's host and device; collective. Ranks that cannot work together are refused on all of them."""
+    seat = take_seat(host_id(), device, rank=rank, environment=os.environ)
+    seats = exchange_seats(store, rank, size, seat)
+    require_own_gpus(seats)
+    return seats
+
+
+def _number_hosts(seats: Sequence[Seat]) -> tuple[int, ...]:
+    """The number of each rank's host, counted in the order of first ranks."""
+    numbers: dict[str, int] = {}
+    return tuple(numbers.setdefault(seat.host, len(numbers)) for seat in seats)
+
+
+def _meet(timeout_s: float) -> tuple[Store, int, int]:
+    """The store of this attempt, this rank, and the number of ranks."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    timeout = timedelta(seconds=timeout_s)
     try:
-        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     except (ValueError, RuntimeError) as error:
         raise LaunchError(f"cannot reach the other ranks: {error}; start weft with `weft train` or torchrun") from error
-    store = PrefixStore(f"weft/attempt-{attempt}", store)
-    # NCCL refuses two ranks on one GPU; gloo does not.
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    has_nccl = device.type == "cuda" and ranks_here <= torch.cuda.device_count()
-    backend = "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    return PrefixStore(f"weft/attempt-{attempt}", store), rank, size
 
 
 def _choose_device(device: torch.device | str | None, local_rank: int) -> torch.device:

@@ -267,7 +267,7 @@ def test_batch_norm_statistics(tmp_path: Path, buffers: str) -> None:
     portable = same_tensors(tmp_path / "saved")
     everyone = unbroken.mesh.everyone("control")
     for name, value in own.items():
-        lists = gather_values(value.tolist(), everyone, value.device)
+        lists = gather_values(value.tolist(), everyone)
         both = [torch.tensor(values, dtype=torch.float64) for values in lists]
         torch.testing.assert_close(portable[name].double(), (both[0] + both[1]) / 2, rtol=1e-15, atol=0)
         if name.endswith("running_mean"):

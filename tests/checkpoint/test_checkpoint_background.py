@@ -126,7 +126,7 @@ def test_a_rank_copies_its_share_only_and_into_the_same_memory(tmp_path: Path) -
         trainer.wait_for_save()
         places.append(trainer.saving._copies._memory.data_ptr())
     mine = trainer.saving._copies._memory.nbytes
-    both = sum(gather_values(mine, trainer.mesh.everyone("control"), torch.device("cpu")))
+    both = sum(gather_values(mine, trainer.mesh.everyone("control")))
     assert places[0] == places[1]
     assert whole_bytes <= both < 1.5 * whole_bytes
 

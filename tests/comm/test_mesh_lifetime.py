@@ -42,8 +42,8 @@ def test_a_plan_declares_the_groups_it_uses() -> None:
     assert plan_groups(data_plan(2), batch_norms=True)[-1] == ("data", "statistics")
     assert ("data", "parameters") in plan_groups(data_plan(2, shard="parameters"), batch_norms=False)
     mixed = plan_groups(tensor_plan(2, pipeline=2, chunks=2), batch_norms=False)
-    assert ("tensor", "activations") in mixed and ("pipeline", "gradients round") in mixed
-    assert ("pipeline", "gradients round") not in plan_groups(pipeline_plan(2), batch_norms=False)
+    assert ("tensor", "activations") in mixed and ("pipeline:0,1", "gradients round") in mixed
+    assert ("pipeline:0,1", "gradients round") not in plan_groups(pipeline_plan(2), batch_norms=False)
     assert len(set(mixed)) == len(mixed)
 
 

@@ -1,7 +1,7 @@
 """The plans that `gpu_smoke.py` runs: every axis alone, two axes at once, and what goes over or beside them.
 
-An axis alone has all ranks; two axes at once have 2 and the rest, so they need 4 ranks or more. Names say what is in a
-plan, for a run of only some of them.
+An axis alone has all ranks; two axes at once have 2 and the rest, so they need 4 ranks. On 6 and 8 ranks there are a
+few plans of their own. Names say what is in a plan, for a run of only some of them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 from weft.plan.plan import Axes, Compile, Data, Pipeline, Plan, Precision, Recompute, Sequence, Step, Tensor
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "zero-bubble", "pipedream", "2bw")
+DRIFTS = "tied weights"
+"""In the name of a case that trains for many steps and asks whether copies of a weight stay equal."""
 COMPILED = "compiled"
 """In the name of a case that takes long, and is only run by name."""
 
@@ -82,6 +84,19 @@ TWO_AXES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "pipeline x ring": ("pipeline", "ring", {}),
     "pipeline x ulysses, zero-bubble": ("pipeline", "ulysses", {"pipeline": Pipeline(schedule="zero-bubble")}),
 }
+LARGE: dict[int, dict[str, dict[str, Any]]] = {
+    6: {f"pipeline x data 3, {DRIFTS}": {"axes": Axes(pipeline=2, data=3), "data": Data(check_every=20)}},
+    8: {
+        "pipeline x data x tensor, zero 1": {"axes": Axes(pipeline=2, data=2, tensor=2), "data": ZERO_1},
+        "data x ring x ulysses, zero 3": {"axes": Axes(data=2, ring=2, ulysses=2), "data": ZERO_3},
+        "pipeline 4 x data, interleaved": {
+            "axes": Axes(pipeline=4, data=2),
+            "pipeline": Pipeline(schedule="interleaved", chunks=2),
+            "step": Step(microbatches=4, clip_norm=1.0),
+        },
+    },
+}
+"""By number of ranks, where not every plan is run."""
 ELSEWHERE = (
     ("zero 3", "pipeline x tensor"),
     ("pipeline x tensor", "ring x ulysses"),
@@ -96,6 +111,8 @@ ELSEWHERE = (
 def all_plans(num_ranks: int) -> dict[str, Plan]:
     """By name; every one for this number of ranks."""
     base = Plan(step=Step(microbatches=2, clip_norm=1.0))
+    if num_ranks in LARGE:
+        return {name: replace(base, **changes) for name, changes in LARGE[num_ranks].items()}
     plans = {}
     for axis, changes_of in (("data", ON_DATA), ("tensor", ON_TENSOR), ("ring", ON_RING), ("ulysses", ON_ULYSSES)):
         plans |= {name: replace(base, axes=Axes(**{axis: num_ranks}), **kw) for name, kw in changes_of.items()}

@@ -1,12 +1,15 @@
 """A short run of the multi-rank promises on CUDA tensors, for a machine with a GPU; `make test` needs none.
 
-    torchrun --nproc-per-node 4 tests/gpu/gpu_smoke.py        # on one GPU: gloo; on as many as ranks: NCCL
+    torchrun --nproc-per-node 4 tests/gpu/gpu_smoke.py                      # as many GPUs as ranks
+    WEFT_SHARE_GPUS=1 torchrun --nproc-per-node 4 tests/gpu/gpu_smoke.py    # NCCL ranks that share one GPU
     torchrun --nproc-per-node 4 tests/gpu/gpu_smoke.py ring   # only what has this in its name; "compiled" only so
+    torchrun --nproc-per-node 4 tests/gpu/gpu_smoke.py --eager    # under a process group that the user made so
 
-On 2 ranks every axis is run, on 4 pairs of axes, too (`gpu_cases.py`). Of each plan: float64 against one process
-(`weft.verify`), unequal parts included; the plan in its own number format against a plain loop; a checkpoint, which
-goes on to the bit. Then checkpoints of one plan under another. One line each; what failed is told again at the end. A
-rank that fails alone leaves others waiting for it, so then the run ends. Without a GPU it runs on the CPU.
+On 2 ranks every axis is run, on 4 pairs of axes, too, on 6 and 8 a few plans of more (`gpu_cases.py`). Of each plan:
+float64 against one process (`weft.verify`), unequal parts included; the plan in its own number format against a plain
+loop; a checkpoint, which goes on to the bit. Then checkpoints of one plan under another. One line each; what failed is
+told again at the end. A rank that fails alone leaves others waiting for it, so then the run ends. Without a GPU it runs
+on the CPU.
 """
 
 from __future__ import annotations
@@ -26,10 +29,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gpu_cases import COMPILED, ELSEWHERE, all_plans
+from gpu_cases import COMPILED, DRIFTS, ELSEWHERE, all_plans
 
 import weft
 from weft.comm import collectives, p2p
+from weft.comm.binding import prepare_sharing
 from weft.comm.objects import gather_values
 from weft.errors import DivergenceError
 from weft.layout import part_of
@@ -39,10 +43,14 @@ from weft.models.gpt import GPT, GPTConfig
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Axes, Data, Plan, Precision
 
-SIZES = GPTConfig(vocab_size=64, context=16, num_layers=4, hidden=32, heads=4, kv_heads=2, tied=False)
+NUM_BLOCKS = max(4, int(os.environ.get("WORLD_SIZE", "1")))
+"""At least one per stage, also where a rank has two."""
+SIZES = GPTConfig(vocab_size=64, context=16, num_layers=NUM_BLOCKS, hidden=32, heads=4, kv_heads=2, tied=False)
 AFTER_ONE_FAILED_S = 60
+NUM_DRIFT_STEPS = 120
 SIXTEEN_BITS = 0.03
 """How far a loss may be from float32's, of itself."""
+EAGER = "--eager"
 adamw = functools.partial(torch.optim.AdamW, lr=1e-3, fused=True)
 
 
@@ -71,21 +79,18 @@ def is_late(plan: Plan) -> bool:
 
 def check_messages(world: World) -> str:
     """Collectives and messages move the right values between tensors of this device."""
-    group = make_mesh(Plan(axes=Axes(data=world.size)), world, groups=[("data", "smoke")]).group("data", "smoke")
+    mesh = make_mesh(Plan(axes=Axes(data=world.size)), world, groups=[("data", "smoke")])
+    group = mesh.group("data", "smoke")
     mine = torch.full((5,), float(group.index + 1), device=world.device)
     collectives.all_reduce(mine, group)
     assert mine.tolist() == [sum(range(1, group.size + 1))] * 5, mine
     if group.size > 1:
         after, before = (group.index + 1) % group.size, (group.index - 1) % group.size
-        received = torch.empty(3, device=world.device)
-        pending = [
-            p2p.receive(received, group, source=before),
-            p2p.send(torch.full((3,), float(group.index), device=world.device), group, to=after),
-        ]
-        for each in pending:
-            each.wait()
+        received, sent = torch.empty(3, device=world.device), torch.full((3,), float(group.index), device=world.device)
+        p2p.exchange([(sent, after)], [(received, before)], group).wait()
         assert received.tolist() == [float(before)] * 3, received
         collectives.all_reduce(mine, group)  # nobody leaves before its message was opened
+    mesh.close()
     return "sums and neighbours right"
 
 
@@ -108,7 +113,11 @@ def check_same_answer(plan: Plan, *, with_images: bool) -> str:
 
 def check_learning(plan: Plan) -> str:
     """As it stands, precision and all, the plan has the losses of a plain loop on one process."""
-    tokens, trainer = make_tokens(8), make_trainer(make_gpt(), plan)
+    with make_trainer(make_gpt(), plan) as trainer:
+        return learn(plan, trainer, make_tokens(8))
+
+
+def learn(plan: Plan, trainer: weft.Trainer, tokens: torch.Tensor) -> str:
     device = trainer.mesh.world.device
     alone, given = make_gpt().to(device), tokens.to(device)
     optimizer, worst = adamw(alone.parameters()), 0.0
@@ -126,8 +135,12 @@ def check_learning(plan: Plan) -> str:
 
 def check_state(plan: Plan, folder: Path) -> str:
     """A checkpoint goes on to the bit, dropout and all; a corrupted weight is named."""
-    model, tokens = make_gpt(dropout=0.1), make_tokens(4)
-    trainer = make_trainer(model, plan)
+    model = make_gpt(dropout=0.1)
+    with make_trainer(model, plan) as trainer:
+        return resume(plan, model, trainer, make_tokens(4), folder)
+
+
+def resume(plan: Plan, model: GPT, trainer: weft.Trainer, tokens: torch.Tensor, folder: Path) -> str:
     for _ in range(3):
         trainer.step(tokens[:, :-1], tokens[:, 1:])
     trainer.save(folder / "step-3")
@@ -163,6 +176,8 @@ def check_elsewhere(saved: Plan, loaded: Plan, folder: Path) -> str:
     wanted, got = ([part_step(one, tokens) for _ in range(2)] for one in (first, second))
     worst = max(abs(a / b - 1) for a, b in zip(got, wanted, strict=True))
     assert worst <= 1e-10, f"losses {got}, where saved {wanted}"
+    first.close()
+    second.close()
     return f"losses {worst:.0e}"
 
 
@@ -177,11 +192,24 @@ def check_overflow(world: World) -> str:
     handle = model.norm.register_full_backward_hook(lambda module, given, got: (given[0] * poison,))
     trainer.step(tokens[:, :-1], tokens[:, 1:])
     handle.remove()
+    trainer.close()
     assert trainer.num_skipped == skipped + 1 and trainer.loss_scale == before / 2, (trainer.num_skipped, before)
     return "skipped on all ranks"
 
 
+def check_drift(plan: Plan) -> str:
+    """Tied weights on two stages stay equal to the bit: a ring adds in an order that depends on place and size."""
+    tokens = make_tokens(12)
+    with make_trainer(make_gpt(tied=True), plan) as trainer:
+        losses = [part_step(trainer, tokens) for _ in range(NUM_DRIFT_STEPS)]
+        trainer.check_divergence()
+    assert losses[-1] < 0.7 * losses[0], losses[:: NUM_DRIFT_STEPS // 6]
+    return f"equal after {NUM_DRIFT_STEPS} steps, loss {losses[0]:.2f} -> {losses[-1]:.2f}"
+
+
 def check_plan(name: str, plan: Plan, folder: Path) -> str:
+    if DRIFTS in name:
+        return check_drift(plan)
     found = []
     if not plan.compile.blocks:
         is_plain = name in ("data", "zero 3", "pipeline, 1f1b", "tensor", "ring", "pipeline x tensor")
@@ -201,7 +229,7 @@ def all_checks(world: World, folder: Path) -> dict[str, Callable[[], str]]:
             given = (plans[saved], plans[loaded], folder / f"pair-{number}")
             checks[f"saved under {saved}, loaded under {loaded}"] = functools.partial(check_elsewhere, *given)
     checks["overflow in fp16"] = functools.partial(check_overflow, world)
-    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    wanted = next((word for word in sys.argv[1:] if word != EAGER), "")
     return {
         name: one for name, one in checks.items() if wanted in name and (COMPILED not in name or COMPILED in wanted)
     }
@@ -250,18 +278,23 @@ def run_checks(world: World, folder: Path) -> list[str]:
 def main() -> None:
     # Some virtual machines advertise AMX and refuse it; oneDNN reads this at its first product.
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+    if EAGER in sys.argv:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        prepare_sharing(int(os.environ["RANK"]), os.environ)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     world = join_world()
     started = time.perf_counter()
-    control = make_mesh(Plan(axes=Axes(data=world.size)), world, groups=[("world", "smoke")]).everyone("smoke")
+    control = make_mesh(Plan(axes=Axes(data=world.size)), world, groups=[("world", "control")]).everyone("control")
     with tempfile.TemporaryDirectory() as mine:
-        folder = Path(gather_values(mine, control, world.device)[0])
+        folder = Path(gather_values(mine, control)[0])
         failed = run_checks(world, folder)
-        gather_values(None, control, world.device)  # the folder goes with its maker
+        gather_values(None, control)  # the folder goes with its maker
     if world.rank == 0:
         where = torch.cuda.get_device_name() if world.device.type == "cuda" else "the CPU"
         verdict = f"FAILED: {'; '.join(failed)}" if failed else "all promises hold"
         taken_s = time.perf_counter() - started
-        print(f"{verdict}, on {world.size} ranks, {where}, torch {torch.__version__}, {taken_s:.0f} s")
+        ranks = f"{world.size} ranks over {world.backend}"
+        print(f"{verdict}, on {ranks}, {where}, torch {torch.__version__}, {taken_s:.0f} s")
     leave_world()
     sys.exit(bool(failed))
 

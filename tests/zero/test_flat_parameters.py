@@ -49,7 +49,7 @@ def make_flat(
         parameters,
         layouts=[Layout(global_shape=tuple(parameter.shape)) for parameter in parameters],
         group=group(size, index),
-        source=None,
+        source=(),
         keep_whole=keep_whole,
         device=CPU,
         master_device=CPU,

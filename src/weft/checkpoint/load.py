@@ -97,7 +97,7 @@ def require_undamaged(directory: Path, index: dict[str, Any], mesh: Mesh) -> Non
     world = mesh.world
     records = [FileRecord(**record) for record in index["files"]]
     damage = find_damage(directory, records, rank=world.rank, num_ranks=world.size)
-    found = gather_values(damage, mesh.everyone("control"), world.device)
+    found = gather_values(damage, mesh.everyone("control"))
     problems = list(dict.fromkeys(problem for part in found for problem in part))
     if problems:
         raise CheckpointError(

@@ -75,7 +75,7 @@ class Portable:
         names = (*self._held, *persistent_buffers(trainer.named_model))
         mine = {name: list(trainer.layouts[name].global_shape) for name in names}
         self._pipeline = trainer.mesh.group("pipeline", "control")
-        stages = gather_values(mine, self._pipeline, trainer.mesh.world.device)
+        stages = gather_values(mine, self._pipeline)
         self.shapes: dict[str, list[int]] = {name: one for shapes in stages[::-1] for name, one in shapes.items()}
         """Global shapes of the whole model's parameters and persistent buffers."""
         self._written_elsewhere = {name for shapes in stages[: self._pipeline.index] for name in shapes}
@@ -86,10 +86,10 @@ class Portable:
         kept, problems = self._kept()
         mine = [(kind, entry.name, str(entry.dtype).removeprefix("torch."), entry.shape) for kind, entry, _, _ in kept]
         mesh = self._trainer.mesh
-        found = gather_values(problems, mesh.everyone("control"), mesh.world.device)
+        found = gather_values(problems, mesh.everyone("control"))
         if any(found):
             raise CheckpointError(list(dict.fromkeys(problem for part in found for problem in part)))
-        stages = gather_values(mine, self._pipeline, mesh.world.device)
+        stages = gather_values(mine, self._pipeline)
         whole: dict[str, list[Entry]] = {kind: [] for kind in KINDS}
         for table in stages:
             for kind, name, dtype, shape in table:
@@ -172,7 +172,7 @@ class Portable:
         for group, inside in self._named_groups():
             own = {key: value for key, value in group.items() if key not in made_with and type(value) in (int, float)}
             mine |= {name: own for name in inside if own}
-        stages = gather_values(mine, self._pipeline, self._trainer.mesh.world.device)
+        stages = gather_values(mine, self._pipeline)
         return {name: own for part in stages for name, own in part.items()}
 
     def _named_groups(self) -> list[tuple[dict[str, Any], list[str]]]:

@@ -89,7 +89,7 @@ def _match(trainer: TrainerState, reader: TensorReader, folder: Path) -> dict[st
         elif (shape := reader.entries[found[0]].shape) != layouts[name].global_shape:
             problems.append(f'"{name}" has shape {list(layouts[name].global_shape)} here, {list(shape)} in the files')
     used = [one for found in stored.values() for one in found]
-    stages = gather_values([problems, used], trainer.mesh.everyone("control"), world.device)
+    stages = gather_values([problems, used], trainer.mesh.everyone("control"))
     problems = list(dict.fromkeys(problem for part, _ in stages for problem in part))
     if problems:
         head = f"{folder} does not hold the weights of this model; nothing was changed"

@@ -76,8 +76,8 @@ def _run_rank(
     view = _View() if world.rank == 0 else None
     if compares:
         plan = Plan(axes=Axes(data=world.size), comm=Comm(transport="c10d"))
-        with make_mesh(plan, world, groups=[("world", "preflight")]) as mesh:
-            found = run_preflight(world, mesh.everyone("preflight"), job=job)
+        with make_mesh(plan, world, groups=[("world", "control")]) as mesh:
+            found = run_preflight(world, mesh.everyone("control"), job=job)
         if view is not None:
             view.compared(found)
         if not found.ok:

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from weft.comm.group import Group
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError, WeftError
@@ -24,7 +22,7 @@ def try_on_files(group: Group, verb: str, path: Path, action: Callable[[], Any])
         problems, failure = caught.problems, caught
     except Exception as caught:  # whatever it is: the other ranks wait for this one's result
         problems, failure = (_describe(caught, group, verb, path),), caught
-    outcomes = gather_values([value, problems], group, _device_of(group))
+    outcomes = gather_values([value, problems], group)
     found = [problem for _, problems in outcomes for problem in problems]
     if found:
         raise CheckpointError(list(dict.fromkeys(found))) from failure
@@ -36,11 +34,3 @@ def _describe(error: Exception, group: Group, verb: str, path: Path) -> str:
     if isinstance(error, OSError):
         return f"rank {rank} cannot {verb} {error.filename or path}: {error.strerror or error}"
     return f"rank {rank} cannot {verb} {path}: {type(error).__name__}: {error}"
-
-
-def _device_of(group: Group) -> torch.device:
-    """The device that messages of a group must be on: the host, unless its only backend sends from a GPU."""
-    host = torch.device("cpu")
-    if group.handle is None or host in group.handle._device_types:
-        return host
-    return torch.device("cuda", torch.cuda.current_device())

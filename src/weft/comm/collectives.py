@@ -51,6 +51,8 @@ class Pending:
     _work: _Work | None
     _traffic: Traffic
     _after: Callable[[], object] | None = None
+    _on_stream: bool = False
+    """`wait` blocks a stream of a GPU, not the host."""
 
     @property
     def is_over(self) -> bool:
@@ -62,11 +64,12 @@ class Pending:
         if self._work is None:
             return
         started = time.perf_counter() if since is None else since
-        with hide_from_modes():
+        with hide_from_modes(), self._traffic.on_stream() if self._on_stream else _NOTHING:
             self._work.wait()
             if self._after is not None:
                 self._after()
-        self._traffic.add(wait_s=time.perf_counter() - started)
+        if not self._on_stream:
+            self._traffic.add(wait_s=time.perf_counter() - started)
         self._work = None
 
 
@@ -79,37 +82,37 @@ def all_reduce(
     after: Callable[[], None] | None = None,
 ) -> Pending:
     """Every rank ends with the reduction of all ranks' tensors, in place; `after` runs when it is waited for."""
-    run = partial(_run, group, "all-reduce", tensor.nbytes, wait=wait, after=after)
+    run = partial(_run, group, "all-reduce", tensor, wait=wait, after=after)
     wire = group.wire(tensor) or group.level_wire(tensor)
     if wire is not None:
-        return run(lambda: wire.all_reduce(tensor, op), wire=wire)
-    return run(lambda: dist.all_reduce(tensor, REDUCE_OPS[op], group.handle, True))
+        return run(lambda _: wire.all_reduce(tensor, op), wire=wire)
+    return run(lambda later: dist.all_reduce(tensor, REDUCE_OPS[op], group.handle, later))
 
 
 def broadcast(tensor: torch.Tensor, group: Group, *, root: int = 0, wait: bool = True) -> Pending:
     """Every rank ends with the root's tensor, in place."""
-    run = partial(_run, group, "broadcast", tensor.nbytes, wait=wait)
+    run = partial(_run, group, "broadcast", tensor, wait=wait)
     wire = group.wire(tensor) or group.level_wire(tensor)
     if wire is not None:
-        return run(lambda: wire.broadcast(tensor, root), wire=wire)
-    return run(lambda: dist.broadcast(tensor, group.ranks[root], group.handle, True))
+        return run(lambda _: wire.broadcast(tensor, root), wire=wire)
+    return run(lambda later: dist.broadcast(tensor, group.ranks[root], group.handle, later))
 
 
 def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: Group, *, wait: bool = True) -> Pending:
     """`output` ends as all ranks' tensors, one after another along dim 0; `tensor` may be this rank's place in it."""
     if group.size == 1 and output.data_ptr() != tensor.data_ptr():
         output.copy_(tensor.reshape(output.shape))
-    run = partial(_run, group, "all-gather", output.nbytes, wait=wait)
+    run = partial(_run, group, "all-gather", output, wait=wait)
     shared = group.wire(tensor)
     if shared is not None and shared.barrier.is_common(output):
-        return run(shared.arrive)
+        return run(lambda _: shared.arrive())
     wire = shared or group.level_wire(tensor, is_even=True)
     if wire is not None:
         outputs = list(output.view(group.size, -1))
-        return run(lambda: wire.all_gather(outputs, tensor), wire=wire)
+        return run(lambda _: wire.all_gather(outputs, tensor), wire=wire)
     if uses_messages(group, tensor):
-        return run(lambda: start_all_gather(output, tensor, group))
-    return run(lambda: _all_gather_flat(output, tensor, group.handle, True))
+        return run(lambda _: start_all_gather(output, tensor, group))
+    return run(lambda later: _all_gather_flat(output, tensor, group.handle, later))
 
 
 def reduce_scatter(
@@ -130,21 +133,21 @@ def reduce_scatter(
         if add or output.data_ptr() != tensor.data_ptr():
             _store(output, tensor.reshape(output.shape), add)
         return Pending(None, group.traffic)
-    run = partial(_run, group, "reduce-scatter", tensor.nbytes, wait=wait)
+    run = partial(_run, group, "reduce-scatter", tensor, wait=wait)
     wire = group.wire(tensor) or group.level_wire(tensor, is_even=True)
     if wire is not None:
-        return run(lambda: wire.reduce_scatter(output, tensor, add=add), wire=wire)
+        return run(lambda _: wire.reduce_scatter(output, tensor, add=add), wire=wire)
     target = output.view(-1)
     if uses_messages(group, tensor):
         rows = torch.empty_like(tensor).view(-1) if received is None else received
         return run(
-            lambda: start_reduce_scatter(tensor, rows, group),
+            lambda _: start_reduce_scatter(tensor, rows, group),
             after=lambda: add_into(target, parts_to_add(tensor, rows, group), add=add),
         )
     in_place = not add and target.dtype == tensor.dtype
     result = target if in_place else tensor.new_empty(target.numel())
     return run(
-        lambda: _reduce_scatter_flat(result, tensor.view(-1), dist.ReduceOp.SUM, group.handle, True),
+        lambda later: _reduce_scatter_flat(result, tensor.view(-1), dist.ReduceOp.SUM, group.handle, later),
         after=None if in_place else lambda: _store(target, result, add),
     )
 
@@ -159,7 +162,7 @@ def _store(target: torch.Tensor, result: torch.Tensor, add: bool) -> None:
 def uses_messages(group: Group, tensor: torch.Tensor) -> bool:
     """True if parts go as messages from rank to rank: gloo cannot send from a GPU, and NCCL has its own collectives."""
     is_direct = group.wire(tensor) is None and group.level_wire(tensor, is_even=True) is None
-    return group.handle is not None and is_direct and tensor.device.type == "cpu"
+    return group.handle is not None and is_direct and tensor.device.type == "cpu" and not group.runs_in_order
 
 
 def all_to_all(
@@ -180,14 +183,14 @@ def all_to_all(
     sent = None
     if input_splits is not None:  # a rank keeps its own part, whatever its size
         sent = tensor.nbytes - tensor[: input_splits[group.index]].nbytes
-    run = partial(_run, group, "all-to-all", tensor.nbytes, wait=wait, sent=sent)
+    run = partial(_run, group, "all-to-all", tensor, wait=wait, sent=sent)
     wire = group.wire(tensor)
     if wire is not None:
         received, given = (
             _lengths(one, splits, group.size) for one, splits in ((output, output_splits), (tensor, input_splits))
         )
-        return run(lambda: wire.all_to_all(output, tensor, received, given), wire=wire)
-    return run(lambda: dist.all_to_all_single(output, tensor, output_splits, input_splits, group.handle, True))
+        return run(lambda _: wire.all_to_all(output, tensor, received, given), wire=wire)
+    return run(lambda later: dist.all_to_all_single(output, tensor, output_splits, input_splits, group.handle, later))
 
 
 def _lengths(tensor: torch.Tensor, splits: list[int] | None, size: int) -> list[int]:
@@ -201,8 +204,8 @@ def _lengths(tensor: torch.Tensor, splits: list[int] | None, size: int) -> list[
 def _run(
     group: Group,
     collective: Collective,
-    buffer_bytes: int,
-    start: Callable[[], _Work | None],
+    buffer: torch.Tensor,
+    start: Callable[[bool], _Work | None],
     *,
     wait: bool,
     wire: SharedTransport | TwoLevel | None = None,
@@ -211,22 +214,40 @@ def _run(
 ) -> Pending:
     """Start an exchange and count it: by its kind and buffer, or as the bytes `sent` where parts differ in size.
 
-    On a `wire`, `start` does the whole exchange: in this thread if it is waited for at once, else in the wire's.
+    `start` is told whether to return before the exchange is over. On a `wire` it does the whole exchange: in this
+    thread if it is waited for at once, else in the wire's. On NCCL an exchange that is waited for at once runs on the
+    caller's stream, without the events that another stream would need.
     """
     traffic = group.traffic
     if group.handle is None:
         return Pending(None, traffic)
-    counted = sent_bytes(collective, buffer_bytes, group.size) if sent is None else sent
+    require_device(buffer, group)
+    counted = sent_bytes(collective, buffer.nbytes, group.size) if sent is None else sent
     traffic.add(num_calls=1, sent_bytes=counted)
-    started = time.perf_counter()
+    started, on_stream = time.perf_counter(), group.is_on_stream
     with hide_from_modes():
+        if wire is None and wait and group.runs_in_order:
+            with traffic.on_stream() if on_stream else _NOTHING:
+                start(False)
+                if after is not None:
+                    after()
+            return Pending(None, traffic)
         if wire is None:
-            pending = Pending(start(), traffic, after)
+            pending = Pending(start(True), traffic, after, on_stream)
         elif not wait:
-            pending = Pending(wire.worker.start(start), traffic, after)
+            pending = Pending(wire.worker.start(lambda: start(True)), traffic, after)
         else:
-            wire.worker.run(start)
+            wire.worker.run(lambda: start(True))
             pending = Pending(WaitAll(()), traffic, after)
     if wait:
         pending.wait(since=started)
     return pending
+
+
+def require_device(tensor: torch.Tensor, group: Group) -> None:
+    """Refuse a tensor of another device: gloo would copy it through the host, and NCCL read memory it cannot see."""
+    if tensor.device.type != group.device.type:
+        raise ValueError(
+            f"a tensor on {tensor.device} was given to the group {group.axis}/{group.purpose}, which moves tensors on "
+            f"{group.device}; use a group of another purpose, or move the tensor"
+        )

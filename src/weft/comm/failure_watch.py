@@ -25,10 +25,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from weft import errors
-from weft.comm.fake_world import is_fake
 from weft.comm.stuck_exchanges import StuckExchanges, whereabouts
 from weft.comm.switchboard import Failure, Switchboard, as_line, keep_alive
 from weft.errors import LaunchError
@@ -40,7 +39,6 @@ END_S = 5
 """Seconds that a process gets to end after its own error; destroying a communicator may wait for ever."""
 _VERDICT_WAIT_S = 3.0
 _CONNECT_S = 5.0
-_DEFAULT_TIMEOUT_S = 600.0
 
 log = logging.getLogger("weft")
 
@@ -48,16 +46,24 @@ log = logging.getLogger("weft")
 class FailureWatch:
     """This rank's end of the line to the switchboard."""
 
-    def __init__(self, line: socket.socket, switchboard: Switchboard | None, *, address: dict[str, Any]) -> None:
-        """`switchboard`: rank 0's own; `address`: where it is, as rank 0 said."""
-        assert dist.group.WORLD is not None
-        self.group = dist.group.WORLD
-        self._rank = dist.get_rank()
+    def __init__(
+        self,
+        line: socket.socket,
+        switchboard: Switchboard | None,
+        *,
+        rank: int,
+        address: dict[str, Any],
+        timeout_s: float,
+    ) -> None:
+        """`switchboard`: rank 0's own; `address`: where it is, as rank 0 said; `timeout_s`: of exchanges."""
+        self.group: dist.ProcessGroup | None = dist.group.WORLD
+        """The group of the ranks; None until it is made."""
+        self._rank = rank
         self._line = line
         self._address = address
         self._switchboard = switchboard
         self._sending = threading.Lock()
-        self._stuck = StuckExchanges(_timeout_s(self.group))
+        self._stuck = StuckExchanges(timeout_s)
         self._line.settimeout(self._stuck.look_every_s)
         self._first: Failure | None = None
         self._tells = False
@@ -154,7 +160,7 @@ class FailureWatch:
                 break
         # The one that noticed a stuck exchange ends first: the launcher asks the first one to end for the reason.
         is_mine = self._first is not None and self._first.rank == self._rank
-        if not self._is_over.wait(0 if is_mine else GRACE_S) and dist.is_initialized():
+        if not self._is_over.wait(0 if is_mine else GRACE_S) and self.group in (None, dist.group.WORLD):
             self.end()
 
     def _learn(self, failure: Failure, *, tells: bool) -> None:
@@ -174,13 +180,16 @@ _previous_hook = sys.excepthook
 _parent_tells = False
 
 
-def watch_world() -> None:
-    """Watch the ranks of the default process group, if a launcher started them; collective."""
+def watch_world(store: Store, rank: int, size: int, *, timeout_s: float) -> None:
+    """Watch the ranks that share a store, if a launcher started them; collective.
+
+    `timeout_s`: of exchanges, unless the process group exists already and has its own.
+    """
     global _watch, _num_watches, _previous_hook
-    is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if not dist.is_initialized() or dist.get_world_size() == 1 or is_fake() or not is_launched:
+    if size == 1 or "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return
-    if _watch is not None and _watch.group is dist.group.WORLD:
+    if _watch is not None and _watch.group in (None, dist.group.WORLD):
+        _watch.group = dist.group.WORLD
         return
     leave_watch()
     if _num_watches == 0:
@@ -188,7 +197,8 @@ def watch_world() -> None:
         os.register_at_fork(after_in_child=_forget)
     _num_watches += 1
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    _watch = _connect(PrefixStore(f"weft/watch/{attempt}/{_num_watches}", _get_default_store()))
+    own = PrefixStore(f"weft/watch/{attempt}/{_num_watches}", store)
+    _watch = _connect(own, rank, _timeout_of(dist.group.WORLD, timeout_s))
     if _watch is not None and sys.excepthook is not _report_uncaught:
         _previous_hook, sys.excepthook = sys.excepthook, _report_uncaught
 
@@ -235,19 +245,21 @@ def leave_telling_to_parent() -> None:
     _parent_tells = True
 
 
-def _timeout_s(group: dist.ProcessGroup) -> float:
+def _timeout_of(group: dist.ProcessGroup | None, default_s: float) -> float:
     """The shortest timeout of a group's backends."""
-    found = []
+    found: list[float] = []
+    if group is None:
+        return default_s
     for kind in ("cpu", "cuda"):
         with suppress(AttributeError, RuntimeError):
             found.append(group._get_backend(torch.device(kind)).options._timeout.total_seconds())
-    return min(found, default=_DEFAULT_TIMEOUT_S)
+    return min(found, default=default_s)
 
 
-def _connect(store: Any) -> FailureWatch | None:
+def _connect(store: Store, rank: int, timeout_s: float) -> FailureWatch | None:
     """A watch connected to rank 0's switchboard; None, with a warning, where that cannot be reached."""
     switchboard = None
-    if dist.get_rank() == 0:
+    if rank == 0:
         try:
             switchboard = Switchboard()
             said = {"port": switchboard.port, "token": switchboard.token}
@@ -266,8 +278,8 @@ def _connect(store: Any) -> FailureWatch | None:
             problem = f"{host} port {address['port']}: {error}"
             continue
         keep_alive(line)
-        who = {"rank": dist.get_rank(), "host": host_id(), "host_name": socket.gethostname()}
-        watch = FailureWatch(line, switchboard, address=address)
+        who = {"rank": rank, "host": host_id(), "host_name": socket.gethostname()}
+        watch = FailureWatch(line, switchboard, rank=rank, address=address, timeout_s=timeout_s)
         watch.send({"token": address["token"], **who})
         return watch
     log.warning("no watch over failed ranks (%s): over NCCL a dead rank is noticed only after the timeout", problem)

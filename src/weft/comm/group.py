@@ -1,12 +1,13 @@
 """Groups of ranks: how they exchange, and the bytes they have sent so far.
 
 Groups are made by `process_groups.py` only. Host tensors of ranks on one host go through its memory, the rest through
-torch.distributed, which always works.
+torch.distributed: NCCL for tensors on GPUs, gloo for those of the host.
 """
 
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NoReturn, cast
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from weft.comm.shared_memory.connect import Connection
 from weft.comm.shared_memory.transport import SharedTransport
+from weft.comm.stream_waits import StreamWaits
 from weft.comm.two_level import TwoLevel
 
 
@@ -25,8 +27,21 @@ class Traffic:
     num_calls: int = 0
     sent_bytes: int = 0
     wait_s: float = 0.0
-    """Seconds this rank was blocked in exchanges; what computation hid is not in it."""
+    """Seconds this rank was blocked in exchanges; what computation hid is not in it. On a GPU they come a step late."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    _stream_waits: StreamWaits | None = field(default=None, repr=False, compare=False)
+
+    def on_stream(self) -> AbstractContextManager[None]:
+        """Context in which a stream of a GPU waits; the seconds are added when `collect` finds that they are over."""
+        with self._lock:
+            if self._stream_waits is None:
+                self._stream_waits = StreamWaits()
+        return self._stream_waits.measure()
+
+    def collect(self) -> None:
+        """Add the waits of streams that are over by now, without waiting for any."""
+        if self._stream_waits is not None:
+            self.add(wait_s=self._stream_waits.take_finished_s())
 
     def add(self, *, num_calls: int = 0, sent_bytes: int = 0, wait_s: float = 0.0) -> None:
         """Add to the totals; groups of several threads share the traffic of their axis."""
@@ -59,6 +74,12 @@ class Group:
     handle: dist.ProcessGroup | None
     """None in a group of one, and in a fake world."""
     traffic: Traffic
+    device: torch.device = torch.device("cpu")
+    """The device on which this group's tensors must lie."""
+    backend: str = "gloo"
+    """The c10d backend that moves them, unless they go through shared memory."""
+    communicator_bytes: int = 0
+    """Device memory that the group's communicator took when it was made."""
     shared: SharedTransport | None = None
     """The transport through host memory, if all ranks are on one host and use it."""
     levels: TwoLevel | None = None
@@ -71,6 +92,17 @@ class Group:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def runs_in_order(self) -> bool:
+        """True if exchanges run in the order of calls, like kernels of a stream, and `wait` does not block the host, as
+        on NCCL. Then messages have no tags, and two ranks that both send first wait for each other for ever."""
+        return self.backend != "gloo"
+
+    @property
+    def is_on_stream(self) -> bool:
+        """True if waiting for an exchange blocks a stream of a GPU instead of the host."""
+        return self.backend == "nccl"
 
     def wire(self, tensor: torch.Tensor) -> SharedTransport | None:
         """The shared-memory transport, if this tensor can use it."""

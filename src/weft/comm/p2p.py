@@ -1,4 +1,10 @@
-"""Send and receive between two ranks of a group; never blocking at the start, so that no order of calls deadlocks.
+"""Send and receive between two ranks of a group, never blocking the host at the start.
+
+Through shared memory and gloo every message has a tag, and no order of calls deadlocks. On NCCL (`Group.runs_in_order`)
+the rules are stricter: messages have no tags and match first in, first out per group and direction, and a message runs
+only after everything that its group was given before. So a group whose ranks send *and* receive uses `exchange`, which
+starts both as one; a group of two ranks with messages in one direction only, sent and received in the same order, may
+use `send` and `receive`, and its first message must be waited for by both (`warm_up.py`).
 
 gloo cannot send from CUDA memory (the write fails and breaks the group), so there a message goes through host memory
 on both sides.
@@ -6,10 +12,12 @@ on both sides.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
-from weft.comm.collectives import Pending, hide_from_modes
+from weft.comm.collectives import Pending, hide_from_modes, require_device
 from weft.comm.group import Group
 from weft.comm.pairwise import WaitAll
 from weft.plan.partition.wire import sent_bytes
@@ -18,13 +26,15 @@ from weft.plan.partition.wire import sent_bytes
 def send(tensor: torch.Tensor, group: Group, *, to: int, tag: int = 0) -> Pending:
     """Start sending to a place in the group. The tensor must not change before `wait` returns."""
     group.traffic.add(num_calls=1, sent_bytes=sent_bytes("send", tensor.nbytes, group.size))
+    require_device(tensor, group)
     wire = group.wire(tensor)
     if wire is not None:
         with hide_from_modes():
             wire.mailbox.send(tensor, to=to, tag=tag)
         return Pending(None, group.traffic)
     message = tensor.cpu() if group.through_host and tensor.is_cuda else tensor.contiguous()
-    return Pending(dist.isend(message, group.ranks[to], group.handle, tag), group.traffic)
+    work = dist.isend(message, group.ranks[to], group.handle, tag)
+    return Pending(work, group.traffic, _on_stream=group.is_on_stream)
 
 
 def receive(tensor: torch.Tensor, group: Group, *, source: int, tag: int = 0) -> Pending:
@@ -32,28 +42,39 @@ def receive(tensor: torch.Tensor, group: Group, *, source: int, tag: int = 0) ->
     if not tensor.is_contiguous():
         raise ValueError("receive needs a contiguous tensor: the message is written straight into it")
     group.traffic.add(num_calls=1)
+    require_device(tensor, group)
     wire = group.wire(tensor)
     if wire is not None:
         with hide_from_modes():
             return Pending(wire.mailbox.receive(tensor, source=source, tag=tag), group.traffic)
     if not (group.through_host and tensor.is_cuda):
-        return Pending(dist.irecv(tensor, group.ranks[source], group.handle, tag), group.traffic)
+        work = dist.irecv(tensor, group.ranks[source], group.handle, tag)
+        return Pending(work, group.traffic, _on_stream=group.is_on_stream)
     staged = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     work = dist.irecv(staged, group.ranks[source], group.handle, tag)
     return Pending(work, group.traffic, lambda: tensor.copy_(staged))
 
 
-def exchange(
-    outgoing: torch.Tensor, incoming: torch.Tensor, group: Group, *, to: int, source: int, tag: int = 0
-) -> WaitAll:
-    """Start a send and a receive as one, for rings, where every rank does both at every step; both are contiguous."""
-    if outgoing.device.type == "cpu" or group.through_host:
-        sent = send(outgoing, group, to=to, tag=tag)
-        return WaitAll([sent, receive(incoming, group, source=source, tag=tag)])
-    # NCCL runs what it is given in order: if every rank's send came before its receive, all would wait for ever.
-    group.traffic.add(num_calls=2, sent_bytes=sent_bytes("send", outgoing.nbytes, group.size))
-    both = [
-        dist.P2POp(dist.isend, outgoing, group.ranks[to], group.handle, tag),
-        dist.P2POp(dist.irecv, incoming, group.ranks[source], group.handle, tag),
-    ]
-    return WaitAll([Pending(work, group.traffic) for work in dist.batch_isend_irecv(both)])
+Message = tuple[torch.Tensor, int]
+"""A contiguous tensor, and the place in the group that it is sent to or comes from."""
+
+
+def exchange(outgoing: Sequence[Message], incoming: Sequence[Message], group: Group, *, tag: int = 0) -> WaitAll:
+    """Start messages both ways as one, for ranks that send and receive at the same time: rings, halos.
+
+    On NCCL, which runs what it is given in order, no rank would receive if all sent first, so there they are one batch.
+    """
+    if not group.runs_in_order:
+        sent = [send(tensor, group, to=to, tag=tag) for tensor, to in outgoing]
+        return WaitAll([*sent, *(receive(tensor, group, source=source, tag=tag) for tensor, source in incoming)])
+    batch = []
+    for start, messages in ((dist.isend, outgoing), (dist.irecv, incoming)):
+        for tensor, peer in messages:
+            require_device(tensor, group)
+            batch.append(dist.P2POp(start, tensor, group.ranks[peer], group.handle))
+    if not batch:
+        return WaitAll(())
+    num_bytes = sum(sent_bytes("send", tensor.nbytes, group.size) for tensor, _ in outgoing)
+    group.traffic.add(num_calls=len(batch), sent_bytes=num_bytes)
+    works = dist.batch_isend_irecv(batch)
+    return WaitAll([Pending(work, group.traffic, _on_stream=group.is_on_stream) for work in works])

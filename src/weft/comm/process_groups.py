@@ -1,7 +1,8 @@
 """Makes the process groups of a mesh and gives them back: the only place that calls `new_group`.
 
 Both are done in one order on all ranks. Each group also finds out here how it will exchange: through the memory of one
-host, in two levels where ranks are on several hosts, or through torch.distributed alone.
+host, in two levels where ranks are on several hosts, or through torch.distributed alone. On NCCL its communicator is
+made here as well, by a first exchange (`warm_up.py`): inside a step that would block hosts in whatever order they come.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from weft.comm.group import Group, Traffic
 from weft.comm.shared_memory.connect import Connection, SharedMemoryError, timeout_s
 from weft.comm.shared_memory.transport import SharedTransport
 from weft.comm.two_level import TwoLevel
+from weft.comm.warm_up import warm_up
 from weft.errors import LaunchError
 from weft.hosts import num_cores
 from weft.plan.partition.grid import Grid
-from weft.plan.partition.groups import WORLD, GroupKey
+from weft.plan.partition.groups import HOST_PURPOSES, WORLD, GroupKey
 
 log = logging.getLogger("weft")
 
@@ -31,14 +33,25 @@ log = logging.getLogger("weft")
 class ProcessGroups:
     """The process groups that ranks on a grid have made so far."""
 
-    def __init__(self, grid: Grid, *, rank: int, hosts: Sequence[int], device: torch.device, transport: str) -> None:
-        """`hosts`: the number of each rank's host; `transport`: as `[comm] transport` of the plan."""
+    def __init__(
+        self,
+        grid: Grid,
+        *,
+        rank: int,
+        hosts: Sequence[int],
+        device: torch.device,
+        backend: str = "gloo",
+        transport: str,
+    ) -> None:
+        """`hosts`: the number of each rank's host; `backend`: what moves tensors of the device; `transport`: as `[comm]
+        transport` of the plan."""
         self.grid = grid
         self.transport = transport
         self.is_closed = False
         self._rank = rank
         self._hosts = hosts
         self._device = device
+        self._backend = backend
         self._made: dict[GroupKey, Group] = {}
         self._handles: list[tuple[str, dist.ProcessGroup]] = []
         self._copies: weakref.WeakSet[Group] = weakref.WeakSet()
@@ -73,7 +86,7 @@ class ProcessGroups:
         for group in self._copies:
             group.close()
         for purpose, handle in self._handles:
-            if failed and (self._device.type == "cuda" or purpose == "saving"):
+            if failed and (self._backend == "nccl" or purpose == "saving"):
                 continue
             try:
                 dist.destroy_process_group(handle)
@@ -87,9 +100,9 @@ class ProcessGroups:
         groups = self._ranks_of_all(axes)
         mine = next((ranks for ranks in groups if self._rank in ranks), ())
         handle = None
+        is_host = purpose in HOST_PURPOSES
+        device, backend = (torch.device("cpu"), "gloo") if is_host else (self._device, self._backend)
         if len(groups[0]) > 1 and self._device.type != "meta":
-            # A thread beside the steps must not touch a GPU's streams: its messages stay on the host.
-            backend = "gloo" if purpose == "saving" and self._device.type == "cuda" else None
             handle = self._new_group(groups, mine, name, backend)
         group = Group(
             axis=axes.partition(":")[0],
@@ -98,12 +111,19 @@ class ProcessGroups:
             index=mine.index(self._rank) if mine else -1,
             handle=handle,
             traffic=Traffic(),
-            through_host=self._device.type == "cuda" and handle is not None and dist.get_backend(handle) == "gloo",
+            device=self._device if self._device.type == "meta" else device,
+            backend=backend,
+            through_host=device.type == "cuda" and backend == "gloo",
         )
-        if handle is None or self.transport == "c10d" or self._device.type != "cpu":
+        if handle is not None and group.runs_in_order:
+            group.communicator_bytes = warm_up(group)
+        # All ranks look alike, also those that are in none of these groups: more groups are made below.
+        if len(groups[0]) == 1 or self.transport == "c10d" or self._device.type != "cpu" or group.runs_in_order:
             return group
         hosts = [self._by_host(ranks) for ranks in groups]
         if all(len(places) == 1 for places in hosts):
+            if handle is None:
+                return group
             connection = Connection(handle, mine, group.index)
             shared = self._connect(connection, name)
             return replace(group, shared=shared, connection=connection if shared is not None else None)
@@ -123,7 +143,7 @@ class ProcessGroups:
         return [tuple(ranks[place] for place in chosen) for ranks in groups]
 
     def _new_group(
-        self, groups: Sequence[tuple[int, ...]], mine: tuple[int, ...], name: str, backend: str | None = None
+        self, groups: Sequence[tuple[int, ...]], mine: tuple[int, ...], name: str, backend: str = "gloo"
     ) -> dist.ProcessGroup | None:
         """This rank's process group among all of these, which every rank takes part in making."""
         handle, everyone = None, dist.group.WORLD
@@ -153,10 +173,12 @@ class ProcessGroups:
             is_even = len({len(here) for here in places}) == 1
             for number in range(len(places[0]) if is_even else 1):
                 across.append(tuple(ranks[here[number]] for here in places))
-        local = next(ranks for ranks in inside if self._rank in ranks)
+        local = next((ranks for ranks in inside if self._rank in ranks), ())
         counterparts = next((ranks for ranks in across if self._rank in ranks), ())
         local_handle = self._new_group([ranks for ranks in inside if len(ranks) > 1], local, f"{name}/host")
         across_handle = self._new_group([ranks for ranks in across if len(ranks) > 1], counterparts, f"{name}/across")
+        if group.handle is None:
+            return group
         connection = Connection(local_handle, local, local.index(self._rank)) if local_handle is not None else None
         wire = self._connect(connection, name) if connection is not None else None
         # Ranks of another host may not share memory where these do; then all exchange in one level.

@@ -111,7 +111,7 @@ def measure_cluster(
             for shape in group_shapes(world.hosts)
             for transport in transports_of(shape, world)
         }
-        parts = [*_links(world, everyone, groups, effort), *_timings(world, groups, effort)]
+        parts = [*_links(world, everyone, control, groups, effort), *_timings(world, groups, effort)]
         measured, notes = _measure(parts, control, effort, progress)
     links = tuple(each for each in measured if isinstance(each, Link))
     timings = tuple(each for each in measured if isinstance(each, Timing))
@@ -133,7 +133,7 @@ def _measure(
         progress(place, len(parts), part.label)
         found = part.measure(min(effort.part_s, left_s / (len(parts) - place)))
         # All ranks meet here, also those that take no part: one part at a time, and one clock for all.
-        told = gather_values([time.monotonic() - began, found], control, _CPU)
+        told = gather_values([time.monotonic() - began, found], control)
         left_s = limit_s - max(spent_s for spent_s, _ in told)
         alpha_s, bytes_per_s, miss = max(
             (figures for _, figures in told if figures is not None),
@@ -170,17 +170,17 @@ def link_kind(world: World, transport: str, *, between_hosts: bool) -> str:
 def _devices(world: World, control: Group, effort: Effort) -> tuple[Device, ...]:
     facts = describe(world.device, ranks_here=world.hosts.count(world.hosts[world.rank]))
     facts |= measure_speeds(world.device, budget_s=effort.device_s, meet=lambda: agree_in_group(control)([0.0]))
-    rows = gather_values(facts, control, _CPU)
+    rows = gather_values(facts, control)
     return tuple(Device(rank=rank, host=world.hosts[rank], **row) for rank, row in enumerate(rows))
 
 
 def _groups(plan: Plan, axes: str, world: World, stack: ExitStack) -> tuple[Group, Group]:
-    keys = [(axes, purpose) for purpose in ("profile", "profile-control")]
+    keys = [(axes, purpose) for purpose in ("profile", "control")]
     mesh = stack.enter_context(make_mesh(plan, world, groups=keys))
     return mesh.group(*keys[0]), mesh.group(*keys[1])
 
 
-def _links(world: World, everyone: Group, groups: Groups, effort: Effort) -> Iterator[_Part]:
+def _links(world: World, everyone: Group, control: Group, groups: Groups, effort: Effort) -> Iterator[_Part]:
     """Pairs of ranks. Sockets connect any two; shared memory needs a group inside the host."""
     inside = {way: group for (shape, way), (group, _) in groups.items() if not shape.between_hosts}
     inside["c10d"] = everyone
@@ -196,7 +196,7 @@ def _links(world: World, everyone: Group, groups: Groups, effort: Effort) -> Ite
                 kind=kind,
                 make=make_ping_pong(first, second, group, world.device),
                 sizes=effort.sizes,
-                agreement=None if other is None else agree_as_pair(everyone, other),
+                agreement=None if other is None else agree_as_pair(control, other),
                 chained=True,
                 num_messages=2,
                 record=functools.partial(Link, kind=kind, transport=transport, hosts=hosts),

@@ -57,7 +57,7 @@ class Preflight:
 
 def run_preflight(world: World, control: Group, *, job: Path | None = None) -> Preflight:
     """Compare all ranks; collective, with the same result on each."""
-    facts = gather_values(collect(world, job), control, torch.device("cpu"))
+    facts = gather_values(collect(world, job), control)
     findings = compare(facts)
     for host, (offset_s, doubt_s) in clock_skews(world, control).items():
         if abs(offset_s) - doubt_s > CLOCK_SKEW_S:
@@ -125,7 +125,7 @@ def clock_skews(world: World, group: Group) -> dict[int, tuple[float, float]]:
             for _ in range(_CLOCK_TRIALS):
                 receive(torch.zeros(1, dtype=torch.float64), group, source=0).wait()
                 send(torch.tensor([time.time()], dtype=torch.float64), group, to=0).wait()
-    told = gather_values(found, group, torch.device("cpu"))[0]
+    told = gather_values(found, group)[0]
     return {host: (offset_s, doubt_s) for host, offset_s, doubt_s in told}
 
 

@@ -64,7 +64,7 @@ def place(
         return _place_in_flats(model, mesh, blueprint, layouts, materialiser, rules, stage_of)
     materialiser.fill_all()
     model.to(mesh.world.device)
-    copy_from_first([*model.parameters(), *model.buffers()], mesh.batch_group("control"))
+    copy_from_first([*model.parameters(), *model.buffers()], mesh.batch_groups)
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     pieces = [Piece(name=name, tensor=parameter, layout=layouts[name]) for name, parameter in trainable]
     group = mesh.state_group("gradients")
@@ -74,11 +74,15 @@ def place(
 
 
 @torch.no_grad()
-def copy_from_first(tensors: Sequence[torch.Tensor], group: Group) -> None:
-    """Every rank starts from the first one's values, whatever its own random state was."""
+def copy_from_first(tensors: Sequence[torch.Tensor], groups: Sequence[Group]) -> None:
+    """Every rank starts from the first one's values, whatever its own random state was.
+
+    They go from the first rank of each group to its others, one group after the other (`Mesh.axis_groups`).
+    """
     for tensor in tensors:
         flat = tensor.detach().contiguous()
-        broadcast(flat, group)
+        for group in groups:
+            broadcast(flat, group)
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat)
 
@@ -114,7 +118,7 @@ def _place_in_flats(
                     parameters,
                     layouts=[layouts[name] for name in buffer.names],
                     group=group,
-                    source=mesh.batch_group("control"),
+                    source=mesh.batch_groups,
                     keep_whole=sharding.stage < 3,
                     device=device,
                     master_device=torch.device("cpu") if plan.data.offload else device,
@@ -149,7 +153,7 @@ def _place_rest(model: nn.Module, mesh: Mesh, flats: Sequence[FlatParameters]) -
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
-    copy_from_first([*rest, *model.buffers()], mesh.batch_group("control"))
+    copy_from_first([*rest, *model.buffers()], mesh.batch_groups)
     if mesh.plan.precision.compute != "model":
         cast_between_layers(model)
 

@@ -82,7 +82,7 @@ class Trainer:
         self.steps_done = 0
         self.data_position = 0
         """Samples handed out so far, over all ranks and epochs; kept by `weft.batches`."""
-        self.counts = TargetCount(mesh.batch_group("control"), device)
+        self.counts = TargetCount(mesh.batch_group("control"))
         self.seeds = parts.seeds
         self.update = Update(optimizer, sync, plan, schedule=schedule, is_first_rank=mesh.world.rank == 0)
         self.replacements = parts.make_replacements()
@@ -192,7 +192,7 @@ class Trainer:
         """Times of all actions on all ranks of this pipeline, in the latest step or all that are kept; collective."""
         group = self.mesh.group("pipeline", "control")
         mine = Timeline(spans=tuple(self._recording.spans()), num_ranks=group.size)
-        rows = [row for part in gather_values(mine.as_rows(), group, self.mesh.world.device) for row in part]
+        rows = [row for part in gather_values(mine.as_rows(), group) for row in part]
         return Timeline.from_rows(rows, num_ranks=group.size)
 
     def evaluate(self, batches: Iterable[tuple[Any, Any]]) -> float:
@@ -216,6 +216,7 @@ class Trainer:
                     require_same_batch(self.mesh, *batch)
                 self._steps.evaluate(self._microbatches.cut(*batch), add)
         # In a pipeline only the last stage has outputs; along other axes data ranks have the same ones.
+        totals = totals.cpu()
         all_reduce(totals, self.mesh.batch_group("control"))
         all_reduce(totals, self.mesh.group("pipeline", "control"))
         if float(totals[1]) == 0:
@@ -269,7 +270,7 @@ class Trainer:
 
         The trainer cannot be used any more. The model keeps its values, unless parameters are sharded.
         """
-        failed = self._has_failed
+        failed = self._has_failed or (self.pipeline_step is not None and self.pipeline_step.pipeline.has_failed)
         try:
             if not failed:
                 self.flush()
@@ -286,7 +287,7 @@ class Trainer:
 
     def _draw_seed(self) -> int:
         """A seed for all ranks, drawn from rank 0's random state, so that a seed set by the user repeats the run."""
-        drawn = torch.randint(2**62, (1,)).to(self.mesh.world.device)
+        drawn = torch.randint(2**62, (1,))
         broadcast(drawn, self.mesh.everyone("control"))
         return int(drawn)
 
@@ -298,7 +299,7 @@ class Trainer:
         group, own = self.mesh.batch_group("control"), iter(batches)
         while True:
             batch = next(own, None)
-            some = torch.tensor([batch is not None], dtype=torch.int32, device=self.mesh.world.device)
+            some = torch.tensor([batch is not None], dtype=torch.int32)
             all_reduce(some, group, op="max")
             if not some.item():
                 return
@@ -313,6 +314,8 @@ class Trainer:
 
     def _end_step(self) -> None:
         self.steps_done += 1
+        for traffic in self.mesh.traffic.values():
+            traffic.collect()
         if self.tensor is not None:
             self.tensor.look_at_draws(self.seeds)
         broadcast_buffers(self.named_model, self.mesh)

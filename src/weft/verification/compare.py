@@ -92,7 +92,7 @@ def compare_tensors(trainer: Trainer, oracle: Oracle | None, *, step: int, is_dr
     if is_drained:  # before, a stage may hold any version
         # A tensor that no rank could compare is missing on all of them.
         mine = [[key.what, key.name] for key, _, _ in measured]
-        gathered = gather_values(mine, mesh.everyone("control"), mesh.world.device)
+        gathered = gather_values(mine, mesh.everyone("control"))
         compared = {tuple(one) for part in gathered for one in part}
         measured += [(key, math.inf, 0.0) for key in expected if (key.what, key.name) not in compared]
     for key, unexpected in unmatched.items():  # a gradient where one process has none
@@ -106,20 +106,20 @@ def compare_tensors(trainer: Trainer, oracle: Oracle | None, *, step: int, is_dr
 def broadcast_tensors(sent: Mapping[Key, torch.Tensor], mesh: Mesh) -> Iterator[tuple[Key, torch.Tensor]]:
     """Rank 0's tensors on every rank, one at a time, in float64; collective."""
     group, device = mesh.everyone("control"), mesh.world.device
-    listed = gather_values([[*key, list(tensor.shape)] for key, tensor in sent.items()], group, device)[0]
+    listed = gather_values([[*key, list(tensor.shape)] for key, tensor in sent.items()], group)[0]
     for what, name, version, shape in listed:
         key = Key(what, name, version)
         if key in sent:
-            tensor = sent[key].detach().to(device, torch.float64, copy=True).contiguous()
+            tensor = sent[key].detach().to(group.device, torch.float64, copy=True).contiguous()
         else:
-            tensor = torch.empty(shape, dtype=torch.float64, device=device)
+            tensor = torch.empty(shape, dtype=torch.float64, device=group.device)
         broadcast(tensor, group)
-        yield key, tensor
+        yield key, tensor.to(device)
 
 
 def from_first(values: list[float], mesh: Mesh) -> list[float]:
     """Rank 0's numbers, on every rank; collective."""
-    sent = torch.tensor(values, dtype=torch.float64, device=mesh.world.device)
+    sent = torch.tensor(values, dtype=torch.float64)
     broadcast(sent, mesh.everyone("control"))
     return list(map(float, sent))
 

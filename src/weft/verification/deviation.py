@@ -81,5 +81,6 @@ def _gradient_deviation(trainer: Trainer, reference: OneProcess | None) -> float
             part = local_part(true, local.layout, mesh.grid, mesh.world.rank)
             mine = torch.zeros_like(part) if local.tensor is None else local.tensor.to(part)
             squares += torch.stack([(mine - part).square().sum(), part.square().sum()])
+    squares = squares.cpu()
     all_reduce(squares, mesh.everyone("control"))
     return float((squares[0] / squares[1].clamp(min=1e-300)).sqrt())

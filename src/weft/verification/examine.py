@@ -71,7 +71,7 @@ class Examination:
         return self._finding(first, diagnose(evidence, gradients, self._mesh.plan, what=what, num_targets=num_targets))
 
     def _gather(self, value: Any) -> list[Any]:
-        return gather_values(value, self._mesh.everyone("control"), self._mesh.world.device)
+        return gather_values(value, self._mesh.everyone("control"))
 
     def _is_off(self, error: float) -> bool:
         return not error <= self._tolerance
@@ -236,11 +236,11 @@ class Examination:
             inside = [held[rank] for rank in group.ranks if held[rank] is not None]
             if len(inside) < 2 or any(one != inside[0] for one in inside) or set(axes.split("+")) & set(inside[0][1]):
                 continue
-            total = torch.zeros(inside[0][0], dtype=torch.float64, device=self._mesh.world.device)
+            total = torch.zeros(inside[0][0], dtype=torch.float64)
             if local is not None and local.tensor is not None:
                 total += local.tensor.to(total)
             all_reduce(total, group)
-            totals[axes] = (total, len(inside))
+            totals[axes] = (total.to(self._mesh.world.device), len(inside))
         return totals
 
 

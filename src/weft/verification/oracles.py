@@ -38,7 +38,7 @@ def find_stages(trainer: Trainer) -> dict[str, int]:
     mesh = trainer.mesh
     mine = [mesh.index("pipeline"), [name for name, _ in trainer.named_model.named_parameters()]]
     found: dict[str, int] = {}
-    for stage, names in sorted(gather_values(mine, mesh.everyone("control"), mesh.world.device)):
+    for stage, names in sorted(gather_values(mine, mesh.everyone("control"))):
         for name in names:
             found.setdefault(name, stage)
     return found

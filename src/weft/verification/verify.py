@@ -187,7 +187,7 @@ class _Comparison:
 
     def outcome(self, rule: str, *, num_steps: int) -> Verification:
         mine = [asdict(one) for one in _worst(self._found)]
-        gathered = gather_values(mine, self._group, self._mesh.world.device)
+        gathered = gather_values(mine, self._group)
         worst = _worst(Difference(**entry) for part in gathered for entry in part)
         return Verification(
             num_steps=num_steps,

@@ -48,7 +48,6 @@ class ZeroNoise:
                 sizes[number] = float(gradient.abs().max())
         largest.scatter_reduce_(0, stages, sizes, "amax")
         if self.mesh is not None:
-            sizes, largest, stages = (one.to(self.mesh.world.device) for one in (sizes, largest, stages))
             sharing = (self.mesh.batch_group("control"), self.mesh.group("tensor", "control"))
             for group in sharing:
                 all_reduce(sizes, group, op="max")

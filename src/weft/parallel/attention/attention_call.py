@@ -78,12 +78,22 @@ class Call:
         """Entries per token that ulysses receives: of queries, keys and values."""
         return [number * width for number, width in zip(self.num_heads, self.widths, strict=True)]
 
-    def repeated_keys(self, device: torch.device) -> Tensor | None:
-        """The key head of each query head; None: query heads are grouped evenly, as kernels expect."""
-        if not self.has_ulysses:
-            return None
-        looked_at = self.heads.local_keys(self.axes.ulysses.index)
-        return None if looked_at is None else torch.tensor(looked_at, device=device)
+    @property
+    def repeats(self) -> list[int] | None:
+        """How many query heads look at each key head; None: equally many, as kernels expect."""
+        looked_at = self.heads.local_keys(self.axes.ulysses.index) if self.has_ulysses else None
+        return None if looked_at is None else [looked_at.count(key) for key in range(self.num_heads[1])]
+
+
+def _repeat(heads_BGTX: Tensor, repeats: list[int]) -> Tensor:
+    """Each key head as often as query heads look at it. Without a tensor of indices, for which the host would wait."""
+    heads = zip(heads_BGTX.split(1, 1), repeats, strict=True)
+    return torch.cat([head.expand(-1, each, -1, -1) for head, each in heads], 1)
+
+
+def _sum_repeated(heads_BHTX: Tensor, repeats: list[int]) -> Tensor:
+    """The gradients of key heads from those of their repetitions."""
+    return torch.cat([of_one.sum(1, keepdim=True) for of_one in heads_BHTX.split(repeats, 1)], 1)
 
 
 def make_call(
@@ -112,9 +122,9 @@ def forward(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, call: Call) -> Resul
     q, k, v, received = q_BHTD, k_BGTD, v_BGTE, q_BHTD.new_empty(0)
     if call.has_ulysses:
         received, (q, k, v) = to_heads([(q, heads.queries), (k, heads.keys), (v, heads.keys)], group)
-    repeated = call.repeated_keys(q.device)
-    if repeated is not None:
-        k, v = k[:, repeated], v[:, repeated]
+    repeats = call.repeats
+    if repeats is not None:
+        k, v = _repeat(k, repeats), _repeat(v, repeats)
     out, rest = FORWARDS[call.axes.variant](q, k, v, call.ring)
     if not call.has_ulysses:
         return out, rest, received, q.new_empty(0)
@@ -153,12 +163,12 @@ def backward(grad_BHTE: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, re
     grad = grad_BHTE
     if call.has_ulysses:
         _, (grad,) = to_heads([(grad_BHTE, heads.queries)], group)
-    shapes, repeated = (k.shape, v.shape), call.repeated_keys(k.device)
-    if repeated is not None:
-        k, v = k[:, repeated], v[:, repeated]
+    repeats = call.repeats
+    if repeats is not None:
+        k, v = _repeat(k, repeats), _repeat(v, repeats)
     dq, dk, dv = BACKWARDS[call.axes.variant](grad, q, k, v, out, rest, call.ring)
-    if repeated is not None:  # gradients of keys are summed over their repetitions
-        dk, dv = (d.new_zeros(s).index_add_(1, repeated, d) for d, s in zip((dk, dv), shapes, strict=True))
+    if repeats is not None:
+        dk, dv = _sum_repeated(dk, repeats), _sum_repeated(dv, repeats)
     if not call.has_ulysses:
         return dq, dk, dv
     dq, dk, dv = to_tokens([(dq, heads.queries), (dk, heads.keys), (dv, heads.keys)], group)

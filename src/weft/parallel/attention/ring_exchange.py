@@ -63,7 +63,7 @@ class Ring:
     def pass_on(self, outgoing: Tensor, incoming: Tensor, tag: int) -> Callable[[], Tensor]:
         """Start sending what is no longer written here. The function returned waits for what comes, in `incoming`."""
         to, source = (self.index + 1) % self.size, (self.index - 1) % self.size
-        both = exchange(outgoing, incoming, self.group, to=to, source=source, tag=tag)
+        both = exchange([(outgoing, to)], [(incoming, source)], self.group, tag=tag)
 
         def wait() -> Tensor:
             both.wait()

@@ -1,8 +1,8 @@
 """Executes a pipeline's schedule: any list of actions, one after the other.
 
-A send never blocks, and a receive is posted long before its message is needed; whatever the order of actions, no two
-ranks wait for each other's sends. Receive buffers are reused. Between its forward and its backward pass a microbatch
-keeps what it received and the roots of its graph, not the activations it sent.
+A send never blocks, a receive is posted long before its message is needed, and every kind of message has a way of its
+own (`links.py`), so no two ranks wait for each other's sends. Receive buffers are reused. Between its forward and its
+backward pass a microbatch keeps what it received and the roots of its graph, not the activations it sent.
 
 The loss, the gradient exchange between data ranks and the update are the caller's, through `StepHooks`.
 """
@@ -10,11 +10,10 @@ The loss, the gradient exchange between data ranks and the update are the caller
 from __future__ import annotations
 
 import functools
-import itertools
 import time
-from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,12 +21,9 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from weft.comm.collectives import Pending
-from weft.comm.group import Group
-from weft.comm.p2p import receive, send
-from weft.comm.shared_memory.mailbox import Mailbox
 from weft.errors import ModelError
-from weft.mesh import Mesh
 from weft.parallel.pipeline.cut_model import CutModel
+from weft.parallel.pipeline.links import Links
 from weft.parallel.pipeline.recording import Recording
 from weft.parallel.pipeline.split_backward import SplitBackward, run_backward
 from weft.parallel.pipeline.stages import Stages
@@ -35,33 +31,9 @@ from weft.parallel.tracing.dataflow import Form, Value
 from weft.plan.pipeline.actions import Action
 
 _TAGS_PER_BOUNDARY = 256
+"""Tensors that may cross one boundary. Tag 0 is that of the totals of a step."""
 _MICROBATCHES_WITH_OWN_TAGS = 4096
 """Most microbatches that may be in flight at once without sharing message tags."""
-
-Channel = tuple[bool, bool]
-"""A kind of message: (is an activation, goes to the next rank or, if a gradient, to the one before). With several
-chunks per rank some wrap around, from the last rank to the first."""
-
-
-def make_channels(mesh: Mesh) -> dict[Channel, Group]:
-    """The groups of a pipeline's messages; collective."""
-    purposes = {(True, True): "activations", (False, True): "gradients"}
-    if mesh.plan.pipeline.chunks > 1:
-        purposes |= {(True, False): "activations round", (False, False): "gradients round"}
-    return {channel: mesh.group("pipeline", purpose) for channel, purpose in purposes.items()}
-
-
-def open_pairs(group: Group, device: torch.device) -> None:
-    """Exchange one message between any two ranks, in the same order on all; collective.
-
-    NCCL connects two ranks at their first message, where both block: better now than in the middle of a schedule.
-    """
-    word = torch.zeros(1, device=device)
-    for one, other in itertools.combinations(range(group.size), 2):
-        if group.index == one:
-            send(word, group, to=other).wait()
-        elif group.index == other:
-            receive(word, group, source=one).wait()
 
 
 class StepHooks(Protocol):
@@ -124,37 +96,59 @@ class Pipeline:
     """This rank's part of a pipeline."""
 
     model: CutModel
-    channels: Mapping[Channel, Group]
-    """Groups of all ranks of the pipeline, one per kind of message: ranks that wait for each other's messages in
-    different orders must not share a group."""
+    links: Links
     recording: Recording
     parameters: Sequence[torch.nn.Parameter]
     device: torch.device
-    num_ranks: int = field(init=False)
     _free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
     """Receive buffers for reuse."""
     _in_flight: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
     _arriving: dict[tuple[int, int, int], _Arriving] = field(default_factory=dict)
     _outgoing: dict[tuple[int, int, int], list[torch.Tensor]] = field(default_factory=dict)
-    _sends: deque[tuple[Pending, torch.Tensor]] = field(default_factory=deque)
-    _mailboxes: set[Mailbox] = field(default_factory=set)
-    """Mailboxes whose messages the receivers may not have taken yet."""
     most_in_flight: int = 0
     """Largest number of microbatches in flight so far."""
     _started_s: float = 0.0
     """Start time of the present action."""
+    _failure: str | None = None
+    """The error that ended a schedule in the middle."""
 
-    def __post_init__(self) -> None:
-        self.num_ranks = self.channels[True, True].size
-
-    def _channel(self, source: int, target: int) -> Group:
-        """The group for messages from stage `source` to stage `target`."""
-        is_forward = target > source
-        goes_down = target % self.num_ranks > source % self.num_ranks
-        return self.channels[is_forward, goes_down == is_forward]
+    @property
+    def has_failed(self) -> bool:
+        """True if a schedule ended in the middle: messages of it may be under way, and would be taken for others."""
+        return self._failure is not None
 
     def run(self, actions: Sequence[Action], hooks: StepHooks) -> None:
-        """Perform the actions in order."""
+        """Perform the actions in order; after an error, never again."""
+        self.refuse_failed()
+        with self._failing():
+            self._run(actions, hooks)
+
+    def settle(self) -> None:
+        """Wait until all messages were received."""
+        with self._failing():
+            self.links.settle()
+
+    def refuse_failed(self) -> None:
+        """Raise if a schedule has failed."""
+        if self._failure is not None:
+            raise RuntimeError(
+                f"an earlier step of this pipeline failed ({self._failure}), and its ranks may be at different points; "
+                "make a new trainer, and load the last checkpoint"
+            )
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Context in which an error is the end of this pipeline."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}".partition("\n")[0]
+            # What is under way keeps its tensors: it may still be written, and other ranks may wait for it.
+            for kept in (self._in_flight, self._outgoing, self._free):
+                kept.clear()
+            raise
+
+    def _run(self, actions: Sequence[Action], hooks: StepHooks) -> None:
         perform = {
             "forward": self._forward,
             "backward": self._backward,
@@ -173,18 +167,6 @@ class Pipeline:
                 perform[action.kind](action, hooks)
             if action.kind != "receive":  # which is recorded when its message is waited for
                 self.recording.add(action, self._started_s)
-
-    def settle(self) -> None:
-        """Wait until all messages were received: those in transit would be lost with this object."""
-        while self._sends:
-            self._sends.popleft()[0].wait()
-        while self._mailboxes:
-            self._mailboxes.pop().settle()
-
-    def drop(self) -> None:
-        """Discard everything in flight, after an error that all ranks saw."""
-        for kept in (self._in_flight, self._arriving, self._outgoing, self._sends, self._mailboxes):
-            kept.clear()
 
     def _forward(self, action: Action, hooks: StepHooks) -> None:
         stage, microbatch = action.stage, action.microbatch
@@ -270,21 +252,9 @@ class Pipeline:
         self._outgoing[action.stage, action.stage - 1, action.microbatch] = leaving
 
     def _send(self, action: Action, hooks: StepHooks) -> None:
-        group = self._channel(action.stage, action.peer)
         tensors = self._outgoing.pop((action.stage, action.peer, action.microbatch))
         for number, tensor in enumerate(tensors):
-            self.post(tensor, group, to=action.peer % self.num_ranks, tag=self._tag(action, number))
-
-    def post(self, tensor: torch.Tensor, group: Group, *, to: int, tag: int = 0) -> None:
-        """Send without blocking: a send may end only when it is received, which may be in a later step."""
-        tensor = tensor.contiguous()
-        pending = send(tensor, group, to=to, tag=tag)
-        if (wire := group.wire(tensor)) is not None:
-            self._mailboxes.add(wire.mailbox)
-            return
-        self._sends.append((pending, tensor))
-        while self._sends and self._sends[0][0].is_over:
-            self._sends.popleft()
+            self.links.post(tensor, action.stage, action.peer, tag=self._tag(action, number))
 
     def _receive(self, action: Action, hooks: StepHooks) -> None:
         stages = hooks.stages(action.microbatch)
@@ -295,9 +265,8 @@ class Pipeline:
         # Gradients are not pooled: autograd may keep one as a parameter's gradient, or part of one.
         is_pooled = action.peer < action.stage
         tensors = [self._buffer(stages.flow.forms[value], is_pooled=is_pooled) for value in values]
-        group, source = self._channel(action.peer, action.stage), action.peer % self.num_ranks
         pending = [
-            receive(tensor, group, source=source, tag=self._tag(action, number))
+            self.links.receive(tensor, action.peer, action.stage, tag=self._tag(action, number))
             for number, tensor in enumerate(tensors)
         ]
         self._arriving[action.stage, action.peer, action.microbatch] = _Arriving(
@@ -325,7 +294,7 @@ class Pipeline:
     def _tag(self, action: Action, number: int) -> int:
         boundary = min(action.stage, action.peer)
         place = action.microbatch % _MICROBATCHES_WITH_OWN_TAGS * self.model.num_stages + boundary
-        return place * _TAGS_PER_BOUNDARY + number
+        return 1 + place * _TAGS_PER_BOUNDARY + number
 
 
 def _check_form(tensor: torch.Tensor, form: Form, value: Value) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from weft.errors import ModelError
@@ -27,6 +28,7 @@ from weft.models.hugging_face_inputs import (
     without_cache,
 )
 from weft.parallel.attention.attention import Pass
+from weft.parallel.sequence.promise import Promise
 from weft.parallel.wrapping.replacements import Replacement, hugging_face_attention
 from weft.parallel.wrapping.wrap import add_hook
 
@@ -50,13 +52,14 @@ class Attend(Protocol):
 
 
 def use_registry(
-    model: nn.Module, attend: Attend, *, now: Callable[[], Pass | None], numbers: Callable[[], Tensor]
+    model: nn.Module, attend: Attend, *, now: Callable[[], Pass | None], numbers: Callable[[torch.device], Tensor]
 ) -> Callable[[], list[Replacement]] | None:
     """Finds the replacements by which the Hugging Face models in a model attend over all ranks.
 
     It is to be called before the first pass, not sooner: until then, other axes may give modules configurations.
 
-    `now` gives the pass under way, `numbers` the positions of this rank's tokens. None: there are no such models.
+    `now` gives the pass under way, `numbers` the positions of this rank's tokens, on a device. None: there are no such
+    models.
     """
     kind = hugging_face_class()
     models = [module for module in model.modules() if kind is not None and isinstance(module, kind)]
@@ -103,7 +106,7 @@ class _Switch:
         models: list[Any],
         attend: Attend,
         now: Callable[[], Pass | None],
-        numbers: Callable[[], Tensor],
+        numbers: Callable[[torch.device], Tensor],
     ) -> None:
         self._model = model
         self._models = models
@@ -113,6 +116,8 @@ class _Switch:
         self._outermost = list(outermost_models(model, "position_ids"))
         self._longest = _longest_rotation(model)
         self._asked_for_documents = False
+        self._is_void = Promise("a mask inside another module hides a token")
+        self._is_global = Promise("position_ids inside another module are not the global positions")
 
     def replacements(self) -> list[Replacement]:
         switched = [module for model in filter(_uses_registry, self._models) for module in model.modules()]
@@ -199,7 +204,7 @@ class _Switch:
                 f"all but {local_size} tokens (a window or chunk), less than the sequence's {self._num_tokens}; use "
                 "shorter sequences, or a model without windows"
             )
-        if attention_mask is not None and not _is_void(attention_mask, q_length):
+        if attention_mask is not None and not self._sees_all(attention_mask, q_length):
             problems.append(
                 f"by an attention_mask of {tuple(attention_mask.shape)} that reaches it inside another module; give "
                 "the Hugging Face model itself to weft, and the mask by its name"
@@ -211,6 +216,11 @@ class _Switch:
             )
         if problems:
             raise ModelError([f"the model masks {problem}, {_REMEDY}" for problem in problems])
+
+    def _sees_all(self, mask: Tensor, num_tokens: int) -> bool:
+        """True if a mask lets every local token see every other."""
+        has_columns = mask.dim() == 2 and mask.shape[1] == num_tokens
+        return has_columns and self._is_void.holds(mask.all(), mask.shape)
 
     def _no_documents(self, position_ids: Tensor) -> None:
         self._asked_for_documents = True
@@ -231,20 +241,20 @@ class _Switch:
         if model is self._model:
             return None
         named = by_name(model, args, kwargs)
-        numbers = self._numbers().unsqueeze(0)
+        device = next((value.device for value in named.values() if isinstance(value, Tensor)), torch.device("cpu"))
+        numbers = self._numbers(device).unsqueeze(0)
         given = named.get("position_ids")
         if given is None and makes_own_positions(model):
             raise ModelError(
                 f"{type(model).__name__} makes its positions from the whole sequence, of which a rank has some; give "
                 "weft the model itself, not inside another module"
             )
-        if given is not None and not bool((given == numbers.to(given.device)).all()):
+        if given is not None and not self._is_global.holds((given == numbers.to(given.device)).all(), given.shape):
             raise ModelError(
                 f"{type(model).__name__} is given position_ids inside another module that are not the global "
                 "positions of this rank's tokens; leave them out there, or give weft the model itself"
             )
-        device = next((value.device for value in named.values() if isinstance(value, Tensor)), numbers.device)
-        return (), without_cache(model, {**named, "position_ids": numbers.to(device)})
+        return (), without_cache(model, {**named, "position_ids": numbers})
 
 
 def _longest_rotation(model: nn.Module) -> int | None:
@@ -260,11 +270,6 @@ def _longest_rotation(model: nn.Module) -> int | None:
             known = (parameters.get("original_max_position_embeddings"), getattr(module, "original_max_seq_len", None))
             lengths.append(min((length for length in known if length is not None), default=0))
     return min(lengths, default=None)
-
-
-def _is_void(mask: Tensor, num_tokens: int) -> bool:
-    """True if a mask lets every local token see every other."""
-    return mask.dim() == 2 and mask.shape[1] == num_tokens and bool(mask.all())
 
 
 def _said(value: object) -> str:

@@ -21,6 +21,7 @@ from weft.mesh import Mesh
 from weft.parallel.attention.attention import Pass, SequenceAxes, UnderWay, attend, attend_traced
 from weft.parallel.sequence.hugging_face import use_registry
 from weft.parallel.sequence.positions import Numbered, Tables
+from weft.parallel.sequence.promise import Promise
 from weft.parallel.wrapping.replacements import WHOLE_ATTENTION, Replacements, torch_attention
 from weft.parallel.wrapping.wrap import add_hook
 from weft.plan.model_refusals import ATTENTION_THAT_DROPS, CROSS_ATTENTION, MASKS_OF_ITS_OWN, TOKENS_OF_ITS_OWN
@@ -42,12 +43,14 @@ class SequenceParallel:
         self._multiple = plan.axes.tensor if plan.tensor.sequence else 1
         self._is_traced = plan.recompute.policy == "selective"
         self._tables = Tables(model, positions)
+        self._is_plain = Promise("a mask of attention holds numbers other than 0 and -inf")
+        self._is_alike = Promise("a mask of attention differs between heads")
         for name in positions.modules if positions is not None else ():
-            hook = Numbered(name, lambda: None if self.now is None else self.numbers(self.now.places))
+            hook = Numbered(name, lambda where: None if self.now is None else self.numbers(self.now.places, where))
             why = "gives it this rank's positions instead of 0 to T - 1"
             add_hook(model.get_submodule(name), "forward_pre", hook, by="sequence", why=why, with_kwargs=True)
         self._use_registry = use_registry(
-            model, self.attend, now=lambda: self.now, numbers=lambda: self.numbers(self._now.places)
+            model, self.attend, now=lambda: self.now, numbers=lambda where: self.numbers(self._now.places, where)
         )
         attention = torch_attention(model, self.stand_in, why="attends over all ranks of the sequence")
         self.replacements = Replacements(*attention, find=self._use_registry, on_leave=self._leave)
@@ -77,9 +80,12 @@ class SequenceParallel:
             multiple=self._multiple,
         )
 
-    def numbers(self, places: Places) -> Tensor:
-        """Global positions of this rank's tokens; padding has the last token's, which is valid in every model."""
-        numbers = torch.cat([torch.arange(start, stop) for start, stop in self.ranges(places)])
+    def numbers(self, places: Places, device: torch.device) -> Tensor:
+        """Global positions of this rank's tokens; padding has the last token's, which is valid in every model.
+
+        They are made on the device: the host would wait for a copy of its own.
+        """
+        numbers = torch.cat([torch.arange(start, stop, device=device) for start, stop in self.ranges(places)])
         return numbers.clamp(max=places.num_tokens - 1)
 
     def ranges(self, places: Places) -> tuple[Range, ...]:
@@ -93,7 +99,7 @@ class SequenceParallel:
     def enter(self, now: Pass) -> None:
         """Begin a pass, or the backward pass of an earlier one."""
         if self.now is None or self.now.places != now.places:
-            self._tables.lend(lambda: self.numbers(now.places))
+            self._tables.lend(lambda where: self.numbers(now.places, where))
         self.now = now
 
     @property
@@ -148,7 +154,7 @@ class SequenceParallel:
     ) -> Tensor:
         """Attention with a padding mask, which is the same for all queries of a sample."""
         num_samples, num_tokens = query.shape[0], query.shape[2]
-        mine = None if torch.compiler.is_compiling() else _padding(mask, num_samples, num_tokens)
+        mine = None if torch.compiler.is_compiling() else self._padding(mask, num_samples, num_tokens)
         if mine is None:
             raise ModelError(MASKS_OF_ITS_OWN.message(shape=tuple(mask.shape), dtype=mask.dtype, num_tokens=num_tokens))
         before = self._now
@@ -160,6 +166,18 @@ class SequenceParallel:
             return self.attend(query, key, value, is_causal=is_causal, scale=scale)
         finally:
             self.now = before
+
+    def _padding(self, mask: Tensor, num_samples: int, num_tokens: int) -> Tensor | None:
+        """(samples, tokens), True where keys may be seen, if the mask is the same for all queries and heads."""
+        if mask.dim() != 4 or mask.shape[2:] != (1, num_tokens):
+            return None
+        if mask.is_floating_point():
+            if not self._is_plain.holds(((mask == 0) | (mask == -torch.inf)).all(), mask.shape):
+                return None
+            mask = mask == 0
+        if mask.shape[1] > 1 and not self._is_alike.holds((mask == mask[:, :1]).all(), mask.shape):
+            return None
+        return mask[:, 0, 0].expand(num_samples, num_tokens)
 
     def _join_mask(self, mask_BT: Tensor) -> Tensor:
         """The mask of the whole sequence, gathered from all ranks."""
@@ -190,16 +208,3 @@ class SequenceParallel:
 def _hidden() -> AbstractContextManager[object]:
     """Hides tensor operations from TorchFunctionModes that follow the model's own calls; a compiler has none."""
     return nullcontext() if torch.compiler.is_compiling() else torch._C.DisableTorchFunction()
-
-
-def _padding(mask: Tensor, num_samples: int, num_tokens: int) -> Tensor | None:
-    """(samples, tokens), True where keys may be seen, if the mask is the same for all queries and heads; else None."""
-    if mask.dim() != 4 or mask.shape[2:] != (1, num_tokens):
-        return None
-    if mask.is_floating_point():
-        if not bool(((mask == 0) | (mask == -torch.inf)).all()):
-            return None
-        mask = mask == 0
-    if mask.shape[1] > 1 and not bool((mask == mask[:, :1]).all()):
-        return None
-    return mask[:, 0, 0].expand(num_samples, num_tokens)

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from weft.comm.collectives import all_gather, all_reduce, reduce_scatter
 from weft.comm.group import Group
-from weft.comm.p2p import receive, send
+from weft.comm.p2p import exchange
 from weft.parallel.spatial.row_tensor import HEIGHT_DIM, Rows
 from weft.plan.partition.rows import Exchange, overlap, widest_part
 from weft.plan.partition.tensor import Range
@@ -170,28 +170,22 @@ def _exchange(
 ) -> list[tuple[Tensor, Tensor]]:
     """Copy rows that are both in x and wanted, and exchange the others: `moves` are (source, target, rows).
 
-    `given`: rows of x; `wanted`: rows of `made`. Returns parts of `made` and the rows that arrived for each. Messages
-    are issued in the order of peers, the lower rank sending first, so that no backend that works in order can deadlock.
+    `given`: rows of x; `wanted`: rows of `made`. Returns parts of `made` and the rows that arrived for each.
     """
     samples, channels, _, width = x.shape
-    incoming, messages = [], []
+    arrived, outgoing, incoming = [], [], []
     for source, target, rows in moves:
         if source == group.index:
-            messages.append((target, target < group.index, True, _slab(x, rows, given[0]).contiguous()))
+            outgoing.append((_slab(x, rows, given[0]).contiguous(), target))
         if target == group.index:
             slab = x.new_empty((samples, channels, rows[1] - rows[0], width))
-            incoming.append((_slab(made, rows, wanted[0]), slab))
-            messages.append((source, source > group.index, False, slab))
-    messages.sort(key=lambda message: message[:2])
-    pending = [
-        send(slab, group, to=peer) if is_sent else receive(slab, group, source=peer)
-        for peer, _, is_sent, slab in messages
-    ]
+            arrived.append((_slab(made, rows, wanted[0]), slab))
+            incoming.append((slab, source))
+    pending = exchange(outgoing, incoming, group)
     own = overlap(given, wanted)
     _slab(made, own, wanted[0]).copy_(_slab(x, own, given[0]))
-    for one in pending:
-        one.wait()
-    return incoming
+    pending.wait()
+    return arrived
 
 
 def _widened(part: Tensor, rows: Rows) -> Tensor:

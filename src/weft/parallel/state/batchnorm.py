@@ -2,7 +2,8 @@
 
 torch's SyncBatchNorm does the same, on GPUs only. Every rank contributes its count, mean and sum of squared deviations,
 which are merged without cancellation (Chan et al.), so that unequal and empty parts are exact. Each layer takes one
-all-gather of 2C + 1 numbers in the forward pass and one all-reduce of 2C in the backward pass.
+all-gather of 2C + 1 numbers in the forward pass and one all-reduce of 2C in the backward pass. On a GPU the count stays
+there: only a rank with fewer than 2 values per channel of its own has to wait for it, to know whether there are enough.
 
 This does not cover layers that keep other running statistics (InstanceNorm's, a user's own moving averages): the
 divergence check names those if ranks drift apart.
@@ -33,11 +34,15 @@ class SynchronisedBatchNorm(_BatchNorm):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         if not self.training and self.track_running_stats:
             return super().forward(input)
-        mean, variance, count = _merged_statistics(input.detach(), self.weft_group)
-        if count == 0:  # no rank has a sample
-            return input
-        if count == 1:
-            raise ModelError("BatchNorm needs more than 1 value per channel over all ranks; use a larger batch")
+        mean, variance, total = _merged_statistics(input.detach(), self.weft_group)
+        if not input.is_cuda or input.numel() < 2 * input.shape[1]:
+            known = int(total)
+            if known == 0:  # no rank has a sample
+                return input
+            if known == 1:
+                raise ModelError("BatchNorm needs more than 1 value per channel over all ranks; use a larger batch")
+        # On a GPU a tensor also where it is known: ranks that round in another way would drift apart.
+        count: int | torch.Tensor = total if input.is_cuda else known
         if self.training and self.track_running_stats:
             self._update_running(mean, variance, count)
         output: torch.Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
@@ -46,14 +51,16 @@ class SynchronisedBatchNorm(_BatchNorm):
         return output
 
     @torch.no_grad()
-    def _update_running(self, mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
+    def _update_running(self, mean: torch.Tensor, variance: torch.Tensor, count: int | torch.Tensor) -> None:
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         unbiased = variance * (count / (count - 1))
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+        for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+            momentum: float | torch.Tensor | None = self.momentum
+            if momentum is None:  # the mean of all batches, whose number is on the device
+                momentum = self.num_batches_tracked.to(running.dtype).reciprocal()
+            running.lerp_(new.to(running.dtype), momentum)
 
 
 def synchronise_batch_norms(model: nn.Module, group: Group) -> None:
@@ -84,7 +91,7 @@ def has_batch_norms(model: nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
-def _merged_statistics(input: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor, int]:
+def _merged_statistics(input: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mean and biased variance of each channel over all ranks, and the number of values per channel."""
     dims, channels = (0, *range(2, input.dim())), input.shape[1]
     wide = input if input.dtype == torch.float64 else input.float()
@@ -93,7 +100,7 @@ def _merged_statistics(input: torch.Tensor, group: Group) -> tuple[torch.Tensor,
     if local_count:
         variance, mean = torch.var_mean(wide, dims, correction=0)
         local[:channels], local[channels:-1] = mean, variance * local_count
-    local[-1] = local_count
+    local[-1:].fill_(local_count)  # a number that is assigned to one entry is copied from the host
     gathered = local.new_empty(group.size, local.numel())
     all_gather(gathered.view(-1), local, group)
     counts = gathered[:, -1:]
@@ -101,7 +108,7 @@ def _merged_statistics(input: torch.Tensor, group: Group) -> tuple[torch.Tensor,
     means, deviations = gathered[:, :channels], gathered[:, channels:-1]
     mean = (means * counts).sum(0) / total
     variance = (deviations + counts * (means - mean) ** 2).sum(0) / total
-    return mean, variance, int(total)
+    return mean, variance, total
 
 
 def _per_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -119,7 +126,7 @@ class _Normalise(torch.autograd.Function):
         bias: torch.Tensor | None,
         mean: torch.Tensor,
         variance: torch.Tensor,
-        count: int,
+        count: int | torch.Tensor,
         eps: float,
         group: Group,
     ) -> torch.Tensor:

@@ -25,7 +25,8 @@ def broadcast_buffers(model: nn.Module, mesh: Mesh) -> None:
         by_dtype.setdefault(buffer.dtype, []).append(buffer)
     for buffers in by_dtype.values():
         flat = torch.cat([buffer.flatten() for buffer in buffers])
-        broadcast(flat, mesh.batch_group("control"))
+        for group in mesh.batch_groups:
+            broadcast(flat, group)
         for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
             buffer.copy_(part.view_as(buffer))
 
@@ -44,14 +45,15 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 def consensus_buffers(model: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
     """Buffers for a checkpoint: those that all ranks share, or the mean where each rank keeps its own; collective."""
     buffers = persistent_buffers(model)
-    group = mesh.batch_group("control")
-    if mesh.plan.data.buffers != "local" or group.size == 1:
+    num_ranks = mesh.data_size * mesh.sequence_size
+    if mesh.plan.data.buffers != "local" or num_ranks == 1:
         return buffers
     agreed = {}
     for name, buffer in buffers.items():
         agreed[name] = buffer
         if buffer.is_floating_point():
             agreed[name] = buffer.clone()
-            all_reduce(agreed[name], group)
-            agreed[name] /= group.size
+            for group in mesh.batch_groups:
+                all_reduce(agreed[name], group)
+            agreed[name] /= num_ranks
     return agreed

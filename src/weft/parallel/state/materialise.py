@@ -47,7 +47,7 @@ def agreed_seed(model: nn.Module, mesh: Mesh) -> Iterator[None]:
         return
     device = mesh.world.device
     num_empty = sum(tensor.is_meta for _, tensor in model_tensors(model))
-    counts = set(gather_values(num_empty, mesh.everyone("control"), device))
+    counts = set(gather_values(num_empty, mesh.everyone("control")))
     if len(counts) > 1:
         raise ModelError(
             "some ranks built the model on the meta device and others did not; build it the same way on all"
@@ -55,7 +55,7 @@ def agreed_seed(model: nn.Module, mesh: Mesh) -> Iterator[None]:
     if counts == {0}:
         yield
         return
-    seed = torch.tensor([draw_seed()], device=device)
+    seed = torch.tensor([draw_seed()])
     broadcast(seed, mesh.everyone("control"))
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(int(seed))

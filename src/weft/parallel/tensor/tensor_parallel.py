@@ -79,11 +79,10 @@ class TensorParallel:
 
         Tensors on the meta device are cut when they are materialised.
         """
-        control = self._mesh.group(AXIS, "control")
         for name, tensor in model_tensors(self.model):
             if not tensor.is_meta:
                 there = tensor.detach().to(self._mesh.world.device).contiguous()
-                broadcast(there, control)
+                broadcast(there, self.group)
                 tensor.data = self.cut_one(name, there).to(tensor.device)
 
     def cut_one(self, name: str, whole: torch.Tensor) -> torch.Tensor:

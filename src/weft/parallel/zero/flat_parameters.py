@@ -50,12 +50,12 @@ class FlatParameters:
         *,
         layouts: Sequence[Layout],
         group: Group,
-        source: Group | None,
+        source: Sequence[Group],
         keep_whole: bool,
         device: torch.device,
         master_device: torch.device,
     ) -> None:
-        """Take over parameters, with the values of the first rank of `source`; collective."""
+        """Take over parameters, with the values of the first rank of the groups of `source`; collective."""
         self.buffer = buffer
         self.names = buffer.names
         self.flat = buffer.flat
@@ -86,13 +86,13 @@ class FlatParameters:
             self.free()
 
     @torch.no_grad()
-    def _stage(self, source: Group | None, device: torch.device) -> torch.Tensor:
+    def _stage(self, source: Sequence[Group], device: torch.device) -> torch.Tensor:
         """The whole buffer in the master's dtype, with the first rank's values."""
         staged = torch.zeros(self.flat.numel, dtype=torch_dtype(self.buffer.master), device=device)
         for parameter, view in zip(self.parameters, self.member_views(staged), strict=True):
             view.copy_(parameter)
-        if source is not None:
-            broadcast(staged, source)
+        for one in source:
+            broadcast(staged, one)
         return staged
 
     def _place(self, staged: torch.Tensor) -> torch.Tensor:

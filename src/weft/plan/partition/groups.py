@@ -13,8 +13,25 @@ from weft.plan.plan import Axes, Plan
 GroupKey = tuple[str, str]
 """Axes and purpose. "pipeline:0,3" are the ranks at these places along an axis."""
 
+HOST_PURPOSES = ("control", "saving")
+"""Purposes whose messages are small and in host memory on every device: a GPU's communicators take hundreds of MB each,
+and a value that is read from one makes the host wait for the device."""
+
 WORLD = "world"
 """The name under which exchanges between all ranks are counted; not an axis of the plan."""
+
+
+def message_group(source: int, target: int, num_ranks: int) -> GroupKey:
+    """The group of the messages from a stage to a neighbour: the two ranks that hold them, and what goes one way.
+
+    NCCL matches the messages of a group in order, and one may end only when it is received. So those that ranks wait
+    for in different orders are apart: each neighbour, each direction, and, with several chunks per rank, those that go
+    round from the last rank to the first.
+    """
+    here, there, is_forward = source % num_ranks, target % num_ranks, target > source
+    purpose = "activations" if is_forward else "gradients"
+    goes_round = (there > here) != is_forward
+    return f"pipeline:{min(here, there)},{max(here, there)}", f"{purpose} round" if goes_round else purpose
 
 
 def plan_groups(plan: Plan, *, batch_norms: bool) -> tuple[GroupKey, ...]:
@@ -27,9 +44,10 @@ def plan_groups(plan: Plan, *, batch_norms: bool) -> tuple[GroupKey, ...]:
         keys.append((batch, "statistics"))
     keys += [("pipeline+ring+ulysses+tensor", "control"), ("tensor", "control"), ("tensor", "activations")]
     keys += [("ring+ulysses", "control"), ("ring+ulysses", "masks"), ("ring", "neighbours"), ("ulysses", "heads")]
-    keys += [("pipeline", "control"), ("pipeline", "activations"), ("pipeline", "gradients")]
-    if plan.pipeline.chunks > 1:
-        keys += [("pipeline", "activations round"), ("pipeline", "gradients round")]
+    keys += [("pipeline", "control"), ("pipeline", "totals")]
+    if plan.axes.pipeline > 1:
+        ways = ((s, s + 1) for s in range(plan.axes.pipeline * plan.pipeline.chunks - 1))
+        keys += dict.fromkeys(message_group(*ends, plan.axes.pipeline) for s, t in ways for ends in ((s, t), (t, s)))
     return tuple(key for key in keys if num_ranks_along(plan.axes, key[0]) > 1)
 
 

@@ -31,7 +31,7 @@ SHARDED_TAIL_ITEM_BYTES = 8
 """That tail is float64 for any dtype of gradients, so that the count of targets is exact."""
 
 PIPELINE_WORDS_BYTES = 32
-"""The last stage's message about a step: loss, count, correction, squared norm, in float64."""
+"""What the last stage tells the others about a step: loss, count, correction, squared norm, in float64."""
 
 NORM_BYTES = 8
 """The squared norm of a rank's part of the gradient, in float64."""
@@ -141,21 +141,32 @@ def gradient_all_reduce_bytes(members: Sequence[Member], *, bucket_bytes: int, d
 
 
 def pipeline_bytes(
-    boundaries: Sequence[tuple[int, int]], plan: Plan, *, rank: int, tied: Sequence[tuple[int, int]] = ()
+    boundaries: Sequence[tuple[int, int]],
+    plan: Plan,
+    *,
+    rank: int,
+    tied: Sequence[tuple[int, int]] = (),
+    together: bool = False,
 ) -> int:
     """Bytes that one rank along the pipeline axis sends over it in one step of equal microbatches.
 
     `boundaries`: (bytes of activations, bytes of their gradients) from each stage to the next, for one microbatch.
-    `tied`: (bytes, number of ranks that hold it) of each parameter that this rank shares with others.
+    `tied`: (bytes, number of ranks that hold it) of each parameter that this rank shares with others. `together`: the
+    stages update together for a weight that some of them share, which only 2bw does.
     """
     num_ranks, num_microbatches, last = plan.axes.pipeline, plan.step.microbatches, len(boundaries)
     sent = sum(sent_bytes("all-reduce", num_bytes, num_holders) for num_bytes, num_holders in tied)
     for stage in range(rank, last + 1, num_ranks):
         sent += num_microbatches * boundaries[stage][0] if stage < last else 0
         sent += num_microbatches * boundaries[stage - 1][1] if stage else 0
-    if plan.step.clip_norm > 0 or plan.precision.compute != "model":
+    if together or takes_norm(plan):
         return sent + sent_bytes("all-reduce", PIPELINE_WORDS_BYTES, num_ranks)
-    return sent + (PIPELINE_WORDS_BYTES * (num_ranks - 1) if rank == num_ranks - 1 else 0)
+    return sent + (PIPELINE_WORDS_BYTES if rank else 0)
+
+
+def takes_norm(plan: Plan) -> bool:
+    """True if an update waits for the norm of the whole gradient."""
+    return plan.step.clip_norm > 0 or plan.precision.compute != "model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,8 +213,7 @@ def tensor_bytes(layers: SplitLayers, plan: Plan) -> int:
     sent += sent_bytes("all-gather", layers.whole_output_bytes, size)
     sent += sum(sent_bytes("all-reduce", num_bytes, size) for num_bytes in layers.partial_bytes)
     sent += sum(sent_bytes("all-reduce", num_bytes, holders) for num_bytes, holders in layers.repeated_bytes)
-    takes_norm = plan.step.clip_norm > 0 or plan.precision.compute != "model"
-    return plan.step.microbatches * sent + (sent_bytes("all-reduce", NORM_BYTES, size) if takes_norm else 0)
+    return plan.step.microbatches * sent + (sent_bytes("all-reduce", NORM_BYTES, size) if takes_norm(plan) else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

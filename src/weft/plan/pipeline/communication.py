@@ -3,13 +3,15 @@
 The rules are the same for every schedule:
 
     receive    one pass before the message is needed, so that the transfer overlaps that pass; an update does not count
-               as a pass, because it is short and waits for a reduce
+               as a pass, because it is short and waits for a reduce. A gradient is not received before an update,
+               whose totals may come behind the gradients of that update, on the same wire
     send       right after the action that made the message
     gather     ZeRO-3: as early as a receive, so that the stage's parameters are whole when it computes
     release    ZeRO-3: right after the stage has computed
     reduce     after the last action that adds to the gradients of an update, if there are other data ranks
 
-A receive and a gather only begin where they stand; the action that needs them waits.
+A receive and a gather only begin where they stand; the action that needs them waits. Messages have no names on every
+wire: two ranks send and receive those of one kind (`message_group` in `plan/partition/groups.py`) in the same order.
 """
 
 from __future__ import annotations
@@ -119,7 +121,9 @@ def _rank_with_exchanges(
         source, target = source_of(action, num_stages), _neighbour(action, 1, num_stages)
         if source is not None:
             receive = Action(kind="receive", stage=action.stage, microbatch=action.microbatch, peer=source)
-            before[early[place]].append(receive)
+            is_gradient = source > action.stage
+            updates = any(between.kind == "update" for between in actions[early[place] : place])
+            before[place if is_gradient and updates else early[place]].append(receive)
         if target is not None:
             after[place].append(Action(kind="send", stage=action.stage, microbatch=action.microbatch, peer=target))
     for begin, end, stage in _whole_spells(actions, gathers):

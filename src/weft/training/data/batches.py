@@ -31,6 +31,7 @@ import numpy as np
 from weft.errors import DataError
 from weft.layout import part_of
 from weft.training.data.datasets import Batch, Dataset, Indices, fetch
+from weft.training.data.to_device import pin
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -62,7 +63,8 @@ class batches:
     a rank's part of it empty (0 samples, right shapes and dtypes), since that rank must still join the exchange.
     To go over the data several times give `epochs`; do not loop around `batches`, which goes on where the trainer is.
     The next batch is fetched in a background thread: a dataset that draws random numbers should seed them by the index,
-    or its draws mix with the model's.
+    or its draws mix with the model's. With a GPU it lies in pinned memory, which the GPU reads later: do not write into
+    a batch that was given to `step`.
     """
 
     dataset: Dataset
@@ -145,7 +147,7 @@ class batches:
             epoch, first, end = piece
             start, stop = (first + offset for offset in part_of(end - first, rank, size))
             indices = np.arange(start, stop, dtype=np.int64) if order is None else order(epoch)[start:stop]
-            return piece, fetch(self.dataset, indices)
+            return piece, pin(fetch(self.dataset, indices))
 
         return prefetch(fetch_part, self._slices(position))
 

@@ -25,6 +25,7 @@ from weft.parallel.state.batchnorm import has_batch_norms
 from weft.plan.partition.sequence import Places
 from weft.plan.partition.tensor import Range
 from weft.training.data.sample_split import MakeWhole, SampleSplit
+from weft.training.data.to_device import to_device
 from weft.training.data.trees import Arguments, map_output, map_tensors, named_tensors, num_samples
 
 log = logging.getLogger("weft")
@@ -108,12 +109,14 @@ class SequenceSplit(SampleSplit):
         beside = {name: cut.pop(name) for name in whole.along if len(cut[name]) != samples}
         positions = self.sequence.positions
         if positions is not None and positions.argument is not None and cut.get(positions.argument) is None:
-            numbers = self.sequence.numbers(places)
+            numbers = self.sequence.numbers(places, self._device)
             cut.pop(positions.argument, None)
             beside[positions.argument] = numbers.unsqueeze(0) if positions.num_dims == 2 else numbers
 
         def padded(tensor_BS: Tensor | None, fill: float) -> Tensor | None:
-            return None if tensor_BS is None else take(tensor_BS, ((0, places.padded),), fill=fill).to(self._device)
+            if tensor_BS is None:
+                return None
+            return to_device(take(tensor_BS, ((0, places.padded),), fill=fill), self._device)
 
         now = Pass(
             places=places, key_mask_BS=padded(whole.key_mask_BS, False), documents_BS=padded(whole.documents_BS, -1)

@@ -112,7 +112,7 @@ def train(
         weights=prepared.weights,
     )
     torch.manual_seed(wanted.steps.seed + 1 + world.rank)  # dropout must differ between ranks, weights must not
-    directory = Path(gather_values(str(directory), trainer.mesh.everyone("control"), world.device)[0])
+    directory = Path(gather_values(str(directory), trainer.mesh.everyone("control"))[0])
     _refuse_different_data(trainer, prepared)
     run = _Run(wanted, prepared, trainer, directory, observer if observer and world.rank == 0 else Observer())
     run.open(resume)
@@ -162,7 +162,7 @@ class _Run:
         # Agreed on by all ranks before anything is written: hosts may not yet see the same files in a shared folder.
         mine = [path.name for path in all_checkpoints(self.directory / CHECKPOINTS)[-1:]]
         looked = [(self.directory / JOB_FILE).exists(), mine]
-        seen = gather_values(looked, self.trainer.mesh.everyone("control"), self.trainer.mesh.world.device)
+        seen = gather_values(looked, self.trainer.mesh.everyone("control"))
         newest = max((name for _, names in seen for name in names), key=lambda name: int(name[5:]), default=None)
         if not resume and any(holds_run for holds_run, _ in seen):
             raise JobError(f"{self.directory} holds a run already; resume it, or give another directory")
@@ -222,8 +222,8 @@ class _Run:
             step=self.trainer.steps_done,
             loss=loss,
             grad_norm=self.trainer.grad_norm,
-            num_skipped=self.trainer.num_skipped,
-            loss_scale=self.trainer.loss_scale,
+            num_skipped=self.trainer.update.skipped,
+            loss_scale=self.trainer.update.loss_scale.factor if self.trainer.plan.precision.compute == "fp16" else None,
             lr=self.trainer.optimizer.param_groups[0]["lr"],
             unit=unit,
             num_units=each * self.job.steps.global_batch,
@@ -296,8 +296,7 @@ class _Run:
 
 def _refuse_different_data(trainer: Trainer, prepared: Prepared) -> None:
     """Refuse ranks on hosts with other files, or with another Python's standard library."""
-    world = trainer.mesh.world
-    seen = gather_values(fingerprint(prepared.train_data), trainer.mesh.everyone("control"), world.device)
+    seen = gather_values(fingerprint(prepared.train_data), trainer.mesh.everyone("control"))
     odd = [rank for rank, value in enumerate(seen) if value != seen[0]]
     if odd:
         raise DataError(

@@ -1,6 +1,7 @@
 """One JSON line per step, from which the progress bar and every report are made.
 
-A record is written one step late, after the next step was launched, so that reading the loss does not stall a device.
+A record is written one step late, after the next step was launched, so that reading the loss does not stall a device:
+its numbers are copied to the host at the end of their step, and only they are waited for.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from weft.errors import JobError
 from weft.mesh import Mesh
 from weft.plan.text import write_text
 from weft.training.data.trees import tensors_of
+from weft.training.step.late_numbers import LateNumbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,8 @@ class Recorder:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._waiting: tuple[dict[str, Any], torch.Tensor, torch.Tensor | None] | None = None
+        self._waiting: tuple[dict[str, Any], LateNumbers] | None = None
+        """Fields in which `...` stands for a number that the device may still compute, and those numbers."""
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -69,10 +72,11 @@ class Recorder:
         self._last_s = time.perf_counter()
         self._last_traffic = self._traffic()
 
-    def add(
-        self, *, loss: torch.Tensor, grad_norm: torch.Tensor | None, num_units: int, **known: Any
-    ) -> StepRecord | None:
-        """Note a step that has just been launched; `known` are other fields. Returns the record of the step before."""
+    def add(self, *, num_units: int, **fields: Any) -> StepRecord | None:
+        """Note a step that has just been launched; `fields` are the record's other ones, some of them as tensors.
+
+        Returns the record of the step before.
+        """
         previous = self.flush()
         now, traffic = time.perf_counter(), self._traffic()
         step_s = now - self._last_s
@@ -81,7 +85,7 @@ class Recorder:
         bubble_s = waited_s.pop("pipeline", 0.0)
         exchange_s = sum(waited_s.values())
         measured = {
-            **known,
+            **{name: ... if isinstance(value, torch.Tensor) else value for name, value in fields.items()},
             "units_per_s": num_units / step_s,
             "step_s": step_s,
             "exchange_s": exchange_s,
@@ -90,7 +94,8 @@ class Recorder:
             "sent_bytes": {axis: sent - before[axis][0] for axis, (sent, _) in traffic.items()},
             "memory_bytes": peak_memory_bytes(self._mesh.world.device),
         }
-        self._waiting = (measured, loss, grad_norm)
+        late = LateNumbers(*(value for value in fields.values() if isinstance(value, torch.Tensor)))
+        self._waiting = (measured, late)
         self._last_s, self._last_traffic = now, traffic
         return previous
 
@@ -98,9 +103,11 @@ class Recorder:
         """The record that is still waiting, if any. Blocks until its step is done."""
         if self._waiting is None:
             return None
-        measured, loss, grad_norm = self._waiting
+        measured, late = self._waiting
         self._waiting = None
-        return StepRecord(loss=float(loss), grad_norm=None if grad_norm is None else float(grad_norm), **measured)
+        numbers = iter(late.read())
+        complete: dict[str, Any] = {name: next(numbers) if value is ... else value for name, value in measured.items()}
+        return StepRecord(**{**complete, "num_skipped": int(complete["num_skipped"])})
 
     def _traffic(self) -> dict[str, tuple[int, float]]:
         return {axis: (traffic.sent_bytes, traffic.wait_s) for axis, traffic in self._mesh.traffic.items()}

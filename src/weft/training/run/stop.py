@@ -54,7 +54,7 @@ class StopRequest:
         step_s = max((now - self._last_look_s) / self._steps_between, 1e-6)
         wanted = self._asked_at_s is not None or (self._file is not None and self._file.exists())
         between = min(max(round(_SECONDS_BETWEEN_LOOKS / step_s), 1), _MOST_STEPS) if self._mesh.world.rank == 0 else 0
-        message = torch.tensor([int(wanted), between], dtype=torch.int64, device=self._mesh.world.device)
+        message = torch.tensor([int(wanted), between], dtype=torch.int64)
         all_reduce(message, self._mesh.everyone("control"), op="max")
         stop, self._steps_between = message.tolist()
         self._steps_left = self._steps_between

@@ -73,7 +73,7 @@ def _balanced(whole: Outline, mesh: Mesh, num_stages: int) -> tuple[int, ...]:
         in_flight = _in_flight(mesh.plan, num_stages)
         return list(balance(blocks, num_stages, first=first, last=last, in_flight=in_flight))
 
-    return tuple(value_of_first(find, mesh.everyone("control"), mesh.world.device))
+    return tuple(value_of_first(find, mesh.everyone("control")))
 
 
 def _find_costs(whole: Outline, device: torch.device) -> tuple[BlockCost, list[BlockCost], BlockCost]:
@@ -114,7 +114,7 @@ def _begin_alike(model: nn.Module, mesh: Mesh) -> None:
     for _, tensor in model_tensors(model):
         if not tensor.is_meta:
             there = tensor.detach().to(mesh.world.device)
-            copy_from_first([there], mesh.everyone("control"))
+            copy_from_first([there], mesh.axis_groups)
             with torch.no_grad():
                 tensor.copy_(there)
 
@@ -129,4 +129,4 @@ def _materialise_shared(made: CutModel, mesh: Mesh) -> None:
         Materialiser(made.model, mesh.world.device, with_buffers=False).fill([own[name] for name in shared])
         filled = dict(made.model.named_parameters())
         for name in shared:
-            copy_from_first([filled[name]], groups[name])
+            copy_from_first([filled[name]], [groups[name]])

@@ -24,6 +24,7 @@ from weft.mesh import Mesh
 from weft.parallel.state.materialise import fill_alone, is_on_meta, model_tensors
 from weft.parallel.tensor.shares import local_part
 from weft.parallel.tensor.tensor_parallel import TensorParallel
+from weft.sync.make import copy_from_first
 from weft.training.data.sample_split import SampleSplit
 from weft.training.data.trees import forward, map_tensors, num_samples, split_tree
 from weft.training.setup.probe_pass import GRADIENT, CannotCopyError, Trial, run_pass, try_whole, widened
@@ -113,7 +114,7 @@ def _try_on_first(model: nn.Module, few: Any, mesh: Mesh) -> tuple[Trial | None,
             return {"problem": f"the model fails on the example ({type(error).__name__}: {error}){_advice(mesh)}"}
         return {"has_answer": bool(trial.found), "is_wide": trial.is_wide, "casts": trial.casts}
 
-    told = value_of_first(try_here, mesh.everyone("control"), mesh.world.device)
+    told = value_of_first(try_here, mesh.everyone("control"))
     if "problem" in told:
         raise ModelError(told["problem"])
     return trial, told
@@ -131,8 +132,9 @@ def _pass_split(model: nn.Module, inputs: Any, mesh: Mesh, sample_split: SampleS
         found = run_pass(model, cut, call=call, part=sample_split.part_of_output)
     for what, tensor in found.items():
         if what.startswith(GRADIENT):
-            found[what] = tensor.contiguous()
-            all_reduce(found[what], mesh.group("ring+ulysses", "control"))
+            summed = tensor.cpu().contiguous()
+            all_reduce(summed, mesh.group("ring+ulysses", "control"))
+            found[what] = summed.to(device)
     return found
 
 
@@ -153,7 +155,7 @@ def _filled_copy(model: nn.Module, mesh: Mesh) -> nn.Module | None:
         fill_alone(copied, 0, _CPU)
     except Exception as error:  # not raised: weights without first values may yet be read from a file
         problem = "; ".join(error.problems) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
-    problems = gather_values(problem, mesh.everyone("control"), mesh.world.device)
+    problems = gather_values(problem, mesh.everyone("control"))
     problem = next((one for one in problems if one is not None), None)
     if problem is not None:
         _say_untried(mesh, f"a copy of it cannot be filled ({problem})")
@@ -178,7 +180,7 @@ def _cut_copy(model: nn.Module, tried: nn.Module, parts: ParallelModel, *, is_wi
     memo: dict[int, Any] = {}
     for name, tensor in model_tensors(model):
         there = widened(tensors[name].detach().to(mesh.world.device, copy=True), is_wide)
-        broadcast(there, mesh.everyone("control"))
+        copy_from_first([there], mesh.axis_groups)
         share = cutting.cut_one(name, there)
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(share, requires_grad=tensor.requires_grad) if is_parameter else share
@@ -217,13 +219,14 @@ def _compare(
 ) -> None:
     """Refuse differences beyond rounding; `narrowed`: the model computes in fewer bits than its output has."""
     everyone, device = mesh.everyone("control"), mesh.world.device
-    listed = gather_values([[what, list(t.shape)] for what, t in whole.items()], everyone, device)[0]
+    listed = gather_values([[what, list(t.shape)] for what, t in whole.items()], everyone)[0]
     measured = torch.zeros(len(listed), 2, dtype=torch.float64)
     for number, (what, shape) in enumerate(listed):
-        true = torch.empty(shape, dtype=torch.float64, device=device)
+        true = torch.empty(shape, dtype=torch.float64)
         if what in whole:
             true.copy_(whole[what])
         broadcast(true, everyone)
+        true = true.to(device)
         if what.startswith(GRADIENT):
             layout = tensor.shares.layout(what.removeprefix(GRADIENT), shape)
             expected = local_part(true, layout, mesh.grid, mesh.world.rank)
@@ -235,7 +238,7 @@ def _compare(
         if mesh.data_rank == 0:  # others may have been given another example
             is_alike = mine.shape == expected.shape
             measured[number, 0] = _largest(mine.double() - expected) if is_alike else float("inf")
-    measured = torch.nan_to_num(measured, nan=float("inf"), posinf=float("inf")).to(device)
+    measured = torch.nan_to_num(measured, nan=float("inf"), posinf=float("inf"))
     all_reduce(measured, everyone, op="max")
     dtype = torch.bfloat16 if narrowed else next(iter(split.values())).dtype
     allowed = _ROUNDING.get(dtype, _ROUNDING[torch.float32])

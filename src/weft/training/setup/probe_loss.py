@@ -58,7 +58,7 @@ class _ProbedLoss:
     def _probe(self, output: Any, targets: Any) -> None:
         found = _excess(self._loss, output, targets)
         told = [0.0, 0.0] if found is None else [1.0, found]
-        everywhere = torch.tensor(told, dtype=torch.float64, device=tensors_of(targets)[0].device)
+        everywhere = torch.tensor(told, dtype=torch.float64)
         all_reduce(everywhere, self._group, op="max")
         self._is_probed, worst = bool(everywhere[0]), float(everywhere[1])
         if worst > 1:

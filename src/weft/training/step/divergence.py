@@ -45,7 +45,7 @@ class DivergenceCheck:
         """Raise on every rank if any two replicas differ; collective."""
         found = self._find(step)
         if self.mesh.size("pipeline") * self.mesh.size("tensor") > 1:  # other ranks have not seen it
-            texts = gather_values(found, self.mesh.everyone("control"), self.mesh.world.device)
+            texts = gather_values(found, self.mesh.everyone("control"))
             found = next((text for text in texts if text is not None), None)
         if found is not None:
             raise DivergenceError(found)
@@ -73,7 +73,8 @@ class DivergenceCheck:
         names = torch.tensor([zlib.crc32("\n".join(name for name, _ in named).encode())], dtype=torch.int64)
         device = self.mesh.world.device
         sums = torch.stack([names.to(device)[0], *(checksum(tensor).to(device) for _, tensor in named)])
-        lengths = _gather(torch.tensor([sums.numel()], device=device), group)[:, 0].tolist()
+        sums = sums.to(group.device)
+        lengths = _gather(torch.tensor([sums.numel()], device=group.device), group)[:, 0].tolist()
         if len(set(lengths)) > 1:
             return _text(step, "the number of tensors in the optimizer state", lengths, group)
         table = _gather(sums, group)
@@ -149,7 +150,7 @@ def require_same_batch(mesh: Mesh, inputs: Any, targets: Any, *, what: str = "ba
     for tensor in tensors_of((inputs, targets)):
         mine = zlib.crc32(checksum(tensor).cpu().numpy().tobytes(), mine)
         mine = zlib.crc32(repr(tuple(tensor.shape)).encode(), mine)
-    seen = gather_values(mine, group, mesh.world.device)
+    seen = gather_values(mine, group)
     odd = [rank for rank, value in zip(group.ranks, seen, strict=True) if value != seen[0]]
     if odd:
         axes = ", ".join(f"{axis} = {size}" for axis, size in mesh.grid.axes.sizes.items() if size > 1)

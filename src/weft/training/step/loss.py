@@ -82,7 +82,8 @@ def loss_terms(loss: Loss, output: Any, targets: Any, count: Count) -> LossTerms
 def no_loss(output: Any) -> torch.Tensor:
     """A loss of zero that depends on the output, so that its backward pass runs, with zero gradients."""
     tensors = [tensor for tensor in output_tensors(output) if tensor.requires_grad]
-    return sum(((t if t.dim() else t.reshape(1))[:0].sum() for t in tensors), torch.zeros((), requires_grad=True))
+    nothing = [(tensor if tensor.dim() else tensor.reshape(1))[:0].sum() for tensor in tensors]
+    return sum(nothing[1:], nothing[0]) if nothing else torch.zeros((), requires_grad=True)
 
 
 def count_targets(targets: Any) -> Count:

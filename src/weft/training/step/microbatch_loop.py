@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from weft.training.data.trees import num_samples
+from weft.training.step.late_numbers import on_device
 from weft.training.step.loss import Count, loss_terms, no_loss
 from weft.training.step.microbatches import CountedBatch
 from weft.training.step.step_parts import StepParts
@@ -46,17 +47,17 @@ class MicrobatchLoop:
             with self._recording.during("forward", number), self._model.random_states(step, number):
                 terms = loss_terms(self._loss, self._call(inputs), targets, count)
             self._counts.is_own = self._counts.is_own or terms.own_count
-            factor = terms.multiplier * self._update.loss_scale.value / shared
+            factor = terms.multiplier * self._update.loss_scale.factor / shared
             scaled = terms.value if isinstance(factor, float) and factor == 1.0 else terms.value * factor
             with self._recording.during("backward", number):
                 scaled.backward()
             self._sync.end_microbatch()
             loss_sum += terms.value.detach() * terms.multiplier
             count_sum = count_sum + terms.count
-        counted = torch.as_tensor(count_sum, device=device)
+        counted = on_device(count_sum, device)
         with self._recording.during("reduce"):
             totals = self._sync.finish(loss_sum, counted, with_norm=self._update.needs_norm)
-            totals = join_norm(totals, self._mesh.group("tensor", "control"))
+            totals = join_norm(totals, self._mesh.group("tensor", "activations"))
         refuse_no_targets(totals.count)
         with self._recording.during("update"):
             self._update.run(totals.norm, self._counts.correction(shared, totals.count), step=step)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +9,7 @@ import torch
 
 from weft.errors import DataError
 from weft.training.data.sample_split import SampleSplit
+from weft.training.data.to_device import to_device
 from weft.training.data.trees import map_tensors, num_samples, split_microbatches
 from weft.training.step.loss import Count, are_samples_counted, count_targets
 
@@ -36,17 +35,21 @@ class Microbatches:
             raise DataError(
                 f"inputs hold {num_samples(inputs)} samples, targets {num_samples(targets)}; dim 0 is samples"
             )
-        parts: Iterable[tuple[Any, Any]] = zip(
-            split_microbatches(inputs, self.num), split_microbatches(targets, self.num), strict=True
-        )
-        if self.sample_split is not None:
+        parts = self._split(inputs, targets)
+        if self.sample_split is None:  # one copy of the whole, of which microbatches are views
+            there = self._split(self._to_device(inputs), self._to_device(targets))
+        else:
             parts = [self.sample_split.cut(*part) for part in parts]
-        to_device = functools.partial(map_tensors, lambda tensor: tensor.to(self.device, non_blocking=True))
+            there = [(self._to_device(inputs), self._to_device(targets)) for inputs, targets in parts]
         # Targets are counted where they come from: on the host that does not block.
-        return [
-            (to_device(inputs), to_device(targets), self._count(inputs, targets) if self.has_loss else 0)
-            for inputs, targets in parts
-        ]
+        counts = [self._count(*part) if self.has_loss else 0 for part in parts]
+        return [(*part, count) for part, count in zip(there, counts, strict=True)]
+
+    def _split(self, inputs: Any, targets: Any) -> list[tuple[Any, Any]]:
+        return list(zip(split_microbatches(inputs, self.num), split_microbatches(targets, self.num), strict=True))
+
+    def _to_device(self, tree: Any) -> Any:
+        return map_tensors(lambda tensor: to_device(tensor, self.device), tree)
 
     def _count(self, inputs: Any, targets: Any) -> Count:
         counted = count_targets(targets)

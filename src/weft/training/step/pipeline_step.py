@@ -2,9 +2,9 @@
 
     every rank   take the same microbatches ─ execute the schedule ─ complete gradients ─ agree ─ update
 
-Loss and count are known on the last stage only; after its exchange with the other data ranks it sends them to the
-stages before it, which by then need nothing else to update. Where the plan clips, or computes in 16 bits, all stages
-wait for each other's norms.
+Loss and count are known on the last stage only. After its exchange with the other data ranks they follow the last
+gradients from stage to stage, each of which by then needs nothing else to update; so no stage waits for an earlier one.
+Where the plan clips, or computes in 16 bits, all stages wait for each other's norms.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from typing import Any
 import torch
 
 from weft.comm.collectives import all_reduce, broadcast
-from weft.comm.p2p import receive
 from weft.errors import DataError
 from weft.parallel.pipeline.cut_model import CutModel, tied_groups
-from weft.parallel.pipeline.executor import Pipeline, make_channels, open_pairs
+from weft.parallel.pipeline.executor import Pipeline
+from weft.parallel.pipeline.links import Links
 from weft.parallel.tensor.cross_entropy import gather_logits
 from weft.plan.pipeline.actions import Action
-from weft.plan.pipeline.communication import evaluation_of, schedule_of
+from weft.plan.pipeline.communication import FLUSH_FREE, evaluation_of, schedule_of
 from weft.sync.base import Totals
+from weft.training.step.late_numbers import on_device
 from weft.training.step.loss import Count, loss_terms, no_loss
 from weft.training.step.microbatches import CountedBatch
 from weft.training.step.pipeline_passes import Evaluation, MicrobatchPasses
@@ -66,18 +67,20 @@ class PipelineStep(MicrobatchPasses):
         trained = {name: parameter for name, parameter in cut.model.named_parameters() if parameter.requires_grad}
         self.pipeline = Pipeline(
             model=cut,
-            channels=make_channels(mesh),
+            links=Links(mesh, cut.my_stages, cut.num_stages),
             recording=parts.recording,
             parameters=list(trained.values()),
             device=mesh.world.device,
         )
-        for group in (*self.pipeline.channels.values(), self._control):
-            open_pairs(group, mesh.world.device)
+        is_tied = mesh.plan.pipeline.schedule in FLUSH_FREE and bool(cut.holders)
+        self._totals = mesh.group("pipeline", "totals") if self._update.needs_norm or is_tied else None
+        """The group of all stages, where they update together."""
         self._names = _names_of_stages(cut, trained)
         self._ties = [(name, group) for name, group in tied_groups(cut, mesh).items() if name in trained]
         self._schedule: tuple[Action, ...] = ()
         self._evaluations: dict[int, tuple[Action, ...]] = {}
         self._last: set[tuple[str, int, int]] = set()
+        self._refusal: DataError | None = None
 
     def step(self, microbatches: list[CountedBatch], *, step: int) -> torch.Tensor:
         """One step; returns the mean loss over the global batch."""
@@ -89,12 +92,11 @@ class PipelineStep(MicrobatchPasses):
         self._batch = self._make_batch(microbatches, step)
         self.pipeline.recording.begin_step()
         self._sync.begin()
-        try:
-            self.pipeline.run(self._schedule, self)
-            self.pipeline.settle()  # free: no step starts before the first stage, which ends last, is done
-        except BaseException:
-            self.pipeline.drop()
-            raise
+        self.pipeline.run(self._schedule, self)
+        self.pipeline.settle()  # free: no step starts before the first stage, which ends last, is done
+        if self._refusal is not None:
+            refusal, self._refusal = self._refusal, None
+            raise refusal
         return self._mean
 
     def _make_batch(self, microbatches: list[CountedBatch], step: int) -> UpdateBatch:
@@ -116,11 +118,11 @@ class PipelineStep(MicrobatchPasses):
         terms = loss_terms(self._parts.loss, output, part.targets, part.count)
         self._counts.is_own = self._counts.is_own or terms.own_count
         value, multiplier, batch = terms.value, terms.multiplier, self._batch_of(microbatch)
-        batch.loss_sum += value.detach() if multiplier == 1 else value.detach() * multiplier
+        batch.loss_sum += value.detach() * multiplier
         batch.count = batch.count + terms.count
         # A loss is scaled by its own gradient, not by another operator.
-        factor = multiplier * self._update.loss_scale.value / batch.divisor
-        return value, torch.as_tensor(factor, dtype=value.dtype, device=value.device)
+        factor = multiplier * self._update.loss_scale.factor / batch.divisor
+        return value, on_device(factor, value.device, value.dtype)
 
     def backward(self, action: Action) -> AbstractContextManager[object]:
         self._model.enter(self.microbatches[action.microbatch].inputs)
@@ -138,18 +140,18 @@ class PipelineStep(MicrobatchPasses):
             totals, correction = self._agree(self._sum_over_data(self._batch), self._batch.divisor)
             try:
                 refuse_no_targets(totals.count)
-            except DataError:
-                self.pipeline.settle()  # the stages before raise too, once they have the totals
-                raise
+            except DataError as error:
+                self._refusal = error  # raised on all stages, once nothing is under way
+                return
             self._mean = totals.loss_sum / totals.count
             self._update.run(totals.norm, correction, step=self._batch.step)
         else:
             super().exchange(action)
 
     def _sum_over_data(self, batch: UpdateBatch) -> Totals:
-        counted = torch.as_tensor(batch.count, device=self._mesh.world.device)
+        counted = on_device(batch.count, self._mesh.world.device)
         totals = self._sync.finish(batch.loss_sum, counted, with_norm=self._update.needs_norm)
-        return join_norm(totals, self._mesh.group("tensor", "control"))
+        return join_norm(totals, self._mesh.group("tensor", "activations"))
 
     def _hand_over(self) -> None:
         """Sum the gradients that several stages hold, and let all gradients go to the other data ranks."""
@@ -167,23 +169,22 @@ class PipelineStep(MicrobatchPasses):
         correction = self._counts.correction(divisor, totals.count) if self._is_last else None
         if self._is_last:
             words[0], words[1] = totals.loss_sum, totals.count
-            words[2] = 1.0 if correction is None else correction
+            words[2] = on_device(1.0 if correction is None else correction, words.device)
         if self._update.needs_norm:
             assert totals.norm is not None
             words[3] = totals.norm**2
-            all_reduce(words, self._control)
-        elif self._is_last:
-            for rank in range(self._control.size - 1):
-                self.pipeline.post(words, self._control, to=rank)
+        if self._totals is not None:
+            all_reduce(words, self._totals)
         else:
-            receive(words, self._control, source=self._control.size - 1).wait()
+            self.pipeline.links.pass_back(words)
         norm = words[3].sqrt() if self._update.needs_norm else None
         if not self._is_last:
             correction = words[2] if words.is_cuda else (None if float(words[2]) == 1.0 else float(words[2]))
         return Totals(loss_sum=words[0], count=words[1], norm=norm), correction
 
     def flush(self) -> None:
-        """Nothing is in flight between steps."""
+        """Nothing is in flight between steps, unless one failed."""
+        self.pipeline.refuse_failed()
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """The state between steps, besides weights and optimizer: tensors and plain values."""
@@ -211,7 +212,7 @@ class PipelineStep(MicrobatchPasses):
 
     def token(self, window: torch.Tensor, pick: Callable[[Any], int]) -> int:
         """The next token, picked on the last stage, on every rank."""
-        picked = torch.zeros(1, dtype=torch.int64, device=self._mesh.world.device)
+        picked = torch.zeros(1, dtype=torch.int64)
         tensor = self._model.tensor
 
         def take_output(output: Any, *_: Any) -> None:

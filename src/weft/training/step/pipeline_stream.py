@@ -67,6 +67,7 @@ class PipelineStream(PipelineStep):
         return self._finished(self._fed - (self._control.size - 1))
 
     def flush(self) -> None:
+        super().flush()
         if self._start == self._fed:
             return
         self.pipeline.run(self._schedule_of(0, drain=True), self)
@@ -94,7 +95,7 @@ class PipelineStream(PipelineStep):
             first=self._fed,
             start=self._start,
             drain=drain,
-            together=self._update.needs_norm or bool(self._cut.holders),
+            together=self._totals is not None,
         )
         return schedule[self._control.index]
 

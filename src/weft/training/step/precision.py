@@ -11,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from weft.dtypes import HALF_DTYPES
 from weft.parallel.zero.grouping import torch_dtype
 from weft.plan.plan import Plan
 from weft.training.data.trees import forward, map_output, map_tensors
+from weft.training.step.late_numbers import on_device
 
 _FIRST_SCALE = 2.0**16
 _LARGEST_SCALE = 2.0**24
@@ -45,9 +48,10 @@ class LossScale:
     """The factor that the loss is multiplied by before the backward pass, and gradients are divided by after."""
 
     def __init__(self, value: float, *, is_dynamic: bool) -> None:
-        self.value = value
-        self._is_dynamic = is_dynamic
-        self._num_good = 0
+        self.factor: float | torch.Tensor = value
+        """A tensor once `update_late` has been called; a new one every time, so that an old one stays what it was."""
+        self.is_dynamic = is_dynamic
+        self._num_good: int | torch.Tensor = 0
 
     @classmethod
     def of(cls, plan: Plan) -> LossScale:
@@ -57,20 +61,35 @@ class LossScale:
         planned = plan.precision.loss_scale
         return cls(_FIRST_SCALE, is_dynamic=True) if planned == "dynamic" else cls(float(planned), is_dynamic=False)
 
+    @property
+    def value(self) -> float:
+        """The factor as a number, which may have to be waited for."""
+        return float(self.factor)
+
     def update(self, *, is_finite: bool) -> None:
         """Adapt a dynamic scale to whether the last step's gradients were finite."""
-        if not self._is_dynamic:
+        if not self.is_dynamic:
             return
         if not is_finite:
-            self.value, self._num_good = max(self.value / 2, 1.0), 0
+            self.factor, self._num_good = max(self.value / 2, 1.0), 0
             return
-        self._num_good += 1
+        self._num_good = int(self._num_good) + 1
         if self._num_good == _GROWTH_INTERVAL:
-            self.value, self._num_good = min(self.value * 2, _LARGEST_SCALE), 0
+            self.factor, self._num_good = min(self.value * 2, _LARGEST_SCALE), 0
+
+    def update_late(self, overflow: torch.Tensor) -> None:
+        """`update` without waiting: `overflow` is 1.0 on the device if the gradients were not finite, else 0.0."""
+        if not self.is_dynamic:
+            return
+        device = overflow.device
+        factor = on_device(self.factor, device, torch.float32).clone()
+        num_good = on_device(self._num_good, device, torch.int32).clone()
+        torch._amp_update_scale_(factor, num_good, overflow, 2.0, 0.5, _GROWTH_INTERVAL)
+        self.factor, self._num_good = factor.clamp_(1.0, _LARGEST_SCALE), num_good
 
     def state(self) -> dict[str, float]:
-        return {"value": self.value, "num_good": self._num_good}
+        return {"value": self.value, "num_good": int(self._num_good)}
 
     def load_state(self, state: dict[str, float]) -> None:
-        if self._is_dynamic:
-            self.value, self._num_good = float(state["value"]), int(state["num_good"])
+        if self.is_dynamic:
+            self.factor, self._num_good = float(state["value"]), int(state["num_good"])

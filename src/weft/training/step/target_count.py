@@ -24,7 +24,6 @@ class TargetCount:
 
     group: Group
     """The ranks that share a global batch."""
-    device: torch.device
     shared: float | torch.Tensor | None = None
     """The last step's global count."""
     is_own: bool = False
@@ -40,7 +39,7 @@ class TargetCount:
         if self._is_known:
             return torch.clamp(local, min=1) if isinstance(local, torch.Tensor) else float(max(local, 1))
         if self.shared is None:
-            first = torch.as_tensor(local, dtype=torch.float32, device=self.device).reshape(1)
+            first = torch.as_tensor(local, dtype=torch.float32).cpu().reshape(1)  # in the first step only
             all_reduce(first, self.group)
             self.shared = max(float(first), 1.0)
         return self.shared
@@ -50,8 +49,8 @@ class TargetCount:
         if self._is_known:
             return None
         if count.is_cuda:
-            self.shared = count.clone()
-            return shared / count.clamp(min=1)
+            self.shared = count.clamp(min=1)
+            return shared / self.shared
         true = float(count)
         self.shared = max(true, 1.0)
         return None if true == shared else shared / self.shared

@@ -2,12 +2,19 @@
 
 Where the plan clips or computes in 16 bits, a norm that is not finite skips the update on every rank at once: the sum
 over ranks is not finite as soon as one rank's part is not.
+
+A GPU finds that out by itself where the optimizer can be told so there, as torch's fused ones can: they leave weights
+and state as they are where `found_inf` is 1. Then nobody waits, publishing unchanged weights does no harm, and the skip
+is told when it is known. The first update is waited for, because torch's fused SGD would never initialise its momentum
+if that one were skipped.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +24,7 @@ from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
 from weft.plan.plan import Plan
 from weft.sync.base import Sync, Totals
+from weft.training.step.late_numbers import LateNumbers
 from weft.training.step.precision import LossScale
 
 log = logging.getLogger("weft")
@@ -44,20 +52,33 @@ class Update:
         self.loss_scale = LossScale.of(plan)
         self.grad_norm: torch.Tensor | None = None
         """The last step's gradient norm before clipping, if `needs_norm`."""
-        self.num_skipped = 0
-        """Number of steps skipped because a gradient was not finite."""
+        self.skipped: int | torch.Tensor = 0
+        """`num_skipped`, or a tensor that will be that number: a new one at every step, which no rank has to wait for.
+        """
+        self._skips_on_device = self.needs_norm and can_skip_on_device(optimizer)
+        self._has_updated = False
+        self._untold: deque[tuple[int, LateNumbers]] = deque()
+        """Steps of which it is not yet known whether they were skipped: number, and what to tell about it."""
+
+    @property
+    def num_skipped(self) -> int:
+        """Number of steps skipped because a gradient was not finite; waits for the last step."""
+        self._tell(wait=True)
+        return int(self.skipped)
 
     @torch.no_grad()
     def run(self, norm: torch.Tensor | None, correction: float | torch.Tensor | None, *, step: int) -> None:
         """Update with gradients still to be multiplied by a correction; `step` counts from 0."""
-        scale = self.loss_scale.value
-        factor = correction if scale == 1.0 else (1.0 if correction is None else correction) / scale
+        self._tell(wait=False)
+        scale = self.loss_scale.factor
+        is_scaled = isinstance(scale, torch.Tensor) or scale != 1.0
+        factor = (1.0 if correction is None else correction) / scale if is_scaled else correction
+        overflow = None
         if norm is not None:
             self.grad_norm = norm if factor is None else norm * factor
-            is_finite = bool(torch.isfinite(norm))
-            self.loss_scale.update(is_finite=is_finite)
-            if not is_finite:
-                self._skip(step, scale)
+            if self._skips_on_device and self._has_updated:
+                overflow = self._find_overflow(norm, step)
+            elif not self._is_finite(norm, step):
                 return
             factor = _clipping(self.grad_norm, factor=factor, clip_norm=self._clip_norm)
         if factor is not None:
@@ -66,7 +87,9 @@ class Update:
             rate = self._schedule(step)
             for group, base in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
                 group["lr"] = base * rate
-        self._optimizer.step()
+        with _skipping(self._optimizer, overflow):
+            self._optimizer.step()
+        self._has_updated = True
         self._sync.publish()
 
     def state(self) -> dict[str, Any]:
@@ -75,16 +98,65 @@ class Update:
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.loss_scale.load_state(state["loss_scale"])
-        self.num_skipped = int(state["num_skipped"])
+        self.skipped = int(state["num_skipped"])
+        self._untold.clear()
+        self._has_updated = False  # the optimizer's state may be from before its first update
 
-    def _skip(self, step: int, scale: float) -> None:
-        self.num_skipped += 1
+    def _is_finite(self, norm: torch.Tensor, step: int) -> bool:
+        """Wait for whether the gradients are finite, and note it."""
+        is_finite, before = bool(torch.isfinite(norm)), self.loss_scale.value
+        self.loss_scale.update(is_finite=is_finite)
+        if not is_finite:
+            self.skipped = self.num_skipped + 1
+            self._warn(step, before, self.loss_scale.value, self.skipped)
+        return is_finite
+
+    def _find_overflow(self, norm: torch.Tensor, step: int) -> torch.Tensor:
+        """1.0 on the device if the gradients are not finite, else 0.0."""
+        overflow, before = 1.0 - torch.isfinite(norm).float(), self.loss_scale.factor
+        self.loss_scale.update_late(overflow)
+        self.skipped = self.skipped + overflow
         if self._is_first_rank:
-            lowered = self.loss_scale.value
-            change = f"; the loss scale goes from {scale:g} to {lowered:g}" if lowered != scale else ""
+            self._untold.append((step, LateNumbers(overflow, before, self.loss_scale.factor, self.skipped)))
+        return overflow
+
+    def _tell(self, *, wait: bool) -> None:
+        """Warn of steps that are now known to have been skipped; `wait`: of all."""
+        while self._untold and (wait or self._untold[0][1].is_there):
+            step, numbers = self._untold.popleft()
+            overflow, before, after, num_skipped = numbers.read()
+            if overflow:
+                self._warn(step, before, after, int(num_skipped))
+
+    def _warn(self, step: int, before: float, after: float, num_skipped: int) -> None:
+        if self._is_first_rank:
+            change = f"; the loss scale goes from {before:g} to {after:g}" if after != before else ""
             log.warning(
-                "step %d is skipped: a gradient is not finite%s (%d skipped so far)", step + 1, change, self.num_skipped
+                "step %d is skipped: a gradient is not finite%s (%d skipped so far)", step + 1, change, num_skipped
             )
+
+
+def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """True if the optimizer's step leaves everything as it is where a tensor on the GPU says so (`torch.amp`'s way)."""
+    groups = optimizer.param_groups
+    return (
+        getattr(optimizer, "_step_supports_amp_scaling", False)
+        and all(group.get("fused", True) for group in groups)
+        and all(parameter.is_cuda for group in groups for parameter in group["params"])
+    )
+
+
+@contextmanager
+def _skipping(optimizer: Any, overflow: torch.Tensor | None) -> Iterator[None]:
+    """Context of an optimizer's step that changes nothing where `overflow` is 1; None: it always updates."""
+    if overflow is None:
+        yield
+        return
+    optimizer.grad_scale, optimizer.found_inf = None, overflow
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
 
 
 def _clipping(

@@ -1,0 +1,70 @@
+"""An operation under way: its results are written when it is waited for, not before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from strict_nccl.calls import Call, StrictError
+from strict_nccl.link import Link
+from strict_nccl.memory import Held, as_bytes, poison
+
+Finish = Callable[[list[Any]], Sequence[torch.Tensor]]
+
+
+class StrictWork(dist.Work):
+    """One call of this rank; `under_way` is the rank's list of those not waited for."""
+
+    def __init__(
+        self,
+        link: Link,
+        call: Call,
+        *,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        finish: Finish,
+        under_way: list[StrictWork],
+    ) -> None:
+        """The call's payload holds the inputs already, so outputs may overlap them."""
+        super().__init__()
+        self.call = call
+        self._link = link
+        self._outputs = outputs
+        self._finish = finish
+        self._under_way = under_way
+        self._is_over = False
+        before = [work.held for work in under_way]
+        for tensor in outputs:
+            poison(tensor)
+        self.held = [Held(tensor, is_output=True) for tensor in outputs]
+        self.held += [Held(tensor, is_output=False) for tensor in inputs]
+        self._refuse_overlaps(before)
+        under_way.append(self)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self._is_over:
+            results = self._link.wait(self.call.number)
+            self._is_over = True
+            self._under_way.remove(self)
+            for held in self.held:
+                held.check(self.call.describe())
+            for output, result in zip(self._outputs, self._finish(results), strict=True):
+                as_bytes(output).copy_(as_bytes(result))
+        return True
+
+    def is_completed(self) -> bool:
+        return self._is_over or self._link.is_over(self.call.number)
+
+    def _refuse_overlaps(self, others: Sequence[Sequence[Held]]) -> None:
+        for work, theirs in zip(self._under_way, others, strict=True):
+            for mine in self.held:
+                for held in theirs:
+                    if (mine.is_output or held.is_output) and mine.overlaps(held):
+                        raise StrictError(
+                            f"{self.call.describe()} uses memory of an operation that was not waited for: "
+                            f"{work.call.describe()}"
+                        )
