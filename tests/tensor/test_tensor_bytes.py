@@ -43,7 +43,7 @@ def check(plan: Plan, *, loss: str = "cross-entropy", **changes: Any) -> None:
         num_embeddings=1,
         num_outputs=1,
         whole_output_bytes=0 if loss == "cross-entropy" else SAMPLES * TOKENS * widest * ITEM_BYTES,
-        partial_bytes=(HIDDEN * ITEM_BYTES,) * 2 * LAYERS if plan.tensor.sequence else (),
+        partial_bytes=HIDDEN * ITEM_BYTES * 2 * LAYERS if plan.tensor.sequence else 0,
         repeated_bytes=((head_dim * HIDDEN * ITEM_BYTES, size // kv_heads),) * 2 * LAYERS if kv_heads else (),
         **LOSSES[loss],
     )

@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from weft.comm.shared_gradients import SharedGradient, may_differ
 from weft.layout import Layout
 from weft.models.hugging_face_inputs import leave_out_caches
 from weft.parallel.compile import compile_blocks
+from weft.parallel.pipeline.cut_model import tied_gradients
 from weft.parallel.recompute import recompute_blocks
 from weft.parallel.state.batchnorm import synchronise_batch_norms
 from weft.parallel.state.materialise import model_tensors
@@ -25,7 +27,7 @@ from weft.parallel.tensor.shares import counted_elements
 from weft.parallel.tensor.tensor_parallel import TensorParallel
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Plan
-from weft.sync.make import place
+from weft.sync.make import place, reduction_groups
 from weft.sync.norm import GradientRules
 from weft.training.setup.choose_sample_split import choose_sample_split
 from weft.training.setup.cut_stages import cut_model
@@ -137,17 +139,28 @@ def _place_parameters(parts: ParallelModel) -> None:
 
 
 def _gradient_rules(parts: ParallelModel) -> GradientRules:
-    """Exceptions that a pipeline and the tensor axis make for gradients."""
-    cut, mesh = parts.cut, parts.mesh
-    deferred: frozenset[str] = frozenset()
-    counted = {} if parts.tensor is None else counted_elements(parts.tensor.shares, parts.layouts, mesh)
+    """Exceptions that a pipeline and the tensor axis make for gradients; collective."""
+    cut, mesh, tensor = parts.cut, parts.mesh, parts.tensor
+    counted = {} if tensor is None else counted_elements(tensor.shares, parts.layouts, mesh)
+    tied: list[SharedGradient] = []
     if cut is not None:
         rank = mesh.index("pipeline")
-        deferred = frozenset(name for name, ranks in cut.holders.items() if rank in ranks)
-        if mesh.plan.pipeline.schedule in FLUSH_FREE:  # all gradients are made on weight versions
-            deferred = frozenset(name for name, _ in cut.model.named_parameters())
+        tied = tied_gradients(cut, mesh)
         counted |= {name: () for name, ranks in cut.holders.items() if rank in ranks[1:]}
-    return GradientRules(deferred=deferred, norm_ranges=counted)
+    split: list[SharedGradient] = []
+    if tensor is not None:
+        group, replicas = reduction_groups(mesh)
+        split = tensor.shared_gradients(may_differ=may_differ([group, *replicas], mesh.world.device))
+    apart = {one.name: f"stages {one.group.ranks}" for one in tied}
+    if tensor is not None and not tensor.shares.is_even:
+        apart |= {one.name: f"{apart.get(one.name, '')} tensor ranks" for one in split if one.within is None}
+    return GradientRules(
+        defers=cut is not None and mesh.plan.pipeline.schedule in FLUSH_FREE,
+        norm_ranges=counted,
+        shared=(*tied, *split),
+        tied=frozenset(one.name for one in tied),
+        apart=apart,
+    )
 
 
 def _exchange_in_layers(parts: ParallelModel) -> None:

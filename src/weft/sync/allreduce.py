@@ -8,7 +8,7 @@
 (1) A parameter's gradient moves into its view of a flat bucket as soon as autograd has accumulated it, and from then on
 *is* that view. (2) A bucket leaves when it is full and all buckets before it have left. (3) The last bucket waits for
 the end of the backward pass, because the tail (loss, count, flags of used parameters) travels in it. (4) `finish` waits
-for all of them.
+for all of them. Then gradients that other stages or tensor ranks hold too are exchanged with these.
 
 Buckets start in the reverse order of registration and are laid out anew after the first step in the order in which
 gradients really became ready on rank 0, parameters it did not use last, so that these never hold up a full bucket. If
@@ -42,8 +42,9 @@ class AllReduce(BucketedSync, WholeParameters):
     """Sums gradients over the ranks of a group, in buckets, overlapped with the backward pass."""
 
     def __init__(self, pieces: Sequence[Piece], group: Group, *, bucket_bytes: int, rules: GradientRules) -> None:
-        WholeParameters.__init__(self, pieces, rules)
-        BucketedSync.__init__(self, [piece.name for piece in self.pieces], self._parameters, rules.deferred)
+        WholeParameters.__init__(self, pieces, rules, bucket_bytes=bucket_bytes)
+        BucketedSync.__init__(self, [piece.name for piece in self.pieces], self._parameters)
+        self._has_versions = rules.defers
         self._group = group
         self._bucket_bytes = bucket_bytes
         num_bytes = bucket_memory_bytes(self._parameters)
@@ -66,13 +67,14 @@ class AllReduce(BucketedSync, WholeParameters):
         self._disarm()
         self._pending = []
         self._ready_order = []
-        self._defers = True
+        self._defers = self._has_versions
 
     def take_deferred(self) -> None:
+        if not self._defers:
+            return
         self._defers = False
-        for index in self._deferred:
-            parameter = self._parameters[index]
-            self._armed[index] = True
+        self.arm()
+        for index, parameter in enumerate(self._parameters):
             if parameter.grad is None:
                 self._set_absent(index)
             else:
@@ -89,12 +91,14 @@ class AllReduce(BucketedSync, WholeParameters):
             self._launch_next()
         for pending in self._pending:
             pending.wait()
+        self._shared.run({name: views[self._index[name]] for name in self._shared.names})
         self._exchanged = True
         self._disarm()  # a backward pass of the user's own must not start an exchange
         if unused:  # a rank that used everything knows that nothing is globally unused, and need not look
             flags = self._buckets.tail[TAIL_WORDS:].tolist()
             for index in unused:
-                self._parameters[index].grad = views[index] if flags[index] else None
+                is_used = flags[index] or self._names[index] in self._tied
+                self._parameters[index].grad = views[index] if is_used else None
         totals = self._buckets.tail[:TAIL_WORDS].clone()  # the tail's memory is the next step's too
         exact_count = totals[1].double() * _COUNT_RADIX + totals[2]
         norm = self._norm_parts.norm(totals.device) if with_norm else None
@@ -132,7 +136,7 @@ class AllReduce(BucketedSync, WholeParameters):
             self._order_agreed = True
 
     def _take(self, index: int, parameter: torch.Tensor) -> None:
-        if index in self._deferred and self._defers:
+        if self._defers:
             return
         if self._ignores:
             if not self._used[index]:

@@ -11,12 +11,12 @@
 
 In a pipeline (`PipelineSync`) the schedule says when a stage's gradients are complete: `arm_parameters(names)` comes
 before the last backward pass of that stage, `complete(names)` after it, and `arm()` and `end_microbatch()` once, before
-`finish`. *Deferred* gradients are not taken when autograd has made them, because something is still added to them (a
-tied weight is on two stages) or because they are made elsewhere (weight versions): `take_deferred()` takes them.
+`finish`. Where gradients are made on weight versions they are *deferred*: `take_deferred()` takes them.
 
 The loss that is differentiated is a *sum* over this rank's targets over a number all ranks agree on, so syncs add
 gradients and never average. After `finish` the `.grad` of every piece is the sum over all data ranks; that of a
-parameter that no rank used is None, one that only other ranks used has their sum.
+parameter that no rank used is None, one that only other ranks used has their sum. Gradients that several stages or
+tensor ranks hold are then summed, or made alike, over these (`comm/shared_gradients.py`), also in `finish`.
 
 Every bucket of gradients leaves through `BucketedSync._launch` (`sync/bucketed.py`): a codec hooks in there. A sync
 that exchanges among replicas, or not at every step, wraps another one and adds to its `finish` and `publish`.
@@ -107,9 +107,6 @@ class PipelineSync(Sync, Protocol):
     def complete(self, names: Collection[str]) -> None:
         """No more gradients of these will come in this step: buckets that wait for them may leave."""
         return
-
-    def deferred_gradient(self, name: str) -> torch.Tensor:
-        """This rank's sum so far of a deferred gradient, to be added to in place."""
 
     def take_deferred(self) -> None:
         """The gradients that were deferred are complete."""

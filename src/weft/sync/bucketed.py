@@ -24,10 +24,9 @@ from weft.sync.base import PipelineSync
 class BucketedSync(PipelineSync):
     """Hooks on parameters, readiness of their gradients, and the order in which buckets leave."""
 
-    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], deferred: Collection[str]) -> None:
+    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
         self._names = tuple(names)
         self._index = {name: index for index, name in enumerate(names)}
-        self._deferred = frozenset(self._indices(deferred))
         self._ignores = False
         for index, parameter in enumerate(parameters):
             parameter.register_post_accumulate_grad_hook(self._make_hook(index))
@@ -57,7 +56,7 @@ class BucketedSync(PipelineSync):
 
     def complete(self, names: Collection[str]) -> None:
         for index in self._indices(names):
-            if not self._ready[index] and index not in self._deferred:
+            if not self._ready[index]:
                 self._set_absent(index)
 
     @contextmanager

@@ -69,7 +69,7 @@ def place(
     pieces = [Piece(name=name, tensor=parameter, layout=layouts[name]) for name, parameter in trainable]
     group = mesh.state_group("gradients")
     if group.size == 1 or not pieces:
-        return NoSync(pieces, group, rules)
+        return NoSync(pieces, group, rules, bucket_bytes=mesh.plan.comm.bucket_bytes)
     return AllReduce(pieces, group, bucket_bytes=mesh.plan.comm.bucket_bytes, rules=rules)
 
 
@@ -97,7 +97,7 @@ def _place_in_flats(
     stage_of: Mapping[str, int] | None,
 ) -> ZeroSync:
     plan, device, sharding = mesh.plan, mesh.world.device, Sharding.of(mesh.plan)
-    reductions, replicas = _groups(mesh)
+    reductions, replicas = reduction_groups(mesh)
     # Gathers have a group of their own: beside a backward pass their order and that of reductions may differ.
     group = reductions if reductions.size == 1 else mesh.state_group("parameters")
     if sharding.stage < 3:
@@ -105,7 +105,11 @@ def _place_in_flats(
     # Parameters without memory have their global shapes until they are filled.
     sizes, coordinates = mesh.grid.axes.sizes, mesh.grid.coordinates(mesh.world.rank)
     specs = [
-        dataclasses.replace(spec, shape=layouts[spec.name].local_shape(sizes, coordinates))
+        dataclasses.replace(
+            spec,
+            shape=layouts[spec.name].local_shape(sizes, coordinates),
+            holders=rules.apart.get(spec.name, ""),
+        )
         for spec in describe_parameters(model, blueprint.blocks)
     ]
     flats = []
@@ -133,6 +137,7 @@ def _place_in_flats(
         sharding=sharding,
         device=device,
         waits_in_backward=plan.data.buffers == "synchronise" and has_batch_norms(model),
+        bucket_bytes=plan.comm.bucket_bytes,
         rules=rules,
     )
     if sharding.stage == 3:
@@ -158,7 +163,7 @@ def _place_rest(model: nn.Module, mesh: Mesh, flats: Sequence[FlatParameters]) -
         cast_between_layers(model)
 
 
-def _groups(mesh: Mesh) -> tuple[Group, list[Group]]:
+def reduction_groups(mesh: Mesh) -> tuple[Group, list[Group]]:
     """The ranks that share one copy of the state, and those that keep the same part of it."""
     sharing = mesh.state_group("gradients")
     if mesh.plan.data.shard == "nothing":

@@ -1,4 +1,4 @@
-"""The gradient norm where several ranks hold a parameter, and exceptions for the gradients of some parameters."""
+"""Exceptions for the gradients of some parameters, and the norm where several ranks hold one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from weft.comm.shared_gradients import SharedGradient
 from weft.layout import Range
 from weft.parallel.zero.flat_parameters import Piece
 
@@ -16,8 +17,14 @@ from weft.parallel.zero.flat_parameters import Piece
 class GradientRules:
     """Exceptions that a pipeline, or the tensor axis, makes for gradients of some parameters, by name."""
 
-    deferred: frozenset[str] = frozenset()
-    """Parameters whose gradients wait for `PipelineSync.take_deferred`."""
+    defers: bool = False
+    """Gradients are made elsewhere, on weight versions, and wait for `PipelineSync.take_deferred`."""
+    shared: tuple[SharedGradient, ...] = ()
+    """Gradients that several stages or tensor ranks hold, in the order in which these exchange them."""
+    tied: frozenset[str] = frozenset()
+    """Parameters that other stages hold too, and so count as used: they may have used them."""
+    apart: Mapping[str, str] = field(default_factory=dict)
+    """Of these, parameters whose holders have other parameters beside them; and which holders these are."""
     norm_ranges: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)
     """Elements of the flattened parameter that this rank counts in the gradient's norm, where other ranks hold and
     count the rest. A parameter that is not here is counted whole."""

@@ -1,4 +1,4 @@
-"""Syncs whose ranks hold whole parameters and whole gradients; the one that exchanges no gradients."""
+"""Syncs whose ranks hold whole parameters and whole gradients; the one that exchanges none over data."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
+from weft.comm.shared_gradients import SharedGradientExchange
 from weft.parallel.zero.flat_parameters import Piece
 from weft.sync.base import PipelineSync, Totals
 from weft.sync.norm import GradientRules, NormParts
@@ -16,30 +17,35 @@ from weft.sync.norm import GradientRules, NormParts
 class WholeParameters(PipelineSync):
     """The part of a sync that does not depend on how whole gradients are exchanged."""
 
-    def __init__(self, pieces: Sequence[Piece], rules: GradientRules) -> None:
+    def __init__(self, pieces: Sequence[Piece], rules: GradientRules, *, bucket_bytes: int) -> None:
         self.pieces: Sequence[Piece] = tuple(pieces)
         self._parameters = tuple(piece.tensor for piece in self.pieces)
         self._norm_parts = NormParts(self.pieces, rules)
+        self._tied = rules.tied
+        self._shared = SharedGradientExchange(rules.shared, bucket_bytes=bucket_bytes)
 
     def begin(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def deferred_gradient(self, name: str) -> torch.Tensor:
-        parameter = next(piece.tensor for piece in self.pieces if piece.name == name)
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        return parameter.grad
-
 
 class NoSync(WholeParameters):
-    """Exchanges the loss only: there is one data rank, or this rank's stage has nothing to train."""
+    """Exchanges nothing over data but the loss: there is one data rank, or this rank's stage has nothing to train."""
 
-    def __init__(self, pieces: Sequence[Piece], group: Group, rules: GradientRules) -> None:
-        super().__init__(pieces, rules)
+    def __init__(self, pieces: Sequence[Piece], group: Group, rules: GradientRules, *, bucket_bytes: int) -> None:
+        super().__init__(pieces, rules, bucket_bytes=bucket_bytes)
         self._group = group
 
     def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool) -> Totals:
+        shared = {}
+        for piece in self.pieces:
+            if piece.name in self._shared.names:
+                gradient = piece.tensor.grad
+                if gradient is None:  # the others may wait for it
+                    gradient = torch.zeros_like(piece.tensor)
+                    piece.tensor.grad = gradient if piece.name in self._tied else None
+                shared[piece.name] = gradient
+        self._shared.run(shared)
         norm = self._norm_parts.norm(loss_sum.device) if with_norm else None
         if self._group.size == 1:
             return Totals(loss_sum=loss_sum, count=count, norm=norm)

@@ -5,8 +5,9 @@
 
 (1) A gradient is copied into a flat buffer laid out like the parameters'. (2) A full buffer leaves when all before it
 have left, and this rank receives the sum of its part only, which the replicas (hybrid sharding) then add up among each
-other. (3) The optimizer updates this rank's part of every parameter; (4) parameters are gathered again, at once at
-stages 1 and 2, when a block needs them at stage 3 (`parallel/zero/gather.py`).
+other. Gradients that other stages or tensor ranks hold too are exchanged with these. (3) The optimizer updates this
+rank's part of every parameter; (4) parameters are gathered again, at once at stages 1 and 2, when a block needs them at
+stage 3 (`parallel/zero/gather.py`).
 
 With one part only and several replicas this is plain data parallelism, in any mix of number formats: gradients add up
 over microbatches in `accumulate`, travel in `reduce`, and are given to the optimizer in the master's dtype.
@@ -23,6 +24,7 @@ import torch
 from weft.comm.collectives import Pending, all_reduce
 from weft.comm.exchange_buffers import BufferAllocator
 from weft.comm.group import Group
+from weft.comm.shared_gradients import SharedGradientExchange
 from weft.parallel.zero.flat_parameters import FlatParameters, Piece
 from weft.parallel.zero.gather import ParameterGathering
 from weft.plan.partition.flat_buffers import MAX_IN_FLIGHT, Sharding
@@ -45,6 +47,7 @@ class ZeroSync(BucketedSync):
         sharding: Sharding,
         device: torch.device,
         waits_in_backward: bool,
+        bucket_bytes: int,
         rules: GradientRules,
     ) -> None:
         """`flats` in the order of use; `group` shares them out, `replicas` are groups that keep the same part.
@@ -71,11 +74,14 @@ class ZeroSync(BucketedSync):
             piece for gradients in reversed(self._gradients) for piece in gradients.pieces
         )
         self._norm_parts = NormParts(self.pieces, rules)
+        self._tied = rules.tied
+        self._shared = SharedGradientExchange(rules.shared, bucket_bytes=bucket_bytes)
+        ranges = {piece.name: piece.layout.flat_range for piece in self.pieces if piece.name in self._shared.names}
+        self._kept_of_shared = {name: kept for name, kept in ranges.items() if kept is not None}
         self._slots = [(gradients, member) for gradients in self._gradients for member in range(gradients.num_members)]
         super().__init__(
             [name for flat in trainable for name in flat.names],
             [parameter for flat in trainable for parameter in flat.parameters],
-            rules.deferred,
         )
         buckets = [bucket for bucket, flat in enumerate(trainable) for _ in flat.names]
         self._set_buckets(buckets, num_early=len(trainable))
@@ -120,14 +126,6 @@ class ZeroSync(BucketedSync):
         if self.gathering is not None:
             self.gathering.is_last = True
 
-    def deferred_gradient(self, name: str) -> torch.Tensor:
-        gradients, member = self._slots[self._index[name]]
-        return gradients.so_far(member)
-
-    def take_deferred(self) -> None:
-        for index in self._deferred:
-            self._set_ready(index)
-
     def skip_microbatch(self) -> None:
         if self.gathering is not None:
             self.gathering.skip_microbatch()
@@ -148,11 +146,17 @@ class ZeroSync(BucketedSync):
     def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool) -> Totals:
         self._wait_for_all()
         self._is_armed = self._in_step = False  # a backward pass of the user's own must not start an exchange
+        shared = {name: self._slots[self._index[name]] for name in self._shared.names}
+        self._shared.run({name: g.part_views[m] for name, (g, m) in shared.items()}, self._kept_of_shared)
         for gradients in self._gradients:
             gradients.hand_over()
         if self._is_offloaded:
             torch.cuda.current_stream(self._device).synchronize()
-        unused = [index for index, (gradients, member) in enumerate(self._slots) if not gradients.used[member]]
+        unused = [
+            index
+            for index, (gradients, member) in enumerate(self._slots)
+            if not gradients.used[member] and self._names[index] not in self._tied
+        ]
         tail = self._exchange_tail(loss_sum, count, unused, with_norm=with_norm)
         if unused:  # a rank that used everything knows that nothing is globally unused, and need not look
             flags = tail[SHARDED_TAIL_WORDS:].tolist()
@@ -181,7 +185,7 @@ class ZeroSync(BucketedSync):
         if self._ignores:
             return
         assert gradient is not None
-        is_last = (self._is_reducing or self._armed[index]) and index not in self._deferred
+        is_last = self._is_reducing or self._armed[index]
         if is_last and self._bucket_of[index] < self._turn:
             self._refuse_second(index)
         gradients, member = self._slots[index]

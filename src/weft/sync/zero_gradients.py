@@ -76,7 +76,8 @@ class Gradients:
             self.part: torch.Tensor = kept[start:stop]
         else:
             self.part = torch.zeros(stop - start, dtype=accumulate, device=self._device)
-        self._part_views = flat.kept_views(self.part)
+        self.part_views = flat.kept_views(self.part)
+        """Each member's view of the part."""
         self._host: torch.Tensor | None = None
         if flat.master.device != self._device:  # offloaded: a page-locked copy is the only one that is fast
             self._host = torch.zeros(stop - start, dtype=flat.master.dtype, pin_memory=True)
@@ -103,15 +104,6 @@ class Gradients:
         self._waiting[member] = gradient
         if not gradient.is_cuda:
             self.settle()
-
-    def so_far(self, member: int) -> torch.Tensor:
-        """The sum so far of a member's gradient, to be added to in place."""
-        self.settle()
-        self._require_whole()
-        if not self._filled[member]:
-            self._views[member].zero_()
-            self._filled[member] = self.used[member] = True
-        return self._views[member]
 
     def settle(self) -> None:
         """Move gradients into the buffer: on the host each at once, on a GPU in one launch for all that wait."""
@@ -171,7 +163,7 @@ class Gradients:
         elif self.part.dtype != self.flat.master.dtype:
             views = self.flat.kept_views(self.part.to(self.flat.master.dtype))
         else:
-            views = self._part_views
+            views = self.part_views
         for piece, view in zip(self.pieces, views, strict=True):
             piece.tensor.grad = view
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten
 
 from weft.blueprint import Blueprint
 from weft.comm.group import Group
+from weft.comm.shared_gradients import SharedGradient
 from weft.errors import ModelError
 from weft.mesh import Mesh
 from weft.parallel.pipeline.run_stage import StageRunner, keep_only, wrap_units
@@ -195,6 +196,14 @@ def tied_groups(made: CutModel, mesh: Mesh) -> dict[str, Group]:
     """Each parameter of this rank that other stages hold too, with the group of ranks that do."""
     groups = {name: mesh.group(*_tied_key(ranks)) for name, ranks in made.holders.items()}
     return {name: group for name, group in groups.items() if group.ranks}
+
+
+def tied_gradients(made: CutModel, mesh: Mesh) -> list[SharedGradient]:
+    """The gradients that this rank sums with other stages', in an order that all of these have."""
+    trained = {name for name, parameter in made.model.named_parameters() if parameter.requires_grad}
+    groups = {name: group for name, group in tied_groups(made, mesh).items() if name in trained}
+    in_order = sorted(groups, key=lambda name: (made.holders[name], name))
+    return [SharedGradient(name=name, group=groups[name], kind="sum") for name in in_order]
 
 
 def make_tied_groups(made: CutModel, mesh: Mesh) -> None:

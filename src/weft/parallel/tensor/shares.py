@@ -55,6 +55,12 @@ class Shares:
         """Parameters that every rank holds whole and uses on its shard."""
         return frozenset(name for region in self.regions for name in region.partial)
 
+    @property
+    def is_even(self) -> bool:
+        """All ranks' parts of each tensor have one size, so flat buffers are laid out alike on all of them."""
+        lengths = ({sum(stop - start for start, stop in part) for part in one.parts} for one in self.splits.values())
+        return all(len(different) == 1 for different in lengths)
+
     def layout(self, name: str, global_shape: Sequence[int]) -> Layout:
         split = self.splits.get(name)
         return Layout(global_shape=tuple(global_shape), splits=() if split is None else (split,))

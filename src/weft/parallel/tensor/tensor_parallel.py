@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from weft.blueprint import Blueprint
-from weft.comm.collectives import all_reduce, broadcast
-from weft.comm.group import Group
+from weft.comm.collectives import broadcast
+from weft.comm.shared_gradients import SharedGradient
 from weft.errors import ModelError
 from weft.mesh import Mesh
 from weft.parallel.state.materialise import model_tensors
@@ -39,6 +39,7 @@ from weft.parallel.tensor.layers import (
 from weft.parallel.tensor.local_sizes import LocalSizes
 from weft.parallel.tensor.megatron_sequence import Shown, TokenSplit, split_between
 from weft.parallel.tensor.shares import AXIS, Shares, local_part, make_shares, set_count, share_tied
+from weft.parallel.tensor.whole_gradients import add_up_early, shared_gradients
 from weft.parallel.tracing.handles import handle_of
 from weft.parallel.tracing.placeholder import PlaceholderModule
 from weft.parallel.wrapping.wrap import add_hook, wrap_forward
@@ -105,7 +106,7 @@ class TensorParallel:
                 wrap_forward(module, Shown(module, self.tokens).forward, by="tensor", why=why)
             if region.is_output:
                 self._install_output(region, keep_output=keep_output)
-        self._add_up_gradients()
+        add_up_early(self.model, self.shares, self._mesh)
         for layer in self.model.modules():
             if isinstance(layer, nn.TransformerEncoderLayer):
                 why = "keeps torch from a fused kernel that exchanges nothing"
@@ -230,6 +231,13 @@ class TensorParallel:
         each, out_of = region_shares(region, self.group.size)
         return each[self.group.index], out_of
 
+    def shared_gradients(self, *, may_differ: bool) -> list[SharedGradient]:
+        """Gradients that ranks exchange once they are summed over data, before parameters are sharded; collective.
+
+        `may_differ`: these sums may round differently on two ranks.
+        """
+        return shared_gradients(self.model, self.shares, self._find_partial(), self._mesh, may_differ=may_differ)
+
     def _find_partial(self) -> frozenset[str]:
         """Whole parameters that are used on shards, so that their gradients are summed over the ranks."""
         partial = self.shares.partial
@@ -239,41 +247,6 @@ class TensorParallel:
         inside = {parameter for block in blocks for parameter in block.parameters()}
         whole = (name for name, p in self.model.named_parameters() if p in inside and name not in self.shares.splits)
         return partial | frozenset(whole)
-
-    def _add_up_gradients(self) -> None:
-        """Sum gradients of whole parameters that are used on shards, and of entries that several ranks hold."""
-        named = dict(self.model.named_parameters())
-        partial = self._find_partial()
-        for name in named:
-            if name in partial:
-                add_up_gradient(named[name], self.group)
-        keys = {one.holders: (f"{AXIS}:{','.join(map(str, one.holders))}", "repeated") for one in self.shares.repeated}
-        self._mesh.add_groups(sorted(keys.values()))
-        for one in self.shares.repeated:
-            if one.place == self.group.index and one.name in named:
-                start, stop = one.entries
-                group = self._mesh.group(*keys[one.holders])
-                add_up_gradient(named[one.name], group, within=(one.dim, start, stop - start))
-
-
-def add_up_gradient(parameter: nn.Parameter, group: Group, *, within: tuple[int, int, int] | None = None) -> None:
-    """Sum a parameter's gradient over a group as soon as it is computed.
-
-    `within`: dim, start and length of the only part to be summed.
-    """
-    if not parameter.requires_grad:
-        return
-
-    def add_up(gradient: torch.Tensor) -> torch.Tensor:
-        whole = gradient.clone(memory_format=torch.contiguous_format)
-        part = whole if within is None else whole.narrow(*within)
-        flat = part.contiguous()
-        all_reduce(flat, group)
-        if flat is not part:
-            part.copy_(flat)
-        return whole
-
-    parameter.register_hook(add_up)
 
 
 def _holder(region: Region) -> str:

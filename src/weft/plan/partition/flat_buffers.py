@@ -48,6 +48,9 @@ class ParameterSpec:
     trainable: bool = True
     keeps_dtype: bool = False
     """Mixed precision leaves it as it is: a BatchNorm's, or not a floating-point number."""
+    holders: str = ""
+    """Other ranks that hold it among other parameters, if any do: parameters with the same ones lie in buffers of their
+    own, so that a rank and its counterparts keep the same part of each."""
 
     @property
     def numel(self) -> int:
@@ -151,20 +154,28 @@ def flat_buffers(parameters: Sequence[ParameterSpec], plan: Plan) -> list[FlatBu
 
     ZeRO-3 has one unit per block and one, the root, for everything else: the embedding, the last norm, the head, and
     what blocks share. Below it trainable parameters lie in buckets, frozen ones in no buffer. Parameters that differ in
-    their formats, and frozen and trainable ones, never share a buffer.
+    their formats or in their holders, and frozen and trainable ones, never share a buffer.
     """
     if plan.data.shard == "parameters":
         together: dict[tuple[object, ...], list[ParameterSpec]] = {}
         for one in sorted(parameters, key=lambda one: -1 if one.block is None else one.block):
-            together.setdefault((one.block, *_formats(one, plan)), []).append(one)
+            together.setdefault((one.block, one.holders, *_formats(one, plan)), []).append(one)
         return [_buffer(inside, plan) for inside in together.values()]
-    trainable = [parameter for parameter in parameters if parameter.trainable]
+    trainable: dict[str, list[ParameterSpec]] = {}
+    for one in sorted(parameters, key=lambda one: one.holders, reverse=True):  # the first buffers' gradients leave last
+        if one.trainable:
+            trainable.setdefault(one.holders, []).append(one)
+    return [buffer for held_alike in trainable.values() for buffer in _bucketed(held_alike, plan)]
+
+
+def _bucketed(parameters: Sequence[ParameterSpec], plan: Plan) -> list[FlatBuffer]:
+    """Buffers of trainable parameters below ZeRO-3."""
     members = [
         Member(numel=one.numel, item_bytes=item_bytes(compute_dtype(one, plan)), kind=str(_formats(one, plan)))
-        for one in trainable
+        for one in parameters
     ]
     buckets = reversed(shard_buckets(members, plan.comm.bucket_bytes))
-    return [_buffer([trainable[index] for index in bucket], plan) for bucket in buckets]
+    return [_buffer([parameters[index] for index in bucket], plan) for bucket in buckets]
 
 
 def own_tensor(parameter: ParameterSpec, plan: Plan) -> FlatBuffer:

@@ -94,20 +94,22 @@ class Member:
         return self.numel * self.item_bytes
 
 
-def assign_buckets(members: Sequence[Member], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
+def assign_buckets(
+    members: Sequence[Member], bucket_bytes: int, *, first_bytes: int = FIRST_BUCKET_BYTES
+) -> tuple[tuple[int, ...], ...]:
     """Fill buckets with members in the order given; each bucket holds members of one kind only.
 
     Buckets come in the order in which their last members do, which is the order in which they are exchanged. A member
     larger than `bucket_bytes` has a bucket to itself.
 
         members (MB)   1  9  9  9 30  2        bucket_bytes 25 MB, all of one kind
-        buckets       (0)(1  2)(3)(4)(5)       the first one closes at FIRST_BUCKET_BYTES
+        buckets       (0)(1  2)(3)(4)(5)       the first one closes at `first_bytes`, 1 MiB
     """
     closed: list[tuple[int, ...]] = []
     open_members: dict[str, list[int]] = {}
     open_bytes: dict[str, int] = {}
     for index, member in enumerate(members):
-        limit = min(bucket_bytes, FIRST_BUCKET_BYTES) if not closed else bucket_bytes
+        limit = min(bucket_bytes, first_bytes) if not closed else bucket_bytes
         inside = open_members.setdefault(member.kind, [])
         if inside and open_bytes[member.kind] + member.num_bytes > limit:
             closed.append(tuple(inside))
@@ -140,6 +142,14 @@ def gradient_all_reduce_bytes(members: Sequence[Member], *, bucket_bytes: int, d
     return sum(sent_bytes("all-reduce", size, data) for size in sizes)
 
 
+def sum_over_holders_bytes(num_bytes: int, num_holders: int) -> int:
+    """Bytes that a rank sends, once in a step, to sum gradients that several ranks hold, in however many buckets.
+
+    Three or more holders send each other all they have (`comm/shared_gradients.py`); two do so in an all-reduce.
+    """
+    return sent_bytes("all-gather", num_holders * num_bytes, num_holders)
+
+
 def pipeline_bytes(
     boundaries: Sequence[tuple[int, int]],
     plan: Plan,
@@ -155,7 +165,7 @@ def pipeline_bytes(
     stages update together for a weight that some of them share, which only 2bw does.
     """
     num_ranks, num_microbatches, last = plan.axes.pipeline, plan.step.microbatches, len(boundaries)
-    sent = sum(sent_bytes("all-reduce", num_bytes, num_holders) for num_bytes, num_holders in tied)
+    sent = sum(sum_over_holders_bytes(num_bytes, num_holders) for num_bytes, num_holders in tied)
     for stage in range(rank, last + 1, num_ranks):
         sent += num_microbatches * boundaries[stage][0] if stage < last else 0
         sent += num_microbatches * boundaries[stage - 1][1] if stage else 0
@@ -185,8 +195,10 @@ class SplitLayers:
     loss_item_bytes: int = 4
     whole_output_bytes: int = 0
     """Bytes of the output if the user's own loss needs all of it, each rank's part as wide as the widest."""
-    partial_bytes: tuple[int, ...] = ()
+    partial_bytes: int = 0
     """Bytes of whole parameters that are used on a share; with split tokens, all in the blocks that are not split."""
+    alike_bytes: int = 0
+    """Bytes of other whole parameters, where sums over more than two data ranks may round differently."""
     repeated_bytes: tuple[tuple[int, int], ...] = ()
     """(bytes, number of ranks that hold it) of each parameter that this rank shares with others."""
 
@@ -211,9 +223,10 @@ def tensor_bytes(layers: SplitLayers, plan: Plan) -> int:
     loss_bytes = layers.num_targets * layers.loss_item_bytes
     sent += sent_bytes("all-reduce", loss_bytes, size) + sent_bytes("all-reduce", 2 * loss_bytes, size)
     sent += sent_bytes("all-gather", layers.whole_output_bytes, size)
-    sent += sum(sent_bytes("all-reduce", num_bytes, size) for num_bytes in layers.partial_bytes)
-    sent += sum(sent_bytes("all-reduce", num_bytes, holders) for num_bytes, holders in layers.repeated_bytes)
-    return plan.step.microbatches * sent + (sent_bytes("all-reduce", NORM_BYTES, size) if takes_norm(plan) else 0)
+    shared = sum_over_holders_bytes(layers.partial_bytes, size) + sent_bytes("broadcast", layers.alike_bytes, size)
+    shared += sum(sum_over_holders_bytes(num_bytes, holders) for num_bytes, holders in layers.repeated_bytes)
+    shared += sent_bytes("all-reduce", NORM_BYTES, size) if takes_norm(plan) else 0
+    return plan.step.microbatches * sent + shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

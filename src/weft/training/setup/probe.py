@@ -19,6 +19,7 @@ from torch import nn
 
 from weft.comm.collectives import all_reduce, broadcast
 from weft.comm.objects import gather_values, value_of_first
+from weft.comm.shared_gradients import SharedGradientExchange
 from weft.errors import ModelError, WeftError
 from weft.mesh import Mesh
 from weft.parallel.state.materialise import fill_alone, is_on_meta, model_tensors
@@ -88,7 +89,7 @@ def probe_split(parts: ParallelModel) -> None:
         sample_split = parts.make_sample_split(tensor.model)
         sample_split.prepare(tensor.model)
     try:
-        split = _pass_split(tensor.model, widened(few) if is_wide else few, mesh, sample_split)
+        split = _pass_split(tensor, widened(few) if is_wide else few, mesh, sample_split)
     except WeftError:
         raise
     except Exception as error:  # others may wait for this rank, as they would in a step
@@ -120,8 +121,20 @@ def _try_on_first(model: nn.Module, few: Any, mesh: Mesh) -> tuple[Trial | None,
     return trial, told
 
 
-def _pass_split(model: nn.Module, inputs: Any, mesh: Mesh, sample_split: SampleSplit | None) -> dict[str, torch.Tensor]:
-    """Outputs and gradients of a split model; gradients are summed over the ranks that share samples."""
+def _pass_split(
+    tensor: TensorParallel, inputs: Any, mesh: Mesh, sample_split: SampleSplit | None
+) -> dict[str, torch.Tensor]:
+    """Outputs and gradients of a split model; gradients are summed over the ranks that share samples or parameters."""
+    found = _pass_parts(tensor.model, inputs, mesh, sample_split)
+    shared = SharedGradientExchange(tensor.shared_gradients(may_differ=False), bucket_bytes=mesh.plan.comm.bucket_bytes)
+    named = dict(tensor.model.named_parameters())
+    # A rank that did not use a parameter must not keep the others waiting.
+    shared.run({name: found.get(GRADIENT + name, torch.zeros_like(named[name])) for name in shared.names})
+    return found
+
+
+def _pass_parts(model: nn.Module, inputs: Any, mesh: Mesh, sample_split: SampleSplit | None) -> dict[str, torch.Tensor]:
+    """The same, before gradients are summed over the tensor axis."""
     device = mesh.world.device
     if sample_split is None:
         return run_pass(model, map_tensors(lambda leaf: leaf.to(device), inputs))

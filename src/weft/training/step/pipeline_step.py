@@ -18,7 +18,7 @@ import torch
 
 from weft.comm.collectives import all_reduce, broadcast
 from weft.errors import DataError
-from weft.parallel.pipeline.cut_model import CutModel, tied_groups
+from weft.parallel.pipeline.cut_model import CutModel
 from weft.parallel.pipeline.executor import Pipeline
 from weft.parallel.pipeline.links import Links
 from weft.parallel.tensor.cross_entropy import gather_logits
@@ -76,7 +76,6 @@ class PipelineStep(MicrobatchPasses):
         self._totals = mesh.group("pipeline", "totals") if self._update.needs_norm or is_tied else None
         """The group of all stages, where they update together."""
         self._names = _names_of_stages(cut, trained)
-        self._ties = [(name, group) for name, group in tied_groups(cut, mesh).items() if name in trained]
         self._schedule: tuple[Action, ...] = ()
         self._evaluations: dict[int, tuple[Action, ...]] = {}
         self._last: set[tuple[str, int, int]] = set()
@@ -154,10 +153,7 @@ class PipelineStep(MicrobatchPasses):
         return join_norm(totals, self._mesh.group("tensor", "activations"))
 
     def _hand_over(self) -> None:
-        """Sum the gradients that several stages hold, and let all gradients go to the other data ranks."""
-        with torch.no_grad():
-            for name, group in self._ties:
-                all_reduce(self._sync.deferred_gradient(name), group)
+        """Let all gradients go to the other data ranks."""
         self._sync.take_deferred()
         self._sync.arm()
         self._sync.end_microbatch()
@@ -226,10 +222,10 @@ class PipelineStep(MicrobatchPasses):
 
 
 def _names_of_stages(cut: CutModel, trained: Iterable[str]) -> dict[int, list[str]]:
-    """The parameters that one stage of this rank alone uses, by stage: their gradients are complete when its are."""
+    """The parameters that only one stage of this rank uses, by stage: their gradients are complete when its are."""
     names: dict[int, list[str]] = {stage: [] for stage in cut.my_stages}
     for name in trained:
         here = cut.stages_of[name] & names.keys()
-        if len(here) == 1 and name not in cut.holders:
+        if len(here) == 1:
             names[min(here)].append(name)
     return names
