@@ -214,6 +214,8 @@ def make_mesh(
         ours, theirs = ((one.axes, one.comm.transport) for one in (plan, sharing.plan))
         if ours != theirs or world != sharing.world:
             raise PlanError(f"the mesh given is for {theirs[0]}, {theirs[1]}; this plan needs {ours[0]}, {ours[1]}")
+        if sharing.process_groups.has_failed:
+            raise PlanError("a step failed on the mesh given, and messages of it may be under way; make a new mesh")
     mesh = Mesh(plan, world, sharing=sharing)
     try:
         mesh.add_groups(plan_groups(plan, batch_norms=batch_norms) if groups is None else groups)

@@ -143,8 +143,8 @@ class Pipeline:
             yield
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}".partition("\n")[0]
-            # What is under way keeps its tensors: it may still be written, and other ranks may wait for it.
-            for kept in (self._in_flight, self._outgoing, self._free):
+            self.links.fail()
+            for kept in (self._in_flight, self._outgoing, self._free):  # not what is arriving: it may yet be written
                 kept.clear()
             raise
 

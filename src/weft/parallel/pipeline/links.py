@@ -25,6 +25,7 @@ class Links:
 
     def __init__(self, mesh: Mesh, my_stages: Sequence[int], num_stages: int) -> None:
         self.rank, self.num_ranks = mesh.index("pipeline"), mesh.size("pipeline")
+        self._process_groups = mesh.process_groups
         self._groups: dict[tuple[int, int], Group] = {}
         """The group of the messages from one stage to another."""
         for stage in my_stages:
@@ -64,3 +65,7 @@ class Links:
             self._sends.popleft()[0].wait()
         while self._mailboxes:
             self._mailboxes.pop().settle()
+
+    def fail(self) -> None:
+        """Let no other mesh use these groups. What is under way stays: it may be written, or others may wait for it."""
+        self._process_groups.has_failed = True
