@@ -104,6 +104,7 @@ def _start_server() -> None:
 def _enter(function: Callable[..., Any], folder_name: str, arguments: dict[str, Any]) -> Any:
     """The main function of a rank. It reports a user's mistake to the parent, any other error to the agent."""
     import torch
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     from weft.comm import failure_watch
 
@@ -120,19 +121,20 @@ def _enter(function: Callable[..., Any], folder_name: str, arguments: dict[str, 
     except WeftError as error:
         if failure_watch.report(error):
             _report(folder, error)
-        _end()
+        _end(2)
     except Exception as error:
         if not failure_watch.report(error):
             failure_watch.end_after_peer()
-        failure_watch.end_soon()
-        raise
+        get_error_handler().record_exception(error)
+        _end(1)
 
 
-def _end() -> NoReturn:
-    """End this rank now. If it merely returned, its process would stay, with open connections, until all have."""
+def _end(code: int) -> NoReturn:
+    """End this rank now. If it merely returned, its process would stay, with open connections, until all have; and an
+    ordinary end would destroy communicators, which may wait for ever."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(2)
+    os._exit(code)
 
 
 def _end_with_parent(folder: Path) -> None:

@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -73,6 +74,11 @@ class FailureWatch:
         self._thread = threading.Thread(target=self._listen, name="weft-failure-watch", daemon=True)
         self._thread.start()
 
+    @property
+    def is_first(self) -> bool:
+        """True if the first failure is this rank's."""
+        return self._first is not None and self._first.rank == self._rank
+
     def send(self, message: dict[str, Any]) -> None:
         with suppress(OSError), self._sending:
             self._line.sendall(as_line(message))
@@ -85,7 +91,7 @@ class FailureWatch:
             self.send({"failure": {"kind": type(error).__name__, "message": str(error)}})
             self._is_known.wait(_VERDICT_WAIT_S)
         first = self._first
-        if first is None or (first.rank == self._rank and first.is_told):
+        if first is None or (self.is_first and first.is_told):
             return True
         self._tell(first)
         return False
@@ -115,10 +121,13 @@ class FailureWatch:
         assert first is not None
         signal.alarm(END_S)  # should flushing block, because the main thread is in the middle of printing
         self._tell(first)
-        if _parent_tells and first.rank == self._rank and not first.is_told:
+        if _parent_tells and self.is_first and not first.is_told:
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-            get_error_handler().record_exception(LaunchError(first.message))
+            try:
+                raise LaunchError(first.message)
+            except LaunchError as error:  # raised, because the handler writes down the traceback
+                get_error_handler().record_exception(error)
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()
@@ -158,9 +167,8 @@ class FailureWatch:
                     self._learn(Failure(**message["failure"]), tells=self._rank in message["tells"])
             if self._first is not None:
                 break
-        # The one that noticed a stuck exchange ends first: the launcher asks the first one to end for the reason.
-        is_mine = self._first is not None and self._first.rank == self._rank
-        if not self._is_over.wait(0 if is_mine else GRACE_S) and self.group in (None, dist.group.WORLD):
+        # Where an exchange is stuck, the rank that noticed it ends first: a launcher asks that one for the reason.
+        if not self._is_over.wait(0 if self.is_first else GRACE_S) and self.group in (None, dist.group.WORLD):
             self.end()
 
     def _learn(self, failure: Failure, *, tells: bool) -> None:
@@ -227,8 +235,11 @@ def report(error: BaseException) -> bool:
 
 
 def end_after_peer() -> None:
-    """End this process because of the failure that `report` found to be the first."""
+    """End this process because of the failure that `report` found to be the first, and after the rank that had it: a
+    launcher asks the first process that ends for the reason."""
     assert _watch is not None
+    if not _watch.is_first:
+        time.sleep(GRACE_S)
     _watch.end()
 
 
