@@ -3,8 +3,10 @@
 A send never blocks, a receive is posted long before its message is needed, and every kind of message has a way of its
 own (`links.py`), so no two ranks wait for each other's sends. With batches of a new shape receives are posted only when
 they are needed: their first passes load kernels, compile and take memory, for which a host may have to wait until its
-GPU is idle, and it never is while a receive waits for its message. Receive buffers are reused. Between its forward and its
-backward pass a microbatch keeps what it received and the roots of its graph, not the activations it sent.
+GPU is idle, and it never is while a receive waits for its message.
+
+Receive buffers are reused. Between its forward and its backward pass a microbatch keeps what it received and the roots
+of its graph, not the activations it sent.
 
 The loss, the gradient exchange between data ranks and the update are the caller's, through `StepHooks`.
 """
