@@ -248,7 +248,10 @@ def test_only_one_direction_was_opened(rank: int, group: dist.ProcessGroup) -> N
 @ranks(2)
 @pytest.mark.parametrize("maker", ["torch.tensor([1.0])", "torch.zeros(4)[:2]", "torch.ones(2, device='cpu').cpu()"])
 def test_a_tensor_of_the_host(maker: str) -> None:
-    with refused("would lie in host memory", "it was made without a device at <string>:1 < test_strict_nccl.py") as (rank, group):
+    with refused("would lie in host memory", "it was made without a device at <string>:1 < test_strict_nccl.py") as (
+        rank,
+        group,
+    ):
         tensor = eval(maker)
         dist.all_reduce(tensor.to("cpu"), group=group)
         dist.all_reduce(tensor, group=group)

@@ -8,6 +8,7 @@ import pytest
 from oracle import make_trainer, pipeline_plan, small_gpt, token_batch
 from ranks import ranks
 
+from weft.errors import PlanError
 from weft.training.trainer import Trainer
 
 
@@ -33,7 +34,7 @@ def plant_error(trainer: Trainer) -> None:
 def test_a_pipeline_that_failed_stays_failed(schedule: str, transport: str | None) -> None:
     inputs, targets = token_batch(4)
     plan = pipeline_plan(2, schedule=schedule, microbatches=2, transport=transport)
-    trainer = make_trainer(small_gpt(tied=False), plan, example=inputs[:2])
+    trainer = make_trainer(small_gpt(tied=False), plan, example=inputs[:2], mesh=None)
     trainer.step(inputs, targets)
     trainer.flush()
     plant_error(trainer)
@@ -43,4 +44,6 @@ def test_a_pipeline_that_failed_stays_failed(schedule: str, transport: str | Non
     for again in (lambda: trainer.step(inputs, targets), trainer.flush, lambda: trainer.evaluate([(inputs, targets)])):
         with pytest.raises(RuntimeError, match=told):
             again()
+    with pytest.raises(PlanError, match="make a new mesh"):
+        make_trainer(small_gpt(tied=False), plan, example=inputs[:2], mesh=trainer.mesh)
     trainer.close()  # waits for nothing

@@ -146,6 +146,6 @@ def test_other_models_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def attend(*args: Any, **kwargs: Any) -> Tensor:
         raise AssertionError
 
-    assert use_registry(nn.Linear(2, 2), attend, now=pass_of, numbers=lambda: ORDER) is None
+    assert use_registry(nn.Linear(2, 2), attend, now=pass_of, numbers=lambda where: ORDER.to(where)) is None
     monkeypatch.delitem(sys.modules, "transformers.modeling_utils")
     assert inputs_of(nn.Linear(2, 2), tokens_of()) is None

@@ -60,7 +60,7 @@ def test_refused(kind: str, changes: dict[str, Any], inputs: dict[str, Any], rea
 
 def test_two_sequences_are_refused() -> None:
     model, attend = build("T5"), Shuffled(pass_of()).attend
-    reason = refusal(lambda: use_registry(model, attend, now=pass_of, numbers=ORDER.clone))
+    reason = refusal(lambda: use_registry(model, attend, now=pass_of, numbers=ORDER.to))
     assert "T5ForConditionalGeneration is an encoder and a decoder" in reason
 
 

@@ -31,6 +31,7 @@ class Held:
 
 def held_parameters(model: nn.Module, sync: Sync, layouts: Mapping[str, Layout]) -> dict[str, Held]:
     """Each parameter by name, in the order of the model. `layouts`: where this rank's part of each tensor lies."""
+    sync.settle()
     pieces = {piece.name: piece.tensor for piece in sync.pieces}
     in_flats = {}
     for flat in sync.flats:

@@ -48,6 +48,8 @@ class ProcessGroups:
         self.grid = grid
         self.transport = transport
         self.is_closed = False
+        self.has_failed = False
+        """Messages of a step that failed may be in some of them, and would be taken for those of another."""
         self._rank = rank
         self._hosts = hosts
         self._device = device

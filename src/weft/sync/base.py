@@ -8,6 +8,7 @@
     end_microbatch()             after every microbatch
     finish(loss_sum, count)      after the last microbatch, also by a rank that had no data at all
     publish()                    after the optimizer's update, unless it was skipped
+    settle()                     before anything but the next step
 
 In a pipeline (`PipelineSync`) the schedule says when a stage's gradients are complete: `arm_parameters(names)` comes
 before the last backward pass of that stage, `complete(names)` after it, and `arm()` and `end_microbatch()` once, before
@@ -82,7 +83,11 @@ class Sync(Protocol):
         """Complete the exchange."""
 
     def publish(self) -> None:
-        """Copy what the optimizer updated to the model's parameters, on all ranks."""
+        """Copy what the optimizer updated to the model's parameters, on all ranks; it may still be on its way then."""
+        return
+
+    def settle(self) -> None:
+        """Wait for parameters that are on their way."""
         return
 
     def state(self) -> dict[str, Any]:

@@ -6,8 +6,8 @@
 (1) A gradient is copied into a flat buffer laid out like the parameters'. (2) A full buffer leaves when all before it
 have left, and this rank receives the sum of its part only, which the replicas (hybrid sharding) then add up among each
 other. Gradients that other stages or tensor ranks hold too are exchanged with these. (3) The optimizer updates this
-rank's part of every parameter; (4) parameters are gathered again, at once at stages 1 and 2, when a block needs them at
-stage 3 (`parallel/zero/gather.py`).
+rank's part of every parameter; (4) parameters are gathered again, beside the next step at stages 1 and 2
+(`parallel/zero/refresh.py`), when a block needs them at stage 3 (`gather.py` there).
 
 With one part only and several replicas this is plain data parallelism, in any mix of number formats: gradients add up
 over microbatches in `accumulate`, travel in `reduce`, and are given to the optimizer in the master's dtype.
@@ -27,6 +27,7 @@ from weft.comm.group import Group
 from weft.comm.shared_gradients import SharedGradientExchange
 from weft.parallel.zero.flat_parameters import FlatParameters, Piece
 from weft.parallel.zero.gather import ParameterGathering
+from weft.parallel.zero.refresh import Refreshing
 from weft.plan.partition.flat_buffers import MAX_IN_FLIGHT, Sharding
 from weft.plan.partition.wire import SHARDED_TAIL_WORDS
 from weft.sync.base import Totals
@@ -58,6 +59,8 @@ class ZeroSync(BucketedSync):
         self.flats: Sequence[FlatParameters] = tuple(flats)
         self.gathering: ParameterGathering | None = None
         """Gathers and frees parameters (stage 3)."""
+        self.refreshing: Refreshing | None = None
+        """Gathers parameters after an update (below stage 3)."""
         self._group = group
         self._replicas = tuple(replica for replica in replicas if replica.size > 1)
         self._every_microbatch = sharding.every_microbatch
@@ -144,6 +147,7 @@ class ZeroSync(BucketedSync):
 
     @torch.no_grad()
     def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool) -> Totals:
+        self.settle()  # of parameters that no microbatch used: the update must not change what is sent
         self._wait_for_all()
         self._is_armed = self._in_step = False  # a backward pass of the user's own must not start an exchange
         shared = {name: self._slots[self._index[name]] for name in self._shared.names}
@@ -166,13 +170,17 @@ class ZeroSync(BucketedSync):
 
     @torch.no_grad()
     def publish(self) -> None:
+        if self.refreshing is not None:
+            self.refreshing.start()
+            return
         for flat in self.flats:
             flat.take_master()
         if self.gathering is not None:
             self.gathering.begin_step()  # what is whole is out of date
-        else:
-            for pending in [flat.start_refresh() for flat in self.flats if flat.group.size > 1]:
-                pending.wait()
+
+    def settle(self) -> None:
+        if self.refreshing is not None:
+            self.refreshing.wait()
 
     @property
     def _is_reducing(self) -> bool:

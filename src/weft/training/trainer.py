@@ -29,6 +29,7 @@ from weft.parallel.pipeline.cut_model import tied_groups
 from weft.parallel.pipeline.recording import Recording
 from weft.parallel.state.buffers import broadcast_buffers
 from weft.parallel.tensor.cross_entropy import split_cross_entropy_sum
+from weft.parallel.wrapping.wrap import add_hook
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.pipeline.timeline import Timeline
 from weft.plan.plan import Plan
@@ -99,6 +100,9 @@ class Trainer:
             call = KeepingShares(call, tensor.output_mode)
         if sample_split is not None:
             call = sample_split.around(call)
+        if sync.flats and model is not parts.model:  # compiled as a whole, with hooks inside
+            why = "waits for all parameters, which are gathered after an update"
+            add_hook(model, "forward_pre", lambda *_: sync.settle(), by="zero", why=why)
         self._has_compared = False
         self._has_failed = False
         tied = tied_groups(cut, mesh) if cut is not None else {}
@@ -175,10 +179,11 @@ class Trainer:
         return loss
 
     def flush(self) -> None:
-        """Finish the batches that flush-free schedules have in flight; collective."""
+        """Finish the batches that flush-free schedules have in flight, and the last update's gathers; collective."""
         if self.pipeline_step is not None:
             with self.replacements:
                 self.pipeline_step.flush()
+        self.sync.settle()
 
     def describe(self) -> str:
         """A text of this rank's wrapped modules, parameter placements, process groups and replaced functions."""

@@ -95,7 +95,7 @@ def pass_of(**masks: Tensor | None) -> Pass:
 @contextmanager
 def switched_on(model: nn.Module, now: Pass) -> Iterator[Shuffled]:
     shuffled = Shuffled(now)
-    on = use_registry(model, shuffled.attend, now=lambda: now, numbers=lambda: ORDER)
+    on = use_registry(model, shuffled.attend, now=lambda: now, numbers=lambda where: ORDER.to(where))
     assert on is not None
     with Replacements(find=on):
         yield shuffled

@@ -98,16 +98,12 @@ class StrictGroup(dist.ProcessGroup):
         text = f"broadcast(from rank {self._ranks[root]}, {_content(tensor)})"
         if root == self._place:
             return self._collective(text, [tensor], (), [content_of(tensor)], lambda pieces: ())
-        return self._collective(
-            text, (), [tensor], [b""], lambda pieces: [from_bytes(pieces[root][0], tensor.dtype)]
-        )
+        return self._collective(text, (), [tensor], [b""], lambda pieces: [from_bytes(pieces[root][0], tensor.dtype)])
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> StrictWork:
         return self.all_gather_single_coalesced([output], [tensor])
 
-    def all_gather_single_coalesced(
-        self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = None
-    ) -> StrictWork:
+    def all_gather_single_coalesced(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> StrictWork:
         self._check_sizes("all_gather", outputs, tensors)
         written, places = [], []
         for number, (output, tensor) in enumerate(zip(outputs, tensors, strict=True)):
@@ -264,9 +260,7 @@ class StrictGroup(dist.ProcessGroup):
         used = {(communicator, *kind) for kind in kinds}
         call.blocks_host = not used <= self._used
         self._used |= used
-        work = StrictWork(
-            self._link, call, inputs=inputs, outputs=outputs, finish=finish, under_way=self._under_way
-        )
+        work = StrictWork(self._link, call, inputs=inputs, outputs=outputs, finish=finish, under_way=self._under_way)
         self._link.call(call)
         return work
 

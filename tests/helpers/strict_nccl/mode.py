@@ -1,6 +1,6 @@
 """Which of NCCL's ways the stand-in plays; chosen by an environment variable unless a test says it.
 
-    WEFT_STRICT_NCCL="eager, one stream, delay 2 ms, seed 7, stall 10 s"
+WEFT_STRICT_NCCL="eager, one stream, delay 2 ms, seed 7, stall 10 s"
 """
 
 from __future__ import annotations

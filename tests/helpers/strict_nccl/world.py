@@ -80,7 +80,15 @@ def _referee(mode: Mode) -> Iterator[str]:
     if dist.get_rank() == 0:
         folder = tempfile.TemporaryDirectory(prefix="strict-nccl-")
         address = [str(Path(folder.name) / "referee")]
-        command = [sys.executable, "-S", "-m", "strict_nccl.server", address[0], str(dist.get_world_size()), mode.text()]
+        command = [
+            sys.executable,
+            "-S",
+            "-m",
+            "strict_nccl.server",
+            address[0],
+            str(dist.get_world_size()),
+            mode.text(),
+        ]
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"

@@ -80,7 +80,7 @@ class FlatParameters:
         if self.whole.is_floating_point():
             self._placeholder = self.whole.new_full((1,), float("nan")).expand(_PLACEHOLDER_NUMEL)
         self._num_bytes = self.whole.nbytes
-        self._lend()
+        self.lend()
         self.is_whole = True
         if not keep_whole:
             self.free()
@@ -153,7 +153,7 @@ class FlatParameters:
         if not self.is_common:
             self.whole.untyped_storage().resize_(self._num_bytes)
         self._pending = all_gather(self.whole, self.mine, self.group, wait=False)
-        self._lend()
+        self.lend()
         self.is_whole = True
 
     def wait(self) -> None:
@@ -166,8 +166,7 @@ class FlatParameters:
         if self._keep_whole or not self.is_whole:
             return
         self.wait()
-        for parameter in self.parameters:
-            parameter.data = self._placeholder
+        self.withdraw()
         if not self.is_common:
             self.whole.untyped_storage().resize_(0)
         self.is_whole = False
@@ -182,7 +181,13 @@ class FlatParameters:
         """After an update of parameters that stay whole: begin to gather all ranks' parts in place."""
         return all_gather(self.whole, self.mine, self.group, wait=False)
 
-    def _lend(self) -> None:
+    def withdraw(self) -> None:
+        """Let parameters be placeholders."""
+        for parameter in self.parameters:
+            parameter.data = self._placeholder
+
+    def lend(self) -> None:
+        """Let parameters be their places in the whole."""
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.data = view
 

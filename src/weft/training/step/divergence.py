@@ -43,6 +43,7 @@ class DivergenceCheck:
     @torch.no_grad()
     def run(self, step: int) -> None:
         """Raise on every rank if any two replicas differ; collective."""
+        self.sync.settle()
         found = self._find(step)
         if self.mesh.size("pipeline") * self.mesh.size("tensor") > 1:  # other ranks have not seen it
             texts = gather_values(found, self.mesh.everyone("control"))

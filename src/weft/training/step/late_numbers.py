@@ -38,9 +38,14 @@ class LateNumbers:
 
 
 def on_device(number: torch.Tensor | float, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A number as a tensor that is made on the device: a copy of one from the host would make the host wait."""
+    """A number as a tensor that is made on the device: a copy of one from the host would make the host wait.
+
+    A float becomes float64 unless a dtype is given, so that nothing is lost.
+    """
     if isinstance(number, torch.Tensor):
         if number.device.type == device.type:
             return number.to(dtype=dtype or number.dtype)
         dtype, number = dtype or number.dtype, number.item()
+    if dtype is None and isinstance(number, float):
+        dtype = torch.float64
     return torch.full((), number, dtype=dtype, device=device)

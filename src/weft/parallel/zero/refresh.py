@@ -1,0 +1,132 @@
+"""ZeRO-1 and 2 after an update: parameters are gathered while the next step begins, each waited for at its first use.
+
+    update | gather 0 | gather 1 ~~~~~~~~~| gather 2 ~~~~~~~~~|
+    next forward      | embedding | block 0 | block 1 | block 2 |
+
+The step does not wait for its gathers, which start in the order of use. Until its gather is waited for, a parameter is
+a NaN of a shape that fits nothing, as under ZeRO-3, and watched (`watched.py`): *every* use, by whatever code (a layer,
+an average of weights between two steps, `state_dict()`, a copy of the model), waits first and goes on with the values.
+So code outside of weft needs to know nothing, and reads neither old values nor half of the new ones:
+
+- Waiting orders the stream that reads, and the one that trains after it. On the host it blocks.
+- Memory of parameters that somebody else refers to (a kept `parameter.data`, `detach()` or `state_dict()`) can be read
+  without a use of the parameter. References to it are counted, and a flat buffer that has more of them than weft's own
+  is waited for at once.
+- Blocks, and layers outside of them, wait before they are called: what is compiled must not see the other class, and
+  kernels of an extension may be given parameters without asking torch.
+- Where the user compiled a module in place, with its hooks, nothing is left to be waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import nn
+
+from weft.comm.collectives import Pending
+from weft.parallel.wrapping.wrap import add_hook
+from weft.parallel.zero.flat_parameters import FlatParameters
+from weft.parallel.zero.watched import set_class, watched_class
+
+
+class Refresh:
+    """The gathers of one flat buffer, one after every update."""
+
+    def __init__(self, flat: FlatParameters) -> None:
+        self._flat = flat
+        self._pending: Pending | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._kind = watched_class(self._before_use)
+        self._is_plain = all(type(parameter) is nn.Parameter for parameter in flat.parameters)
+        flat.withdraw()
+        self._num_own = _num_references(flat.whole)
+        flat.lend()
+
+    def is_of(self, parameters: Collection[nn.Parameter]) -> bool:
+        """True if some of these lie in the flat buffer."""
+        return any(parameter in parameters for parameter in self._flat.parameters)
+
+    def start(self) -> None:
+        """Begin to gather what the optimizer updated."""
+        self.wait()
+        flat = self._flat
+        flat.take_master()
+        if flat.group.size == 1:
+            return
+        flat.withdraw()
+        can_wait = self._is_plain and _num_references(flat.whole) == self._num_own
+        pending = flat.start_refresh()
+        if not can_wait:
+            pending.wait()
+            flat.lend()
+            return
+        self._pending = pending
+        if flat.whole.is_cuda:
+            self._stream = torch.cuda.current_stream(flat.whole.device)
+        set_class(flat.parameters, self._kind)
+
+    def wait(self) -> None:
+        """Parameters are whole when this returns; on a GPU, for what this stream and the training one do from now."""
+        if self._pending is None:
+            return
+        self._pending.wait()
+        self._pending = None
+        set_class(self._flat.parameters, nn.Parameter)
+        self._flat.lend()
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._stream.device)
+            if current != self._stream:
+                self._stream.wait_stream(current)
+
+    def _before_use(self) -> bool:
+        self.wait()
+        return True
+
+
+class Refreshing:
+    """All gathers after an update, and hooks that wait for them in time."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[str], flats: Sequence[FlatParameters]) -> None:
+        """`flats` in the order of use."""
+        self._modules = tuple(model.modules())
+        self._refreshes = tuple(Refresh(flat) for flat in flats)
+        if all(flat.group.size == 1 for flat in flats):
+            return
+        inside = {module for block in blocks for module in model.get_submodule(block).modules()}
+        for block in blocks:
+            self._wait_before(model.get_submodule(block), recurse=True)
+        for module in self._modules:
+            if module not in inside:
+                self._wait_before(module, recurse=False)
+
+    def start(self) -> None:
+        """Begin all gathers, after an update."""
+        for refresh in self._refreshes:
+            refresh.start()
+        if any(module._compiled_call_impl is not None for module in self._modules):  # with its hooks
+            self.wait()
+
+    def wait(self) -> None:
+        for refresh in self._refreshes:
+            refresh.wait()
+
+    def _wait_before(self, module: nn.Module, *, recurse: bool) -> None:
+        own = set(module.parameters(recurse=recurse))
+        used = [one for one in self._refreshes if one.is_of(own)]
+        if not used:
+            return
+
+        def before_forward(*_: object) -> None:
+            if not torch.compiler.is_compiling():
+                for refresh in used:
+                    refresh.wait()
+
+        why = "waits for its parameters, which are gathered after an update"
+        add_hook(module, "forward_pre", before_forward, by="zero", why=why, prepend=True)
+
+
+def _num_references(tensor: torch.Tensor) -> int:
+    """The number of tensors and arrays, in Python or elsewhere, that share a tensor's memory."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata))
