@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from oracle import make_trainer, tensor_plan, token_batch
 from ranks import ranks
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from weft.plan.plan import Compile, Recompute
 
@@ -57,6 +58,7 @@ class Model(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(GRAD_WARNING, FUNCTION_WARNING)
 @ranks(2)
 @pytest.mark.parametrize("sequence", [False, True])
@@ -69,6 +71,7 @@ def test_a_shared_input_is_exchanged_once(norm_first: bool, policy: str, sequenc
         patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
         for compiled in (False, True):
             torch._dynamo.reset()
+            counters.clear()
             torch.manual_seed(0)
             plan = replace(
                 tensor_plan(2, sequence=sequence), recompute=Recompute(policy=policy), compile=Compile(blocks=compiled)
@@ -78,6 +81,6 @@ def test_a_shared_input_is_exchanged_once(norm_first: bool, policy: str, sequenc
             before = trainer.mesh.traffic["tensor"].num_calls
             losses.append(float(trainer.step(tokens, targets)))
             seen[compiled] = (trainer.mesh.traffic["tensor"].num_calls - before, losses)
-    print(norm_first, policy, sequence, seen, flush=True)
+    assert not counters["graph_break"]
     assert seen[True][1] == pytest.approx(seen[False][1], rel=1e-12)
     assert seen[True][0] <= seen[False][0]

@@ -27,7 +27,7 @@ from weft.plan.partition.tensor import Range
 
 Forward = Callable[..., Any]
 _BEGUN = "weft_begun"
-"""Attribute of a tensor that several layers are given, in a compiled graph: what they share, and how many still come."""
+"""Attribute of a tensor that several layers are given in a compiled graph: what they share, and how many still come."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,6 +43,7 @@ class Axis:
     """Random numbers inside regions; None: nothing there is random."""
     keeps_products: bool = False
     """A policy of recomputation keeps the results of operators."""
+
     @property
     def splits_tokens(self) -> bool:
         return self.tokens is not None and self.tokens.is_split
