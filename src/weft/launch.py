@@ -18,7 +18,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
@@ -35,8 +34,6 @@ from weft.hosts import num_cores
 STOP_FILE = "stop"
 _ERROR_FILE = "error.json"
 _PARENT_FILE = "parent"
-PEER_ERROR_WAIT_S = 2.0
-"""Seconds for which a rank that lost its connection waits for a peer to report a user's mistake."""
 
 
 def is_launched() -> bool:
@@ -107,6 +104,9 @@ def _start_server() -> None:
 def _enter(function: Callable[..., Any], folder_name: str, arguments: dict[str, Any]) -> Any:
     """The main function of a rank. It reports a user's mistake to the parent, any other error to the agent."""
     import torch
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    from weft.comm import failure_watch
 
     folder, attempt = Path(folder_name), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if (folder / _ERROR_FILE).exists():
@@ -115,25 +115,26 @@ def _enter(function: Callable[..., Any], folder_name: str, arguments: dict[str, 
     _end_with_parent(folder)
     if "OMP_NUM_THREADS" not in os.environ:  # by default each rank would start a thread per core of the host
         torch.set_num_threads(max(1, num_cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
+    failure_watch.leave_telling_to_parent()
     try:
         return function(folder=folder, attempt=attempt, **arguments)
     except WeftError as error:
-        _report(folder, error)
-        _end()
-    except RuntimeError:
-        deadline = time.monotonic() + PEER_ERROR_WAIT_S
-        while not (folder / _ERROR_FILE).exists():
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
-        _end()
+        if failure_watch.report(error):
+            _report(folder, error)
+        _end(2)
+    except Exception as error:
+        if not failure_watch.report(error):
+            failure_watch.end_after_peer()
+        get_error_handler().record_exception(error)
+        _end(1)
 
 
-def _end() -> NoReturn:
-    """End this rank now. If it merely returned, its process would stay, with open connections, until all have."""
+def _end(code: int) -> NoReturn:
+    """End this rank now. If it merely returned, its process would stay, with open connections, until all have; and an
+    ordinary end would destroy communicators, which may wait for ever."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(2)
+    os._exit(code)
 
 
 def _end_with_parent(folder: Path) -> None:

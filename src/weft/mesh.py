@@ -30,6 +30,7 @@ from weft.comm.binding import (
     slow_backend,
     take_seat,
 )
+from weft.comm.failure_watch import leave_watch, watch_world
 from weft.comm.fake_world import is_fake, ranks_per_host, refuse_half_fake
 from weft.comm.group import Group, Traffic
 from weft.comm.process_groups import ProcessGroups
@@ -241,10 +242,12 @@ def join_world(device: torch.device | str | None = None, *, timeout_s: float = 1
         if is_fake():
             return _fake_world(chosen)
         rank, size = dist.get_rank(), dist.get_world_size()
+        watch_world(_get_default_store(), rank, size, timeout_s=timeout_s)
         seats = _find_seats(_get_default_store(), rank, size, chosen)
     elif launched and int(os.environ["WORLD_SIZE"]) > 1:
         refuse_half_fake(chosen)
         store, rank, size = _meet(timeout_s)
+        watch_world(store, rank, size, timeout_s=timeout_s)
         seats = _find_seats(store, rank, size, chosen)
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" and dist.is_nccl_available() else "gloo"
         timeout = timedelta(seconds=timeout_s)
@@ -262,6 +265,7 @@ def join_world(device: torch.device | str | None = None, *, timeout_s: float = 1
 
 def leave_world() -> None:
     """End the process group, if there is one."""
+    leave_watch()
     if dist.is_initialized():
         dist.destroy_process_group()
 

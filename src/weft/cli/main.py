@@ -9,9 +9,8 @@ from importlib import metadata
 import typer
 
 from weft.cli import lab, profile, train, verify
-from weft.cli.reporting import peer_reported, reports_first
+from weft.cli.reporting import reports_first
 from weft.errors import WeftError
-from weft.launch import is_launched
 
 app = typer.Typer(
     name="weft",
@@ -43,16 +42,12 @@ def main() -> None:
     try:
         app()
     except WeftError as error:
-        if reports_first():
+        if reports_first(error):
             if "--traceback" in sys.argv:
                 traceback.print_exception(error)
             else:
                 print(f"weft: {error}" if len(error.problems) == 1 else f"weft:\n{error}", file=sys.stderr)
         sys.exit(2)
-    except RuntimeError:
-        if is_launched() and peer_reported():
-            sys.exit(2)
-        raise
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -1,0 +1,313 @@
+"""The watch over a run: an error that ends one rank ends all of them, within seconds and with the first one's message.
+
+A rank that waits for a dead peer over NCCL does not notice: its host sits in a synchronisation, or goes on enqueuing,
+until torch's timeout of half an hour; and a launcher's SIGTERM does not end a rank that takes it as a request to stop.
+So a thread per rank listens to the switchboard of rank 0 (`switchboard.py`), and an exception that leaves the main
+module is reported there before it is printed. Ranks that are still alive a few seconds later are ended here.
+
+Only errors that end a process count: one that the script catches is its own. Processes that no launcher started as
+ranks (`RANK` and `WORLD_SIZE`) are never watched, because nobody expects a notebook to be ended by its peers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from weft import errors
+from weft.comm.stuck_exchanges import StuckExchanges, whereabouts
+from weft.comm.switchboard import Failure, Switchboard, as_line, keep_alive
+from weft.errors import LaunchError
+from weft.hosts import host_id
+
+GRACE_S = 3.0
+"""Seconds that a rank gets to end by itself once a peer has failed."""
+END_S = 5
+"""Seconds that a process gets to end after its own error; destroying a communicator may wait for ever."""
+_VERDICT_WAIT_S = 3.0
+_CONNECT_S = 5.0
+
+log = logging.getLogger("weft")
+
+
+class FailureWatch:
+    """This rank's end of the line to the switchboard."""
+
+    def __init__(
+        self,
+        line: socket.socket,
+        switchboard: Switchboard | None,
+        *,
+        rank: int,
+        address: dict[str, Any],
+        timeout_s: float,
+    ) -> None:
+        """`switchboard`: rank 0's own; `address`: where it is, as rank 0 said; `timeout_s`: of exchanges."""
+        self.group: dist.ProcessGroup | None = dist.group.WORLD
+        """The group of the ranks; None until it is made."""
+        self._rank = rank
+        self._line = line
+        self._address = address
+        self._switchboard = switchboard
+        self._sending = threading.Lock()
+        self._stuck = StuckExchanges(timeout_s)
+        self._line.settimeout(self._stuck.look_every_s)
+        self._first: Failure | None = None
+        self._tells = False
+        self._is_known = threading.Event()
+        self._is_over = threading.Event()
+        """This rank ends by itself, or has left the world: the thread must not end it."""
+        self._thread = threading.Thread(target=self._listen, name="weft-failure-watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_first(self) -> bool:
+        """True if the first failure is this rank's."""
+        return self._first is not None and self._first.rank == self._rank
+
+    def send(self, message: dict[str, Any]) -> None:
+        with suppress(OSError), self._sending:
+            self._line.sendall(as_line(message))
+
+    def report(self, error: BaseException) -> bool:
+        """True if this error, which ends the process, is the run's first. Another rank's is printed here, if no other
+        rank of this host does."""
+        self._is_over.set()
+        if self._first is None:
+            self.send({"failure": {"kind": type(error).__name__, "message": str(error)}})
+            self._is_known.wait(_VERDICT_WAIT_S)
+        first = self._first
+        if first is None or (self.is_first and first.is_told):
+            return True
+        self._tell(first)
+        return False
+
+    def stop(self) -> None:
+        """This rank ends in order."""
+        self._is_over.set()
+        self.send({"left": True})
+        with suppress(OSError):
+            self._line.shutdown(socket.SHUT_WR)  # not more: the switchboard would lose what was sent
+        if self._switchboard is not None:
+            self._switchboard.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=2.0)
+        self._line.close()
+
+    def forget(self) -> None:
+        """Close this process's copies of the connections: a fork of a rank is not that rank."""
+        self._is_over.set()
+        self._line.close()
+        if self._switchboard is not None:
+            self._switchboard.forget()
+
+    def end(self) -> None:
+        """End this process because of the first failure."""
+        first = self._first
+        assert first is not None
+        signal.alarm(END_S)  # should flushing block, because the main thread is in the middle of printing
+        self._tell(first)
+        if _parent_tells and self.is_first and not first.is_told:
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            try:
+                raise LaunchError(first.message)
+            except LaunchError as error:  # raised, because the handler writes down the traceback
+                get_error_handler().record_exception(error)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(2 if hasattr(errors, first.kind) else 1)
+
+    def _tell(self, first: Failure) -> None:
+        if self._tells and not _parent_tells:
+            self._tells = False
+            with suppress(OSError):
+                os.write(2, f"weft: {first}\n".encode())
+
+    def _listen(self) -> None:
+        received = b""
+        while True:
+            try:
+                more = self._line.recv(65536)
+            except OSError as error:
+                if isinstance(error, TimeoutError) and error.errno is None:  # our own, not the kernel's
+                    self._look()
+                    continue
+                more = b""
+            if not more:
+                if self._is_over.is_set():
+                    return
+                message = "its process ended without a word, or its host is gone"
+                lost = Failure(rank=0, host_name=self._address["host_name"], kind="", message=message, is_told=False)
+                is_first = int(os.environ.get("LOCAL_RANK", "0")) == (self._address["host"] == host_id())
+                self._learn(lost, tells=is_first)
+                break
+            *lines, received = (received + more).split(b"\n")
+            for message in map(json.loads, lines):
+                if "closed" in message:
+                    return
+                if "ask" in message:
+                    self.send({"whereabouts": whereabouts().as_json()})
+                elif "failure" in message:
+                    self._learn(Failure(**message["failure"]), tells=self._rank in message["tells"])
+            if self._first is not None:
+                break
+        # Where an exchange is stuck, the rank that noticed it ends first: a launcher asks that one for the reason.
+        if not self._is_over.wait(0 if self.is_first else GRACE_S) and self.group in (None, dist.group.WORLD):
+            self.end()
+
+    def _learn(self, failure: Failure, *, tells: bool) -> None:
+        self._first, self._tells = failure, tells
+        self._is_known.set()
+
+    def _look(self) -> None:
+        if self._stuck.found():
+            where = whereabouts()
+            if where.waiting:
+                self.send({"stuck": where.as_json()})
+
+
+_watch: FailureWatch | None = None
+_num_watches = 0
+_previous_hook = sys.excepthook
+_parent_tells = False
+
+
+def watch_world(store: Store, rank: int, size: int, *, timeout_s: float) -> None:
+    """Watch the ranks that share a store, if a launcher started them; collective.
+
+    `timeout_s`: of exchanges, unless the process group exists already and has its own.
+    """
+    global _watch, _num_watches, _previous_hook
+    if size == 1 or "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return
+    if _watch is not None and _watch.group in (None, dist.group.WORLD):
+        _watch.group = dist.group.WORLD
+        return
+    leave_watch()
+    if _num_watches == 0:
+        atexit.register(leave_watch)
+        os.register_at_fork(after_in_child=_forget)
+    _num_watches += 1
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own = PrefixStore(f"weft/watch/{attempt}/{_num_watches}", store)
+    _watch = _connect(own, rank, _timeout_of(dist.group.WORLD, timeout_s))
+    if _watch is not None and sys.excepthook is not _report_uncaught:
+        _previous_hook, sys.excepthook = sys.excepthook, _report_uncaught
+
+
+def leave_watch() -> None:
+    """End the watch: whatever happens to this process now is not a failure of the run."""
+    global _watch
+    if _watch is not None:
+        _watch.stop()
+    _watch = None
+
+
+def is_watched() -> bool:
+    """True between `watch_world` and `leave_watch`."""
+    return _watch is not None
+
+
+def report(error: BaseException) -> bool:
+    """Tell all ranks of an error that ends this process; False if another rank's came first, or caused it."""
+    if _watch is None:
+        return True
+    if not isinstance(error, Exception):  # an interrupt
+        leave_watch()
+        return True
+    return _watch.report(error)
+
+
+def end_after_peer() -> None:
+    """End this process because of the failure that `report` found to be the first, and after the rank that had it: a
+    launcher asks the first process that ends for the reason."""
+    assert _watch is not None
+    if not _watch.is_first:
+        time.sleep(GRACE_S)
+    _watch.end()
+
+
+def end_soon() -> None:
+    """Let the kernel end this process, should its ordinary end hang: destroying a communicator may wait for ever."""
+    if _watch is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(END_S)
+
+
+def leave_telling_to_parent() -> None:
+    """The process that started this rank prints the failure: no rank does."""
+    global _parent_tells
+    _parent_tells = True
+
+
+def _timeout_of(group: dist.ProcessGroup | None, default_s: float) -> float:
+    """The shortest timeout of a group's backends."""
+    found: list[float] = []
+    if group is None:
+        return default_s
+    for kind in ("cpu", "cuda"):
+        with suppress(AttributeError, RuntimeError):
+            found.append(group._get_backend(torch.device(kind)).options._timeout.total_seconds())
+    return min(found, default=default_s)
+
+
+def _connect(store: Store, rank: int, timeout_s: float) -> FailureWatch | None:
+    """A watch connected to rank 0's switchboard; None, with a warning, where that cannot be reached."""
+    switchboard = None
+    if rank == 0:
+        try:
+            switchboard = Switchboard()
+            said = {"port": switchboard.port, "token": switchboard.token}
+        except OSError as error:
+            said = {"problem": str(error)}
+        store.set("address", json.dumps({**said, "host": host_id(), "host_name": socket.gethostname()}))
+    address = json.loads(store.get("address"))
+    problem = address.get("problem")
+    is_here = address["host"] == host_id()
+    for host in ["127.0.0.1"] if is_here else [os.environ.get("MASTER_ADDR"), address["host_name"]]:
+        if not host or "port" not in address:
+            continue
+        try:
+            line = socket.create_connection((host, address["port"]), timeout=_CONNECT_S)
+        except OSError as error:
+            problem = f"{host} port {address['port']}: {error}"
+            continue
+        keep_alive(line)
+        who = {"rank": rank, "host": host_id(), "host_name": socket.gethostname()}
+        watch = FailureWatch(line, switchboard, rank=rank, address=address, timeout_s=timeout_s)
+        watch.send({"token": address["token"], **who})
+        return watch
+    log.warning("no watch over failed ranks (%s): over NCCL a dead rank is noticed only after the timeout", problem)
+    if switchboard is not None:
+        switchboard.close()
+    return None
+
+
+def _forget() -> None:
+    global _watch
+    if _watch is not None:
+        _watch.forget()
+    _watch = None
+
+
+def _report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """`sys.excepthook` of a watched rank: only the run's first error has its traceback printed."""
+    if report(error):
+        _previous_hook(kind, error, trace)
+    end_soon()

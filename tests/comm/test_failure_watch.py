@@ -1,0 +1,218 @@
+"""One rank's end ends the others, told once per host; and who waits for whom when an exchange is stuck.
+
+Each test has processes of its own that look like a launcher's ranks, on hosts that exist by name only. There is no
+launcher that would end them: what ends them is the watch. Ranks that must be ended sleep, as a host does that waits for
+a GPU, and ignore SIGTERM, as a rank does in the middle of a run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import start_forkserver
+
+from weft.comm import failure_watch
+from weft.comm.stuck_exchanges import Exchange, Whereabouts, say_who_waits
+from weft.mesh import join_world, leave_world, make_mesh
+from weft.plan.plan import Axes, Comm, Plan
+
+FOREVER_S = 600.0
+END_S = 60.0
+"""Seconds until a rank that was not ended fails its test."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    code: int | None
+    """None if the process had to be killed."""
+    stderr: str
+
+
+def run(body: str, world: int, folder: Path, *, ranks_per_host: int = 8, timeout_s: float = 60.0) -> list[Ended]:
+    """A function of this file on several ranks, until all have ended."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    context = start_forkserver()
+    processes = [
+        context.Process(target=be_rank, args=(body, rank, world, port, str(folder), ranks_per_host, timeout_s))
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    deadline, ended = time.monotonic() + END_S, []
+    for rank, process in enumerate(processes):
+        process.join(max(0.0, deadline - time.monotonic()))
+        code = process.exitcode
+        process.kill()
+        process.join()
+        ended.append(Ended(code=code, stderr=(folder / f"stderr-{rank}").read_text()))
+    return ended
+
+
+def be_rank(body: str, rank: int, world: int, port: int, folder: str, ranks_per_host: int, timeout_s: float) -> None:
+    """The main function of a rank: what an interpreter does with a script, its uncaught errors included."""
+    os.dup2(os.open(f"{folder}/stderr-{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    names = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % ranks_per_host, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    failure_watch.host_id = lambda: f"host {rank // ranks_per_host}"  # type: ignore[assignment]
+    failure_watch.GRACE_S = 0.3
+    try:
+        join_world("cpu", timeout_s=timeout_s)
+        dist.barrier()
+        globals()[body](rank)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        leave_world()
+        os._exit(1)
+    leave_world()
+    os._exit(0)
+
+
+def told(ended: list[Ended]) -> list[str]:
+    """The lines that the watch printed, with their ranks."""
+    return [f"{rank} {line}" for rank, one in enumerate(ended) for line in one.stderr.splitlines() if "weft:" in line]
+
+
+def raises_on_the_last(rank: int) -> None:
+    if rank == dist.get_world_size() - 1:
+        raise ValueError("planted")
+    time.sleep(FOREVER_S)
+
+
+def test_an_error_ends_all_ranks_and_is_told_once_on_every_host(tmp_path: Path) -> None:
+    ended = run("raises_on_the_last", 4, tmp_path, ranks_per_host=2)
+    assert [one.code for one in ended] == [1, 1, 1, 1]
+    assert ended[3].stderr.endswith("ValueError: planted\n") and "Traceback" in ended[3].stderr
+    assert told(ended) == [f"0 weft: rank 3 (on {socket.gethostname()}) failed, and ends this run: ValueError: planted"]
+    assert ended[1].stderr + ended[2].stderr == ""
+
+
+def killed_in_the_middle(rank: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(FOREVER_S)
+
+
+def killed_first(rank: int) -> None:
+    if rank == 0:
+        child = os.fork()  # a worker of a data loader, which must not keep the connections open
+        if child == 0:
+            time.sleep(FOREVER_S)
+        print(f"child {child}", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(FOREVER_S)
+
+
+@pytest.mark.parametrize(
+    ("body", "dead", "tellers"), [("killed_in_the_middle", 1, [0, 2]), ("killed_first", 0, [1, 2])]
+)
+def test_a_killed_rank_ends_the_others(tmp_path: Path, body: str, dead: int, tellers: list[int]) -> None:
+    ended = run(body, 4, tmp_path, ranks_per_host=2)
+    if "child" in ended[0].stderr:
+        os.kill(int(ended[0].stderr.split()[1]), signal.SIGKILL)
+    assert [one.code for one in ended] == [-signal.SIGKILL if rank == dead else 1 for rank in range(4)]
+    assert [int(line.split()[0]) for line in told(ended)] == tellers
+    assert all(f"rank {dead} (on {socket.gethostname()}) failed" in line for line in told(ended))
+
+
+def raises_while_the_other_exchanges(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("planted")
+    dist.all_reduce(torch.ones(2))
+
+
+def test_an_error_that_follows_from_another_is_not_told(tmp_path: Path) -> None:
+    """gloo notices that the peer is gone; its own error is not what the user must see."""
+    ended = run("raises_while_the_other_exchanges", 2, tmp_path)
+    assert [one.code for one in ended] == [1, 1]
+    assert ended[0].stderr == "" and "ValueError: planted" in ended[1].stderr
+
+
+def ends_early_in_order(rank: int) -> None:
+    if rank == 1:
+        raise KeyboardInterrupt
+    if rank == 2:
+        leave_world()
+        raise ValueError("after the run")
+    time.sleep(1.5)
+
+
+def test_an_interrupt_or_an_error_after_leaving_ends_no_other_rank(tmp_path: Path) -> None:
+    ended = run("ends_early_in_order", 3, tmp_path)
+    assert [one.code for one in ended] == [0, 1, 1]
+    assert told(ended) == []
+
+
+def waits_for_one_that_is_elsewhere(rank: int) -> None:
+    mesh = make_mesh(
+        Plan(axes=Axes(data=2, tensor=2), comm=Comm(transport="c10d")),
+        join_world("cpu"),
+        groups=[("data", "gradients"), ("tensor", "activations")],
+    )
+    data, tensor = mesh.group("data", "gradients"), mesh.group("tensor", "activations")
+    dist.all_reduce(torch.ones(2), group=data.handle)
+    if rank == 3:
+        time.sleep(FOREVER_S)
+    dist.all_reduce(torch.ones(1024), group=(tensor if rank == 2 else data).handle)
+    time.sleep(FOREVER_S)
+
+
+def test_a_stuck_exchange_names_its_axis_and_who_is_where(tmp_path: Path) -> None:
+    """Ranks (0, 1) and (2, 3) share the tensor axis, (0, 2) and (1, 3) the data axis. Rank 3 is in no exchange."""
+    ended = run("waits_for_one_that_is_elsewhere", 4, tmp_path, timeout_s=3.0)
+    assert all(one.code not in (0, None) for one in ended)
+    (line,) = told(ended)
+    places = {
+        0: "in all-reduce of 4.0 KiB (number 2 along data/gradients, ranks 0, 2)",
+        1: "in all-reduce of 4.0 KiB (number 2 along data/gradients, ranks 1, 3)",
+        2: "in all-reduce of 4.0 KiB (number 1 along tensor/activations, ranks 2, 3)",
+    }
+    absent = {
+        "data": "rank 3: in no exchange, the last one along data/gradients was number 1",
+        "tensor": "rank 3: in no exchange",
+    }
+    first = int(line.split("rank ")[2].split()[0])
+    assert f"rank {first} has waited" in line and places[first] in line
+    assert line.endswith(absent["data" if first == 1 else "tensor"])
+    assert (f"rank 2: waiting {places[2]}; " in line) == (first == 0)
+    assert all("Timed out" not in one.stderr for one in ended)
+
+
+def exchange(group: str, number: int, ranks: tuple[int, ...], *, kind: str = "all-gather") -> Exchange:
+    return Exchange(
+        group=group,
+        name=group,
+        ranks=ranks,
+        kind=kind,
+        number=number,
+        num_bytes=12 << 20,
+        waited_s=1620,
+        timeout_s=1800,
+    )
+
+
+def test_the_message_follows_the_waiting_ranks_to_the_one_that_waits_for_nobody() -> None:
+    gradients = exchange("data/gradients", 812, (1, 3, 5, 7))
+    activations = exchange("tensor/activations", 40, (6, 7), kind="reduce-scatter")
+    here = Whereabouts(waiting=(gradients,), latest={})
+    told = {
+        **{rank: here for rank in (1, 3)},
+        7: Whereabouts(waiting=(activations,), latest={}),
+        6: Whereabouts(waiting=(), latest={"tensor/activations": 39, "data/gradients": 811}),
+    }
+    assert say_who_waits(3, {rank: Whereabouts.from_json(one.as_json()) for rank, one in told.items()}) == (
+        "rank 3 has waited 1,620 s in all-gather of 12.0 MiB (number 812 along data/gradients, ranks 1, 3, 5, 7); "
+        "rank 1: waiting in it too; rank 5: no answer; "
+        "rank 7: waiting in reduce-scatter of 12.0 MiB (number 40 along tensor/activations, ranks 6, 7); "
+        "rank 6: in no exchange, the last one along tensor/activations was number 39"
+    )
