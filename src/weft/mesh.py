@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from weft.comm.binding import (
     slow_backend,
     take_seat,
 )
-from weft.comm.failure_watch import leave_watch, watch_world
+from weft.comm.failure_watch import leave_watch, report, watch_world
 from weft.comm.fake_world import is_fake, ranks_per_host, refuse_half_fake
 from weft.comm.group import Group, Traffic
 from weft.comm.nccl_settings import nccl_problems
@@ -275,8 +276,18 @@ def join_world(device: torch.device | str | None = None, *, timeout_s: float = 1
 
 
 def leave_world() -> None:
-    """End the process group, if there is one."""
-    leave_watch()
+    """End the process group, if there is one.
+
+    Called while an error is on its way out (from `finally`, say), it tells the other ranks, and keeps NCCL's
+    communicators: destroying one waits for kernels that wait for those ranks.
+    """
+    error = sys.exc_info()[1]
+    if isinstance(error, Exception):
+        report(error)
+        if dist.is_initialized() and "nccl" in dist.get_backend_config():
+            return
+    else:
+        leave_watch()
     if dist.is_initialized():
         dist.destroy_process_group()
 
