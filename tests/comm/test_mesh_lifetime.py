@@ -29,7 +29,7 @@ from weft.comm.collectives import all_reduce
 from weft.comm.p2p import receive, send
 from weft.errors import PlanError
 from weft.mesh import Mesh, World, join_world, make_mesh
-from weft.plan.partition.groups import plan_groups
+from weft.plan.partition.groups import num_communicators, plan_groups
 
 PURPOSES = ["control", "gradients", "messages"]
 both_transports = pytest.mark.parametrize("transport", ["c10d", "shared"])
@@ -45,6 +45,15 @@ def test_a_plan_declares_the_groups_it_uses() -> None:
     assert ("tensor", "activations") in mixed and ("pipeline:0,1", "gradients round") in mixed
     assert ("pipeline:0,1", "gradients round") not in plan_groups(pipeline_plan(2), batch_norms=False)
     assert len(set(mixed)) == len(mixed)
+
+
+def test_each_group_of_device_tensors_is_a_communicator_and_control_is_none() -> None:
+    assert num_communicators(data_plan(1)) == 0
+    assert num_communicators(data_plan(8)) == 1
+    assert num_communicators(data_plan(8), batch_norms=True) == 2
+    assert num_communicators(data_plan(8, shard="parameters")) == 2
+    # Totals, and two ways to each neighbour, of which the stages in the middle have two.
+    assert [num_communicators(pipeline_plan(stages)) for stages in (2, 3, 8)] == [3, 5, 5]
 
 
 def test_groups_of_one_need_no_declaration() -> None:

@@ -9,7 +9,7 @@ import pytest
 from weft.errors import PlanError
 from weft.plan.partition.flat_buffers import ParameterSpec
 from weft.plan.plan import Axes, Comm, Data, Plan, Precision, Recompute, Step
-from weft.planning.memory import Memory, predict_memory
+from weft.planning.memory import COMMUNICATOR_BYTES, Memory, predict_memory
 from weft.profiles.model import ModelProfile, Segment, Size
 
 GB = 10**9
@@ -238,7 +238,8 @@ def test_offloaded_state_is_counted_apart() -> None:
     memory = predict_memory(plan, profile)
     assert (memory.master, memory.optimizer, memory.update) == (0, 0, 0)
     assert memory.host == 1600 * (4 + 8 + 4)  # master, moments, gradients
-    assert memory.total == 3200 * (2 + 4)
+    assert memory.communicators == 2 * COMMUNICATOR_BYTES  # gradients, parameters
+    assert memory.total == 3200 * (2 + 4) + memory.communicators
     on_host = predict_memory(plan, make_profile(3200, compute="bf16"))
     assert (on_host.host, on_host.master) == (0, 1600 * 4)
 

@@ -57,7 +57,8 @@ class Pending:
     @property
     def is_over(self) -> bool:
         """True if `wait` is known not to block."""
-        return self._work is None or (isinstance(self._work, dist.Work) and self._work.is_completed())
+        work = self._work
+        return work is None or (isinstance(work, dist.Work | WaitAll) and work.is_completed())
 
     def wait(self, *, since: float | None = None) -> None:
         """`since`: when the caller began to wait, if that was before."""

@@ -33,8 +33,9 @@ def send(tensor: torch.Tensor, group: Group, *, to: int, tag: int = 0) -> Pendin
             wire.mailbox.send(tensor, to=to, tag=tag)
         return Pending(None, group.traffic)
     message = tensor.cpu() if group.through_host and tensor.is_cuda else tensor.contiguous()
-    work = dist.isend(message, group.ranks[to], group.handle, tag)
-    return Pending(work, group.traffic, _on_stream=group.is_on_stream)
+    if group.runs_in_order:
+        return _start([dist.P2POp(dist.isend, message, group.ranks[to], group.handle)], group)
+    return Pending(dist.isend(message, group.ranks[to], group.handle, tag), group.traffic)
 
 
 def receive(tensor: torch.Tensor, group: Group, *, source: int, tag: int = 0) -> Pending:
@@ -47,9 +48,10 @@ def receive(tensor: torch.Tensor, group: Group, *, source: int, tag: int = 0) ->
     if wire is not None:
         with hide_from_modes():
             return Pending(wire.mailbox.receive(tensor, source=source, tag=tag), group.traffic)
+    if group.runs_in_order:
+        return _start([dist.P2POp(dist.irecv, tensor, group.ranks[source], group.handle)], group)
     if not (group.through_host and tensor.is_cuda):
-        work = dist.irecv(tensor, group.ranks[source], group.handle, tag)
-        return Pending(work, group.traffic, _on_stream=group.is_on_stream)
+        return Pending(dist.irecv(tensor, group.ranks[source], group.handle, tag), group.traffic)
     staged = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     work = dist.irecv(staged, group.ranks[source], group.handle, tag)
     return Pending(work, group.traffic, lambda: tensor.copy_(staged))
@@ -59,22 +61,31 @@ Message = tuple[torch.Tensor, int]
 """A contiguous tensor, and the place in the group that it is sent to or comes from."""
 
 
-def exchange(outgoing: Sequence[Message], incoming: Sequence[Message], group: Group, *, tag: int = 0) -> WaitAll:
+def exchange(outgoing: Sequence[Message], incoming: Sequence[Message], group: Group, *, tag: int = 0) -> Pending:
     """Start messages both ways as one, for ranks that send and receive at the same time: rings, halos.
 
     On NCCL, which runs what it is given in order, no rank would receive if all sent first, so there they are one batch.
     """
     if not group.runs_in_order:
         sent = [send(tensor, group, to=to, tag=tag) for tensor, to in outgoing]
-        return WaitAll([*sent, *(receive(tensor, group, source=source, tag=tag) for tensor, source in incoming)])
+        came = [receive(tensor, group, source=source, tag=tag) for tensor, source in incoming]
+        return Pending(WaitAll([*sent, *came]), group.traffic)
     batch = []
     for start, messages in ((dist.isend, outgoing), (dist.irecv, incoming)):
         for tensor, peer in messages:
             require_device(tensor, group)
             batch.append(dist.P2POp(start, tensor, group.ranks[peer], group.handle))
     if not batch:
-        return WaitAll(())
+        return Pending(None, group.traffic)
     num_bytes = sum(sent_bytes("send", tensor.nbytes, group.size) for tensor, _ in outgoing)
     group.traffic.add(num_calls=len(batch), sent_bytes=num_bytes)
-    works = dist.batch_isend_irecv(batch)
-    return WaitAll([Pending(work, group.traffic, _on_stream=group.is_on_stream) for work in works])
+    return _start(batch, group)
+
+
+def _start(batch: list[dist.P2POp], group: Group) -> Pending:
+    """Start messages as one operation of the group's communicator.
+
+    Also one alone: outside of a batch, torch would make another communicator for the pair, unless the group was made
+    with a `device_id`.
+    """
+    return Pending(WaitAll(dist.batch_isend_irecv(batch)), group.traffic, _on_stream=group.is_on_stream)

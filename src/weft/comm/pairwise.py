@@ -20,6 +20,9 @@ class WaitAll:
         for work in self.works:
             work.wait()
 
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
 
 def exchange(
     places: Sequence[torch.Tensor],

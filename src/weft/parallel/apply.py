@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weft.comm.shared_gradients import SharedGradient, may_differ
-from weft.layout import Layout
+from weft.layout import Layout, Range
 from weft.models.hugging_face_inputs import leave_out_caches
 from weft.parallel.compile import compile_blocks
 from weft.parallel.pipeline.cut_model import tied_gradients
@@ -25,6 +25,7 @@ from weft.parallel.state.materialise import model_tensors
 from weft.parallel.state.rng import PlaceSeeds
 from weft.parallel.tensor.shares import counted_elements
 from weft.parallel.tensor.tensor_parallel import TensorParallel
+from weft.plan.partition.flat_buffers import Sharding
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Plan
 from weft.sync.make import place, reduction_groups
@@ -141,19 +142,22 @@ def _place_parameters(parts: ParallelModel) -> None:
 def _gradient_rules(parts: ParallelModel) -> GradientRules:
     """Exceptions that a pipeline and the tensor axis make for gradients; collective."""
     cut, mesh, tensor = parts.cut, parts.mesh, parts.tensor
-    counted = {} if tensor is None else counted_elements(tensor.shares, parts.layouts, mesh)
     tied: list[SharedGradient] = []
-    if cut is not None:
-        rank = mesh.index("pipeline")
-        tied = tied_gradients(cut, mesh)
-        counted |= {name: () for name, ranks in cut.holders.items() if rank in ranks[1:]}
     split: list[SharedGradient] = []
+    counted: dict[str, tuple[Range, ...]] = {}
+    apart: dict[str, str] = {}
     if tensor is not None:
+        counted = counted_elements(tensor.shares, parts.layouts, mesh)
         group, replicas = reduction_groups(mesh)
         split = tensor.shared_gradients(may_differ=may_differ([group, *replicas], mesh.world.device))
-    apart = {one.name: f"stages {one.group.ranks}" for one in tied}
-    if tensor is not None and not tensor.shares.is_even:
-        apart |= {one.name: f"{apart.get(one.name, '')} tensor ranks" for one in split if one.within is None}
+        apart = dict(tensor.apart)
+    if cut is not None:
+        rank = mesh.index("pipeline")
+        counted |= {name: () for name, ranks in cut.holders.items() if rank in ranks[1:]}
+        tied = tied_gradients(cut, mesh)
+        if Sharding.of(mesh.plan).num_parts > 1:
+            # Named by places on the axis: data ranks make the same buffers in the same order.
+            apart |= {one.name: f"stages {cut.holders[one.name]}, {apart.get(one.name, '')}" for one in tied}
     return GradientRules(
         defers=cut is not None and mesh.plan.pipeline.schedule in FLUSH_FREE,
         norm_ranges=counted,

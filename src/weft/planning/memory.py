@@ -28,11 +28,15 @@ from weft.plan.partition.flat_buffers import (
     offloads,
     own_tensor,
 )
+from weft.plan.partition.groups import num_communicators
 from weft.plan.plan import Plan, said
 from weft.planning.gradient_buffers import travelling_bytes
 from weft.profiles.model import ModelProfile
 from weft.units import format_bytes
 
+COMMUNICATOR_BYTES = 32 * 2**20
+"""Device memory of a NCCL communicator. Measured between 2 to 8 ranks through sockets; links inside a host have more
+channels, and take several times as much."""
 _STATE = ("parameters", "gradients", "master", "optimizer", "buffers")
 
 
@@ -57,6 +61,7 @@ class Memory:
     activations: int = _category("kept from forward to backward")
     workspace: int = _category("what the segment needs beyond that, the loss included")
     update: int = _category("temporaries of the update")
+    communicators: int = _category("what NCCL keeps for the plan's process groups")
     host: int = 0
     """With `[data] offload`: bytes in host memory, which the total does not count."""
 
@@ -90,6 +95,7 @@ def predict_memory(
     one_host: bool = True,
     optimizer_bytes_per_parameter: float = 8.0,
     update_bytes_per_parameter: float | None = None,
+    communicator_bytes: int = COMMUNICATOR_BYTES,
 ) -> Memory:
     """The peak bytes of a rank under a plan.
 
@@ -98,6 +104,7 @@ def predict_memory(
     optimizer_bytes_per_parameter  moments of a float32 parameter: 8 for Adam, 4 for SGD with momentum, 0 for SGD
     update_bytes_per_parameter     temporaries of the update, for all parameters at once: 0 for a fused optimizer; None:
                                    torch's own Adam, which takes 4 on a GPU and two of the largest tensor on a CPU
+    communicator_bytes             of one communicator on a GPU; `trainer.describe()` tells those of a run
     """
     _refuse(plan, profile)
     on_host = profile.device == "cpu"
@@ -134,6 +141,7 @@ def predict_memory(
         activations=fullest.activations + plan.step.microbatches * profile.batch.at(samples),
         workspace=fullest.workspace,
         update=fullest.update,
+        communicators=0 if on_host else num_communicators(plan, batch_norms=profile.batch_norms) * communicator_bytes,
     )
 
 
@@ -180,12 +188,18 @@ def _passes(plan: Plan, profile: ModelProfile, samples: int, gathered: Sequence[
     """Every segment's forward and backward pass: the bytes that it takes beside the state."""
     stays_whole = Sharding.of(plan).stays_whole
     kept_before, num_blocks = 0, len(profile.blocks)
+    # The last block is gathered for its backward pass beside that of a unit after it, or else not before it begins.
+    last = num_blocks if any(flat.block == num_blocks for flat in gathered) else num_blocks - 1
     for block, segment in enumerate(profile.segments, start=-1):  # the prelude is before block 0
         kept, saved = segment.kept(plan.recompute.policy).at(samples), segment.saved.at(samples)
         held = max(kept, saved) if 0 <= block < num_blocks else kept
         for direction, held_here, blocks in (
             ("forward", segment.forward_peak.at(samples), {block, block + 1}),
-            ("backward", held + segment.backward_peak.at(samples), {block, block - 1} if block < num_blocks else ()),
+            (
+                "backward",
+                held + segment.backward_peak.at(samples),
+                {block, max(block - 1, 0)} if 0 <= block <= last else (),
+            ),
         ):
             activations = min(kept, held_here)
             whole = (flat for flat in gathered if stays_whole or flat.block is None or flat.block in blocks)

@@ -24,10 +24,11 @@ from weft.parallel.state.batchnorm import has_batch_norms
 from weft.parallel.state.materialise import Cut, Materialiser
 from weft.parallel.wrapping.wrap import add_hook
 from weft.parallel.zero.flat_parameters import FlatParameters, Piece
-from weft.parallel.zero.gather import Gathering, Unit
+from weft.parallel.zero.gather import Gathering
 from weft.parallel.zero.gather_by_stage import StageGathering
 from weft.parallel.zero.grouping import cast_between_layers, compute_dtypes, describe_parameters
 from weft.parallel.zero.refresh import Refreshing
+from weft.parallel.zero.unit import Unit
 from weft.plan.partition import flat_buffers
 from weft.plan.partition.flat_buffers import Sharding
 from weft.sync.allreduce import AllReduce
@@ -183,21 +184,29 @@ def _add_gathering(
             'no list of blocks was found in the model, so [data] shard = "parameters" gathers all of it at once; '
             "give the model a weft_blueprint() that names its blocks"
         )
-    flats_of: dict[int | None, list[FlatParameters]] = {}
+    flats_of: dict[int, list[FlatParameters]] = {}
     for flat in sync.flats:
-        flats_of.setdefault(flat.buffer.block, []).append(flat)
-    root = Unit(module=model, flats=tuple(flats_of.get(None, ())))
-    units = {
-        name: Unit(module=model.get_submodule(name), flats=tuple(flats_of[number]))
-        for number, name in enumerate(blueprint.blocks)
-        if number in flats_of
-    }
+        if flat.buffer.block is not None:
+            flats_of.setdefault(flat.buffer.block, []).append(flat)
+    in_root = tuple(flat for flat in sync.flats if flat.buffer.block is None)
+    root = Unit(modules=(model,), flats=in_root, place="root")
+    units = {number: _make_unit(model, blueprint, number, flats_of[number]) for number in sorted(flats_of)}
     if stage_of is not None:
-        sync.gathering = StageGathering(root, units, stage_of)
+        named = {blueprint.blocks[number]: unit for number, unit in units.items()}
+        sync.gathering = StageGathering(root, named, stage_of)
     else:
         sync.gathering = Gathering(root, list(units.values()), sync.close, stay_whole=stay_whole)
     why = "refuses to save parameters that no rank has whole"
     add_hook(model, "state_dict_pre", _refuse_state_dict, by="zero", why=why)
+
+
+def _make_unit(model: nn.Module, blueprint: Blueprint, number: int, flats: Sequence[FlatParameters]) -> Unit:
+    """A block, or layers outside of blocks."""
+    if not flats[0].buffer.is_outside:
+        return Unit(modules=(model.get_submodule(blueprint.blocks[number]),), flats=tuple(flats))
+    layers = dict.fromkeys(name.rpartition(".")[0] for flat in flats for name in flat.names)
+    modules = tuple(model.get_submodule(layer) for layer in layers)
+    return Unit(modules=modules, flats=tuple(flats), place="before" if number < 0 else "after")
 
 
 def _refuse_state_dict(*_: object) -> None:

@@ -24,7 +24,7 @@ class GradientRules:
     tied: frozenset[str] = frozenset()
     """Parameters that other stages hold too, and so count as used: they may have used them."""
     apart: Mapping[str, str] = field(default_factory=dict)
-    """Of these, parameters whose holders have other parameters beside them; and which holders these are."""
+    """Shared parameters that lie at other places of flat buffers on the ranks named, unless in buffers of their own."""
     norm_ranges: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)
     """Elements of the flattened parameter that this rank counts in the gradient's norm, where other ranks hold and
     count the rest. A parameter that is not here is counted whole."""

@@ -112,9 +112,8 @@ class ZeroSync(BucketedSync):
             piece.tensor.grad = None
         for gradients in self._gradients:
             gradients.begin_step()
-            with torch._C.DisableTorchFunctionSubclass():  # parameters may still be on their way
-                for parameter in gradients.flat.parameters:
-                    parameter.grad = None
+            for parameter in gradients.flat.parameters:
+                parameter.grad = None
         if self.gathering is not None:
             self.gathering.begin_step()
 

@@ -19,6 +19,7 @@ from weft.parallel.tracing.placeholder import PlaceholderModule
 from weft.parallel.wrapping.replacements import Replacements
 from weft.parallel.wrapping.wrap import changes_of
 from weft.training.step.parallel_model import ParallelModel
+from weft.units import format_bytes
 
 _ZERO_STAGES = {"optimizer": "ZeRO-1", "gradients": "ZeRO-2", "parameters": "ZeRO-3"}
 _MOST_RANKS = 8
@@ -118,10 +119,14 @@ def _group_lines(mesh: Mesh) -> list[str]:
     for (axes, purpose), group in mesh._groups.items():
         if group.size > 1:
             purposes.setdefault((axes, group.ranks, _transport(group)), []).append(purpose)
-    return [
+    lines = [
         f"{axes}: ranks {_ranks(ranks)}, by {transport}, for {', '.join(sorted(these))}"
         for (axes, ranks, transport), these in sorted(purposes.items())
-    ] or ["none"]
+    ]
+    communicators = [group.communicator_bytes for group in mesh.groups if group.backend == "nccl" and group.size > 1]
+    if communicators:
+        lines.append(f"{len(communicators)} NCCL communicators, {format_bytes(sum(communicators))} of device memory")
+    return lines or ["none"]
 
 
 def _transport(group: Group) -> str:

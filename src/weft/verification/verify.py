@@ -176,7 +176,7 @@ class _Comparison:
         if self._first is not None:
             return
         worst = max((one.error for one in found), default=0.0)
-        is_off = torch.tensor([int(worst > self._tolerance)], device=self._mesh.world.device)
+        is_off = torch.tensor([int(worst > self._tolerance)])
         all_reduce(is_off, self._group, op="max")
         if is_off.item():
             self._first = Examination(

@@ -14,7 +14,7 @@ from strict_nccl.link import Link
 from strict_nccl.memory import content_of, from_bytes
 from strict_nccl.ring import NAMES, reduce_part, reduce_whole
 from strict_nccl.sites import calling_site
-from strict_nccl.work import Finish, StrictWork
+from strict_nccl.work import Finish, StrictWork, refuse_lost
 
 Tensor = torch.Tensor
 
@@ -70,10 +70,8 @@ class StrictGroup(dist.ProcessGroup):
         self._description = description
 
     def shutdown(self) -> None:
-        lost = [work.call for work in self._under_way if work.call.communicator[0] == self._store_name]
-        self._under_way[:] = [work for work in self._under_way if work.call not in lost]
-        if lost:
-            raise StrictError(f"never waited for: {'; '.join(call.describe() for call in lost)}")
+        """Refuses what nobody waited for; `strict_world` says it again, to programs that go on after this."""
+        refuse_lost([work for work in self._under_way if work.call.communicator[0] == self._store_name])
 
     def abort(self) -> None:
         pass

@@ -14,6 +14,7 @@ from strict_nccl.link import Link
 from strict_nccl.memory import Held, as_bytes, poison
 
 Finish = Callable[[list[Any]], Sequence[torch.Tensor]]
+"""From the referee's results to the values of the outputs."""
 
 
 class StrictWork(dist.Work):
@@ -68,3 +69,9 @@ class StrictWork(dist.Work):
                             f"{self.call.describe()} uses memory of an operation that was not waited for: "
                             f"{work.call.describe()}"
                         )
+
+
+def refuse_lost(works: Sequence[StrictWork]) -> None:
+    """Refuse operations whose results nobody will ever see."""
+    if works:
+        raise StrictError(f"never waited for: {'; '.join(work.call.describe() for work in works)}")

@@ -20,7 +20,7 @@ from strict_nccl.group import StrictGroup
 from strict_nccl.host_memory import watch_host_memory
 from strict_nccl.link import Link
 from strict_nccl.mode import Mode, read_mode
-from strict_nccl.work import StrictWork
+from strict_nccl.work import StrictWork, refuse_lost
 
 _current: list[tuple[Link, list[StrictWork]]] = []
 
@@ -62,8 +62,7 @@ def strict_world(mode: Mode | None = None) -> Iterator[Mode]:
         try:
             with mock.patch.object(dist, "batch_isend_irecv", batch):
                 yield chosen
-            if under_way:
-                raise StrictError(f"never waited for: {'; '.join(work.call.describe() for work in under_way)}")
+            refuse_lost(under_way)
             problem = None
         except BaseException as error:
             problem = f"{type(error).__name__}: {error}"

@@ -20,10 +20,9 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from weft.comm.collectives import Pending
 from weft.errors import ModelError
 from weft.parallel.pipeline.cut_model import CutModel
-from weft.parallel.pipeline.links import Links
+from weft.parallel.pipeline.links import Arrival, Links
 from weft.parallel.pipeline.recording import Recording
 from weft.parallel.pipeline.split_backward import SplitBackward, run_backward
 from weft.parallel.pipeline.stages import Stages
@@ -88,7 +87,7 @@ class _Arriving:
     action: Action
     values: list[Value]
     tensors: list[torch.Tensor]
-    pending: list[Pending]
+    pending: list[Arrival]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,21 +3,52 @@
 Each way between two stages has a group of its own (`message_group` in `plan/partition/groups.py`), which both ends use
 in the same order: NCCL knows no tags. A send never blocks. It may end only when it is received, which may be in a
 later step, so its tensor is kept until then.
+
+What crosses from stage to stage is the same on all tensor ranks. Where the way between stages is the slower one, each
+of them sends a slice to its counterpart, and the receivers gather the slices from each other.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from weft.comm.collectives import Pending
+from weft.comm.collectives import Pending, all_gather
 from weft.comm.group import Group
 from weft.comm.p2p import receive, send
 from weft.comm.shared_memory.mailbox import Mailbox
 from weft.mesh import Mesh
 from weft.plan.partition.groups import message_group
+from weft.plan.partition.wire import num_slices
+
+
+class Arrival(Protocol):
+    """A message being received."""
+
+    def wait(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SlicedArrival:
+    """A message of which this rank receives a slice.
+
+    All tensor ranks of a stage wait for the same messages in the same order, that of their schedule, so their gathers
+    match, also with the other exchanges of the group.
+    """
+
+    slice: torch.Tensor
+    """Memory of the whole."""
+    whole: torch.Tensor
+    pending: Pending
+    tensor_ranks: Group
+
+    def wait(self) -> None:
+        self.pending.wait()
+        all_gather(self.whole, self.slice, self.tensor_ranks)
 
 
 class Links:
@@ -32,13 +63,15 @@ class Links:
             for peer in {stage - 1, stage + 1} & set(range(num_stages)):
                 for way in ((stage, peer), (peer, stage)):
                     self._groups[way] = mesh.group(*message_group(*way, self.num_ranks))
+        self._tensor_ranks = mesh.group("tensor", "activations") if _are_slices_faster(mesh) else None
+        """The ranks that send slices of the same tensors; None if each sends whole ones."""
         self._sends: deque[tuple[Pending, torch.Tensor]] = deque()
         self._mailboxes: set[Mailbox] = set()
         """Mailboxes whose messages the receivers may not have taken yet."""
 
     def post(self, tensor: torch.Tensor, source: int, target: int, *, tag: int = 0) -> None:
         """Send a tensor from a stage of this rank to a neighbour, which receives it with the same tag."""
-        group, message = self._groups[source, target], tensor.contiguous()
+        group, message = self._groups[source, target], self._slice(tensor.contiguous())
         pending = send(message, group, to=1 - group.index, tag=tag)
         if (wire := group.wire(message)) is not None:
             self._mailboxes.add(wire.mailbox)
@@ -47,10 +80,22 @@ class Links:
         while self._sends and self._sends[0][0].is_over:
             self._sends.popleft()
 
-    def receive(self, tensor: torch.Tensor, source: int, target: int, *, tag: int = 0) -> Pending:
-        """Start receiving what a neighbour sends to a stage of this rank."""
-        group = self._groups[source, target]
-        return receive(tensor, group, source=1 - group.index, tag=tag)
+    def receive(self, tensor: torch.Tensor, source: int, target: int, *, tag: int = 0) -> Arrival:
+        """Start receiving what a neighbour sends to a stage of this rank, into a contiguous tensor."""
+        group, mine = self._groups[source, target], self._slice(tensor)
+        pending = receive(mine, group, source=1 - group.index, tag=tag)
+        if mine is tensor:
+            return pending
+        assert self._tensor_ranks is not None
+        return _SlicedArrival(slice=mine, whole=tensor.view(-1), pending=pending, tensor_ranks=self._tensor_ranks)
+
+    def _slice(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What this rank sends or receives of a tensor: its slice, or the whole."""
+        ranks = self._tensor_ranks
+        if ranks is None or num_slices(tensor.numel(), tensor.element_size(), ranks.size) == 1:
+            return tensor
+        each = tensor.numel() // ranks.size
+        return tensor.view(-1)[ranks.index * each : (ranks.index + 1) * each]
 
     def pass_back(self, words: torch.Tensor) -> None:
         """Hand the last rank's words from rank to rank, behind the gradients that each rank has sent so far."""
@@ -69,3 +114,17 @@ class Links:
     def fail(self) -> None:
         """Let no other mesh use these groups. What is under way stays: it may be written, or others may wait for it."""
         self._process_groups.has_failed = True
+
+
+def _are_slices_faster(mesh: Mesh) -> bool:
+    """True if tensor ranks send slices; the same on every rank.
+
+    Through the memory of one host a message is one copy, and to gather it would be another.
+    """
+    if mesh.size("tensor") == 1 or mesh.group("tensor", "activations").runs_in_order:
+        return mesh.size("tensor") > 1
+
+    def crosses_hosts(axis: str) -> bool:
+        return any(len({mesh.world.hosts[rank] for rank in ranks}) > 1 for ranks in mesh.grid.groups(axis))
+
+    return crosses_hosts("pipeline") and not crosses_hosts("tensor")

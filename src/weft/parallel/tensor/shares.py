@@ -56,10 +56,10 @@ class Shares:
         return frozenset(name for region in self.regions for name in region.partial)
 
     @property
-    def is_even(self) -> bool:
-        """All ranks' parts of each tensor have one size, so flat buffers are laid out alike on all of them."""
-        lengths = ({sum(stop - start for start, stop in part) for part in one.parts} for one in self.splits.values())
-        return all(len(different) == 1 for different in lengths)
+    def uneven(self) -> frozenset[str]:
+        """Tensors of which ranks hold parts of different sizes."""
+        sizes = {name: {sum(b - a for a, b in part) for part in split.parts} for name, split in self.splits.items()}
+        return frozenset(name for name, different in sizes.items() if len(different) > 1)
 
     def layout(self, name: str, global_shape: Sequence[int]) -> Layout:
         split = self.splits.get(name)

@@ -39,7 +39,7 @@ from weft.parallel.tensor.layers import (
 from weft.parallel.tensor.local_sizes import LocalSizes
 from weft.parallel.tensor.megatron_sequence import Shown, TokenSplit, split_between
 from weft.parallel.tensor.shares import AXIS, Shares, local_part, make_shares, set_count, share_tied
-from weft.parallel.tensor.whole_gradients import add_up_early, shared_gradients
+from weft.parallel.tensor.whole_gradients import add_up_early, find_apart, find_shifted, shared_gradients
 from weft.parallel.tracing.handles import handle_of
 from weft.parallel.tracing.placeholder import PlaceholderModule
 from weft.parallel.wrapping.wrap import add_hook, wrap_forward
@@ -70,6 +70,9 @@ class TensorParallel:
         self.output: Share | None = None
         """This rank's shard of the model's output features, where the loss can take it."""
         self.output_mode = OutputMode()
+        self._shifted = find_shifted(model, blueprint.blocks, self.shares, mesh.plan)
+        self.apart = find_apart(self.shares, self._shifted, mesh)
+        """Parameters that the named ranks hold, and that lie among parts of different sizes on them."""
         self._has_dropout = has_dropout(model)
         self._num_held = Counter(_holder(region) for region in regions)
         """Number of regions per module that contains some."""
@@ -106,7 +109,7 @@ class TensorParallel:
                 wrap_forward(module, Shown(module, self.tokens).forward, by="tensor", why=why)
             if region.is_output:
                 self._install_output(region, keep_output=keep_output)
-        add_up_early(self.model, self.shares, self._mesh)
+        add_up_early(self.model, self.shares, self._mesh, shifted=self._shifted)
         for layer in self.model.modules():
             if isinstance(layer, nn.TransformerEncoderLayer):
                 why = "keeps torch from a fused kernel that exchanges nothing"
@@ -236,7 +239,14 @@ class TensorParallel:
 
         `may_differ`: these sums may round differently on two ranks.
         """
-        return shared_gradients(self.model, self.shares, self._find_partial(), self._mesh, may_differ=may_differ)
+        return shared_gradients(
+            self.model,
+            self.shares,
+            self._mesh,
+            partial=self._find_partial(),
+            shifted=self._shifted,
+            may_differ=may_differ,
+        )
 
     def _find_partial(self) -> frozenset[str]:
         """Whole parameters that are used on shards, so that their gradients are summed over the ranks."""

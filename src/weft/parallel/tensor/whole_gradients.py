@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -19,12 +19,36 @@ from weft.comm.group import Group
 from weft.comm.shared_gradients import SharedGradient
 from weft.mesh import Mesh
 from weft.parallel.tensor.shares import AXIS, Repeated, Shares
+from weft.parallel.zero.grouping import describe_parameters
 from weft.plan.partition.flat_buffers import Sharding
 from weft.plan.partition.tensor import Range
+from weft.plan.plan import Plan
+
+
+def find_shifted(model: nn.Module, blocks: Sequence[str], shares: Shares, plan: Plan) -> frozenset[str]:
+    """Parameters of which tensor ranks may keep different parts: with them in a flat buffer are some of uneven size."""
+    if Sharding.of(plan).num_parts == 1:
+        return frozenset()
+    specs, uneven = describe_parameters(model, blocks if plan.data.shard == "parameters" else ()), shares.uneven
+    units = {spec.block for spec in specs if spec.name in uneven}
+    return frozenset(spec.name for spec in specs if spec.block in units)
+
+
+def find_apart(shares: Shares, shifted: Collection[str], mesh: Mesh) -> dict[str, str]:
+    """Of these, the ones that several ranks hold whole, and which ranks: they lie in buffers of their own."""
+    apart = {name: "tensor ranks" for name in shifted if name not in shares.splits}
+    here = (one for one in shares.repeated if one.place == mesh.index(AXIS) and one.name in shifted)
+    return apart | {one.name: f"tensor ranks {one.holders}" for one in here if _is_all(one, shares)}
 
 
 def shared_gradients(
-    model: nn.Module, shares: Shares, partial: Collection[str], mesh: Mesh, *, may_differ: bool
+    model: nn.Module,
+    shares: Shares,
+    mesh: Mesh,
+    *,
+    partial: Collection[str],
+    shifted: Collection[str],
+    may_differ: bool,
 ) -> list[SharedGradient]:
     """What a model's ranks along the tensor axis exchange after the sum over data; collective.
 
@@ -37,39 +61,44 @@ def shared_gradients(
     shared = [SharedGradient(name=name, group=group, kind="sum") for name in whole if name in partial]
     if may_differ:
         shared += [SharedGradient(name=name, group=group, kind="alike") for name in whole if name not in partial]
-    for one, holders, is_early in _repeated_here(shares, named, mesh):
-        if not is_early:
-            start, stop = one.entries
+    for one, holders, is_early in _repeated_here(shares, named, shifted, mesh):
+        if _is_all(one, shares):
+            shared.append(SharedGradient(name=one.name, group=holders, kind="sum"))
+        elif not is_early:
             inner = math.prod(named[one.name].shape[1:])
-            shared.append(
-                SharedGradient(
-                    name=one.name,
-                    group=holders,
-                    kind="sum",
-                    within=(one.dim, start, stop - start),
-                    elements=(start * inner, stop * inner) if one.dim == 0 else None,
-                )
-            )
+            start, stop = one.entries
+            elements = (start * inner, stop * inner) if one.dim == 0 else None
+            within = (one.dim, start, stop - start)
+            shared.append(SharedGradient(name=one.name, group=holders, kind="sum", within=within, elements=elements))
     return shared
 
 
-def add_up_early(model: nn.Module, shares: Shares, mesh: Mesh) -> None:
+def add_up_early(model: nn.Module, shares: Shares, mesh: Mesh, *, shifted: Collection[str]) -> None:
     """Sum gradients of repeated entries that could not be found after the sum over data; collective."""
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for one, holders, is_early in _repeated_here(shares, named, mesh):
+    for one, holders, is_early in _repeated_here(shares, named, shifted, mesh):
         if is_early:
             start, stop = one.entries
             _add_up(named[one.name], holders, within=(one.dim, start, stop - start))
 
 
-def _repeated_here(shares: Shares, named: Collection[str], mesh: Mesh) -> list[tuple[Repeated, Group, bool]]:
+def _is_all(one: Repeated, shares: Shares) -> bool:
+    """True if the entries are all that their holders have of the tensor."""
+    start, stop = one.entries
+    parts = shares.splits[one.name].parts
+    return all(sum(b - a for a, b in parts[place]) == stop - start for place in one.holders)
+
+
+def _repeated_here(
+    shares: Shares, named: Collection[str], shifted: Collection[str], mesh: Mesh
+) -> list[tuple[Repeated, Group, bool]]:
     """This rank's repeated entries, and the ranks that hold them, in an order that all of these have.
 
     The third is True if these ranks would not keep the same parts of the entries after the sum over data.
     """
     keys = {one.holders: (f"{AXIS}:{','.join(map(str, one.holders))}", "repeated") for one in shares.repeated}
     mesh.add_groups(sorted(keys.values()))
-    is_sharded, is_even = Sharding.of(mesh.plan).num_parts > 1, shares.is_even
+    is_sharded = Sharding.of(mesh.plan).num_parts > 1
     places: defaultdict[tuple[str, tuple[int, ...]], Counter[Range]] = defaultdict(Counter)
     for one in shares.repeated:
         places[one.name, one.holders][one.entries] += 1
@@ -77,7 +106,8 @@ def _repeated_here(shares: Shares, named: Collection[str], mesh: Mesh) -> list[t
     for one in shares.repeated:
         if one.place == mesh.index(AXIS) and one.name in named:
             is_same = set(places[one.name, one.holders].values()) == {len(one.holders)}
-            is_early = is_sharded and not (is_even and is_same and one.dim == 0)
+            may_be_elsewhere = one.name in shifted or not is_same or one.dim > 0
+            is_early = is_sharded and may_be_elsewhere and not _is_all(one, shares)
             found.append((one, mesh.group(*keys[one.holders]), is_early))
     return sorted(found, key=lambda one: keys[one[0].holders])
 

@@ -4,11 +4,18 @@
                | gather 1 ~~~~~~~~~~|                                | gather 2 | gather 1 ~~~~~~~~~~~~~~~~~~~|
                           | gather 2 ~~~~~~~~~~|                                | gather 0 ~~~~~~~~~|
 
-While a block computes, the next one is gathered. The root (all that is outside blocks) is gathered when the model is
-called and freed when the backward pass is over, because its backward starts at once. Gathers always go through *all*
-blocks in one order, so that a rank which skips a block, or has no data at all, stays in step with the others.
+While a block computes, the next one is gathered. The root (what is outside blocks) is gathered when the model is called
+and freed when the backward pass is over, because its backward starts at once. Gathers always go through *all* units in
+one order, so that a rank which skips a block, or has no data at all, stays in step with the others.
 
 Hooks run on the module's call, outside of what recomputation repeats and of what is compiled.
+
+Large embeddings before the blocks and large linear layers after them are the first and the last unit, each gathered
+once per microbatch. The embeddings' backward pass needs no weights; the last unit stays whole for its own, which comes
+next. Other code than the layers themselves may use their weights (tied logits are often a product with the embedding's
+weight), so these are watched. A unit that something else uses is *held*, gathered at the same place in the one order,
+but freed when the backward pass is over. To know that in time, embeddings are kept through the first microbatch, in
+which the optimizer has no moments yet.
 """
 
 from __future__ import annotations
@@ -17,7 +24,6 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,41 +35,19 @@ from torch.utils.hooks import RemovableHandle
 from weft.errors import ModelError
 from weft.parallel.wrapping.wrap import add_hook
 from weft.parallel.zero.flat_parameters import FlatParameters
+from weft.parallel.zero.unit import Unit
+from weft.parallel.zero.watched import watched_class
 from weft.plan.model_refusals import HIDDEN_OUTPUTS
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device, torch.layout)
 """Types that a block may return besides tensors."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
-    """Parameters that are gathered and freed together."""
-
-    module: nn.Module
-    flats: tuple[FlatParameters, ...]
-
-    @property
-    def is_whole(self) -> bool:
-        return all(flat.is_whole for flat in self.flats)
-
-    def start_gather(self) -> None:
-        for flat in self.flats:
-            flat.start_gather()
-
-    def wait(self) -> None:
-        for flat in self.flats:
-            flat.wait()
-
-    def free(self) -> None:
-        for flat in self.flats:
-            flat.free()
-
-
 class ParameterGathering:
     """Gathers and frees units; `Gathering` by hooks on the model, `StageGathering` as a schedule says."""
 
     def __init__(self, root: Unit, blocks: Sequence[Unit]) -> None:
-        """`root` holds what is outside blocks."""
+        """`root` holds what is in no other unit."""
         self._root = root
         self._blocks = tuple(blocks)
         self.is_last = False
@@ -92,29 +76,37 @@ class Gathering(ParameterGathering):
     def __init__(
         self, root: Unit, blocks: Sequence[Unit], close: Callable[[Sequence[FlatParameters]], None], *, stay_whole: bool
     ) -> None:
-        """`close` is told when no more gradients will come for some parameters in a backward pass; `stay_whole`: units
-        stay from a step's first forward to its last backward."""
+        """`blocks` with the units before and after them. `close` is told when no more gradients will come for some
+        parameters in a backward pass; `stay_whole`: units stay from a step's first forward to its last backward."""
         super().__init__(root, blocks)
         self._stay_whole = stay_whole
         self._close = close
         # What happens in the two passes, until a microbatch shows that it is something else: i, block i begins to be
         # gathered; ~i, its backward pass is over.
         self._forward_order = list(range(len(self._blocks)))
-        self._backward_order = [] if stay_whole else _usual_backward(len(self._blocks))
+        self._backward_order = [] if stay_whole else _usual_backward(self._blocks)
+        self._held = [False] * len(self._blocks)
+        self._is_learning = True
+        """No microbatch has shown yet what else uses the layers outside of blocks."""
         self._log: list[int] = []
         self._with_grad = False
         self._handles: list[RemovableHandle] = []
         self.begin_step()
+        (model,) = root.modules
         why = "gathers parameters outside of blocks, and begins to gather the first block's"
-        add_hook(root.module, "forward_pre", _uncompiled(self._start_forward), by="zero", why=why, prepend=True)
+        add_hook(model, "forward_pre", _uncompiled(self._start_forward), by="zero", why=why, prepend=True)
         why = "frees gathered parameters until the backward pass"
-        add_hook(root.module, "forward", _uncompiled(self._end_forward), by="zero", why=why)
+        add_hook(model, "forward", _uncompiled(self._end_forward), by="zero", why=why)
         for index, block in enumerate(self._blocks):
-            before = _uncompiled(self._make_before(index))
-            why = "waits for its gathered parameters, and begins to gather the next block's"
-            add_hook(block.module, "forward_pre", before, by="zero", why=why, with_kwargs=True, prepend=True)
-            why = "frees its gathered parameters until the backward pass"
-            add_hook(block.module, "forward", _uncompiled(self._make_after(index)), by="zero", why=why)
+            if block.place != "block":
+                block.watched = watched_class(functools.partial(self._before_use, index))
+                block.watch()
+            before, after = _uncompiled(self._make_before(index)), _uncompiled(self._make_after(index))
+            for module in block.modules:
+                why = "waits for its gathered parameters, and begins to gather the next block's"
+                add_hook(module, "forward_pre", before, by="zero", why=why, with_kwargs=True, prepend=True)
+                why = "frees its gathered parameters until the backward pass"
+                add_hook(module, "forward", after, by="zero", why=why)
 
     def end_microbatch(self) -> None:
         """Gather and free what the backward pass left out, so that all ranks keep step."""
@@ -122,6 +114,7 @@ class Gathering(ParameterGathering):
             for index in range(self._next_backward, -1, -1):
                 self._advance_backward(index)
             self._backward_order, self._log = self._log, []
+        self._is_learning = self._is_learning and not self._is_forward_over
         if not self._stay_whole or self.is_last:
             self._free_all()
 
@@ -158,7 +151,8 @@ class Gathering(ParameterGathering):
         self._log = []
         self._next_forward, self._next_backward = 0, -1
         self._called = [False] * len(self._blocks)
-        self._is_gathering_backward = self._is_forward_over = False
+        self._is_gathering_backward = self._is_forward_over = self._is_open = False
+        self._is_passed = [False] * len(self._blocks)
         self._in_backward = [False] * len(self._blocks)
         for handle in self._handles:
             handle.remove()
@@ -168,7 +162,7 @@ class Gathering(ParameterGathering):
 
     def _start_forward(self, *_: object) -> None:
         # Asked once: inside, a block may run without gradients, in a checkpoint of the user's own for one.
-        self._with_grad, self._is_forward_over = torch.is_grad_enabled(), False
+        self._with_grad, self._is_forward_over, self._is_open = torch.is_grad_enabled(), False, True
         self._next_forward = 0
         self._root.start_gather()
         self._log = []
@@ -185,30 +179,60 @@ class Gathering(ParameterGathering):
             self._forward_order, self._log = self._log, []
         if self._stays:
             return
-        for index, block in enumerate(self._blocks):
-            if not self._in_backward[index]:
-                block.free()
+        for index in range(len(self._blocks)):
+            self._pass(index)
         if self._with_grad:
             self._is_gathering_backward = True
             self._next_backward = len(self._blocks) - 1
         else:
-            self._root.free()
+            self._is_open = False
+            super()._free_all()
 
     def _advance_forward(self, index: int) -> None:
         """Start to gather blocks up to this one and, for later, the next one; free those passed by."""
         for passed in range(min(self._next_forward, index)):
-            if not self._stays and not self._in_backward[passed]:
-                self._blocks[passed].free()
+            self._pass(passed)
         while self._next_forward < len(self._blocks) and self._next_forward <= index + 1:
             self._start(self._next_forward)
-            if self._next_forward < index and not self._stays:  # skipped here: only the others need it
-                self._blocks[self._next_forward].free()
+            if self._next_forward < index:  # skipped here: only the others need it
+                self._pass(self._next_forward)
             self._next_forward += 1
+
+    def _pass(self, index: int) -> None:
+        """The forward pass has no more use for a unit."""
+        if self._stays or self._in_backward[index] or self._held[index]:
+            return
+        block = self._blocks[index]
+        if block.place == "before" and self._is_learning:
+            self._is_passed[index] = True
+        elif block.place != "after" or not self._with_grad:
+            block.free()
+
+    def _before_use(self, index: int) -> bool:
+        """Something else than its own layers uses a unit. Between passes it is not there to be used."""
+        if not self._is_open:
+            return False
+        self._held[index] = True
+        if not self._blocks[index].is_whole:
+            self._reach(index)
+        self._blocks[index].wait()
+        return True
+
+    def _reach(self, index: int) -> None:
+        """Gather a unit that is used now, and those whose turn is before it."""
+        self._called[index] = True
+        if not self._is_forward_over:
+            self._advance_forward(index)
+        elif self._is_gathering_backward:  # a checkpoint of the user's own computes the block again
+            self._reach_backward(index)
+        self._start(index)  # a block that is called a second time has been freed already
+        self._blocks[index].wait()
 
     def _reach_backward(self, index: int) -> None:
         """Start to gather blocks from the last one down to this one, in the one order."""
         while self._next_backward >= max(index, 0):
-            self._start(self._next_backward)
+            if self._blocks[self._next_backward].place != "before":
+                self._start(self._next_backward)
             self._next_backward -= 1
 
     def _advance_backward(self, index: int) -> None:
@@ -216,6 +240,8 @@ class Gathering(ParameterGathering):
         and close them if they were skipped: the others' reductions wait for this rank's."""
         for passed in reversed(range(index + 1, len(self._blocks))):
             self._reach_backward(passed)
+            if self._held[passed]:
+                continue
             if not self._in_backward[passed]:
                 self._blocks[passed].free()
             if not self._called[passed]:  # no gradient will come
@@ -226,13 +252,10 @@ class Gathering(ParameterGathering):
     def _make_before(self, index: int) -> Callable[..., tuple[Any, Any]]:
         def before_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
             del module
-            self._called[index] = True
-            if not self._is_forward_over:
-                self._advance_forward(index)
-            elif self._is_gathering_backward:  # a checkpoint of the user's own computes the block again
-                self._reach_backward(index)
-            self._start(index)  # a block that is called a second time has been freed already
-            self._blocks[index].wait()
+            self._held[index] = self._held[index] or self._is_passed[index]
+            self._reach(index)
+            if self._blocks[index].place == "before":
+                return args, kwargs
             return self._watch_inputs(index, args, kwargs)
 
         return before_forward
@@ -249,13 +272,18 @@ class Gathering(ParameterGathering):
 
         def after_forward(module: nn.Module, args: Any, output: Any) -> None:
             del args
+            block = self._blocks[index]
             if self._in_backward[index]:
+                return
+            if not self._held[index]:
+                block.watch()
+            if block.place == "before":  # others of the unit may come, and the next one's turn frees it
                 return
             if torch.is_grad_enabled():
                 for tensor in _outputs_of(output, module):
                     tensor.register_hook(before_backward)
-            if not self._stays and not self._is_forward_over:  # computed again, it stays for its backward pass
-                self._blocks[index].free()
+            if not self._is_forward_over:  # computed again, it stays for its backward pass
+                self._pass(index)
 
         return after_forward
 
@@ -287,6 +315,8 @@ class Gathering(ParameterGathering):
         if self._num_open[index]:
             return
         self._in_backward[index] = False
+        if self._held[index]:
+            return
         if not self._stay_whole or self.is_last:
             self._blocks[index].free()
         self._finish_block(index)
@@ -296,11 +326,15 @@ class Gathering(ParameterGathering):
         self._close(self._blocks[index].flats)
 
 
-def _usual_backward(num_blocks: int) -> list[int]:
-    """From the last block to the first, each gathered while the one after it computes: 2, 1, ~2, 0, ~1, ~0."""
-    order = [num_blocks - 1] if num_blocks else []
-    for index in reversed(range(num_blocks)):
-        order += [index - 1, ~index] if index else [~index]
+def _usual_backward(units: Sequence[Unit]) -> list[int]:
+    """From the last unit to the first, each gathered while the one after it computes: 2, 1, ~2, 0, ~1, ~0.
+
+    Of those outside blocks, the last is whole already, and the first needs no weights.
+    """
+    order = [len(units) - 1] if units and units[-1].place == "block" else []
+    for index in reversed(range(len(units))):
+        order += [index - 1] if index and units[index - 1].place == "block" else []
+        order += [~index] if units[index].place != "before" else []
     return order
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from weft.parallel.zero.gather import ParameterGathering, Unit
+from weft.parallel.zero.gather import ParameterGathering
+from weft.parallel.zero.unit import Unit
 
 
 class StageGathering(ParameterGathering):

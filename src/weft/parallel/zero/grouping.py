@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from weft.blueprint import find_tied
 from weft.parallel.wrapping.wrap import add_hook
 from weft.plan.partition.flat_buffers import DTYPES, ParameterSpec, compute_dtype
 from weft.plan.plan import Plan
@@ -28,9 +29,11 @@ def describe_parameters(model: nn.Module, blocks: Sequence[str] = ()) -> tuple[P
         if isinstance(module, _BatchNorm)  # its statistics and affine step are taken in its own dtype
         for parameter in module.parameters(recurse=False)
     }
+    outside = {name: number for number, names in layers_outside(model, blocks).items() for name in names}
     block_of: dict[int, int | None] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         block = next((number for number, block in enumerate(blocks) if name.startswith(f"{block}.")), None)
+        block = outside.get(name.rpartition(".")[0], block)
         block_of[id(parameter)] = block if block_of.get(id(parameter), block) == block else None
     return tuple(
         ParameterSpec(
@@ -38,11 +41,40 @@ def describe_parameters(model: nn.Module, blocks: Sequence[str] = ()) -> tuple[P
             shape=tuple(parameter.shape),
             dtype=str(parameter.dtype).removeprefix("torch."),
             block=block_of[id(parameter)],
+            is_outside=block_of[id(parameter)] in (-1, len(blocks)),
             trainable=parameter.requires_grad,
             keeps_dtype=id(parameter) in kept or not parameter.is_floating_point(),
         )
         for name, parameter in model.named_parameters()
     )
+
+
+def layers_outside(model: nn.Module, blocks: Sequence[str]) -> dict[int, tuple[str, ...]]:
+    """Layers that are units of their own under ZeRO-3: embeddings before the blocks (-1), linear layers after them (the
+    number of blocks).
+
+    Only those whose parameters nothing else has, and only where they are at least half as large as a block: less
+    would not change the peak, and costs a gather.
+    """
+    if not blocks:
+        return {}
+    tied = {name.rpartition(".")[0] for names in find_tied(model) for name in names}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    first, last = (list(modules).index(name) for name in (blocks[0], blocks[-1]))
+    found: dict[int, list[str]] = {-1: [], len(blocks): []}
+    for place, (name, module) in enumerate(modules.items()):
+        if name in tied:
+            continue
+        if type(module) is nn.Embedding and module.max_norm is None and place < first:
+            found[-1].append(name)
+        elif type(module) is nn.Linear and place > last and not name.startswith(tuple(f"{one}." for one in blocks)):
+            found[len(blocks)].append(name)
+    enough = max(_numel(model, [block]) for block in blocks) / 2
+    return {number: tuple(layers) for number, layers in found.items() if _numel(model, layers) >= max(enough, 1)}
+
+
+def _numel(model: nn.Module, names: Sequence[str]) -> int:
+    return sum(parameter.numel() for name in names for parameter in model.get_submodule(name).parameters())
 
 
 def compute_dtypes(model: nn.Module, plan: Plan) -> dict[str, torch.dtype]:

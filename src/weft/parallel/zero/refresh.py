@@ -4,8 +4,8 @@
     next forward      | embedding | block 0 | block 1 | block 2 |
 
 The step does not wait for its gathers, which start in the order of use. Until its gather is waited for, a parameter is
-a NaN of a shape that fits nothing, as under ZeRO-3, and of a class of which *every* use, by whatever code (a layer, an
-average of weights between two steps, `state_dict()`, a copy of the model), waits first and goes on with the values.
+a NaN of a shape that fits nothing, as under ZeRO-3, and watched (`watched.py`): *every* use, by whatever code (a layer,
+an average of weights between two steps, `state_dict()`, a copy of the model), waits first and goes on with the values.
 So code outside of weft needs to know nothing, and reads neither old values nor half of the new ones:
 
 - Waiting orders the stream that reads, and the one that trains after it. On the host it blocks.
@@ -19,8 +19,7 @@ So code outside of weft needs to know nothing, and reads neither old values nor 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, ClassVar
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -28,27 +27,7 @@ from torch import nn
 from weft.comm.collectives import Pending
 from weft.parallel.wrapping.wrap import add_hook
 from weft.parallel.zero.flat_parameters import FlatParameters
-
-
-class _OnItsWay(nn.Parameter):
-    """A parameter that is being gathered. Every function of torch that is given one waits for it, and then runs."""
-
-    refresh: ClassVar[Refresh]
-    """The gather of its flat buffer; each has a class of its own."""
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        del cls
-        for kind in types:
-            if issubclass(kind, _OnItsWay):
-                kind.refresh.wait()
-        return function(*args, **(kwargs or {}))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self.refresh.wait()  # torch's method would make one of this class
-        return nn.Parameter.__deepcopy__(self, memo)
+from weft.parallel.zero.watched import set_class, watched_class
 
 
 class Refresh:
@@ -58,8 +37,8 @@ class Refresh:
         self._flat = flat
         self._pending: Pending | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._kind = type(_OnItsWay.__name__, (_OnItsWay,), {"refresh": self})
-        self._can_wait = all(type(parameter) is nn.Parameter for parameter in flat.parameters)
+        self._kind = watched_class(self._before_use)
+        self._is_plain = all(type(parameter) is nn.Parameter for parameter in flat.parameters)
         flat.withdraw()
         self._num_own = _num_references(flat.whole)
         flat.lend()
@@ -76,14 +55,16 @@ class Refresh:
         if flat.group.size == 1:
             return
         flat.withdraw()
-        can_wait = self._can_wait and _num_references(flat.whole) == self._num_own
-        self._pending = flat.start_refresh()
+        can_wait = self._is_plain and _num_references(flat.whole) == self._num_own
+        pending = flat.start_refresh()
+        if not can_wait:
+            pending.wait()
+            flat.lend()
+            return
+        self._pending = pending
         if flat.whole.is_cuda:
             self._stream = torch.cuda.current_stream(flat.whole.device)
-        for parameter in flat.parameters:
-            parameter.__class__ = self._kind
-        if not can_wait:
-            self.wait()
+        set_class(flat.parameters, self._kind)
 
     def wait(self) -> None:
         """Parameters are whole when this returns; on a GPU, for what this stream and the training one do from now."""
@@ -91,13 +72,16 @@ class Refresh:
             return
         self._pending.wait()
         self._pending = None
-        for parameter in self._flat.parameters:
-            parameter.__class__ = nn.Parameter
+        set_class(self._flat.parameters, nn.Parameter)
         self._flat.lend()
         if self._stream is not None:
             current = torch.cuda.current_stream(self._stream.device)
             if current != self._stream:
                 self._stream.wait_stream(current)
+
+    def _before_use(self) -> bool:
+        self.wait()
+        return True
 
 
 class Refreshing:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.plan.partition.wire import (
     SHARDED_TAIL_ITEM_BYTES,
@@ -44,7 +44,9 @@ class ParameterSpec:
     dtype: str = "float32"
     """The model's own dtype."""
     block: int | None = None
-    """Number of the block that alone uses it; None: it belongs to the root."""
+    """Number of the block that alone uses it; None: it belongs to the root. Embeddings before the blocks may be a unit
+    of their own, with the number -1, and linear layers after them, with the number of blocks (`is_outside`)."""
+    is_outside: bool = False
     trainable: bool = True
     keeps_dtype: bool = False
     """Mixed precision leaves it as it is: a BatchNorm's, or not a floating-point number."""
@@ -110,6 +112,8 @@ class FlatBuffer:
     trainable: bool = True
     block: int | None = None
     """The block that they are the unit of, under ZeRO-3; None for the root, and below ZeRO-3."""
+    is_outside: bool = False
+    """They are a unit of their own outside of blocks."""
 
     def whole_bytes(self, dtype: str) -> int:
         """Bytes of a buffer laid out like this one."""
@@ -152,13 +156,17 @@ def needs_flats(plan: Plan, parameters: Iterable[ParameterSpec], *, device: str)
 def flat_buffers(parameters: Sequence[ParameterSpec], plan: Plan) -> list[FlatBuffer]:
     """All flat buffers in the order of use: the root and then the blocks, or buckets from the first parameters on.
 
-    ZeRO-3 has one unit per block and one, the root, for everything else: the embedding, the last norm, the head, and
-    what blocks share. Below it trainable parameters lie in buckets, frozen ones in no buffer. Parameters that differ in
-    their formats or in their holders, and frozen and trainable ones, never share a buffer.
+    ZeRO-3 has one unit per block, one for large embeddings before them and one for large linear layers after them, and
+    the root for everything else: norms, tied weights, what blocks share. Stages of a pipeline are gathered as a whole,
+    and a tensor axis may use layers in other ways, so there all that is outside blocks is in the root. Below ZeRO-3
+    trainable parameters lie in buckets, frozen ones in no buffer. Parameters that differ in their formats or in their
+    holders, and frozen and trainable ones, never share a buffer.
     """
     if plan.data.shard == "parameters":
         together: dict[tuple[object, ...], list[ParameterSpec]] = {}
-        for one in sorted(parameters, key=lambda one: -1 if one.block is None else one.block):
+        if plan.axes.pipeline * plan.axes.tensor > 1:
+            parameters = [replace(one, block=None, is_outside=False) if one.is_outside else one for one in parameters]
+        for one in sorted(parameters, key=lambda one: -math.inf if one.block is None else one.block):
             together.setdefault((one.block, one.holders, *_formats(one, plan)), []).append(one)
         return [_buffer(inside, plan) for inside in together.values()]
     trainable: dict[str, list[ParameterSpec]] = {}
@@ -227,8 +235,9 @@ def _num_gathers(one: FlatBuffer, plan: Plan, sharding: Sharding) -> int:
     """The number of times that a step gathers a flat buffer of parameters."""
     if sharding.stage < 3 or sharding.stays_whole:
         return min(sharding.stage, 1)
-    # The root stays whole between the two passes; a block is freed and gathered again.
-    return plan.step.microbatches * (1 if one.block is None else 2)
+    # A block is freed and gathered again for the backward pass. The root stays whole, and so do layers after the last
+    # block, whose backward pass comes next; that of an embedding needs no weights.
+    return plan.step.microbatches * (1 if one.block is None or one.is_outside else 2)
 
 
 def _is_cast(parameter: ParameterSpec, plan: Plan) -> bool:
@@ -254,6 +263,7 @@ def _buffer(parameters: Sequence[ParameterSpec], plan: Plan) -> FlatBuffer:
         reduce=_gradient_dtype(plan.precision.reduce, compute),
         trainable=trainable,
         block=parameters[0].block if sharding.stage == 3 else None,
+        is_outside=parameters[0].is_outside and sharding.stage == 3,
     )
 
 

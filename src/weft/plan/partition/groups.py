@@ -51,6 +51,17 @@ def plan_groups(plan: Plan, *, batch_norms: bool) -> tuple[GroupKey, ...]:
     return tuple(key for key in keys if num_ranks_along(plan.axes, key[0]) > 1)
 
 
+def num_communicators(plan: Plan, *, batch_norms: bool = False) -> int:
+    """Groups of device tensors that a rank is in, at most over the stages; each is a communicator on NCCL."""
+    counts = dict.fromkeys(range(plan.axes.pipeline), 0)
+    for names, purpose in plan_groups(plan, batch_norms=batch_norms):
+        if purpose not in HOST_PURPOSES:
+            places = names.partition(":")[2]
+            for stage in map(int, places.split(",")) if places else counts:
+                counts[stage] += 1
+    return max(counts.values())
+
+
 def batch_axes(axes: Axes) -> str:
     """The axes of the ranks that share one global batch and have the same parameters."""
     if axes.replicate == 1:

@@ -33,6 +33,9 @@ SHARDED_TAIL_ITEM_BYTES = 8
 PIPELINE_WORDS_BYTES = 32
 """What the last stage tells the others about a step: loss, count, correction, squared norm, in float64."""
 
+SMALLEST_SLICED_BYTES = 1 << 20
+"""Smaller tensors cross from stage to stage whole: gathering their slices would take longer than sending them."""
+
 NORM_BYTES = 8
 """The squared norm of a rank's part of the gradient, in float64."""
 
@@ -160,7 +163,8 @@ def pipeline_bytes(
 ) -> int:
     """Bytes that one rank along the pipeline axis sends over it in one step of equal microbatches.
 
-    `boundaries`: (bytes of activations, bytes of their gradients) from each stage to the next, for one microbatch.
+    `boundaries`: (bytes of activations, bytes of their gradients) from each stage to the next, for one microbatch; of
+    tensors that tensor ranks send in slices, one rank's.
     `tied`: (bytes, number of ranks that hold it) of each parameter that this rank shares with others. `together`: the
     stages update together for a weight that some of them share, which only 2bw does.
     """
@@ -172,6 +176,12 @@ def pipeline_bytes(
     if together or takes_norm(plan):
         return sent + sent_bytes("all-reduce", PIPELINE_WORDS_BYTES, num_ranks)
     return sent + (PIPELINE_WORDS_BYTES if rank else 0)
+
+
+def num_slices(numel: int, item_bytes: int, num_ranks: int) -> int:
+    """The slices of a tensor from stage to stage, where it is the same on all tensor ranks, and each sends one."""
+    is_worth_it = numel * item_bytes >= SMALLEST_SLICED_BYTES and numel % num_ranks == 0
+    return num_ranks if is_worth_it else 1
 
 
 def takes_norm(plan: Plan) -> bool:
@@ -201,6 +211,8 @@ class SplitLayers:
     """Bytes of other whole parameters, where sums over more than two data ranks may round differently."""
     repeated_bytes: tuple[tuple[int, int], ...] = ()
     """(bytes, number of ranks that hold it) of each parameter that this rank shares with others."""
+    arriving_bytes: tuple[int, ...] = ()
+    """Bytes of each activation and gradient that arrives from another stage in slices."""
 
 
 def tensor_bytes(layers: SplitLayers, plan: Plan) -> int:
@@ -223,6 +235,7 @@ def tensor_bytes(layers: SplitLayers, plan: Plan) -> int:
     loss_bytes = layers.num_targets * layers.loss_item_bytes
     sent += sent_bytes("all-reduce", loss_bytes, size) + sent_bytes("all-reduce", 2 * loss_bytes, size)
     sent += sent_bytes("all-gather", layers.whole_output_bytes, size)
+    sent += sum(sent_bytes("all-gather", num_bytes, size) for num_bytes in layers.arriving_bytes)
     shared = sum_over_holders_bytes(layers.partial_bytes, size) + sent_bytes("broadcast", layers.alike_bytes, size)
     shared += sum(sum_over_holders_bytes(num_bytes, holders) for num_bytes, holders in layers.repeated_bytes)
     shared += sent_bytes("all-reduce", NORM_BYTES, size) if takes_norm(plan) else 0

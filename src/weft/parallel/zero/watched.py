@@ -1,0 +1,64 @@
+"""A parameter whose every use, by whatever code, runs something first.
+
+Modules that use parameters can be hooked, but other code reads parameters too: a product with the embedding's weight
+for tied logits, an average of weights between two steps. While a parameter's class is a `Watched`, torch itself says
+so: functions and methods that take tensors look for `__torch_function__` in the classes of their arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+_TENSOR: Any = torch.Tensor
+_HARMLESS = frozenset(
+    [
+        *(
+            getattr(_TENSOR, name).__get__
+            for name in ("dtype", "device", "layout", "is_cuda", "is_leaf", "requires_grad", "grad")
+        ),
+        _TENSOR.grad.__set__,
+        _TENSOR.is_floating_point,
+        _TENSOR.register_hook,
+    ]
+)
+"""Functions for which neither the values nor the shape matter."""
+
+
+class Watched(nn.Parameter):
+    """A parameter that is not to be used as it is."""
+
+    on_use: ClassVar[Callable[[], bool]]
+    """Called before a use. True: the parameter may be used, and is an ordinary one again."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del cls
+        kinds = [kind for kind in types if issubclass(kind, Watched)]
+        if function not in _HARMLESS and all([kind.on_use() for kind in kinds]):
+            return function(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """An ordinary parameter; torch's own method would make one of this class."""
+        type(self).on_use()
+        with torch._C.DisableTorchFunctionSubclass():
+            made = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+        return memo.setdefault(id(self), made)
+
+
+def watched_class(on_use: Callable[[], bool]) -> type[Watched]:
+    """A class of parameters whose uses call `on_use` first."""
+    return type(Watched.__name__, (Watched,), {"on_use": staticmethod(on_use)})
+
+
+def set_class(parameters: Iterable[nn.Parameter], kind: type[nn.Parameter]) -> None:
+    """Let parameters be watched, or ordinary ones."""
+    for parameter in parameters:
+        parameter.__class__ = kind

@@ -1,0 +1,56 @@
+"""The sampled combinations again, over the strict stand-in for NCCL, its modes taking turns."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from combinations import BATCHES, MODELS, NUM_RANKS, OPTIMIZERS, cost_of, make_plan, name_of, num_ranks_of, read_rows
+from pairwise import Row
+from ranks import ranks
+from strict_nccl.mode import Mode
+from strict_plans import weft_over_strict
+from test_combinations import make_batch
+
+from weft.verification.verify import verify
+
+ROWS, _ = read_rows()
+MODES = (Mode(), Mode(is_eager=True), Mode(one_stream=True), Mode(delay_ms=2.0))
+
+
+def check_row(row: Row, mode: Mode) -> None:
+    with weft_over_strict(mode):
+        verify(
+            MODELS[row["model"]](),
+            make_plan(row),
+            loss="cross-entropy",
+            optimizer=OPTIMIZERS[row["optimizer"]],
+            batches=[make_batch(row, size, seed) for seed, size in enumerate(BATCHES[row["batches"]])],
+            dtype=torch.float64,
+            device="cpu",
+        ).require()
+
+
+@ranks(4)
+def on_4(row: Row, mode: Mode) -> None:
+    check_row(row, mode)
+
+
+@ranks(8)
+def on_8(row: Row, mode: Mode) -> None:
+    check_row(row, mode)
+
+
+ON_RANKS = dict(zip(NUM_RANKS, (on_4, on_8), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("row", "mode"),
+    [
+        pytest.param(row, mode, id=f"{mode.text()}: {name_of(row)}")
+        for row, mode in zip(sorted(ROWS, key=cost_of), itertools.cycle(MODES))
+    ],
+)
+def test_a_plan_over_the_stand_in_gives_the_answer_of_one_process(row: Row, mode: Mode) -> None:
+    ON_RANKS[num_ranks_of(row)](row=row, mode=mode)

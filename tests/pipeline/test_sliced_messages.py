@@ -1,0 +1,83 @@
+"""Tensor ranks that send slices of what crosses between stages, and gather them: same answer, fewer bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+from meshes import verify
+from oracle import SGD, make_trainer, small_gpt, tensor_plan, token_batch
+from ranks import ranks
+
+from weft.plan.partition.wire import SplitLayers, num_slices, pipeline_bytes, tensor_bytes
+from weft.plan.plan import Plan
+
+
+@contextmanager
+def in_slices() -> Iterator[None]:
+    """Context in which all but the totals of a step travel in slices, also through the memory of one host."""
+    with (
+        mock.patch("weft.parallel.pipeline.links._are_slices_faster", return_value=True),
+        mock.patch("weft.plan.partition.wire.SMALLEST_SLICED_BYTES", 64),
+    ):
+        yield
+
+
+PLANS = {
+    "1f1b, split tokens, through sockets": tensor_plan(2, pipeline=2, microbatches=2, sequence=True, transport="c10d"),
+    "zero-bubble": tensor_plan(2, pipeline=2, microbatches=2, schedule="zero-bubble", clip_norm=0.1),
+    "interleaved": tensor_plan(2, pipeline=2, microbatches=4, schedule="interleaved", chunks=2),
+}
+
+
+@ranks(4)
+@pytest.mark.parametrize("name", PLANS)
+def test_slices_give_the_same_answer(name: str) -> None:
+    batches = [token_batch(8, seed=seed) for seed in range(3)]
+    with in_slices():
+        verify(
+            small_gpt(num_layers=4).double(),
+            PLANS[name],
+            loss="cross-entropy",
+            optimizer=SGD,
+            batches=batches,
+            device="cpu",
+        ).require()
+
+
+def sent(plan: Plan) -> tuple[dict[str, int], int]:
+    """Bytes that this rank sends in a step of 4 samples per microbatch, by axis, and its place along the pipeline."""
+    inputs, targets = token_batch(4 * plan.step.microbatches)
+    trainer = make_trainer(small_gpt(num_layers=4, tied=False).double(), plan, example=inputs[:4])
+    trainer.step(inputs, targets)
+    before = {axis: trainer.mesh.traffic[axis].sent_bytes for axis in ("pipeline", "tensor")}
+    trainer.step(inputs, targets)
+    return {axis: trainer.mesh.traffic[axis].sent_bytes - before[axis] for axis in before}, trainer.mesh.index(
+        "pipeline"
+    )
+
+
+@ranks(4)
+def test_bytes_of_slices_are_those_predicted() -> None:
+    """8 tokens of 16 channels and 8 bytes cross the boundary; of each message half is sent, and half of it gathered."""
+    plan = tensor_plan(2, pipeline=2, microbatches=3, cuts=(2,))
+    whole, rank = sent(plan)
+    with in_slices():
+        sliced, _ = sent(plan)
+        assert num_slices(4 * 8 * 16, 8, 2) == 2
+    crossing = 4 * 8 * 16 * 8
+    assert whole["pipeline"] == pipeline_bytes([(crossing, crossing)], plan, rank=rank)
+    assert sliced["pipeline"] == pipeline_bytes([(crossing // 2, crossing // 2)], plan, rank=rank)
+    layers = [
+        SplitLayers(activation_bytes=crossing, num_regions=4, arriving_bytes=arriving) for arriving in ((), (crossing,))
+    ]
+    without, gathered = (tensor_bytes(one, plan) for one in layers)
+    assert sliced["tensor"] - whole["tensor"] == gathered - without == 3 * crossing // 2
+
+
+def test_small_and_odd_tensors_travel_whole() -> None:
+    assert num_slices(2**20, 2, 4) == 4
+    assert num_slices(2**18, 2, 4) == 1
+    assert num_slices(2**20 + 2, 2, 4) == 1

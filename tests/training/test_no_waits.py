@@ -1,0 +1,158 @@
+"""No host synchronisation in a steady step: every kind of plan on a pretended GPU, and skipped steps found late."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from by_hand import masters, mixed
+from oracle import (
+    MLP,
+    batch_of,
+    cut_evenly,
+    data_plan,
+    image_batch,
+    make_trainer,
+    pipeline_plan,
+    sequence_plan,
+    small_convnet,
+    small_gpt,
+    tensor_plan,
+    token_batch,
+)
+from pretend_gpu import HostWaitError, no_waits, pretended_gpu
+from ranks import ranks
+from torch import nn
+
+from weft.plan.plan import Plan, Recompute
+from weft.training.step import precision, update
+from weft.training.step.late_numbers import LateNumbers
+from weft.training.step.precision import LossScale
+from weft.training.trainer import Trainer
+
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
+CLIPPED: dict[str, Any] = {"microbatches": 2, "clip_norm": 1.0}
+PLANS: dict[str, Plan] = {
+    "data": data_plan(2, **CLIPPED),
+    "zero 1, bf16": mixed(data_plan(2, shard="optimizer", **CLIPPED), compute="bf16"),
+    "zero 3, fp16": mixed(data_plan(2, shard="parameters", **CLIPPED), compute="fp16"),
+    "tensor": tensor_plan(2, **CLIPPED),
+    "tensor, split tokens": tensor_plan(2, sequence=True, **CLIPPED),
+    "ring": sequence_plan(ring=2, **CLIPPED),
+    "ring self-attention": sequence_plan(ring=2, variant="ring-self-attention", **CLIPPED),
+    "ulysses": sequence_plan(ulysses=2, **CLIPPED),
+    "ulysses, recomputed": dataclasses.replace(
+        sequence_plan(ulysses=2, **CLIPPED), recompute=Recompute(policy="selective")
+    ),
+    "1f1b": pipeline_plan(2, **CLIPPED),
+    "zero-bubble, not clipped": pipeline_plan(2, schedule="zero-bubble", microbatches=2),
+    "2bw": pipeline_plan(2, schedule="2bw", **CLIPPED),
+}
+
+
+QUICK = ("zero 3, fp16", "tensor, split tokens", "ulysses", "1f1b")
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in PLANS]
+)
+def test_a_steady_step_never_waits(name: str) -> None:
+    heads = {"heads": 6, "kv_heads": 3, "hidden": 24} if "ulysses" in name else {}
+    trainer = trainer_of(small_gpt(**heads), PLANS[name], example=token_batch(4)[0])
+    parts = [cut_evenly(token_batch(8, seed=step), trainer.data_size)[trainer.data_rank] for step in range(5)]
+    with pretended_gpu():
+        for part in parts[:3]:
+            trainer.step(*part)
+        with no_waits():
+            losses = [trainer.step(*part) for part in parts[3:]]
+    trainer.flush()
+    assert all(loss.isfinite() for loss in losses) and trainer.num_skipped == 0
+
+
+@ranks(2)
+def test_batch_norm_never_waits() -> None:
+    trainer = trainer_of(small_convnet().float(), data_plan(2, **CLIPPED))
+    images, classes = cut_evenly(image_batch(8), 2)[trainer.data_rank]
+    with pretended_gpu():
+        for _ in range(3):
+            trainer.step(images.float(), classes)
+        with no_waits():
+            trainer.step(images.float(), classes)
+
+
+def trainer_of(model: nn.Module, plan: Plan, **given: Any) -> Trainer:
+    """A trainer whose optimizer skips by itself, as on a GPU."""
+    with mock.patch.object(update, "can_skip_on_device", lambda _: True):
+        return make_trainer(model, plan, optimizer=ADAMW, loss="cross-entropy", **given)
+
+
+def test_what_waits_is_found() -> None:
+    with pretended_gpu(), no_waits():
+        three = torch.ones(3)
+        three[:2] = 2.0
+        for wait in (lambda: bool(three.sum() > 1), lambda: torch.as_tensor(1.0), lambda: three.__setitem__(0, 1.0)):
+            with pytest.raises(HostWaitError):
+                wait()
+
+
+@pytest.mark.parametrize("chance_of_overflow", [0.0, 0.2, 0.9])
+def test_the_scale_on_a_device_goes_the_way_of_that_on_the_host(
+    chance_of_overflow: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to its largest and down to its smallest value."""
+    monkeypatch.setattr(precision, "_GROWTH_INTERVAL", 3)
+    plan, chance = mixed(Plan(), compute="fp16"), random.Random(0)
+    host, device = LossScale.of(plan), LossScale.of(plan)
+    for _ in range(60):
+        overflow = chance.random() < chance_of_overflow
+        host.update(is_finite=not overflow)
+        device.update_late(torch.tensor(float(overflow)))
+        assert device.state() == host.state()
+    assert host.value in {0.0: [2.0**24], 0.9: [1.0, 2.0]}.get(chance_of_overflow, [host.value])
+
+
+@pytest.mark.parametrize("shard", ["nothing", "parameters"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize(("compute", "bad"), [("fp16", [0, 2, 3]), ("bf16", [2]), ("model", [2])])
+def test_a_skip_on_the_device_is_one_on_the_host(
+    compute: str,
+    bad: list[int],
+    kind: str,
+    shard: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Weights, the optimizer's state, the scale and what is told agree to the bit."""
+    kinds = {"adamw": ADAMW, "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)}
+    inputs, targets = batch_of(4)
+    seen, told = [], []
+    for on_device in (False, True):
+        monkeypatch.setattr(update, "can_skip_on_device", lambda _, found=on_device: found)
+        torch.manual_seed(0)
+        plan = mixed(data_plan(1, clip_norm=1.0, shard=shard), compute=compute)
+        trainer = make_trainer(MLP().float(), plan, optimizer=kinds[kind])
+        caplog.clear()
+        for step in range(6):
+            trainer.step(inputs.float() * (float("nan") if step in bad else 1.0), targets)
+        assert isinstance(trainer.update.skipped, torch.Tensor) == on_device
+        assert trainer.num_skipped == len(bad)
+        state = [value for one in trainer.optimizer.state.values() for value in one.values()]
+        seen.append((masters(trainer), state, trainer.update.state()))
+        told.append([record.getMessage() for record in caplog.records])
+    (weights, states, rest), (late_weights, late_states, late_rest) = seen
+    assert rest == late_rest and told[0] == told[1] and len(told[0]) == len(bad)
+    assert all(torch.equal(late_weights[name], weight) for name, weight in weights.items())
+    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(states, late_states, strict=True))
+
+
+def test_late_numbers_keep_their_values() -> None:
+    number = torch.tensor(3, dtype=torch.int64)
+    late = LateNumbers(number, 0.5, torch.tensor([2.0**40]))
+    number += 1
+    assert late.is_there and late.read() == [3.0, 0.5, 2.0**40]
