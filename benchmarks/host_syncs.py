@@ -1,7 +1,7 @@
 """How often the host waits for the GPU in a steady step of every plan, with batches that come from the host.
 
     torchrun --nproc-per-node 2 benchmarks/host_syncs.py             # all plans of tests/gpu/gpu_cases.py
-    torchrun --nproc-per-node 2 benchmarks/host_syncs.py zero ring   # those with one of these in their name; "compiled" only so
+    torchrun --nproc-per-node 2 benchmarks/host_syncs.py zero ring   # those with this in their name
     PYTHONPATH=/path/to/older/src torchrun ... benchmarks/host_syncs.py
 
 Trains a small GPT under every plan, and under the data plans a convnet with BatchNorm too, then counts the warnings of
