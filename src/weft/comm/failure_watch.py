@@ -110,7 +110,6 @@ class FailureWatch:
 
     def forget(self) -> None:
         """Close this process's copies of the connections: a fork of a rank is not that rank."""
-        self._is_over.set()
         self._line.close()
         if self._switchboard is not None:
             self._switchboard.forget()

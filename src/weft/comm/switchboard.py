@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import selectors
 import socket
 import threading
@@ -34,6 +35,8 @@ _ANSWER_S = 2.0
 """Seconds to wait for the whereabouts of all ranks."""
 _KEEPALIVE_S = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 """A host that is gone is noticed after a minute; a switch that restarts is not."""
+
+log = logging.getLogger("weft")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,12 +125,16 @@ class Switchboard:
                 self._decide()
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
-        with suppress(OSError):
+        try:
             line, _ = self._server.accept()
-            keep_alive(line)
-            line.settimeout(1.0)
-            self._members[line] = _Member(line=line)
-            selector.register(line, selectors.EVENT_READ)
+        except OSError as error:
+            log.warning("the switchboard takes no more ranks (%s): the failures of others are noticed late", error)
+            selector.unregister(self._server)
+            return
+        keep_alive(line)
+        line.settimeout(1.0)
+        self._members[line] = _Member(line=line)
+        selector.register(line, selectors.EVENT_READ)
 
     def _read(self, selector: selectors.BaseSelector, member: _Member) -> None:
         problem = "its process ended without a word (killed, or out of memory)"
