@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -107,7 +107,7 @@ class Pipeline:
     """Receive buffers for reuse."""
     _in_flight: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
     _arriving: dict[tuple[int, int, int], _Arriving] = field(default_factory=dict)
-    _late: dict[tuple[int, int, int], Action] | None = None
+    _late: dict[tuple[int, int, int], Callable[[], None]] | None = None
     """Receives to be posted when they are needed; None while they are posted where the schedule has them."""
     _passed: set[tuple[int, bool]] = field(default_factory=set)
     """The stages of batches that have passed before, and if for training."""
@@ -183,7 +183,7 @@ class Pipeline:
         stage, microbatch = action.stage, action.microbatch
         stages, is_last = hooks.stages(microbatch), stage == self.model.num_stages - 1
         boundary = () if is_last else stages.boundaries[stage]
-        received, buffers = self._arrived(action, stage - 1, hooks) if stage else ({}, [])
+        received, buffers = self._arrived(action, stage - 1) if stage else ({}, [])
         # A buffer whose value is sent on may still be in transit when it would be reused.
         buffers = [buffer for value, buffer in zip(received, buffers, strict=True) if value not in boundary]
         if torch.is_grad_enabled():
@@ -219,7 +219,7 @@ class Pipeline:
 
     def _backward(self, action: Action, hooks: StepHooks) -> None:
         in_flight = self._in_flight.pop((action.stage, action.microbatch))
-        gradients = self._incoming_gradients(action, in_flight, hooks)
+        gradients = self._incoming_gradients(action, in_flight)
         with hooks.backward(action):
             if in_flight.roots:
                 run_backward(in_flight.roots, gradients)
@@ -229,7 +229,7 @@ class Pipeline:
 
     def _input_grad(self, action: Action, hooks: StepHooks) -> None:
         in_flight = self._in_flight[action.stage, action.microbatch]
-        gradients = self._incoming_gradients(action, in_flight, hooks)
+        gradients = self._incoming_gradients(action, in_flight)
         inputs = [tensor for tensor in in_flight.received.values() if tensor.requires_grad]
         with hooks.backward(action):
             if in_flight.roots:
@@ -244,11 +244,11 @@ class Pipeline:
                 in_flight.split.weight_grads()
                 self._give_back(in_flight.buffers)
 
-    def _incoming_gradients(self, action: Action, in_flight: _InFlight, hooks: StepHooks) -> list[torch.Tensor]:
+    def _incoming_gradients(self, action: Action, in_flight: _InFlight) -> list[torch.Tensor]:
         """The gradient of each root."""
         if action.stage == self.model.num_stages - 1:
             return in_flight.root_gradients
-        arrived, _ = self._arrived(action, action.stage + 1, hooks)
+        arrived, _ = self._arrived(action, action.stage + 1)
         return [arrived[value] for value in in_flight.root_values]
 
     def _queue_gradients(self, action: Action, in_flight: _InFlight, hooks: StepHooks) -> None:
@@ -271,7 +271,8 @@ class Pipeline:
         if self._late is None:
             self._post_receive(action, hooks)
         else:
-            self._late[action.stage, action.peer, action.microbatch] = action
+            post = functools.partial(self._post_receive, action, hooks)
+            self._late[action.stage, action.peer, action.microbatch] = post
 
     def _post_receive(self, action: Action, hooks: StepHooks) -> None:
         stages = hooks.stages(action.microbatch)
@@ -298,13 +299,11 @@ class Pipeline:
         for buffer in buffers:
             self._free[buffer.shape, buffer.dtype].append(buffer)
 
-    def _arrived(
-        self, action: Action, peer: int, hooks: StepHooks
-    ) -> tuple[dict[Value, torch.Tensor], list[torch.Tensor]]:
+    def _arrived(self, action: Action, peer: int) -> tuple[dict[Value, torch.Tensor], list[torch.Tensor]]:
         """Wait for the messages that an action needs: a new tensor for each value, and their buffers."""
         started = time.perf_counter()
         if self._late is not None:
-            self._post_receive(self._late.pop((action.stage, peer, action.microbatch)), hooks)
+            self._late.pop((action.stage, peer, action.microbatch))()
         arriving = self._arriving.pop((action.stage, peer, action.microbatch))
         for pending in arriving.pending:
             pending.wait()
