@@ -7,12 +7,15 @@ from contextlib import contextmanager
 from unittest import mock
 
 import pytest
+import torch
 from meshes import verify
-from oracle import SGD, make_trainer, small_gpt, tensor_plan, token_batch
+from oracle import SGD, make_trainer, pipeline_plan, small_gpt, tensor_plan, token_batch
 from ranks import ranks
 from strict_nccl.mode import Mode
 from strict_plans import weft_over_strict
 
+from weft.mesh import World, make_mesh
+from weft.parallel.pipeline.links import _are_slices_faster
 from weft.plan.partition.wire import SplitLayers, num_slices, pipeline_bytes, tensor_bytes
 from weft.plan.plan import Plan
 from weft.verification.verify import verify as verify_plan
@@ -99,3 +102,20 @@ def test_small_and_odd_tensors_travel_whole() -> None:
     assert num_slices(2**20, 2, 4) == 4
     assert num_slices(2**18, 2, 4) == 1
     assert num_slices(2**20 + 2, 2, 4) == 1
+
+
+@pytest.mark.parametrize(
+    ("hosts", "backend", "is_faster"),
+    [
+        ((0, 0, 0, 0), "gloo", False),
+        ((0, 0, 1, 1), "gloo", True),
+        ((0, 1, 0, 1), "gloo", False),
+        ((0, 1, 2, 3), "gloo", False),
+        ((0, 0, 0, 0), "nccl", True),
+    ],
+)
+def test_where_the_way_between_stages_is_the_slower_one(hosts: tuple[int, ...], backend: str, is_faster: bool) -> None:
+    """Ranks 0 and 1 are the first stage, 2 and 3 the second."""
+    world = World(rank=0, size=4, local_rank=0, device=torch.device("meta"), hosts=hosts, backend=backend)
+    for plan in (tensor_plan(2, pipeline=2), pipeline_plan(4)):
+        assert _are_slices_faster(make_mesh(plan, world)) == (is_faster and plan.axes.tensor > 1)
