@@ -46,6 +46,10 @@ class StrictWork(dist.Work):
         self._refuse_overlaps(before)
         under_way.append(self)
 
+    @property
+    def is_send(self) -> bool:
+        return bool(self.call.parts) and not self._outputs
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self._is_over:
             results = self._link.wait(self.call.number)
@@ -58,6 +62,9 @@ class StrictWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
+        """Who has seen that a send is over need not wait for it; results are invisible even then."""
+        if not self._is_over and self._link.is_over(self.call.number) and self.is_send:
+            self.wait()
         return self._is_over or self._link.is_over(self.call.number)
 
     def _refuse_overlaps(self, others: Sequence[Sequence[Held]]) -> None:
@@ -72,6 +79,9 @@ class StrictWork(dist.Work):
 
 
 def refuse_lost(works: Sequence[StrictWork]) -> None:
-    """Refuse operations whose results nobody will ever see."""
-    if works:
-        raise StrictError(f"never waited for: {'; '.join(work.call.describe() for work in works)}")
+    """Refuse operations whose results nobody will ever see. A send needs no wait, but somebody who receives it."""
+    lost = [work for work in works if not work.is_send]
+    if lost:
+        raise StrictError(f"never waited for: {'; '.join(work.call.describe() for work in lost)}")
+    for work in tuple(works):
+        work.wait()

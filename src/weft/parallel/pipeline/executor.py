@@ -1,7 +1,9 @@
 """Executes a pipeline's schedule: any list of actions, one after the other.
 
 A send never blocks, a receive is posted long before its message is needed, and every kind of message has a way of its
-own (`links.py`), so no two ranks wait for each other's sends. Receive buffers are reused. Between its forward and its
+own (`links.py`), so no two ranks wait for each other's sends. With batches of a new shape receives are posted only when
+they are needed: their first passes load kernels, compile and take memory, for which a host may have to wait until its
+GPU is idle, and it never is while a receive waits for its message. Receive buffers are reused. Between its forward and its
 backward pass a microbatch keeps what it received and the roots of its graph, not the activations it sent.
 
 The loss, the gradient exchange between data ranks and the update are the caller's, through `StepHooks`.
@@ -103,6 +105,10 @@ class Pipeline:
     """Receive buffers for reuse."""
     _in_flight: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
     _arriving: dict[tuple[int, int, int], _Arriving] = field(default_factory=dict)
+    _late: dict[tuple[int, int, int], Action] | None = None
+    """Receives to be posted when they are needed; None while they are posted where the schedule has them."""
+    _passed: set[tuple[int, bool]] = field(default_factory=set)
+    """The stages of batches that have passed before, and if for training."""
     _outgoing: dict[tuple[int, int, int], list[torch.Tensor]] = field(default_factory=dict)
     most_in_flight: int = 0
     """Largest number of microbatches in flight so far."""
@@ -119,8 +125,12 @@ class Pipeline:
     def run(self, actions: Sequence[Action], hooks: StepHooks) -> None:
         """Perform the actions in order; after an error, never again."""
         self.refuse_failed()
+        receives = {a.microbatch for a in actions if a.kind == "receive" and not hooks.skips(a.microbatch)}
+        new = {(id(hooks.stages(one)), torch.is_grad_enabled()) for one in receives} - self._passed
+        self._late = {} if new else None  # all or none: messages of one way must stay in order
         with self._failing():
             self._run(actions, hooks)
+        self._passed |= new
 
     def settle(self) -> None:
         """Wait until all messages were received."""
@@ -171,7 +181,7 @@ class Pipeline:
         stage, microbatch = action.stage, action.microbatch
         stages, is_last = hooks.stages(microbatch), stage == self.model.num_stages - 1
         boundary = () if is_last else stages.boundaries[stage]
-        received, buffers = self._arrived(action, stage - 1) if stage else ({}, [])
+        received, buffers = self._arrived(action, stage - 1, hooks) if stage else ({}, [])
         # A buffer whose value is sent on may still be in transit when it would be reused.
         buffers = [buffer for value, buffer in zip(received, buffers, strict=True) if value not in boundary]
         if torch.is_grad_enabled():
@@ -207,7 +217,7 @@ class Pipeline:
 
     def _backward(self, action: Action, hooks: StepHooks) -> None:
         in_flight = self._in_flight.pop((action.stage, action.microbatch))
-        gradients = self._incoming_gradients(action, in_flight)
+        gradients = self._incoming_gradients(action, in_flight, hooks)
         with hooks.backward(action):
             if in_flight.roots:
                 run_backward(in_flight.roots, gradients)
@@ -217,7 +227,7 @@ class Pipeline:
 
     def _input_grad(self, action: Action, hooks: StepHooks) -> None:
         in_flight = self._in_flight[action.stage, action.microbatch]
-        gradients = self._incoming_gradients(action, in_flight)
+        gradients = self._incoming_gradients(action, in_flight, hooks)
         inputs = [tensor for tensor in in_flight.received.values() if tensor.requires_grad]
         with hooks.backward(action):
             if in_flight.roots:
@@ -232,11 +242,11 @@ class Pipeline:
                 in_flight.split.weight_grads()
                 self._give_back(in_flight.buffers)
 
-    def _incoming_gradients(self, action: Action, in_flight: _InFlight) -> list[torch.Tensor]:
+    def _incoming_gradients(self, action: Action, in_flight: _InFlight, hooks: StepHooks) -> list[torch.Tensor]:
         """The gradient of each root."""
         if action.stage == self.model.num_stages - 1:
             return in_flight.root_gradients
-        arrived, _ = self._arrived(action, action.stage + 1)
+        arrived, _ = self._arrived(action, action.stage + 1, hooks)
         return [arrived[value] for value in in_flight.root_values]
 
     def _queue_gradients(self, action: Action, in_flight: _InFlight, hooks: StepHooks) -> None:
@@ -256,6 +266,12 @@ class Pipeline:
             self.links.post(tensor, action.stage, action.peer, tag=self._tag(action, number))
 
     def _receive(self, action: Action, hooks: StepHooks) -> None:
+        if self._late is None:
+            self._post_receive(action, hooks)
+        else:
+            self._late[action.stage, action.peer, action.microbatch] = action
+
+    def _post_receive(self, action: Action, hooks: StepHooks) -> None:
         stages = hooks.stages(action.microbatch)
         if action.peer < action.stage:
             values = list(stages.boundaries[action.peer])
@@ -280,9 +296,13 @@ class Pipeline:
         for buffer in buffers:
             self._free[buffer.shape, buffer.dtype].append(buffer)
 
-    def _arrived(self, action: Action, peer: int) -> tuple[dict[Value, torch.Tensor], list[torch.Tensor]]:
+    def _arrived(
+        self, action: Action, peer: int, hooks: StepHooks
+    ) -> tuple[dict[Value, torch.Tensor], list[torch.Tensor]]:
         """Wait for the messages that an action needs: a new tensor for each value, and their buffers."""
         started = time.perf_counter()
+        if self._late is not None:
+            self._post_receive(self._late.pop((action.stage, peer, action.microbatch)), hooks)
         arriving = self._arriving.pop((action.stage, peer, action.microbatch))
         for pending in arriving.pending:
             pending.wait()
