@@ -56,10 +56,7 @@ def turns() -> Iterator[tuple[Row, Mode]]:
 
 @pytest.mark.parametrize(
     ("row", "mode"),
-    [
-        pytest.param(row, mode, id=f"{mode.text()}: {name_of(row)}")
-        for row, mode in turns()
-    ],
+    [pytest.param(row, mode, id=f"{mode.text()}: {name_of(row)}") for row, mode in turns()],
 )
 def test_a_plan_over_the_stand_in_gives_the_answer_of_one_process(row: Row, mode: Mode) -> None:
     ON_RANKS[num_ranks_of(row)](row=row, mode=mode)

@@ -175,7 +175,7 @@ def test_every_schedule_runs_under_nccls_rules(schedule: str) -> None:
 
 
 def needed(calls: Iterable[Call]) -> list[Call]:
-    """The calls with every receive where its message is needed, as in the first step."""
+    """The calls with every receive where its message is needed."""
     made: list[Call] = []
     held: dict[Hashable, Call] = {}
     for call in calls:
@@ -201,7 +201,7 @@ def test_ranks_may_post_receives_when_they_are_needed_or_ahead(schedule: str) ->
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "zero-bubble"])
 def test_a_host_may_wait_for_its_device_only_if_no_receive_is_ahead(schedule: str) -> None:
-    """Loading kernels, compiling and giving back memory may do so: that is the first step, which posts none ahead."""
+    """Loading kernels, compiling and giving back memory may do so, so first messages go through the host."""
     for case in CASES:
         if case.schedule == schedule:
             late = [needed(calls) for calls in case.programs()]

@@ -1,10 +1,10 @@
 """Executes a pipeline's schedule: any list of actions, one after the other.
 
 A send never blocks, a receive is posted long before its message is needed, and every kind of message has a way of its
-own (`links.py`), so no two ranks wait for each other's sends. With batches of a new shape receives are posted only when
-they are needed: their first passes load kernels, compile and take memory, for which a host may have to wait until its
-GPU is idle, and it never is while a receive waits for its message. Receive buffers are reused. Between its forward and its
-backward pass a microbatch keeps what it received and the roots of its graph, not the activations it sent.
+own (`links.py`), so no two ranks wait for each other's sends. On GPUs, messages of batches of a new shape go through
+host memory: their first passes load kernels, compile and take memory, for which a host may have to wait until its GPU
+is idle, and it never is while a receive waits there for its message. Receive buffers are reused. Between its forward
+and its backward pass a microbatch keeps what it received and the roots of its graph, not the activations it sent.
 
 The loss, the gradient exchange between data ranks and the update are the caller's, through `StepHooks`.
 """
@@ -12,6 +12,7 @@ The loss, the gradient exchange between data ranks and the update are the caller
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -105,10 +106,10 @@ class Pipeline:
     """Receive buffers for reuse."""
     _in_flight: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
     _arriving: dict[tuple[int, int, int], _Arriving] = field(default_factory=dict)
-    _late: dict[tuple[int, int, int], Action] | None = None
-    """Receives to be posted when they are needed; None while they are posted where the schedule has them."""
     _passed: set[tuple[int, bool]] = field(default_factory=set)
     """The stages of batches that have passed before, and if for training."""
+    _num_first: float = 0
+    """Messages of microbatches below this number go through host memory."""
     _outgoing: dict[tuple[int, int, int], list[torch.Tensor]] = field(default_factory=dict)
     most_in_flight: int = 0
     """Largest number of microbatches in flight so far."""
@@ -122,12 +123,16 @@ class Pipeline:
         """True if a schedule ended in the middle: messages of it may be under way, and would be taken for others."""
         return self._failure is not None
 
-    def run(self, actions: Sequence[Action], hooks: StepHooks) -> None:
-        """Perform the actions in order; after an error, never again."""
+    def run(self, actions: Sequence[Action], hooks: StepHooks, *, num_first: int | None = None) -> None:
+        """Perform the actions in order; after an error, never again.
+
+        `num_first`: the microbatches below this number are the first ones, where messages stay under way from one call
+        to the next; None: those of a new shape, which every rank of the pipeline sees alike.
+        """
         self.refuse_failed()
-        receives = {a.microbatch for a in actions if a.kind == "receive" and not hooks.skips(a.microbatch)}
-        new = {(id(hooks.stages(one)), torch.is_grad_enabled()) for one in receives} - self._passed
-        self._late = {} if new else None  # all or none: messages of one way must stay in order
+        passing = {a.microbatch for a in actions if a.kind == "forward" and not hooks.skips(a.microbatch)}
+        new = {(id(hooks.stages(one)), torch.is_grad_enabled()) for one in passing} - self._passed
+        self._num_first = (math.inf if new else 0) if num_first is None else num_first
         with self._failing():
             self._run(actions, hooks)
         self._passed |= new
@@ -181,7 +186,7 @@ class Pipeline:
         stage, microbatch = action.stage, action.microbatch
         stages, is_last = hooks.stages(microbatch), stage == self.model.num_stages - 1
         boundary = () if is_last else stages.boundaries[stage]
-        received, buffers = self._arrived(action, stage - 1, hooks) if stage else ({}, [])
+        received, buffers = self._arrived(action, stage - 1) if stage else ({}, [])
         # A buffer whose value is sent on may still be in transit when it would be reused.
         buffers = [buffer for value, buffer in zip(received, buffers, strict=True) if value not in boundary]
         if torch.is_grad_enabled():
@@ -217,7 +222,7 @@ class Pipeline:
 
     def _backward(self, action: Action, hooks: StepHooks) -> None:
         in_flight = self._in_flight.pop((action.stage, action.microbatch))
-        gradients = self._incoming_gradients(action, in_flight, hooks)
+        gradients = self._incoming_gradients(action, in_flight)
         with hooks.backward(action):
             if in_flight.roots:
                 run_backward(in_flight.roots, gradients)
@@ -227,7 +232,7 @@ class Pipeline:
 
     def _input_grad(self, action: Action, hooks: StepHooks) -> None:
         in_flight = self._in_flight[action.stage, action.microbatch]
-        gradients = self._incoming_gradients(action, in_flight, hooks)
+        gradients = self._incoming_gradients(action, in_flight)
         inputs = [tensor for tensor in in_flight.received.values() if tensor.requires_grad]
         with hooks.backward(action):
             if in_flight.roots:
@@ -242,11 +247,11 @@ class Pipeline:
                 in_flight.split.weight_grads()
                 self._give_back(in_flight.buffers)
 
-    def _incoming_gradients(self, action: Action, in_flight: _InFlight, hooks: StepHooks) -> list[torch.Tensor]:
+    def _incoming_gradients(self, action: Action, in_flight: _InFlight) -> list[torch.Tensor]:
         """The gradient of each root."""
         if action.stage == self.model.num_stages - 1:
             return in_flight.root_gradients
-        arrived, _ = self._arrived(action, action.stage + 1, hooks)
+        arrived, _ = self._arrived(action, action.stage + 1)
         return [arrived[value] for value in in_flight.root_values]
 
     def _queue_gradients(self, action: Action, in_flight: _InFlight, hooks: StepHooks) -> None:
@@ -263,15 +268,10 @@ class Pipeline:
     def _send(self, action: Action, hooks: StepHooks) -> None:
         tensors = self._outgoing.pop((action.stage, action.peer, action.microbatch))
         for number, tensor in enumerate(tensors):
-            self.links.post(tensor, action.stage, action.peer, tag=self._tag(action, number))
+            tag, is_first = self._tag(action, number), action.microbatch < self._num_first
+            self.links.post(tensor, action.stage, action.peer, tag=tag, is_first=is_first)
 
     def _receive(self, action: Action, hooks: StepHooks) -> None:
-        if self._late is None:
-            self._post_receive(action, hooks)
-        else:
-            self._late[action.stage, action.peer, action.microbatch] = action
-
-    def _post_receive(self, action: Action, hooks: StepHooks) -> None:
         stages = hooks.stages(action.microbatch)
         if action.peer < action.stage:
             values = list(stages.boundaries[action.peer])
@@ -280,8 +280,9 @@ class Pipeline:
         # Gradients are not pooled: autograd may keep one as a parameter's gradient, or part of one.
         is_pooled = action.peer < action.stage
         tensors = [self._buffer(stages.flow.forms[value], is_pooled=is_pooled) for value in values]
+        is_first = action.microbatch < self._num_first
         pending = [
-            self.links.receive(tensor, action.peer, action.stage, tag=self._tag(action, number))
+            self.links.receive(tensor, action.peer, action.stage, tag=self._tag(action, number), is_first=is_first)
             for number, tensor in enumerate(tensors)
         ]
         self._arriving[action.stage, action.peer, action.microbatch] = _Arriving(
@@ -296,13 +297,9 @@ class Pipeline:
         for buffer in buffers:
             self._free[buffer.shape, buffer.dtype].append(buffer)
 
-    def _arrived(
-        self, action: Action, peer: int, hooks: StepHooks
-    ) -> tuple[dict[Value, torch.Tensor], list[torch.Tensor]]:
+    def _arrived(self, action: Action, peer: int) -> tuple[dict[Value, torch.Tensor], list[torch.Tensor]]:
         """Wait for the messages that an action needs: a new tensor for each value, and their buffers."""
         started = time.perf_counter()
-        if self._late is not None:
-            self._post_receive(self._late.pop((action.stage, peer, action.microbatch)), hooks)
         arriving = self._arriving.pop((action.stage, peer, action.microbatch))
         for pending in arriving.pending:
             pending.wait()
