@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from ranks import start_forkserver
 
-from weft.comm import failure_watch, stuck_exchanges
+from weft.comm import failure_watch, stuck_exchanges, switchboard
 from weft.comm.stuck_exchanges import Exchange, Whereabouts, say_who_waits
 from weft.mesh import join_world, leave_world, make_mesh
 from weft.plan.plan import Axes, Comm, Plan
@@ -67,7 +67,8 @@ def be_rank(body: str, rank: int, world: int, port: int, folder: str, ranks_per_
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     names = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % ranks_per_host, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    failure_watch.host_id = lambda: f"host {rank // ranks_per_host}"  # type: ignore[assignment]
+    for module in (failure_watch, switchboard):
+        module.host_id = lambda: f"host {rank // ranks_per_host}"  # type: ignore[assignment]
     failure_watch.GRACE_S = 0.3
     try:
         join_world("cpu", timeout_s=timeout_s)

@@ -47,7 +47,15 @@ class Wait:
     name: Hashable
 
 
-Call = Pass | Exchange | Wait
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMessage:
+    """A message through host memory: sent at once; a host that receives it waits."""
+
+    side: str
+    name: Hashable
+
+
+Call = Pass | Exchange | Wait | HostMessage
 
 
 @dataclass(slots=True)
@@ -65,6 +73,7 @@ class _Rank:
     num_computed: int = 0
     streams: defaultdict[Hashable, deque[_Issued]] = field(default_factory=lambda: defaultdict(deque))
     latest: dict[tuple[Hashable, str, Hashable], _Issued] = field(default_factory=dict)
+    sent: set[Hashable] = field(default_factory=set)
 
 
 def play(
@@ -123,8 +132,17 @@ def _issue(
             is_busy = host_waits_for == "device" and any(rank.streams.values())
             if is_busy or rank.num_computed < len(rank.compute):
                 return moved
+        if isinstance(call, HostMessage):
+            if call.side == "receive" and not any(call.name in other.sent for other in ranks):
+                return moved
+            # What is sent was computed before.
+            if call.side == "send" and rank.num_computed < len(rank.compute):
+                return moved
+            rank.sent |= {call.name} if call.side == "send" else set()
         rank.calls.popleft()
         moved = True
+        if isinstance(call, HostMessage):
+            continue
         if isinstance(call, Pass):
             rank.compute.append(call)
         elif isinstance(call, Wait):

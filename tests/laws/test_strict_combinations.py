@@ -1,4 +1,4 @@
-"""The sampled combinations again, over the strict stand-in for NCCL, its modes taking turns."""
+"""The sampled combinations again, over the strict stand-in for NCCL (`tests/helpers/strict_nccl`), its modes in turn."""
 
 from __future__ import annotations
 
@@ -11,55 +11,61 @@ from combinations import BATCHES, MODELS, NUM_RANKS, OPTIMIZERS, cost_of, make_p
 from pairwise import Row
 from ranks import ranks
 from strict_nccl.mode import Mode
-from strict_plans import weft_over_strict
+from strict_plans import verify_over_strict
 from test_combinations import make_batch
 
-from weft.verification.verify import verify
-
 ROWS, _ = read_rows()
-MODES = (Mode(), Mode(is_eager=True), Mode(delay_ms=2.0), Mode(one_stream=True))
+MODES = {
+    "lazy": Mode(),
+    "eager": Mode(is_eager=True),
+    "delays": Mode(delay_ms=2.0),
+    "one stream": Mode(one_stream=True),
+}
 
 
-def check_row(row: Row, mode: Mode) -> None:
-    with weft_over_strict(mode):
-        verify(
-            MODELS[row["model"]](),
-            make_plan(row),
-            loss="cross-entropy",
-            optimizer=OPTIMIZERS[row["optimizer"]],
-            batches=[make_batch(row, size, seed) for seed, size in enumerate(BATCHES[row["batches"]])],
-            dtype=torch.float64,
-            device="cpu",
-        ).require()
+def check_row(row: Row, mode: str) -> None:
+    verify_over_strict(
+        MODELS[row["model"]](),
+        make_plan(row),
+        MODES[mode],
+        loss="cross-entropy",
+        optimizer=OPTIMIZERS[row["optimizer"]],
+        batches=[make_batch(row, size, seed) for seed, size in enumerate(BATCHES[row["batches"]])],
+        dtype=torch.float64,
+    ).require()
 
 
 @ranks(4)
-def on_4(row: Row, mode: Mode) -> None:
+def on_4(row: Row, mode: str) -> None:
     check_row(row, mode)
 
 
 @ranks(8)
-def on_8(row: Row, mode: Mode) -> None:
+def on_8(row: Row, mode: str) -> None:
     check_row(row, mode)
 
 
 ON_RANKS = dict(zip(NUM_RANKS, (on_4, on_8), strict=True))
 
 
-def turns() -> Iterator[tuple[Row, Mode]]:
-    """Every row with a mode. A pipeline posts its receives before the exchanges inside its stages, so these must be able
-    to run beside them: it is not for one stream."""
-    modes, pipeline_modes = itertools.cycle(MODES), itertools.cycle(MODES[:-1])
+def turns() -> Iterator[tuple[Row, str]]:
+    """Every row, the cheapest first, with a mode. A pipeline posts its receives before the exchanges inside its stages,
+    which must be able to run beside them: it is not for one stream."""
+    modes, pipeline_modes = itertools.cycle(MODES), itertools.cycle(mode for mode in MODES if mode != "one stream")
     for row in sorted(ROWS, key=cost_of):
         yield row, next(modes if row["axes.pipeline"] == 1 else pipeline_modes)
+
+
+NUM_EVERY_TIME = 100
+"""The rest only by `make test-long`."""
 
 
 @pytest.mark.parametrize(
     ("row", "mode"),
     [
-        pytest.param(row, mode, id=f"{mode.text()}: {name_of(row)}")
-        for row, mode in turns()
+        pytest.param(row, mode, id=f"{mode}: {name_of(row)}", marks=[pytest.mark.long] * (number >= NUM_EVERY_TIME))
+        for number, (row, mode) in enumerate(turns())
     ],
 )
-def test_a_plan_over_the_stand_in_gives_the_answer_of_one_process(row: Row, mode: Mode) -> None:
+def test_a_plan_over_the_stand_in_gives_the_answer_of_one_process(row: Row, mode: str) -> None:
     ON_RANKS[num_ranks_of(row)](row=row, mode=mode)

@@ -21,7 +21,8 @@ from torch.utils._device import DeviceContext, _device_constructors
 from strict_nccl.sites import calling_site
 
 _MAKERS = (
-    "tensor as_tensor asarray from_numpy frombuffer zeros ones empty full arange linspace eye rand randn randint randperm"
+    "tensor as_tensor asarray from_numpy frombuffer zeros ones empty full "
+    "arange linspace eye rand randn randint randperm"
 ).split()
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Others, such as fake tensors, have no memory."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from strict_nccl.calls import Call, StrictError
 from strict_nccl.mode import Mode
-from strict_nccl.server import Inbox, packed
+from strict_nccl.server import Inbox, address_of, packed
 
 SILENT_S = 0.05
 """The referee is told of longer waits only, which saves it half of all messages."""
@@ -18,11 +18,11 @@ SILENT_S = 0.05
 class Link:
     """One per process and strict world; used by every thread that exchanges."""
 
-    def __init__(self, address: str, rank: int, mode: Mode) -> None:
+    def __init__(self, name: str, rank: int, mode: Mode) -> None:
         self.rank = rank
         self.mode = mode
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.connect(address)
+        self._socket.connect(address_of(name))
         self._inbox = Inbox()
         self._open: set[int] = set()
         self._results: dict[int, list[Any]] = {}

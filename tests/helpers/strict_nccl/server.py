@@ -20,6 +20,11 @@ from strict_nccl.referee import Referee
 LENGTH = struct.Struct("<Q")
 
 
+def address_of(name: str) -> bytes:
+    """A name that is no file, so that nothing is left behind."""
+    return b"\0" + name.encode()
+
+
 def packed(message: object) -> bytes:
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return LENGTH.pack(len(body)) + body
@@ -53,7 +58,7 @@ class _Peer:
 
 
 class Server:
-    def __init__(self, address: str, referee: Referee, num_ranks: int) -> None:
+    def __init__(self, name: str, referee: Referee, num_ranks: int) -> None:
         self._referee = referee
         self._num_ranks = num_ranks
         self._selector = selectors.DefaultSelector()
@@ -61,7 +66,7 @@ class Server:
         self._num_open = 0
         self._num_met = 0
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(address)
+        self._listener.bind(address_of(name))
         self._listener.listen(num_ranks)
         self._selector.register(self._listener, selectors.EVENT_READ)
 
@@ -140,8 +145,8 @@ class Server:
                 self._referee.leave(peer.rank, "its connection ended", time.monotonic())
 
 
-def main(address: str, num_ranks: str, mode: str) -> None:
-    server = Server(address, Referee(int(num_ranks), read_mode(mode)), int(num_ranks))
+def main(name: str, num_ranks: str, mode: str) -> None:
+    server = Server(name, Referee(int(num_ranks), read_mode(mode)), int(num_ranks))
     print("ready", flush=True)
     server.run()
 

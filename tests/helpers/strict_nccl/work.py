@@ -79,9 +79,7 @@ class StrictWork(dist.Work):
 
 
 def refuse_lost(works: Sequence[StrictWork]) -> None:
-    """Refuse operations whose results nobody will ever see. A send needs no wait, but somebody who receives it."""
+    """Refuse operations whose results nobody will ever see; a send has none."""
     lost = [work for work in works if not work.is_send]
     if lost:
         raise StrictError(f"never waited for: {'; '.join(work.call.describe() for work in lost)}")
-    for work in tuple(works):
-        work.wait()

@@ -6,9 +6,10 @@ import functools
 import os
 import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,15 +23,78 @@ from strict_nccl.link import Link
 from strict_nccl.mode import Mode, read_mode
 from strict_nccl.work import StrictWork, refuse_lost
 
-_current: list[tuple[Link, list[StrictWork]]] = []
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Membership:
+    """This rank's part in a strict world."""
+
+    link: Link
+    under_way: list[StrictWork]
+    referee: subprocess.Popen[bytes] | None
+    """On the first rank."""
+
+    def leave(self, problem: str | None) -> None:
+        try:
+            self.link.leave(problem)
+        finally:
+            if self.referee is not None:
+                self.referee.wait(timeout=30)
+
+
+_current: list[_Membership] = []
+_kept: dict[Mode, _Membership] = {}
+
+
+@contextmanager
+def strict_world(mode: Mode | None = None, *, keep: bool = False) -> Iterator[Mode]:
+    """All ranks of the default group enter and leave; what breaks a rule raises on all of them.
+
+    Leaving refuses operations that nobody waited for, and sends that nobody receives. `keep`: if all went well, groups
+    stay, for the next `strict_world` of this mode.
+    """
+    _register()
+    chosen = mode or read_mode()
+    member = _kept.pop(chosen, None) if keep else None
+    if member is None:
+        member = _join(chosen)
+    _current.append(member)
+    batch = functools.partial(_batch, otherwise=dist.batch_isend_irecv)
+    problem: str | None = None
+    try:
+        with watch_host_memory(), mock.patch.object(dist, "batch_isend_irecv", batch):
+            yield chosen
+        refuse_lost(member.under_way)
+        for send in tuple(member.under_way):
+            send.wait()
+    except BaseException as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        _current.pop()
+        if keep and problem is None:
+            _kept[chosen] = member
+        else:
+            member.leave(problem)
+
+
+def _join(mode: Mode) -> _Membership:
+    """Meet the other ranks at a referee that the first rank starts; collective."""
+    referee, name = None, [f"strict-nccl-{os.getpid()}-{time.monotonic_ns()}"]
+    if dist.get_rank() == 0:
+        command = [sys.executable, "-S", "-m", "strict_nccl.server", name[0], str(dist.get_world_size()), mode.text()]
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+        referee = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
+        assert referee.stdout is not None
+        with referee.stdout as said:
+            assert said.readline() == b"ready\n"
+    dist.broadcast_object_list(name)
+    return _Membership(link=Link(name[0], dist.get_rank(), mode), under_way=[], referee=referee)
 
 
 def _make_group(options: Any, _: Any) -> StrictGroup:
     if not _current:
         raise StrictError('groups of the backend "strict" are made inside strict_world()')
-    link, under_way = _current[-1]
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    return StrictGroup(link, options.group_id, ranks, under_way)
+    return StrictGroup(_current[-1].link, options.group_id, ranks, _current[-1].under_way)
 
 
 @functools.cache
@@ -44,61 +108,3 @@ def _batch(messages: Sequence[dist.P2POp], *, otherwise: Any) -> list[Any]:
     if not isinstance(group, StrictGroup):
         return otherwise(messages)
     return [group.batch([(one.op is dist.isend, one.tensor, one.group_peer) for one in messages])]
-
-
-@contextmanager
-def strict_world(mode: Mode | None = None) -> Iterator[Mode]:
-    """All ranks of the default group enter and leave; what breaks a rule raises on all of them.
-
-    Leaving refuses operations that nobody waited for.
-    """
-    _register()
-    chosen = mode or read_mode()
-    with _referee(chosen) as address, watch_host_memory():
-        link, under_way = Link(address, dist.get_rank(), chosen), []
-        _current.append((link, under_way))
-        batch = functools.partial(_batch, otherwise=dist.batch_isend_irecv)
-        problem: str | None = "an error"
-        try:
-            with mock.patch.object(dist, "batch_isend_irecv", batch):
-                yield chosen
-            refuse_lost(under_way)
-            problem = None
-        except BaseException as error:
-            problem = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            _current.pop()
-            link.leave(problem)
-
-
-@contextmanager
-def _referee(mode: Mode) -> Iterator[str]:
-    """The address of a referee that the first rank starts."""
-    process, folder = None, None
-    address: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        folder = tempfile.TemporaryDirectory(prefix="strict-nccl-")
-        address = [str(Path(folder.name) / "referee")]
-        command = [
-            sys.executable,
-            "-S",
-            "-m",
-            "strict_nccl.server",
-            address[0],
-            str(dist.get_world_size()),
-            mode.text(),
-        ]
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
-        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-    try:
-        dist.broadcast_object_list(address)
-        assert address[0] is not None
-        yield address[0]
-    finally:
-        if process is not None and folder is not None:
-            assert process.stdout is not None
-            process.stdout.close()
-            process.wait(timeout=30)
-            folder.cleanup()

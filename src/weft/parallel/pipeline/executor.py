@@ -1,12 +1,10 @@
 """Executes a pipeline's schedule: any list of actions, one after the other.
 
 A send never blocks, a receive is posted long before its message is needed, and every kind of message has a way of its
-own (`links.py`), so no two ranks wait for each other's sends. With batches of a new shape receives are posted only when
-they are needed: their first passes load kernels, compile and take memory, for which a host may have to wait until its
-GPU is idle, and it never is while a receive waits for its message.
-
-Receive buffers are reused. Between its forward and its backward pass a microbatch keeps what it received and the roots
-of its graph, not the activations it sent.
+own (`links.py`), so no two ranks wait for each other's sends. On GPUs, messages of batches of a new shape go through
+host memory: their first passes load kernels, compile and take memory, for which a host may have to wait until its GPU
+is idle, and it never is while a receive waits there for its message. Receive buffers are reused. Between its forward
+and its backward pass a microbatch keeps what it received and the roots of its graph, not the activations it sent.
 
 The loss, the gradient exchange between data ranks and the update are the caller's, through `StepHooks`.
 """
@@ -14,9 +12,10 @@ The loss, the gradient exchange between data ranks and the update are the caller
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -33,6 +32,8 @@ from weft.parallel.pipeline.stages import Stages
 from weft.parallel.tracing.dataflow import Form, Value
 from weft.plan.pipeline.actions import Action
 
+_MOST_SHAPES = 4096
+"""Shapes of batches that are known to have passed."""
 _TAGS_PER_BOUNDARY = 256
 """Tensors that may cross one boundary. Tag 0 is that of the totals of a step."""
 _MICROBATCHES_WITH_OWN_TAGS = 4096
@@ -107,10 +108,10 @@ class Pipeline:
     """Receive buffers for reuse."""
     _in_flight: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
     _arriving: dict[tuple[int, int, int], _Arriving] = field(default_factory=dict)
-    _late: dict[tuple[int, int, int], Callable[[], None]] | None = None
-    """Receives to be posted when they are needed; None while they are posted where the schedule has them."""
-    _passed: set[tuple[int, bool]] = field(default_factory=set)
-    """The stages of batches that have passed before, and if for training."""
+    _passed: dict[tuple[int, bool], Stages] = field(default_factory=dict)
+    """The stages of batches that have passed before, by identity and if for training: kept, so that it is theirs."""
+    _num_first: float = 0
+    """Messages of microbatches below this number go through host memory."""
     _outgoing: dict[tuple[int, int, int], list[torch.Tensor]] = field(default_factory=dict)
     most_in_flight: int = 0
     """Largest number of microbatches in flight so far."""
@@ -124,15 +125,22 @@ class Pipeline:
         """True if a schedule ended in the middle: messages of it may be under way, and would be taken for others."""
         return self._failure is not None
 
-    def run(self, actions: Sequence[Action], hooks: StepHooks) -> None:
-        """Perform the actions in order; after an error, never again."""
+    def run(self, actions: Sequence[Action], hooks: StepHooks, *, num_first: int | None = None) -> None:
+        """Perform the actions in order; after an error, never again.
+
+        `num_first`: the microbatches below this number are the first ones, where messages stay under way from one call
+        to the next; None: those of a new shape, which every rank of the pipeline sees alike.
+        """
         self.refuse_failed()
-        receives = {a.microbatch for a in actions if a.kind == "receive" and not hooks.skips(a.microbatch)}
-        new = {(id(hooks.stages(one)), torch.is_grad_enabled()) for one in receives} - self._passed
-        self._late = {} if new else None  # all or none: messages of one way must stay in order
+        passing = {a.microbatch for a in actions if a.kind == "forward" and not hooks.skips(a.microbatch)}
+        found = {(id(stages), torch.is_grad_enabled()): stages for stages in map(hooks.stages, passing)}
+        new = found.keys() - self._passed.keys()
+        self._num_first = (math.inf if new else 0) if num_first is None else num_first
         with self._failing():
             self._run(actions, hooks)
-        self._passed |= new
+        if len(self._passed) > _MOST_SHAPES:  # on all ranks alike
+            self._passed.clear()
+        self._passed |= found
 
     def settle(self) -> None:
         """Wait until all messages were received."""
@@ -265,16 +273,10 @@ class Pipeline:
     def _send(self, action: Action, hooks: StepHooks) -> None:
         tensors = self._outgoing.pop((action.stage, action.peer, action.microbatch))
         for number, tensor in enumerate(tensors):
-            self.links.post(tensor, action.stage, action.peer, tag=self._tag(action, number))
+            tag, is_first = self._tag(action, number), action.microbatch < self._num_first
+            self.links.post(tensor, action.stage, action.peer, tag=tag, is_first=is_first)
 
     def _receive(self, action: Action, hooks: StepHooks) -> None:
-        if self._late is None:
-            self._post_receive(action, hooks)
-        else:
-            post = functools.partial(self._post_receive, action, hooks)
-            self._late[action.stage, action.peer, action.microbatch] = post
-
-    def _post_receive(self, action: Action, hooks: StepHooks) -> None:
         stages = hooks.stages(action.microbatch)
         if action.peer < action.stage:
             values = list(stages.boundaries[action.peer])
@@ -283,8 +285,9 @@ class Pipeline:
         # Gradients are not pooled: autograd may keep one as a parameter's gradient, or part of one.
         is_pooled = action.peer < action.stage
         tensors = [self._buffer(stages.flow.forms[value], is_pooled=is_pooled) for value in values]
+        is_first = action.microbatch < self._num_first
         pending = [
-            self.links.receive(tensor, action.peer, action.stage, tag=self._tag(action, number))
+            self.links.receive(tensor, action.peer, action.stage, tag=self._tag(action, number), is_first=is_first)
             for number, tensor in enumerate(tensors)
         ]
         self._arriving[action.stage, action.peer, action.microbatch] = _Arriving(
@@ -302,8 +305,6 @@ class Pipeline:
     def _arrived(self, action: Action, peer: int) -> tuple[dict[Value, torch.Tensor], list[torch.Tensor]]:
         """Wait for the messages that an action needs: a new tensor for each value, and their buffers."""
         started = time.perf_counter()
-        if self._late is not None:
-            self._late.pop((action.stage, peer, action.microbatch))()
         arriving = self._arriving.pop((action.stage, peer, action.microbatch))
         for pending in arriving.pending:
             pending.wait()
