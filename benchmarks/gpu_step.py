@@ -1,12 +1,14 @@
 """One GPU: weft's bf16 compiled step of GPT-2 124M against a bare hand-written loop, tokens per second, in one run.
 
-    python benchmarks/gpu_step.py [--rounds 8] [--steps 10]
+    python benchmarks/gpu_step.py [--rounds 8] [--steps 10] [--profile]
 
+Batches come from the host, from pinned memory, as a DataLoader gives them; the bare loop copies them without waiting.
 Sides alternate in blocks of steps; the table gives the median over rounds of each side's speed and of its ratio to the
 bare loop in the same round, with the middle half of the rounds. Every side has its own model and optimizer, bf16
 parameters and fused AdamW. Compiled sides: the bare loop compiles model and loss as one function; weft either compiles
 blocks and loss (`[compile] blocks = true`) or gets a model that the user compiled whole. "ZeRO-3 on one rank" runs the
-code of sharded parameters, gathers included, on a single rank.
+code of sharded parameters, gathers included, on a single rank. `--profile` shows, for each compiled side, how long the
+GPU computes in a step and how long it has nothing to do, and the kernels that take longer than in the bare loop.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
 
 import weft
 from weft.models.gpt import GPT, gpt2_124m
@@ -51,7 +54,7 @@ def bare_loop(*, compiled: bool, by_blocks: bool = False) -> Step:
     function = torch.compile(forward) if compiled else forward
 
     def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss = function(tokens, targets)
+        loss = function(tokens.to("cuda", non_blocking=True), targets.to("cuda", non_blocking=True))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -81,12 +84,34 @@ def seconds_of(step: Step, batch: tuple[torch.Tensor, torch.Tensor], num_steps: 
     return time.perf_counter() - started
 
 
+def kernel_times(step: Step, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[float, dict[str, float]]:
+    """Milliseconds of a step, and of each of its kernels."""
+    num_steps = 5
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        seconds = seconds_of(step, batch, num_steps)
+    times = {event.key: event.self_device_time_total / 1e3 / num_steps for event in profiler.key_averages()}
+    return 1e3 * seconds / num_steps, {name: ms for name, ms in times.items() if ms > 0}
+
+
+def show_profiles(sides: dict[str, Step], batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    bare: dict[str, float] = {}
+    for name, step in sides.items():
+        step_ms, kernels = kernel_times(step, batch)
+        busy_ms = sum(kernels.values())
+        print(f"{name}: {step_ms:.2f} ms per step, {busy_ms:.2f} in kernels and copies, {step_ms - busy_ms:.2f} idle")
+        bare = bare or kernels
+        longer = sorted(((ms - bare.get(one, 0.0), one) for one, ms in kernels.items()), reverse=True)
+        for more_ms, kernel in longer[:6] if kernels is not bare else ():
+            print(f"    {more_ms:+.3f} ms  {kernel[:100]}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--profile", action="store_true", help="show where compiled sides differ from the bare loop")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a GPU")
@@ -100,8 +125,8 @@ def main() -> None:
         "weft, not compiled": weft_step(Plan()),
         "ZeRO-3 on one rank, not compiled": weft_step(Plan(data=Data(shard="parameters"))),
     }
-    tokens = torch.randint(0, 50257, (args.batch, args.context + 1), device="cuda")
-    batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    tokens = torch.randint(0, 50257, (args.batch, args.context + 1))
+    batch = (tokens[:, :-1].contiguous().pin_memory(), tokens[:, 1:].contiguous().pin_memory())
     losses = {name: [float(step(*batch)) for _ in range(5)] for name, step in sides.items()}
     speeds: dict[str, list[float]] = {name: [] for name in sides}
     for round_number in range(args.rounds):
@@ -117,6 +142,8 @@ def main() -> None:
         low, _, high = statistics.quantiles(ratios, n=4)
         against = f"{statistics.median(ratios):.4f} ({low:.4f} to {high:.4f})"
         print(f"{name:34s} {statistics.median(speeds[name]):9.0f}  {against}  {losses[name][-1]:.4f}")
+    if args.profile:
+        show_profiles({name: step for name, step in sides.items() if not name.endswith("not compiled")}, batch)
 
 
 if __name__ == "__main__":

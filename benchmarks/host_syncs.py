@@ -1,7 +1,7 @@
 """How often the host waits for the GPU in a steady step of every plan, with batches that come from the host.
 
     torchrun --nproc-per-node 2 benchmarks/host_syncs.py             # all plans of tests/gpu/gpu_cases.py
-    torchrun --nproc-per-node 2 benchmarks/host_syncs.py zero ring   # those with one of these in their name; "compiled" only so
+    torchrun --nproc-per-node 2 benchmarks/host_syncs.py zero ring   # by parts of their names; "compiled" only so
     PYTHONPATH=/path/to/older/src torchrun ... benchmarks/host_syncs.py
 
 Trains a small GPT under every plan, and under the data plans a convnet with BatchNorm too, then counts the warnings of
@@ -12,7 +12,6 @@ fails alone, or a plan hangs, ranks cannot get out of their exchange: the run en
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import sys
@@ -85,7 +84,7 @@ def count_waits(model: torch.nn.Module, plan: Plan, batch: tuple[torch.Tensor, t
 def gpt_waits(plan: Plan) -> Counter[str]:
     torch.manual_seed(0)
     tokens = torch.randint(0, SIZES.vocab_size, (8, 17))
-    return count_waits(GPT(dataclasses.replace(SIZES)), plan, (tokens[:, :-1], tokens[:, 1:]))
+    return count_waits(GPT(SIZES), plan, (tokens[:, :-1], tokens[:, 1:]))
 
 
 def convnet_waits(plan: Plan) -> Counter[str]:
@@ -143,8 +142,7 @@ def main() -> None:
         results = [store.get(key).decode() for key in keys]
         failed = [f"rank {other} {result}" for other, result in enumerate(results) if result.startswith("FAILED")]
         if rank == 0:
-            worst = max(results, key=lambda result: float(result.split()[0])) if not failed else failed[0]
-            print(f"{name}: {worst}", flush=True)
+            print(f"{name}: {failed[0] if failed else max(results, key=lambda one: float(one.split()[0]))}", flush=True)
 
 
 if __name__ == "__main__":

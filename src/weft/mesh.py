@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -30,9 +31,10 @@ from weft.comm.binding import (
     slow_backend,
     take_seat,
 )
-from weft.comm.failure_watch import leave_watch, watch_world
+from weft.comm.failure_watch import leave_watch, report, watch_world
 from weft.comm.fake_world import is_fake, ranks_per_host, refuse_half_fake
 from weft.comm.group import Group, Traffic
+from weft.comm.nccl_settings import nccl_problems
 from weft.comm.process_groups import ProcessGroups
 from weft.errors import LaunchError, PlanError
 from weft.hosts import host_id
@@ -216,6 +218,8 @@ def make_mesh(
             raise PlanError(f"the mesh given is for {theirs[0]}, {theirs[1]}; this plan needs {ours[0]}, {ours[1]}")
         if sharing.process_groups.has_failed:
             raise PlanError("a step failed on the mesh given, and messages of it may be under way; make a new mesh")
+    elif world.backend == "nccl":
+        _require_nccl_settings(plan, world)
     mesh = Mesh(plan, world, sharing=sharing)
     try:
         mesh.add_groups(plan_groups(plan, batch_norms=batch_norms) if groups is None else groups)
@@ -223,6 +227,14 @@ def make_mesh(
         mesh.close(failed=True)
         raise
     return mesh
+
+
+def _require_nccl_settings(plan: Plan, world: World) -> None:
+    found = nccl_problems(os.environ, plan, hosts=world.hosts)
+    if found.refused:
+        raise LaunchError(found.refused)
+    for text in found.warned if world.rank == 0 else ():
+        log.warning("%s", text)
 
 
 def join_world(device: torch.device | str | None = None, *, timeout_s: float = 1800.0) -> World:
@@ -264,8 +276,18 @@ def join_world(device: torch.device | str | None = None, *, timeout_s: float = 1
 
 
 def leave_world() -> None:
-    """End the process group, if there is one."""
-    leave_watch()
+    """End the process group, if there is one.
+
+    Called while an error is on its way out (from `finally`, say), it tells the other ranks, and keeps NCCL's
+    communicators: destroying one waits for kernels that wait for those ranks.
+    """
+    error = sys.exc_info()[1]
+    if isinstance(error, Exception):
+        report(error)
+        if dist.is_initialized() and "nccl" in dist.get_backend_config():
+            return
+    else:
+        leave_watch()
     if dist.is_initialized():
         dist.destroy_process_group()
 

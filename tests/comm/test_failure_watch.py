@@ -7,6 +7,7 @@ a GPU, and ignore SIGTERM, as a rank does in the middle of a run.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -14,13 +15,15 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import start_forkserver
 
-from weft.comm import failure_watch
+from weft.comm import failure_watch, stuck_exchanges, switchboard
 from weft.comm.stuck_exchanges import Exchange, Whereabouts, say_who_waits
 from weft.mesh import join_world, leave_world, make_mesh
 from weft.plan.plan import Axes, Comm, Plan
@@ -64,7 +67,8 @@ def be_rank(body: str, rank: int, world: int, port: int, folder: str, ranks_per_
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     names = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % ranks_per_host, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    failure_watch.host_id = lambda: f"host {rank // ranks_per_host}"  # type: ignore[assignment]
+    for module in (failure_watch, switchboard):
+        module.host_id = lambda: f"host {rank // ranks_per_host}"  # type: ignore[assignment]
     failure_watch.GRACE_S = 0.3
     try:
         join_world("cpu", timeout_s=timeout_s)
@@ -95,6 +99,19 @@ def test_an_error_ends_all_ranks_and_is_told_once_on_every_host(tmp_path: Path) 
     assert ended[3].stderr.endswith("ValueError: planted\n") and "Traceback" in ended[3].stderr
     assert told(ended) == [f"0 weft: rank 3 (on {socket.gethostname()}) failed, and ends this run: ValueError: planted"]
     assert ended[1].stderr + ended[2].stderr == ""
+
+
+def leaves_the_world_in_finally(rank: int) -> None:
+    try:
+        raises_on_the_last(rank)
+    finally:
+        leave_world()
+
+
+def test_leaving_the_world_because_of_an_error_is_not_leaving_in_order(tmp_path: Path) -> None:
+    ended = run("leaves_the_world_in_finally", 2, tmp_path)
+    assert [one.code for one in ended] == [1, 1]
+    assert ended[0].stderr == "" and ended[1].stderr.count("ValueError: planted") == 1
 
 
 def killed_in_the_middle(rank: int) -> None:
@@ -186,6 +203,43 @@ def test_a_stuck_exchange_names_its_axis_and_who_is_where(tmp_path: Path) -> Non
     assert line.endswith(absent["data" if first == 1 else "tensor"])
     assert (f"rank 2: waiting {places[2]}; " in line) == (first == 0)
     assert all("Timed out" not in one.stderr for one in ended)
+
+
+def recorded(kind: str, number: int, **changes: Any) -> dict[str, Any]:
+    """An entry of NCCL's recorder, as torch 2.11 and 2.13 write it."""
+    entry = {
+        "collective_seq_id": number,
+        "p2p_seq_id": 0,
+        "is_p2p": False,
+        "input_dtypes": ["BFloat16"],
+        "input_sizes": [[2, 512]],
+        "output_dtypes": ["BFloat16"],
+        "output_sizes": [[4, 512]],
+        "process_group": ["7", "data/gradients"],
+        "profiling_name": f"nccl:{kind}",
+        "retired": False,
+        "state": "started",
+        "time_created_ns": int((time.time() - 100) * 1e9),
+        "timeout_ms": 1800000,
+    }
+    return {**entry, **changes}
+
+
+def test_what_is_under_way_is_read_from_the_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [
+        recorded("all_reduce", 1, retired=True, state="completed"),
+        recorded("_all_gather_base", 2, state="completed"),
+        recorded("_reduce_scatter_base", 3),
+        recorded("send 0->1", 3, is_p2p=True, p2p_seq_id=9, process_group=["8", "pipeline:0,1/activations"]),
+    ]
+    recorder = SimpleNamespace(_dump_nccl_trace_json=lambda **_: json.dumps({"entries": entries}).encode())
+    monkeypatch.setattr(stuck_exchanges, "c10d", recorder)
+    found = stuck_exchanges.whereabouts()
+    assert found.latest == {"7": 3, "8": 9}
+    first, second = sorted(found.waiting, key=lambda one: one.group)
+    assert (first.kind, first.number, first.num_bytes, first.timeout_s) == ("reduce-scatter", 3, 4096, 1800.0)
+    assert (second.kind, second.number, second.name) == ("send 0->1", 9, "pipeline:0,1/activations")
+    assert 99 < first.waited_s < 160
 
 
 def exchange(group: str, number: int, ranks: tuple[int, ...], *, kind: str = "all-gather") -> Exchange:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from weft.comm.binding import Seat, require_own_gpus
 from weft.comm.nccl_settings import nccl_problems, require_room_for_communicators
 from weft.errors import LaunchError
 from weft.plan.plan import Axes, Plan
@@ -75,6 +78,13 @@ def test_a_gpu_too_full_for_the_communicators_is_refused() -> None:
     require_room_for_communicators(free_bytes=1000 << 20, **room)
     with pytest.raises(LaunchError, match=r"cuda:3 has 999.0 MiB free.* 5 NCCL communicators take about 1000.0 MiB"):
         require_room_for_communicators(free_bytes=999 << 20, **room)
+
+
+def test_one_name_for_two_hosts_is_refused() -> None:
+    named = [Seat(host=host, device="cuda:0", gpu=host, num_gpus=1, nccl_host="node") for host in ("a", "b")]
+    with pytest.raises(LaunchError, match="NCCL_HOSTID=node is set on 2 hosts"):
+        require_own_gpus(named)
+    require_own_gpus([replace(seat, nccl_host=f"node {seat.host}") for seat in named])
 
 
 def variables(text: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ on the CPU.
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import functools
 import math
 import os
@@ -47,6 +48,7 @@ NUM_BLOCKS = max(4, int(os.environ.get("WORLD_SIZE", "1")))
 """At least one per stage, also where a rank has two."""
 SIZES = GPTConfig(vocab_size=64, context=16, num_layers=NUM_BLOCKS, hidden=32, heads=4, kv_heads=2, tied=False)
 AFTER_ONE_FAILED_S = 60
+STACKS_AFTER_S = float(os.environ.get("STACKS_AFTER_S", "120"))
 NUM_DRIFT_STEPS = 120
 SIXTEEN_BITS = 0.03
 """How far a loss may be from float32's, of itself."""
@@ -256,11 +258,14 @@ def run_checks(world: World, folder: Path) -> list[str]:
     outcomes, failed = Outcomes(world, folder), []
     for name, check in all_checks(world, folder).items():
         started, said, failure = time.perf_counter(), "", ""
+        faulthandler.dump_traceback_later(STACKS_AFTER_S)  # of a check that hangs
         try:
             said = check()
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
             print(f"rank {world.rank}, {name}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
         try:
             failures = outcomes.agree(name, failure)
         except RuntimeError:

@@ -67,15 +67,25 @@ class _Rank:
     latest: dict[tuple[Hashable, str, Hashable], _Issued] = field(default_factory=dict)
 
 
-def play(programs: Sequence[Iterable[Call]], *, one_stream: bool = False, is_open: bool = True) -> str | None:
-    """Play every rank's calls; `one_stream`: exchanges of a rank share one; `is_open`: all ways are open already."""
+def play(
+    programs: Sequence[Iterable[Call]],
+    *,
+    one_stream: bool = False,
+    is_open: bool = True,
+    host_waits_for: str = "nothing",
+) -> str | None:
+    """Play every rank's calls; `one_stream`: exchanges of a rank share one; `is_open`: all ways are open already.
+
+    `host_waits_for`: what a host waits for before every pass: "nothing", its "stream" of passes, as when a value is
+    read, or its "device", with all that was issued to it, as when memory is given back.
+    """
     ranks = [_Rank(deque(calls)) for calls in programs]
     opened: set[Hashable] = set()
     moved = True
     while moved:
         moved = False
         for rank in ranks:
-            moved |= _issue(rank, ranks, None if is_open else opened, one_stream=one_stream)
+            moved |= _issue(rank, ranks, None if is_open else opened, host_waits_for, one_stream=one_stream)
             moved |= _compute(rank)
         for rank in ranks:
             for stream in rank.streams.values():
@@ -95,7 +105,9 @@ def play(programs: Sequence[Iterable[Call]], *, one_stream: bool = False, is_ope
     return "; ".join(filter(None, stuck)) or None
 
 
-def _issue(rank: _Rank, ranks: Sequence[_Rank], opened: set[Hashable] | None, *, one_stream: bool) -> bool:
+def _issue(
+    rank: _Rank, ranks: Sequence[_Rank], opened: set[Hashable] | None, host_waits_for: str, *, one_stream: bool
+) -> bool:
     """Let a host go on as far as it can."""
     moved = False
     while rank.calls:
@@ -107,6 +119,10 @@ def _issue(rank: _Rank, ranks: Sequence[_Rank], opened: set[Hashable] | None, *,
                 if any(not isinstance(head, Exchange) or (head.group, head.ranks) != way for head in heads):
                     return moved
                 opened.add(way)
+        if isinstance(call, Pass) and host_waits_for != "nothing":
+            is_busy = host_waits_for == "device" and any(rank.streams.values())
+            if is_busy or rank.num_computed < len(rank.compute):
+                return moved
         rank.calls.popleft()
         moved = True
         if isinstance(call, Pass):

@@ -52,7 +52,11 @@ def pretended_gpu() -> Iterator[None]:
     def is_cuda(_: Tensor) -> bool:
         return sys._getframe(1).f_globals.get("__name__", "").startswith("weft.")  # torch itself must not be misled
 
-    with mock.patch.object(Tensor, "is_cuda", property(is_cuda)):
+    stream = mock.Mock(name="the only stream")
+    with (
+        mock.patch.object(Tensor, "is_cuda", property(is_cuda)),
+        mock.patch.object(torch.cuda, "current_stream", lambda *_: stream),
+    ):
         yield
 
 

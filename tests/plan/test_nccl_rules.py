@@ -8,7 +8,7 @@ evaluation between them, the totals of every update, and the tied weight of the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -159,6 +159,7 @@ def cases() -> Iterator[Case]:
 
 
 CASES = list(cases())
+SMALL = [case for case in CASES if case.num_ranks == 3 and case.microbatches == 4]
 
 
 def test_there_are_a_few_hundred_of_them() -> None:
@@ -173,7 +174,40 @@ def test_every_schedule_runs_under_nccls_rules(schedule: str) -> None:
             assert play(case.programs()) is None, case
 
 
-SMALL = [case for case in CASES if case.num_ranks == 3 and case.microbatches == 4]
+def needed(calls: Iterable[Call]) -> list[Call]:
+    """The calls with every receive where its message is needed."""
+    made: list[Call] = []
+    held: dict[Hashable, Call] = {}
+    for call in calls:
+        if isinstance(call, Exchange) and call.side == "receive":
+            held[call.group, call.name] = call
+            continue
+        if isinstance(call, Wait) and call.side == "receive":
+            made.append(held.pop((call.group, call.name)))
+        made.append(call)
+    return made
+
+
+@pytest.mark.parametrize("schedule", [*FLUSHED, *FLUSH_FREE])
+def test_ranks_may_post_receives_when_they_are_needed_or_ahead(schedule: str) -> None:
+    """And a host may wait for its own passes anywhere, as it does where a value is read."""
+    for case in SMALL:
+        if case.schedule == schedule:
+            ahead = case.programs()
+            late = [needed(calls) for calls in ahead]
+            mixed = [(ahead, late)[rank % 2][rank] for rank in range(3)]
+            assert {play(calls, host_waits_for="stream") for calls in (ahead, late, mixed)} == {None}, case
+
+
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "zero-bubble"])
+def test_a_host_may_wait_for_its_device_only_if_no_receive_is_ahead(schedule: str) -> None:
+    """Loading kernels, compiling and giving back memory may do so, so first messages go through the host."""
+    for case in CASES:
+        if case.schedule == schedule:
+            late = [needed(calls) for calls in case.programs()]
+            assert play(late, host_waits_for="device") is None, case
+    ahead = Case(schedule=schedule, num_ranks=4, microbatches=5).programs()
+    assert "host in" in str(play(ahead, host_waits_for="device"))
 
 
 @pytest.mark.parametrize("schedule", [*FLUSHED, *FLUSH_FREE])

@@ -16,10 +16,14 @@ from oracle import ADAMW, cut_evenly, data_plan, make_trainer, pipeline_plan, sm
 from ranks import ranks
 from strict_nccl.world import strict_world
 
+from weft.blueprint import find_blueprint
 from weft.comm import collectives
 from weft.comm.collectives import Pending, all_gather
 from weft.comm.group import Group
 from weft.comm.shared_gradients import SharedGradient, SharedGradientExchange, may_differ
+from weft.models.gpt import GPT
+from weft.parallel.tensor.shares import make_shares
+from weft.parallel.tensor.whole_gradients import find_shifted
 from weft.plan.partition.flat_buffers import ParameterSpec, flat_buffers
 from weft.plan.plan import Plan
 from weft.training.parallelize import parallelize
@@ -86,11 +90,16 @@ def differing(trainer: Trainer) -> set[str]:
     return {name for (name, _), different in seen.items() if len(different) > 1}
 
 
+def make_model(plan: Plan) -> GPT:
+    """A model with a tied weight for a pipeline; for the tensor axis one whose embedding is larger than its blocks."""
+    return small_gpt() if plan.axes.pipeline > 1 else small_gpt(vocab_size=117, tied=False)
+
+
 def train(plan: Plan, plant: Callable[[Trainer], None] | None = None, *, differs: bool = True) -> set[str]:
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("weft.parallel.apply.may_differ", lambda *_: differs)  # two data ranks, but patched
-        trainer = make_trainer(small_gpt(), plan, optimizer=ADAMW, example=token_batch(2)[0])
+        trainer = make_trainer(make_model(plan), plan, optimizer=ADAMW, example=token_batch(2)[0])
         reduce_as_rings_do(patch, trainer.mesh.index("pipeline") + trainer.mesh.index("tensor"))
         if plant is not None:
             plant(trainer)
@@ -104,9 +113,9 @@ PLANS = {
     "tied, zero 1": pipeline_plan(2, data=2, microbatches=2, shard="optimizer"),
     "tied, zero 3": pipeline_plan(2, data=2, microbatches=2, shard="parameters"),
     "whole": tensor_plan(2, data=2),
-    "whole, zero 2": tensor_plan(2, data=2, microbatches=2, shard="gradients"),
+    "whole, zero 3": tensor_plan(2, data=2, microbatches=2, shard="parameters"),
     "split tokens": tensor_plan(2, data=2, microbatches=2, sequence=True),
-    "split tokens, zero 3": tensor_plan(2, data=2, sequence=True, shard="parameters"),
+    "split tokens, zero 2": tensor_plan(2, data=2, sequence=True, shard="gradients"),
 }
 
 
@@ -130,7 +139,7 @@ def train_on_rings(plan: Plan, plant: Callable[[Trainer], None] | None = None) -
     with strict_world(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("weft.mesh.backend_of", lambda *_: "strict")
         given: dict[str, Any] = {"loss": "cross-entropy", "optimizer": ADAMW, "device": "cpu"}
-        with parallelize(small_gpt(), plan, example=token_batch(2)[0], **given) as trainer:
+        with parallelize(make_model(plan), plan, example=token_batch(2)[0], **given) as trainer:
             if plant is not None:
                 plant(trainer)
             for step in range(NUM_STEPS):
@@ -198,14 +207,29 @@ def test_sums_of_three_may_differ_unless_added_in_the_order_of_ranks() -> None:
 
 
 @ranks(4)
-@pytest.mark.parametrize("vocab_size", [17, 18])  # uneven shares of the embedding shift what lies beside it
+@pytest.mark.parametrize("vocab_size", [117, 118])  # uneven shares of the embedding shift what lies beside it
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (6, 3)])  # all of a rank's, or one of its two
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
 def test_repeated_heads_where_state_is_sharded(vocab_size: int, heads: int, kv_heads: int, shard: str) -> None:
-    model = small_gpt(vocab_size=vocab_size, hidden=24, heads=heads, kv_heads=kv_heads)
+    model = small_gpt(vocab_size=vocab_size, hidden=24, heads=heads, kv_heads=kv_heads, tied=False)
     plan = tensor_plan(2, data=2, shard=shard, microbatches=2, sequence=True, clip_norm=0.1)
     batches = [token_batch(8, seed=seed) for seed in range(2)]
     verify(model, plan, loss="cross-entropy", optimizer=ADAMW, batches=batches, dtype=torch.float64).require()
+
+
+@pytest.mark.parametrize("vocab_size", [17, 117])
+def test_uneven_parts_shift_what_is_in_a_buffer_with_them(vocab_size: int) -> None:
+    model = small_gpt(vocab_size=vocab_size, tied=False)
+    blueprint, names = find_blueprint(model), {name for name, _ in model.named_parameters()}
+    assert blueprint.regions is not None
+    shares = make_shares(blueprint.regions, 2)
+
+    def shifted(shard: str, data: int = 2) -> frozenset[str]:
+        return find_shifted(model, blueprint.blocks, shares, tensor_plan(2, data=data, shard=shard))
+
+    assert shares.uneven == {"embedding.weight", "head.weight"}
+    assert shifted("parameters") == {"embedding.weight", "norm.weight", "head.weight"}, "blocks are even"
+    assert shifted("optimizer") == names and shifted("nothing") == shifted("optimizer", data=1) == frozenset()
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])

@@ -50,6 +50,17 @@ def test_the_fields_are_those_promised() -> None:
     assert [field.name for field in fields(StepRecord)] == [*names.split(), "grad_norm", "num_skipped", "loss_scale"]
 
 
+def test_numbers_of_a_device_are_those_of_their_step(mesh: Mesh) -> None:
+    """Some plans count skipped steps, and scale the loss, on the device."""
+    recorder, skipped = Recorder(mesh), torch.tensor(1.0)
+    known = {"step": 3, "lr": 0.5, "unit": "tokens", "loss_scale": torch.tensor(1024.0)}
+    recorder.add(loss=torch.tensor(2.5), grad_norm=torch.tensor(0.25), num_units=1, num_skipped=skipped, **known)
+    skipped += 1
+    record = recorder.flush()
+    assert record is not None and (record.loss, record.grad_norm, record.loss_scale) == (2.5, 0.25, 1024.0)
+    assert record.num_skipped == 1 and type(record.num_skipped) is int
+
+
 def test_a_record_comes_one_step_late_and_in_order(mesh: Mesh) -> None:
     recorder = Recorder(mesh)
     assert recorder.flush() is None

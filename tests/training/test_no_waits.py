@@ -29,6 +29,7 @@ from pretend_gpu import HostWaitError, no_waits, pretended_gpu
 from ranks import ranks
 from torch import nn
 
+from weft.parallel.sequence.promise import Promise
 from weft.plan.plan import Plan, Recompute
 from weft.training.step import precision, update
 from weft.training.step.late_numbers import LateNumbers
@@ -71,7 +72,9 @@ def test_a_steady_step_never_waits(name: str) -> None:
             trainer.step(*part)
         with no_waits():
             losses = [trainer.step(*part) for part in parts[3:]]
-    trainer.flush()
+        trainer.flush()
+        for parameter in trainer.model.parameters():
+            parameter.detach()  # what is still gathered after the last update is waited for while there is a "GPU"
     assert all(loss.isfinite() for loss in losses) and trainer.num_skipped == 0
 
 
@@ -149,6 +152,17 @@ def test_a_skip_on_the_device_is_one_on_the_host(
     assert rest == late_rest and told[0] == told[1] and len(told[0]) == len(bad)
     assert all(torch.equal(late_weights[name], weight) for name, weight in weights.items())
     assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(states, late_states, strict=True))
+
+
+def test_a_promise_is_looked_at_once_and_then_by_the_device() -> None:
+    promise, holds, fails = Promise("it is broken"), torch.tensor(True), torch.tensor(False)
+    assert promise.holds(holds, 1) and not promise.holds(fails, 1), "a host looks every time"
+    with pretended_gpu():
+        assert not promise.holds(fails, 2) and promise.holds(holds, 2)
+        with no_waits():
+            assert promise.holds(holds, 2)
+            with pytest.raises(RuntimeError, match="it is broken"):
+                promise.holds(fails, 2)
 
 
 def test_late_numbers_keep_their_values() -> None:

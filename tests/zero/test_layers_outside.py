@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # before ranks are forked
 import torch.nn.functional as F
 from meshes import verify
-from oracle import ADAMW, Batch, data_plan, make_trainer, pipeline_plan, tensor_plan, token_batch
+from oracle import ADAMW, Batch, data_plan, make_trainer, pipeline_plan, tensor_plan, token_batch, train_alone
 from ranks import ranks
 from strict_plans import weft_over_strict
 from torch import Tensor, nn
@@ -189,6 +191,22 @@ def test_a_loss_that_uses_weights() -> None:
         assert float(trainer.step(inputs[part], targets[part])) == pytest.approx(
             float(total.detach() / count), rel=1e-12
         )
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", ["Net", "TiedByProduct"])
+def test_a_model_compiled_as_a_whole(name: str) -> None:
+    """Hooks break the graph, and parts of it may see parameters that are watched."""
+    torch._dynamo.reset()
+    model = MODELS[name]().double()
+    seen = train_alone(copy.deepcopy(model), batches(8, 8, 8, 8), optimizer=lambda one: ADAMW(one.parameters()))
+    trainer = make_trainer(torch.compile(model, backend="eager"), stage3(transport=SOCKETS), optimizer=ADAMW)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dynamo looks at gradients of tensors between graphs
+        for batch, expected in zip(batches(8, 8, 8, 8), seen, strict=True):
+            part = slice(trainer.data_rank, None, 2)
+            loss = float(trainer.step(*(tensor[part] for tensor in batch)))
+            assert loss == pytest.approx(expected.loss, rel=1e-12)
 
 
 # ---- what is whole, and when ----

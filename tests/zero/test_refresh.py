@@ -67,9 +67,9 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return ADAMW(model.parameters())
 
 
-def saved_and_read(parameter: nn.Parameter) -> Any:
+def saved_and_read(what: object) -> Any:
     file = io.BytesIO()
-    torch.save(parameter, file)
+    torch.save(what, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
 
@@ -88,6 +88,7 @@ READERS: dict[str, Callable[[nn.Module, nn.Parameter, str], Tensor]] = {
     "state_dict": lambda model, parameter, name: model.state_dict()[name],
     "copy of the model": lambda model, parameter, name: copy.deepcopy(model).get_parameter(name),
     "file": lambda model, parameter, name: saved_and_read(parameter),
+    "file of the model": lambda model, parameter, name: saved_and_read(model).get_parameter(name),
     "inference mode": lambda model, parameter, name: in_inference(parameter),
 }
 

@@ -86,6 +86,9 @@ def require_own_gpus(seats: Sequence[Seat]) -> None:
         if seat.gpu is not None:
             together.setdefault((seat.host, seat.gpu), []).append(rank)
     problems = []
+    for name in dict.fromkeys(seat.nccl_host for seat in seats if seat.nccl_host is not None):
+        if (num_hosts := len({seat.host for seat in seats if seat.nccl_host == name})) > 1:
+            problems.append(f"{_HOST_ID}={name} is set on {num_hosts} hosts, which NCCL would take for one; unset it")
     for (host, gpu), ranks in together.items():
         nccl_hosts = {seats[rank].nccl_host for rank in ranks}
         if len(ranks) > 1 and (None in nccl_hosts or len(nccl_hosts) < len(ranks)):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import logging
 import os
 import signal
 import socket
@@ -30,7 +29,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from weft import errors
 from weft.comm.stuck_exchanges import StuckExchanges, whereabouts
-from weft.comm.switchboard import Failure, Switchboard, as_line, keep_alive
+from weft.comm.switchboard import Failure, Switchboard, as_line, reach_switchboard
 from weft.errors import LaunchError
 from weft.hosts import host_id
 
@@ -39,9 +38,6 @@ GRACE_S = 3.0
 END_S = 5
 """Seconds that a process gets to end after its own error; destroying a communicator may wait for ever."""
 _VERDICT_WAIT_S = 3.0
-_CONNECT_S = 5.0
-
-log = logging.getLogger("weft")
 
 
 class FailureWatch:
@@ -50,13 +46,13 @@ class FailureWatch:
     def __init__(
         self,
         line: socket.socket,
+        address: dict[str, Any],
         switchboard: Switchboard | None,
         *,
         rank: int,
-        address: dict[str, Any],
         timeout_s: float,
     ) -> None:
-        """`switchboard`: rank 0's own; `address`: where it is, as rank 0 said; `timeout_s`: of exchanges."""
+        """`address`: of the switchboard, as rank 0 gave it; `switchboard`: on rank 0; `timeout_s`: of exchanges."""
         self.group: dist.ProcessGroup | None = dist.group.WORLD
         """The group of the ranks; None until it is made."""
         self._rank = rank
@@ -110,7 +106,6 @@ class FailureWatch:
 
     def forget(self) -> None:
         """Close this process's copies of the connections: a fork of a rank is not that rank."""
-        self._is_over.set()
         self._line.close()
         if self._switchboard is not None:
             self._switchboard.forget()
@@ -206,8 +201,11 @@ def watch_world(store: Store, rank: int, size: int, *, timeout_s: float) -> None
     _num_watches += 1
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     own = PrefixStore(f"weft/watch/{attempt}/{_num_watches}", store)
-    _watch = _connect(own, rank, _timeout_of(dist.group.WORLD, timeout_s))
-    if _watch is not None and sys.excepthook is not _report_uncaught:
+    reached = reach_switchboard(own, rank)
+    if reached is None:
+        return
+    _watch = FailureWatch(*reached, rank=rank, timeout_s=_timeout_of(dist.group.WORLD, timeout_s))
+    if sys.excepthook is not _report_uncaught:
         _previous_hook, sys.excepthook = sys.excepthook, _report_uncaught
 
 
@@ -265,38 +263,6 @@ def _timeout_of(group: dist.ProcessGroup | None, default_s: float) -> float:
         with suppress(AttributeError, RuntimeError):
             found.append(group._get_backend(torch.device(kind)).options._timeout.total_seconds())
     return min(found, default=default_s)
-
-
-def _connect(store: Store, rank: int, timeout_s: float) -> FailureWatch | None:
-    """A watch connected to rank 0's switchboard; None, with a warning, where that cannot be reached."""
-    switchboard = None
-    if rank == 0:
-        try:
-            switchboard = Switchboard()
-            said = {"port": switchboard.port, "token": switchboard.token}
-        except OSError as error:
-            said = {"problem": str(error)}
-        store.set("address", json.dumps({**said, "host": host_id(), "host_name": socket.gethostname()}))
-    address = json.loads(store.get("address"))
-    problem = address.get("problem")
-    is_here = address["host"] == host_id()
-    for host in ["127.0.0.1"] if is_here else [os.environ.get("MASTER_ADDR"), address["host_name"]]:
-        if not host or "port" not in address:
-            continue
-        try:
-            line = socket.create_connection((host, address["port"]), timeout=_CONNECT_S)
-        except OSError as error:
-            problem = f"{host} port {address['port']}: {error}"
-            continue
-        keep_alive(line)
-        who = {"rank": rank, "host": host_id(), "host_name": socket.gethostname()}
-        watch = FailureWatch(line, switchboard, rank=rank, address=address, timeout_s=timeout_s)
-        watch.send({"token": address["token"], **who})
-        return watch
-    log.warning("no watch over failed ranks (%s): over NCCL a dead rank is noticed only after the timeout", problem)
-    if switchboard is not None:
-        switchboard.close()
-    return None
 
 
 def _forget() -> None:

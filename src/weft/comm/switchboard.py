@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
+import os
 import selectors
 import socket
 import threading
@@ -26,14 +28,20 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torch.distributed.distributed_c10d import Store
+
 from weft.comm.stuck_exchanges import Whereabouts, say_who_waits
+from weft.hosts import host_id
 
 _VERDICT_S = 0.2
 """Seconds to wait after an error for a peer's death that may have caused it: both arrive at almost the same time."""
 _ANSWER_S = 2.0
 """Seconds to wait for the whereabouts of all ranks."""
+_CONNECT_S = 5.0
 _KEEPALIVE_S = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 """A host that is gone is noticed after a minute; a switch that restarts is not."""
+
+log = logging.getLogger("weft")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,12 +130,16 @@ class Switchboard:
                 self._decide()
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
-        with suppress(OSError):
+        try:
             line, _ = self._server.accept()
-            keep_alive(line)
-            line.settimeout(1.0)
-            self._members[line] = _Member(line=line)
-            selector.register(line, selectors.EVENT_READ)
+        except OSError as error:
+            log.warning("the switchboard takes no more ranks (%s): the failures of others are noticed late", error)
+            selector.unregister(self._server)
+            return
+        keep_alive(line)
+        line.settimeout(1.0)
+        self._members[line] = _Member(line=line)
+        selector.register(line, selectors.EVENT_READ)
 
     def _read(self, selector: selectors.BaseSelector, member: _Member) -> None:
         problem = "its process ended without a word (killed, or out of memory)"
@@ -218,6 +230,36 @@ class Switchboard:
             if member.rank >= 0:
                 with suppress(OSError):
                     member.line.sendall(as_line(message))
+
+
+def reach_switchboard(store: Store, rank: int) -> tuple[socket.socket, dict[str, Any], Switchboard | None] | None:
+    """This rank's connection, the address, and on rank 0 the switchboard; None, with a warning, where it cannot be
+    reached. Rank 0 gives the address in the store; collective."""
+    switchboard, host = None, host_id()
+    if rank == 0:
+        try:
+            switchboard = Switchboard()
+            said = {"port": switchboard.port, "token": switchboard.token}
+        except OSError as error:
+            said = {"problem": str(error)}
+        store.set("address", json.dumps({**said, "host": host, "host_name": socket.gethostname()}))
+    address = json.loads(store.get("address"))
+    problem = address.get("problem")
+    names = ("127.0.0.1",) if address["host"] == host else (os.environ.get("MASTER_ADDR"), address["host_name"])
+    for name in filter(None, names if problem is None else ()):
+        try:
+            line = socket.create_connection((name, address["port"]), timeout=_CONNECT_S)
+        except OSError as error:
+            problem = f"{name} port {address['port']}: {error}"
+            continue
+        keep_alive(line)
+        who = {"rank": rank, "host": host, "host_name": socket.gethostname()}
+        line.sendall(as_line({"token": address["token"], **who}))
+        return line, address, switchboard
+    log.warning("no watch over failed ranks (%s): over NCCL a dead rank is noticed only after the timeout", problem)
+    if switchboard is not None:
+        switchboard.close()
+    return None
 
 
 def as_line(message: dict[str, Any]) -> bytes:

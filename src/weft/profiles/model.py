@@ -6,7 +6,8 @@ A training step passes through the model's segments in this order and back; the 
     forward    prelude ─ block 0 ─ block 1 ─ ... ─ postlude and loss ─┐
     backward   prelude ─ block 0 ─ block 1 ─ ... ─ postlude and loss ─┘
 
-Parameters belong to units: each block is one, and everything outside the blocks (prelude and postlude) is the root.
+Parameters belong to units: each block is one, and so may be large embeddings before the blocks, and large linear layers
+after them; everything else outside the blocks (prelude and postlude) is the root.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Executes a pipeline's schedule: any list of actions, one after the other.
 
 A send never blocks, a receive is posted long before its message is needed, and every kind of message has a way of its
-own (`links.py`), so no two ranks wait for each other's sends. Receive buffers are reused. Between its forward and its
-backward pass a microbatch keeps what it received and the roots of its graph, not the activations it sent.
+own (`links.py`), so no two ranks wait for each other's sends. On GPUs, messages of batches of a new shape go through
+host memory: their first passes load kernels, compile and take memory, for which a host may have to wait until its GPU
+is idle, and it never is while a receive waits there for its message. Receive buffers are reused. Between its forward
+and its backward pass a microbatch keeps what it received and the roots of its graph, not the activations it sent.
 
 The loss, the gradient exchange between data ranks and the update are the caller's, through `StepHooks`.
 """
@@ -10,6 +12,7 @@ The loss, the gradient exchange between data ranks and the update are the caller
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -103,6 +106,10 @@ class Pipeline:
     """Receive buffers for reuse."""
     _in_flight: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
     _arriving: dict[tuple[int, int, int], _Arriving] = field(default_factory=dict)
+    _passed: set[tuple[int, bool]] = field(default_factory=set)
+    """The stages of batches that have passed before, and if for training."""
+    _num_first: float = 0
+    """Messages of microbatches below this number go through host memory."""
     _outgoing: dict[tuple[int, int, int], list[torch.Tensor]] = field(default_factory=dict)
     most_in_flight: int = 0
     """Largest number of microbatches in flight so far."""
@@ -116,11 +123,19 @@ class Pipeline:
         """True if a schedule ended in the middle: messages of it may be under way, and would be taken for others."""
         return self._failure is not None
 
-    def run(self, actions: Sequence[Action], hooks: StepHooks) -> None:
-        """Perform the actions in order; after an error, never again."""
+    def run(self, actions: Sequence[Action], hooks: StepHooks, *, num_first: int | None = None) -> None:
+        """Perform the actions in order; after an error, never again.
+
+        `num_first`: the microbatches below this number are the first ones, where messages stay under way from one call
+        to the next; None: those of a new shape, which every rank of the pipeline sees alike.
+        """
         self.refuse_failed()
+        passing = {a.microbatch for a in actions if a.kind == "forward" and not hooks.skips(a.microbatch)}
+        new = {(id(hooks.stages(one)), torch.is_grad_enabled()) for one in passing} - self._passed
+        self._num_first = (math.inf if new else 0) if num_first is None else num_first
         with self._failing():
             self._run(actions, hooks)
+        self._passed |= new
 
     def settle(self) -> None:
         """Wait until all messages were received."""
@@ -253,7 +268,8 @@ class Pipeline:
     def _send(self, action: Action, hooks: StepHooks) -> None:
         tensors = self._outgoing.pop((action.stage, action.peer, action.microbatch))
         for number, tensor in enumerate(tensors):
-            self.links.post(tensor, action.stage, action.peer, tag=self._tag(action, number))
+            tag, is_first = self._tag(action, number), action.microbatch < self._num_first
+            self.links.post(tensor, action.stage, action.peer, tag=tag, is_first=is_first)
 
     def _receive(self, action: Action, hooks: StepHooks) -> None:
         stages = hooks.stages(action.microbatch)
@@ -264,8 +280,9 @@ class Pipeline:
         # Gradients are not pooled: autograd may keep one as a parameter's gradient, or part of one.
         is_pooled = action.peer < action.stage
         tensors = [self._buffer(stages.flow.forms[value], is_pooled=is_pooled) for value in values]
+        is_first = action.microbatch < self._num_first
         pending = [
-            self.links.receive(tensor, action.peer, action.stage, tag=self._tag(action, number))
+            self.links.receive(tensor, action.peer, action.stage, tag=self._tag(action, number), is_first=is_first)
             for number, tensor in enumerate(tensors)
         ]
         self._arriving[action.stage, action.peer, action.microbatch] = _Arriving(

@@ -65,14 +65,23 @@ class Links:
                     self._groups[way] = mesh.group(*message_group(*way, self.num_ranks))
         self._tensor_ranks = mesh.group("tensor", "activations") if _are_slices_faster(mesh) else None
         """The ranks that send slices of the same tensors; None if each sends whole ones."""
+        uses_streams = any(group.is_on_stream for group in self._groups.values())
+        self._host = mesh.group("pipeline", "control") if uses_streams else None
+        """The group of messages through host memory; None if none are needed."""
         self._sends: deque[tuple[Pending, torch.Tensor]] = deque()
         self._mailboxes: set[Mailbox] = set()
         """Mailboxes whose messages the receivers may not have taken yet."""
 
-    def post(self, tensor: torch.Tensor, source: int, target: int, *, tag: int = 0) -> None:
-        """Send a tensor from a stage of this rank to a neighbour, which receives it with the same tag."""
+    def post(self, tensor: torch.Tensor, source: int, target: int, *, tag: int = 0, is_first: bool = False) -> None:
+        """Send a tensor from a stage of this rank to a neighbour, which receives it with the same tag and `is_first`.
+
+        `is_first`: passes of its kind have not run yet, so on a GPU it goes through host memory.
+        """
         group, message = self._groups[source, target], self._slice(tensor.contiguous())
-        pending = send(message, group, to=1 - group.index, tag=tag)
+        to = 1 - group.index
+        if is_first and self._host is not None:
+            group, message, to = self._host, message.cpu(), target % self.num_ranks
+        pending = send(message, group, to=to, tag=tag)
         if (wire := group.wire(message)) is not None:
             self._mailboxes.add(wire.mailbox)
             return
@@ -80,10 +89,17 @@ class Links:
         while self._sends and self._sends[0][0].is_over:
             self._sends.popleft()
 
-    def receive(self, tensor: torch.Tensor, source: int, target: int, *, tag: int = 0) -> Arrival:
+    def receive(
+        self, tensor: torch.Tensor, source: int, target: int, *, tag: int = 0, is_first: bool = False
+    ) -> Arrival:
         """Start receiving what a neighbour sends to a stage of this rank, into a contiguous tensor."""
         group, mine = self._groups[source, target], self._slice(tensor)
-        pending = receive(mine, group, source=1 - group.index, tag=tag)
+        if is_first and self._host is not None:
+            staged = torch.empty_like(mine, device="cpu")
+            came = receive(staged, self._host, source=source % self.num_ranks, tag=tag)
+            pending = Pending(came, group.traffic, lambda: mine.copy_(staged))
+        else:
+            pending = receive(mine, group, source=1 - group.index, tag=tag)
         if mine is tensor:
             return pending
         assert self._tensor_ranks is not None

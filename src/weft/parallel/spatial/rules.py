@@ -7,6 +7,7 @@ BatchNorm outside its module.
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
@@ -156,12 +157,22 @@ def dropout(
     if not (training and train) or p == 0.0:
         return input
     # One number from the common stream, whatever the rows, so that all ranks' streams stay equal.
-    seed = int(torch.randint(2**62, (), device=input.device))
+    seed = _draw_seed(input.device)
     own = torch.Generator(input.device).manual_seed(mix(seed, input.weft_rows.group.index))
     kept = torch.empty_like(input).bernoulli_(1 - p, generator=own)
     kept = kept.div_(1 - p) if p < 1 else kept
     overwrites = inplace or func.__name__.endswith("_")
     return input.mul_(kept) if overwrites else mark(input * kept, input.weft_rows)
+
+
+def _draw_seed(device: torch.device) -> int:
+    """A number from the common stream; on a GPU from the state of its generator, which the host need not wait for."""
+    if device.type != "cuda":
+        return int(torch.randint(2**62, (), device=device))
+    common = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    seed = zlib.crc32(common.get_state().numpy().tobytes())
+    torch.rand((), device=device)  # the stream goes on
+    return seed
 
 
 def channel_dropout(func: Function, *args: Any, **kwargs: Any) -> Any:

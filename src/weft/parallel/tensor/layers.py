@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_map_only
 
 from weft.comm.group import Group
 from weft.parallel.state.rng import ShareDraws
@@ -25,6 +26,8 @@ from weft.parallel.tensor.operators import kept_row, traced_add, traced_gather, 
 from weft.plan.partition.tensor import Range
 
 Forward = Callable[..., Any]
+_BEGUN = "weft_begun"
+"""Attribute of a tensor that several layers are given in a compiled graph: what they share, and how many still come."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,8 +43,6 @@ class Axis:
     """Random numbers inside regions; None: nothing there is random."""
     keeps_products: bool = False
     """A policy of recomputation keeps the results of operators."""
-    is_repeated: bool = False
-    """Layers may be called again in the backward pass."""
 
     @property
     def splits_tokens(self) -> bool:
@@ -70,8 +71,6 @@ class ColumnGroup:
         self._given: Tensor | None = None
         self._version = (False, 0)
         self._made: dict[int, Tensor] = {}
-        self._spread: Tensor | None = None
-        self._num_left = 0
 
     def call(self, number: int, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
@@ -104,16 +103,28 @@ class ColumnGroup:
         if self.is_shown and axis.splits_tokens:  # the gather sums the gradients
             return F.linear(x, layer.weight, layer.bias)
         begin = traced_gather if axis.splits_tokens else traced_spread
-        if len(self.layers) == 1 or axis.is_repeated:  # torch's recomputation allows no state between layers
+        if len(self.layers) == 1:
             return F.linear(begin(x, axis.handle), layer.weight, layer.bias)
-        if self._given is not x:
-            self._given, self._spread, self._num_left = x, begin(x, axis.handle), len(self.layers)
-        assert self._spread is not None
-        made = F.linear(self._spread, layer.weight, layer.bias)
-        self._num_left -= 1
-        if self._num_left == 0:
-            self._given = self._spread = None
-        return made
+        # Kept on the tensor itself: torch's recomputation allows no other state between layers.
+        begun, num_left = getattr(x, _BEGUN, None) or (begin(x, axis.handle), len(self.layers))
+        setattr(x, _BEGUN, (begun, num_left - 1) if num_left > 1 else None)
+        return F.linear(begun, layer.weight, layer.bias)
+
+
+class OwnInputs:
+    """Replaces the `forward` of a module that contains layers with a common input, where recomputation is compiled.
+
+    It gives the module's code views of its arguments, which belong to the recomputed graph: on others no state may be
+    kept.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.inner: Forward = module.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.view_as(tensor), (args, kwargs))
+        return self.inner(*args, **kwargs)
 
 
 class ColumnLinear:

@@ -167,9 +167,11 @@ def split_between(
 
 def _activations(leaves: Sequence[object]) -> int | None:
     """The index of the activations among a block's arguments or results: one with a gradient, else the largest."""
-    found = {
-        place: (leaf.requires_grad, leaf.numel())
-        for place, leaf in enumerate(leaves)
-        if isinstance(leaf, Tensor) and leaf.dim() == 3 and leaf.is_floating_point()
-    }
-    return max(found, key=lambda place: (*found[place], -place), default=None)
+    best: int | None = None
+    rank = (False, -1)
+    for place, leaf in enumerate(leaves):  # a loop, because compilers know no `max` with a key
+        if isinstance(leaf, Tensor) and leaf.dim() == 3 and leaf.is_floating_point():
+            here = (leaf.requires_grad, leaf.numel())
+            if here > rank:
+                best, rank = place, here
+    return best

@@ -33,6 +33,7 @@ from weft.parallel.tensor.layers import (
     ColumnLinear,
     EmbeddingRows,
     OutputMode,
+    OwnInputs,
     RowLayer,
     WholeOutput,
 )
@@ -62,11 +63,12 @@ class TensorParallel:
             group=self.group,
             handle=handle,
             keeps_products=policy == "selective",
-            is_repeated=policy != "none",
             tokens=self.tokens,
         )
         """The axis as layers in blocks see it."""
         self.outside = Axis(group=self.group, handle=handle)
+        self._keeps_begun = policy != "none" and mesh.plan.compile.blocks
+        """Layers with a common input keep what they share on it, in a graph that is compiled with its recomputation."""
         self.output: Share | None = None
         """This rank's shard of the model's output features, where the loss can take it."""
         self.output_mode = OutputMode()
@@ -102,6 +104,10 @@ class TensorParallel:
                 continue
             seen |= layers
             self._install(region)
+            if self._keeps_begun and any(len(names) > 1 for names in region.columns) and self._is_in_block(region):
+                module = self.model.get_submodule(_holder(region))
+                why = "lets layers that share an input exchange it once in a compiled recomputation"
+                wrap_forward(module, OwnInputs(module).forward, by="tensor", why=why)
             holder = self._shown_holder(region)
             if holder is not None and self.tokens is not None:
                 module = self.model.get_submodule(holder)
@@ -222,6 +228,9 @@ class TensorParallel:
                 return False
             module = inside
         return True
+
+    def _is_in_block(self, region: Region) -> bool:
+        return any(f"{_holder(region)}.".startswith(f"{block}.") for block in self._blueprint.blocks)
 
     def _shown_holder(self, region: Region) -> str | None:
         """The module whose code should see all tokens where they are split, if it contains this region alone."""

@@ -30,8 +30,10 @@ def find_shifted(model: nn.Module, blocks: Sequence[str], shares: Shares, plan: 
     if Sharding.of(plan).num_parts == 1:
         return frozenset()
     specs, uneven = describe_parameters(model, blocks if plan.data.shard == "parameters" else ()), shares.uneven
-    units = {spec.block for spec in specs if spec.name in uneven}
-    return frozenset(spec.name for spec in specs if spec.block in units)
+    # All that is outside blocks is in the root, where there is a tensor axis.
+    unit_of = {spec.name: None if spec.is_outside else spec.block for spec in specs}
+    units = {unit for name, unit in unit_of.items() if name in uneven}
+    return frozenset(name for name, unit in unit_of.items() if unit in units)
 
 
 def find_apart(shares: Shares, shifted: Collection[str], mesh: Mesh) -> dict[str, str]:

@@ -116,14 +116,23 @@ class Refreshing:
         used = [one for one in self._refreshes if one.is_of(own)]
         if not used:
             return
-
-        def before_forward(*_: object) -> None:
-            if not torch.compiler.is_compiling():
-                for refresh in used:
-                    refresh.wait()
-
         why = "waits for its parameters, which are gathered after an update"
-        add_hook(module, "forward_pre", before_forward, by="zero", why=why, prepend=True)
+        add_hook(module, "forward_pre", _WaitBefore(used), by="zero", why=why, prepend=True)
+
+
+class _WaitBefore:
+    """A hook that waits for gathers; in a copied or saved module, which has parameters of its own, it does nothing."""
+
+    def __init__(self, refreshes: Sequence[Refresh] = ()) -> None:
+        self._refreshes = refreshes
+
+    def __call__(self, *_: object) -> None:
+        if not torch.compiler.is_compiling():
+            for refresh in self._refreshes:
+                refresh.wait()
+
+    def __reduce__(self) -> tuple[type[_WaitBefore], tuple[()]]:
+        return _WaitBefore, ()
 
 
 def _num_references(tensor: torch.Tensor) -> int:
