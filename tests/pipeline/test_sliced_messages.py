@@ -10,9 +10,12 @@ import pytest
 from meshes import verify
 from oracle import SGD, make_trainer, small_gpt, tensor_plan, token_batch
 from ranks import ranks
+from strict_nccl.mode import Mode
+from strict_plans import weft_over_strict
 
 from weft.plan.partition.wire import SplitLayers, num_slices, pipeline_bytes, tensor_bytes
 from weft.plan.plan import Plan
+from weft.verification.verify import verify as verify_plan
 
 
 @contextmanager
@@ -43,6 +46,21 @@ def test_slices_give_the_same_answer(name: str) -> None:
             loss="cross-entropy",
             optimizer=SGD,
             batches=batches,
+            device="cpu",
+        ).require()
+
+
+@ranks(4)
+def test_slices_keep_nccls_rules() -> None:
+    """Gathers on arrival match between tensor ranks, whose other exchanges share their communicator."""
+    plan = tensor_plan(2, pipeline=2, microbatches=3, schedule="zero-bubble", sequence=True)
+    with weft_over_strict(Mode(is_eager=True, delay_ms=1)), in_slices():
+        verify_plan(
+            small_gpt(num_layers=2).double(),
+            plan,
+            loss="cross-entropy",
+            optimizer=SGD,
+            batches=[token_batch(6, seed=seed) for seed in range(2)],
             device="cpu",
         ).require()
 

@@ -146,8 +146,9 @@ def test_groups_of_1024_ranks(rank: int, pipeline: range, data: range, tensor: r
         world = join_world("meta")
         mesh = make_mesh(Plan(axes=LARGE), world)
         mesh.add_groups([("data", "activations"), ("pipeline:0,15", "tied")])
-        for axis, ranks in (("pipeline", pipeline), ("data", data), ("tensor", tensor)):
-            group = mesh.group(axis, "activations")
+        groups = {"pipeline": ("totals", pipeline), "data": ("activations", data), "tensor": ("activations", tensor)}
+        for axis, (purpose, ranks) in groups.items():
+            group = mesh.group(axis, purpose)
             assert group.ranks == tuple(ranks) and group.ranks[group.index] == rank and group.handle is None
         assert mesh.everyone("control").size == 1024
         assert mesh.group("pipeline:0,15", "tied").ranks == ((pipeline[0], pipeline[15]) if rank != 517 else ())
