@@ -1,4 +1,4 @@
-"""The sampled combinations again, over the strict stand-in for NCCL (`tests/helpers/strict_nccl`), its modes in turn."""
+"""The sampled combinations again, over the strict stand-in for NCCL (`helpers/strict_nccl`), its modes in turn."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def turns() -> Iterator[tuple[Row, str]]:
         yield row, next(modes if row["axes.pipeline"] == 1 else pipeline_modes)
 
 
-NUM_EVERY_TIME = 100
+NUM_EVERY_TIME = 40
 """The rest only by `make test-long`."""
 
 

@@ -11,6 +11,7 @@ backend they are not, on any machine:
     memory.py work.py    results that are invisible until `wait`, and memory that nobody may touch meanwhile
     ring.py          sums as a ring of ranks makes them
     host_memory.py   which tensors would lie in the host's memory
+    sites.py         where in the program something was called
     group.py         the process group
     world.py         `strict_world`, in which all this holds
 

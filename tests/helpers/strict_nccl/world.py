@@ -23,6 +23,7 @@ from strict_nccl.link import Link
 from strict_nccl.mode import Mode, read_mode
 from strict_nccl.work import StrictWork, refuse_lost
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Membership:
     """This rank's part in a strict world."""
