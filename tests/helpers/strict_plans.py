@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -13,6 +15,13 @@ from weft.mesh import Mesh, join_world
 from weft.plan.plan import Axes, Comm, Plan
 from weft.verification.verdict import Verification
 from weft.verification.verify import verify
+
+
+@contextmanager
+def weft_over_strict(mode: Mode | None = None) -> Iterator[None]:
+    """Inside, `join_world` gives a world whose tensors move over the stand-in; collective."""
+    with strict_world(mode), mock.patch("weft.mesh.backend_of", lambda *_: "strict"):
+        yield
 
 
 @functools.cache
