@@ -120,10 +120,20 @@ def give_up(why: str) -> None:
     os._exit(1)  # the interpreter itself would wait for the exchange
 
 
+def join(rank: int) -> None:
+    """Make the process group, so that older revisions run over NCCL too where ranks share a GPU."""
+    if os.environ.get("WEFT_SHARE_GPUS"):
+        os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+
+
 def main() -> None:
     rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a GPU")
+    if num_ranks > 1:
+        join(rank)
     # Through a file: groups may be broken after a failure. All ranks of a run are children of one launcher.
     path = Path(tempfile.gettempdir()) / f"host_syncs-{os.getppid()}"
     store = dist.FileStore(str(path), num_ranks)
