@@ -1,4 +1,4 @@
-"""The sampled combinations again, over the strict stand-in for NCCL (`helpers/strict_nccl`), its modes in turn."""
+"""The sampled combinations over the strict stand-in for NCCL (`helpers/strict_nccl`), its modes in turn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pairwise import Row
 from ranks import ranks
 from strict_nccl.mode import Mode
 from strict_plans import verify_over_strict
-from test_combinations import make_batch
+from test_combinations import OVER_STRICT, make_batch
 
 ROWS, _ = read_rows()
 MODES = {
@@ -56,15 +56,11 @@ def turns() -> Iterator[tuple[Row, str]]:
         yield row, next(modes if row["axes.pipeline"] == 1 else pipeline_modes)
 
 
-NUM_EVERY_TIME = 40
-"""The rest only by `make test-long`."""
-
-
 @pytest.mark.parametrize(
     ("row", "mode"),
     [
-        pytest.param(row, mode, id=f"{mode}: {name_of(row)}", marks=[pytest.mark.long] * (number >= NUM_EVERY_TIME))
-        for number, (row, mode) in enumerate(turns())
+        pytest.param(row, mode, id=f"{mode}: {name_of(row)}", marks=[pytest.mark.long] * (row not in OVER_STRICT))
+        for row, mode in turns()
     ],
 )
 def test_a_plan_over_the_stand_in_gives_the_answer_of_one_process(row: Row, mode: str) -> None:
