@@ -23,13 +23,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from torch.distributed.rendezvous import rendezvous
 
 from weft.comm.binding import (
-    Seat,
+    RankLocation,
     backend_of,
-    exchange_seats,
-    prepare_streams,
+    exchange_locations,
+    find_location,
+    request_hardware_queues,
     require_own_gpus,
-    slow_backend,
-    take_seat,
+    slow_backend_warning,
 )
 from weft.comm.failure_watch import leave_watch, report, watch_world
 from weft.comm.fake_world import is_fake, ranks_per_host, refuse_half_fake
@@ -247,7 +247,7 @@ def join_world(device: torch.device | str | None = None, *, timeout_s: float = 1
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     chosen = _choose_device(device, local_rank)
     if chosen.type == "cuda":
-        prepare_streams(os.environ)
+        request_hardware_queues(os.environ)
         torch.cuda.set_device(chosen)
     if dist.is_initialized():
         refuse_half_fake(chosen)
@@ -255,23 +255,23 @@ def join_world(device: torch.device | str | None = None, *, timeout_s: float = 1
             return _fake_world(chosen)
         rank, size = dist.get_rank(), dist.get_world_size()
         watch_world(_get_default_store(), rank, size, timeout_s=timeout_s)
-        seats = _find_seats(_get_default_store(), rank, size, chosen)
+        locations = _exchange_locations(_get_default_store(), rank, size, chosen)
     elif launched and int(os.environ["WORLD_SIZE"]) > 1:
         refuse_half_fake(chosen)
         store, rank, size = _meet(timeout_s)
         watch_world(store, rank, size, timeout_s=timeout_s)
-        seats = _find_seats(store, rank, size, chosen)
+        locations = _exchange_locations(store, rank, size, chosen)
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" and dist.is_nccl_available() else "gloo"
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     else:
         return World(rank=0, size=1, local_rank=0, device=chosen)
     backend = backend_of(chosen, dist.group.WORLD)
-    warning = slow_backend(seats, backend)
+    warning = slow_backend_warning(locations, backend)
     if warning is not None and rank == 0 and size > 1:
         log.warning("%s", warning)
     return World(
-        rank=rank, size=size, local_rank=local_rank, device=chosen, hosts=_number_hosts(seats), backend=backend
+        rank=rank, size=size, local_rank=local_rank, device=chosen, hosts=_number_hosts(locations), backend=backend
     )
 
 
@@ -298,18 +298,18 @@ def _fake_world(device: torch.device) -> World:
     return World(rank=rank, size=size, local_rank=rank % each, device=device, hosts=hosts)
 
 
-def _find_seats(store: Store, rank: int, size: int, device: torch.device) -> tuple[Seat, ...]:
+def _exchange_locations(store: Store, rank: int, size: int, device: torch.device) -> tuple[RankLocation, ...]:
     """Every rank's host and device; collective. Ranks that cannot work together are refused on all of them."""
-    seat = take_seat(host_id(), device, rank=rank, environment=os.environ)
-    seats = exchange_seats(store, rank, size, seat)
-    require_own_gpus(seats)
-    return seats
+    location = find_location(host_id(), device, rank=rank, environment=os.environ)
+    locations = exchange_locations(store, rank, size, location)
+    require_own_gpus(locations)
+    return locations
 
 
-def _number_hosts(seats: Sequence[Seat]) -> tuple[int, ...]:
+def _number_hosts(locations: Sequence[RankLocation]) -> tuple[int, ...]:
     """The number of each rank's host, counted in the order of first ranks."""
     numbers: dict[str, int] = {}
-    return tuple(numbers.setdefault(seat.host, len(numbers)) for seat in seats)
+    return tuple(numbers.setdefault(location.host, len(numbers)) for location in locations)
 
 
 def _meet(timeout_s: float) -> tuple[Store, int, int]:
