@@ -29,7 +29,7 @@ from pretend_gpu import HostWaitError, no_waits, pretended_gpu
 from ranks import ranks
 from torch import nn
 
-from weft.parallel.sequence.promise import Promise
+from weft.parallel.sequence.device_assertion import DeviceAssertion
 from weft.plan.plan import Plan, Recompute
 from weft.training.step import precision, update
 from weft.training.step.late_numbers import LateNumbers
@@ -154,15 +154,15 @@ def test_a_skip_on_the_device_is_one_on_the_host(
     assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(states, late_states, strict=True))
 
 
-def test_a_promise_is_looked_at_once_and_then_by_the_device() -> None:
-    promise, holds, fails = Promise("it is broken"), torch.tensor(True), torch.tensor(False)
-    assert promise.holds(holds, 1) and not promise.holds(fails, 1), "a host looks every time"
+def test_an_assertion_is_checked_once_by_the_host_and_then_by_the_device() -> None:
+    assertion, holds, fails = DeviceAssertion("it is broken"), torch.tensor(True), torch.tensor(False)
+    assert assertion.holds(holds, 1) and not assertion.holds(fails, 1), "a host looks every time"
     with pretended_gpu():
-        assert not promise.holds(fails, 2) and promise.holds(holds, 2)
+        assert not assertion.holds(fails, 2) and assertion.holds(holds, 2)
         with no_waits():
-            assert promise.holds(holds, 2)
+            assert assertion.holds(holds, 2)
             with pytest.raises(RuntimeError, match="it is broken"):
-                promise.holds(fails, 2)
+                assertion.holds(fails, 2)
 
 
 def test_late_numbers_keep_their_values() -> None:
