@@ -32,7 +32,7 @@ from torch import nn
 from weft.parallel.sequence.device_assertion import DeviceAssertion
 from weft.plan.plan import Plan, Recompute
 from weft.training.step import precision, update
-from weft.training.step.late_numbers import LateNumbers
+from weft.training.step.async_scalars import AsyncScalars
 from weft.training.step.precision import LossScale
 from weft.training.trainer import Trainer
 
@@ -115,7 +115,7 @@ def test_the_scale_on_a_device_goes_the_way_of_that_on_the_host(
     for _ in range(60):
         overflow = chance.random() < chance_of_overflow
         host.update(is_finite=not overflow)
-        device.update_late(torch.tensor(float(overflow)))
+        device.update_on_device(torch.tensor(float(overflow)))
         assert device.state() == host.state()
     assert host.value in {0.0: [2.0**24], 0.9: [1.0, 2.0]}.get(chance_of_overflow, [host.value])
 
@@ -165,8 +165,8 @@ def test_an_assertion_is_checked_once_by_the_host_and_then_by_the_device() -> No
                 assertion.holds(fails, 2)
 
 
-def test_late_numbers_keep_their_values() -> None:
+def test_async_scalars_keep_their_values() -> None:
     number = torch.tensor(3, dtype=torch.int64)
-    late = LateNumbers(number, 0.5, torch.tensor([2.0**40]))
+    copied = AsyncScalars(number, 0.5, torch.tensor([2.0**40]))
     number += 1
-    assert late.is_there and late.read() == [3.0, 0.5, 2.0**40]
+    assert copied.is_ready and copied.read() == [3.0, 0.5, 2.0**40]

@@ -25,7 +25,7 @@ from weft.parallel.tensor.cross_entropy import gather_logits
 from weft.plan.pipeline.actions import Action
 from weft.plan.pipeline.communication import FLUSH_FREE, evaluation_of, schedule_of
 from weft.sync.base import Totals
-from weft.training.step.late_numbers import on_device
+from weft.training.step.async_scalars import scalar_on_device
 from weft.training.step.loss import Count, loss_terms, no_loss
 from weft.training.step.microbatches import CountedBatch
 from weft.training.step.pipeline_passes import Evaluation, MicrobatchPasses
@@ -121,7 +121,7 @@ class PipelineStep(MicrobatchPasses):
         batch.count = batch.count + terms.count
         # A loss is scaled by its own gradient, not by another operator.
         factor = multiplier * self._update.loss_scale.factor / batch.divisor
-        return value, on_device(factor, value.device, value.dtype)
+        return value, scalar_on_device(factor, value.device, value.dtype)
 
     def backward(self, action: Action) -> AbstractContextManager[object]:
         self._model.enter(self.microbatches[action.microbatch].inputs)
@@ -148,7 +148,7 @@ class PipelineStep(MicrobatchPasses):
             super().exchange(action)
 
     def _sum_over_data(self, batch: UpdateBatch) -> Totals:
-        counted = on_device(batch.count, self._mesh.world.device)
+        counted = scalar_on_device(batch.count, self._mesh.world.device)
         totals = self._sync.finish(batch.loss_sum, counted, with_norm=self._update.needs_norm)
         return join_norm(totals, self._mesh.group("tensor", "activations"))
 
@@ -165,7 +165,7 @@ class PipelineStep(MicrobatchPasses):
         correction = self._counts.correction(divisor, totals.count) if self._is_last else None
         if self._is_last:
             words[0], words[1] = totals.loss_sum, totals.count
-            words[2] = on_device(1.0 if correction is None else correction, words.device)
+            words[2] = scalar_on_device(1.0 if correction is None else correction, words.device)
         if self._update.needs_norm:
             assert totals.norm is not None
             words[3] = totals.norm**2
