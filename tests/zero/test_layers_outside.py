@@ -196,7 +196,7 @@ def test_a_loss_that_uses_weights() -> None:
 @ranks(2)
 @pytest.mark.parametrize("name", ["Net", pytest.param("TiedByProduct", marks=pytest.mark.long)])
 def test_a_model_compiled_as_a_whole(name: str) -> None:
-    """Hooks break the graph, and parts of it may see parameters that are watched."""
+    """Hooks break the graph, and parts of it may see intercepted parameters."""
     torch._dynamo.reset()
     model = MODELS[name]().double()
     seen = train_alone(copy.deepcopy(model), batches(8, 8, 8, 8), optimizer=lambda one: ADAMW(one.parameters()))

@@ -27,7 +27,7 @@ from weft.parallel.zero.flat_parameters import FlatParameters, Piece
 from weft.parallel.zero.gather import Gathering
 from weft.parallel.zero.gather_by_stage import StageGathering
 from weft.parallel.zero.grouping import cast_between_layers, compute_dtypes, describe_parameters
-from weft.parallel.zero.refresh import Refreshing
+from weft.parallel.zero.overlapped_gather import OverlappedGathers
 from weft.parallel.zero.unit import Unit
 from weft.plan.partition import flat_buffers
 from weft.plan.partition.flat_buffers import Sharding
@@ -145,7 +145,7 @@ def _place_in_flats(
     if sharding.stage == 3:
         _add_gathering(sync, model, blueprint, stay_whole=sharding.stays_whole, stage_of=stage_of)
     else:
-        sync.refreshing = Refreshing(model, blueprint.blocks, flats)
+        sync.overlapped_gathers = OverlappedGathers(model, blueprint.blocks, flats)
     return sync
 
 
