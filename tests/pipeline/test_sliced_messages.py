@@ -15,7 +15,7 @@ from strict_nccl.mode import Mode
 from strict_plans import verify_over_strict
 
 from weft.mesh import World, make_mesh
-from weft.parallel.pipeline.links import _are_slices_faster
+from weft.parallel.pipeline.stage_messages import _are_slices_faster
 from weft.plan.partition.wire import SplitLayers, num_slices, pipeline_bytes, tensor_bytes
 from weft.plan.plan import Plan
 
@@ -24,7 +24,7 @@ from weft.plan.plan import Plan
 def in_slices() -> Iterator[None]:
     """Context in which all but the totals of a step travel in slices, also through the memory of one host."""
     with (
-        mock.patch("weft.parallel.pipeline.links._are_slices_faster", return_value=True),
+        mock.patch("weft.parallel.pipeline.stage_messages._are_slices_faster", return_value=True),
         mock.patch("weft.plan.partition.wire.SMALLEST_SLICED_BYTES", 64),
     ):
         yield

@@ -13,8 +13,8 @@ Hooks run on the module's call, outside of what recomputation repeats and of wha
 Large embeddings before the blocks and large linear layers after them are the first and the last unit, each gathered
 once per microbatch. The embeddings' backward pass needs no weights; the last unit stays whole for its own, which comes
 next. Other code than the layers themselves may use their weights (tied logits are often a product with the embedding's
-weight), so uses are intercepted. A unit that other code uses is *held*: gathered at the same place in the one order, but
-freed when the backward pass is over. To know that in time, embeddings are kept through the first microbatch, in
+weight), so uses are intercepted. A unit that other code uses is *held*: gathered at its usual place, but freed when
+the backward pass is over. To know that in time, embeddings are kept through the first microbatch, in
 which the optimizer has no moments yet.
 """
 

@@ -13,8 +13,8 @@ the new values. So code outside of weft never reads old values, or a mixture of 
 - Memory of parameters to which other objects refer (a kept `parameter.data`, `detach()` or `state_dict()`) can be read
   without a use of the parameter. References are counted, and a flat buffer that has more of them than weft's own is
   waited for at once.
-- Blocks, and layers outside of them, wait before they are called: compiled code must not see the intercepting class, and
-  kernels of an extension may read parameters without a call of a torch function.
+- Blocks, and layers outside of them, wait before they are called: compiled code must not see the intercepting class,
+  and kernels of an extension may read parameters without a call of a torch function.
 - Where the user compiled a module in place, with its hooks, all gathers are waited for at once.
 """
 

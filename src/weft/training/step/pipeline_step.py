@@ -20,7 +20,7 @@ from weft.comm.collectives import all_reduce, broadcast
 from weft.errors import DataError
 from weft.parallel.pipeline.cut_model import CutModel
 from weft.parallel.pipeline.executor import Pipeline
-from weft.parallel.pipeline.links import Links
+from weft.parallel.pipeline.stage_messages import StageMessages
 from weft.parallel.tensor.cross_entropy import gather_logits
 from weft.plan.pipeline.actions import Action
 from weft.plan.pipeline.communication import FLUSH_FREE, evaluation_of, schedule_of
@@ -67,7 +67,7 @@ class PipelineStep(MicrobatchPasses):
         trained = {name: parameter for name, parameter in cut.model.named_parameters() if parameter.requires_grad}
         self.pipeline = Pipeline(
             model=cut,
-            links=Links(mesh, cut.my_stages, cut.num_stages),
+            messages=StageMessages(mesh, cut.my_stages, cut.num_stages),
             recording=parts.recording,
             parameters=list(trained.values()),
             device=mesh.world.device,
@@ -172,7 +172,7 @@ class PipelineStep(MicrobatchPasses):
         if self._totals is not None:
             all_reduce(words, self._totals)
         else:
-            self.pipeline.links.pass_back(words)
+            self.pipeline.messages.send_to_previous_ranks(words)
         norm = words[3].sqrt() if self._update.needs_norm else None
         if not self._is_last:
             correction = words[2] if words.is_cuda else (None if float(words[2]) == 1.0 else float(words[2]))
