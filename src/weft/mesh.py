@@ -158,13 +158,13 @@ class Mesh:
 
     @property
     def axis_groups(self) -> tuple[Group, ...]:
-        """One group of device tensors per axis, which together reach every rank. What goes from the first rank of each,
-        one group after the other, goes from rank 0 to all of them without a group of all ranks."""
+        """One group of device tensors per axis. A broadcast in each of them, one after the other, takes a tensor from
+        rank 0 to all ranks, without a communicator of all ranks."""
         return (*self.batch_groups, self.group("pipeline", "totals"), self.group("tensor", "activations"))
 
     @property
     def batch_groups(self) -> tuple[Group, ...]:
-        """Groups of device tensors which together reach all ranks of `batch_group`."""
+        """Groups of device tensors of which a broadcast, or a sum, in each covers the ranks of `batch_group`."""
         replicas = (self.group("replicate", "gradients"),) if self.size("replicate") > 1 else ()
         return (*replicas, self.state_group("gradients"))
 
@@ -217,7 +217,7 @@ def make_mesh(
         if ours != theirs or world != sharing.world:
             raise PlanError(f"the mesh given is for {theirs[0]}, {theirs[1]}; this plan needs {ours[0]}, {ours[1]}")
         if sharing.process_groups.has_failed:
-            raise PlanError("a step failed on the mesh given, and messages of it may be under way; make a new mesh")
+            raise PlanError("a step failed on the mesh given, and its messages may still be in flight; make a new mesh")
     elif world.backend == "nccl":
         _require_nccl_settings(plan, world)
     mesh = Mesh(plan, world, sharing=sharing)
@@ -278,8 +278,8 @@ def join_world(device: torch.device | str | None = None, *, timeout_s: float = 1
 def leave_world() -> None:
     """End the process group, if there is one.
 
-    Called while an error is on its way out (from `finally`, say), it tells the other ranks, and keeps NCCL's
-    communicators: destroying one waits for kernels that wait for those ranks.
+    If an exception is being handled (in a `finally`, for example), it reports the error to the other ranks and keeps
+    NCCL's communicators: destroying one waits for kernels that wait for those ranks.
     """
     error = sys.exc_info()[1]
     if isinstance(error, Exception):

@@ -91,7 +91,8 @@ def test_bytes_of_slices_are_those_predicted() -> None:
     assert whole["pipeline"] == pipeline_bytes([(crossing, crossing)], plan, rank=rank)
     assert sliced["pipeline"] == pipeline_bytes([(crossing // 2, crossing // 2)], plan, rank=rank)
     layers = [
-        SplitLayers(activation_bytes=crossing, num_regions=4, arriving_bytes=arriving) for arriving in ((), (crossing,))
+        SplitLayers(activation_bytes=crossing, num_regions=4, sliced_receive_bytes=arriving)
+        for arriving in ((), (crossing,))
     ]
     without, gathered = (tensor_bytes(one, plan) for one in layers)
     assert sliced["tensor"] - whole["tensor"] == gathered - without == 3 * crossing // 2

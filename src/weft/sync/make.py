@@ -110,7 +110,7 @@ def _place_in_flats(
         dataclasses.replace(
             spec,
             shape=layouts[spec.name].local_shape(sizes, coordinates),
-            holders=rules.apart.get(spec.name, ""),
+            holders=rules.own_buffers.get(spec.name, ""),
         )
         for spec in describe_parameters(model, blueprint.blocks)
     ]
@@ -202,7 +202,7 @@ def _add_gathering(
 
 def _make_unit(model: nn.Module, blueprint: Blueprint, number: int, flats: Sequence[FlatParameters]) -> Unit:
     """A block, or layers outside of blocks."""
-    if not flats[0].buffer.is_outside:
+    if not flats[0].buffer.is_outside_blocks:
         return Unit(modules=(model.get_submodule(blueprint.blocks[number]),), flats=tuple(flats))
     layers = dict.fromkeys(name.rpartition(".")[0] for flat in flats for name in flat.names)
     modules = tuple(model.get_submodule(layer) for layer in layers)

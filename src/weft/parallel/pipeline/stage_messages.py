@@ -65,7 +65,7 @@ class StageMessages:
                     self._groups[direction] = mesh.group(*message_group(*direction, self.num_ranks))
         self._tensor_ranks = mesh.group("tensor", "activations") if _are_slices_faster(mesh) else None
         """The ranks that send slices of the same tensors; None if each sends whole ones."""
-        uses_streams = any(group.is_on_stream for group in self._groups.values())
+        uses_streams = any(group.waits_on_stream for group in self._groups.values())
         self._host = mesh.group("pipeline", "control") if uses_streams else None
         """The group of messages through host memory; None if none are needed."""
         self._sends: deque[tuple[Pending, torch.Tensor]] = deque()
@@ -139,7 +139,7 @@ def _are_slices_faster(mesh: Mesh) -> bool:
 
     Through the memory of one host a message is one copy, and to gather it would be another.
     """
-    if mesh.size("tensor") == 1 or mesh.group("tensor", "activations").runs_in_order:
+    if mesh.size("tensor") == 1 or mesh.group("tensor", "activations").is_stream_ordered:
         return mesh.size("tensor") > 1
 
     def crosses_hosts(axis: str) -> bool:

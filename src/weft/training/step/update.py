@@ -22,6 +22,7 @@ import torch
 
 from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
+from weft.plan.partition.wire import needs_norm
 from weft.plan.plan import Plan
 from weft.sync.base import Sync, Totals
 from weft.training.step.async_scalars import AsyncScalars
@@ -48,7 +49,7 @@ class Update:
         self._schedule = schedule
         self._is_first_rank = is_first_rank
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
-        self.needs_norm = plan.step.clip_norm > 0 or plan.precision.compute != "model"
+        self.needs_norm = needs_norm(plan)
         self.loss_scale = LossScale.of(plan)
         self.grad_norm: torch.Tensor | None = None
         """The last step's gradient norm before clipping, if `needs_norm`."""
