@@ -11,7 +11,7 @@ import torch
 from meshes import verify
 from oracle import SGD, make_trainer, pipeline_plan, small_gpt, tensor_plan, token_batch
 from ranks import ranks
-from strict_nccl.mode import Mode
+from strict_nccl.mode import StrictMode
 from strict_plans import verify_over_strict
 
 from weft.mesh import World, make_mesh
@@ -60,7 +60,7 @@ def test_slices_keep_nccls_rules() -> None:
         verify_over_strict(
             small_gpt(num_layers=2).double(),
             plan,
-            Mode(is_eager=True, delay_ms=1),
+            StrictMode(is_eager=True, delay_ms=1),
             loss="cross-entropy",
             optimizer=SGD,
             batches=[token_batch(6, seed=seed) for seed in range(2)],

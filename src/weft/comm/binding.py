@@ -53,7 +53,7 @@ def find_location(host: str, device: torch.device, *, rank: int, environment: Mu
 
 
 def prepare_sharing(rank: int, environment: MutableMapping[str, str]) -> None:
-    """Let NCCL take a rank for a host of its own, if ranks are to share GPUs."""
+    """Tell NCCL that every rank has a host of its own, if ranks are to share GPUs."""
     if environment.get(SHARE_GPUS, "0") in ("", "0"):
         return
     environment.setdefault(_HOST_ID, f"weft-rank-{rank}")
@@ -113,7 +113,7 @@ def _shared_gpu_problem(locations: Sequence[RankLocation], host: str, gpu_uuid: 
 
 
 def backend_of(device: torch.device, handle: dist.ProcessGroup | None) -> str:
-    """What moves tensors of a device in a process group that exists."""
+    """The c10d backend of a device's tensors in an existing process group."""
     if handle is None or device.type == "meta":
         return "gloo"
     name: str = handle._get_backend(torch.device(device.type)).name()
@@ -131,7 +131,7 @@ def slow_backend_warning(locations: Sequence[RankLocation], backend: str) -> str
 
 
 def request_hardware_queues(environment: MutableMapping[str, str]) -> None:
-    """Ask for as many hardware queues as a GPU has, before it is first used.
+    """Ask CUDA for as many hardware queues as a GPU has, before the GPU is first used.
 
     A plan has one stream per communicator. With the usual 8 queues two of them may share one, and a message that waits
     for its sender would hold up a kernel of another stream, on which the sender may depend.

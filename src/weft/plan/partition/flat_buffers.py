@@ -51,8 +51,8 @@ class ParameterSpec:
     keeps_dtype: bool = False
     """Mixed precision leaves it as it is: a BatchNorm's, or not a floating-point number."""
     holders: str = ""
-    """Other ranks that hold it among other parameters, if any do: parameters with the same ones lie in buffers of their
-    own, so that a rank and its counterparts keep the same part of each."""
+    """The ranks that hold it too, if its offset in common buffers would differ between them. Parameters with the same
+    holders have buffers of their own, so that all holders keep the same part of each."""
 
     @property
     def numel(self) -> int:
@@ -113,7 +113,7 @@ class FlatBuffer:
     block: int | None = None
     """The block that they are the unit of, under ZeRO-3; None for the root, and below ZeRO-3."""
     is_outside_blocks: bool = False
-    """They are a unit of their own outside of blocks."""
+    """Its parameters are a unit of their own outside of blocks."""
 
     def whole_bytes(self, dtype: str) -> int:
         """Bytes of a buffer laid out like this one."""

@@ -146,7 +146,7 @@ def gradient_all_reduce_bytes(members: Sequence[Member], *, bucket_bytes: int, d
 
 
 def sum_over_holders_bytes(num_bytes: int, num_holders: int) -> int:
-    """Bytes that a rank sends, once in a step, to sum gradients that several ranks hold, in however many buckets.
+    """Bytes that a rank sends, once per step, to sum gradients that several ranks hold, in any number of buckets.
 
     Three or more holders send each other all they have (`comm/shared_gradients.py`); two do so in an all-reduce.
     """
@@ -164,7 +164,7 @@ def pipeline_bytes(
     """Bytes that one rank along the pipeline axis sends over it in one step of equal microbatches.
 
     `boundaries`: (bytes of activations, bytes of their gradients) from each stage to the next, for one microbatch; of
-    tensors that tensor ranks send in slices, one rank's.
+    tensors that are sent in slices, those of one slice.
     `tied`: (bytes, number of ranks that hold it) of each parameter that this rank shares with others. `together`: the
     stages update together for a weight that some of them share, which only 2bw does.
     """
@@ -179,7 +179,7 @@ def pipeline_bytes(
 
 
 def num_slices(numel: int, item_bytes: int, num_ranks: int) -> int:
-    """The slices of a tensor from stage to stage, where it is the same on all tensor ranks, and each sends one."""
+    """The number of slices in which tensor ranks send a tensor that all of them hold to the next stage; 1: whole."""
     is_worth_it = numel * item_bytes >= SMALLEST_SLICED_BYTES and numel % num_ranks == 0
     return num_ranks if is_worth_it else 1
 
@@ -212,7 +212,7 @@ class SplitLayers:
     repeated_bytes: tuple[tuple[int, int], ...] = ()
     """(bytes, number of ranks that hold it) of each parameter that this rank shares with others."""
     sliced_receive_bytes: tuple[int, ...] = ()
-    """Bytes of each activation and gradient that arrives from another stage in slices."""
+    """Bytes of each whole activation and gradient that is received from another stage in slices."""
 
 
 def tensor_bytes(layers: SplitLayers, plan: Plan) -> int:
