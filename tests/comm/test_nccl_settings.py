@@ -19,7 +19,7 @@ ONE_HOST, TWO_HOSTS = (0, 0), (0, 1)
     ("text", "plan", "hosts", "problem"),
     [
         ("CUDA_DEVICE_MAX_CONNECTIONS=1", PIPELINE, ONE_HOST, "one queue, where a message"),
-        ("CUDA_LAUNCH_BLOCKING=1", PIPELINE, ONE_HOST, "two stages that send to each other wait for ever"),
+        ("CUDA_LAUNCH_BLOCKING=1", PIPELINE, ONE_HOST, "two stages that send to each other deadlock"),
         (
             "NCCL_SOCKET_IFNAME=lo",
             DATA,
