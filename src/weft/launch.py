@@ -117,7 +117,7 @@ def _enter(function: Callable[..., Any], folder_name: str, arguments: dict[str, 
     _end_with_parent(folder)
     if "OMP_NUM_THREADS" not in os.environ:  # by default each rank would start a thread per core of the host
         torch.set_num_threads(max(1, num_cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
-    failure_watch.leave_telling_to_parent()
+    failure_watch.leave_printing_to_parent()
     try:
         return function(folder=folder, attempt=attempt, **arguments)
     except WeftError as error:

@@ -23,13 +23,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from torch.distributed.rendezvous import rendezvous
 
 from weft.comm.binding import (
-    Seat,
+    RankLocation,
     backend_of,
-    exchange_seats,
-    prepare_streams,
+    exchange_locations,
+    find_location,
+    request_hardware_queues,
     require_own_gpus,
-    slow_backend,
-    take_seat,
+    slow_backend_warning,
 )
 from weft.comm.failure_watch import leave_watch, report, watch_world
 from weft.comm.fake_world import is_fake, ranks_per_host, refuse_half_fake
@@ -158,13 +158,13 @@ class Mesh:
 
     @property
     def axis_groups(self) -> tuple[Group, ...]:
-        """One group of device tensors per axis, which together reach every rank. What goes from the first rank of each,
-        one group after the other, goes from rank 0 to all of them without a group of all ranks."""
+        """One group of device tensors per axis. A broadcast in each of them, one after the other, takes a tensor from
+        rank 0 to all ranks, without a communicator of all ranks."""
         return (*self.batch_groups, self.group("pipeline", "totals"), self.group("tensor", "activations"))
 
     @property
     def batch_groups(self) -> tuple[Group, ...]:
-        """Groups of device tensors which together reach all ranks of `batch_group`."""
+        """Groups of device tensors of which a broadcast, or a sum, in each covers the ranks of `batch_group`."""
         replicas = (self.group("replicate", "gradients"),) if self.size("replicate") > 1 else ()
         return (*replicas, self.state_group("gradients"))
 
@@ -217,7 +217,7 @@ def make_mesh(
         if ours != theirs or world != sharing.world:
             raise PlanError(f"the mesh given is for {theirs[0]}, {theirs[1]}; this plan needs {ours[0]}, {ours[1]}")
         if sharing.process_groups.has_failed:
-            raise PlanError("a step failed on the mesh given, and messages of it may be under way; make a new mesh")
+            raise PlanError("a step failed on the mesh given, and its messages may still be in flight; make a new mesh")
     elif world.backend == "nccl":
         _require_nccl_settings(plan, world)
     mesh = Mesh(plan, world, sharing=sharing)
@@ -247,7 +247,7 @@ def join_world(device: torch.device | str | None = None, *, timeout_s: float = 1
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     chosen = _choose_device(device, local_rank)
     if chosen.type == "cuda":
-        prepare_streams(os.environ)
+        request_hardware_queues(os.environ)
         torch.cuda.set_device(chosen)
     if dist.is_initialized():
         refuse_half_fake(chosen)
@@ -255,31 +255,31 @@ def join_world(device: torch.device | str | None = None, *, timeout_s: float = 1
             return _fake_world(chosen)
         rank, size = dist.get_rank(), dist.get_world_size()
         watch_world(_get_default_store(), rank, size, timeout_s=timeout_s)
-        seats = _find_seats(_get_default_store(), rank, size, chosen)
+        locations = _exchange_locations(_get_default_store(), rank, size, chosen)
     elif launched and int(os.environ["WORLD_SIZE"]) > 1:
         refuse_half_fake(chosen)
         store, rank, size = _meet(timeout_s)
         watch_world(store, rank, size, timeout_s=timeout_s)
-        seats = _find_seats(store, rank, size, chosen)
+        locations = _exchange_locations(store, rank, size, chosen)
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" and dist.is_nccl_available() else "gloo"
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     else:
         return World(rank=0, size=1, local_rank=0, device=chosen)
     backend = backend_of(chosen, dist.group.WORLD)
-    warning = slow_backend(seats, backend)
+    warning = slow_backend_warning(locations, backend)
     if warning is not None and rank == 0 and size > 1:
         log.warning("%s", warning)
     return World(
-        rank=rank, size=size, local_rank=local_rank, device=chosen, hosts=_number_hosts(seats), backend=backend
+        rank=rank, size=size, local_rank=local_rank, device=chosen, hosts=_number_hosts(locations), backend=backend
     )
 
 
 def leave_world() -> None:
     """End the process group, if there is one.
 
-    Called while an error is on its way out (from `finally`, say), it tells the other ranks, and keeps NCCL's
-    communicators: destroying one waits for kernels that wait for those ranks.
+    If an exception is being handled (in a `finally`, for example), it reports the error to the other ranks and keeps
+    NCCL's communicators: destroying one waits for kernels that wait for those ranks.
     """
     error = sys.exc_info()[1]
     if isinstance(error, Exception):
@@ -298,18 +298,18 @@ def _fake_world(device: torch.device) -> World:
     return World(rank=rank, size=size, local_rank=rank % each, device=device, hosts=hosts)
 
 
-def _find_seats(store: Store, rank: int, size: int, device: torch.device) -> tuple[Seat, ...]:
+def _exchange_locations(store: Store, rank: int, size: int, device: torch.device) -> tuple[RankLocation, ...]:
     """Every rank's host and device; collective. Ranks that cannot work together are refused on all of them."""
-    seat = take_seat(host_id(), device, rank=rank, environment=os.environ)
-    seats = exchange_seats(store, rank, size, seat)
-    require_own_gpus(seats)
-    return seats
+    location = find_location(host_id(), device, rank=rank, environment=os.environ)
+    locations = exchange_locations(store, rank, size, location)
+    require_own_gpus(locations)
+    return locations
 
 
-def _number_hosts(seats: Sequence[Seat]) -> tuple[int, ...]:
+def _number_hosts(locations: Sequence[RankLocation]) -> tuple[int, ...]:
     """The number of each rank's host, counted in the order of first ranks."""
     numbers: dict[str, int] = {}
-    return tuple(numbers.setdefault(seat.host, len(numbers)) for seat in seats)
+    return tuple(numbers.setdefault(location.host, len(numbers)) for location in locations)
 
 
 def _meet(timeout_s: float) -> tuple[Store, int, int]:

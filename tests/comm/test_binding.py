@@ -9,53 +9,60 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from weft.comm.binding import SHARE_GPUS, Seat, exchange_seats, prepare_sharing, require_own_gpus, slow_backend
+from weft.comm.binding import (
+    SHARE_GPUS,
+    RankLocation,
+    exchange_locations,
+    prepare_sharing,
+    require_own_gpus,
+    slow_backend_warning,
+)
 from weft.errors import LaunchError
 
 
-def seats(gpus: str, *, hosts: str = "", num_gpus: int = 1) -> list[Seat]:
+def locations(gpus: str, *, hosts: str = "", num_gpus: int = 1) -> list[RankLocation]:
     """One rank per letter: its GPU, and its host."""
     places = zip(gpus, hosts or "h" * len(gpus), strict=True)
-    return [Seat(host=host, device="cuda:0", gpu=f"GPU-{gpu}", num_gpus=num_gpus) for gpu, host in places]
+    return [RankLocation(host=host, device="cuda:0", gpu_uuid=f"GPU-{gpu}", num_gpus=num_gpus) for gpu, host in places]
 
 
 def test_one_visible_gpu_per_rank_is_no_shared_gpu() -> None:
-    require_own_gpus(seats("abcd", num_gpus=1))
+    require_own_gpus(locations("abcd", num_gpus=1))
 
 
 def test_the_same_gpu_number_on_another_host_is_another_gpu() -> None:
-    require_own_gpus(seats("aa", hosts="xy"))
+    require_own_gpus(locations("aa", hosts="xy"))
 
 
 def test_more_ranks_than_gpus_says_both_numbers_and_how_to_go_on() -> None:
-    words = r"rank 0, 1, 2 use the same GPU \(GPU-a\).* 3 ranks and 1 GPU; start 1"
+    words = r"ranks 0, 1, 2 use the same GPU \(GPU-a\).* 3 ranks and 1 GPU; start 1"
     with pytest.raises(LaunchError, match=words) as found:
-        require_own_gpus(seats("aaa"))
+        require_own_gpus(locations("aaa"))
     assert SHARE_GPUS in str(found.value)
 
 
 def test_ranks_bound_to_one_gpu_of_several_are_told_apart_from_too_many_ranks() -> None:
-    words = r"rank 0, 2 use the same GPU .* although their host has 4: leave `device` out"
+    words = r"ranks 0, 2 use the same GPU .* although their host has 4: leave `device` out"
     with pytest.raises(LaunchError, match=words):
-        require_own_gpus(seats("abac", num_gpus=4))
+        require_own_gpus(locations("abac", num_gpus=4))
 
 
 def test_every_shared_gpu_is_told_at_once() -> None:
     with pytest.raises(LaunchError) as found:
-        require_own_gpus(seats("aabb", num_gpus=2))
+        require_own_gpus(locations("aabb", num_gpus=2))
     assert len(found.value.problems) == 2
 
 
 def test_ranks_that_nccl_takes_for_hosts_of_their_own_may_share() -> None:
-    shared = [replace(seat, nccl_host=f"rank{rank}") for rank, seat in enumerate(seats("aa"))]
+    shared = [replace(location, nccl_host_id=f"rank{rank}") for rank, location in enumerate(locations("aa"))]
     require_own_gpus(shared)
     with pytest.raises(LaunchError, match="use the same GPU"):
-        require_own_gpus([replace(seat, nccl_host="one") for seat in shared])
+        require_own_gpus([replace(location, nccl_host_id="one") for location in shared])
 
 
 def test_a_rank_without_a_gpu_among_others_is_named() -> None:
-    with pytest.raises(LaunchError, match=r"rank 0, 1 on cuda; rank 2 on cpu"):
-        require_own_gpus([*seats("ab"), Seat(host="h", device="cpu")])
+    with pytest.raises(LaunchError, match=r"ranks 0, 1 on cuda; rank 2 on cpu"):
+        require_own_gpus([*locations("ab"), RankLocation(host="h", device="cpu")])
 
 
 def test_sharing_is_prepared_only_if_asked_for() -> None:
@@ -71,19 +78,19 @@ def test_sharing_is_prepared_only_if_asked_for() -> None:
 
 
 def test_gpus_over_gloo_are_warned_of_and_nothing_else() -> None:
-    assert "gloo" in str(slow_backend(seats("ab"), "gloo"))
-    assert slow_backend(seats("ab"), "nccl") is None
-    assert slow_backend([Seat(host="h", device="cpu")], "gloo") is None
+    assert "gloo" in str(slow_backend_warning(locations("ab"), "gloo"))
+    assert slow_backend_warning(locations("ab"), "nccl") is None
+    assert slow_backend_warning([RankLocation(host="h", device="cpu")], "gloo") is None
 
 
 def _join_twice(path: str, rank: int, results: multiprocessing.Queue) -> None:  # type: ignore[type-arg]
     store = dist.FileStore(path, 2)
     for time in ("first", "second"):
-        found = exchange_seats(store, rank, 2, Seat(host=f"{time} of {rank}", device="cpu"))
-        results.put((rank, [seat.host for seat in found]))
+        found = exchange_locations(store, rank, 2, RankLocation(host=f"{time} of {rank}", device="cpu"))
+        results.put((rank, [location.host for location in found]))
 
 
-def test_seats_travel_through_the_store_also_a_second_time(tmp_path: Path) -> None:
+def test_locations_travel_through_the_store_also_a_second_time(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     results: multiprocessing.Queue = context.Queue()  # type: ignore[type-arg]
     ranks = [context.Process(target=_join_twice, args=(str(tmp_path / "store"), rank, results)) for rank in range(2)]

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from ranks import start_forkserver
 
-from weft.comm import failure_watch, stuck_exchanges, switchboard
-from weft.comm.stuck_exchanges import Exchange, Whereabouts, say_who_waits
+from weft.comm import failure_server, failure_watch, stuck_exchanges
+from weft.comm.stuck_exchanges import Exchange, ExchangeStatus, describe_stuck_exchange
 from weft.mesh import join_world, leave_world, make_mesh
 from weft.plan.plan import Axes, Comm, Plan
 
@@ -67,9 +67,9 @@ def be_rank(body: str, rank: int, world: int, port: int, folder: str, ranks_per_
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     names = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % ranks_per_host, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    for module in (failure_watch, switchboard):
+    for module in (failure_watch, failure_server):
         module.host_id = lambda: f"host {rank // ranks_per_host}"  # type: ignore[assignment]
-    failure_watch.GRACE_S = 0.3
+    failure_watch.PEER_GRACE_S = 0.3
     try:
         join_world("cpu", timeout_s=timeout_s)
         dist.barrier()
@@ -82,7 +82,7 @@ def be_rank(body: str, rank: int, world: int, port: int, folder: str, ranks_per_
     os._exit(0)
 
 
-def told(ended: list[Ended]) -> list[str]:
+def printed(ended: list[Ended]) -> list[str]:
     """The lines that the watch printed, with their ranks."""
     return [f"{rank} {line}" for rank, one in enumerate(ended) for line in one.stderr.splitlines() if "weft:" in line]
 
@@ -97,7 +97,9 @@ def test_an_error_ends_all_ranks_and_is_told_once_on_every_host(tmp_path: Path) 
     ended = run("raises_on_the_last", 4, tmp_path, ranks_per_host=2)
     assert [one.code for one in ended] == [1, 1, 1, 1]
     assert ended[3].stderr.endswith("ValueError: planted\n") and "Traceback" in ended[3].stderr
-    assert told(ended) == [f"0 weft: rank 3 (on {socket.gethostname()}) failed, and ends this run: ValueError: planted"]
+    assert printed(ended) == [
+        f"0 weft: rank 3 (on {socket.gethostname()}) failed, and ends this run: ValueError: planted"
+    ]
     assert ended[1].stderr + ended[2].stderr == ""
 
 
@@ -131,15 +133,15 @@ def killed_first(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "dead", "tellers"), [("killed_in_the_middle", 1, [0, 2]), ("killed_first", 0, [1, 2])]
+    ("body", "dead", "printing"), [("killed_in_the_middle", 1, [0, 2]), ("killed_first", 0, [1, 2])]
 )
-def test_a_killed_rank_ends_the_others(tmp_path: Path, body: str, dead: int, tellers: list[int]) -> None:
+def test_a_killed_rank_ends_the_others(tmp_path: Path, body: str, dead: int, printing: list[int]) -> None:
     ended = run(body, 4, tmp_path, ranks_per_host=2)
     if "child" in ended[0].stderr:
         os.kill(int(ended[0].stderr.split()[1]), signal.SIGKILL)
     assert [one.code for one in ended] == [-signal.SIGKILL if rank == dead else 1 for rank in range(4)]
-    assert [int(line.split()[0]) for line in told(ended)] == tellers
-    assert all(f"rank {dead} (on {socket.gethostname()}) failed" in line for line in told(ended))
+    assert [int(line.split()[0]) for line in printed(ended)] == printing
+    assert all(f"rank {dead} (on {socket.gethostname()}) failed" in line for line in printed(ended))
 
 
 def raises_while_the_other_exchanges(rank: int) -> None:
@@ -167,7 +169,7 @@ def ends_early_in_order(rank: int) -> None:
 def test_an_interrupt_or_an_error_after_leaving_ends_no_other_rank(tmp_path: Path) -> None:
     ended = run("ends_early_in_order", 3, tmp_path)
     assert [one.code for one in ended] == [0, 1, 1]
-    assert told(ended) == []
+    assert printed(ended) == []
 
 
 def waits_for_one_that_is_elsewhere(rank: int) -> None:
@@ -188,7 +190,7 @@ def test_a_stuck_exchange_names_its_axis_and_who_is_where(tmp_path: Path) -> Non
     """Ranks (0, 1) and (2, 3) share the tensor axis, (0, 2) and (1, 3) the data axis. Rank 3 is in no exchange."""
     ended = run("waits_for_one_that_is_elsewhere", 4, tmp_path, timeout_s=3.0)
     assert all(one.code not in (0, None) for one in ended)
-    (line,) = told(ended)
+    (line,) = printed(ended)
     places = {
         0: "in all-reduce of 4.0 KiB (number 2 along data/gradients, ranks 0, 2)",
         1: "in all-reduce of 4.0 KiB (number 2 along data/gradients, ranks 1, 3)",
@@ -234,7 +236,7 @@ def test_what_is_under_way_is_read_from_the_recorder(monkeypatch: pytest.MonkeyP
     ]
     recorder = SimpleNamespace(_dump_nccl_trace_json=lambda **_: json.dumps({"entries": entries}).encode())
     monkeypatch.setattr(stuck_exchanges, "c10d", recorder)
-    found = stuck_exchanges.whereabouts()
+    found = stuck_exchanges.exchange_status()
     assert found.latest == {"7": 3, "8": 9}
     first, second = sorted(found.waiting, key=lambda one: one.group)
     assert (first.kind, first.number, first.num_bytes, first.timeout_s) == ("reduce-scatter", 3, 4096, 1800.0)
@@ -258,13 +260,15 @@ def exchange(group: str, number: int, ranks: tuple[int, ...], *, kind: str = "al
 def test_the_message_follows_the_waiting_ranks_to_the_one_that_waits_for_nobody() -> None:
     gradients = exchange("data/gradients", 812, (1, 3, 5, 7))
     activations = exchange("tensor/activations", 40, (6, 7), kind="reduce-scatter")
-    here = Whereabouts(waiting=(gradients,), latest={})
-    told = {
+    here = ExchangeStatus(waiting=(gradients,), latest={})
+    statuses = {
         **{rank: here for rank in (1, 3)},
-        7: Whereabouts(waiting=(activations,), latest={}),
-        6: Whereabouts(waiting=(), latest={"tensor/activations": 39, "data/gradients": 811}),
+        7: ExchangeStatus(waiting=(activations,), latest={}),
+        6: ExchangeStatus(waiting=(), latest={"tensor/activations": 39, "data/gradients": 811}),
     }
-    assert say_who_waits(3, {rank: Whereabouts.from_json(one.as_json()) for rank, one in told.items()}) == (
+    assert describe_stuck_exchange(
+        3, {rank: ExchangeStatus.from_json(one.as_json()) for rank, one in statuses.items()}
+    ) == (
         "rank 3 has waited 1,620 s in all-gather of 12.0 MiB (number 812 along data/gradients, ranks 1, 3, 5, 7); "
         "rank 1: waiting in it too; rank 5: no answer; "
         "rank 7: waiting in reduce-scatter of 12.0 MiB (number 40 along tensor/activations, ranks 6, 7); "

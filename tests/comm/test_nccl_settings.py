@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from weft.comm.binding import Seat, require_own_gpus
+from weft.comm.binding import RankLocation, require_own_gpus
 from weft.comm.nccl_settings import nccl_problems, require_room_for_communicators
 from weft.errors import LaunchError
 from weft.plan.plan import Axes, Plan
@@ -19,7 +19,7 @@ ONE_HOST, TWO_HOSTS = (0, 0), (0, 1)
     ("text", "plan", "hosts", "problem"),
     [
         ("CUDA_DEVICE_MAX_CONNECTIONS=1", PIPELINE, ONE_HOST, "one queue, where a message"),
-        ("CUDA_LAUNCH_BLOCKING=1", PIPELINE, ONE_HOST, "two stages that send to each other wait for ever"),
+        ("CUDA_LAUNCH_BLOCKING=1", PIPELINE, ONE_HOST, "two stages that send to each other deadlock"),
         (
             "NCCL_SOCKET_IFNAME=lo",
             DATA,
@@ -81,10 +81,12 @@ def test_a_gpu_too_full_for_the_communicators_is_refused() -> None:
 
 
 def test_one_name_for_two_hosts_is_refused() -> None:
-    named = [Seat(host=host, device="cuda:0", gpu=host, num_gpus=1, nccl_host="node") for host in ("a", "b")]
+    named = [
+        RankLocation(host=host, device="cuda:0", gpu_uuid=host, num_gpus=1, nccl_host_id="node") for host in ("a", "b")
+    ]
     with pytest.raises(LaunchError, match="NCCL_HOSTID=node is set on 2 hosts"):
         require_own_gpus(named)
-    require_own_gpus([replace(seat, nccl_host=f"node {seat.host}") for seat in named])
+    require_own_gpus([replace(location, nccl_host_id=f"node {location.host}") for location in named])
 
 
 def variables(text: str) -> dict[str, str]:

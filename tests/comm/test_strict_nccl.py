@@ -6,15 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import ranks
-from strict_nccl.mode import VARIABLE, Mode, read_mode
+from strict_nccl.mode import VARIABLE, StrictMode, read_mode
 from strict_nccl.world import strict_world
 from torch import Tensor
 
 MODES = {
-    "lazy": Mode(),
-    "eager": Mode(is_eager=True),
-    "one stream": Mode(one_stream=True),
-    "delays": Mode(delay_ms=3.0, seed=1),
+    "lazy": StrictMode(),
+    "eager": StrictMode(is_eager=True),
+    "one stream": StrictMode(one_stream=True),
+    "delays": StrictMode(delay_ms=3.0, seed=1),
 }
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8)
 
@@ -143,7 +143,7 @@ def test_sums_are_those_of_a_ring_in_their_own_dtype() -> None:
 
 
 def test_modes_as_text() -> None:
-    for mode in (*MODES.values(), Mode(is_eager=True, one_stream=True, delay_ms=0.5, seed=3, stall_s=2.5)):
+    for mode in (*MODES.values(), StrictMode(is_eager=True, one_stream=True, delay_ms=0.5, seed=3, stall_s=2.5)):
         assert read_mode(mode.text()) == mode
     with pytest.raises(ValueError, match=f"{VARIABLE} has 'fast'; known: lazy, eager"):
         read_mode("eager, fast")

@@ -11,24 +11,26 @@ import torch
 import torch.distributed as dist
 from ranks import ranks
 from strict_nccl.calls import StrictError
-from strict_nccl.mode import Mode
+from strict_nccl.mode import StrictMode
 from strict_nccl.world import strict_world
 from test_strict_nccl import strict_group, tensor_of, zeros
 from torch import Tensor
 
-QUICK = Mode(stall_s=0.5)
-QUICK_EAGER = Mode(is_eager=True, stall_s=0.5)
+QUICK = StrictMode(stall_s=0.5)
+QUICK_EAGER = StrictMode(is_eager=True, stall_s=0.5)
 
 
 @contextmanager
-def refused(*words: str, mode: Mode = QUICK) -> Iterator[tuple[int, dist.ProcessGroup]]:
+def refused(*words: str, mode: StrictMode = QUICK) -> Iterator[tuple[int, dist.ProcessGroup]]:
     """The body breaks a rule, and this rank is told so in these words."""
     with pytest.raises(StrictError) as caught, strict_world(mode):
         yield dist.get_rank(), strict_group()
     assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
 
 
-def fails(*words: str, mode: Mode = QUICK) -> Callable[[Callable[[int, dist.ProcessGroup], None]], Callable[[], None]]:
+def fails(
+    *words: str, mode: StrictMode = QUICK
+) -> Callable[[Callable[[int, dist.ProcessGroup], None]], Callable[[], None]]:
     """The body breaks a rule, and every rank is told so in these words."""
 
     def decorate(body: Callable[[int, dist.ProcessGroup], None]) -> Callable[[], None]:
@@ -232,7 +234,7 @@ def test_communicators_are_independent() -> None:
 @fails(
     "rank 0 waits for all_reduce(sum, 4 float32) on 'other'",
     "rank 1 waits for receive from rank 0, 4 float32 on 'test'",
-    mode=Mode(one_stream=True, stall_s=0.5),
+    mode=StrictMode(one_stream=True, stall_s=0.5),
 )
 def test_communicators_in_one_stream(rank: int, group: dist.ProcessGroup) -> None:
     use_two_streams(rank, group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from strict_nccl.calls import Call, Part
-from strict_nccl.mode import Mode
+from strict_nccl.mode import StrictMode
 from strict_nccl.referee import Referee
 
 
@@ -24,7 +24,7 @@ def called(rank: int, number: int, *parts: tuple[int, int], payload: bytes = b""
 
 
 def test_the_referee_is_patient_with_a_rank_that_computes() -> None:
-    referee = Referee(2, Mode())
+    referee = Referee(2, StrictMode())
     referee.call(called(0, 1), 0.0)
     referee.wait(0, 1, 1.0)
     referee.advance(10.9)
@@ -37,7 +37,7 @@ def test_the_referee_is_patient_with_a_rank_that_computes() -> None:
 
 
 def test_messages_of_a_batch_run_in_any_order() -> None:
-    referee = Referee(2, Mode())
+    referee = Referee(2, StrictMode())
     referee.call(called(0, 1, (0, 1), (1, 0), payload=b"a"), 0.0)
     referee.call(called(1, 1, (0, 1), payload=b"b"), 0.0)
     referee.call(called(1, 2, (1, 0), payload=b"c"), 0.0)
@@ -47,7 +47,7 @@ def test_messages_of_a_batch_run_in_any_order() -> None:
 
 
 def test_a_delayed_operation_holds_up_those_behind_it() -> None:
-    referee = Referee(2, Mode(delay_ms=1000.0))
+    referee = Referee(2, StrictMode(delay_ms=1000.0))
     for rank, number in ((0, 1), (0, 2), (1, 1), (1, 2)):
         referee.call(called(rank, number), 0.0)
     times_s = []

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.training.step.late_numbers import LateNumbers
+from weft.training.step.async_scalars import AsyncScalars
 
 READS = ("tolist", "item", "__bool__", "__float__", "__int__", "__index__", "numpy", "cpu")
 aten = torch.ops.aten
@@ -80,7 +80,7 @@ def no_waits() -> Iterator[None]:
         assign(self, index, value)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(LateNumbers, "is_there", False))
+        stack.enter_context(mock.patch.object(AsyncScalars, "is_ready", False))
         for name in READS:
             stack.enter_context(refuse(Tensor, name, f"Tensor.{name} reads a value"))
         stack.enter_context(mock.patch.object(Tensor, "__setitem__", assign_checked))

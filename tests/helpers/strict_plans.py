@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from strict_nccl.mode import Mode
+from strict_nccl.mode import StrictMode
 from strict_nccl.world import strict_world
 
 from weft.mesh import Mesh, join_world
@@ -18,19 +18,19 @@ from weft.verification.verify import verify
 
 
 @contextmanager
-def weft_over_strict(mode: Mode | None = None) -> Iterator[None]:
+def weft_over_strict(mode: StrictMode | None = None) -> Iterator[None]:
     """Inside, `join_world` gives a world whose tensors move over the stand-in; collective."""
     with strict_world(mode), mock.patch("weft.mesh.backend_of", lambda *_: "strict"):
         yield
 
 
 @functools.cache
-def _kept_mesh(axes: Axes, transport: str, mode: Mode) -> Mesh:
+def _kept_mesh(axes: Axes, transport: str, mode: StrictMode) -> Mesh:
     """Made once per rank and mode, like those of `meshes.py`."""
     return Mesh(Plan(axes=axes, comm=Comm(transport=transport)), join_world("cpu"))  # type: ignore[arg-type]
 
 
-def verify_over_strict(model: Any, plan: Plan, mode: Mode, **settings: Any) -> Verification:
+def verify_over_strict(model: Any, plan: Plan, mode: StrictMode, **settings: Any) -> Verification:
     """`weft.verify` on groups that keep NCCL's rules; collective."""
     with strict_world(mode, keep=True), mock.patch("weft.mesh.backend_of", lambda *_: "strict"):
         mesh = _kept_mesh(plan.axes, plan.comm.transport, mode)

@@ -10,16 +10,16 @@ import torch
 from combinations import BATCHES, MODELS, NUM_RANKS, OPTIMIZERS, cost_of, make_plan, name_of, num_ranks_of, read_rows
 from pairwise import Row
 from ranks import ranks
-from strict_nccl.mode import Mode
+from strict_nccl.mode import StrictMode
 from strict_plans import verify_over_strict
 from test_combinations import OVER_STRICT, make_batch
 
 ROWS, _ = read_rows()
 MODES = {
-    "lazy": Mode(),
-    "eager": Mode(is_eager=True),
-    "delays": Mode(delay_ms=2.0),
-    "one stream": Mode(one_stream=True),
+    "lazy": StrictMode(),
+    "eager": StrictMode(is_eager=True),
+    "delays": StrictMode(delay_ms=2.0),
+    "one stream": StrictMode(one_stream=True),
 }
 
 

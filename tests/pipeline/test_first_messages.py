@@ -10,7 +10,7 @@ from oracle import make_trainer, pipeline_plan, small_gpt, token_batch
 from ranks import ranks
 
 from weft.comm.group import Group
-from weft.parallel.pipeline import links
+from weft.parallel.pipeline import stage_messages
 
 SCHEDULES = {
     "1f1b": pipeline_plan(2, microbatches=4),
@@ -27,16 +27,16 @@ def train(name: str, *, through_host: bool) -> tuple[list[float], list[set[str]]
     trainer = make_trainer(small_gpt(num_layers=4, tied=False).double(), SCHEDULES[name], example=inputs[:2])
     assert trainer.pipeline_step is not None
     if through_host:
-        trainer.pipeline_step.pipeline.links._host = trainer.mesh.group("pipeline", "control")
+        trainer.pipeline_step.pipeline.messages._host = trainer.mesh.group("pipeline", "control")
     purposes: list[set[str]] = []
-    send = links.send
+    send = stage_messages.send
 
     def watched(tensor: object, group: Group, **given: object) -> object:
         purposes[-1].add(group.purpose)
         return send(tensor, group, **given)  # type: ignore[arg-type]
 
     losses = []
-    with mock.patch("weft.parallel.pipeline.links.send", watched):
+    with mock.patch("weft.parallel.pipeline.stage_messages.send", watched):
         for number in range(NUM_STEPS):
             purposes.append(set())
             size = 4 if number == NUM_STEPS - 1 else 8

@@ -11,11 +11,11 @@ import torch
 from meshes import verify
 from oracle import SGD, make_trainer, pipeline_plan, small_gpt, tensor_plan, token_batch
 from ranks import ranks
-from strict_nccl.mode import Mode
+from strict_nccl.mode import StrictMode
 from strict_plans import verify_over_strict
 
 from weft.mesh import World, make_mesh
-from weft.parallel.pipeline.links import _are_slices_faster
+from weft.parallel.pipeline.stage_messages import _are_slices_faster
 from weft.plan.partition.wire import SplitLayers, num_slices, pipeline_bytes, tensor_bytes
 from weft.plan.plan import Plan
 
@@ -24,7 +24,7 @@ from weft.plan.plan import Plan
 def in_slices() -> Iterator[None]:
     """Context in which all but the totals of a step travel in slices, also through the memory of one host."""
     with (
-        mock.patch("weft.parallel.pipeline.links._are_slices_faster", return_value=True),
+        mock.patch("weft.parallel.pipeline.stage_messages._are_slices_faster", return_value=True),
         mock.patch("weft.plan.partition.wire.SMALLEST_SLICED_BYTES", 64),
     ):
         yield
@@ -60,7 +60,7 @@ def test_slices_keep_nccls_rules() -> None:
         verify_over_strict(
             small_gpt(num_layers=2).double(),
             plan,
-            Mode(is_eager=True, delay_ms=1),
+            StrictMode(is_eager=True, delay_ms=1),
             loss="cross-entropy",
             optimizer=SGD,
             batches=[token_batch(6, seed=seed) for seed in range(2)],
@@ -91,7 +91,8 @@ def test_bytes_of_slices_are_those_predicted() -> None:
     assert whole["pipeline"] == pipeline_bytes([(crossing, crossing)], plan, rank=rank)
     assert sliced["pipeline"] == pipeline_bytes([(crossing // 2, crossing // 2)], plan, rank=rank)
     layers = [
-        SplitLayers(activation_bytes=crossing, num_regions=4, arriving_bytes=arriving) for arriving in ((), (crossing,))
+        SplitLayers(activation_bytes=crossing, num_regions=4, sliced_receive_bytes=arriving)
+        for arriving in ((), (crossing,))
     ]
     without, gathered = (tensor_bytes(one, plan) for one in layers)
     assert sliced["tensor"] - whole["tensor"] == gathered - without == 3 * crossing // 2

@@ -20,10 +20,10 @@ from weft.blueprint import find_blueprint
 from weft.comm import collectives
 from weft.comm.collectives import Pending, all_gather
 from weft.comm.group import Group
-from weft.comm.shared_gradients import SharedGradient, SharedGradientExchange, may_differ
+from weft.comm.shared_gradients import SharedGradient, SharedGradientExchange, sums_may_differ
 from weft.models.gpt import GPT
+from weft.parallel.tensor.replicated_gradients import find_misaligned
 from weft.parallel.tensor.shares import make_shares
-from weft.parallel.tensor.whole_gradients import find_shifted
 from weft.plan.partition.flat_buffers import ParameterSpec, flat_buffers
 from weft.plan.plan import Plan
 from weft.training.parallelize import parallelize
@@ -98,7 +98,7 @@ def make_model(plan: Plan) -> GPT:
 def train(plan: Plan, plant: Callable[[Trainer], None] | None = None, *, differs: bool = True) -> set[str]:
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weft.parallel.apply.may_differ", lambda *_: differs)  # two data ranks, but patched
+        patch.setattr("weft.parallel.apply.sums_may_differ", lambda *_: differs)  # two data ranks, but patched
         trainer = make_trainer(make_model(plan), plan, optimizer=ADAMW, example=token_batch(2)[0])
         reduce_as_rings_do(patch, trainer.mesh.index("pipeline") + trainer.mesh.index("tensor"))
         if plant is not None:
@@ -202,8 +202,8 @@ def test_three_holders_add_in_the_order_of_ranks() -> None:
 @ranks(3)
 def test_sums_of_three_may_differ_unless_added_in_the_order_of_ranks() -> None:
     there, over_sockets = (data_group("gradients", transport=transport) for transport in ("shared", "c10d"))
-    assert may_differ([over_sockets], torch.device("cpu")) and may_differ([there], torch.device("cuda"))
-    assert not may_differ([there], torch.device("cpu"))
+    assert sums_may_differ([over_sockets], torch.device("cpu")) and sums_may_differ([there], torch.device("cuda"))
+    assert not sums_may_differ([there], torch.device("cpu"))
 
 
 @ranks(4)
@@ -224,12 +224,12 @@ def test_uneven_parts_shift_what_is_in_a_buffer_with_them(vocab_size: int) -> No
     assert blueprint.regions is not None
     shares = make_shares(blueprint.regions, 2)
 
-    def shifted(shard: str, data: int = 2) -> frozenset[str]:
-        return find_shifted(model, blueprint.blocks, shares, tensor_plan(2, data=data, shard=shard))
+    def misaligned(shard: str, data: int = 2) -> frozenset[str]:
+        return find_misaligned(model, blueprint.blocks, shares, tensor_plan(2, data=data, shard=shard))
 
     assert shares.uneven == {"embedding.weight", "head.weight"}
-    assert shifted("parameters") == {"embedding.weight", "norm.weight", "head.weight"}, "blocks are even"
-    assert shifted("optimizer") == names and shifted("nothing") == shifted("optimizer", data=1) == frozenset()
+    assert misaligned("parameters") == {"embedding.weight", "norm.weight", "head.weight"}, "blocks are even"
+    assert misaligned("optimizer") == names and misaligned("nothing") == misaligned("optimizer", data=1) == frozenset()
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])

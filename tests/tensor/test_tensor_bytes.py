@@ -22,7 +22,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
-def check(plan: Plan, *, loss: str = "cross-entropy", alike_bytes: int = 0, **changes: Any) -> None:
+def check(plan: Plan, *, loss: str = "cross-entropy", broadcast_bytes: int = 0, **changes: Any) -> None:
     num_samples = SAMPLES * plan.step.microbatches * plan.axes.data
     inputs, targets = token_batch(num_samples)
     model = small_gpt(**changes).double()
@@ -44,7 +44,7 @@ def check(plan: Plan, *, loss: str = "cross-entropy", alike_bytes: int = 0, **ch
         num_outputs=1,
         whole_output_bytes=0 if loss == "cross-entropy" else SAMPLES * TOKENS * widest * ITEM_BYTES,
         partial_bytes=HIDDEN * ITEM_BYTES * 2 * LAYERS if plan.tensor.sequence else 0,
-        alike_bytes=alike_bytes,
+        broadcast_bytes=broadcast_bytes,
         repeated_bytes=((head_dim * HIDDEN * ITEM_BYTES, size // kv_heads),) * 2 * LAYERS if kv_heads else (),
         **LOSSES[loss],
     )
@@ -78,9 +78,9 @@ def test_also_on_four_ranks() -> None:
     check(tensor_plan(4, sequence=True), heads=4)
     check(tensor_plan(2, data=2), heads=4)
     with pytest.MonkeyPatch.context() as patch:  # as with three data ranks, whose sums may round differently
-        patch.setattr("weft.parallel.apply.may_differ", lambda *_: True)
+        patch.setattr("weft.parallel.apply.sums_may_differ", lambda *_: True)
         num_norms = 2 * LAYERS + 1
-        check(tensor_plan(2, data=2, microbatches=2), alike_bytes=num_norms * HIDDEN * ITEM_BYTES)
+        check(tensor_plan(2, data=2, microbatches=2), broadcast_bytes=num_norms * HIDDEN * ITEM_BYTES)
 
 
 def test_the_formula() -> None:

@@ -29,10 +29,10 @@ from pretend_gpu import HostWaitError, no_waits, pretended_gpu
 from ranks import ranks
 from torch import nn
 
-from weft.parallel.sequence.promise import Promise
+from weft.parallel.sequence.device_assertion import DeviceAssertion
 from weft.plan.plan import Plan, Recompute
 from weft.training.step import precision, update
-from weft.training.step.late_numbers import LateNumbers
+from weft.training.step.async_scalars import AsyncScalars
 from weft.training.step.precision import LossScale
 from weft.training.trainer import Trainer
 
@@ -115,7 +115,7 @@ def test_the_scale_on_a_device_goes_the_way_of_that_on_the_host(
     for _ in range(60):
         overflow = chance.random() < chance_of_overflow
         host.update(is_finite=not overflow)
-        device.update_late(torch.tensor(float(overflow)))
+        device.update_on_device(torch.tensor(float(overflow)))
         assert device.state() == host.state()
     assert host.value in {0.0: [2.0**24], 0.9: [1.0, 2.0]}.get(chance_of_overflow, [host.value])
 
@@ -154,19 +154,19 @@ def test_a_skip_on_the_device_is_one_on_the_host(
     assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(states, late_states, strict=True))
 
 
-def test_a_promise_is_looked_at_once_and_then_by_the_device() -> None:
-    promise, holds, fails = Promise("it is broken"), torch.tensor(True), torch.tensor(False)
-    assert promise.holds(holds, 1) and not promise.holds(fails, 1), "a host looks every time"
+def test_an_assertion_is_checked_once_by_the_host_and_then_by_the_device() -> None:
+    assertion, holds, fails = DeviceAssertion("it is broken"), torch.tensor(True), torch.tensor(False)
+    assert assertion.holds(holds, 1) and not assertion.holds(fails, 1), "a host looks every time"
     with pretended_gpu():
-        assert not promise.holds(fails, 2) and promise.holds(holds, 2)
+        assert not assertion.holds(fails, 2) and assertion.holds(holds, 2)
         with no_waits():
-            assert promise.holds(holds, 2)
+            assert assertion.holds(holds, 2)
             with pytest.raises(RuntimeError, match="it is broken"):
-                promise.holds(fails, 2)
+                assertion.holds(fails, 2)
 
 
-def test_late_numbers_keep_their_values() -> None:
+def test_async_scalars_keep_their_values() -> None:
     number = torch.tensor(3, dtype=torch.int64)
-    late = LateNumbers(number, 0.5, torch.tensor([2.0**40]))
+    copied = AsyncScalars(number, 0.5, torch.tensor([2.0**40]))
     number += 1
-    assert late.is_there and late.read() == [3.0, 0.5, 2.0**40]
+    assert copied.is_ready and copied.read() == [3.0, 0.5, 2.0**40]

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.blueprint import find_blueprint
 from weft.measure.model import profile_model
-from weft.parallel.zero.grouping import describe_parameters, layers_outside
+from weft.parallel.zero.grouping import describe_parameters, layers_outside_blocks
 from weft.plan.partition.flat_buffers import flat_buffers, sharded_bytes
 from weft.plan.plan import Plan
 from weft.planning.memory import predict_memory
@@ -150,7 +150,7 @@ SOCKETS = "c10d"
 def test_weights_used_in_any_way(name: str, reshard: str) -> None:
     """In the steps of 1 sample, a rank has nothing to compute and must still make the gathers of the other."""
     model = MODELS[name]()
-    assert set(layers_outside(model, find_blueprint(model).blocks)) == {-1, 3}
+    assert set(layers_outside_blocks(model, find_blueprint(model).blocks)) == {-1, 3}
     plan = stage3(microbatches=2, reshard=reshard, transport=SOCKETS)
     # A rank that has computed nothing so far takes weights to be used in their turn.
     sizes = (8, 1, 8, 1) if name == "HeadCalledAndUsed" else (1, 8, 1, 8)
@@ -196,7 +196,7 @@ def test_a_loss_that_uses_weights() -> None:
 @ranks(2)
 @pytest.mark.parametrize("name", ["Net", pytest.param("TiedByProduct", marks=pytest.mark.long)])
 def test_a_model_compiled_as_a_whole(name: str) -> None:
-    """Hooks break the graph, and parts of it may see parameters that are watched."""
+    """Hooks break the graph, and parts of it may see intercepted parameters."""
     torch._dynamo.reset()
     model = MODELS[name]().double()
     seen = train_alone(copy.deepcopy(model), batches(8, 8, 8, 8), optimizer=lambda one: ADAMW(one.parameters()))
@@ -300,6 +300,6 @@ def test_what_belongs_to_the_root() -> None:
     renormed.embedding = nn.Embedding(17, WIDTH, max_norm=1.0)
     small.blocks = nn.ModuleList(nn.Linear(WIDTH, 100 * WIDTH) for _ in range(3))
     blocks = [f"blocks.{number}" for number in range(3)]
-    assert layers_outside(tied, blocks) == {-1: ("positions",)}
-    assert layers_outside(renormed, blocks) == {-1: ("positions",), 3: ("head",)}
-    assert layers_outside(small, blocks) == layers_outside(Net(), []) == {}
+    assert layers_outside_blocks(tied, blocks) == {-1: ("positions",)}
+    assert layers_outside_blocks(renormed, blocks) == {-1: ("positions",), 3: ("head",)}
+    assert layers_outside_blocks(small, blocks) == layers_outside_blocks(Net(), []) == {}

@@ -21,5 +21,5 @@ def reports_first(error: Exception) -> bool:
     if not failure_watch.is_watched():
         return is_first_rank()
     is_first = failure_watch.report(error)
-    failure_watch.end_soon()
+    failure_watch.force_exit_if_stuck()
     return is_first

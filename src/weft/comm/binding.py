@@ -1,5 +1,5 @@
-"""Which GPU each rank is bound to, and whether NCCL can connect them: decided alike on all ranks, from facts that they
-exchange through the store before there is any process group.
+"""Which GPU each rank is bound to, and whether NCCL can connect them: decided on every rank in the same way, from what
+ranks exchange through the store before there is any process group.
 
 Counting ranks and visible GPUs is not enough: under Slurm and Kubernetes each rank often sees one GPU, its own, so GPUs
 are told apart by their UUIDs. NCCL refuses two ranks on one GPU unless `NCCL_HOSTID` says that they are on different
@@ -25,35 +25,35 @@ _HOST_ID = "NCCL_HOSTID"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    """Where a rank runs."""
+class RankLocation:
+    """The host and the device that a rank runs on."""
 
     host: str
     device: str
-    gpu: str | None = None
-    """The UUID of its GPU."""
+    gpu_uuid: str | None = None
+    """None without a GPU."""
     num_gpus: int = 0
     """GPUs that the rank sees."""
-    nccl_host: str | None = None
-    """The host that NCCL is told, where that is not the real one."""
+    nccl_host_id: str | None = None
+    """`NCCL_HOSTID`: NCCL takes ranks with the same value for ranks of one host; None: not set."""
 
 
-def take_seat(host: str, device: torch.device, *, rank: int, environment: MutableMapping[str, str]) -> Seat:
-    """This rank's seat; prepares the environment for ranks that share a GPU on purpose."""
+def find_location(host: str, device: torch.device, *, rank: int, environment: MutableMapping[str, str]) -> RankLocation:
+    """This rank's location; prepares the environment for ranks that share a GPU on purpose."""
     if device.type != "cuda":
-        return Seat(host=host, device=str(device))
+        return RankLocation(host=host, device=str(device))
     prepare_sharing(rank, environment)
-    return Seat(
+    return RankLocation(
         host=host,
         device=str(device),
-        gpu=str(torch.cuda.get_device_properties(device).uuid),
+        gpu_uuid=str(torch.cuda.get_device_properties(device).uuid),
         num_gpus=torch.cuda.device_count(),
-        nccl_host=environment.get(_HOST_ID),
+        nccl_host_id=environment.get(_HOST_ID),
     )
 
 
 def prepare_sharing(rank: int, environment: MutableMapping[str, str]) -> None:
-    """Let NCCL take a rank for a host of its own, if ranks are to share GPUs."""
+    """Tell NCCL that every rank has a host of its own, if ranks are to share GPUs."""
     if environment.get(SHARE_GPUS, "0") in ("", "0"):
         return
     environment.setdefault(_HOST_ID, f"weft-rank-{rank}")
@@ -62,45 +62,45 @@ def prepare_sharing(rank: int, environment: MutableMapping[str, str]) -> None:
         environment.setdefault("NCCL_IB_DISABLE", "1")
 
 
-def exchange_seats(store: Store, rank: int, size: int, seat: Seat) -> tuple[Seat, ...]:
-    """Every rank's seat, through the store; collective."""
+def exchange_locations(store: Store, rank: int, size: int, location: RankLocation) -> tuple[RankLocation, ...]:
+    """Every rank's location, through the store; collective."""
     number = store.add(f"weft/joined/{rank}", 1)  # a process may join more than once
-    keys = [f"weft/seats/{number}/{other}" for other in range(size)]
-    store.set(keys[rank], json.dumps(asdict(seat)))
+    keys = [f"weft/locations/{number}/{other}" for other in range(size)]
+    store.set(keys[rank], json.dumps(asdict(location)))
     store.wait(keys)
     can_get_all: bool = store.has_extended_api()  # type: ignore[attr-defined]
     texts = store.multi_get(keys) if can_get_all else [store.get(key) for key in keys]
-    return tuple(Seat(**json.loads(text)) for text in texts)
+    return tuple(RankLocation(**json.loads(text)) for text in texts)
 
 
-def require_own_gpus(seats: Sequence[Seat]) -> None:
+def require_own_gpus(locations: Sequence[RankLocation]) -> None:
     """Refuse ranks of which some compute on GPUs and others do not, and ranks that share a GPU by mistake."""
     kinds: dict[str, list[int]] = {}
-    for rank, seat in enumerate(seats):
-        kinds.setdefault(seat.device.partition(":")[0], []).append(rank)
+    for rank, location in enumerate(locations):
+        kinds.setdefault(location.device.partition(":")[0], []).append(rank)
     if len(kinds) > 1:
-        told = "; ".join(f"rank {_list(ranks)} on {kind}" for kind, ranks in kinds.items())
-        raise LaunchError(f"ranks compute on different kinds of devices ({told}); give all of them the same one")
+        found = "; ".join(f"{_name(ranks)} on {kind}" for kind, ranks in kinds.items())
+        raise LaunchError(f"ranks compute on different kinds of devices ({found}); give all of them the same one")
     together: dict[tuple[str, str], list[int]] = {}
-    for rank, seat in enumerate(seats):
-        if seat.gpu is not None:
-            together.setdefault((seat.host, seat.gpu), []).append(rank)
+    for rank, location in enumerate(locations):
+        if location.gpu_uuid is not None:
+            together.setdefault((location.host, location.gpu_uuid), []).append(rank)
     problems = []
-    for name in dict.fromkeys(seat.nccl_host for seat in seats if seat.nccl_host is not None):
-        if (num_hosts := len({seat.host for seat in seats if seat.nccl_host == name})) > 1:
+    for name in dict.fromkeys(location.nccl_host_id for location in locations if location.nccl_host_id is not None):
+        if (num_hosts := len({location.host for location in locations if location.nccl_host_id == name})) > 1:
             problems.append(f"{_HOST_ID}={name} is set on {num_hosts} hosts, which NCCL would take for one; unset it")
-    for (host, gpu), ranks in together.items():
-        nccl_hosts = {seats[rank].nccl_host for rank in ranks}
-        if len(ranks) > 1 and (None in nccl_hosts or len(nccl_hosts) < len(ranks)):
-            problems.append(_say_shared(seats, host, gpu, ranks))
+    for (host, gpu_uuid), ranks in together.items():
+        nccl_host_ids = {locations[rank].nccl_host_id for rank in ranks}
+        if len(ranks) > 1 and (None in nccl_host_ids or len(nccl_host_ids) < len(ranks)):
+            problems.append(_shared_gpu_problem(locations, host, gpu_uuid, ranks))
     if problems:
         raise LaunchError(problems)
 
 
-def _say_shared(seats: Sequence[Seat], host: str, gpu: str, ranks: Sequence[int]) -> str:
-    here = [seat for seat in seats if seat.host == host]
-    num_gpus = max(max(seat.num_gpus for seat in here), len({seat.gpu for seat in here}))
-    found = f"rank {_list(ranks)} use the same GPU ({gpu})"
+def _shared_gpu_problem(locations: Sequence[RankLocation], host: str, gpu_uuid: str, ranks: Sequence[int]) -> str:
+    here = [location for location in locations if location.host == host]
+    num_gpus = max(max(location.num_gpus for location in here), len({location.gpu_uuid for location in here}))
+    found = f"{_name(ranks)} use the same GPU ({gpu_uuid})"
     if len(here) > num_gpus:
         return (
             f"{found}: their host has {len(here)} ranks and {num_gpus} GPU{'s' if num_gpus > 1 else ''}; start "
@@ -113,16 +113,16 @@ def _say_shared(seats: Sequence[Seat], host: str, gpu: str, ranks: Sequence[int]
 
 
 def backend_of(device: torch.device, handle: dist.ProcessGroup | None) -> str:
-    """What moves tensors of a device in a process group that exists."""
+    """The c10d backend of a device's tensors in an existing process group."""
     if handle is None or device.type == "meta":
         return "gloo"
     name: str = handle._get_backend(torch.device(device.type)).name()
     return name.lower()
 
 
-def slow_backend(seats: Sequence[Seat], backend: str) -> str | None:
+def slow_backend_warning(locations: Sequence[RankLocation], backend: str) -> str | None:
     """A warning where tensors of GPUs go through gloo; None where they do not."""
-    if backend != "gloo" or seats[0].gpu is None:
+    if backend != "gloo" or locations[0].gpu_uuid is None:
         return None
     return (
         "tensors of GPUs are exchanged over gloo, through host memory, many times slower than over NCCL; let weft make "
@@ -130,8 +130,8 @@ def slow_backend(seats: Sequence[Seat], backend: str) -> str | None:
     )
 
 
-def prepare_streams(environment: MutableMapping[str, str]) -> None:
-    """Ask for as many hardware queues as a GPU has, before it is first used.
+def request_hardware_queues(environment: MutableMapping[str, str]) -> None:
+    """Ask CUDA for as many hardware queues as a GPU has, before the GPU is first used.
 
     A plan has one stream per communicator. With the usual 8 queues two of them may share one, and a message that waits
     for its sender would hold up a kernel of another stream, on which the sender may depend.
@@ -140,5 +140,5 @@ def prepare_streams(environment: MutableMapping[str, str]) -> None:
         environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
-def _list(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
+def _name(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

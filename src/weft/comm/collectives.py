@@ -51,8 +51,8 @@ class Pending:
     _work: _Work | None
     _traffic: Traffic
     _after: Callable[[], object] | None = None
-    _on_stream: bool = False
-    """`wait` blocks a stream of a GPU, not the host."""
+    _waits_on_stream: bool = False
+    """`wait` makes a stream of a GPU wait, not the host."""
 
     @property
     def is_over(self) -> bool:
@@ -65,11 +65,11 @@ class Pending:
         if self._work is None:
             return
         started = time.perf_counter() if since is None else since
-        with hide_from_modes(), self._traffic.on_stream() if self._on_stream else _NOTHING:
+        with hide_from_modes(), self._traffic.time_stream_wait() if self._waits_on_stream else _NOTHING:
             self._work.wait()
             if self._after is not None:
                 self._after()
-        if not self._on_stream:
+        if not self._waits_on_stream:
             self._traffic.add(wait_s=time.perf_counter() - started)
         self._work = None
 
@@ -163,7 +163,7 @@ def _store(target: torch.Tensor, result: torch.Tensor, add: bool) -> None:
 def uses_messages(group: Group, tensor: torch.Tensor) -> bool:
     """True if parts go as messages from rank to rank: gloo cannot send from a GPU, and NCCL has its own collectives."""
     is_direct = group.wire(tensor) is None and group.level_wire(tensor, is_even=True) is None
-    return group.handle is not None and is_direct and tensor.device.type == "cpu" and not group.runs_in_order
+    return group.handle is not None and is_direct and tensor.device.type == "cpu" and not group.is_stream_ordered
 
 
 def all_to_all(
@@ -225,16 +225,16 @@ def _run(
     require_device(buffer, group)
     counted = sent_bytes(collective, buffer.nbytes, group.size) if sent is None else sent
     traffic.add(num_calls=1, sent_bytes=counted)
-    started, on_stream = time.perf_counter(), group.is_on_stream
+    started, waits_on_stream = time.perf_counter(), group.waits_on_stream
     with hide_from_modes():
-        if wire is None and wait and group.runs_in_order:
-            with traffic.on_stream() if on_stream else _NOTHING:
+        if wire is None and wait and group.is_stream_ordered:
+            with traffic.time_stream_wait() if waits_on_stream else _NOTHING:
                 start(False)
                 if after is not None:
                     after()
             return Pending(None, traffic)
         if wire is None:
-            pending = Pending(start(True), traffic, after, on_stream)
+            pending = Pending(start(True), traffic, after, waits_on_stream)
         elif not wait:
             pending = Pending(wire.worker.start(lambda: start(True)), traffic, after)
         else:
@@ -246,7 +246,7 @@ def _run(
 
 
 def require_device(tensor: torch.Tensor, group: Group) -> None:
-    """Refuse a tensor of another device: gloo would copy it through the host, and NCCL read memory it cannot see."""
+    """Refuse a tensor of another device: gloo would copy it through the host, and NCCL cannot read host memory."""
     if tensor.device.type != group.device.type:
         raise ValueError(
             f"a tensor on {tensor.device} was given to the group {group.axis}/{group.purpose}, which moves tensors on "

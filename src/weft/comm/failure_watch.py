@@ -1,9 +1,9 @@
-"""The watch over a run: an error that ends one rank ends all of them, within seconds and with the first one's message.
+"""The failure watch: an error that ends one rank ends all ranks, within seconds and with the first error's message.
 
 A rank that waits for a dead peer over NCCL does not notice: its host sits in a synchronisation, or goes on enqueuing,
 until torch's timeout of half an hour; and a launcher's SIGTERM does not end a rank that takes it as a request to stop.
-So a thread per rank listens to the switchboard of rank 0 (`switchboard.py`), and an exception that leaves the main
-module is reported there before it is printed. Ranks that are still alive a few seconds later are ended here.
+So a thread per rank listens to the failure server (`failure_server.py`), and an exception that leaves the main module
+is reported there before it is printed. Ranks that are still alive a few seconds later are ended here.
 
 Only errors that end a process count: one that the script catches is its own. Processes that no launcher started as
 ranks (`RANK` and `WORLD_SIZE`) are never watched, because nobody expects a notebook to be ended by its peers.
@@ -28,42 +28,42 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from weft import errors
-from weft.comm.stuck_exchanges import StuckExchanges, whereabouts
-from weft.comm.switchboard import Failure, Switchboard, as_line, reach_switchboard
+from weft.comm.failure_server import Failure, FailureServer, as_line, connect_to_failure_server
+from weft.comm.stuck_exchanges import StuckExchanges, exchange_status
 from weft.errors import LaunchError
 from weft.hosts import host_id
 
-GRACE_S = 3.0
+PEER_GRACE_S = 3.0
 """Seconds that a rank gets to end by itself once a peer has failed."""
-END_S = 5
-"""Seconds that a process gets to end after its own error; destroying a communicator may wait for ever."""
-_VERDICT_WAIT_S = 3.0
+EXIT_GRACE_S = 5
+"""Seconds that a process gets to end after its own error; destroying a communicator may never return."""
+_DECISION_WAIT_S = 3.0
 
 
 class FailureWatch:
-    """This rank's end of the line to the switchboard."""
+    """This rank's connection to the failure server."""
 
     def __init__(
         self,
-        line: socket.socket,
+        connection: socket.socket,
         address: dict[str, Any],
-        switchboard: Switchboard | None,
+        server: FailureServer | None,
         *,
         rank: int,
         timeout_s: float,
     ) -> None:
-        """`address`: of the switchboard, as rank 0 gave it; `switchboard`: on rank 0; `timeout_s`: of exchanges."""
+        """`address`: of the server, as rank 0 gave it; `server`: on rank 0; `timeout_s`: of exchanges."""
         self.group: dist.ProcessGroup | None = dist.group.WORLD
         """The group of the ranks; None until it is made."""
         self._rank = rank
-        self._line = line
+        self._connection = connection
         self._address = address
-        self._switchboard = switchboard
+        self._server = server
         self._sending = threading.Lock()
         self._stuck = StuckExchanges(timeout_s)
-        self._line.settimeout(self._stuck.look_every_s)
+        self._connection.settimeout(self._stuck.poll_interval_s)
         self._first: Failure | None = None
-        self._tells = False
+        self._prints = False
         self._is_known = threading.Event()
         self._is_over = threading.Event()
         """This rank ends by itself, or has left the world: the thread must not end it."""
@@ -77,7 +77,7 @@ class FailureWatch:
 
     def send(self, message: dict[str, Any]) -> None:
         with suppress(OSError), self._sending:
-            self._line.sendall(as_line(message))
+            self._connection.sendall(as_line(message))
 
     def report(self, error: BaseException) -> bool:
         """True if this error, which ends the process, is the run's first. Another rank's is printed here, if no other
@@ -85,38 +85,38 @@ class FailureWatch:
         self._is_over.set()
         if self._first is None:
             self.send({"failure": {"kind": type(error).__name__, "message": str(error)}})
-            self._is_known.wait(_VERDICT_WAIT_S)
+            self._is_known.wait(_DECISION_WAIT_S)
         first = self._first
-        if first is None or (self.is_first and first.is_told):
+        if first is None or (self.is_first and first.prints_itself):
             return True
-        self._tell(first)
+        self._print_once(first)
         return False
 
     def stop(self) -> None:
-        """This rank ends in order."""
+        """This rank ends normally."""
         self._is_over.set()
         self.send({"left": True})
         with suppress(OSError):
-            self._line.shutdown(socket.SHUT_WR)  # not more: the switchboard would lose what was sent
-        if self._switchboard is not None:
-            self._switchboard.close()
+            self._connection.shutdown(socket.SHUT_WR)  # not more: the server would lose what was sent
+        if self._server is not None:
+            self._server.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=2.0)
-        self._line.close()
+        self._connection.close()
 
-    def forget(self) -> None:
+    def close_after_fork(self) -> None:
         """Close this process's copies of the connections: a fork of a rank is not that rank."""
-        self._line.close()
-        if self._switchboard is not None:
-            self._switchboard.forget()
+        self._connection.close()
+        if self._server is not None:
+            self._server.close_sockets()
 
     def end(self) -> None:
         """End this process because of the first failure."""
         first = self._first
         assert first is not None
-        signal.alarm(END_S)  # should flushing block, because the main thread is in the middle of printing
-        self._tell(first)
-        if _parent_tells and self.is_first and not first.is_told:
+        signal.alarm(EXIT_GRACE_S)  # should flushing block, because the main thread is in the middle of printing
+        self._print_once(first)
+        if _parent_prints and self.is_first and not first.prints_itself:
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
             try:
@@ -128,9 +128,9 @@ class FailureWatch:
                 stream.flush()
         os._exit(2 if hasattr(errors, first.kind) else 1)
 
-    def _tell(self, first: Failure) -> None:
-        if self._tells and not _parent_tells:
-            self._tells = False
+    def _print_once(self, first: Failure) -> None:
+        if self._prints and not _parent_prints:
+            self._prints = False
             with suppress(OSError):
                 os.write(2, f"weft: {first}\n".encode())
 
@@ -138,41 +138,43 @@ class FailureWatch:
         received = b""
         while True:
             try:
-                more = self._line.recv(65536)
+                more = self._connection.recv(65536)
             except OSError as error:
                 if isinstance(error, TimeoutError) and error.errno is None:  # our own, not the kernel's
-                    self._look()
+                    self._check_progress()
                     continue
                 more = b""
             if not more:
                 if self._is_over.is_set():
                     return
-                message = "its process ended without a word, or its host is gone"
-                lost = Failure(rank=0, host_name=self._address["host_name"], kind="", message=message, is_told=False)
+                message = "its process ended without an error message, or its host is unreachable"
+                lost = Failure(
+                    rank=0, host_name=self._address["host_name"], kind="", message=message, prints_itself=False
+                )
                 is_first = int(os.environ.get("LOCAL_RANK", "0")) == (self._address["host"] == host_id())
-                self._learn(lost, tells=is_first)
+                self._set_first(lost, prints=is_first)
                 break
             *lines, received = (received + more).split(b"\n")
             for message in map(json.loads, lines):
                 if "closed" in message:
                     return
                 if "ask" in message:
-                    self.send({"whereabouts": whereabouts().as_json()})
+                    self.send({"status": exchange_status().as_json()})
                 elif "failure" in message:
-                    self._learn(Failure(**message["failure"]), tells=self._rank in message["tells"])
+                    self._set_first(Failure(**message["failure"]), prints=self._rank in message["printed_by"])
             if self._first is not None:
                 break
         # Where an exchange is stuck, the rank that noticed it ends first: a launcher asks that one for the reason.
-        if not self._is_over.wait(0 if self.is_first else GRACE_S) and self.group in (None, dist.group.WORLD):
+        if not self._is_over.wait(0 if self.is_first else PEER_GRACE_S) and self.group in (None, dist.group.WORLD):
             self.end()
 
-    def _learn(self, failure: Failure, *, tells: bool) -> None:
-        self._first, self._tells = failure, tells
+    def _set_first(self, failure: Failure, *, prints: bool) -> None:
+        self._first, self._prints = failure, prints
         self._is_known.set()
 
-    def _look(self) -> None:
-        if self._stuck.found():
-            where = whereabouts()
+    def _check_progress(self) -> None:
+        if self._stuck.is_found():
+            where = exchange_status()
             if where.waiting:
                 self.send({"stuck": where.as_json()})
 
@@ -180,7 +182,7 @@ class FailureWatch:
 _watch: FailureWatch | None = None
 _num_watches = 0
 _previous_hook = sys.excepthook
-_parent_tells = False
+_parent_prints = False
 
 
 def watch_world(store: Store, rank: int, size: int, *, timeout_s: float) -> None:
@@ -197,11 +199,11 @@ def watch_world(store: Store, rank: int, size: int, *, timeout_s: float) -> None
     leave_watch()
     if _num_watches == 0:
         atexit.register(leave_watch)
-        os.register_at_fork(after_in_child=_forget)
+        os.register_at_fork(after_in_child=_close_after_fork)
     _num_watches += 1
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     own = PrefixStore(f"weft/watch/{attempt}/{_num_watches}", store)
-    reached = reach_switchboard(own, rank)
+    reached = connect_to_failure_server(own, rank)
     if reached is None:
         return
     _watch = FailureWatch(*reached, rank=rank, timeout_s=_timeout_of(dist.group.WORLD, timeout_s))
@@ -223,7 +225,7 @@ def is_watched() -> bool:
 
 
 def report(error: BaseException) -> bool:
-    """Tell all ranks of an error that ends this process; False if another rank's came first, or caused it."""
+    """Report to all ranks an error that ends this process; False if another rank's came first, or caused it."""
     if _watch is None:
         return True
     if not isinstance(error, Exception):  # an interrupt
@@ -237,21 +239,21 @@ def end_after_peer() -> None:
     launcher asks the first process that ends for the reason."""
     assert _watch is not None
     if not _watch.is_first:
-        time.sleep(GRACE_S)
+        time.sleep(PEER_GRACE_S)
     _watch.end()
 
 
-def end_soon() -> None:
-    """Let the kernel end this process, should its ordinary end hang: destroying a communicator may wait for ever."""
+def force_exit_if_stuck() -> None:
+    """Let the kernel end this process, should its ordinary end hang: destroying a communicator may never return."""
     if _watch is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(END_S)
+        signal.alarm(EXIT_GRACE_S)
 
 
-def leave_telling_to_parent() -> None:
+def leave_printing_to_parent() -> None:
     """The process that started this rank prints the failure: no rank does."""
-    global _parent_tells
-    _parent_tells = True
+    global _parent_prints
+    _parent_prints = True
 
 
 def _timeout_of(group: dist.ProcessGroup | None, default_s: float) -> float:
@@ -265,10 +267,10 @@ def _timeout_of(group: dist.ProcessGroup | None, default_s: float) -> float:
     return min(found, default=default_s)
 
 
-def _forget() -> None:
+def _close_after_fork() -> None:
     global _watch
     if _watch is not None:
-        _watch.forget()
+        _watch.close_after_fork()
     _watch = None
 
 
@@ -276,4 +278,4 @@ def _report_uncaught(kind: type[BaseException], error: BaseException, trace: Tra
     """`sys.excepthook` of a watched rank: only the run's first error has its traceback printed."""
     if report(error):
         _previous_hook(kind, error, trace)
-    end_soon()
+    force_exit_if_stuck()

@@ -27,18 +27,19 @@ class Traffic:
     num_calls: int = 0
     sent_bytes: int = 0
     wait_s: float = 0.0
-    """Seconds this rank was blocked in exchanges; what computation hid is not in it. On a GPU they come a step late."""
+    """Seconds this rank was blocked in exchanges; what computation hid is not in it. On a GPU they are added a step
+    later."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
     _stream_waits: StreamWaits | None = field(default=None, repr=False, compare=False)
 
-    def on_stream(self) -> AbstractContextManager[None]:
-        """Context in which a stream of a GPU waits; the seconds are added when `collect` finds that they are over."""
+    def time_stream_wait(self) -> AbstractContextManager[None]:
+        """Context in which a stream of a GPU waits; `collect_stream_waits` adds the seconds once the wait is over."""
         with self._lock:
             if self._stream_waits is None:
                 self._stream_waits = StreamWaits()
         return self._stream_waits.measure()
 
-    def collect(self) -> None:
+    def collect_stream_waits(self) -> None:
         """Add the waits of streams that are over by now, without waiting for any."""
         if self._stream_waits is not None:
             self.add(wait_s=self._stream_waits.take_finished_s())
@@ -95,13 +96,13 @@ class Group:
         return len(self.ranks)
 
     @property
-    def runs_in_order(self) -> bool:
-        """True if exchanges run in the order of calls, like kernels of a stream, and `wait` does not block the host, as
-        on NCCL. Then messages have no tags, and two ranks that both send first wait for each other for ever."""
+    def is_stream_ordered(self) -> bool:
+        """True if exchanges run in the order of calls, like kernels of a stream, as on NCCL. Then messages have no
+        tags, and two ranks that both send first deadlock."""
         return self.backend != "gloo"
 
     @property
-    def is_on_stream(self) -> bool:
+    def waits_on_stream(self) -> bool:
         """True if waiting for an exchange blocks a stream of a GPU instead of the host."""
         return self.backend == "nccl"
 

@@ -1,4 +1,4 @@
-"""What the environment and a GPU's memory must allow before NCCL's communicators are made; pure functions.
+"""Checks of the environment and of a GPU's free memory before NCCL's communicators are made; pure functions.
 
 Environments are often copied from other projects, and a variable that was right there may make this plan hang. What
 cannot work is refused with all problems at once; what works slowly is a warning.
@@ -21,11 +21,12 @@ class NcclFindings:
     refused: tuple[str, ...]
     """Ranks would hang, or could not be connected."""
     warned: tuple[str, ...]
-    """The answer is right, but late."""
+    """Results are right, but ranks are slow, or errors are noticed late."""
 
 
 def nccl_problems(environment: Mapping[str, str], plan: Plan, *, hosts: Sequence[int]) -> NcclFindings:
-    """What contradicts a plan whose tensors are exchanged over NCCL; `hosts`: the number of each rank's host."""
+    """Variables that contradict a plan whose tensors are exchanged over NCCL; `hosts`: the number of each rank's
+    host."""
     refused, warned = [], []
 
     def is_set(name: str) -> bool:
@@ -40,7 +41,7 @@ def nccl_problems(environment: Mapping[str, str], plan: Plan, *, hosts: Sequence
     if is_set("CUDA_LAUNCH_BLOCKING"):
         said = "CUDA_LAUNCH_BLOCKING=1 makes the host wait for every kernel"
         if plan.axes.pipeline > 1:
-            refused.append(f"{said}, so two stages that send to each other wait for ever; unset it")
+            refused.append(f"{said}, so two stages that send to each other deadlock; unset it")
         else:
             warned.append(f"{said}, so nothing overlaps; unset it, unless this run looks for an error")
     for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"):

@@ -1,10 +1,10 @@
 """Send and receive between two ranks of a group, never blocking the host at the start.
 
-Through shared memory and gloo every message has a tag, and no order of calls deadlocks. On NCCL (`Group.runs_in_order`)
-the rules are stricter: messages have no tags and match first in, first out per group and direction, and a message runs
-only after everything that its group was given before. So a group whose ranks send *and* receive uses `exchange`, which
-starts both as one; a group of two ranks with messages in one direction only, sent and received in the same order, may
-use `send` and `receive`, and its first message must be waited for by both (`warm_up.py`).
+Through shared memory and gloo every message has a tag, and no order of calls deadlocks. NCCL's rules are stricter
+(`Group.is_stream_ordered`): messages have no tags and match first in, first out per group and direction, and a message
+runs only after all earlier operations of its group. So a group whose ranks send *and* receive uses `exchange`, which
+starts both as one operation; a group of two ranks with messages in one direction only, sent and received in the same
+order, may use `send` and `receive`, and both ranks must wait for its first message (`warm_up.py`).
 
 gloo cannot send from CUDA memory (the write fails and breaks the group), so there a message goes through host memory
 on both sides.
@@ -33,7 +33,7 @@ def send(tensor: torch.Tensor, group: Group, *, to: int, tag: int = 0) -> Pendin
             wire.mailbox.send(tensor, to=to, tag=tag)
         return Pending(None, group.traffic)
     message = tensor.cpu() if group.through_host and tensor.is_cuda else tensor.contiguous()
-    if group.runs_in_order:
+    if group.is_stream_ordered:
         return _start([dist.P2POp(dist.isend, message, group.ranks[to], group.handle)], group)
     return Pending(dist.isend(message, group.ranks[to], group.handle, tag), group.traffic)
 
@@ -48,7 +48,7 @@ def receive(tensor: torch.Tensor, group: Group, *, source: int, tag: int = 0) ->
     if wire is not None:
         with hide_from_modes():
             return Pending(wire.mailbox.receive(tensor, source=source, tag=tag), group.traffic)
-    if group.runs_in_order:
+    if group.is_stream_ordered:
         return _start([dist.P2POp(dist.irecv, tensor, group.ranks[source], group.handle)], group)
     if not (group.through_host and tensor.is_cuda):
         return Pending(dist.irecv(tensor, group.ranks[source], group.handle, tag), group.traffic)
@@ -58,15 +58,16 @@ def receive(tensor: torch.Tensor, group: Group, *, source: int, tag: int = 0) ->
 
 
 Message = tuple[torch.Tensor, int]
-"""A contiguous tensor, and the place in the group that it is sent to or comes from."""
+"""A contiguous tensor, and the index in the group of the rank that it is sent to or received from."""
 
 
 def exchange(outgoing: Sequence[Message], incoming: Sequence[Message], group: Group, *, tag: int = 0) -> Pending:
-    """Start messages both ways as one, for ranks that send and receive at the same time: rings, halos.
+    """Start messages in both directions as one operation, for ranks that send and receive at the same time: rings,
+    halos.
 
-    On NCCL, which runs what it is given in order, no rank would receive if all sent first, so there they are one batch.
+    NCCL runs operations in order, and no rank would receive if all sent first, so there all messages are one batch.
     """
-    if not group.runs_in_order:
+    if not group.is_stream_ordered:
         sent = [send(tensor, group, to=to, tag=tag) for tensor, to in outgoing]
         came = [receive(tensor, group, source=source, tag=tag) for tensor, source in incoming]
         return Pending(WaitAll([*sent, *came]), group.traffic)
@@ -85,7 +86,7 @@ def exchange(outgoing: Sequence[Message], incoming: Sequence[Message], group: Gr
 def _start(batch: list[dist.P2POp], group: Group) -> Pending:
     """Start messages as one operation of the group's communicator.
 
-    Also one alone: outside of a batch, torch would make another communicator for the pair, unless the group was made
-    with a `device_id`.
+    A single message too: outside of a batch, torch would make another communicator for the pair, unless the group was
+    made with a `device_id`.
     """
-    return Pending(WaitAll(dist.batch_isend_irecv(batch)), group.traffic, _on_stream=group.is_on_stream)
+    return Pending(WaitAll(dist.batch_isend_irecv(batch)), group.traffic, _waits_on_stream=group.waits_on_stream)

@@ -2,7 +2,7 @@
 
 Both are done in one order on all ranks. Each group also finds out here how it will exchange: through the memory of one
 host, in two levels where ranks are on several hosts, or through torch.distributed alone. On NCCL its communicator is
-made here as well, by a first exchange (`warm_up.py`): inside a step that would block hosts in whatever order they come.
+made here as well, by a first exchange (`warm_up.py`): inside a step it could deadlock.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class ProcessGroups:
         backend: str = "gloo",
         transport: str,
     ) -> None:
-        """`hosts`: the number of each rank's host; `backend`: what moves tensors of the device; `transport`: as `[comm]
-        transport` of the plan."""
+        """`hosts`: the number of each rank's host; `backend`: the c10d backend of tensors on the device; `transport`:
+        as `[comm] transport` of the plan."""
         self.grid = grid
         self.transport = transport
         self.is_closed = False
         self.has_failed = False
-        """Messages of a step that failed may be in some of them, and would be taken for those of another."""
+        """Messages of a step that failed may be in flight in some groups, and another step would receive them."""
         self._rank = rank
         self._hosts = hosts
         self._device = device
@@ -117,10 +117,10 @@ class ProcessGroups:
             backend=backend,
             through_host=device.type == "cuda" and backend == "gloo",
         )
-        if handle is not None and group.runs_in_order:
+        if handle is not None and group.is_stream_ordered:
             group.communicator_bytes = warm_up(group)
-        # All ranks look alike, also those that are in none of these groups: more groups are made below.
-        if len(groups[0]) == 1 or self.transport == "c10d" or self._device.type != "cpu" or group.runs_in_order:
+        # Every rank takes the same branch, also those that are in none of these groups: more groups are made below.
+        if len(groups[0]) == 1 or self.transport == "c10d" or self._device.type != "cpu" or group.is_stream_ordered:
             return group
         hosts = [self._by_host(ranks) for ranks in groups]
         if all(len(places) == 1 for places in hosts):

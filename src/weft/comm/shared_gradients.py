@@ -1,13 +1,14 @@
 """Gradients of parameters that several stages or tensor ranks hold: one exchange per group of holders and step.
 
-sum      each holder has a part of the gradient: a weight that two stages use, a norm that each rank applies to some
-         tokens, a head that two ranks keep
-alike    each holder has the same gradient but for the order in which its data ranks were added up
+sum         each holder has a part of the gradient: a weight that two stages use, a norm that each rank applies to some
+            tokens, a head that two ranks keep
+broadcast   each holder has the whole gradient, but sums over data may have rounded differently on each; the first
+            holder's is copied to the others
 
 Holders keep their copies equal only if they update them with the same bits. How a collective rounds depends on the
-ring, and on the place in the buffer, so gradients are first summed over data and only then over the holders: what one
-collective returns is the same on all its ranks. With three or more holders, each rank gets all parts and adds them in
-the order of ranks, because other data ranks do the same in a group of their own, and must get the same bits too.
+ring, and on the offset in the buffer, so gradients are first summed over data and only then over the holders: what one
+collective returns is the same on all its ranks. With three or more holders, each rank gathers all parts and adds them
+in the order of ranks, because other data ranks do the same in a group of their own, and must get the same bits too.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import torch
 
 from weft.comm.collectives import all_gather, all_reduce, broadcast
 from weft.comm.group import Group
+from weft.plan.partition.tensor import Range
 from weft.plan.partition.wire import Member, assign_buckets
 
-Range = tuple[int, int]
+Kind = Literal["sum", "broadcast"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +34,14 @@ class SharedGradient:
 
     name: str
     group: Group
-    kind: Literal["sum", "alike"]
+    kind: Kind
     within: tuple[int, int, int] | None = None
     """Dim, start and length of the part that is shared; None: all of it."""
     elements: Range | None = None
-    """That part as a range of the flattened parameter, where it is one."""
+    """That part as a range of the flattened parameter, where it is contiguous."""
 
     def part_of(self, gradient: torch.Tensor, kept: Range | None) -> torch.Tensor:
-        """The shared part of a gradient; `kept`: of which there is only this range of elements, flat."""
+        """The shared part of a gradient; `kept`: the range of elements that a sharded, flat gradient holds."""
         if self.within is None:
             return gradient
         if kept is None:
@@ -53,7 +55,8 @@ class SharedGradientExchange:
     """Exchanges gradients between their holders, many in one collective."""
 
     def __init__(self, shared: Sequence[SharedGradient], *, bucket_bytes: int) -> None:
-        """`shared` in the order of exchange, the same on all holders; neighbours of one group and kind go together."""
+        """`shared`: in the order of exchange, the same on all holders. Neighbours of one group and kind share
+        buckets."""
         self.names = frozenset(one.name for one in shared)
         self._calls = [(group, kind, tuple(members)) for (group, kind), members in groupby(shared, _group_and_kind)]
         self._bucket_bytes = bucket_bytes
@@ -72,17 +75,17 @@ class SharedGradientExchange:
                 _exchange([parts[index] for index in bucket], group, kind)
 
 
-def may_differ(groups: Sequence[Group], device: torch.device) -> bool:
-    """True if ranks that add up the same numbers in these groups, one after another, may get other bits than others."""
+def sums_may_differ(groups: Sequence[Group], device: torch.device) -> bool:
+    """True if sums of the same numbers over these groups, one after the other, may round differently in others."""
     # Two numbers have one sum, and ranks of a host's shared memory add in the order of ranks.
     return any(group.size > 2 and (group.shared is None or device.type != "cpu") for group in groups)
 
 
-def _group_and_kind(one: SharedGradient) -> tuple[Group, Literal["sum", "alike"]]:
+def _group_and_kind(one: SharedGradient) -> tuple[Group, Kind]:
     return one.group, one.kind
 
 
-def _exchange(parts: Sequence[torch.Tensor], group: Group, kind: Literal["sum", "alike"]) -> None:
+def _exchange(parts: Sequence[torch.Tensor], group: Group, kind: Kind) -> None:
     if len(parts) == 1 and parts[0].is_contiguous():
         _exchange_flat(parts[0].view(-1), group, kind)
         return
@@ -92,8 +95,8 @@ def _exchange(parts: Sequence[torch.Tensor], group: Group, kind: Literal["sum", 
     torch._foreach_copy_(list(parts), [one.view(part.shape) for one, part in zip(sums, parts, strict=True)])
 
 
-def _exchange_flat(flat: torch.Tensor, group: Group, kind: Literal["sum", "alike"]) -> None:
-    if kind == "alike":
+def _exchange_flat(flat: torch.Tensor, group: Group, kind: Kind) -> None:
+    if kind == "broadcast":
         broadcast(flat, group)
     elif group.size == 2:
         all_reduce(flat, group)

@@ -1,9 +1,9 @@
 """Which exchanges this rank is in, and since when: read from torch's flight recorder, so that a step pays nothing.
 
 torch keeps the latest 2,000 operations of NCCL's groups and of gloo's collectives, with their group, number, size and
-timeout. From them a rank finds an exchange that is about to time out, and all ranks together say who is where
-(`say_who_waits`), before torch's own watchdog ends the process with a text that names neither axis nor ranks. Messages
-over gloo are not recorded; a wait for one raises in the rank itself.
+timeout. From them a rank finds an exchange that is about to time out, and the statuses of all ranks say who waits for
+whom (`describe_stuck_exchange`), before torch's own watchdog ends the process with a text that names neither axis nor
+ranks. Messages over gloo are not recorded; a wait for one raises in the rank itself.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from weft.units import format_bytes
 
 ALARM_FRACTION = 0.9
 """Part of its timeout after which an exchange counts as stuck."""
-_LOOK_FRACTION = 0.7
+_READ_FRACTION = 0.7
 """Part of the timeout without progress after which the recorder itself is read, which queries CUDA events."""
-_MOST_TOLD = 8
+_MOST_DESCRIBED = 8
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
@@ -50,8 +50,8 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whereabouts:
-    """What a rank tells the others of its exchanges."""
+class ExchangeStatus:
+    """The exchanges of a rank, as it reports them."""
 
     waiting: tuple[Exchange, ...]
     """Those under way, the oldest first."""
@@ -59,36 +59,36 @@ class Whereabouts:
     """The number of the last operation begun in each group."""
 
     def as_json(self) -> dict[str, Any]:
-        return {"waiting": [asdict(one) for one in self.waiting[:_MOST_TOLD]], "latest": dict(self.latest)}
+        return {"waiting": [asdict(one) for one in self.waiting[:_MOST_DESCRIBED]], "latest": dict(self.latest)}
 
     @staticmethod
-    def from_json(told: dict[str, Any]) -> Whereabouts:
-        waiting = (Exchange(**{**one, "ranks": tuple(one["ranks"])}) for one in told["waiting"])
-        return Whereabouts(waiting=tuple(waiting), latest=told["latest"])
+    def from_json(fields: dict[str, Any]) -> ExchangeStatus:
+        waiting = (Exchange(**{**one, "ranks": tuple(one["ranks"])}) for one in fields["waiting"])
+        return ExchangeStatus(waiting=tuple(waiting), latest=fields["latest"])
 
 
 class StuckExchanges:
-    """Looks from time to time whether an exchange of this rank will time out."""
+    """Checks from time to time whether an exchange of this rank is about to time out."""
 
     def __init__(self, timeout_s: float) -> None:
         """`timeout_s`: of the groups of this run."""
         self._timeout_s = timeout_s
-        self.look_every_s = min(max(timeout_s / 40, 0.05), 30.0)
-        self._seen: dict[str, Any] = {}
-        self._since_s = time.monotonic()
+        self.poll_interval_s = min(max(timeout_s / 40, 0.05), 30.0)
+        self._last_progress: dict[str, Any] = {}
+        self._last_progress_s = time.monotonic()
 
-    def found(self) -> bool:
+    def is_found(self) -> bool:
         """True if an exchange has lasted nearly as long as it may."""
         status = _progress()
-        if status != self._seen or not _has_unfinished(status):
-            self._seen, self._since_s = status, time.monotonic()
+        if status != self._last_progress or not _has_unfinished(status):
+            self._last_progress, self._last_progress_s = status, time.monotonic()
             return False
-        if time.monotonic() - self._since_s < _LOOK_FRACTION * self._timeout_s:
+        if time.monotonic() - self._last_progress_s < _READ_FRACTION * self._timeout_s:
             return False
-        return any(one.waited_s > ALARM_FRACTION * one.timeout_s for one in whereabouts().waiting)
+        return any(one.waited_s > ALARM_FRACTION * one.timeout_s for one in exchange_status().waiting)
 
 
-def whereabouts() -> Whereabouts:
+def exchange_status() -> ExchangeStatus:
     """The exchanges that this rank is in now."""
     waiting: list[Exchange] = []
     latest: dict[str, int] = {}
@@ -110,41 +110,41 @@ def whereabouts() -> Whereabouts:
             timeout_s=entry["timeout_ms"] / 1e3 or math.inf,
         )
         waiting.append(exchange)
-    return Whereabouts(waiting=tuple(sorted(waiting, key=lambda one: -one.waited_s)), latest=latest)
+    return ExchangeStatus(waiting=tuple(sorted(waiting, key=lambda one: -one.waited_s)), latest=latest)
 
 
-def say_who_waits(rank: int, told: Mapping[int, Whereabouts]) -> str:
+def describe_stuck_exchange(rank: int, statuses: Mapping[int, ExchangeStatus]) -> str:
     """The message about a stuck exchange: where its ranks are, then the ranks that those wait for.
 
-    `rank`: the one that noticed; `told`: what each rank said that answered.
+    `rank`: the one that noticed; `statuses`: of each rank that answered.
     """
-    stuck = told[rank].waiting[0]
-    by_place: dict[str, list[int]] = {}
+    stuck = statuses[rank].waiting[0]
+    by_status: dict[str, list[int]] = {}
     to_explain, seen = [(one, stuck) for one in stuck.ranks], {rank}
     while to_explain:
         other, missed = to_explain.pop(0)
         if other in seen:
             continue
         seen.add(other)
-        said = told.get(other)
-        by_place.setdefault(_place(said, stuck, missed), []).append(other)
-        if said is not None and said.waiting:
-            to_explain += [(one, said.waiting[0]) for one in said.waiting[0].ranks]
+        status = statuses.get(other)
+        by_status.setdefault(_describe_status(status, stuck, missed), []).append(other)
+        if status is not None and status.waiting:
+            to_explain += [(one, status.waiting[0]) for one in status.waiting[0].ranks]
     parts = [f"rank {rank} has waited {stuck.waited_s:,.0f} s in {stuck}"]
-    for place, ranks in list(by_place.items())[:_MOST_TOLD]:
-        parts.append(f"{'rank' if len(ranks) == 1 else 'ranks'} {_join(ranks)}: {place}")
+    for text, ranks in list(by_status.items())[:_MOST_DESCRIBED]:
+        parts.append(f"{'rank' if len(ranks) == 1 else 'ranks'} {_join(ranks)}: {text}")
     return "; ".join(parts)
 
 
-def _place(said: Whereabouts | None, stuck: Exchange, missed: Exchange) -> str:
+def _describe_status(status: ExchangeStatus | None, stuck: Exchange, missed: Exchange) -> str:
     """Where a rank is that others wait for in the exchange it missed."""
-    if said is None:
+    if status is None:
         return "no answer"
-    if any((one.group, one.number) == (stuck.group, stuck.number) for one in said.waiting):
+    if any((one.group, one.number) == (stuck.group, stuck.number) for one in status.waiting):
         return "waiting in it too"
-    if said.waiting:
-        return f"waiting in {said.waiting[0]}"
-    last = said.latest.get(missed.group)
+    if status.waiting:
+        return f"waiting in {status.waiting[0]}"
+    last = status.latest.get(missed.group)
     return "in no exchange" + (f", the last one along {missed.name} was number {last}" if last else "")
 
 

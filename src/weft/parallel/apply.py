@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from weft.comm.shared_gradients import SharedGradient, may_differ
+from weft.comm.shared_gradients import SharedGradient, sums_may_differ
 from weft.layout import Layout, Range
 from weft.models.hugging_face_inputs import leave_out_caches
 from weft.parallel.compile import compile_blocks
@@ -145,25 +145,27 @@ def _gradient_rules(parts: ParallelModel) -> GradientRules:
     tied: list[SharedGradient] = []
     split: list[SharedGradient] = []
     counted: dict[str, tuple[Range, ...]] = {}
-    apart: dict[str, str] = {}
+    own_buffers: dict[str, str] = {}
     if tensor is not None:
         counted = counted_elements(tensor.shares, parts.layouts, mesh)
         group, replicas = reduction_groups(mesh)
-        split = tensor.shared_gradients(may_differ=may_differ([group, *replicas], mesh.world.device))
-        apart = dict(tensor.apart)
+        split = tensor.shared_gradients(sums_may_differ=sums_may_differ([group, *replicas], mesh.world.device))
+        own_buffers = dict(tensor.own_buffers)
     if cut is not None:
         rank = mesh.index("pipeline")
         counted |= {name: () for name, ranks in cut.holders.items() if rank in ranks[1:]}
         tied = tied_gradients(cut, mesh)
         if Sharding.of(mesh.plan).num_parts > 1:
             # Named by places on the axis: data ranks make the same buffers in the same order.
-            apart |= {one.name: f"stages {cut.holders[one.name]}, {apart.get(one.name, '')}" for one in tied}
+            own_buffers |= {
+                one.name: f"stages {cut.holders[one.name]}, {own_buffers.get(one.name, '')}" for one in tied
+            }
     return GradientRules(
         defers=cut is not None and mesh.plan.pipeline.schedule in FLUSH_FREE,
         norm_ranges=counted,
         shared=(*tied, *split),
         tied=frozenset(one.name for one in tied),
-        apart=apart,
+        own_buffers=own_buffers,
     )
 
 

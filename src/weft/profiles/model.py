@@ -92,7 +92,9 @@ class ModelProfile:
             f'parameter "{parameter.name}" belongs to block {parameter.block}, and the profile has '
             f"{len(self.blocks)} blocks; count blocks from 0"
             for parameter in self.parameters
-            if parameter.block is not None and not parameter.is_outside and not 0 <= parameter.block < len(self.blocks)
+            if parameter.block is not None
+            and not parameter.is_outside_blocks
+            and not 0 <= parameter.block < len(self.blocks)
         ]
         if problems:
             raise ModelError(problems)

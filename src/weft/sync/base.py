@@ -17,7 +17,7 @@ before the last backward pass of that stage, `complete(names)` after it, and `ar
 The loss that is differentiated is a *sum* over this rank's targets over a number all ranks agree on, so syncs add
 gradients and never average. After `finish` the `.grad` of every piece is the sum over all data ranks; that of a
 parameter that no rank used is None, one that only other ranks used has their sum. Gradients that several stages or
-tensor ranks hold are then summed, or made alike, over these (`comm/shared_gradients.py`), also in `finish`.
+tensor ranks hold are then summed over these, or copied from the first (`comm/shared_gradients.py`), also in `finish`.
 
 Every bucket of gradients leaves through `BucketedSync._launch` (`sync/bucketed.py`): a codec hooks in there. A sync
 that exchanges among replicas, or not at every step, wraps another one and adds to its `finish` and `publish`.
@@ -83,11 +83,12 @@ class Sync(Protocol):
         """Complete the exchange."""
 
     def publish(self) -> None:
-        """Copy what the optimizer updated to the model's parameters, on all ranks; it may still be on its way then."""
+        """Copy what the optimizer updated to the model's parameters, on all ranks; gathers may still be running when it
+        returns."""
         return
 
     def settle(self) -> None:
-        """Wait for parameters that are on their way."""
+        """Wait for the gathers of parameters."""
         return
 
     def state(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from weft.parallel.zero.flat_parameters import FlatParameters, Piece
 from weft.parallel.zero.gather import Gathering
 from weft.parallel.zero.gather_by_stage import StageGathering
 from weft.parallel.zero.grouping import cast_between_layers, compute_dtypes, describe_parameters
-from weft.parallel.zero.refresh import Refreshing
+from weft.parallel.zero.overlapped_gather import OverlappedGathers
 from weft.parallel.zero.unit import Unit
 from weft.plan.partition import flat_buffers
 from weft.plan.partition.flat_buffers import Sharding
@@ -110,7 +110,7 @@ def _place_in_flats(
         dataclasses.replace(
             spec,
             shape=layouts[spec.name].local_shape(sizes, coordinates),
-            holders=rules.apart.get(spec.name, ""),
+            holders=rules.own_buffers.get(spec.name, ""),
         )
         for spec in describe_parameters(model, blueprint.blocks)
     ]
@@ -145,7 +145,7 @@ def _place_in_flats(
     if sharding.stage == 3:
         _add_gathering(sync, model, blueprint, stay_whole=sharding.stays_whole, stage_of=stage_of)
     else:
-        sync.refreshing = Refreshing(model, blueprint.blocks, flats)
+        sync.overlapped_gathers = OverlappedGathers(model, blueprint.blocks, flats)
     return sync
 
 
@@ -202,7 +202,7 @@ def _add_gathering(
 
 def _make_unit(model: nn.Module, blueprint: Blueprint, number: int, flats: Sequence[FlatParameters]) -> Unit:
     """A block, or layers outside of blocks."""
-    if not flats[0].buffer.is_outside:
+    if not flats[0].buffer.is_outside_blocks:
         return Unit(modules=(model.get_submodule(blueprint.blocks[number]),), flats=tuple(flats))
     layers = dict.fromkeys(name.rpartition(".")[0] for flat in flats for name in flat.names)
     modules = tuple(model.get_submodule(layer) for layer in layers)

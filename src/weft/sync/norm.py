@@ -18,13 +18,14 @@ class GradientRules:
     """Exceptions that a pipeline, or the tensor axis, makes for gradients of some parameters, by name."""
 
     defers: bool = False
-    """Gradients are made elsewhere, on weight versions, and wait for `PipelineSync.take_deferred`."""
+    """Gradients are computed on weight versions, and handed over in `PipelineSync.take_deferred`."""
     shared: tuple[SharedGradient, ...] = ()
     """Gradients that several stages or tensor ranks hold, in the order in which these exchange them."""
     tied: frozenset[str] = frozenset()
-    """Parameters that other stages hold too, and so count as used: they may have used them."""
-    apart: Mapping[str, str] = field(default_factory=dict)
-    """Shared parameters that lie at other places of flat buffers on the ranks named, unless in buffers of their own."""
+    """Parameters that other stages hold too. They count as used, because another stage may have used them."""
+    own_buffers: Mapping[str, str] = field(default_factory=dict)
+    """Shared parameters that need flat buffers of their own, and the ranks that hold them: in common buffers their
+    offsets would differ between these ranks."""
     norm_ranges: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)
     """Elements of the flattened parameter that this rank counts in the gradient's norm, where other ranks hold and
     count the rest. A parameter that is not here is counted whole."""

@@ -7,7 +7,7 @@
 have left, and this rank receives the sum of its part only, which the replicas (hybrid sharding) then add up among each
 other. Gradients that other stages or tensor ranks hold too are exchanged with these. (3) The optimizer updates this
 rank's part of every parameter; (4) parameters are gathered again, beside the next step at stages 1 and 2
-(`parallel/zero/refresh.py`), when a block needs them at stage 3 (`gather.py` there).
+(`parallel/zero/overlapped_gather.py`), when a block needs them at stage 3 (`gather.py` there).
 
 With one part only and several replicas this is plain data parallelism, in any mix of number formats: gradients add up
 over microbatches in `accumulate`, travel in `reduce`, and are given to the optimizer in the master's dtype.
@@ -27,7 +27,7 @@ from weft.comm.group import Group
 from weft.comm.shared_gradients import SharedGradientExchange
 from weft.parallel.zero.flat_parameters import FlatParameters, Piece
 from weft.parallel.zero.gather import ParameterGathering
-from weft.parallel.zero.refresh import Refreshing
+from weft.parallel.zero.overlapped_gather import OverlappedGathers
 from weft.plan.partition.flat_buffers import MAX_IN_FLIGHT, Sharding
 from weft.plan.partition.wire import SHARDED_TAIL_WORDS
 from weft.sync.base import Totals
@@ -59,7 +59,7 @@ class ZeroSync(BucketedSync):
         self.flats: Sequence[FlatParameters] = tuple(flats)
         self.gathering: ParameterGathering | None = None
         """Gathers and frees parameters (stage 3)."""
-        self.refreshing: Refreshing | None = None
+        self.overlapped_gathers: OverlappedGathers | None = None
         """Gathers parameters after an update (below stage 3)."""
         self._group = group
         self._replicas = tuple(replica for replica in replicas if replica.size > 1)
@@ -170,8 +170,8 @@ class ZeroSync(BucketedSync):
 
     @torch.no_grad()
     def publish(self) -> None:
-        if self.refreshing is not None:
-            self.refreshing.start()
+        if self.overlapped_gathers is not None:
+            self.overlapped_gathers.start()
             return
         for flat in self.flats:
             flat.take_master()
@@ -179,8 +179,8 @@ class ZeroSync(BucketedSync):
             self.gathering.begin_step()  # what is whole is out of date
 
     def settle(self) -> None:
-        if self.refreshing is not None:
-            self.refreshing.wait()
+        if self.overlapped_gathers is not None:
+            self.overlapped_gathers.wait()
 
     @property
     def _is_reducing(self) -> bool:

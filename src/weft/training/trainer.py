@@ -320,7 +320,7 @@ class Trainer:
     def _end_step(self) -> None:
         self.steps_done += 1
         for traffic in self.mesh.traffic.values():
-            traffic.collect()
+            traffic.collect_stream_waits()
         if self.tensor is not None:
             self.tensor.look_at_draws(self.seeds)
         broadcast_buffers(self.named_model, self.mesh)

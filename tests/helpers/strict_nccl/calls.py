@@ -21,7 +21,7 @@ class Part:
     target: int
     """Global ranks."""
     content: str
-    """Elements and dtype, which both sides must say alike."""
+    """Number of elements and dtype, which must be equal on both sides."""
 
     @property
     def direction(self) -> tuple[int, int]:
@@ -42,14 +42,15 @@ class Call:
     site: str
     """Where the program called it."""
     compared: tuple[object, ...] = ()
-    """What all ranks of a collective must say alike."""
+    """What must be equal on all ranks of a collective."""
     parts: tuple[Part, ...] = ()
     payload: list[bytes | tuple[bytes, ...]] = field(default_factory=list)
     """For every buffer, or part, its bytes; or those for each rank of the communicator."""
     expected_bytes: tuple[int, ...] | None = None
     """What each rank must have sent here, where that may differ."""
     blocks_host: bool = False
-    """This rank's first use of the communicator, or of a direction of it: the call returns when the others come too."""
+    """This rank's first use of the communicator, or of a direction of it: the call returns when the others have
+    joined."""
 
     def describe(self) -> str:
         return f"{self.text} on {self.group_name!r} ({self.site})"

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from strict_nccl.calls import Call, CommunicatorKey, Part, StrictError
+from strict_nccl.client import RefereeClient
 from strict_nccl.host_memory import host_maker
-from strict_nccl.link import Link
 from strict_nccl.memory import content_of, from_bytes
 from strict_nccl.ring import NAMES, reduce_part, reduce_whole
 from strict_nccl.sites import calling_site
@@ -34,12 +34,12 @@ def _op_of(opts: Any) -> dist.ReduceOp.RedOpType:
 class StrictGroup(dist.ProcessGroup):
     """Ranks under NCCL's rules; see the package."""
 
-    def __init__(self, link: Link, name: str, ranks: Sequence[int], under_way: list[StrictWork]) -> None:
-        super().__init__(ranks.index(link.rank), len(ranks))
-        self._link = link
+    def __init__(self, client: RefereeClient, name: str, ranks: Sequence[int], under_way: list[StrictWork]) -> None:
+        super().__init__(ranks.index(client.rank), len(ranks))
+        self._client = client
         self._store_name = name
         self._ranks = tuple(ranks)
-        self._place = self._ranks.index(link.rank)
+        self._place = self._ranks.index(client.rank)
         self._under_way = under_way
         self._description = name
         self._used: set[tuple[object, ...]] = set()
@@ -186,14 +186,14 @@ class StrictGroup(dist.ProcessGroup):
         return self._messages(messages, is_batched=True)
 
     def _messages(self, messages: Sequence[tuple[bool, Tensor, int]], *, is_batched: bool = False) -> StrictWork:
-        mine, parts, texts = self._link.rank, [], []
+        mine, parts, texts = self._client.rank, [], []
         for is_send, tensor, place in messages:
             peer = self._ranks[place]
             source, target = (mine, peer) if is_send else (peer, mine)
             parts.append(Part(source=source, target=target, content=_content(tensor)))
             texts.append(f"{'send to' if is_send else 'receive from'} rank {peer}, {_content(tensor)}")
         ranks = self._ranks
-        if not (is_batched or self._link.mode.is_eager):
+        if not (is_batched or self._client.mode.is_eager):
             ranks = tuple(sorted({mine, self._ranks[messages[0][2]]}))
         received = [tensor for is_send, tensor, _ in messages if not is_send]
         return self._start(
@@ -245,8 +245,8 @@ class StrictGroup(dist.ProcessGroup):
         **details: Any,
     ) -> StrictWork:
         call = Call(
-            number=self._link.next_number(),
-            rank=self._link.rank,
+            number=self._client.next_number(),
+            rank=self._client.rank,
             communicator=communicator,
             group_name=self._description,
             text=text,
@@ -260,8 +260,8 @@ class StrictGroup(dist.ProcessGroup):
         used = {(communicator, *kind) for kind in kinds}
         call.blocks_host = not used <= self._used
         self._used |= used
-        work = StrictWork(self._link, call, inputs=inputs, outputs=outputs, finish=finish, under_way=self._under_way)
-        self._link.call(call)
+        work = StrictWork(self._client, call, inputs=inputs, outputs=outputs, finish=finish, under_way=self._under_way)
+        self._client.call(call)
         return work
 
     def _refuse(self, tensor: Tensor, call: Call) -> None:

@@ -28,7 +28,7 @@ def poison(tensor: torch.Tensor) -> None:
     as_bytes(tensor).fill_(0xFF if tensor.is_floating_point() else 0xA5)
 
 
-class Held:
+class HeldMemory:
     """One tensor of an operation under way; made after outputs were poisoned."""
 
     def __init__(self, tensor: torch.Tensor, *, is_output: bool) -> None:
@@ -39,7 +39,7 @@ class Held:
         self._storage_bytes = tensor.untyped_storage().nbytes()
         self._before = as_bytes(tensor).clone()
 
-    def overlaps(self, other: Held) -> bool:
+    def overlaps(self, other: HeldMemory) -> bool:
         return self.start < other.end and other.start < self.end
 
     def check(self, what: str) -> None:

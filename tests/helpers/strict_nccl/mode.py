@@ -1,4 +1,4 @@
-"""Which of NCCL's ways the stand-in plays; chosen by an environment variable unless a test says it.
+"""Which of NCCL's modes the stand-in emulates: an environment variable chooses it, unless a test does.
 
 WEFT_STRICT_NCCL="eager, one stream, delay 2 ms, seed 7, stall 10 s"
 """
@@ -12,7 +12,7 @@ VARIABLE = "WEFT_STRICT_NCCL"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mode:
+class StrictMode:
     """How communicators are made and how their operations run."""
 
     is_eager: bool = False
@@ -23,9 +23,9 @@ class Mode:
     delay_ms: float = 0.0
     """Operations begin up to this much later, each by a random time."""
     seed: int = 0
-    """Of the random delays."""
+    """Seed of the random delays."""
     stall_s: float = 10.0
-    """With nothing moving for so long, the referee ends the run."""
+    """Seconds without progress after which the referee ends the run."""
 
     def text(self) -> str:
         """As the environment variable has it."""
@@ -33,7 +33,7 @@ class Mode:
         return ", ".join([*words, f"delay {self.delay_ms:g} ms", f"seed {self.seed}", f"stall {self.stall_s:g} s"])
 
 
-def read_mode(text: str | None = None) -> Mode:
+def read_mode(text: str | None = None) -> StrictMode:
     """The mode that a text names, by default that of the environment."""
     found: dict[str, bool | float | int] = {}
     for words in (os.environ.get(VARIABLE, "") if text is None else text).split(","):
@@ -54,4 +54,4 @@ def read_mode(text: str | None = None) -> Mode:
                 raise ValueError(
                     f"{VARIABLE} has {words.strip()!r}; known: lazy, eager, one stream, delay N ms, seed N, stall N s"
                 )
-    return Mode(**found)  # type: ignore[arg-type]
+    return StrictMode(**found)  # type: ignore[arg-type]

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from strict_nccl.calls import Call, CommunicatorKey
-from strict_nccl.mode import Mode
+from strict_nccl.mode import StrictMode
 
 ALL_STUCK_S = 0.3
-"""When every rank waits, nothing can come from outside, and the referee need not be patient."""
+"""Seconds without progress after which the referee ends a run in which every rank waits."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -53,9 +53,9 @@ class _Communicator:
 
 
 class Referee:
-    """Everything all ranks have called and not yet got."""
+    """All calls of all ranks that are not complete."""
 
-    def __init__(self, num_ranks: int, mode: Mode) -> None:
+    def __init__(self, num_ranks: int, mode: StrictMode) -> None:
         self.mode = mode
         self.failure: str | None = None
         self.replies: list[tuple[int, tuple[Any, ...]]] = []
@@ -71,7 +71,7 @@ class Referee:
         self._random = random.Random(mode.seed)
         self._moved_s = 0.0
 
-    # What ranks say.
+    # Messages of ranks.
 
     def call(self, call: Call, now_s: float) -> None:
         self._moved_s = now_s
@@ -121,7 +121,7 @@ class Referee:
     def has_left(self, rank: int) -> bool:
         return rank in self._left
 
-    # What follows from it.
+    # Progress.
 
     def advance(self, now_s: float) -> None:
         """Run everything that can run now, and end the run if nothing has for too long."""
@@ -131,7 +131,7 @@ class Referee:
             self.fail(self._stall_report(now_s))
 
     def sleep_s(self, now_s: float) -> float:
-        """How long nothing happens unless a rank says something."""
+        """Seconds until something may happen without a message of a rank."""
         starts = [op.may_start_s for op in self._heads() if op.may_start_s is not None and op.may_start_s > now_s]
         return max(0.0, min([*starts, self._stall_at_s(now_s), now_s + 60.0]) - now_s)
 

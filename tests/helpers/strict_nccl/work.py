@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from strict_nccl.calls import Call, StrictError
-from strict_nccl.link import Link
-from strict_nccl.memory import Held, as_bytes, poison
+from strict_nccl.client import RefereeClient
+from strict_nccl.memory import HeldMemory, as_bytes, poison
 
 Finish = Callable[[list[Any]], Sequence[torch.Tensor]]
 """From the referee's results to the values of the outputs."""
@@ -22,7 +22,7 @@ class StrictWork(dist.Work):
 
     def __init__(
         self,
-        link: Link,
+        client: RefereeClient,
         call: Call,
         *,
         inputs: Sequence[torch.Tensor],
@@ -33,7 +33,7 @@ class StrictWork(dist.Work):
         """The call's payload holds the inputs already, so outputs may overlap them."""
         super().__init__()
         self.call = call
-        self._link = link
+        self._client = client
         self._outputs = outputs
         self._finish = finish
         self._under_way = under_way
@@ -41,8 +41,8 @@ class StrictWork(dist.Work):
         before = [work.held for work in under_way]
         for tensor in outputs:
             poison(tensor)
-        self.held = [Held(tensor, is_output=True) for tensor in outputs]
-        self.held += [Held(tensor, is_output=False) for tensor in inputs]
+        self.held = [HeldMemory(tensor, is_output=True) for tensor in outputs]
+        self.held += [HeldMemory(tensor, is_output=False) for tensor in inputs]
         self._refuse_overlaps(before)
         under_way.append(self)
 
@@ -52,7 +52,7 @@ class StrictWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self._is_over:
-            results = self._link.wait(self.call.number)
+            results = self._client.wait(self.call.number)
             self._is_over = True
             self._under_way.remove(self)
             for held in self.held:
@@ -63,11 +63,11 @@ class StrictWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Who has seen that a send is over need not wait for it; results are invisible even then."""
-        if not self._is_over and self._link.is_over(self.call.number) and self.is_send:
+        if not self._is_over and self._client.is_over(self.call.number) and self.is_send:
             self.wait()
-        return self._is_over or self._link.is_over(self.call.number)
+        return self._is_over or self._client.is_over(self.call.number)
 
-    def _refuse_overlaps(self, others: Sequence[Sequence[Held]]) -> None:
+    def _refuse_overlaps(self, others: Sequence[Sequence[HeldMemory]]) -> None:
         for work, theirs in zip(self._under_way, others, strict=True):
             for mine in self.held:
                 for held in theirs:

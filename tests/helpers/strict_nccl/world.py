@@ -17,10 +17,10 @@ from unittest import mock
 import torch.distributed as dist
 
 from strict_nccl.calls import StrictError
+from strict_nccl.client import RefereeClient
 from strict_nccl.group import StrictGroup
 from strict_nccl.host_memory import watch_host_memory
-from strict_nccl.link import Link
-from strict_nccl.mode import Mode, read_mode
+from strict_nccl.mode import StrictMode, read_mode
 from strict_nccl.work import StrictWork, refuse_lost
 
 
@@ -28,25 +28,25 @@ from strict_nccl.work import StrictWork, refuse_lost
 class _Membership:
     """This rank's part in a strict world."""
 
-    link: Link
+    client: RefereeClient
     under_way: list[StrictWork]
     referee: subprocess.Popen[bytes] | None
     """On the first rank."""
 
     def leave(self, problem: str | None) -> None:
         try:
-            self.link.leave(problem)
+            self.client.leave(problem)
         finally:
             if self.referee is not None:
                 self.referee.wait(timeout=30)
 
 
 _current: list[_Membership] = []
-_kept: dict[Mode, _Membership] = {}
+_kept: dict[StrictMode, _Membership] = {}
 
 
 @contextmanager
-def strict_world(mode: Mode | None = None, *, keep: bool = False) -> Iterator[Mode]:
+def strict_world(mode: StrictMode | None = None, *, keep: bool = False) -> Iterator[StrictMode]:
     """All ranks of the default group enter and leave; what breaks a rule raises on all of them.
 
     Leaving refuses operations that nobody waited for, and sends that nobody receives. `keep`: if all went well, groups
@@ -77,7 +77,7 @@ def strict_world(mode: Mode | None = None, *, keep: bool = False) -> Iterator[Mo
             member.leave(problem)
 
 
-def _join(mode: Mode) -> _Membership:
+def _join(mode: StrictMode) -> _Membership:
     """Meet the other ranks at a referee that the first rank starts; collective."""
     referee, name = None, [f"strict-nccl-{os.getpid()}-{time.monotonic_ns()}"]
     if dist.get_rank() == 0:
@@ -88,14 +88,14 @@ def _join(mode: Mode) -> _Membership:
         with referee.stdout as said:
             assert said.readline() == b"ready\n"
     dist.broadcast_object_list(name)
-    return _Membership(link=Link(name[0], dist.get_rank(), mode), under_way=[], referee=referee)
+    return _Membership(client=RefereeClient(name[0], dist.get_rank(), mode), under_way=[], referee=referee)
 
 
 def _make_group(options: Any, _: Any) -> StrictGroup:
     if not _current:
         raise StrictError('groups of the backend "strict" are made inside strict_world()')
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    return StrictGroup(_current[-1].link, options.group_id, ranks, _current[-1].under_way)
+    return StrictGroup(_current[-1].client, options.group_id, ranks, _current[-1].under_way)
 
 
 @functools.cache

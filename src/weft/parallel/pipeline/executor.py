@@ -1,10 +1,11 @@
 """Executes a pipeline's schedule: any list of actions, one after the other.
 
-A send never blocks, a receive is posted long before its message is needed, and every kind of message has a way of its
-own (`links.py`), so no two ranks wait for each other's sends. On GPUs, messages of batches of a new shape go through
-host memory: their first passes load kernels, compile and take memory, for which a host may have to wait until its GPU
-is idle, and it never is while a receive waits there for its message. Receive buffers are reused. Between its forward
-and its backward pass a microbatch keeps what it received and the roots of its graph, not the activations it sent.
+A send never blocks, a receive is posted long before its message is needed, and every kind of message has a group of
+its own (`stage_messages.py`), so no two ranks wait for each other's sends. On GPUs, messages of batches of a new shape
+go through host memory: their first passes load kernels, compile and allocate, for which a host may have to wait until
+its GPU is idle, and a GPU on which a receive waits for its message is never idle. Receive buffers are reused. Between
+its forward and its backward pass a microbatch keeps what it received and the roots of its graph, not the activations it
+sent.
 
 The loss, the gradient exchange between data ranks and the update are the caller's, through `StepHooks`.
 """
@@ -25,15 +26,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from weft.errors import ModelError
 from weft.parallel.pipeline.cut_model import CutModel
-from weft.parallel.pipeline.links import Arrival, Links
 from weft.parallel.pipeline.recording import Recording
 from weft.parallel.pipeline.split_backward import SplitBackward, run_backward
+from weft.parallel.pipeline.stage_messages import Arrival, StageMessages
 from weft.parallel.pipeline.stages import Stages
 from weft.parallel.tracing.dataflow import Form, Value
 from weft.plan.pipeline.actions import Action
 
 _MOST_SHAPES = 4096
-"""Shapes of batches that are known to have passed."""
+"""Shapes of batches that are remembered at most."""
 _TAGS_PER_BOUNDARY = 256
 """Tensors that may cross one boundary. Tag 0 is that of the totals of a step."""
 _MICROBATCHES_WITH_OWN_TAGS = 4096
@@ -100,7 +101,7 @@ class Pipeline:
     """This rank's part of a pipeline."""
 
     model: CutModel
-    links: Links
+    messages: StageMessages
     recording: Recording
     parameters: Sequence[torch.nn.Parameter]
     device: torch.device
@@ -108,10 +109,11 @@ class Pipeline:
     """Receive buffers for reuse."""
     _in_flight: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
     _arriving: dict[tuple[int, int, int], _Arriving] = field(default_factory=dict)
-    _passed: dict[tuple[int, bool], Stages] = field(default_factory=dict)
-    """The stages of batches that have passed before, by identity and if for training: kept, so that it is theirs."""
-    _num_first: float = 0
-    """Messages of microbatches below this number go through host memory."""
+    _seen_stages: dict[tuple[int, bool], Stages] = field(default_factory=dict)
+    """The stages of batches that have run before, by identity and whether with gradients: kept, so that no other object
+    gets the same identity."""
+    _first_passes_end: float = 0
+    """On GPUs, messages of microbatches below this number go through host memory."""
     _outgoing: dict[tuple[int, int, int], list[torch.Tensor]] = field(default_factory=dict)
     most_in_flight: int = 0
     """Largest number of microbatches in flight so far."""
@@ -122,30 +124,30 @@ class Pipeline:
 
     @property
     def has_failed(self) -> bool:
-        """True if a schedule ended in the middle: messages of it may be under way, and would be taken for others."""
+        """True if a schedule ended in the middle: its messages may be in flight, and later steps would receive them."""
         return self._failure is not None
 
-    def run(self, actions: Sequence[Action], hooks: StepHooks, *, num_first: int | None = None) -> None:
+    def run(self, actions: Sequence[Action], hooks: StepHooks, *, first_passes_end: int | None = None) -> None:
         """Perform the actions in order; after an error, never again.
 
-        `num_first`: the microbatches below this number are the first ones, where messages stay under way from one call
-        to the next; None: those of a new shape, which every rank of the pipeline sees alike.
+        `first_passes_end`: microbatches below this number are first passes; for schedules that leave messages in flight
+        from one call to the next. None: first passes are those of a new shape, the same on every rank of the pipeline.
         """
         self.refuse_failed()
         passing = {a.microbatch for a in actions if a.kind == "forward" and not hooks.skips(a.microbatch)}
         found = {(id(stages), torch.is_grad_enabled()): stages for stages in map(hooks.stages, passing)}
-        new = found.keys() - self._passed.keys()
-        self._num_first = (math.inf if new else 0) if num_first is None else num_first
-        with self._failing():
+        new = found.keys() - self._seen_stages.keys()
+        self._first_passes_end = (math.inf if new else 0) if first_passes_end is None else first_passes_end
+        with self._fail_on_error():
             self._run(actions, hooks)
-        if len(self._passed) > _MOST_SHAPES:  # on all ranks alike
-            self._passed.clear()
-        self._passed |= found
+        if len(self._seen_stages) > _MOST_SHAPES:  # at the same time on all ranks
+            self._seen_stages.clear()
+        self._seen_stages |= found
 
     def settle(self) -> None:
         """Wait until all messages were received."""
-        with self._failing():
-            self.links.settle()
+        with self._fail_on_error():
+            self.messages.settle()
 
     def refuse_failed(self) -> None:
         """Raise if a schedule has failed."""
@@ -156,13 +158,13 @@ class Pipeline:
             )
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Context in which an error is the end of this pipeline."""
+    def _fail_on_error(self) -> Iterator[None]:
+        """Context in which an error marks this pipeline as failed."""
         try:
             yield
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}".partition("\n")[0]
-            self.links.fail()
+            self.messages.fail()
             for kept in (self._in_flight, self._outgoing, self._free):  # not what is arriving: it may yet be written
                 kept.clear()
             raise
@@ -273,8 +275,8 @@ class Pipeline:
     def _send(self, action: Action, hooks: StepHooks) -> None:
         tensors = self._outgoing.pop((action.stage, action.peer, action.microbatch))
         for number, tensor in enumerate(tensors):
-            tag, is_first = self._tag(action, number), action.microbatch < self._num_first
-            self.links.post(tensor, action.stage, action.peer, tag=tag, is_first=is_first)
+            tag, is_first_pass = self._tag(action, number), action.microbatch < self._first_passes_end
+            self.messages.send(tensor, action.stage, action.peer, tag=tag, is_first_pass=is_first_pass)
 
     def _receive(self, action: Action, hooks: StepHooks) -> None:
         stages = hooks.stages(action.microbatch)
@@ -285,9 +287,11 @@ class Pipeline:
         # Gradients are not pooled: autograd may keep one as a parameter's gradient, or part of one.
         is_pooled = action.peer < action.stage
         tensors = [self._buffer(stages.flow.forms[value], is_pooled=is_pooled) for value in values]
-        is_first = action.microbatch < self._num_first
+        is_first_pass = action.microbatch < self._first_passes_end
         pending = [
-            self.links.receive(tensor, action.peer, action.stage, tag=self._tag(action, number), is_first=is_first)
+            self.messages.receive(
+                tensor, action.peer, action.stage, tag=self._tag(action, number), is_first_pass=is_first_pass
+            )
             for number, tensor in enumerate(tensors)
         ]
         self._arriving[action.stage, action.peer, action.microbatch] = _Arriving(

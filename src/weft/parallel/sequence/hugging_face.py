@@ -28,7 +28,7 @@ from weft.models.hugging_face_inputs import (
     without_cache,
 )
 from weft.parallel.attention.attention import Pass
-from weft.parallel.sequence.promise import Promise
+from weft.parallel.sequence.device_assertion import DeviceAssertion
 from weft.parallel.wrapping.replacements import Replacement, hugging_face_attention
 from weft.parallel.wrapping.wrap import add_hook
 
@@ -116,8 +116,12 @@ class _Switch:
         self._outermost = list(outermost_models(model, "position_ids"))
         self._longest = _longest_rotation(model)
         self._asked_for_documents = False
-        self._is_void = Promise("a mask inside another module hides a token")
-        self._is_global = Promise("position_ids inside another module are not the global positions")
+        self._mask_assertion = DeviceAssertion(
+            "an attention_mask given inside another module hides a token; give weft the Hugging Face model itself"
+        )
+        self._positions_assertion = DeviceAssertion(
+            "position_ids given inside another module are not the global positions; leave them out there"
+        )
 
     def replacements(self) -> list[Replacement]:
         switched = [module for model in filter(_uses_registry, self._models) for module in model.modules()]
@@ -220,7 +224,7 @@ class _Switch:
     def _sees_all(self, mask: Tensor, num_tokens: int) -> bool:
         """True if a mask lets every local token see every other."""
         has_columns = mask.dim() == 2 and mask.shape[1] == num_tokens
-        return has_columns and self._is_void.holds(mask.all(), mask.shape)
+        return has_columns and self._mask_assertion.holds(mask.all(), mask.shape)
 
     def _no_documents(self, position_ids: Tensor) -> None:
         self._asked_for_documents = True
@@ -249,7 +253,9 @@ class _Switch:
                 f"{type(model).__name__} makes its positions from the whole sequence, of which a rank has some; give "
                 "weft the model itself, not inside another module"
             )
-        if given is not None and not self._is_global.holds((given == numbers.to(given.device)).all(), given.shape):
+        if given is not None and not self._positions_assertion.holds(
+            (given == numbers.to(given.device)).all(), given.shape
+        ):
             raise ModelError(
                 f"{type(model).__name__} is given position_ids inside another module that are not the global "
                 "positions of this rank's tokens; leave them out there, or give weft the model itself"

@@ -19,9 +19,9 @@ from weft.comm.collectives import all_gather
 from weft.errors import ModelError
 from weft.mesh import Mesh
 from weft.parallel.attention.attention import Pass, SequenceAxes, UnderWay, attend, attend_traced
+from weft.parallel.sequence.device_assertion import DeviceAssertion
 from weft.parallel.sequence.hugging_face import use_registry
 from weft.parallel.sequence.positions import Numbered, Tables
-from weft.parallel.sequence.promise import Promise
 from weft.parallel.wrapping.replacements import WHOLE_ATTENTION, Replacements, torch_attention
 from weft.parallel.wrapping.wrap import add_hook
 from weft.plan.model_refusals import ATTENTION_THAT_DROPS, CROSS_ATTENTION, MASKS_OF_ITS_OWN, TOKENS_OF_ITS_OWN
@@ -43,14 +43,18 @@ class SequenceParallel:
         self._multiple = plan.axes.tensor if plan.tensor.sequence else 1
         self._is_traced = plan.recompute.policy == "selective"
         self._tables = Tables(model, positions)
-        self._is_plain = Promise("a mask of attention holds numbers other than 0 and -inf")
-        self._is_alike = Promise("a mask of attention differs between heads")
+        self._mask_values_assertion = DeviceAssertion(
+            "an attention mask has values other than 0 and -inf; give weft masks of padding only"
+        )
+        self._mask_heads_assertion = DeviceAssertion(
+            "an attention mask differs between heads; give weft masks of padding only"
+        )
         for name in positions.modules if positions is not None else ():
-            hook = Numbered(name, lambda where: None if self.now is None else self.numbers(self.now.places, where))
+            hook = Numbered(name, lambda device: None if self.now is None else self.numbers(self.now.places, device))
             why = "gives it this rank's positions instead of 0 to T - 1"
             add_hook(model.get_submodule(name), "forward_pre", hook, by="sequence", why=why, with_kwargs=True)
         self._use_registry = use_registry(
-            model, self.attend, now=lambda: self.now, numbers=lambda where: self.numbers(self._now.places, where)
+            model, self.attend, now=lambda: self.now, numbers=lambda device: self.numbers(self._now.places, device)
         )
         attention = torch_attention(model, self.stand_in, why="attends over all ranks of the sequence")
         self.replacements = Replacements(*attention, find=self._use_registry, on_leave=self._leave)
@@ -99,7 +103,7 @@ class SequenceParallel:
     def enter(self, now: Pass) -> None:
         """Begin a pass, or the backward pass of an earlier one."""
         if self.now is None or self.now.places != now.places:
-            self._tables.lend(lambda where: self.numbers(now.places, where))
+            self._tables.lend(lambda device: self.numbers(now.places, device))
         self.now = now
 
     @property
@@ -172,10 +176,10 @@ class SequenceParallel:
         if mask.dim() != 4 or mask.shape[2:] != (1, num_tokens):
             return None
         if mask.is_floating_point():
-            if not self._is_plain.holds(((mask == 0) | (mask == -torch.inf)).all(), mask.shape):
+            if not self._mask_values_assertion.holds(((mask == 0) | (mask == -torch.inf)).all(), mask.shape):
                 return None
             mask = mask == 0
-        if mask.shape[1] > 1 and not self._is_alike.holds((mask == mask[:, :1]).all(), mask.shape):
+        if mask.shape[1] > 1 and not self._mask_heads_assertion.holds((mask == mask[:, :1]).all(), mask.shape):
             return None
         return mask[:, 0, 0].expand(num_samples, num_tokens)
 

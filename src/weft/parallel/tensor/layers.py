@@ -26,8 +26,9 @@ from weft.parallel.tensor.operators import kept_row, traced_add, traced_gather, 
 from weft.plan.partition.tensor import Range
 
 Forward = Callable[..., Any]
-_BEGUN = "weft_begun"
-"""Attribute of a tensor that several layers are given in a compiled graph: what they share, and how many still come."""
+_EXCHANGED = "weft_exchanged"
+"""Attribute of the common input of several layers in a compiled graph: its exchanged form, and how many layers still
+need it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,16 +107,16 @@ class ColumnGroup:
         if len(self.layers) == 1:
             return F.linear(begin(x, axis.handle), layer.weight, layer.bias)
         # Kept on the tensor itself: torch's recomputation allows no other state between layers.
-        begun, num_left = getattr(x, _BEGUN, None) or (begin(x, axis.handle), len(self.layers))
-        setattr(x, _BEGUN, (begun, num_left - 1) if num_left > 1 else None)
-        return F.linear(begun, layer.weight, layer.bias)
+        exchanged, num_left = getattr(x, _EXCHANGED, None) or (begin(x, axis.handle), len(self.layers))
+        setattr(x, _EXCHANGED, (exchanged, num_left - 1) if num_left > 1 else None)
+        return F.linear(exchanged, layer.weight, layer.bias)
 
 
-class OwnInputs:
+class InputViews:
     """Replaces the `forward` of a module that contains layers with a common input, where recomputation is compiled.
 
-    It gives the module's code views of its arguments, which belong to the recomputed graph: on others no state may be
-    kept.
+    The module's code gets views of its arguments. These belong to the recomputed graph, so layers may keep state on
+    them; on the arguments themselves they may not.
     """
 
     def __init__(self, module: nn.Module) -> None:

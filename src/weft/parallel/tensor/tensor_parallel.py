@@ -32,15 +32,20 @@ from weft.parallel.tensor.layers import (
     ColumnLayer,
     ColumnLinear,
     EmbeddingRows,
+    InputViews,
     OutputMode,
-    OwnInputs,
     RowLayer,
     WholeOutput,
 )
 from weft.parallel.tensor.local_sizes import LocalSizes
 from weft.parallel.tensor.megatron_sequence import Shown, TokenSplit, split_between
+from weft.parallel.tensor.replicated_gradients import (
+    add_early_sum_hooks,
+    find_misaligned,
+    find_own_buffers,
+    shared_gradients,
+)
 from weft.parallel.tensor.shares import AXIS, Shares, local_part, make_shares, set_count, share_tied
-from weft.parallel.tensor.whole_gradients import add_up_early, find_apart, find_shifted, shared_gradients
 from weft.parallel.tracing.handles import handle_of
 from weft.parallel.tracing.placeholder import PlaceholderModule
 from weft.parallel.wrapping.wrap import add_hook, wrap_forward
@@ -67,14 +72,14 @@ class TensorParallel:
         )
         """The axis as layers in blocks see it."""
         self.outside = Axis(group=self.group, handle=handle)
-        self._keeps_begun = policy != "none" and mesh.plan.compile.blocks
-        """Layers with a common input keep what they share on it, in a graph that is compiled with its recomputation."""
+        self._shares_on_input = policy != "none" and mesh.plan.compile.blocks
+        """Layers with a common input keep its exchanged form on it, in graphs compiled with their recomputation."""
         self.output: Share | None = None
         """This rank's shard of the model's output features, where the loss can take it."""
         self.output_mode = OutputMode()
-        self._shifted = find_shifted(model, blueprint.blocks, self.shares, mesh.plan)
-        self.apart = find_apart(self.shares, self._shifted, mesh)
-        """Parameters that the named ranks hold, and that lie among parts of different sizes on them."""
+        self._misaligned = find_misaligned(model, blueprint.blocks, self.shares, mesh.plan)
+        self.own_buffers = find_own_buffers(self.shares, self._misaligned, mesh)
+        """Parameters that need flat buffers of their own, and the ranks that hold them."""
         self._has_dropout = has_dropout(model)
         self._num_held = Counter(_holder(region) for region in regions)
         """Number of regions per module that contains some."""
@@ -104,10 +109,10 @@ class TensorParallel:
                 continue
             seen |= layers
             self._install(region)
-            if self._keeps_begun and any(len(names) > 1 for names in region.columns) and self._is_in_block(region):
+            if self._shares_on_input and any(len(names) > 1 for names in region.columns) and self._is_in_block(region):
                 module = self.model.get_submodule(_holder(region))
                 why = "lets layers that share an input exchange it once in a compiled recomputation"
-                wrap_forward(module, OwnInputs(module).forward, by="tensor", why=why)
+                wrap_forward(module, InputViews(module).forward, by="tensor", why=why)
             holder = self._shown_holder(region)
             if holder is not None and self.tokens is not None:
                 module = self.model.get_submodule(holder)
@@ -115,7 +120,7 @@ class TensorParallel:
                 wrap_forward(module, Shown(module, self.tokens).forward, by="tensor", why=why)
             if region.is_output:
                 self._install_output(region, keep_output=keep_output)
-        add_up_early(self.model, self.shares, self._mesh, shifted=self._shifted)
+        add_early_sum_hooks(self.model, self.shares, self._mesh, misaligned=self._misaligned)
         for layer in self.model.modules():
             if isinstance(layer, nn.TransformerEncoderLayer):
                 why = "keeps torch from a fused kernel that exchanges nothing"
@@ -243,18 +248,18 @@ class TensorParallel:
         each, out_of = region_shares(region, self.group.size)
         return each[self.group.index], out_of
 
-    def shared_gradients(self, *, may_differ: bool) -> list[SharedGradient]:
+    def shared_gradients(self, *, sums_may_differ: bool) -> list[SharedGradient]:
         """Gradients that ranks exchange once they are summed over data, before parameters are sharded; collective.
 
-        `may_differ`: these sums may round differently on two ranks.
+        `sums_may_differ`: sums over data may round differently on two tensor ranks.
         """
         return shared_gradients(
             self.model,
             self.shares,
             self._mesh,
             partial=self._find_partial(),
-            shifted=self._shifted,
-            may_differ=may_differ,
+            misaligned=self._misaligned,
+            sums_may_differ=sums_may_differ,
         )
 
     def _find_partial(self) -> frozenset[str]:

@@ -13,8 +13,8 @@ Hooks run on the module's call, outside of what recomputation repeats and of wha
 Large embeddings before the blocks and large linear layers after them are the first and the last unit, each gathered
 once per microbatch. The embeddings' backward pass needs no weights; the last unit stays whole for its own, which comes
 next. Other code than the layers themselves may use their weights (tied logits are often a product with the embedding's
-weight), so these are watched. A unit that something else uses is *held*, gathered at the same place in the one order,
-but freed when the backward pass is over. To know that in time, embeddings are kept through the first microbatch, in
+weight), so uses are intercepted. A unit that other code uses is *held*: gathered at its usual place, but freed when
+the backward pass is over. To know that in time, embeddings are kept through the first microbatch, in
 which the optimizer has no moments yet.
 """
 
@@ -35,8 +35,8 @@ from torch.utils.hooks import RemovableHandle
 from weft.errors import ModelError
 from weft.parallel.wrapping.wrap import add_hook
 from weft.parallel.zero.flat_parameters import FlatParameters
+from weft.parallel.zero.intercepted_parameter import intercepting_class
 from weft.parallel.zero.unit import Unit
-from weft.parallel.zero.watched import watched_class
 from weft.plan.model_refusals import HIDDEN_OUTPUTS
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device, torch.layout)
@@ -86,8 +86,8 @@ class Gathering(ParameterGathering):
         self._forward_order = list(range(len(self._blocks)))
         self._backward_order = [] if stay_whole else _usual_backward(self._blocks)
         self._held = [False] * len(self._blocks)
-        self._is_learning = True
-        """No microbatch has shown yet what else uses the layers outside of blocks."""
+        self._is_first_microbatch = True
+        """No microbatch has ended that showed which other code uses the layers outside of blocks."""
         self._log: list[int] = []
         self._with_grad = False
         self._handles: list[RemovableHandle] = []
@@ -99,8 +99,8 @@ class Gathering(ParameterGathering):
         add_hook(model, "forward", _uncompiled(self._end_forward), by="zero", why=why)
         for index, block in enumerate(self._blocks):
             if block.place != "block":
-                block.watched = watched_class(functools.partial(self._before_use, index))
-                block.watch()
+                block.intercepting_class = intercepting_class(functools.partial(self._before_use, index))
+                block.intercept()
             before, after = _uncompiled(self._make_before(index)), _uncompiled(self._make_after(index))
             for module in block.modules:
                 why = "waits for its gathered parameters, and begins to gather the next block's"
@@ -114,7 +114,7 @@ class Gathering(ParameterGathering):
             for index in range(self._next_backward, -1, -1):
                 self._advance_backward(index)
             self._backward_order, self._log = self._log, []
-        self._is_learning = self._is_learning and not self._is_forward_over
+        self._is_first_microbatch = self._is_first_microbatch and not self._is_forward_over
         if not self._stay_whole or self.is_last:
             self._free_all()
 
@@ -151,8 +151,8 @@ class Gathering(ParameterGathering):
         self._log = []
         self._next_forward, self._next_backward = 0, -1
         self._called = [False] * len(self._blocks)
-        self._is_gathering_backward = self._is_forward_over = self._is_open = False
-        self._is_passed = [False] * len(self._blocks)
+        self._is_gathering_backward = self._is_forward_over = self._in_passes = False
+        self._is_forward_done = [False] * len(self._blocks)
         self._in_backward = [False] * len(self._blocks)
         for handle in self._handles:
             handle.remove()
@@ -162,7 +162,7 @@ class Gathering(ParameterGathering):
 
     def _start_forward(self, *_: object) -> None:
         # Asked once: inside, a block may run without gradients, in a checkpoint of the user's own for one.
-        self._with_grad, self._is_forward_over, self._is_open = torch.is_grad_enabled(), False, True
+        self._with_grad, self._is_forward_over, self._in_passes = torch.is_grad_enabled(), False, True
         self._next_forward = 0
         self._root.start_gather()
         self._log = []
@@ -180,37 +180,37 @@ class Gathering(ParameterGathering):
         if self._stays:
             return
         for index in range(len(self._blocks)):
-            self._pass(index)
+            self._release_after_forward(index)
         if self._with_grad:
             self._is_gathering_backward = True
             self._next_backward = len(self._blocks) - 1
         else:
-            self._is_open = False
+            self._in_passes = False
             super()._free_all()
 
     def _advance_forward(self, index: int) -> None:
         """Start to gather blocks up to this one and, for later, the next one; free those passed by."""
         for passed in range(min(self._next_forward, index)):
-            self._pass(passed)
+            self._release_after_forward(passed)
         while self._next_forward < len(self._blocks) and self._next_forward <= index + 1:
             self._start(self._next_forward)
             if self._next_forward < index:  # skipped here: only the others need it
-                self._pass(self._next_forward)
+                self._release_after_forward(self._next_forward)
             self._next_forward += 1
 
-    def _pass(self, index: int) -> None:
-        """The forward pass has no more use for a unit."""
+    def _release_after_forward(self, index: int) -> None:
+        """Free a unit that the forward pass no longer needs, unless something else does."""
         if self._stays or self._in_backward[index] or self._held[index]:
             return
         block = self._blocks[index]
-        if block.place == "before" and self._is_learning:
-            self._is_passed[index] = True
+        if block.place == "before" and self._is_first_microbatch:
+            self._is_forward_done[index] = True
         elif block.place != "after" or not self._with_grad:
             block.free()
 
     def _before_use(self, index: int) -> bool:
-        """Something else than its own layers uses a unit. Between passes it is not there to be used."""
-        if not self._is_open:
+        """Gather a unit that code other than its own layers uses. False between passes, where it stays freed."""
+        if not self._in_passes:
             return False
         self._held[index] = True
         if not self._blocks[index].is_whole:
@@ -252,7 +252,7 @@ class Gathering(ParameterGathering):
     def _make_before(self, index: int) -> Callable[..., tuple[Any, Any]]:
         def before_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
             del module
-            self._held[index] = self._held[index] or self._is_passed[index]
+            self._held[index] = self._held[index] or self._is_forward_done[index]
             self._reach(index)
             if self._blocks[index].place == "before":
                 return args, kwargs
@@ -276,14 +276,14 @@ class Gathering(ParameterGathering):
             if self._in_backward[index]:
                 return
             if not self._held[index]:
-                block.watch()
+                block.intercept()
             if block.place == "before":  # others of the unit may come, and the next one's turn frees it
                 return
             if torch.is_grad_enabled():
                 for tensor in _outputs_of(output, module):
                     tensor.register_hook(before_backward)
             if not self._is_forward_over:  # computed again, it stays for its backward pass
-                self._pass(index)
+                self._release_after_forward(index)
 
         return after_forward
 

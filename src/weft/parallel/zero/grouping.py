@@ -29,7 +29,7 @@ def describe_parameters(model: nn.Module, blocks: Sequence[str] = ()) -> tuple[P
         if isinstance(module, _BatchNorm)  # its statistics and affine step are taken in its own dtype
         for parameter in module.parameters(recurse=False)
     }
-    outside = {name: number for number, names in layers_outside(model, blocks).items() for name in names}
+    outside = {name: number for number, names in layers_outside_blocks(model, blocks).items() for name in names}
     block_of: dict[int, int | None] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         block = next((number for number, block in enumerate(blocks) if name.startswith(f"{block}.")), None)
@@ -41,7 +41,7 @@ def describe_parameters(model: nn.Module, blocks: Sequence[str] = ()) -> tuple[P
             shape=tuple(parameter.shape),
             dtype=str(parameter.dtype).removeprefix("torch."),
             block=block_of[id(parameter)],
-            is_outside=block_of[id(parameter)] in (-1, len(blocks)),
+            is_outside_blocks=block_of[id(parameter)] in (-1, len(blocks)),
             trainable=parameter.requires_grad,
             keeps_dtype=id(parameter) in kept or not parameter.is_floating_point(),
         )
@@ -49,7 +49,7 @@ def describe_parameters(model: nn.Module, blocks: Sequence[str] = ()) -> tuple[P
     )
 
 
-def layers_outside(model: nn.Module, blocks: Sequence[str]) -> dict[int, tuple[str, ...]]:
+def layers_outside_blocks(model: nn.Module, blocks: Sequence[str]) -> dict[int, tuple[str, ...]]:
     """Layers that are units of their own under ZeRO-3: embeddings before the blocks (-1), linear layers after them (the
     number of blocks).
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from weft.parallel.zero.flat_parameters import FlatParameters
-from weft.parallel.zero.watched import Watched, set_class
+from weft.parallel.zero.intercepted_parameter import InterceptedParameter, set_class
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -21,8 +21,8 @@ class Unit:
     flats: tuple[FlatParameters, ...]
     place: Literal["root", "before", "block", "after"] = "block"
     """"before" and "after": layers outside of blocks."""
-    watched: type[Watched] | None = None
-    """The class of the parameters when neither their own layers nor anything else may use them."""
+    intercepting_class: type[InterceptedParameter] | None = None
+    """The class of the parameters while they must not be used; None: uses are not intercepted."""
 
     @property
     def is_whole(self) -> bool:
@@ -39,17 +39,17 @@ class Unit:
             flat.wait()
         self._set_class(nn.Parameter)
 
-    def watch(self) -> None:
-        """From now on a use of the parameters is noticed."""
-        self._set_class(self.watched)
+    def intercept(self) -> None:
+        """Intercept uses of the parameters from now on."""
+        self._set_class(self.intercepting_class)
 
     def free(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             for flat in self.flats:
                 flat.free()
-        self._set_class(self.watched)
+        self._set_class(self.intercepting_class)
 
     def _set_class(self, kind: type[nn.Parameter] | None) -> None:
-        if self.watched is not None and kind is not None:
+        if self.intercepting_class is not None and kind is not None:
             for flat in self.flats:
                 set_class(flat.parameters, kind)

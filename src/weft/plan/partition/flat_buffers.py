@@ -45,14 +45,14 @@ class ParameterSpec:
     """The model's own dtype."""
     block: int | None = None
     """Number of the block that alone uses it; None: it belongs to the root. Embeddings before the blocks may be a unit
-    of their own, with the number -1, and linear layers after them, with the number of blocks (`is_outside`)."""
-    is_outside: bool = False
+    of their own, with the number -1, and linear layers after them, with the number of blocks (`is_outside_blocks`)."""
+    is_outside_blocks: bool = False
     trainable: bool = True
     keeps_dtype: bool = False
     """Mixed precision leaves it as it is: a BatchNorm's, or not a floating-point number."""
     holders: str = ""
-    """Other ranks that hold it among other parameters, if any do: parameters with the same ones lie in buffers of their
-    own, so that a rank and its counterparts keep the same part of each."""
+    """The ranks that hold it too, if its offset in common buffers would differ between them. Parameters with the same
+    holders have buffers of their own, so that all holders keep the same part of each."""
 
     @property
     def numel(self) -> int:
@@ -112,8 +112,8 @@ class FlatBuffer:
     trainable: bool = True
     block: int | None = None
     """The block that they are the unit of, under ZeRO-3; None for the root, and below ZeRO-3."""
-    is_outside: bool = False
-    """They are a unit of their own outside of blocks."""
+    is_outside_blocks: bool = False
+    """Its parameters are a unit of their own outside of blocks."""
 
     def whole_bytes(self, dtype: str) -> int:
         """Bytes of a buffer laid out like this one."""
@@ -165,7 +165,10 @@ def flat_buffers(parameters: Sequence[ParameterSpec], plan: Plan) -> list[FlatBu
     if plan.data.shard == "parameters":
         together: dict[tuple[object, ...], list[ParameterSpec]] = {}
         if plan.axes.pipeline * plan.axes.tensor > 1:
-            parameters = [replace(one, block=None, is_outside=False) if one.is_outside else one for one in parameters]
+            parameters = [
+                replace(one, block=None, is_outside_blocks=False) if one.is_outside_blocks else one
+                for one in parameters
+            ]
         for one in sorted(parameters, key=lambda one: -math.inf if one.block is None else one.block):
             together.setdefault((one.block, one.holders, *_formats(one, plan)), []).append(one)
         return [_buffer(inside, plan) for inside in together.values()]
@@ -173,7 +176,7 @@ def flat_buffers(parameters: Sequence[ParameterSpec], plan: Plan) -> list[FlatBu
     for one in sorted(parameters, key=lambda one: one.holders, reverse=True):  # the first buffers' gradients leave last
         if one.trainable:
             trainable.setdefault(one.holders, []).append(one)
-    return [buffer for held_alike in trainable.values() for buffer in _bucketed(held_alike, plan)]
+    return [buffer for same_holders in trainable.values() for buffer in _bucketed(same_holders, plan)]
 
 
 def _bucketed(parameters: Sequence[ParameterSpec], plan: Plan) -> list[FlatBuffer]:
@@ -237,7 +240,7 @@ def _num_gathers(one: FlatBuffer, plan: Plan, sharding: Sharding) -> int:
         return min(sharding.stage, 1)
     # A block is freed and gathered again for the backward pass. The root stays whole, and so do layers after the last
     # block, whose backward pass comes next; that of an embedding needs no weights.
-    return plan.step.microbatches * (1 if one.block is None or one.is_outside else 2)
+    return plan.step.microbatches * (1 if one.block is None or one.is_outside_blocks else 2)
 
 
 def _is_cast(parameter: ParameterSpec, plan: Plan) -> bool:
@@ -263,7 +266,7 @@ def _buffer(parameters: Sequence[ParameterSpec], plan: Plan) -> FlatBuffer:
         reduce=_gradient_dtype(plan.precision.reduce, compute),
         trainable=trainable,
         block=parameters[0].block if sharding.stage == 3 else None,
-        is_outside=parameters[0].is_outside and sharding.stage == 3,
+        is_outside_blocks=parameters[0].is_outside_blocks and sharding.stage == 3,
     )
 
 

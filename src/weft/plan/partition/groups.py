@@ -14,19 +14,19 @@ GroupKey = tuple[str, str]
 """Axes and purpose. "pipeline:0,3" are the ranks at these places along an axis."""
 
 HOST_PURPOSES = ("control", "saving")
-"""Purposes whose messages are small and in host memory on every device: a GPU's communicators take hundreds of MB each,
-and a value that is read from one makes the host wait for the device."""
+"""Purposes whose messages are small, and in host memory even if ranks compute on GPUs: NCCL's communicators take device
+memory, and reading a value on the host makes it wait for the device."""
 
 WORLD = "world"
 """The name under which exchanges between all ranks are counted; not an axis of the plan."""
 
 
 def message_group(source: int, target: int, num_ranks: int) -> GroupKey:
-    """The group of the messages from a stage to a neighbour: the two ranks that hold them, and what goes one way.
+    """The group of the messages from a stage to a neighbouring one: their two ranks, and one direction.
 
-    NCCL matches the messages of a group in order, and one may end only when it is received. So those that ranks wait
-    for in different orders are apart: each neighbour, each direction, and, with several chunks per rank, those that go
-    round from the last rank to the first.
+    NCCL matches the messages of a group in order, and a send may complete only when it is received. So messages that
+    ranks wait for in different orders have different groups: one per neighbour and direction, and, with several chunks
+    per rank, others for messages between the last rank and the first.
     """
     here, there, is_forward = source % num_ranks, target % num_ranks, target > source
     purpose = "activations" if is_forward else "gradients"
@@ -46,13 +46,15 @@ def plan_groups(plan: Plan, *, batch_norms: bool) -> tuple[GroupKey, ...]:
     keys += [("ring+ulysses", "control"), ("ring+ulysses", "masks"), ("ring", "neighbours"), ("ulysses", "heads")]
     keys += [("pipeline", "control"), ("pipeline", "totals")]
     if plan.axes.pipeline > 1:
-        ways = ((s, s + 1) for s in range(plan.axes.pipeline * plan.pipeline.chunks - 1))
-        keys += dict.fromkeys(message_group(*ends, plan.axes.pipeline) for s, t in ways for ends in ((s, t), (t, s)))
+        boundaries = ((s, s + 1) for s in range(plan.axes.pipeline * plan.pipeline.chunks - 1))
+        keys += dict.fromkeys(
+            message_group(*ends, plan.axes.pipeline) for s, t in boundaries for ends in ((s, t), (t, s))
+        )
     return tuple(key for key in keys if num_ranks_along(plan.axes, key[0]) > 1)
 
 
 def num_communicators(plan: Plan, *, batch_norms: bool = False) -> int:
-    """Groups of device tensors that a rank is in, at most over the stages; each is a communicator on NCCL."""
+    """The largest number of groups of device tensors that a rank is in; with NCCL each has a communicator."""
     counts = dict.fromkeys(range(plan.axes.pipeline), 0)
     for names, purpose in plan_groups(plan, batch_norms=batch_norms):
         if purpose not in HOST_PURPOSES:

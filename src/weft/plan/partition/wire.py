@@ -146,7 +146,7 @@ def gradient_all_reduce_bytes(members: Sequence[Member], *, bucket_bytes: int, d
 
 
 def sum_over_holders_bytes(num_bytes: int, num_holders: int) -> int:
-    """Bytes that a rank sends, once in a step, to sum gradients that several ranks hold, in however many buckets.
+    """Bytes that a rank sends, once per step, to sum gradients that several ranks hold, in any number of buckets.
 
     Three or more holders send each other all they have (`comm/shared_gradients.py`); two do so in an all-reduce.
     """
@@ -164,7 +164,7 @@ def pipeline_bytes(
     """Bytes that one rank along the pipeline axis sends over it in one step of equal microbatches.
 
     `boundaries`: (bytes of activations, bytes of their gradients) from each stage to the next, for one microbatch; of
-    tensors that tensor ranks send in slices, one rank's.
+    tensors that are sent in slices, those of one slice.
     `tied`: (bytes, number of ranks that hold it) of each parameter that this rank shares with others. `together`: the
     stages update together for a weight that some of them share, which only 2bw does.
     """
@@ -173,18 +173,18 @@ def pipeline_bytes(
     for stage in range(rank, last + 1, num_ranks):
         sent += num_microbatches * boundaries[stage][0] if stage < last else 0
         sent += num_microbatches * boundaries[stage - 1][1] if stage else 0
-    if together or takes_norm(plan):
+    if together or needs_norm(plan):
         return sent + sent_bytes("all-reduce", PIPELINE_WORDS_BYTES, num_ranks)
     return sent + (PIPELINE_WORDS_BYTES if rank else 0)
 
 
 def num_slices(numel: int, item_bytes: int, num_ranks: int) -> int:
-    """The slices of a tensor from stage to stage, where it is the same on all tensor ranks, and each sends one."""
+    """The number of slices in which tensor ranks send a tensor that all of them hold to the next stage; 1: whole."""
     is_worth_it = numel * item_bytes >= SMALLEST_SLICED_BYTES and numel % num_ranks == 0
     return num_ranks if is_worth_it else 1
 
 
-def takes_norm(plan: Plan) -> bool:
+def needs_norm(plan: Plan) -> bool:
     """True if an update waits for the norm of the whole gradient."""
     return plan.step.clip_norm > 0 or plan.precision.compute != "model"
 
@@ -207,12 +207,12 @@ class SplitLayers:
     """Bytes of the output if the user's own loss needs all of it, each rank's part as wide as the widest."""
     partial_bytes: int = 0
     """Bytes of whole parameters that are used on a share; with split tokens, all in the blocks that are not split."""
-    alike_bytes: int = 0
-    """Bytes of other whole parameters, where sums over more than two data ranks may round differently."""
+    broadcast_bytes: int = 0
+    """Bytes of other whole parameters, where sums over data may round differently on two tensor ranks."""
     repeated_bytes: tuple[tuple[int, int], ...] = ()
     """(bytes, number of ranks that hold it) of each parameter that this rank shares with others."""
-    arriving_bytes: tuple[int, ...] = ()
-    """Bytes of each activation and gradient that arrives from another stage in slices."""
+    sliced_receive_bytes: tuple[int, ...] = ()
+    """Bytes of each whole activation and gradient that is received from another stage in slices."""
 
 
 def tensor_bytes(layers: SplitLayers, plan: Plan) -> int:
@@ -235,10 +235,10 @@ def tensor_bytes(layers: SplitLayers, plan: Plan) -> int:
     loss_bytes = layers.num_targets * layers.loss_item_bytes
     sent += sent_bytes("all-reduce", loss_bytes, size) + sent_bytes("all-reduce", 2 * loss_bytes, size)
     sent += sent_bytes("all-gather", layers.whole_output_bytes, size)
-    sent += sum(sent_bytes("all-gather", num_bytes, size) for num_bytes in layers.arriving_bytes)
-    shared = sum_over_holders_bytes(layers.partial_bytes, size) + sent_bytes("broadcast", layers.alike_bytes, size)
+    sent += sum(sent_bytes("all-gather", num_bytes, size) for num_bytes in layers.sliced_receive_bytes)
+    shared = sum_over_holders_bytes(layers.partial_bytes, size) + sent_bytes("broadcast", layers.broadcast_bytes, size)
     shared += sum(sum_over_holders_bytes(num_bytes, holders) for num_bytes, holders in layers.repeated_bytes)
-    shared += sent_bytes("all-reduce", NORM_BYTES, size) if takes_norm(plan) else 0
+    shared += sent_bytes("all-reduce", NORM_BYTES, size) if needs_norm(plan) else 0
     return plan.step.microbatches * sent + shared
 
 

@@ -3,15 +3,15 @@
 The rules are the same for every schedule:
 
     receive    one pass before the message is needed, so that the transfer overlaps that pass; an update does not count
-               as a pass, because it is short and waits for a reduce. A gradient is not received before an update,
-               whose totals may come behind the gradients of that update, on the same wire
+               as a pass, because it is short and waits for a reduce. A gradient is not received before an update:
+               the totals of that update follow its gradients in the same group
     send       right after the action that made the message
     gather     ZeRO-3: as early as a receive, so that the stage's parameters are whole when it computes
     release    ZeRO-3: right after the stage has computed
     reduce     after the last action that adds to the gradients of an update, if there are other data ranks
 
-A receive and a gather only begin where they stand; the action that needs them waits. Messages have no names on every
-wire: two ranks send and receive those of one kind (`message_group` in `plan/partition/groups.py`) in the same order.
+A receive and a gather only begin where they stand; the action that needs them waits. NCCL has no tags, so two ranks
+send and receive the messages of a group (`message_group` in `plan/partition/groups.py`) in one order.
 """
 
 from __future__ import annotations

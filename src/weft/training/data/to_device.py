@@ -1,6 +1,6 @@
-"""Batches from the host to a GPU, beside the step that the GPU is still computing.
+"""Copies batches from the host to a GPU while the GPU still computes the previous step.
 
-A copy from ordinary memory makes the host wait for all that the GPU was given before. So a tensor is first written to
+A copy from pageable memory makes the host wait for all work that was launched before. So a tensor is first written to
 pinned memory, from which the GPU copies it by itself, on a stream of its own: it need not wait for the step under way,
 and only the step that uses the tensor waits for the copy. torch reuses pinned memory only after its copies are done.
 """
@@ -34,7 +34,7 @@ def pin(tree: Tree) -> Tree:
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type != "cpu" or (tensor.is_contiguous() and tensor.is_pinned()):
         return tensor
-    # Not `pin_memory()`, which keeps gaps between rows: the GPU cannot copy around them, so the host would do it, late.
+    # Not `pin_memory()`, which keeps gaps between rows: a GPU copies only contiguous memory without the host.
     return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 
 

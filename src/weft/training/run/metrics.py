@@ -22,7 +22,7 @@ from weft.errors import JobError
 from weft.mesh import Mesh
 from weft.plan.text import write_text
 from weft.training.data.trees import tensors_of
-from weft.training.step.late_numbers import LateNumbers
+from weft.training.step.async_scalars import AsyncScalars
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Recorder:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._waiting: tuple[dict[str, Any], LateNumbers] | None = None
+        self._waiting: tuple[dict[str, Any], AsyncScalars] | None = None
         """Fields in which `...` stands for a number that the device may still compute, and those numbers."""
         self.restart_clock()
 
@@ -94,8 +94,8 @@ class Recorder:
             "sent_bytes": {axis: sent - before[axis][0] for axis, (sent, _) in traffic.items()},
             "memory_bytes": peak_memory_bytes(self._mesh.world.device),
         }
-        late = LateNumbers(*(value for value in fields.values() if isinstance(value, torch.Tensor)))
-        self._waiting = (measured, late)
+        scalars = AsyncScalars(*(value for value in fields.values() if isinstance(value, torch.Tensor)))
+        self._waiting = (measured, scalars)
         self._last_s, self._last_traffic = now, traffic
         return previous
 
@@ -103,9 +103,9 @@ class Recorder:
         """The record that is still waiting, if any. Blocks until its step is done."""
         if self._waiting is None:
             return None
-        measured, late = self._waiting
+        measured, scalars = self._waiting
         self._waiting = None
-        numbers = iter(late.read())
+        numbers = iter(scalars.read())
         complete: dict[str, Any] = {name: next(numbers) if value is ... else value for name, value in measured.items()}
         return StepRecord(**{**complete, "num_skipped": int(complete["num_skipped"])})
 

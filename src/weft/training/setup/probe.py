@@ -126,7 +126,9 @@ def _pass_split(
 ) -> dict[str, torch.Tensor]:
     """Outputs and gradients of a split model; gradients are summed over the ranks that share samples or parameters."""
     found = _pass_parts(tensor.model, inputs, mesh, sample_split)
-    shared = SharedGradientExchange(tensor.shared_gradients(may_differ=False), bucket_bytes=mesh.plan.comm.bucket_bytes)
+    shared = SharedGradientExchange(
+        tensor.shared_gradients(sums_may_differ=False), bucket_bytes=mesh.plan.comm.bucket_bytes
+    )
     named = dict(tensor.model.named_parameters())
     # A rank that did not use a parameter must not keep the others waiting.
     shared.run({name: found.get(GRADIENT + name, torch.zeros_like(named[name])) for name in shared.names})

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from weft.training.data.trees import num_samples
-from weft.training.step.late_numbers import on_device
+from weft.training.step.async_scalars import scalar_on_device
 from weft.training.step.loss import Count, loss_terms, no_loss
 from weft.training.step.microbatches import CountedBatch
 from weft.training.step.step_parts import StepParts
@@ -54,7 +54,7 @@ class MicrobatchLoop:
             self._sync.end_microbatch()
             loss_sum += terms.value.detach() * terms.multiplier
             count_sum = count_sum + terms.count
-        counted = on_device(count_sum, device)
+        counted = scalar_on_device(count_sum, device)
         with self._recording.during("reduce"):
             totals = self._sync.finish(loss_sum, counted, with_norm=self._update.needs_norm)
             totals = join_norm(totals, self._mesh.group("tensor", "activations"))

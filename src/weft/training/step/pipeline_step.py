@@ -20,12 +20,12 @@ from weft.comm.collectives import all_reduce, broadcast
 from weft.errors import DataError
 from weft.parallel.pipeline.cut_model import CutModel
 from weft.parallel.pipeline.executor import Pipeline
-from weft.parallel.pipeline.links import Links
+from weft.parallel.pipeline.stage_messages import StageMessages
 from weft.parallel.tensor.cross_entropy import gather_logits
 from weft.plan.pipeline.actions import Action
 from weft.plan.pipeline.communication import FLUSH_FREE, evaluation_of, schedule_of
 from weft.sync.base import Totals
-from weft.training.step.late_numbers import on_device
+from weft.training.step.async_scalars import scalar_on_device
 from weft.training.step.loss import Count, loss_terms, no_loss
 from weft.training.step.microbatches import CountedBatch
 from weft.training.step.pipeline_passes import Evaluation, MicrobatchPasses
@@ -67,7 +67,7 @@ class PipelineStep(MicrobatchPasses):
         trained = {name: parameter for name, parameter in cut.model.named_parameters() if parameter.requires_grad}
         self.pipeline = Pipeline(
             model=cut,
-            links=Links(mesh, cut.my_stages, cut.num_stages),
+            messages=StageMessages(mesh, cut.my_stages, cut.num_stages),
             recording=parts.recording,
             parameters=list(trained.values()),
             device=mesh.world.device,
@@ -121,7 +121,7 @@ class PipelineStep(MicrobatchPasses):
         batch.count = batch.count + terms.count
         # A loss is scaled by its own gradient, not by another operator.
         factor = multiplier * self._update.loss_scale.factor / batch.divisor
-        return value, on_device(factor, value.device, value.dtype)
+        return value, scalar_on_device(factor, value.device, value.dtype)
 
     def backward(self, action: Action) -> AbstractContextManager[object]:
         self._model.enter(self.microbatches[action.microbatch].inputs)
@@ -148,7 +148,7 @@ class PipelineStep(MicrobatchPasses):
             super().exchange(action)
 
     def _sum_over_data(self, batch: UpdateBatch) -> Totals:
-        counted = on_device(batch.count, self._mesh.world.device)
+        counted = scalar_on_device(batch.count, self._mesh.world.device)
         totals = self._sync.finish(batch.loss_sum, counted, with_norm=self._update.needs_norm)
         return join_norm(totals, self._mesh.group("tensor", "activations"))
 
@@ -165,14 +165,14 @@ class PipelineStep(MicrobatchPasses):
         correction = self._counts.correction(divisor, totals.count) if self._is_last else None
         if self._is_last:
             words[0], words[1] = totals.loss_sum, totals.count
-            words[2] = on_device(1.0 if correction is None else correction, words.device)
+            words[2] = scalar_on_device(1.0 if correction is None else correction, words.device)
         if self._update.needs_norm:
             assert totals.norm is not None
             words[3] = totals.norm**2
         if self._totals is not None:
             all_reduce(words, self._totals)
         else:
-            self.pipeline.links.pass_back(words)
+            self.pipeline.messages.send_to_previous_ranks(words)
         norm = words[3].sqrt() if self._update.needs_norm else None
         if not self._is_last:
             correction = words[2] if words.is_cuda else (None if float(words[2]) == 1.0 else float(words[2]))

@@ -29,7 +29,7 @@ from weft.training.step.step_parts import StepParts
 from weft.training.step.target_count import refuse_no_targets
 
 _FIRST_ROUNDS = 3
-"""Times that the pipeline is filled before every stage has surely updated once."""
+"""Number of times that the pipeline is filled until every stage has certainly updated once."""
 
 
 class PipelineStream(PipelineStep):
@@ -50,8 +50,8 @@ class PipelineStream(PipelineStep):
         """Number of microbatches so far."""
         self._start = 0
         """The first microbatch since the pipeline was last empty."""
-        self._num_first: int | None = None
-        """The microbatches below this number are sent while stages still run passes and updates for the first time."""
+        self._first_passes_end: int | None = None
+        """Microbatches below this number run while some stages run passes and updates for the first time."""
         self._batches: dict[int, UpdateBatch] = {}
         self._ended: dict[int, Totals] = {}
         """Totals of batches that this stage has updated with, and other stages perhaps not yet."""
@@ -67,9 +67,9 @@ class PipelineStream(PipelineStep):
             inside = microbatches[first : first + self._at_once]
             self._batches[(self._fed + first) // self._at_once] = self._make_batch(inside, step)
         self.pipeline.recording.begin_step()
-        if self._num_first is None:
-            self._num_first = self._fed + _FIRST_ROUNDS * (self._control.size + self._at_once)
-        self.pipeline.run(self._steps_schedule(len(microbatches)), self, num_first=self._num_first)
+        if self._first_passes_end is None:
+            self._first_passes_end = self._fed + _FIRST_ROUNDS * (self._control.size + self._at_once)
+        self.pipeline.run(self._steps_schedule(len(microbatches)), self, first_passes_end=self._first_passes_end)
         self._fed += len(microbatches)
         return self._finished(self._fed - (self._control.size - 1))
 
@@ -77,7 +77,7 @@ class PipelineStream(PipelineStep):
         super().flush()
         if self._start == self._fed:
             return
-        self.pipeline.run(self._schedule_of(0, drain=True), self, num_first=self._num_first)
+        self.pipeline.run(self._schedule_of(0, drain=True), self, first_passes_end=self._first_passes_end)
         self.pipeline.settle()
         self._start = self._fed
         if self._mesh.plan.pipeline.schedule == "pipedream":

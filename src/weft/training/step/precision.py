@@ -17,7 +17,7 @@ from weft.dtypes import HALF_DTYPES
 from weft.parallel.zero.grouping import torch_dtype
 from weft.plan.plan import Plan
 from weft.training.data.trees import forward, map_output, map_tensors
-from weft.training.step.late_numbers import on_device
+from weft.training.step.async_scalars import scalar_on_device
 
 _FIRST_SCALE = 2.0**16
 _LARGEST_SCALE = 2.0**24
@@ -49,7 +49,7 @@ class LossScale:
 
     def __init__(self, value: float, *, is_dynamic: bool) -> None:
         self.factor: float | torch.Tensor = value
-        """A tensor once `update_late` has been called; a new one every time, so that an old one stays what it was."""
+        """A tensor once `update_on_device` has been called; a new one every time, so that old ones do not change."""
         self.is_dynamic = is_dynamic
         self._num_good: int | torch.Tensor = 0
 
@@ -77,13 +77,13 @@ class LossScale:
         if self._num_good == _GROWTH_INTERVAL:
             self.factor, self._num_good = min(self.value * 2, _LARGEST_SCALE), 0
 
-    def update_late(self, overflow: torch.Tensor) -> None:
+    def update_on_device(self, overflow: torch.Tensor) -> None:
         """`update` without waiting: `overflow` is 1.0 on the device if the gradients were not finite, else 0.0."""
         if not self.is_dynamic:
             return
         device = overflow.device
-        factor = on_device(self.factor, device, torch.float32).clone()
-        num_good = on_device(self._num_good, device, torch.int32).clone()
+        factor = scalar_on_device(self.factor, device, torch.float32).clone()
+        num_good = scalar_on_device(self._num_good, device, torch.int32).clone()
         torch._amp_update_scale_(factor, num_good, overflow, 2.0, 0.5, _GROWTH_INTERVAL)
         self.factor, self._num_good = factor.clamp_(1.0, _LARGEST_SCALE), num_good
 

@@ -3,10 +3,10 @@
 Where the plan clips or computes in 16 bits, a norm that is not finite skips the update on every rank at once: the sum
 over ranks is not finite as soon as one rank's part is not.
 
-A GPU finds that out by itself where the optimizer can be told so there, as torch's fused ones can: they leave weights
-and state as they are where `found_inf` is 1. Then nobody waits, publishing unchanged weights does no harm, and the skip
-is told when it is known. The first update is waited for, because torch's fused SGD would never initialise its momentum
-if that one were skipped.
+Where the optimizer accepts a flag on the GPU, as torch's fused ones do, the GPU decides by itself: these optimizers
+leave weights and state as they are where `found_inf` is 1. Then the host does not wait, publishing unchanged weights
+does no harm, and the warning of the skip comes when it is known. The first update is waited for, because torch's fused
+SGD would never initialise its momentum if that one were skipped.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import torch
 
 from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
+from weft.plan.partition.wire import needs_norm
 from weft.plan.plan import Plan
 from weft.sync.base import Sync, Totals
-from weft.training.step.late_numbers import LateNumbers
+from weft.training.step.async_scalars import AsyncScalars
 from weft.training.step.precision import LossScale
 
 log = logging.getLogger("weft")
@@ -48,7 +49,7 @@ class Update:
         self._schedule = schedule
         self._is_first_rank = is_first_rank
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
-        self.needs_norm = plan.step.clip_norm > 0 or plan.precision.compute != "model"
+        self.needs_norm = needs_norm(plan)
         self.loss_scale = LossScale.of(plan)
         self.grad_norm: torch.Tensor | None = None
         """The last step's gradient norm before clipping, if `needs_norm`."""
@@ -57,19 +58,19 @@ class Update:
         """
         self._skips_on_device = self.needs_norm and can_skip_on_device(optimizer)
         self._has_updated = False
-        self._untold: deque[tuple[int, LateNumbers]] = deque()
-        """Steps of which it is not yet known whether they were skipped: number, and what to tell about it."""
+        self._unreported: deque[tuple[int, AsyncScalars]] = deque()
+        """Steps of which it is not yet known whether they were skipped: number, and the scalars of the warning."""
 
     @property
     def num_skipped(self) -> int:
         """Number of steps skipped because a gradient was not finite; waits for the last step."""
-        self._tell(wait=True)
+        self._report_skips(wait=True)
         return int(self.skipped)
 
     @torch.no_grad()
     def run(self, norm: torch.Tensor | None, correction: float | torch.Tensor | None, *, step: int) -> None:
         """Update with gradients still to be multiplied by a correction; `step` counts from 0."""
-        self._tell(wait=False)
+        self._report_skips(wait=False)
         scale = self.loss_scale.factor
         is_scaled = isinstance(scale, torch.Tensor) or scale != 1.0
         factor = (1.0 if correction is None else correction) / scale if is_scaled else correction
@@ -99,7 +100,7 @@ class Update:
     def load_state(self, state: dict[str, Any]) -> None:
         self.loss_scale.load_state(state["loss_scale"])
         self.skipped = int(state["num_skipped"])
-        self._untold.clear()
+        self._unreported.clear()
         self._has_updated = False  # the optimizer's state may be from before its first update
 
     def _is_finite(self, norm: torch.Tensor, step: int) -> bool:
@@ -114,16 +115,16 @@ class Update:
     def _find_overflow(self, norm: torch.Tensor, step: int) -> torch.Tensor:
         """1.0 on the device if the gradients are not finite, else 0.0."""
         overflow, before = 1.0 - torch.isfinite(norm).float(), self.loss_scale.factor
-        self.loss_scale.update_late(overflow)
+        self.loss_scale.update_on_device(overflow)
         self.skipped = self.skipped + overflow
         if self._is_first_rank:
-            self._untold.append((step, LateNumbers(overflow, before, self.loss_scale.factor, self.skipped)))
+            self._unreported.append((step, AsyncScalars(overflow, before, self.loss_scale.factor, self.skipped)))
         return overflow
 
-    def _tell(self, *, wait: bool) -> None:
+    def _report_skips(self, *, wait: bool) -> None:
         """Warn of steps that are now known to have been skipped; `wait`: of all."""
-        while self._untold and (wait or self._untold[0][1].is_there):
-            step, numbers = self._untold.popleft()
+        while self._unreported and (wait or self._unreported[0][1].is_ready):
+            step, numbers = self._unreported.popleft()
             overflow, before, after, num_skipped = numbers.read()
             if overflow:
                 self._warn(step, before, after, int(num_skipped))

@@ -1,8 +1,8 @@
-"""Gradients that several tensor ranks have: of parameters that all hold whole, and of entries that some repeat.
+"""Gradients of replicated parameters: those that all tensor ranks hold whole, and entries that some ranks repeat.
 
-All are exchanged once in a step, after the sum over data (`comm/shared_gradients.py`), but for one case: where state is
-sharded over data, and a rank and its counterparts keep different parts of a repeated entry. Then whole gradients are
-summed before they leave, each as soon as it is computed.
+All are exchanged once per step, after the sum over data (`comm/shared_gradients.py`), with one exception: where state
+is sharded over data, and the ranks that hold a repeated entry keep different parts of it. Then it is summed over these
+ranks before the sum over data, as soon as the gradient is computed.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from weft.plan.partition.tensor import Range
 from weft.plan.plan import Plan
 
 
-def find_shifted(model: nn.Module, blocks: Sequence[str], shares: Shares, plan: Plan) -> frozenset[str]:
-    """Parameters of which tensor ranks may keep different parts: with them in a flat buffer are some of uneven size."""
+def find_misaligned(model: nn.Module, blocks: Sequence[str], shares: Shares, plan: Plan) -> frozenset[str]:
+    """Parameters of which tensor ranks may keep different parts: their flat buffers also hold parts of uneven sizes."""
     if Sharding.of(plan).num_parts == 1:
         return frozenset()
     specs, uneven = describe_parameters(model, blocks if plan.data.shard == "parameters" else ()), shares.uneven
     # All that is outside blocks is in the root, where there is a tensor axis.
-    unit_of = {spec.name: None if spec.is_outside else spec.block for spec in specs}
+    unit_of = {spec.name: None if spec.is_outside_blocks else spec.block for spec in specs}
     units = {unit for name, unit in unit_of.items() if name in uneven}
     return frozenset(name for name, unit in unit_of.items() if unit in units)
 
 
-def find_apart(shares: Shares, shifted: Collection[str], mesh: Mesh) -> dict[str, str]:
-    """Of these, the ones that several ranks hold whole, and which ranks: they lie in buffers of their own."""
-    apart = {name: "tensor ranks" for name in shifted if name not in shares.splits}
-    here = (one for one in shares.repeated if one.place == mesh.index(AXIS) and one.name in shifted)
-    return apart | {one.name: f"tensor ranks {one.holders}" for one in here if _is_all(one, shares)}
+def find_own_buffers(shares: Shares, misaligned: Collection[str], mesh: Mesh) -> dict[str, str]:
+    """Misaligned parameters that several ranks hold whole, which need flat buffers of their own, and these ranks."""
+    replicated = {name: "tensor ranks" for name in misaligned if name not in shares.splits}
+    here = (one for one in shares.repeated if one.place == mesh.index(AXIS) and one.name in misaligned)
+    return replicated | {one.name: f"tensor ranks {one.holders}" for one in here if _is_whole_part(one, shares)}
 
 
 def shared_gradients(
@@ -49,22 +49,22 @@ def shared_gradients(
     mesh: Mesh,
     *,
     partial: Collection[str],
-    shifted: Collection[str],
-    may_differ: bool,
+    misaligned: Collection[str],
+    sums_may_differ: bool,
 ) -> list[SharedGradient]:
-    """What a model's ranks along the tensor axis exchange after the sum over data; collective.
+    """The gradients that ranks along the tensor axis exchange after the sum over data; collective.
 
-    `partial`: whole parameters that are used on shards. `may_differ`: sums over data may round differently on two of
-    these ranks.
+    `partial`: whole parameters that are used on shards. `sums_may_differ`: sums over data may round differently on
+    two of these ranks.
     """
     group = mesh.group(AXIS, "activations")
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     whole = [name for name in named if name not in shares.splits]
     shared = [SharedGradient(name=name, group=group, kind="sum") for name in whole if name in partial]
-    if may_differ:
-        shared += [SharedGradient(name=name, group=group, kind="alike") for name in whole if name not in partial]
-    for one, holders, is_early in _repeated_here(shares, named, shifted, mesh):
-        if _is_all(one, shares):
+    if sums_may_differ:
+        shared += [SharedGradient(name=name, group=group, kind="broadcast") for name in whole if name not in partial]
+    for one, holders, is_early in _repeated_here(shares, named, misaligned, mesh):
+        if _is_whole_part(one, shares):
             shared.append(SharedGradient(name=one.name, group=holders, kind="sum"))
         elif not is_early:
             inner = math.prod(named[one.name].shape[1:])
@@ -75,16 +75,16 @@ def shared_gradients(
     return shared
 
 
-def add_up_early(model: nn.Module, shares: Shares, mesh: Mesh, *, shifted: Collection[str]) -> None:
-    """Sum gradients of repeated entries that could not be found after the sum over data; collective."""
+def add_early_sum_hooks(model: nn.Module, shares: Shares, mesh: Mesh, *, misaligned: Collection[str]) -> None:
+    """Let gradients of repeated entries that are misaligned after the sum over data be summed before it; collective."""
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for one, holders, is_early in _repeated_here(shares, named, shifted, mesh):
+    for one, holders, is_early in _repeated_here(shares, named, misaligned, mesh):
         if is_early:
             start, stop = one.entries
             _add_up(named[one.name], holders, within=(one.dim, start, stop - start))
 
 
-def _is_all(one: Repeated, shares: Shares) -> bool:
+def _is_whole_part(one: Repeated, shares: Shares) -> bool:
     """True if the entries are all that their holders have of the tensor."""
     start, stop = one.entries
     parts = shares.splits[one.name].parts
@@ -92,7 +92,7 @@ def _is_all(one: Repeated, shares: Shares) -> bool:
 
 
 def _repeated_here(
-    shares: Shares, named: Collection[str], shifted: Collection[str], mesh: Mesh
+    shares: Shares, named: Collection[str], misaligned: Collection[str], mesh: Mesh
 ) -> list[tuple[Repeated, Group, bool]]:
     """This rank's repeated entries, and the ranks that hold them, in an order that all of these have.
 
@@ -108,8 +108,8 @@ def _repeated_here(
     for one in shares.repeated:
         if one.place == mesh.index(AXIS) and one.name in named:
             is_same = set(places[one.name, one.holders].values()) == {len(one.holders)}
-            may_be_elsewhere = one.name in shifted or not is_same or one.dim > 0
-            is_early = is_sharded and may_be_elsewhere and not _is_all(one, shares)
+            may_be_misaligned = one.name in misaligned or not is_same or one.dim > 0
+            is_early = is_sharded and may_be_misaligned and not _is_whole_part(one, shares)
             found.append((one, mesh.group(*keys[one.holders]), is_early))
     return sorted(found, key=lambda one: keys[one[0].holders])
 

@@ -8,17 +8,17 @@ import threading
 from typing import Any
 
 from strict_nccl.calls import Call, StrictError
-from strict_nccl.mode import Mode
+from strict_nccl.mode import StrictMode
 from strict_nccl.server import Inbox, address_of, packed
 
 SILENT_S = 0.05
-"""The referee is told of longer waits only, which saves it half of all messages."""
+"""Only longer waits are reported to the referee, which saves half of all messages."""
 
 
-class Link:
+class RefereeClient:
     """One per process and strict world; used by every thread that exchanges."""
 
-    def __init__(self, name: str, rank: int, mode: Mode) -> None:
+    def __init__(self, name: str, rank: int, mode: StrictMode) -> None:
         self.rank = rank
         self.mode = mode
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -40,7 +40,7 @@ class Link:
             return self._num_calls
 
     def call(self, call: Call) -> None:
-        """Say what is called; returns when the host would go on."""
+        """Send a call to the referee; returns when NCCL would let the host continue."""
         self._raise_failure()
         self._say("call", call)
         if call.blocks_host:

@@ -1,7 +1,7 @@
-"""Numbers on their way between host and device, for which neither waits.
+"""Scalars copied between device and host without either waiting for the other.
 
-`float(tensor)` waits for everything that was launched before it. A copy into pinned memory, followed by an event, waits
-for the number alone: whoever reads it one step later finds it there, while the device computes the next step.
+`float(tensor)` waits for everything that was launched before it. With a copy into pinned memory, followed by an
+event, a reader waits for that scalar alone: one step later it has arrived, while the device computes the next step.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 
 
-class LateNumbers:
-    """Some numbers on their way to the host."""
+class AsyncScalars:
+    """Scalars of a device that are being copied to the host."""
 
     def __init__(self, *numbers: torch.Tensor | float) -> None:
-        """At least one is a tensor; its device has the others too."""
+        """At least one is a tensor; the others are put on its device."""
         device = next(number.device for number in numbers if isinstance(number, torch.Tensor))
-        self._host = torch.stack([on_device(number, device, torch.float64).reshape(()) for number in numbers])
+        self._host = torch.stack([scalar_on_device(number, device, torch.float64).reshape(()) for number in numbers])
         self._arrived: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._host = torch.empty_like(self._host, device="cpu", pin_memory=True).copy_(
@@ -25,19 +25,21 @@ class LateNumbers:
             self._arrived.record(torch.cuda.current_stream(device))
 
     @property
-    def is_there(self) -> bool:
+    def is_ready(self) -> bool:
         """True if `read` does not wait."""
         return self._arrived is None or self._arrived.query()
 
     def read(self) -> list[float]:
-        """The numbers, once the device has computed them; what it was given later is not waited for."""
+        """The scalars, once the device has computed them; work launched later is not waited for."""
         if self._arrived is not None:
             self._arrived.synchronize()
         found: list[float] = self._host.tolist()
         return found
 
 
-def on_device(number: torch.Tensor | float, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+def scalar_on_device(
+    number: torch.Tensor | float, device: torch.device, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """A number as a tensor that is made on the device: a copy of one from the host would make the host wait.
 
     A float becomes float64 unless a dtype is given, so that nothing is lost.

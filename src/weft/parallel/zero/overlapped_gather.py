@@ -4,17 +4,18 @@
     next forward      | embedding | block 0 | block 1 | block 2 |
 
 The step does not wait for its gathers, which start in the order of use. Until its gather is waited for, a parameter is
-a NaN of a shape that fits nothing, as under ZeRO-3, and watched (`watched.py`): *every* use, by whatever code (a layer,
-an average of weights between two steps, `state_dict()`, a copy of the model), waits first and goes on with the values.
-So code outside of weft needs to know nothing, and reads neither old values nor half of the new ones:
+a NaN of a shape that fits nothing, as under ZeRO-3, and intercepted (`intercepted_parameter.py`): *every* use, by any
+code (a layer, an average of weights between two steps, `state_dict()`, a copy of the model), waits first and then gets
+the new values. So code outside of weft never reads old values, or a mixture of old and new ones:
 
-- Waiting orders the stream that reads, and the one that trains after it. On the host it blocks.
-- Memory of parameters that somebody else refers to (a kept `parameter.data`, `detach()` or `state_dict()`) can be read
-  without a use of the parameter. References to it are counted, and a flat buffer that has more of them than weft's own
-  is waited for at once.
-- Blocks, and layers outside of them, wait before they are called: what is compiled must not see the other class, and
-  kernels of an extension may be given parameters without asking torch.
-- Where the user compiled a module in place, with its hooks, nothing is left to be waited for.
+- On a GPU the reading stream waits for the gather, and the training stream then waits for the reading stream. On the
+  host, waiting blocks.
+- Memory of parameters to which other objects refer (a kept `parameter.data`, `detach()` or `state_dict()`) can be read
+  without a use of the parameter. References are counted, and a flat buffer that has more of them than weft's own is
+  waited for at once.
+- Blocks, and layers outside of them, wait before they are called: compiled code must not see the intercepting class,
+  and kernels of an extension may read parameters without a call of a torch function.
+- Where the user compiled a module in place, with its hooks, all gathers are waited for at once.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from torch import nn
 from weft.comm.collectives import Pending
 from weft.parallel.wrapping.wrap import add_hook
 from weft.parallel.zero.flat_parameters import FlatParameters
-from weft.parallel.zero.watched import set_class, watched_class
+from weft.parallel.zero.intercepted_parameter import intercepting_class, set_class
 
 
-class Refresh:
-    """The gathers of one flat buffer, one after every update."""
+class OverlappedGather:
+    """The gather of one flat buffer after every update."""
 
     def __init__(self, flat: FlatParameters) -> None:
         self._flat = flat
         self._pending: Pending | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._kind = watched_class(self._before_use)
-        self._is_plain = all(type(parameter) is nn.Parameter for parameter in flat.parameters)
+        self._intercepting_class = intercepting_class(self._before_use)
+        self._has_plain_parameters = all(type(parameter) is nn.Parameter for parameter in flat.parameters)
         flat.withdraw()
-        self._num_own = _num_references(flat.whole)
+        self._num_own_references = _num_references(flat.whole)
         flat.lend()
 
     def is_of(self, parameters: Collection[nn.Parameter]) -> bool:
@@ -55,7 +56,7 @@ class Refresh:
         if flat.group.size == 1:
             return
         flat.withdraw()
-        can_wait = self._is_plain and _num_references(flat.whole) == self._num_own
+        can_wait = self._has_plain_parameters and _num_references(flat.whole) == self._num_own_references
         pending = flat.start_refresh()
         if not can_wait:
             pending.wait()
@@ -64,7 +65,7 @@ class Refresh:
         self._pending = pending
         if flat.whole.is_cuda:
             self._stream = torch.cuda.current_stream(flat.whole.device)
-        set_class(flat.parameters, self._kind)
+        set_class(flat.parameters, self._intercepting_class)
 
     def wait(self) -> None:
         """Parameters are whole when this returns; on a GPU, for what this stream and the training one do from now."""
@@ -84,13 +85,13 @@ class Refresh:
         return True
 
 
-class Refreshing:
-    """All gathers after an update, and hooks that wait for them in time."""
+class OverlappedGathers:
+    """The gathers of all flat buffers after every update, and the hooks that wait for them."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str], flats: Sequence[FlatParameters]) -> None:
         """`flats` in the order of use."""
         self._modules = tuple(model.modules())
-        self._refreshes = tuple(Refresh(flat) for flat in flats)
+        self._gathers = tuple(OverlappedGather(flat) for flat in flats)
         if all(flat.group.size == 1 for flat in flats):
             return
         inside = {module for block in blocks for module in model.get_submodule(block).modules()}
@@ -102,18 +103,18 @@ class Refreshing:
 
     def start(self) -> None:
         """Begin all gathers, after an update."""
-        for refresh in self._refreshes:
-            refresh.start()
+        for gather in self._gathers:
+            gather.start()
         if any(module._compiled_call_impl is not None for module in self._modules):  # with its hooks
             self.wait()
 
     def wait(self) -> None:
-        for refresh in self._refreshes:
-            refresh.wait()
+        for gather in self._gathers:
+            gather.wait()
 
     def _wait_before(self, module: nn.Module, *, recurse: bool) -> None:
         own = set(module.parameters(recurse=recurse))
-        used = [one for one in self._refreshes if one.is_of(own)]
+        used = [one for one in self._gathers if one.is_of(own)]
         if not used:
             return
         why = "waits for its parameters, which are gathered after an update"
@@ -123,13 +124,13 @@ class Refreshing:
 class _WaitBefore:
     """A hook that waits for gathers; in a copied or saved module, which has parameters of its own, it does nothing."""
 
-    def __init__(self, refreshes: Sequence[Refresh] = ()) -> None:
-        self._refreshes = refreshes
+    def __init__(self, gathers: Sequence[OverlappedGather] = ()) -> None:
+        self._gathers = gathers
 
     def __call__(self, *_: object) -> None:
         if not torch.compiler.is_compiling():
-            for refresh in self._refreshes:
-                refresh.wait()
+            for gather in self._gathers:
+                gather.wait()
 
     def __reduce__(self) -> tuple[type[_WaitBefore], tuple[()]]:
         return _WaitBefore, ()

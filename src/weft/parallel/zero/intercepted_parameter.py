@@ -1,8 +1,8 @@
-"""A parameter whose every use, by whatever code, runs something first.
+"""A parameter of which every use, by any code, first calls a function.
 
 Modules that use parameters can be hooked, but other code reads parameters too: a product with the embedding's weight
-for tied logits, an average of weights between two steps. While a parameter's class is a `Watched`, torch itself says
-so: functions and methods that take tensors look for `__torch_function__` in the classes of their arguments.
+for tied logits, an average of weights between two steps. While a parameter's class is an `InterceptedParameter`, torch
+itself intercepts: functions and methods that take tensors look for `__torch_function__` in the classes of arguments.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 _TENSOR: Any = torch.Tensor
-_HARMLESS = frozenset(
+_NOT_INTERCEPTED = frozenset(
     [
         *(
             getattr(_TENSOR, name).__get__
@@ -25,11 +25,11 @@ _HARMLESS = frozenset(
         _TENSOR.register_hook,
     ]
 )
-"""Functions for which neither the values nor the shape matter."""
+"""Functions that need neither the values nor the shape."""
 
 
-class Watched(nn.Parameter):
-    """A parameter that is not to be used as it is."""
+class InterceptedParameter(nn.Parameter):
+    """A parameter that must not be used as it is."""
 
     on_use: ClassVar[Callable[[], bool]]
     """Called before a use. True: the parameter may be used, and is an ordinary one again."""
@@ -39,8 +39,8 @@ class Watched(nn.Parameter):
         cls, function: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         del cls
-        kinds = [kind for kind in types if issubclass(kind, Watched)]
-        if function not in _HARMLESS and all([kind.on_use() for kind in kinds]):
+        kinds = [kind for kind in types if issubclass(kind, InterceptedParameter)]
+        if function not in _NOT_INTERCEPTED and all([kind.on_use() for kind in kinds]):
             return function(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
@@ -53,12 +53,12 @@ class Watched(nn.Parameter):
         return memo.setdefault(id(self), made)
 
 
-def watched_class(on_use: Callable[[], bool]) -> type[Watched]:
+def intercepting_class(on_use: Callable[[], bool]) -> type[InterceptedParameter]:
     """A class of parameters whose uses call `on_use` first."""
-    return type(Watched.__name__, (Watched,), {"on_use": staticmethod(on_use)})
+    return type(InterceptedParameter.__name__, (InterceptedParameter,), {"on_use": staticmethod(on_use)})
 
 
 def set_class(parameters: Iterable[nn.Parameter], kind: type[nn.Parameter]) -> None:
-    """Let parameters be watched, or ordinary ones."""
+    """Make parameters intercepted, or ordinary ones."""
     for parameter in parameters:
         parameter.__class__ = kind

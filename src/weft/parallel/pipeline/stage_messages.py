@@ -1,11 +1,11 @@
 """The messages between a rank's stages and their neighbours on other ranks.
 
-Each way between two stages has a group of its own (`message_group` in `plan/partition/groups.py`), which both ends use
-in the same order: NCCL knows no tags. A send never blocks. It may end only when it is received, which may be in a
-later step, so its tensor is kept until then.
+Each direction between two stages has a group of its own (`message_group` in `plan/partition/groups.py`), which both
+ranks use in the same order, because NCCL has no tags. A send never blocks. It may complete only when it is received,
+which may be in a later step, so its tensor is kept until then.
 
-What crosses from stage to stage is the same on all tensor ranks. Where the way between stages is the slower one, each
-of them sends a slice to its counterpart, and the receivers gather the slices from each other.
+Tensors between stages are the same on all tensor ranks. Where the network between stages is slower than that between
+tensor ranks, each tensor rank sends a slice to its counterpart, and the receivers gather the slices from each other.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _SlicedArrival:
     """
 
     slice: torch.Tensor
-    """Memory of the whole."""
+    """A view of the whole."""
     whole: torch.Tensor
     pending: Pending
     tensor_ranks: Group
@@ -51,8 +51,8 @@ class _SlicedArrival:
         all_gather(self.whole, self.slice, self.tensor_ranks)
 
 
-class Links:
-    """This rank's ends of the ways between stages."""
+class StageMessages:
+    """Sends and receives between this rank's stages and their neighbours."""
 
     def __init__(self, mesh: Mesh, my_stages: Sequence[int], num_stages: int) -> None:
         self.rank, self.num_ranks = mesh.index("pipeline"), mesh.size("pipeline")
@@ -61,25 +61,27 @@ class Links:
         """The group of the messages from one stage to another."""
         for stage in my_stages:
             for peer in {stage - 1, stage + 1} & set(range(num_stages)):
-                for way in ((stage, peer), (peer, stage)):
-                    self._groups[way] = mesh.group(*message_group(*way, self.num_ranks))
+                for direction in ((stage, peer), (peer, stage)):
+                    self._groups[direction] = mesh.group(*message_group(*direction, self.num_ranks))
         self._tensor_ranks = mesh.group("tensor", "activations") if _are_slices_faster(mesh) else None
         """The ranks that send slices of the same tensors; None if each sends whole ones."""
-        uses_streams = any(group.is_on_stream for group in self._groups.values())
+        uses_streams = any(group.waits_on_stream for group in self._groups.values())
         self._host = mesh.group("pipeline", "control") if uses_streams else None
         """The group of messages through host memory; None if none are needed."""
         self._sends: deque[tuple[Pending, torch.Tensor]] = deque()
         self._mailboxes: set[Mailbox] = set()
         """Mailboxes whose messages the receivers may not have taken yet."""
 
-    def post(self, tensor: torch.Tensor, source: int, target: int, *, tag: int = 0, is_first: bool = False) -> None:
-        """Send a tensor from a stage of this rank to a neighbour, which receives it with the same tag and `is_first`.
+    def send(
+        self, tensor: torch.Tensor, source: int, target: int, *, tag: int = 0, is_first_pass: bool = False
+    ) -> None:
+        """Send a tensor from a stage of this rank to a neighbour, which receives it with the same arguments.
 
-        `is_first`: passes of its kind have not run yet, so on a GPU it goes through host memory.
+        `is_first_pass`: passes of this shape have not run yet, so between GPUs the message goes through host memory.
         """
         group, message = self._groups[source, target], self._slice(tensor.contiguous())
         to = 1 - group.index
-        if is_first and self._host is not None:
+        if is_first_pass and self._host is not None:
             group, message, to = self._host, message.cpu(), target % self.num_ranks
         pending = send(message, group, to=to, tag=tag)
         if (wire := group.wire(message)) is not None:
@@ -90,11 +92,11 @@ class Links:
             self._sends.popleft()
 
     def receive(
-        self, tensor: torch.Tensor, source: int, target: int, *, tag: int = 0, is_first: bool = False
+        self, tensor: torch.Tensor, source: int, target: int, *, tag: int = 0, is_first_pass: bool = False
     ) -> Arrival:
-        """Start receiving what a neighbour sends to a stage of this rank, into a contiguous tensor."""
+        """Start to receive what a neighbour sends to a stage of this rank, into a contiguous tensor."""
         group, mine = self._groups[source, target], self._slice(tensor)
-        if is_first and self._host is not None:
+        if is_first_pass and self._host is not None:
             staged = torch.empty_like(mine, device="cpu")
             came = receive(staged, self._host, source=source % self.num_ranks, tag=tag)
             pending = Pending(came, group.traffic, lambda: mine.copy_(staged))
@@ -106,19 +108,19 @@ class Links:
         return _SlicedArrival(slice=mine, whole=tensor.view(-1), pending=pending, tensor_ranks=self._tensor_ranks)
 
     def _slice(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What this rank sends or receives of a tensor: its slice, or the whole."""
+        """The part of a tensor that this rank sends or receives: its slice, or the whole."""
         ranks = self._tensor_ranks
         if ranks is None or num_slices(tensor.numel(), tensor.element_size(), ranks.size) == 1:
             return tensor
         each = tensor.numel() // ranks.size
         return tensor.view(-1)[ranks.index * each : (ranks.index + 1) * each]
 
-    def pass_back(self, words: torch.Tensor) -> None:
-        """Hand the last rank's words from rank to rank, behind the gradients that each rank has sent so far."""
+    def send_to_previous_ranks(self, totals: torch.Tensor) -> None:
+        """Send the last rank's totals from each rank to the one before, after the gradients that it has sent so far."""
         if self.rank < self.num_ranks - 1:
-            self.receive(words, self.rank + 1, self.rank).wait()
+            self.receive(totals, self.rank + 1, self.rank).wait()
         if self.rank > 0:
-            self.post(words, self.rank, self.rank - 1)
+            self.send(totals, self.rank, self.rank - 1)
 
     def settle(self) -> None:
         """Wait until all messages were received: those in transit would be lost with this object."""
@@ -128,7 +130,7 @@ class Links:
             self._mailboxes.pop().settle()
 
     def fail(self) -> None:
-        """Let no other mesh use these groups. What is under way stays: it may be written, or others may wait for it."""
+        """Let no other mesh use these groups. Messages in flight are kept: their memory may yet be read or written."""
         self._process_groups.has_failed = True
 
 
@@ -137,7 +139,7 @@ def _are_slices_faster(mesh: Mesh) -> bool:
 
     Through the memory of one host a message is one copy, and to gather it would be another.
     """
-    if mesh.size("tensor") == 1 or mesh.group("tensor", "activations").runs_in_order:
+    if mesh.size("tensor") == 1 or mesh.group("tensor", "activations").is_stream_ordered:
         return mesh.size("tensor") > 1
 
     def crosses_hosts(axis: str) -> bool:

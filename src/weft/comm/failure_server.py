@@ -1,0 +1,284 @@
+"""The failure server: a thread of rank 0 to which every rank keeps a connection, and which tells all of a failure.
+
+Connections instead of messages in the store, because the kernel closes them when a process ends, however it ends and
+whatever its Python threads were doing; no heartbeat can be late. What a rank sends is one JSON object per line:
+
+    {"token", "rank", "host", "host_name"}   first, once
+    {"failure": {...}}                       an error is ending this rank
+    {"stuck": {...}}                         an exchange is about to time out, and this rank's exchanges
+    {"status": {...}}                        this rank's exchanges, the answer to {"ask": true}
+    {"left": true}                           this rank ends normally; its connection will close
+
+and what it receives is one of
+
+    {"ask": true}                            what are your exchanges?
+    {"closed": true}                         rank 0 ends normally
+    {"failure": {...}, "printed_by": [...]}  the first failure, and the ranks that have to print it, one per host
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch.distributed.distributed_c10d import Store
+
+from weft.comm.stuck_exchanges import ExchangeStatus, describe_stuck_exchange
+from weft.hosts import host_id
+
+_DECISION_DELAY_S = 0.2
+"""Seconds to wait after an error for the end of another process that may have caused it: both are noticed at about the
+same time."""
+_ANSWER_WAIT_S = 2.0
+"""Seconds to wait for the exchange status of all ranks."""
+_CONNECT_S = 5.0
+_KEEPALIVE_S = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
+"""A host that is gone is noticed after a minute; a switch that restarts is not."""
+
+log = logging.getLogger("weft")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why a run ends."""
+
+    rank: int
+    host_name: str
+    kind: str
+    """The type of the error; empty if the process ended without one."""
+    message: str
+    prints_itself: bool
+    """The rank that failed prints the message itself."""
+
+    def __str__(self) -> str:
+        what = f"{self.kind}: {self.message}" if self.kind else self.message
+        return f"rank {self.rank} (on {self.host_name}) failed, and ends this run: {what}"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Client:
+    """A connected rank."""
+
+    connection: socket.socket
+    rank: int = -1
+    host: str = ""
+    host_name: str = ""
+    received: bytes = b""
+    has_left: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class _Inquiry:
+    """A stuck exchange that ranks are asked about."""
+
+    rank: int
+    until_s: float
+    statuses: dict[int, ExchangeStatus] = field(default_factory=dict)
+
+
+class FailureServer:
+    """Accepts the ranks' connections and decides which failure was the first."""
+
+    def __init__(self) -> None:
+        self.token = uuid.uuid4().hex
+        is_dual = socket.has_dualstack_ipv6()
+        self._listener = socket.create_server(
+            ("", 0), family=socket.AF_INET6 if is_dual else socket.AF_INET, backlog=1024, dualstack_ipv6=is_dual
+        )
+        self.port: int = self._listener.getsockname()[1]
+        self._wake_sender, self._wake_receiver = socket.socketpair()
+        self._clients: dict[socket.socket, _Client] = {}
+        self._reported: list[Failure] = []
+        self._decide_at_s = 0.0
+        self._inquiry: _Inquiry | None = None
+        self._is_decided = False
+        self._thread = threading.Thread(target=self._run, name="weft-failure-server", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End normally: ranks that still run continue without a watch."""
+        with suppress(OSError):
+            self._wake_sender.send(b"x")
+        self._thread.join(timeout=2.0)
+
+    def close_sockets(self) -> None:
+        """Close all connections; in a fork of rank 0, its copies of them."""
+        for connection in (self._listener, self._wake_sender, self._wake_receiver, *self._clients):
+            connection.close()
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._wake_receiver, selectors.EVENT_READ)
+            while True:
+                is_busy = bool(self._reported or self._inquiry)
+                for key, _ in selector.select(0.02 if is_busy else None):
+                    if key.fileobj is self._wake_receiver:
+                        self._send_all({"closed": True})
+                        self.close_sockets()
+                        return
+                    if key.fileobj is self._listener:
+                        self._accept(selector)
+                    else:
+                        self._read(selector, self._clients[key.fileobj])  # type: ignore[index]
+                self._decide()
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:
+            log.warning("the failure server accepts no more ranks (%s): failures of the others are noticed late", error)
+            selector.unregister(self._listener)
+            return
+        keep_alive(connection)
+        connection.settimeout(1.0)
+        self._clients[connection] = _Client(connection=connection)
+        selector.register(connection, selectors.EVENT_READ)
+
+    def _read(self, selector: selectors.BaseSelector, client: _Client) -> None:
+        problem = "its process ended without an error message (killed, or out of memory)"
+        try:
+            received = client.connection.recv(65536)
+        except OSError as error:
+            received = b""
+            if error.errno == errno.ETIMEDOUT:
+                problem = "its host has not answered for a minute"
+        if not received:
+            self._drop(selector, client)
+            has_reported = any(one.rank == client.rank for one in self._reported)
+            if client.rank >= 0 and not client.has_left and not has_reported:
+                self._report(self._failure_of(client, "", problem))
+            return
+        *lines, client.received = (client.received + received).split(b"\n")
+        for text in lines:
+            try:
+                self._handle(client, json.loads(text))
+            except (ValueError, KeyError, TypeError):  # not one of our ranks
+                self._drop(selector, client)
+                return
+
+    def _drop(self, selector: selectors.BaseSelector, client: _Client) -> None:
+        selector.unregister(client.connection)
+        del self._clients[client.connection]
+        client.connection.close()
+
+    def _handle(self, client: _Client, message: dict[str, Any]) -> None:
+        if client.rank < 0:
+            if message["token"] != self.token:
+                raise ValueError
+            client.rank, client.host, client.host_name = message["rank"], message["host"], message["host_name"]
+        elif "left" in message:
+            client.has_left = True
+        elif "failure" in message:
+            self._report(
+                self._failure_of(client, message["failure"]["kind"], message["failure"]["message"], prints_itself=True)
+            )
+        elif "stuck" in message and self._inquiry is None and not self._is_decided:
+            self._inquiry = _Inquiry(rank=client.rank, until_s=time.monotonic() + _ANSWER_WAIT_S)
+            self._inquiry.statuses[client.rank] = ExchangeStatus.from_json(message["stuck"])
+            self._send_all({"ask": True})
+        elif "status" in message and self._inquiry is not None:
+            self._inquiry.statuses.setdefault(client.rank, ExchangeStatus.from_json(message["status"]))
+
+    def _failure_of(self, client: _Client, kind: str, message: str, *, prints_itself: bool = False) -> Failure:
+        return Failure(
+            rank=client.rank, host_name=client.host_name, kind=kind, message=message, prints_itself=prints_itself
+        )
+
+    def _report(self, failure: Failure) -> None:
+        if not self._reported:
+            self._decide_at_s = time.monotonic() + _DECISION_DELAY_S
+        self._reported.append(failure)
+
+    def _decide(self) -> None:
+        """Tell all ranks of the first failure: a stuck exchange, else a process that ended, else the first error."""
+        now = time.monotonic()
+        if self._is_decided:
+            self._reported.clear()
+            return
+        if self._inquiry is not None:
+            if now < self._inquiry.until_s and len(self._inquiry.statuses) < len(self._clients):
+                return
+            first = self._stuck(self._inquiry)
+            self._inquiry = None
+        elif self._reported and now >= self._decide_at_s:
+            first = next((one for one in self._reported if not one.kind), self._reported[0])
+        else:
+            return
+        self._is_decided = True
+        self._reported.clear()
+        self._send_all({"failure": asdict(first), "printed_by": self._printing_ranks(first)})
+
+    def _stuck(self, inquiry: _Inquiry) -> Failure:
+        host_name = next((one.host_name for one in self._clients.values() if one.rank == inquiry.rank), "")
+        message = describe_stuck_exchange(inquiry.rank, inquiry.statuses)
+        return Failure(rank=inquiry.rank, host_name=host_name, kind="", message=message, prints_itself=False)
+
+    def _printing_ranks(self, failure: Failure) -> list[int]:
+        """The ranks that print a failure: the first one of each host, unless the failed rank does it there."""
+        printed_on = {one.host for one in self._clients.values() if one.rank == failure.rank and failure.prints_itself}
+        first: dict[str, int] = {}
+        for client in sorted(self._clients.values(), key=lambda one: one.rank):
+            if client.rank >= 0 and client.host not in printed_on:
+                first.setdefault(client.host, client.rank)
+        return list(first.values())
+
+    def _send_all(self, message: dict[str, Any]) -> None:
+        for client in self._clients.values():
+            if client.rank >= 0:
+                with suppress(OSError):
+                    client.connection.sendall(as_line(message))
+
+
+def connect_to_failure_server(
+    store: Store, rank: int
+) -> tuple[socket.socket, dict[str, Any], FailureServer | None] | None:
+    """This rank's connection, the address, and on rank 0 the server; None, with a warning, where it cannot be
+    reached. Rank 0 gives the address in the store; collective."""
+    server, host = None, host_id()
+    if rank == 0:
+        try:
+            server = FailureServer()
+            said = {"port": server.port, "token": server.token}
+        except OSError as error:
+            said = {"problem": str(error)}
+        store.set("address", json.dumps({**said, "host": host, "host_name": socket.gethostname()}))
+    address = json.loads(store.get("address"))
+    problem = address.get("problem")
+    names = ("127.0.0.1",) if address["host"] == host else (os.environ.get("MASTER_ADDR"), address["host_name"])
+    for name in filter(None, names if problem is None else ()):
+        try:
+            connection = socket.create_connection((name, address["port"]), timeout=_CONNECT_S)
+        except OSError as error:
+            problem = f"{name} port {address['port']}: {error}"
+            continue
+        keep_alive(connection)
+        who = {"rank": rank, "host": host, "host_name": socket.gethostname()}
+        connection.sendall(as_line({"token": address["token"], **who}))
+        return connection, address, server
+    log.warning("no watch over failed ranks (%s): over NCCL a dead rank is noticed only after the timeout", problem)
+    if server is not None:
+        server.close()
+    return None
+
+
+def as_line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let the kernel notice that the other host is gone."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE_S.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
