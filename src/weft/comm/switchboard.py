@@ -9,8 +9,11 @@ whatever its Python threads were doing; no heartbeat can be late. What a rank se
     {"whereabouts": {...}}                   the answer to {"ask": true}
     {"left": true}                           this rank ends in order; its connection will close
 
-and what it gets is {"ask": true}, {"closed": true} when rank 0 ends in order, or {"failure": {...}, "tells": [ranks]}:
-the first failure, and on which ranks it has to be printed, one per host.
+and what it gets is {"joined": token} first, then {"ask": true}, {"closed": true} when rank 0 ends in order, or
+{"failure": {...}, "tells": [ranks]}: the first failure, and on which ranks it has to be printed, one per host.
+
+A connection counts only once it has answered with the token. Proxies of a service mesh accept every connection and
+close it later, and another program may have the same port on another host: neither is the death of rank 0.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ _VERDICT_S = 0.2
 _ANSWER_S = 2.0
 """Seconds to wait for the whereabouts of all ranks."""
 _CONNECT_S = 5.0
+_MOST_UNKNOWN_BYTES = 4096
+"""Bytes taken from a connection that has not shown the token: any program may reach an open port."""
 _KEEPALIVE_S = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 """A host that is gone is noticed after a minute; a switch that restarts is not."""
 
@@ -159,9 +164,11 @@ class Switchboard:
         for text in lines:
             try:
                 self._take(member, json.loads(text))
-            except (ValueError, KeyError, TypeError):  # not one of our ranks
+            except (ValueError, KeyError, TypeError, OSError):  # not one of our ranks, or gone already
                 self._drop(selector, member)
                 return
+        if member.rank < 0 and len(member.received) > _MOST_UNKNOWN_BYTES:
+            self._drop(selector, member)
 
     def _drop(self, selector: selectors.BaseSelector, member: _Member) -> None:
         selector.unregister(member.line)
@@ -172,6 +179,7 @@ class Switchboard:
         if member.rank < 0:
             if message["token"] != self.token:
                 raise ValueError
+            member.line.sendall(as_line({"joined": self.token}))
             member.rank, member.host, member.host_name = message["rank"], message["host"], message["host_name"]
         elif "left" in message:
             member.has_left = True
@@ -242,23 +250,52 @@ def reach_switchboard(store: Store, rank: int) -> tuple[socket.socket, dict[str,
             said = {"port": switchboard.port, "token": switchboard.token}
         except OSError as error:
             said = {"problem": str(error)}
-        store.set("address", json.dumps({**said, "host": host, "host_name": socket.gethostname()}))
+        place = {"host": host, "host_name": socket.gethostname(), "ip": _own_ip()}
+        store.set("address", json.dumps({**said, **place}))
     address = json.loads(store.get("address"))
     problem = address.get("problem")
-    names = ("127.0.0.1",) if address["host"] == host else (os.environ.get("MASTER_ADDR"), address["host_name"])
-    for name in filter(None, names if problem is None else ()):
+    # torchrun's rendezvous may be on another host than rank 0, and a host's name known to that host only.
+    outside = os.environ.get("MASTER_ADDR"), address["host_name"], address["ip"]
+    names = ["127.0.0.1"] if address["host"] == host else list(dict.fromkeys(filter(None, outside)))
+    who = {"token": address.get("token"), "rank": rank, "host": host, "host_name": socket.gethostname()}
+    for name in names if problem is None else ():
         try:
-            line = socket.create_connection((name, address["port"]), timeout=_CONNECT_S)
+            return _call(name, address, who), address, switchboard
         except OSError as error:
             problem = f"{name} port {address['port']}: {error}"
-            continue
-        keep_alive(line)
-        who = {"rank": rank, "host": host, "host_name": socket.gethostname()}
-        line.sendall(as_line({"token": address["token"], **who}))
-        return line, address, switchboard
-    log.warning("no watch over failed ranks (%s): over NCCL a dead rank is noticed only after the timeout", problem)
+    level = logging.WARNING if os.environ.get("LOCAL_RANK", "0") == "0" else logging.INFO  # not once per rank
+    text = "no watch over failed ranks (%s): over NCCL a dead rank is noticed only after the timeout"
+    log.log(level, text, problem)
     if switchboard is not None:
         switchboard.close()
+    return None
+
+
+def _call(name: str, address: dict[str, Any], who: dict[str, Any]) -> socket.socket:
+    """A connection to the switchboard; OSError if something else answers, or nothing."""
+    line = socket.create_connection((name, address["port"]), timeout=_CONNECT_S)
+    try:
+        keep_alive(line)
+        line.sendall(as_line(who))
+        expected, answer = as_line({"joined": address["token"]}), b""
+        while len(answer) < len(expected):  # not more: what follows is for the watch
+            received = line.recv(len(expected) - len(answer))
+            if not received:
+                raise ConnectionError("closed without an answer")
+            answer += received
+        if answer != expected:
+            raise ConnectionError("another program answers there")
+    except OSError:
+        line.close()
+        raise
+    return line
+
+
+def _own_ip() -> str | None:
+    """The address from which this host would reach others; nothing is sent."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # reserved for documentation: only the route matters
+        return str(probe.getsockname()[0])
     return None
 
 
