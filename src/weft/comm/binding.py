@@ -10,7 +10,7 @@ how fast it is.
 from __future__ import annotations
 
 import json
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -37,6 +37,11 @@ class Seat:
     nccl_host: str | None = None
     """The host that NCCL is told, where that is not the real one."""
 
+    @property
+    def machine(self) -> str:
+        """The running kernel: containers of one machine are different hosts, and may have the same GPU."""
+        return self.host.partition("/")[0]
+
 
 def take_seat(host: str, device: torch.device, *, rank: int, environment: MutableMapping[str, str]) -> Seat:
     """This rank's seat; prepares the environment for ranks that share a GPU on purpose."""
@@ -57,7 +62,7 @@ def prepare_sharing(rank: int, environment: MutableMapping[str, str]) -> None:
     if environment.get(SHARE_GPUS, "0") in ("", "0"):
         return
     environment.setdefault(_HOST_ID, f"weft-rank-{rank}")
-    if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):  # one real host
+    if environment.get("LOCAL_WORLD_SIZE", "") == environment.get("WORLD_SIZE"):  # one real host
         environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
         environment.setdefault("NCCL_IB_DISABLE", "1")
 
@@ -84,21 +89,21 @@ def require_own_gpus(seats: Sequence[Seat]) -> None:
     together: dict[tuple[str, str], list[int]] = {}
     for rank, seat in enumerate(seats):
         if seat.gpu is not None:
-            together.setdefault((seat.host, seat.gpu), []).append(rank)
+            together.setdefault((seat.machine, seat.gpu), []).append(rank)
     problems = []
     for name in dict.fromkeys(seat.nccl_host for seat in seats if seat.nccl_host is not None):
-        if (num_hosts := len({seat.host for seat in seats if seat.nccl_host == name})) > 1:
+        if (num_hosts := len({seat.machine for seat in seats if seat.nccl_host == name})) > 1:
             problems.append(f"{_HOST_ID}={name} is set on {num_hosts} hosts, which NCCL would take for one; unset it")
-    for (host, gpu), ranks in together.items():
+    for (machine, gpu), ranks in together.items():
         nccl_hosts = {seats[rank].nccl_host for rank in ranks}
         if len(ranks) > 1 and (None in nccl_hosts or len(nccl_hosts) < len(ranks)):
-            problems.append(_say_shared(seats, host, gpu, ranks))
+            problems.append(_say_shared(seats, machine, gpu, ranks))
     if problems:
         raise LaunchError(problems)
 
 
-def _say_shared(seats: Sequence[Seat], host: str, gpu: str, ranks: Sequence[int]) -> str:
-    here = [seat for seat in seats if seat.host == host]
+def _say_shared(seats: Sequence[Seat], machine: str, gpu: str, ranks: Sequence[int]) -> str:
+    here = [seat for seat in seats if seat.machine == machine]
     num_gpus = max(max(seat.num_gpus for seat in here), len({seat.gpu for seat in here}))
     found = f"rank {_list(ranks)} use the same GPU ({gpu})"
     if len(here) > num_gpus:
@@ -127,6 +132,17 @@ def slow_backend(seats: Sequence[Seat], backend: str) -> str | None:
     return (
         "tensors of GPUs are exchanged over gloo, through host memory, many times slower than over NCCL; let weft make "
         'the process group, or make it with "cpu:gloo,cuda:nccl"'
+    )
+
+
+def needless_sharing(seats: Sequence[Seat], environment: Mapping[str, str]) -> str | None:
+    """A warning where ranks may share GPUs and none does; None elsewhere."""
+    gpus = [seat.gpu for seat in seats if seat.gpu is not None]
+    if environment.get(SHARE_GPUS, "0") in ("", "0") or len(set(gpus)) < len(gpus) or len(gpus) < 2:
+        return None
+    return (
+        f"{SHARE_GPUS}={environment[SHARE_GPUS]} is set, and every rank has a GPU of its own: they exchange as if on "
+        "different hosts, without NVLink; unset it"
     )
 
 

@@ -28,15 +28,12 @@ from weft.plan.partition.flat_buffers import (
     offloads,
     own_tensor,
 )
-from weft.plan.partition.groups import num_communicators
+from weft.plan.partition.groups import COMMUNICATOR_BYTES, num_communicators
 from weft.plan.plan import Plan, said
 from weft.planning.gradient_buffers import travelling_bytes
 from weft.profiles.model import ModelProfile
 from weft.units import format_bytes
 
-COMMUNICATOR_BYTES = 32 * 2**20
-"""Device memory of a NCCL communicator. Measured between 2 to 8 ranks through sockets; links inside a host have more
-channels, and take several times as much."""
 _STATE = ("parameters", "gradients", "master", "optimizer", "buffers")
 
 

@@ -17,6 +17,10 @@ HOST_PURPOSES = ("control", "saving")
 """Purposes whose messages are small and in host memory on every device: a GPU's communicators take hundreds of MB each,
 and a value that is read from one makes the host wait for the device."""
 
+COMMUNICATOR_BYTES = 32 * 2**20
+"""Device memory of a NCCL communicator. Measured between 2 to 8 ranks through sockets; links inside a host have more
+channels, and take several times as much."""
+
 WORLD = "world"
 """The name under which exchanges between all ranks are counted; not an axis of the plan."""
 
