@@ -18,6 +18,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from weft.hosts import num_cores
 STOP_FILE = "stop"
 _ERROR_FILE = "error.json"
 _PARENT_FILE = "parent"
+_REPORT_WAIT_S = 2.0
 
 
 def is_launched() -> bool:
@@ -121,12 +123,21 @@ def _enter(function: Callable[..., Any], folder_name: str, arguments: dict[str, 
     except WeftError as error:
         if failure_watch.report(error):
             _report(folder, error)
+        else:
+            _wait_for_report(folder)
         _end(2)
     except Exception as error:
         if not failure_watch.report(error):
             failure_watch.end_after_peer()
         get_error_handler().record_exception(error)
         _end(1)
+
+
+def _wait_for_report(folder: Path) -> None:
+    """Let the rank that was first write its report: the parent looks for it as soon as any rank has ended."""
+    deadline = time.monotonic() + _REPORT_WAIT_S
+    while not (folder / _ERROR_FILE).exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def _end(code: int) -> NoReturn:

@@ -44,7 +44,7 @@ def test_what_a_rank_sends(layout: str) -> None:
     case = make_case(places, (4, 2, 8, 6), is_causal=True, dtype=torch.bfloat16)
     with mock.patch.object(ring_exchange, "exchange", wraps=ring_exchange.exchange) as exchange:
         split(case, axes)
-    sent = [(one.kwargs["tag"], one.args[0].numel(), one.args[0].dtype) for one in exchange.call_args_list]
+    sent = [(one.kwargs["tag"], one.args[0][0][0].numel(), one.args[0][0][0].dtype) for one in exchange.call_args_list]
     numel = 2 * 2 * 4 * (8 + 6)
     block, total = (0, numel, torch.bfloat16), (1, numel, torch.float32)
     assert sent[:3] == [block] * 3

@@ -155,7 +155,7 @@ def test_what_replicas_exchange_is_independent_of_what_is_inside(name: str, kind
     place: Callable[..., Sync] = apply.place
     torch.manual_seed(1)
     wrapped = mock.patch.object(apply, "place", lambda model, mesh, *a, **k: kind(place(model, mesh, *a, **k), mesh))
-    with mock.patch.object(make, "_groups", only_inside), wrapped:
+    with mock.patch.object(make, "reduction_groups", only_inside), wrapped:
         trainer = make_trainer(small_model(), PLANS[name], example=batches[0][0][:2])
     for batch in batches:
         trainer.step(*cut_evenly(batch, trainer.data_size)[trainer.data_rank])

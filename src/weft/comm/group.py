@@ -79,7 +79,8 @@ class Group:
     backend: str = "gloo"
     """The c10d backend that moves them, unless they go through shared memory."""
     communicator_bytes: int = 0
-    """Device memory that the group's communicator took when it was made."""
+    """Device memory that went when the group's communicator was made. The first one also loads NCCL's kernels, and on a
+    GPU that ranks share it is that of all of them."""
     shared: SharedTransport | None = None
     """The transport through host memory, if all ranks are on one host and use it."""
     levels: TwoLevel | None = None
