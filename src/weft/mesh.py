@@ -27,6 +27,7 @@ from weft.comm.binding import (
     backend_of,
     exchange_locations,
     find_location,
+    needless_sharing_warning,
     request_hardware_queues,
     require_own_gpus,
     slow_backend_warning,
@@ -34,14 +35,22 @@ from weft.comm.binding import (
 from weft.comm.failure_watch import leave_watch, report, watch_world
 from weft.comm.fake_world import is_fake, ranks_per_host, refuse_half_fake
 from weft.comm.group import Group, Traffic
-from weft.comm.nccl_settings import nccl_problems
+from weft.comm.nccl_settings import nccl_problems, require_room_for_communicators
 from weft.comm.process_groups import ProcessGroups
 from weft.errors import LaunchError, PlanError
 from weft.hosts import host_id
 from weft.plan.check import check, require
 from weft.plan.model_refusals import SHARED_MEMORY_ON_A_DEVICE
 from weft.plan.partition.grid import Grid
-from weft.plan.partition.groups import WORLD, GroupKey, batch_axes, num_ranks_along, plan_groups
+from weft.plan.partition.groups import (
+    COMMUNICATOR_BYTES,
+    WORLD,
+    GroupKey,
+    batch_axes,
+    num_communicators,
+    num_ranks_along,
+    plan_groups,
+)
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Plan
 
@@ -220,6 +229,12 @@ def make_mesh(
             raise PlanError("a step failed on the mesh given, and its messages may still be in flight; make a new mesh")
     elif world.backend == "nccl":
         _require_nccl_settings(plan, world)
+        require_room_for_communicators(
+            free_bytes=torch.cuda.mem_get_info(world.device)[0],
+            num_communicators=num_communicators(plan, batch_norms=batch_norms) if groups is None else len(groups),
+            bytes_each=COMMUNICATOR_BYTES,
+            device=str(world.device),
+        )
     mesh = Mesh(plan, world, sharing=sharing)
     try:
         mesh.add_groups(plan_groups(plan, batch_norms=batch_norms) if groups is None else groups)
@@ -244,10 +259,11 @@ def join_world(device: torch.device | str | None = None, *, timeout_s: float = 1
     restart, torchrun's shared store still holds the dead attempt's addresses, and gloo would connect to them.
     """
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0")
+    if device is None or torch.device(device).type == "cuda":
+        request_hardware_queues(os.environ)  # before the first question to the driver
     chosen = _choose_device(device, local_rank)
     if chosen.type == "cuda":
-        request_hardware_queues(os.environ)
         torch.cuda.set_device(chosen)
     if dist.is_initialized():
         refuse_half_fake(chosen)
@@ -267,9 +283,9 @@ def join_world(device: torch.device | str | None = None, *, timeout_s: float = 1
     else:
         return World(rank=0, size=1, local_rank=0, device=chosen)
     backend = backend_of(chosen, dist.group.WORLD)
-    warning = slow_backend_warning(locations, backend)
-    if warning is not None and rank == 0 and size > 1:
-        log.warning("%s", warning)
+    for warning in (slow_backend_warning(locations, backend), needless_sharing_warning(locations, os.environ)):
+        if warning is not None and rank == 0 and size > 1:
+            log.warning("%s", warning)
     return World(
         rank=rank, size=size, local_rank=local_rank, device=chosen, hosts=_number_hosts(locations), backend=backend
     )
@@ -325,5 +341,9 @@ def _meet(timeout_s: float) -> tuple[Store, int, int]:
 def _choose_device(device: torch.device | str | None, local_rank: int) -> torch.device:
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if chosen.type == "cuda" and chosen.index is None:  # "cuda" means this rank's own
+        everyone = dist.group.WORLD if dist.is_initialized() else None
+        bound: torch.device | None = None if everyone is None else everyone.bound_device_id
+        if bound is not None and bound.type == "cuda":  # its communicator is on that one
+            return bound
         return torch.device("cuda", local_rank % torch.cuda.device_count())
     return chosen

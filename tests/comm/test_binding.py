@@ -5,14 +5,18 @@ from __future__ import annotations
 import multiprocessing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from weft import mesh
 from weft.comm.binding import (
     SHARE_GPUS,
     RankLocation,
     exchange_locations,
+    needless_sharing_warning,
     prepare_sharing,
     require_own_gpus,
     slow_backend_warning,
@@ -60,6 +64,30 @@ def test_ranks_that_nccl_takes_for_hosts_of_their_own_may_share() -> None:
         require_own_gpus([replace(location, nccl_host_id="one") for location in shared])
 
 
+def test_containers_of_one_machine_may_share_its_name_for_nccl_but_no_gpu() -> None:
+    """A host is a kernel with its namespaces: two containers are two hosts, and NCCL_HOSTID joins them on purpose."""
+    inside = [
+        RankLocation(
+            host=f"boot/net{place}/pid{place}", device="cuda:0", gpu_uuid=f"GPU-{gpu}", num_gpus=1, nccl_host_id=name
+        )
+        for place, (gpu, name) in enumerate([("a", "node"), ("b", "node"), ("b", None)])
+    ]
+    require_own_gpus(inside[:2])
+    with pytest.raises(LaunchError, match="ranks 0, 1 use the same GPU"):
+        require_own_gpus(inside[1:])
+    with pytest.raises(LaunchError, match="NCCL_HOSTID=node is set on 2 hosts"):
+        require_own_gpus([inside[0], replace(inside[1], host="other/net/pid")])
+
+
+def test_sharing_that_nobody_needs_is_warned_of() -> None:
+    assert "without NVLink" in str(needless_sharing_warning(locations("ab"), {SHARE_GPUS: "1"}))
+    assert needless_sharing_warning(locations("aa"), {SHARE_GPUS: "1"}) is None
+    assert needless_sharing_warning(locations("ab"), {}) is None
+    without_launcher = {SHARE_GPUS: "1"}
+    prepare_sharing(0, without_launcher)
+    assert "NCCL_SOCKET_IFNAME" not in without_launcher, "ranks may be on several hosts"
+
+
 def test_a_rank_without_a_gpu_among_others_is_named() -> None:
     with pytest.raises(LaunchError, match=r"ranks 0, 1 on cuda; rank 2 on cpu"):
         require_own_gpus([*locations("ab"), RankLocation(host="h", device="cpu")])
@@ -75,6 +103,14 @@ def test_sharing_is_prepared_only_if_asked_for() -> None:
     of_several_hosts = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", SHARE_GPUS: "1"}
     prepare_sharing(3, of_several_hosts)
     assert "NCCL_SOCKET_IFNAME" not in of_several_hosts
+
+
+def test_a_group_that_is_bound_to_a_gpu_decides_over_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The communicator of a group made with `device_id` is on that GPU, whatever a launcher counts."""
+    world = SimpleNamespace(bound_device_id=torch.device("cuda", 3))
+    monkeypatch.setattr(mesh, "dist", SimpleNamespace(is_initialized=lambda: True, group=SimpleNamespace(WORLD=world)))
+    assert mesh._choose_device("cuda", 0) == torch.device("cuda", 3)
+    assert mesh._choose_device("cuda:1", 0) == torch.device("cuda", 1)
 
 
 def test_gpus_over_gloo_are_warned_of_and_nothing_else() -> None:

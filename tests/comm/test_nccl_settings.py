@@ -9,6 +9,7 @@ import pytest
 from weft.comm.binding import RankLocation, require_own_gpus
 from weft.comm.nccl_settings import nccl_problems, require_room_for_communicators
 from weft.errors import LaunchError
+from weft.plan.partition.groups import num_communicators
 from weft.plan.plan import Axes, Plan
 
 PIPELINE, DATA = Plan(axes=Axes(pipeline=2)), Plan(axes=Axes(data=2))
@@ -65,6 +66,17 @@ def test_what_works_is_let_pass(text: str) -> None:
     hosts = TWO_HOSTS if "^" in text else ONE_HOST
     found = nccl_problems(variables(text), PIPELINE, hosts=hosts)
     assert found.refused == found.warned == ()
+
+
+def test_fewer_queues_than_the_streams_of_a_pipeline_are_warned_of() -> None:
+    plan = Plan(axes=Axes(pipeline=4, data=2, tensor=2))
+    streams = num_communicators(plan) + 2
+    few, enough = (
+        nccl_problems({"CUDA_DEVICE_MAX_CONNECTIONS": str(queues)}, plan, hosts=(0,) * 16)
+        for queues in (streams - 1, streams)
+    )
+    assert len(few.warned) == 1 and f"the plan's {streams} streams" in few.warned[0] and few.refused == ()
+    assert enough.warned == ()
 
 
 def test_all_problems_come_at_once() -> None:

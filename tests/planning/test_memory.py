@@ -8,8 +8,9 @@ import pytest
 
 from weft.errors import PlanError
 from weft.plan.partition.flat_buffers import ParameterSpec
+from weft.plan.partition.groups import COMMUNICATOR_BYTES
 from weft.plan.plan import Axes, Comm, Data, Plan, Precision, Recompute, Step
-from weft.planning.memory import COMMUNICATOR_BYTES, Memory, predict_memory
+from weft.planning.memory import Memory, predict_memory
 from weft.profiles.model import ModelProfile, Segment, Size
 
 GB = 10**9

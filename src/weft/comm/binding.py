@@ -10,7 +10,7 @@ how fast it is.
 from __future__ import annotations
 
 import json
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -37,6 +37,11 @@ class RankLocation:
     nccl_host_id: str | None = None
     """`NCCL_HOSTID`: NCCL takes ranks with the same value for ranks of one host; None: not set."""
 
+    @property
+    def machine(self) -> str:
+        """The running kernel: containers of one machine are different hosts, and may have the same GPU."""
+        return self.host.partition("/")[0]
+
 
 def find_location(host: str, device: torch.device, *, rank: int, environment: MutableMapping[str, str]) -> RankLocation:
     """This rank's location; prepares the environment for ranks that share a GPU on purpose."""
@@ -57,7 +62,7 @@ def prepare_sharing(rank: int, environment: MutableMapping[str, str]) -> None:
     if environment.get(SHARE_GPUS, "0") in ("", "0"):
         return
     environment.setdefault(_HOST_ID, f"weft-rank-{rank}")
-    if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):  # one real host
+    if environment.get("LOCAL_WORLD_SIZE", "") == environment.get("WORLD_SIZE"):  # one real host
         environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
         environment.setdefault("NCCL_IB_DISABLE", "1")
 
@@ -84,21 +89,21 @@ def require_own_gpus(locations: Sequence[RankLocation]) -> None:
     together: dict[tuple[str, str], list[int]] = {}
     for rank, location in enumerate(locations):
         if location.gpu_uuid is not None:
-            together.setdefault((location.host, location.gpu_uuid), []).append(rank)
+            together.setdefault((location.machine, location.gpu_uuid), []).append(rank)
     problems = []
     for name in dict.fromkeys(location.nccl_host_id for location in locations if location.nccl_host_id is not None):
-        if (num_hosts := len({location.host for location in locations if location.nccl_host_id == name})) > 1:
+        if (num_hosts := len({location.machine for location in locations if location.nccl_host_id == name})) > 1:
             problems.append(f"{_HOST_ID}={name} is set on {num_hosts} hosts, which NCCL would take for one; unset it")
-    for (host, gpu_uuid), ranks in together.items():
+    for (machine, gpu_uuid), ranks in together.items():
         nccl_host_ids = {locations[rank].nccl_host_id for rank in ranks}
         if len(ranks) > 1 and (None in nccl_host_ids or len(nccl_host_ids) < len(ranks)):
-            problems.append(_shared_gpu_problem(locations, host, gpu_uuid, ranks))
+            problems.append(_shared_gpu_problem(locations, machine, gpu_uuid, ranks))
     if problems:
         raise LaunchError(problems)
 
 
-def _shared_gpu_problem(locations: Sequence[RankLocation], host: str, gpu_uuid: str, ranks: Sequence[int]) -> str:
-    here = [location for location in locations if location.host == host]
+def _shared_gpu_problem(locations: Sequence[RankLocation], machine: str, gpu_uuid: str, ranks: Sequence[int]) -> str:
+    here = [location for location in locations if location.machine == machine]
     num_gpus = max(max(location.num_gpus for location in here), len({location.gpu_uuid for location in here}))
     found = f"{_name(ranks)} use the same GPU ({gpu_uuid})"
     if len(here) > num_gpus:
@@ -127,6 +132,17 @@ def slow_backend_warning(locations: Sequence[RankLocation], backend: str) -> str
     return (
         "tensors of GPUs are exchanged over gloo, through host memory, many times slower than over NCCL; let weft make "
         'the process group, or make it with "cpu:gloo,cuda:nccl"'
+    )
+
+
+def needless_sharing_warning(locations: Sequence[RankLocation], environment: Mapping[str, str]) -> str | None:
+    """A warning where ranks may share GPUs and none does; None elsewhere."""
+    uuids = [location.gpu_uuid for location in locations if location.gpu_uuid is not None]
+    if environment.get(SHARE_GPUS, "0") in ("", "0") or len(set(uuids)) < len(uuids) or len(uuids) < 2:
+        return None
+    return (
+        f"{SHARE_GPUS}={environment[SHARE_GPUS]} is set, and every rank has a GPU of its own: they exchange as if on "
+        "different hosts, without NVLink; unset it"
     )
 
 

@@ -9,11 +9,14 @@ whatever its Python threads were doing; no heartbeat can be late. What a rank se
     {"status": {...}}                        this rank's exchanges, the answer to {"ask": true}
     {"left": true}                           this rank ends normally; its connection will close
 
-and what it receives is one of
+and what it receives is {"joined": token} first, then any of
 
     {"ask": true}                            what are your exchanges?
     {"closed": true}                         rank 0 ends normally
     {"failure": {...}, "printed_by": [...]}  the first failure, and the ranks that have to print it, one per host
+
+A connection counts only once it has answered with the token. Proxies of a service mesh accept every connection and
+close it later, and another program may have the same port on another host: neither is the death of rank 0.
 """
 
 from __future__ import annotations
@@ -42,6 +45,8 @@ same time."""
 _ANSWER_WAIT_S = 2.0
 """Seconds to wait for the exchange status of all ranks."""
 _CONNECT_S = 5.0
+_MOST_UNKNOWN_BYTES = 4096
+"""Bytes taken from a connection that has not shown the token: any program may reach an open port."""
 _KEEPALIVE_S = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 """A host that is gone is noticed after a minute; a switch that restarts is not."""
 
@@ -163,9 +168,11 @@ class FailureServer:
         for text in lines:
             try:
                 self._handle(client, json.loads(text))
-            except (ValueError, KeyError, TypeError):  # not one of our ranks
+            except (ValueError, KeyError, TypeError, OSError):  # not one of our ranks, or gone already
                 self._drop(selector, client)
                 return
+        if client.rank < 0 and len(client.received) > _MOST_UNKNOWN_BYTES:
+            self._drop(selector, client)
 
     def _drop(self, selector: selectors.BaseSelector, client: _Client) -> None:
         selector.unregister(client.connection)
@@ -176,6 +183,7 @@ class FailureServer:
         if client.rank < 0:
             if message["token"] != self.token:
                 raise ValueError
+            client.connection.sendall(as_line({"joined": self.token}))
             client.rank, client.host, client.host_name = message["rank"], message["host"], message["host_name"]
         elif "left" in message:
             client.has_left = True
@@ -252,23 +260,52 @@ def connect_to_failure_server(
             said = {"port": server.port, "token": server.token}
         except OSError as error:
             said = {"problem": str(error)}
-        store.set("address", json.dumps({**said, "host": host, "host_name": socket.gethostname()}))
+        place = {"host": host, "host_name": socket.gethostname(), "ip": _own_ip()}
+        store.set("address", json.dumps({**said, **place}))
     address = json.loads(store.get("address"))
     problem = address.get("problem")
-    names = ("127.0.0.1",) if address["host"] == host else (os.environ.get("MASTER_ADDR"), address["host_name"])
-    for name in filter(None, names if problem is None else ()):
+    # torchrun's rendezvous may be on another host than rank 0, and a host's name known to that host only.
+    outside = os.environ.get("MASTER_ADDR"), address["host_name"], address["ip"]
+    names = ["127.0.0.1"] if address["host"] == host else list(dict.fromkeys(filter(None, outside)))
+    who = {"token": address.get("token"), "rank": rank, "host": host, "host_name": socket.gethostname()}
+    for name in names if problem is None else ():
         try:
-            connection = socket.create_connection((name, address["port"]), timeout=_CONNECT_S)
+            return _connect(name, address, who), address, server
         except OSError as error:
             problem = f"{name} port {address['port']}: {error}"
-            continue
-        keep_alive(connection)
-        who = {"rank": rank, "host": host, "host_name": socket.gethostname()}
-        connection.sendall(as_line({"token": address["token"], **who}))
-        return connection, address, server
-    log.warning("no watch over failed ranks (%s): over NCCL a dead rank is noticed only after the timeout", problem)
+    level = logging.WARNING if os.environ.get("LOCAL_RANK", "0") == "0" else logging.INFO  # not once per rank
+    text = "no watch over failed ranks (%s): over NCCL a dead rank is noticed only after the timeout"
+    log.log(level, text, problem)
     if server is not None:
         server.close()
+    return None
+
+
+def _connect(name: str, address: dict[str, Any], who: dict[str, Any]) -> socket.socket:
+    """A connection to the failure server; OSError if something else answers, or nothing."""
+    connection = socket.create_connection((name, address["port"]), timeout=_CONNECT_S)
+    try:
+        keep_alive(connection)
+        connection.sendall(as_line(who))
+        expected, answer = as_line({"joined": address["token"]}), b""
+        while len(answer) < len(expected):  # not more: what follows is for the watch
+            received = connection.recv(len(expected) - len(answer))
+            if not received:
+                raise ConnectionError("closed without an answer")
+            answer += received
+        if answer != expected:
+            raise ConnectionError("another program answers there")
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def _own_ip() -> str | None:
+    """The address from which this host would reach others; nothing is sent."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # reserved for documentation: only the route matters
+        return str(probe.getsockname()[0])
     return None
 
 

@@ -10,8 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.errors import LaunchError
+from weft.plan.partition.groups import num_communicators
 from weft.plan.plan import Plan
 from weft.units import format_bytes
+
+_MOST_QUEUES = 32
+"""Hardware queues that a GPU has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,13 @@ def nccl_problems(environment: Mapping[str, str], plan: Plan, *, hosts: Sequence
             refused.append(f"{said}, where a message that waits for its sender holds up every other exchange; unset it")
         else:
             warned.append(f"{said}, so exchanges do not overlap computation; unset it")
+    queues, streams = _number(environment.get("CUDA_DEVICE_MAX_CONNECTIONS")), num_communicators(plan) + 2
+    if plan.axes.pipeline > 1 and queues is not None and 1 < queues < min(streams, _MOST_QUEUES):
+        warned.append(
+            f"CUDA_DEVICE_MAX_CONNECTIONS={queues} is less than the plan's {streams} streams, so a message that "
+            "waits for its sender may hold up a kernel that the sender needs, for ever; unset it, and weft asks for "
+            f"{_MOST_QUEUES}"
+        )
     if is_set("CUDA_LAUNCH_BLOCKING"):
         said = "CUDA_LAUNCH_BLOCKING=1 makes the host wait for every kernel"
         if plan.axes.pipeline > 1:

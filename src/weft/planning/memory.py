@@ -28,15 +28,12 @@ from weft.plan.partition.flat_buffers import (
     offloads,
     own_tensor,
 )
-from weft.plan.partition.groups import num_communicators
+from weft.plan.partition.groups import COMMUNICATOR_BYTES, num_communicators
 from weft.plan.plan import Plan, said
 from weft.planning.gradient_buffers import travelling_bytes
 from weft.profiles.model import ModelProfile
 from weft.units import format_bytes
 
-COMMUNICATOR_BYTES = 32 * 2**20
-"""Device memory of a NCCL communicator. Measured: 16 to 26 MiB between 2 ranks through sockets; links inside a host
-have more channels, and take several times as much. NCCL's own kernels, loaded with the first, are not in it."""
 _STATE = ("parameters", "gradients", "master", "optimizer", "buffers")
 
 

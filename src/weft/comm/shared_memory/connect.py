@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -120,8 +121,8 @@ class Connection:
 
 def timeout_s(handle: dist.ProcessGroup) -> float:
     """Seconds after which the group's own exchanges give up."""
-    try:
-        timeout: timedelta = handle._get_backend(torch.device("cpu")).options._timeout
-    except (AttributeError, RuntimeError):
-        return _DEFAULT_TIMEOUT_S
-    return timeout.total_seconds()
+    for kind in ("cpu", "cuda"):  # a world of the user's own may have NCCL only
+        with suppress(AttributeError, RuntimeError):
+            timeout: timedelta = handle._get_backend(torch.device(kind)).options._timeout
+            return timeout.total_seconds()
+    return _DEFAULT_TIMEOUT_S

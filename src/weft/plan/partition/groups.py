@@ -17,6 +17,10 @@ HOST_PURPOSES = ("control", "saving")
 """Purposes whose messages are small, and in host memory even if ranks compute on GPUs: NCCL's communicators take device
 memory, and reading a value on the host makes it wait for the device."""
 
+COMMUNICATOR_BYTES = 32 * 2**20
+"""Device memory of a NCCL communicator. Measured: 16 to 26 MiB between 2 ranks through sockets; links inside a host
+have more channels, and take several times as much. NCCL's own kernels, loaded with the first, are not in it."""
+
 WORLD = "world"
 """The name under which exchanges between all ranks are counted; not an axis of the plan."""
 

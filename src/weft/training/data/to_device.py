@@ -40,4 +40,5 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    # torch has 32 streams of each priority, and goes round: this one must never be that of a communicator as well.
+    return torch.cuda.Stream(device, priority=-1)
