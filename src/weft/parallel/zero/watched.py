@@ -20,12 +20,12 @@ _HARMLESS = frozenset(
             getattr(_TENSOR, name).__get__
             for name in ("dtype", "device", "layout", "is_cuda", "is_leaf", "requires_grad", "grad")
         ),
-        _TENSOR.grad.__set__,
         _TENSOR.is_floating_point,
         _TENSOR.register_hook,
     ]
 )
 """Functions for which neither the values nor the shape matter."""
+_SET_GRAD: Any = _TENSOR.grad.__set__
 
 
 class Watched(nn.Parameter):
@@ -40,7 +40,8 @@ class Watched(nn.Parameter):
     ) -> Any:
         del cls
         kinds = [kind for kind in types if issubclass(kind, Watched)]
-        if function not in _HARMLESS and all([kind.on_use() for kind in kinds]):
+        is_harmless = function in _HARMLESS or (function == _SET_GRAD and args[1] is None)  # others have a shape
+        if not is_harmless and all([kind.on_use() for kind in kinds]):
             return function(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
