@@ -37,6 +37,7 @@ from weft.comm.fake_world import is_fake, ranks_per_host, refuse_half_fake
 from weft.comm.group import Group, Traffic
 from weft.comm.nccl_settings import nccl_problems, require_room_for_communicators
 from weft.comm.process_groups import ProcessGroups
+from weft.comm.under_way import wait_for_all
 from weft.errors import LaunchError, PlanError
 from weft.hosts import host_id
 from weft.plan.check import check, require
@@ -280,6 +281,7 @@ def join_world(device: torch.device | str | None = None, *, timeout_s: float = 1
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" and dist.is_nccl_available() else "gloo"
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        watch_world(store, rank, size, timeout_s=timeout_s)  # which learns the group
     else:
         return World(rank=0, size=1, local_rank=0, device=chosen)
     backend = backend_of(chosen, dist.group.WORLD)
@@ -303,6 +305,7 @@ def leave_world() -> None:
         if dist.is_initialized() and "nccl" in dist.get_backend_config():
             return
     else:
+        wait_for_all()
         leave_watch()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -21,7 +21,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from oracle import ADAMW, data_plan, make_trainer, small_gpt, token_batch
 from ranks import start_forkserver
+from torch._C._distributed_c10d import HashStore
 
 from weft.comm import failure_server, failure_watch, stuck_exchanges
 from weft.comm.stuck_exchanges import Exchange, ExchangeStatus, describe_stuck_exchange
@@ -40,13 +42,23 @@ class Ended:
     stderr: str
 
 
-def run(body: str, world: int, folder: Path, *, ranks_per_host: int = 8, timeout_s: float = 60.0) -> list[Ended]:
-    """A function of this file on several ranks, until all have ended."""
+def run(
+    body: str,
+    world: int,
+    folder: Path,
+    *,
+    ranks_per_host: int = 8,
+    timeout_s: float = 60.0,
+    is_script: bool = True,
+) -> list[Ended]:
+    """A function of this file on several ranks, until all have ended; `is_script`: as an interpreter runs a script."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     context = start_forkserver()
     processes = [
-        context.Process(target=be_rank, args=(body, rank, world, port, str(folder), ranks_per_host, timeout_s))
+        context.Process(
+            target=be_rank, args=(body, rank, world, port, str(folder), ranks_per_host, timeout_s, is_script)
+        )
         for rank in range(world)
     ]
     for process in processes:
@@ -61,7 +73,16 @@ def run(body: str, world: int, folder: Path, *, ranks_per_host: int = 8, timeout
     return ended
 
 
-def be_rank(body: str, rank: int, world: int, port: int, folder: str, ranks_per_host: int, timeout_s: float) -> None:
+def be_rank(
+    body: str,
+    rank: int,
+    world: int,
+    port: int,
+    folder: str,
+    ranks_per_host: int,
+    timeout_s: float,
+    is_script: bool,
+) -> None:
     """The main function of a rank: what an interpreter does with a script, its uncaught errors included."""
     os.dup2(os.open(f"{folder}/stderr-{rank}", os.O_WRONLY | os.O_CREAT), 2)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -75,11 +96,14 @@ def be_rank(body: str, rank: int, world: int, port: int, folder: str, ranks_per_
         dist.barrier()
         globals()[body](rank)
     except BaseException:
+        if not is_script:
+            raise
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         leave_world()
         os._exit(1)
-    leave_world()
-    os._exit(0)
+    if is_script:
+        leave_world()
+        os._exit(0)
 
 
 def printed(ended: list[Ended]) -> list[str]:
@@ -170,6 +194,52 @@ def test_an_interrupt_or_an_error_after_leaving_ends_no_other_rank(tmp_path: Pat
     ended = run("ends_early_in_order", 3, tmp_path)
     assert [one.code for one in ended] == [0, 1, 1]
     assert printed(ended) == []
+
+
+def returns_early(rank: int) -> None:
+    if rank == 0:
+        time.sleep(1.5)
+
+
+def test_a_process_of_multiprocessing_that_returns_early_ends_no_other_rank(tmp_path: Path) -> None:
+    """Such processes end without `atexit`."""
+    ended = run("returns_early", 2, tmp_path, is_script=False)
+    assert [one.code for one in ended] == [0, 0] and printed(ended) == []
+
+
+def test_an_error_in_a_process_of_multiprocessing_ends_all_ranks(tmp_path: Path) -> None:
+    """Such processes print their errors without `sys.excepthook`."""
+    ended = run("raises_on_the_last", 2, tmp_path, is_script=False)
+    assert [one.code for one in ended] == [1, 1]
+    assert ended[0].stderr == "" and "ValueError: planted" in ended[1].stderr
+
+
+def ends_with_a_step(rank: int) -> None:
+    model = small_gpt()
+    trainer = make_trainer(model, data_plan(2, shard="optimizer", transport="c10d"), optimizer=ADAMW, mesh=None)
+    if rank == 0:
+        trainer.optimizer.register_step_post_hook(lambda *_: time.sleep(0.5))
+    trainer.step(*token_batch(4))
+    if rank == 0:
+        assert all(torch.isfinite(tensor).all() for tensor in model.state_dict().values())
+
+
+def test_a_rank_that_ends_with_a_step_still_sends_its_weights(tmp_path: Path) -> None:
+    """The other one, which is slower, reads them after that."""
+    ended = run("ends_with_a_step", 2, tmp_path, is_script=False)
+    assert [one.code for one in ended] == [0, 0], [one.stderr for one in ended]
+
+
+def test_a_rank_that_did_not_reach_the_switchboard_does_not_wait_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks that did reach it make no second one when they join again."""
+    asked = []
+    monkeypatch.setattr(failure_watch, "reach_switchboard", lambda *_: asked.append(1))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for _ in range(2):
+        failure_watch.watch_world(HashStore(), 1, 2, timeout_s=1.0)
+    failure_watch.leave_watch()
+    assert len(asked) == 1
 
 
 def waits_for_one_that_is_elsewhere(rank: int) -> None:

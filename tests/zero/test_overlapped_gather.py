@@ -128,6 +128,25 @@ def test_memory_that_somebody_refers_to_is_waited_for_at_once() -> None:
 
 
 @ranks(2)
+def test_a_kept_storage_and_a_gradient_that_is_set() -> None:
+    """The one can be read without a use of the parameter; the other must fit it."""
+    model = small_gpt().double()
+    trainer = make_trainer(model, data_plan(2, shard="optimizer", bucket_bytes=SMALL), optimizer=ADAMW)
+    weight, other = model.blocks[0].mlp.up.weight, model.blocks[1].mlp.up.weight
+    shape, kept = weight.shape, weight.untyped_storage()
+    with late_gathers():
+        step(trainer, 0)
+        assert type(weight) is nn.Parameter and type(other) is not nn.Parameter
+        other.grad = None
+        assert type(other) is not nn.Parameter
+        other.grad = torch.ones(shape, dtype=torch.float64)
+        assert type(other) is nn.Parameter
+        del kept
+        step(trainer, 1)
+        assert type(weight) is not nn.Parameter
+
+
+@ranks(2)
 def test_a_block_waits_for_its_own_weights_only() -> None:
     model = small_gpt(num_layers=3).double()
     trainer = make_trainer(model, data_plan(2, shard="optimizer", bucket_bytes=SMALL), optimizer=ADAMW)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import multiprocessing.util
 import os
 import signal
 import socket
@@ -180,6 +181,10 @@ class FailureWatch:
 
 
 _watch: FailureWatch | None = None
+_is_joined = False
+"""`watch_world` was called for the present world, also where the failure server could not be reached."""
+_group: dist.ProcessGroup | None = None
+"""The group of that world; None until it is made."""
 _num_watches = 0
 _previous_hook = sys.excepthook
 _parent_prints = False
@@ -190,15 +195,19 @@ def watch_world(store: Store, rank: int, size: int, *, timeout_s: float) -> None
 
     `timeout_s`: of exchanges, unless the process group exists already and has its own.
     """
-    global _watch, _num_watches, _previous_hook
+    global _watch, _is_joined, _group, _num_watches, _previous_hook
     if size == 1 or "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return
-    if _watch is not None and _watch.group in (None, dist.group.WORLD):
-        _watch.group = dist.group.WORLD
+    if _is_joined and _group in (None, dist.group.WORLD):
+        _group = dist.group.WORLD
+        if _watch is not None:
+            _watch.group = _group
         return
     leave_watch()
+    _is_joined, _group = True, dist.group.WORLD
     if _num_watches == 0:
         atexit.register(leave_watch)
+        multiprocessing.util.Finalize(None, _end_child, exitpriority=0)  # forks of multiprocessing skip atexit
         os.register_at_fork(after_in_child=_close_after_fork)
     _num_watches += 1
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -213,10 +222,10 @@ def watch_world(store: Store, rank: int, size: int, *, timeout_s: float) -> None
 
 def leave_watch() -> None:
     """End the watch: whatever happens to this process now is not a failure of the run."""
-    global _watch
+    global _watch, _is_joined
     if _watch is not None:
         _watch.stop()
-    _watch = None
+    _watch, _is_joined = None, False
 
 
 def is_watched() -> bool:
@@ -267,11 +276,22 @@ def _timeout_of(group: dist.ProcessGroup | None, default_s: float) -> float:
     return min(found, default=default_s)
 
 
+def _end_child() -> None:
+    """The end of a process that multiprocessing started: it prints errors itself, and calls no `sys.excepthook`."""
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit) and error.code not in (None, 0):
+        error = error.__context__
+    if isinstance(error, Exception):
+        report(error)
+    else:
+        leave_watch()
+
+
 def _close_after_fork() -> None:
-    global _watch
+    global _watch, _is_joined
     if _watch is not None:
         _watch.close_after_fork()
-    _watch = None
+    _watch, _is_joined = None, False
 
 
 def _report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

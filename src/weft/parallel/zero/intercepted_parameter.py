@@ -20,12 +20,12 @@ _NOT_INTERCEPTED = frozenset(
             getattr(_TENSOR, name).__get__
             for name in ("dtype", "device", "layout", "is_cuda", "is_leaf", "requires_grad", "grad")
         ),
-        _TENSOR.grad.__set__,
         _TENSOR.is_floating_point,
         _TENSOR.register_hook,
     ]
 )
 """Functions that need neither the values nor the shape."""
+_SET_GRAD: Any = _TENSOR.grad.__set__
 
 
 class InterceptedParameter(nn.Parameter):
@@ -40,7 +40,8 @@ class InterceptedParameter(nn.Parameter):
     ) -> Any:
         del cls
         kinds = [kind for kind in types if issubclass(kind, InterceptedParameter)]
-        if function not in _NOT_INTERCEPTED and all([kind.on_use() for kind in kinds]):
+        is_harmless = function in _NOT_INTERCEPTED or (function == _SET_GRAD and args[1] is None)  # others have a shape
+        if not is_harmless and all([kind.on_use() for kind in kinds]):
             return function(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))

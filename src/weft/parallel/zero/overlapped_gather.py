@@ -20,12 +20,15 @@ the new values. So code outside of weft never reads old values, or a mixture of 
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
 
 from weft.comm.collectives import Pending
+from weft.comm.under_way import wait_before_leaving
 from weft.parallel.wrapping.wrap import add_hook
 from weft.parallel.zero.flat_parameters import FlatParameters
 from weft.parallel.zero.intercepted_parameter import intercepting_class, set_class
@@ -37,12 +40,15 @@ class OverlappedGather:
     def __init__(self, flat: FlatParameters) -> None:
         self._flat = flat
         self._pending: Pending | None = None
+        self._waiting = threading.RLock()
+        """Weights may be read from several threads."""
         self._stream: torch.cuda.Stream | None = None
         self._intercepting_class = intercepting_class(self._before_use)
         self._has_plain_parameters = all(type(parameter) is nn.Parameter for parameter in flat.parameters)
         flat.withdraw()
         self._num_own_references = _num_references(flat.whole)
         flat.lend()
+        wait_before_leaving(self)
 
     def is_of(self, parameters: Collection[nn.Parameter]) -> bool:
         """True if some of these lie in the flat buffer."""
@@ -69,12 +75,14 @@ class OverlappedGather:
 
     def wait(self) -> None:
         """Parameters are whole when this returns; on a GPU, for what this stream and the training one do from now."""
-        if self._pending is None:
-            return
-        self._pending.wait()
-        self._pending = None
-        set_class(self._flat.parameters, nn.Parameter)
-        self._flat.lend()
+        with self._waiting:
+            if self._pending is None:
+                return
+            self._pending.wait()
+            with torch._C.DisableTorchFunctionSubclass():  # another thread must find them intercepted until they are whole
+                self._flat.lend()
+            set_class(self._flat.parameters, nn.Parameter)
+            self._pending = None
         if self._stream is not None:
             current = torch.cuda.current_stream(self._stream.device)
             if current != self._stream:
@@ -137,6 +145,7 @@ class _WaitBefore:
 
 
 def _num_references(tensor: torch.Tensor) -> int:
-    """The number of tensors and arrays, in Python or elsewhere, that share a tensor's memory."""
+    """The number of tensors, arrays and storages, in Python or elsewhere, that share a tensor's memory."""
     storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata))
+    # All storages in Python are one object, which counts once.
+    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)

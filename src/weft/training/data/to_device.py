@@ -16,7 +16,7 @@ from weft.training.data.trees import Tree, map_tensors
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor on a device, for work on the current stream. The host waits for nothing."""
-    if device.type != "cuda" or tensor.device.type != "cpu":
+    if device.type != "cuda" or not _can_be_pinned(tensor):
         return tensor.to(device, non_blocking=True)
     stream, current = _copy_stream(device), torch.cuda.current_stream(device)
     with torch.cuda.stream(stream):
@@ -32,10 +32,14 @@ def pin(tree: Tree) -> Tree:
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type != "cpu" or (tensor.is_contiguous() and tensor.is_pinned()):
+    if not _can_be_pinned(tensor) or (tensor.is_contiguous() and tensor.is_pinned()):
         return tensor
     # Not `pin_memory()`, which keeps gaps between rows: a GPU copies only contiguous memory without the host.
     return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+
+
+def _can_be_pinned(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_nested
 
 
 @functools.cache
