@@ -230,10 +230,10 @@ def test_a_rank_that_ends_with_a_step_still_sends_its_weights(tmp_path: Path) ->
     assert [one.code for one in ended] == [0, 0], [one.stderr for one in ended]
 
 
-def test_a_rank_that_did_not_reach_the_switchboard_does_not_wait_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_did_not_reach_the_server_does_not_wait_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks that did reach it make no second one when they join again."""
     asked = []
-    monkeypatch.setattr(failure_watch, "reach_switchboard", lambda *_: asked.append(1))
+    monkeypatch.setattr(failure_watch, "connect_to_failure_server", lambda *_: asked.append(1))
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for _ in range(2):

@@ -79,7 +79,7 @@ class OverlappedGather:
             if self._pending is None:
                 return
             self._pending.wait()
-            with torch._C.DisableTorchFunctionSubclass():  # another thread must find them intercepted until they are whole
+            with torch._C.DisableTorchFunctionSubclass():  # other threads still find them intercepted
                 self._flat.lend()
             set_class(self._flat.parameters, nn.Parameter)
             self._pending = None
