@@ -228,7 +228,7 @@ def make_mesh(
             raise PlanError(f"the mesh given is for {theirs[0]}, {theirs[1]}; this plan needs {ours[0]}, {ours[1]}")
         if sharing.process_groups.has_failed:
             raise PlanError("a step failed on the mesh given, and its messages may still be in flight; make a new mesh")
-    elif world.backend == "nccl":
+    elif world.backend == "nccl" and world.device.type == "cuda":
         _require_nccl_settings(plan, world)
         require_room_for_communicators(
             free_bytes=torch.cuda.mem_get_info(world.device)[0],

@@ -110,6 +110,7 @@ def on_eight(action: str, folder: Path) -> None:
     ACTIONS[action](folder, 8)
 
 
+@pytest.mark.long
 def test_any_plan_goes_on_from_what_any_other_saved(tmp_path: Path) -> None:
     assert sum(len(plans_of(num_ranks)) for num_ranks in (1, 2, 4, 8)) == len(PLANS)
     for action in ACTIONS:

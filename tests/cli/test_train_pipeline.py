@@ -30,6 +30,7 @@ def job_with(workspace: Workspace, folder: Path, schedule: str) -> Path:
     return folder / "job.toml"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["2bw", pytest.param("1f1b", marks=pytest.mark.long)])
 def test_a_pipeline_trains_resumes_and_leaves_a_trace(
     run_here: Callable[..., Outcome], workspace: Workspace, tmp_path: Path, schedule: str

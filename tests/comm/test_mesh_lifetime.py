@@ -124,6 +124,7 @@ def in_use() -> tuple[int, int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), pages * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.long
 @ranks(2, fresh=True, timeout_s=180.0)
 @both_transports
 def test_making_and_closing_leaves_nothing_behind(transport: str) -> None:

@@ -206,6 +206,7 @@ def test_sums_of_three_may_differ_unless_added_in_the_order_of_ranks() -> None:
     assert not sums_may_differ([there], torch.device("cpu"))
 
 
+@pytest.mark.long
 @ranks(4)
 @pytest.mark.parametrize("vocab_size", [117, 118])  # uneven shares of the embedding shift what lies beside it
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (6, 3)])  # all of a rank's, or one of its two

@@ -210,6 +210,7 @@ def check_70b(kind: str, rank: int, plan: dict[str, Any]) -> None:
     assert found["part_numel"] == pytest.approx(found["stage_numel"] / 8, rel=1e-4)
 
 
+@pytest.mark.long
 def test_one_rank_of_1024_takes_seconds_and_little_memory() -> None:
     check_70b("llama", 517, {"data": {"shard": "parameters"}})
 
