@@ -108,7 +108,7 @@ def _enter(function: Callable[..., Any], folder_name: str, arguments: dict[str, 
     import torch
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    from weft.comm import failure_watch
+    from weft.comm.failures import watch
 
     folder, attempt = Path(folder_name), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if (folder / _ERROR_FILE).exists():
@@ -117,18 +117,18 @@ def _enter(function: Callable[..., Any], folder_name: str, arguments: dict[str, 
     _end_with_parent(folder)
     if "OMP_NUM_THREADS" not in os.environ:  # by default each rank would start a thread per core of the host
         torch.set_num_threads(max(1, num_cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
-    failure_watch.leave_printing_to_parent()
+    watch.leave_printing_to_parent()
     try:
         return function(folder=folder, attempt=attempt, **arguments)
     except WeftError as error:
-        if failure_watch.report(error):
+        if watch.report(error):
             _report(folder, error)
         else:
             _wait_for_report(folder)
         _end(2)
     except Exception as error:
-        if not failure_watch.report(error):
-            failure_watch.end_after_peer()
+        if not watch.report(error):
+            watch.end_after_peer()
         get_error_handler().record_exception(error)
         _end(1)
 

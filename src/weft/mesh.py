@@ -22,7 +22,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from weft.comm.binding import (
+from weft.comm.failures.watch import leave_watch, report, watch_world
+from weft.comm.group import Group, Traffic
+from weft.comm.process_groups import ProcessGroups
+from weft.comm.under_way import wait_for_all
+from weft.comm.world.binding import (
     RankLocation,
     backend_of,
     exchange_locations,
@@ -32,12 +36,8 @@ from weft.comm.binding import (
     require_own_gpus,
     slow_backend_warning,
 )
-from weft.comm.failure_watch import leave_watch, report, watch_world
-from weft.comm.fake_world import is_fake, ranks_per_host, refuse_half_fake
-from weft.comm.group import Group, Traffic
-from weft.comm.nccl_settings import nccl_problems, require_room_for_communicators
-from weft.comm.process_groups import ProcessGroups
-from weft.comm.under_way import wait_for_all
+from weft.comm.world.fake_world import is_fake, ranks_per_host, refuse_half_fake
+from weft.comm.world.nccl_settings import nccl_problems, require_room_for_communicators
 from weft.errors import LaunchError, PlanError
 from weft.hosts import host_id
 from weft.plan.check import check, require
@@ -45,6 +45,7 @@ from weft.plan.model_refusals import SHARED_MEMORY_ON_A_DEVICE
 from weft.plan.partition.grid import Grid
 from weft.plan.partition.groups import (
     COMMUNICATOR_BYTES,
+    HOST_PURPOSES,
     WORLD,
     GroupKey,
     batch_axes,
@@ -232,7 +233,9 @@ def make_mesh(
         _require_nccl_settings(plan, world)
         require_room_for_communicators(
             free_bytes=torch.cuda.mem_get_info(world.device)[0],
-            num_communicators=num_communicators(plan, batch_norms=batch_norms) if groups is None else len(groups),
+            num_communicators=num_communicators(plan, batch_norms=batch_norms)
+            if groups is None
+            else sum(purpose not in HOST_PURPOSES for _, purpose in groups),
             bytes_each=COMMUNICATOR_BYTES,
             device=str(world.device),
         )

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from weft import mesh
-from weft.comm.binding import (
+from weft.comm.world.binding import (
     SHARE_GPUS,
     RankLocation,
     exchange_locations,

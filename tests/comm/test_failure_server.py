@@ -9,8 +9,8 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from weft.comm import failure_server
-from weft.comm.failure_server import FailureServer, as_line, connect_to_failure_server
+from weft.comm.failures import server as failure_server
+from weft.comm.failures.server import FailureServer, as_line, connect_to_failure_server
 
 
 def said_by_rank_0(port: int, token: str) -> dist.HashStore:

@@ -25,8 +25,10 @@ from oracle import ADAMW, data_plan, make_trainer, small_gpt, token_batch
 from ranks import start_forkserver
 from torch._C._distributed_c10d import HashStore
 
-from weft.comm import failure_server, failure_watch, stuck_exchanges
-from weft.comm.stuck_exchanges import Exchange, ExchangeStatus, describe_stuck_exchange
+from weft.comm.failures import server as failure_server
+from weft.comm.failures import stuck_exchanges
+from weft.comm.failures import watch as failure_watch
+from weft.comm.failures.stuck_exchanges import Exchange, ExchangeStatus, describe_stuck_exchange
 from weft.mesh import join_world, leave_world, make_mesh
 from weft.plan.plan import Axes, Comm, Plan
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from weft.comm.binding import RankLocation, require_own_gpus
-from weft.comm.nccl_settings import nccl_problems, require_room_for_communicators
+from weft.comm.world.binding import RankLocation, require_own_gpus
+from weft.comm.world.nccl_settings import nccl_problems, require_room_for_communicators
 from weft.errors import LaunchError
 from weft.plan.partition.groups import num_communicators
 from weft.plan.plan import Axes, Plan

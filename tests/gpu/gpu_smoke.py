@@ -34,8 +34,8 @@ from gpu_cases import COMPILED, DRIFTS, ELSEWHERE, all_plans
 
 import weft
 from weft.comm import collectives, p2p
-from weft.comm.binding import prepare_sharing
 from weft.comm.objects import gather_values
+from weft.comm.world.binding import prepare_sharing
 from weft.errors import DivergenceError
 from weft.layout import part_of
 from weft.mesh import World, join_world, leave_world, make_mesh

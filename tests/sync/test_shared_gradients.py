@@ -21,11 +21,15 @@ from weft.comm import collectives
 from weft.comm.collectives import Pending, all_gather
 from weft.comm.group import Group
 from weft.comm.shared_gradients import SharedGradient, SharedGradientExchange, sums_may_differ
+from weft.layout import Layout
+from weft.mesh import join_world, make_mesh
 from weft.models.gpt import GPT
 from weft.parallel.tensor.replicated_gradients import find_misaligned
 from weft.parallel.tensor.shares import make_shares
 from weft.plan.partition.flat_buffers import ParameterSpec, flat_buffers
 from weft.plan.plan import Plan
+from weft.sync.make import place
+from weft.sync.norm import GradientRules
 from weft.training.parallelize import parallelize
 from weft.training.trainer import Trainer
 
@@ -130,6 +134,57 @@ def test_they_would_not_the_other_way_round() -> None:
     assert "embedding.weight" in train(PLANS["tied"], holders_first)
     assert "blocks.0.attention_norm.weight" in train(PLANS["split tokens"], holders_first)
     assert "norm.weight" in train(PLANS["whole"], differs=False)
+
+
+class Experts(torch.nn.Module):
+    """A layer that only the first rank's tokens go through, and one that all of them go through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen, self.always = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+
+
+UNUSED_BY_SOME = {
+    "tensor": tensor_plan(4),
+    "tensor, data": tensor_plan(2, data=2),
+    "tensor, data, zero 1": tensor_plan(2, data=2, shard="optimizer"),
+}
+
+
+@ranks(4)
+@pytest.mark.parametrize("name", UNUSED_BY_SOME)
+def test_a_parameter_that_one_holder_did_not_use_has_the_sum_on_all_of_them(name: str) -> None:
+    plan, model = UNUSED_BY_SOME[name], Experts()
+    mesh = make_mesh(plan, join_world("cpu"))
+    group = mesh.group("tensor", "activations")
+    shared = [SharedGradient(name=one, group=group, kind="sum") for one, _ in model.named_parameters()]
+    layouts = {one: Layout(global_shape=tuple(parameter.shape)) for one, parameter in model.named_parameters()}
+    sync = place(
+        model,
+        mesh,
+        find_blueprint(model),
+        layouts=layouts,
+        cut=None,
+        rules=GradientRules(shared=tuple(shared)),
+        stage_of=None,
+        initialise=True,
+    )
+    sync.begin()
+    sync.arm()
+    tokens = torch.ones(2, 4) * (dist.get_rank() + 1)
+    model.always(model.chosen(tokens) if mesh.index("tensor") == 0 else tokens).sum().backward()
+    sync.end_microbatch()
+    sync.finish(torch.zeros(()), torch.ones(()), with_norm=False)
+    found: list[Any] = [None] * dist.get_world_size()
+    mine = {piece.name: (piece.layout.flat_range, piece.tensor.grad) for piece in sync.pieces if piece.tensor.numel()}
+    dist.all_gather_object(found, mine)
+    by_part: dict[Any, list[torch.Tensor]] = {}
+    for rank in found:
+        for one, (flat_range, gradient) in rank.items():
+            assert gradient is not None and gradient.any(), one
+            by_part.setdefault((one, flat_range), []).append(gradient)
+    assert {one for one, _ in by_part} == set(layouts)
+    assert all(torch.equal(first, other) for first, *others in by_part.values() for other in others)
 
 
 def train_on_rings(plan: Plan, plant: Callable[[Trainer], None] | None = None) -> set[str]:

@@ -14,12 +14,12 @@ from weft.cli.terminal import is_first_rank
 
 def reports_first(error: Exception) -> bool:
     """True on the rank that prints an error that ends it."""
-    if "weft.comm.failure_watch" not in sys.modules:  # then ranks have not met, and importing torch takes seconds
+    if "weft.comm.failures.watch" not in sys.modules:  # then ranks have not met, and importing torch takes seconds
         return is_first_rank()
-    from weft.comm import failure_watch
+    from weft.comm.failures import watch
 
-    if not failure_watch.is_watched():
+    if not watch.is_watched():
         return is_first_rank()
-    is_first = failure_watch.report(error)
-    failure_watch.force_exit_if_stuck()
+    is_first = watch.report(error)
+    watch.force_exit_if_stuck()
     return is_first

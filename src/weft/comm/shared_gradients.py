@@ -58,8 +58,11 @@ class SharedGradientExchange:
         """`shared`: in the order of exchange, the same on all holders. Neighbours of one group and kind share
         buckets."""
         self.names = frozenset(one.name for one in shared)
+        self._sums = frozenset(one.name for one in shared if one.kind == "sum")
         self._calls = [(group, kind, tuple(members)) for (group, kind), members in groupby(shared, _group_and_kind)]
         self._bucket_bytes = bucket_bytes
+        self._buckets: dict[int, tuple[tuple[int, ...], ...]] = {}
+        """The members of each call that travel together, as the first step has found them."""
 
     @torch.no_grad()
     def run(self, gradients: Mapping[str, torch.Tensor], kept: Mapping[str, Range] | None = None) -> None:
@@ -67,12 +70,30 @@ class SharedGradientExchange:
 
         `kept`: the range of elements of each that a rank has, where they are sharded: the same on all holders.
         """
-        for group, kind, members in self._calls:
-            found = [one.part_of(gradients[one.name], (kept or {}).get(one.name)) for one in members]
-            parts = [part for part in found if part.numel()]
-            sizes = [Member(numel=p.numel(), item_bytes=p.element_size(), kind=str(p.dtype)) for p in parts]
-            for bucket in assign_buckets(sizes, self._bucket_bytes, first_bytes=self._bucket_bytes):
+        for number, (group, kind, members) in enumerate(self._calls):
+            parts = [one.part_of(gradients[one.name], (kept or {}).get(one.name)) for one in members]
+            if number not in self._buckets:
+                self._buckets[number] = self._assign(parts)
+            for bucket in self._buckets[number]:
                 _exchange([parts[index] for index in bucket], group, kind)
+
+    def _assign(self, parts: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+        """The parts that travel together, by their numbers; empty ones in no bucket."""
+        filled = [number for number, part in enumerate(parts) if part.numel()]
+        sizes = [
+            Member(numel=part.numel(), item_bytes=part.element_size(), kind=str(part.dtype))
+            for part in map(parts.__getitem__, filled)
+        ]
+        buckets = assign_buckets(sizes, self._bucket_bytes, first_bytes=self._bucket_bytes)
+        return tuple(tuple(filled[place] for place in bucket) for bucket in buckets)
+
+    def came_from_others(self, name: str, gradient: torch.Tensor) -> bool:
+        """True if other holders had a part of the gradient of a parameter that this rank did not use.
+
+        Tokens of one rank only may go through an expert. A sum that is zero to the last element counts as unused. The
+        host waits for the device, on ranks that left a parameter unused.
+        """
+        return name in self._sums and bool(gradient.any())
 
 
 def sums_may_differ(groups: Sequence[Group], device: torch.device) -> bool:

@@ -97,7 +97,8 @@ class AllReduce(BucketedSync, WholeParameters):
         if unused:  # a rank that used everything knows that nothing is globally unused, and need not look
             flags = self._buckets.tail[TAIL_WORDS:].tolist()
             for index in unused:
-                is_used = flags[index] or self._names[index] in self._tied
+                name = self._names[index]
+                is_used = flags[index] or name in self._tied or self._shared.came_from_others(name, views[index])
                 self._parameters[index].grad = views[index] if is_used else None
         totals = self._buckets.tail[:TAIL_WORDS].clone()  # the tail's memory is the next step's too
         exact_count = totals[1].double() * _COUNT_RADIX + totals[2]

@@ -37,15 +37,17 @@ class NoSync(WholeParameters):
         self._group = group
 
     def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool) -> Totals:
-        shared = {}
-        for piece in self.pieces:
-            if piece.name in self._shared.names:
-                gradient = piece.tensor.grad
-                if gradient is None:  # the others may wait for it
-                    gradient = torch.zeros_like(piece.tensor)
-                    piece.tensor.grad = gradient if piece.name in self._tied else None
-                shared[piece.name] = gradient
+        shared = {
+            piece.name: torch.zeros_like(piece.tensor) if piece.tensor.grad is None else piece.tensor.grad
+            for piece in self.pieces
+            if piece.name in self._shared.names  # also what this rank did not use: the others wait for its part
+        }
         self._shared.run(shared)
+        for piece in self.pieces:
+            if piece.tensor.grad is None and piece.name in shared:
+                gradient = shared[piece.name]
+                if piece.name in self._tied or self._shared.came_from_others(piece.name, gradient):
+                    piece.tensor.grad = gradient
         norm = self._norm_parts.norm(loss_sum.device) if with_norm else None
         if self._group.size == 1:
             return Totals(loss_sum=loss_sum, count=count, norm=norm)

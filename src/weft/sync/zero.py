@@ -164,8 +164,11 @@ class ZeroSync(BucketedSync):
         tail = self._exchange_tail(loss_sum, count, unused, with_norm=with_norm)
         if unused:  # a rank that used everything knows that nothing is globally unused, and need not look
             flags = tail[SHARDED_TAIL_WORDS:].tolist()
-            for gradients, member in (self._slots[index] for index in unused if not flags[index]):
-                gradients.pieces[member].tensor.grad = None
+            for index in unused:
+                gradients, member = self._slots[index]
+                part = gradients.part_views[member]
+                if not flags[index] and not self._shared.came_from_others(self._names[index], part):
+                    gradients.pieces[member].tensor.grad = None
         return Totals(loss_sum=tail[0], count=tail[1], norm=tail[2].sqrt() if with_norm else None)
 
     @torch.no_grad()

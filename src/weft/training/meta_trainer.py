@@ -1,7 +1,7 @@
 """One rank of a fake world, as `parallelize(..., device="meta")` returns it: what the rank would hold; nothing runs.
 
-Cutting, sharding and laying out were done as for a real run, with meta tensors (`comm/fake_world.py`), so layouts,
-stages, groups and the optimizer's pieces are those that the rank would have.
+Cutting, sharding and laying out were done as for a real run, with meta tensors (`comm/world/fake_world.py`), so
+layouts, stages, groups and the optimizer's pieces are those that the rank would have.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -66,7 +66,7 @@ class StageMessages:
         self._tensor_ranks = mesh.group("tensor", "activations") if _are_slices_faster(mesh) else None
         """The ranks that send slices of the same tensors; None if each sends whole ones."""
         uses_streams = any(group.waits_on_stream for group in self._groups.values())
-        self._host = mesh.group("pipeline", "control") if uses_streams else None
+        self._host = _through_host(mesh) if uses_streams else None
         """The group of messages through host memory; None if none are needed."""
         self._sends: deque[tuple[Pending, torch.Tensor]] = deque()
         self._mailboxes: set[Mailbox] = set()
@@ -82,7 +82,7 @@ class StageMessages:
         group, message = self._groups[source, target], self._slice(tensor.contiguous())
         to = 1 - group.index
         if is_first_pass and self._host is not None:
-            group, message, to = self._host, message.cpu(), target % self.num_ranks
+            group, to = self._host, target % self.num_ranks
         pending = send(message, group, to=to, tag=tag)
         if (wire := group.wire(message)) is not None:
             self._mailboxes.add(wire.mailbox)
@@ -96,12 +96,10 @@ class StageMessages:
     ) -> Arrival:
         """Start to receive what a neighbour sends to a stage of this rank, into a contiguous tensor."""
         group, mine = self._groups[source, target], self._slice(tensor)
+        from_ = 1 - group.index
         if is_first_pass and self._host is not None:
-            staged = torch.empty_like(mine, device="cpu")
-            came = receive(staged, self._host, source=source % self.num_ranks, tag=tag)
-            pending = Pending(came, group.traffic, lambda: mine.copy_(staged))
-        else:
-            pending = receive(mine, group, source=1 - group.index, tag=tag)
+            group, from_ = self._host, source % self.num_ranks
+        pending = receive(mine, group, source=from_, tag=tag)
         if mine is tensor:
             return pending
         assert self._tensor_ranks is not None
@@ -132,6 +130,11 @@ class StageMessages:
     def fail(self) -> None:
         """Let no other mesh use these groups. Messages in flight are kept: their memory may yet be read or written."""
         self._process_groups.has_failed = True
+
+
+def _through_host(mesh: Mesh) -> Group:
+    """The pipeline's control group, for tensors on the device."""
+    return replace(mesh.group("pipeline", "control"), device=mesh.world.device, through_host=True)
 
 
 def _are_slices_faster(mesh: Mesh) -> bool:

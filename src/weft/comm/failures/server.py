@@ -36,7 +36,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from weft.comm.stuck_exchanges import ExchangeStatus, describe_stuck_exchange
+from weft.comm.failures.stuck_exchanges import ExchangeStatus, describe_stuck_exchange
 from weft.hosts import host_id
 
 _DECISION_DELAY_S = 0.2

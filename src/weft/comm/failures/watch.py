@@ -2,7 +2,7 @@
 
 A rank that waits for a dead peer over NCCL does not notice: its host sits in a synchronisation, or goes on enqueuing,
 until torch's timeout of half an hour; and a launcher's SIGTERM does not end a rank that takes it as a request to stop.
-So a thread per rank listens to the failure server (`failure_server.py`), and an exception that leaves the main module
+So a thread per rank listens to the failure server (`server.py`), and an exception that leaves the main module
 is reported there before it is printed. Ranks that are still alive a few seconds later are ended here.
 
 Only errors that end a process count: one that the script catches is its own. Processes that no launcher started as
@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from weft import errors
-from weft.comm.failure_server import Failure, FailureServer, as_line, connect_to_failure_server
-from weft.comm.stuck_exchanges import StuckExchanges, exchange_status
+from weft.comm.failures.server import Failure, FailureServer, as_line, connect_to_failure_server
+from weft.comm.failures.stuck_exchanges import StuckExchanges, exchange_status
 from weft.errors import LaunchError
 from weft.hosts import host_id
 

@@ -1,0 +1,1 @@
+"""What ends every rank when one fails, and names the exchange that is stuck."""
