@@ -171,6 +171,21 @@ LOSS_OF_PARTS = Refusal(
     "(docs/losses.md). A loss that compares samples with each other takes those of all ranks by weft.gather_batch, "
     "with microbatches = 1",
 )
+LOSS_OF_SOME_TARGETS = Refusal(
+    combination="[axes] data or replicate > 1, or [step] microbatches > 1, with a loss that is a mean over targets "
+    "only while none of them is -100, and one is",
+    why="a target is -100, and the loss is no mean over the others: with some left out, the losses of parts of a batch "
+    "do not add up to that of the whole ([axes] data = {axes.data:value}, {step.microbatches})",
+    remedy="let it return (sum, count), and shift targets in the data, not in the loss (docs/losses.md)",
+)
+COUNTS_OF_PARTS = Refusal(
+    combination="[axes] data or replicate > 1, or [step] microbatches > 1, with (sum, count) that do not add up",
+    why="the sums and counts that the loss returns for parts of a batch do not add up to those of the whole: {seen}. "
+    "So data ranks and microbatches ([axes] data = {axes.data:value}, {step.microbatches}) would train another loss "
+    "than one process",
+    remedy="return the plain sum and the number of what it runs over, not a mean or a number that is always the same. "
+    "A loss that compares samples with each other takes those of all ranks by weft.gather_batch, with microbatches = 1",
+)
 LOSS_FAILED = Refusal(
     combination="a loss that fails on some ranks' parts of a batch, and not on others'",
     why="the loss failed on rank {ranks} with its part of the batch: {error}",
