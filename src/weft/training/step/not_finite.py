@@ -126,7 +126,7 @@ class NotFiniteWatch:
         if not is_lost:
             return (
                 f"{self.in_a_row} steps in a row, up to step {outcome.step + 1}, had a loss or gradients that are not "
-                f"finite, and at most {self._skip_at_most} are skipped; at the first of them not finite: "
+                f"finite (skip_at_most = {self._skip_at_most}); at the first of them not finite: "
                 f"{self._first_found}; go back to a checkpoint, and look at the data, the learning rate and "
                 "[step] clip_norm"
             )
@@ -154,8 +154,8 @@ class NotFiniteWatch:
 def _describe(findings: list[dict[str, list[str]]]) -> str:
     """What is not finite, and on which ranks: equal findings of several ranks once."""
     ranks_of: dict[str, list[int]] = {}
-    for rank, found in enumerate(findings):
-        for kind in _KINDS:
+    for kind in _KINDS:  # a cause comes before what follows from it
+        for rank, found in enumerate(findings):
             if found[kind]:
                 text = f"{_WORDS[kind]} {shown(found[kind])}" if kind != "loss" else _WORDS[kind]
                 ranks_of.setdefault(text, []).append(rank)

@@ -110,13 +110,14 @@ class Update:
         norm, scale = totals.norm, self.loss_scale.factor
         is_scaled = isinstance(scale, torch.Tensor) or scale != 1.0
         factor = (1.0 if correction is None else correction) / scale if is_scaled else correction
-        overflow = self._decide(totals, step, own_loss)
+        decided = self._decide(totals, step, own_loss)
         if closes:
             self.close_oldest()
         if norm is not None:
             self.grad_norm = norm if factor is None else norm * factor
-        if overflow is True:
+        if decided is True:
             return
+        overflow = decided if isinstance(decided, torch.Tensor) else None
         if norm is not None:
             assert self.grad_norm is not None
             factor = _clipping(self.grad_norm, factor=factor, clip_norm=self._clip_norm)
@@ -126,7 +127,7 @@ class Update:
             rate = self._schedule(step)
             for group, base in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
                 group["lr"] = base * rate
-        with _skipping(self._optimizer, overflow if isinstance(overflow, torch.Tensor) else None):
+        with _skipping(self._optimizer, overflow):
             self._optimizer.step()
         self._has_updated = True
         self._sync.publish()
