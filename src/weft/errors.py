@@ -8,6 +8,7 @@
     ├── DataError         data that is missing, unreadable or too small
     ├── CheckpointError   a checkpoint that is missing, damaged or of another model
     ├── DivergenceError   replicas that should be equal are not
+    ├── NotFiniteError    a loss, gradients or weights that are not finite
     ├── VerifyError       a plan that does not give one process's answer
     └── LaunchError       ranks that could not be started or kept alive
 
@@ -59,6 +60,10 @@ class CheckpointError(WeftError):
 
 class DivergenceError(WeftError):
     """Replicas that should be equal are not."""
+
+
+class NotFiniteError(WeftError):
+    """A loss, gradients or weights that are not finite."""
 
 
 class VerifyError(WeftError):

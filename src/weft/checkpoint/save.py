@@ -28,6 +28,7 @@ import torch
 
 from weft.checkpoint.checksums import FileRecord, checksums, num_pieces, pieces_of
 from weft.checkpoint.file_io import Staging, flat_range, force_to_disk, write_runs
+from weft.checkpoint.finite import refuse_not_finite
 from weft.checkpoint.folders import INDEX, publish, refuse_foreign, restore
 from weft.checkpoint.safetensors import TensorFile
 from weft.checkpoint.snapshot import Snapshot, take
@@ -157,6 +158,7 @@ class Saving:
     def save(self, trainer: TrainerState, directory: Path, *, wait: bool) -> None:
         """Save after the previous save has ended; collective. With `wait`, returns when the checkpoint is complete."""
         self.wait()
+        refuse_not_finite(trainer, directory)
         before = trainer.mesh.process_groups.background_save
         if before is not None:  # of another trainer on this mesh; the order of saves is the same on all ranks
             before.join()

@@ -22,6 +22,7 @@ from weft.plan.plan import Plan
 from weft.training.meta_trainer import MetaTrainer, refuse_memory
 from weft.training.setup.probe_optimizer import OptimizerFactory, class_name, is_elementwise
 from weft.training.step.loss import LossFunction, resolve_loss
+from weft.training.step.not_finite import SKIP_AT_MOST
 from weft.training.step.parallel_model import ParallelModel
 from weft.training.trainer import Trainer
 
@@ -41,6 +42,7 @@ def parallelize(
     weights: str | Path | None = None,
     device: torch.device | str | None = None,
     mesh: Mesh | None = None,
+    skip_at_most: int | None = SKIP_AT_MOST,
 ) -> Trainer:
     """Train a model as a plan says.
 
@@ -63,6 +65,9 @@ def parallelize(
                 (weights neither), and the trainer shows what this rank of a large world would hold
     mesh        another trainer's mesh, of a plan with the same axes and transport: its process groups are used, and
                 are still there when this trainer is closed
+    skip_at_most  steps in a row whose loss (or gradients, where the plan clips or computes in 16 bits) is not finite:
+                they change nothing, and a warning names the tensors; the next one raises a NotFiniteError on every
+                rank, after which a loop may `trainer.load` a checkpoint and go on. 0: the first one; None: none does
     """
     world = join_world(device)
     named_model: nn.Module = getattr(model, "_orig_mod", model)
@@ -96,7 +101,9 @@ def parallelize(
         made = optimizer(_optimizer_arguments(parts.sync.pieces, groups))
         if world.is_fake:
             return cast(Trainer, MetaTrainer(parts, made))
-        trainer = Trainer(model, parts, loss=resolved_loss, optimizer=made, schedule=schedule)
+        trainer = Trainer(
+            model, parts, loss=resolved_loss, optimizer=made, schedule=schedule, skip_at_most=skip_at_most
+        )
         if weights is not None:
             load_weights(trainer, Path(weights))
         return trainer

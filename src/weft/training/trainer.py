@@ -45,6 +45,7 @@ from weft.training.step.generate import generate_tokens, pick_token
 from weft.training.step.loss import Count, Loss, loss_terms
 from weft.training.step.microbatch_loop import MicrobatchLoop
 from weft.training.step.microbatches import Microbatches
+from weft.training.step.not_finite import SKIP_AT_MOST, NotFiniteWatch
 from weft.training.step.parallel_model import ParallelModel
 from weft.training.step.pipeline_step import PipelineStep
 from weft.training.step.pipeline_stream import PipelineStream
@@ -65,6 +66,7 @@ class Trainer:
         loss: Loss,
         optimizer: torch.optim.Optimizer,
         schedule: Callable[[int], float] | None,
+        skip_at_most: int | None = SKIP_AT_MOST,
     ) -> None:
         """`model`: the one to call, which may be a compiled wrapper of the one in `parts`."""
         mesh, sync, cut, tensor, sample_split = parts.mesh, parts.sync, parts.cut, parts.tensor, parts.sample_split
@@ -85,7 +87,8 @@ class Trainer:
         """Samples handed out so far, over all ranks and epochs; kept by `weft.batches`."""
         self.counts = TargetCount(mesh.batch_group("control"))
         self.seeds = parts.seeds
-        self.update = Update(optimizer, sync, plan, schedule=schedule, is_first_rank=mesh.world.rank == 0)
+        self.update = Update(optimizer, sync, plan, schedule=schedule)
+        self.not_finite = NotFiniteWatch(parts.model, self.update, sync, mesh, skip_at_most=skip_at_most)
         self.replacements = parts.make_replacements()
         """Functions of torch and transformers that are replaced while a step runs."""
         self._recording = Recording(mesh.index("pipeline"))
@@ -145,7 +148,7 @@ class Trainer:
 
     @property
     def num_skipped(self) -> int:
-        """Number of updates skipped so far, because a gradient was not finite."""
+        """Number of updates skipped so far, because the loss or a gradient was not finite."""
         return self.update.num_skipped
 
     @property
@@ -163,12 +166,14 @@ class Trainer:
         """Forward, backward, exchange, update; returns the mean loss over the global batch.
 
         `inputs` and `targets` are this rank's part of the batch, possibly empty. The loss is the same on every rank,
-        and a tensor that does not block until it is read.
+        and a tensor that does not block until it is read. A loss that is not finite skips the update, with a warning;
+        too many of these in a row raise a NotFiniteError on every rank, after which the trainer can still be used.
         """
         if not self._has_compared:
             require_same_batch(self.mesh, inputs, targets)
             self._has_compared = True
         microbatches = self._microbatches.cut(inputs, targets)
+        self.not_finite.keep(self.steps_done, inputs, targets)
         if self.seeds.base is None and self.parts.needs_seeds:
             self.seeds.base = self._draw_seed()
         self._has_failed = True  # until the step is over
@@ -176,6 +181,7 @@ class Trainer:
             loss = self._steps.step(microbatches, step=self.steps_done)
         self._end_step()
         self._has_failed = False
+        self.not_finite.look()
         return loss
 
     def flush(self) -> None:
@@ -184,6 +190,7 @@ class Trainer:
             with self.replacements:
                 self.pipeline_step.flush()
         self.sync.settle()
+        self.not_finite.look_at_all()
 
     def describe(self) -> str:
         """A text of this rank's wrapped modules, parameter placements, process groups and replaced functions."""
@@ -260,6 +267,7 @@ class Trainer:
         self.flush()
         self.wait_for_save()
         checkpoint.load(self, Path(directory))
+        self.not_finite.restart()
 
     def __enter__(self) -> Self:
         return self
