@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from weft.checkpoint.pretrained import load_weights
+from weft.comm.failures.activity import calls, collective_call
+from weft.comm.failures.watch import set_step_timeout
 from weft.errors import ModelError
-from weft.mesh import Mesh, join_world, make_mesh
+from weft.mesh import DEFAULT_TIMEOUT_S, Mesh, join_world, make_mesh
 from weft.parallel.apply import apply_plan
 from weft.parallel.state.batchnorm import has_batch_norms
 from weft.parallel.state.materialise import agreed_seed
@@ -28,6 +30,7 @@ from weft.training.trainer import Trainer
 ParameterGroups = Callable[[str, tuple[int, ...]], dict[str, Any]]
 
 
+@collective_call("weft.parallelize")
 def parallelize(
     model: nn.Module,
     plan: Plan,
@@ -64,7 +67,9 @@ def parallelize(
     mesh        another trainer's mesh, of a plan with the same axes and transport: its process groups are used, and
                 are still there when this trainer is closed
     """
-    world = join_world(device)
+    calls.forget_durations()
+    world = join_world(device, plan=plan, timeout_s=max(DEFAULT_TIMEOUT_S, plan.comm.timeout_s))
+    set_step_timeout(plan.comm.timeout_s)
     named_model: nn.Module = getattr(model, "_orig_mod", model)
     _refuse_model(named_model)
     if world.is_fake:
