@@ -238,6 +238,12 @@ class Comm(Section):
         "auto", Choice(("auto", "c10d", "shared")), "Torch's backends, or shared memory between ranks of one host."
     )
     bucket_bytes: int = declare(26214400, POSITIVE, "Size of the buffers in which gradients are exchanged.")
+    timeout_s: float = declare(
+        0.0,
+        NOT_NEGATIVE,
+        "Seconds that ranks wait for each other in a steady step before the run ends; 0: half an hour, which the first "
+        "steps and checkpoints always have.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

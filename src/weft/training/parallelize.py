@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from weft.checkpoint.pretrained import load_weights
+from weft.comm.failures.activity import calls, collective_call
+from weft.comm.failures.watch import set_step_timeout
 from weft.errors import ModelError
-from weft.mesh import Mesh, join_world, make_mesh
+from weft.mesh import DEFAULT_TIMEOUT_S, Mesh, join_world, make_mesh
 from weft.parallel.apply import apply_plan
 from weft.parallel.state.batchnorm import has_batch_norms
 from weft.parallel.state.materialise import agreed_seed
@@ -29,6 +31,7 @@ from weft.training.trainer import Trainer
 ParameterGroups = Callable[[str, tuple[int, ...]], dict[str, Any]]
 
 
+@collective_call("weft.parallelize")
 def parallelize(
     model: nn.Module,
     plan: Plan,
@@ -69,7 +72,9 @@ def parallelize(
                 they change nothing, and a warning names the tensors; the next one raises a NotFiniteError on every
                 rank, after which a loop may `trainer.load` a checkpoint and go on. 0: the first one; None: none does
     """
-    world = join_world(device)
+    calls.forget_durations()
+    world = join_world(device, plan=plan, timeout_s=max(DEFAULT_TIMEOUT_S, plan.comm.timeout_s))
+    set_step_timeout(plan.comm.timeout_s)
     named_model: nn.Module = getattr(model, "_orig_mod", model)
     _refuse_model(named_model)
     if world.is_fake:

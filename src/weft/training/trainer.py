@@ -23,6 +23,7 @@ from torch import nn
 from weft.checkpoint import load as checkpoint
 from weft.checkpoint.save import Saving
 from weft.comm.collectives import all_reduce, broadcast
+from weft.comm.failures.activity import collective_call
 from weft.comm.objects import gather_values
 from weft.errors import DataError
 from weft.parallel.pipeline.cut_model import tied_groups
@@ -162,6 +163,7 @@ class Trainer:
         original: nn.Module = getattr(self.model, "_orig_mod", self.model)
         return original
 
+    @collective_call("trainer.step")
     def step(self, inputs: Any, targets: Any) -> torch.Tensor:
         """Forward, backward, exchange, update; returns the mean loss over the global batch.
 
@@ -207,6 +209,7 @@ class Trainer:
         rows = [row for part in gather_values(mine.as_rows(), group) for row in part]
         return Timeline.from_rows(rows, num_ranks=group.size)
 
+    @collective_call("trainer.evaluate")
     def evaluate(self, batches: Iterable[tuple[Any, Any]]) -> float:
         """The mean loss over the batches of all ranks, without training; collective.
 
@@ -235,6 +238,7 @@ class Trainer:
             raise DataError("nothing to evaluate: the batches hold no targets; give at least one sample")
         return float(totals[0] / totals[1])
 
+    @collective_call("trainer.generate")
     def generate(
         self, tokens: Sequence[int], *, num_tokens: int, context: int, temperature: float = 1.0, seed: int = 0
     ) -> list[int]:
@@ -252,6 +256,7 @@ class Trainer:
             return self.pipeline_step.token(inputs, pick)
         return pick(forward(self.model, inputs))
 
+    @collective_call("trainer.save")
     def save(self, directory: str | Path, *, wait: bool = True) -> None:
         """Write a checkpoint; collective. The directory appears only when it is whole: when this returns, or later
         without `wait`, while training goes on."""
@@ -262,6 +267,7 @@ class Trainer:
         """Wait until the last checkpoint is whole; raises the error of one that failed."""
         self.saving.wait()
 
+    @collective_call("trainer.load")
     def load(self, directory: str | Path) -> None:
         """Continue from a checkpoint of this model, written under any plan; collective."""
         self.flush()
@@ -278,6 +284,7 @@ class Trainer:
         else:  # that error is the one to be seen, and other ranks may wait in an exchange
             self.mesh.close(failed=True)
 
+    @collective_call("trainer.close")
     def close(self) -> None:
         """Flush, wait for a background save, then give back process groups, threads and shared memory. All ranks do it.
 
@@ -294,6 +301,7 @@ class Trainer:
         finally:
             self.mesh.close(failed=failed)
 
+    @collective_call("trainer.check_divergence")
     def check_divergence(self) -> None:
         """Compare weights, optimizer state and buffers of all replicas now; collective."""
         self._divergence.run(self.steps_done)
