@@ -7,6 +7,7 @@
     ├── ModelError        a model weft cannot train as asked
     ├── DataError         data that is missing, unreadable or too small
     ├── CheckpointError   a checkpoint that is missing, damaged or of another model
+    │   └── DamagedCheckpointError   one whose files are not as they were written
     ├── DivergenceError   replicas that should be equal are not
     ├── VerifyError       a plan that does not give one process's answer
     └── LaunchError       ranks that could not be started or kept alive
@@ -18,6 +19,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+
+STEP_NOTE = "while training step {step}"
+"""The note by which a run tells, in the traceback of an exception, how far it was."""
 
 
 class WeftError(Exception):
@@ -55,6 +59,10 @@ class DataError(WeftError):
 
 class CheckpointError(WeftError):
     """A checkpoint that is missing, damaged or of another model."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint whose files are not as they were written; an older one may be whole."""
 
 
 class DivergenceError(WeftError):
