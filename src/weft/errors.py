@@ -18,8 +18,14 @@ An error carries *every* problem found, not the first one, so that one run of a 
 from __future__ import annotations
 
 import difflib
+import os
+import sys
+import time
 from collections.abc import Iterable, Sequence
+from types import TracebackType
 
+TURN_S = 3.0
+"""Seconds after which a rank prints an error that rank 0 would have printed by then."""
 STEP_NOTE = "while training step {step}"
 """The note by which a run tells, in the traceback of an exception, how far it was."""
 
@@ -30,6 +36,8 @@ class WeftError(Exception):
     def __init__(self, problems: str | Sequence[str]) -> None:
         self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
         super().__init__(self.problems)
+        if os.environ.get("RANK", "0") != "0" and sys.excepthook is sys.__excepthook__:
+            sys.excepthook = print_in_turn
 
     def __str__(self) -> str:
         if len(self.problems) == 1:
@@ -75,6 +83,17 @@ class VerifyError(WeftError):
 
 class LaunchError(WeftError):
     """Ranks that could not be started or kept alive."""
+
+
+def print_in_turn(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """`sys.excepthook` of ranks other than 0 that had a WeftError before they met the others.
+
+    Usually all have the same one, such as a plan that is not there. Rank 0 prints it and ends, and its launcher ends the
+    others meanwhile; a rank that is still there after that has an error of its own.
+    """
+    if isinstance(error, WeftError) and sys.excepthook is print_in_turn:
+        time.sleep(TURN_S if os.environ.get("LOCAL_RANK", "0") == "0" else 2 * TURN_S)
+    sys.__excepthook__(kind, error, trace)
 
 
 def nearest(unknown: str, known: Iterable[str]) -> str:

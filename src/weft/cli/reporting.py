@@ -13,8 +13,7 @@ import sys
 import time
 
 from weft.cli.terminal import is_first_rank
-
-_TURN_S = 3.0
+from weft.errors import TURN_S
 
 
 def reports_first(error: Exception) -> bool:
@@ -33,5 +32,5 @@ def reports_first(error: Exception) -> bool:
 def _in_turn() -> bool:
     """True, on rank 0 at once, then on the first rank of every host, then on all others."""
     if not is_first_rank():
-        time.sleep(_TURN_S if os.environ.get("LOCAL_RANK", "0") == "0" else 2 * _TURN_S)
+        time.sleep(TURN_S if os.environ.get("LOCAL_RANK", "0") == "0" else 2 * TURN_S)
     return True

@@ -28,7 +28,7 @@ from weft.parallel.state.materialise import draw_seed, fill_alone, is_on_meta
 from weft.plan.all_ranks import with_ranks
 from weft.plan.plan import Plan, Precision
 from weft.plan.text import as_plan
-from weft.training.data.trees import map_tensors, split_tree
+from weft.training.data.trees import map_tensors, num_samples, split_microbatches, split_tree
 from weft.training.parallelize import ParameterGroups, parallelize
 from weft.training.setup.probe_optimizer import OptimizerFactory
 from weft.training.step.loss import LossFunction
@@ -87,7 +87,10 @@ def verify(
 
     def make_trainer(model: nn.Module, plan: Plan, recipe: Recipe, batches: Sequence[Any]) -> Trainer:
         given = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
-        return parallelize(model, plan, **given, device=device, mesh=mesh, example=batches[0][0])
+        # One microbatch, so that pipelines need not trace the model again in the first step.
+        of_one_rank = max(split_microbatches(batches[0][0], plan.axes.replicate * plan.axes.data), key=num_samples)
+        example = max(split_microbatches(of_one_rank, plan.step.microbatches), key=num_samples)
+        return parallelize(model, plan, **given, device=device, mesh=mesh, example=example)
 
     outcome, deviation = _prove(model, exact, recipe, cast, make_trainer, dtype=dtype, on_step=on_step)
     if any(getattr(plan.precision, name) != getattr(Precision(), name) for name in ("compute", "reduce", "accumulate")):

@@ -31,6 +31,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from weft import errors
 from weft.comm.failures.server import Failure, FailureServer, as_line, connect_to_failure_server
 from weft.comm.failures.stuck_exchanges import StuckExchanges, exchange_status
+from weft.comm.failures.user_traceback import print_user_traceback
 from weft.errors import LaunchError
 from weft.hosts import host_id
 
@@ -297,5 +298,6 @@ def _close_after_fork() -> None:
 def _report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """`sys.excepthook` of a watched rank: only the run's first error has its traceback printed."""
     if report(error):
-        _previous_hook(kind, error, trace)
+        is_default = _previous_hook in (sys.__excepthook__, errors.print_in_turn)
+        (print_user_traceback if is_default else _previous_hook)(kind, error, trace)
     force_exit_if_stuck()

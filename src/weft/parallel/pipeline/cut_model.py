@@ -45,6 +45,8 @@ class Outline:
     call: CallModel
     device: torch.device
     flow: Flow
+    key: Any
+    """That of batches which pass through the model as the example did."""
 
 
 def outline(
@@ -66,7 +68,14 @@ def outline(
             "give it a weft_blueprint() that names the blocks it calls, or set [axes] pipeline = 1"
         )
     return Outline(
-        model=model, meta_copy=meta_copy, blueprint=blueprint, units=units, call=call, device=device, flow=flow
+        model=model,
+        meta_copy=meta_copy,
+        blueprint=blueprint,
+        units=units,
+        call=call,
+        device=device,
+        flow=flow,
+        key=_key(example, model),
     )
 
 
@@ -93,7 +102,7 @@ class CutModel:
 
     def stages_for(self, inputs: Any) -> Stages:
         """The stages that a batch passes through; the model is traced when the batch's shape is new."""
-        key = (_signature(inputs), self.model.training)
+        key = _key(inputs, self.model)
         if key not in self._stages:
             if len(self._stages) >= _MOST_SHAPES:
                 self._stages.clear()
@@ -149,6 +158,7 @@ def cut(whole: Outline, cuts: Sequence[int], *, rank: int, num_ranks: int) -> Cu
         runner=StageRunner(),
         _outline=whole,
         _block_stages=block_stages,
+        _stages={whole.key: stages},
     )
     mine = frozenset(name for name, ranks in held_by.items() if rank in ranks)
     keep_only(whole.model, whole.meta_copy, cut_model._is_here(), mine, cut_model.runner, whole.device)
@@ -179,6 +189,11 @@ def _refuse_shared_statistics(model: nn.Module, stage_of_unit: Mapping[str, froz
     ]
     if problems:
         raise ModelError(problems)
+
+
+def _key(inputs: Any, model: nn.Module) -> Any:
+    """Equal for batches that pass through a model alike."""
+    return _signature(inputs), model.training
 
 
 def _signature(inputs: Any) -> Any:
