@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from weft.comm.collectives import all_reduce
 from weft.comm.objects import gather_values
-from weft.mesh import Mesh
+from weft.mesh import Mesh, join_world
 from weft.parallel.state.materialise import draw_seed, fill_alone, is_on_meta
+from weft.plan.all_ranks import with_ranks
 from weft.plan.plan import Plan, Precision
+from weft.plan.text import as_plan
 from weft.training.data.trees import map_tensors, num_samples, split_microbatches, split_tree
 from weft.training.parallelize import ParameterGroups, parallelize
 from weft.training.setup.probe_optimizer import OptimizerFactory
@@ -55,7 +58,7 @@ _RANDOM = Cause(
 
 def verify(
     model: nn.Module,
-    plan: Plan,
+    plan: Plan | str | Path,
     *,
     loss: str | LossFunction,
     optimizer: OptimizerFactory,
@@ -74,6 +77,7 @@ def verify(
     the plan is then run as it stands and its deviation from float32 reported. `on_step` is called with the number of
     every step that is done.
     """
+    plan = with_ranks(as_plan(plan), join_world(device).size)
     recipe = Recipe(loss=loss, optimizer=optimizer, schedule=schedule, groups=groups)
     if is_on_meta(model):  # one process needs all of it, and the model's own casts are detected by running it
         model = copy.deepcopy(model)

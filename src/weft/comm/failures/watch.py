@@ -43,6 +43,7 @@ from weft.comm.failures.places import write_stacks
 from weft.comm.failures.rank_status import failed_status, own_status
 from weft.comm.failures.server import Failure, FailureServer, as_line, connect_to_failure_server, print_line
 from weft.comm.failures.stall_watch import StallWatch
+from weft.comm.failures.user_traceback import print_user_traceback
 from weft.errors import LaunchError
 from weft.hosts import host_id
 
@@ -397,5 +398,6 @@ def _close_after_fork() -> None:
 def _report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """`sys.excepthook` of a watched rank: only the run's first error has its traceback printed."""
     if report(error):
-        _previous_hook(kind, error, trace)
+        is_default = _previous_hook in (sys.__excepthook__, errors.print_in_turn)
+        (print_user_traceback if is_default else _previous_hook)(kind, error, trace)
     force_exit_if_stuck()
