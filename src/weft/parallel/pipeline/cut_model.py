@@ -22,7 +22,8 @@ from weft.mesh import Mesh
 from weft.parallel.pipeline.run_stage import StageRunner, keep_only, wrap_units
 from weft.parallel.pipeline.stages import Stages, assign_stages, stage_of_blocks, stages_of_units
 from weft.parallel.state.batchnorm import has_batch_norms
-from weft.parallel.tracing.dataflow import Flow, find_units, follow, make_meta_copy
+from weft.parallel.tracing.dataflow import Flow, find_units, follow
+from weft.parallel.tracing.meta_copy import make_meta_copy
 from weft.parallel.zero.grouping import cast_between_layers, compute_dtypes
 from weft.plan.model_refusals import BLOCKS_NEEDED, STATISTICS_ON_SEVERAL_STAGES
 from weft.plan.plan import Plan
