@@ -36,9 +36,9 @@ from weft.plan.pipeline.timeline import Timeline
 from weft.plan.plan import Plan
 from weft.training.data.batches import Batches
 from weft.training.data.split_tokens import SequenceSplit
-from weft.training.data.trees import forward
+from weft.training.data.trees import forward, num_samples
 from weft.training.describe import describe
-from weft.training.setup.probe_loss import probed
+from weft.training.setup.own_loss import OwnLoss
 from weft.training.setup.split_layers import KeepingShares
 from weft.training.step.divergence import DivergenceCheck, require_same_batch
 from weft.training.step.evaluating import evaluating
@@ -96,9 +96,9 @@ class Trainer:
         if tensor is not None and tensor.output is not None:
             split_loss = functools.partial(split_cross_entropy_sum, vocabulary=tensor.output, group=tensor.group)
             loss = replace(loss, function=split_loss)
-        if isinstance(sample_split, SequenceSplit):
-            loss = probed(loss, mesh.group("ring+ulysses", "control"), self.replacements.paused)
-        self._loss = loss
+        cuts_tokens = isinstance(sample_split, SequenceSplit)
+        self._own_loss = OwnLoss(loss, mesh, outside=self.replacements.paused if cuts_tokens else None)
+        self._loss = loss = self._own_loss.loss
         call: Callable[[Any], Any] = Caller(model, plan, widens=not loss.counts_targets)
         if tensor is not None and tensor.output is not None:
             call = KeepingShares(call, tensor.output_mode)
@@ -178,9 +178,11 @@ class Trainer:
         self.not_finite.keep(self.steps_done, inputs, targets)
         if self.seeds.base is None and self.parts.needs_seeds:
             self.seeds.base = self._draw_seed()
+        self._own_loss.begin(inputs)
         self._has_failed = True  # until the step is over
-        with self.replacements:
+        with self.replacements, self._own_loss.gathering.during("model"):
             loss = self._steps.step(microbatches, step=self.steps_done)
+        self._own_loss.settle()
         self._end_step()
         self._has_failed = False
         self.not_finite.look()
@@ -225,11 +227,12 @@ class Trainer:
             totals[0] += terms.value * terms.multiplier
             totals[1] += terms.count
 
-        with evaluating(self.model), self.replacements:
+        with evaluating(self.model), self.replacements, self._own_loss.gathering.during("model"):
             for number, batch in enumerate(self._in_step(batches)):
                 if number == 0:
                     require_same_batch(self.mesh, *batch)
                 self._steps.evaluate(self._microbatches.cut(*batch), add)
+        self._own_loss.settle()
         # In a pipeline only the last stage has outputs; along other axes data ranks have the same ones.
         totals = totals.cpu()
         all_reduce(totals, self.mesh.batch_group("control"))
@@ -313,19 +316,19 @@ class Trainer:
         return int(drawn)
 
     def _in_step(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-        """The batches; where forward passes exchange, a rank without more of them takes part until no rank has any."""
-        if not self.sync.exchanges_in_forward:
+        """The batches; where passes or losses exchange, a rank without more of them takes part until none has any."""
+        if not (self.sync.exchanges_in_forward or self._own_loss.may_gather):
             yield from batches
             return
-        group, own = self.mesh.batch_group("control"), iter(batches)
+        own = iter(batches)
         while True:
             batch = next(own, None)
-            some = torch.tensor([batch is not None], dtype=torch.int32)
-            all_reduce(some, group, op="max")
-            if not some.item():
+            if not any(self._own_loss.take_sizes(0 if batch is None else num_samples(batch[0]))):
                 return
             if batch is not None:
                 yield batch
+                continue
+            if not self.sync.exchanges_in_forward:
                 continue
             if self.pipeline_step is not None:
                 self.pipeline_step.skip_microbatch(self.plan.step.microbatches)
