@@ -156,7 +156,7 @@ def test_verify_compares_it_with_that_of_delayed_weights(name: str) -> None:
         optimizer=SGD,
         batches=[batch_of(step) for step in range(6)],
     )
-    assert verified.passed and any(one.what == "average" for one in verified.differences)
+    assert verified.ok and any(one.what == "average" for one in verified.differences)
 
 
 @ranks(2)
@@ -174,7 +174,7 @@ def test_verify_finds_an_average_that_is_off() -> None:
             optimizer=SGD,
             batches=[batch_of(step) for step in range(3)],
         )
-    assert not verified.passed and verified.first is not None
+    assert not verified.ok and verified.first is not None
     assert (verified.first.what, verified.first.name, verified.first.step) == ("average", "norm.weight", 2)
 
 
@@ -270,7 +270,7 @@ def test_skipped_steps_leave_it_alone(on_device: bool) -> None:
             expected = before[name].lerp(piece.detach(), 1 - DECAY)
             torch.testing.assert_close(trainer.average.means[name], expected, rtol=1e-6, atol=1e-8)
         return
-    with mock.patch("weft.training.step.update.log.warning"), torch.no_grad():
+    with mock.patch("weft.training.step.update.log.warning"):
         handle = trainer.model.register_forward_hook(lambda module, inputs, output: output * float("inf"))
         go_on(trainer, 1)
         handle.remove()
