@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -40,6 +41,7 @@ from weft.training.data.trees import forward, num_samples
 from weft.training.describe import describe
 from weft.training.setup.own_loss import OwnLoss
 from weft.training.setup.split_layers import KeepingShares
+from weft.training.step.average import make_average, require_average
 from weft.training.step.divergence import DivergenceCheck, require_same_batch
 from weft.training.step.evaluating import evaluating
 from weft.training.step.generate import generate_tokens, pick_token
@@ -88,7 +90,13 @@ class Trainer:
         """Samples handed out so far, over all ranks and epochs; kept by `weft.batches`."""
         self.counts = TargetCount(mesh.batch_group("control"))
         self.seeds = parts.seeds
-        self.update = Update(optimizer, sync, plan, schedule=schedule)
+        self.average = make_average(sync.pieces, plan)
+        """The average of the weights, where the plan keeps one."""
+        self.extra_state: dict[str, Any] = {}
+        """State of your own for checkpoints, the same on all ranks: objects with `state_dict`, or plain values."""
+        self.companions: dict[str, bytes] = {}
+        """Files beside pretrained weights that checkpoints repeat (a tokenizer's), by name; on rank 0."""
+        self.update = Update(optimizer, sync, plan, schedule=schedule, average=self.average)
         self.not_finite = NotFiniteWatch(parts.model, self.update, sync, mesh, skip_at_most=skip_at_most)
         self.replacements = parts.make_replacements()
         """Functions of torch and transformers that are replaced while a step runs."""
@@ -110,7 +118,7 @@ class Trainer:
         self._has_compared = False
         self._has_failed = False
         tied = tied_groups(cut, mesh) if cut is not None else {}
-        self._divergence = DivergenceCheck(self.named_model, optimizer, sync, mesh, self.layouts, tied)
+        self._divergence = DivergenceCheck(self.named_model, optimizer, sync, mesh, self.layouts, tied, self.average)
         self.num_parameters = parts.num_parameters
         """Elements of the whole model's parameters."""
         self._microbatches = Microbatches(
@@ -171,6 +179,7 @@ class Trainer:
         and a tensor that does not block until it is read. A loss that is not finite skips the update, with a warning;
         too many of these in a row raise a NotFiniteError on every rank, after which the trainer can still be used.
         """
+        self._require_weights("step()")
         if not self._has_compared:
             require_same_batch(self.mesh, inputs, targets)
             self._has_compared = True
@@ -190,6 +199,8 @@ class Trainer:
 
     def flush(self) -> None:
         """Finish the batches that flush-free schedules have in flight, and the last update's gathers; collective."""
+        if self.average is not None:
+            self.average.publish_weights(self.sync)
         if self.pipeline_step is not None:
             with self.replacements:
                 self.pipeline_step.flush()
@@ -211,12 +222,24 @@ class Trainer:
         rows = [row for part in gather_values(mine.as_rows(), group) for row in part]
         return Timeline.from_rows(rows, num_ranks=group.size)
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Context in which the model has its averaged weights (`[average]`), to evaluate or generate; collective."""
+        average = require_average(self.average)
+        self.flush()
+        with average.in_place_of_weights(self.sync, self.mesh.everyone("control")):
+            yield
+
     @collective_call("trainer.evaluate")
-    def evaluate(self, batches: Iterable[tuple[Any, Any]]) -> float:
+    def evaluate(self, batches: Iterable[tuple[Any, Any]], *, average: bool = False) -> float:
         """The mean loss over the batches of all ranks, without training; collective.
 
         An iterator of `weft.batches` is read from its start, and the position of the training data does not change.
+        With `average`, that of the averaged weights.
         """
+        if average:
+            with self.averaged():
+                return self.evaluate(batches)
         if isinstance(batches, Batches):
             batches = batches.from_start()
         self.flush()
@@ -263,20 +286,36 @@ class Trainer:
     def save(self, directory: str | Path, *, wait: bool = True) -> None:
         """Write a checkpoint; collective. The directory appears only when it is whole: when this returns, or later
         without `wait`, while training goes on."""
+        self._require_weights("save()")
         self.flush()
         self.saving.save(self, Path(directory), wait=wait)
+
+    def export(self, directory: str | Path, *, average: bool = False) -> None:
+        """Write the weights alone, or their average, as a folder that transformers and safetensors read; collective."""
+        self._require_weights("export()")
+        self.flush()
+        self.saving.export(self, Path(directory), require_average(self.average) if average else None)
 
     def wait_for_save(self) -> None:
         """Wait until the last checkpoint is whole; raises the error of one that failed."""
         self.saving.wait()
 
     @collective_call("trainer.load")
-    def load(self, directory: str | Path) -> None:
-        """Continue from a checkpoint of this model, written under any plan; collective."""
+    def load(self, directory: str | Path, *, extra_state: bool = True) -> None:
+        """Continue from a checkpoint of this model, written under any plan; collective.
+
+        Without `extra_state`, that of the checkpoint is left alone, and `trainer.extra_state` stays as it is.
+        """
+        self._require_weights("load()")
         self.flush()
         self.wait_for_save()
-        checkpoint.load(self, Path(directory))
+        checkpoint.load(self, Path(directory), extra_state=extra_state)
         self.not_finite.restart()
+
+    def _require_weights(self, what: str) -> None:
+        if self.average is not None:
+            self.average.refuse_use(what)
+            self.average.publish_weights(self.sync)
 
     def __enter__(self) -> Self:
         return self
