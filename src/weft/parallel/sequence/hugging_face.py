@@ -4,8 +4,9 @@ Their models name their attention in their configuration, look it up in one regi
 During a pass both contain an entry of ours, which the configuration names; between passes nothing of it is left, and
 generation or evaluation of whole sequences works as usual. transformers is not imported here.
 
-No mask of the local tokens is made: `attend` knows causality, padding and documents of the whole sequence. Whatever
-else would affect attention (windows, dropout, sinks, biases, caches, the user's masks) is refused, never ignored.
+No mask of the local tokens is made: `attend` knows causality, padding and documents of the whole sequence. In place of
+the mask of a window the model passes on its numbers (`Band`), so that each layer has its own. Whatever else would
+affect attention (chunks, dropout, sinks, biases, caches, the user's masks) is refused, never ignored.
 Their detection of packed documents would be misled by the position_ids of some of the tokens: it is replaced meanwhile,
 and applied to the whole sequence instead (`models/hugging_face_inputs.py`).
 """
@@ -31,6 +32,7 @@ from weft.parallel.attention.attention import Pass
 from weft.parallel.sequence.device_assertion import DeviceAssertion
 from weft.parallel.wrapping.replacements import Replacement, hugging_face_attention
 from weft.parallel.wrapping.wrap import add_hook
+from weft.plan.partition.sequence import Band
 
 NAME = "weft_sequence"
 _REMEDY = "or set [axes] ring and ulysses to 1"
@@ -47,7 +49,16 @@ class Attend(Protocol):
     """Attention of this rank's queries to the keys of all ranks; (samples, heads, tokens, entries)."""
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, /, *, is_causal: bool, scale: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        /,
+        *,
+        is_causal: bool,
+        scale: float | None,
+        band: Band | None,
+        softcap: float | None,
     ) -> Tensor: ...
 
 
@@ -149,26 +160,30 @@ class _Switch:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Tensor | Band | None,
         dropout: float = 0.0,
         scaling: float | None = None,
         is_causal: bool | None = None,
         sliding_window: int | None = None,
+        softcap: float | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """Our entry in the registry of attention."""
+        """Our entry in the registry of attention. What `_mask` returned comes back as `attention_mask`."""
         problems = []
-        if attention_mask is not None:
+        band = attention_mask if isinstance(attention_mask, Band) else None
+        if band is not None and band.before < 0:
+            problems.append("a window of 0, through which a query sees no key; use a model without windows")
+        elif isinstance(attention_mask, Tensor):
             problems.append(
                 f"a mask of {tuple(attention_mask.shape)}, which says nothing about other ranks' tokens; give "
                 "the model padding as an attention_mask (samples, tokens)"
             )
         if dropout > 0:
             problems.append(f"dropout = {dropout:g}; set the model's attention dropout to 0")
-        if sliding_window is not None and sliding_window < self._num_tokens:
+        if band is None and sliding_window and sliding_window < self._num_tokens:
             problems.append(
-                f"sliding_window = {sliding_window}, less than the sequence's {self._num_tokens} tokens; use shorter "
-                "sequences, or a model without windows"
+                f"sliding_window = {sliding_window}, less than the sequence's {self._num_tokens} tokens, but no mask "
+                "of that window, so that backends of attention would differ; use shorter sequences, or another model"
             )
         if self._longest is not None and self._num_tokens > self._longest:
             problems.append(
@@ -183,7 +198,15 @@ class _Switch:
         if problems:
             raise ModelError([f"{type(module).__name__} gives attention {problem}, {_REMEDY}" for problem in problems])
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        mixed = self._attend(query, key, value, is_causal=causal, scale=scaling)
+        mixed = self._attend(
+            query,
+            key,
+            value,
+            is_causal=causal if band is None else band.after == 0,
+            scale=scaling,
+            band=band,
+            softcap=softcap,
+        )
         return mixed.transpose(1, 2).contiguous(), None
 
     def _mask(
@@ -191,23 +214,30 @@ class _Switch:
         *,
         q_length: int,
         attention_mask: Tensor | None = None,
+        mask_function: Callable[..., Any] | None = None,
         local_size: int | None = None,
         allow_is_causal_skip: bool = True,
         allow_is_bidirectional_skip: bool = False,
         **others: Any,
-    ) -> None:
-        """Our entry in the registry of masks: makes none, and refuses masks that `attend` does not know of."""
+    ) -> Band | None:
+        """Our entry in the registry of masks: makes none, and refuses masks that `attend` does not know of.
+
+        In place of the mask of a window it returns the window, which reaches `_attention` in the layers that use it.
+        """
         del others
         now, asked = self._now(), self._asked_for_documents
         self._asked_for_documents = False
         problems = []
         if not allow_is_causal_skip and not allow_is_bidirectional_skip:
             problems.append("by more than causality, padding and documents; use a model that does not")
+        band = None
         if local_size is not None and local_size < self._num_tokens:
-            problems.append(
-                f"all but {local_size} tokens (a window or chunk), less than the sequence's {self._num_tokens}; use "
-                "shorter sequences, or a model without windows"
-            )
+            band = _find_band(mask_function, local_size)
+            if band is None:
+                problems.append(
+                    f"all but {local_size} tokens in a way of its own (chunks), less than the sequence's "
+                    f"{self._num_tokens}; use shorter sequences, or a model without"
+                )
         if attention_mask is not None and not self._sees_all(attention_mask, q_length):
             problems.append(
                 f"by an attention_mask of {tuple(attention_mask.shape)} that reaches it inside another module; give "
@@ -220,6 +250,7 @@ class _Switch:
             )
         if problems:
             raise ModelError([f"the model masks {problem}, {_REMEDY}" for problem in problems])
+        return band
 
     def _sees_all(self, mask: Tensor, num_tokens: int) -> bool:
         """True if a mask lets every local token see every other."""
@@ -276,6 +307,24 @@ def _longest_rotation(model: nn.Module) -> int | None:
             known = (parameters.get("original_max_position_embeddings"), getattr(module, "original_max_seq_len", None))
             lengths.append(min((length for length in known if length is not None), default=0))
     return min(lengths, default=None)
+
+
+def _find_band(mask_function: Any, size: int) -> Band | None:
+    """The window of one of transformers' mask functions, which are made of others; None if it is no window.
+
+    Found by their names: calling them takes tensors with values, which there are none of while a model is traced.
+    """
+    parts = {
+        part.__qualname__.partition(".")[0]
+        for cell in getattr(mask_function, "__closure__", None) or ()
+        for part in (cell.cell_contents if isinstance(cell.cell_contents, tuple) else (cell.cell_contents,))
+        if callable(part)
+    }
+    if parts == {"sliding_window_overlay", "causal_mask_function"}:
+        return Band(before=size - 1, after=0)
+    if parts == {"sliding_window_bidirectional_overlay", "bidirectional_mask_function"}:
+        return Band(before=size, after=size)
+    return None
 
 
 def _said(value: object) -> str:
