@@ -60,10 +60,6 @@ def _pairs(num_samples: int, seed: int) -> Batch:
     return {"input_ids": tokens, "pixel_values": images}, torch.arange(num_samples)
 
 
-def _frames_loss(output: Any, targets: Tensor) -> Tensor:
-    return F.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
-
-
 def _contrastive_loss(output: Any, targets: Tensor) -> Tensor:
     """Each text belongs to the image at its own place in the batch."""
     return F.cross_entropy(output.logits_per_text, targets)
@@ -129,7 +125,7 @@ FAMILIES: dict[str, Family] = {
         kind="Longformer", purpose="ForMaskedLM", sizes=SIZES | dict(attention_window=4, max_position_embeddings=20)
     ),
     "wav2vec 2": Family(
-        kind="Wav2Vec2", purpose="ForAudioFrameClassification", make_batch=_sound, loss=_frames_loss,
+        kind="Wav2Vec2", purpose="ForAudioFrameClassification", make_batch=_sound,
         sizes=dict(
             hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, conv_dim=[16, 16],
             conv_stride=[5, 2], conv_kernel=[10, 3], num_feat_extract_layers=2, num_conv_pos_embeddings=4,

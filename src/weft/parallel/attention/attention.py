@@ -115,9 +115,8 @@ def attend_traced(
     # use that of another plan for this one.
     counts += [axes.ring.size, axes.ulysses.size, axes.ulysses.index, list(FORWARDS).index(axes.variant)]
     window = [] if band is None else [band.before, band.after]
-    settings = (now.key_mask_BS, now.documents_BS, counts, now.places.layout, under_way.handle)
-    settings += (is_causal, scale, window, softcap)
-    made: Tensor = attention(q, k, v, *settings)[0]
+    of_pass = (now.key_mask_BS, now.documents_BS, counts, now.places.layout, under_way.handle)
+    made: Tensor = attention(q, k, v, *of_pass, is_causal, scale, window, softcap)[0]
     return made
 
 

@@ -30,12 +30,18 @@ from weft.models.hugging_face_inputs import (
 )
 from weft.parallel.attention.attention import Pass
 from weft.parallel.sequence.device_assertion import DeviceAssertion
+from weft.parallel.sequence.hugging_face_models import (
+    REMEDY,
+    find_band,
+    longest_rotation,
+    model_problems,
+    uses_registry,
+)
 from weft.parallel.wrapping.replacements import Replacement, hugging_face_attention
 from weft.parallel.wrapping.wrap import add_hook
 from weft.plan.partition.sequence import Band
 
 NAME = "weft_sequence"
-_REMEDY = "or set [axes] ring and ulysses to 1"
 _HARMLESS = frozenset(
     {
         "position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits", "return_dict",
@@ -76,36 +82,15 @@ def use_registry(
     models = [module for module in model.modules() if kind is not None and isinstance(module, kind)]
     if not models:
         return None
-    problems = [problem for module in models for problem in _model_problems(module)]
+    problems: list[str] = []
+    named: set[nn.Module] = set()  # parts of a model that is named already have its problem
+    for module in models:
+        if module not in named and (found := model_problems(module)):
+            problems += found
+            named.update(module.modules())
     if problems:
-        raise ModelError(list(dict.fromkeys(problems)))
+        raise ModelError(problems)
     return _Switch(model, models, attend, now, numbers).replacements
-
-
-def _model_problems(model: Any) -> list[str]:
-    name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
-        return [
-            f"{name} is an encoder and a decoder, with sequences of two lengths, which weft does not split; set [axes] "
-            "ring and ulysses to 1"
-        ]
-    if _uses_registry(model):
-        return []
-    attention = model.config._attn_implementation
-    if not model._supports_sdpa or attention != "sdpa":
-        instead = 'load it with attn_implementation="sdpa"' if model._supports_sdpa else "use another model"
-        return [
-            f'{name} attends in code of its own (attn_implementation = "{attention}"), which weft cannot '
-            f"distribute; {instead}, {_REMEDY}"
-        ]
-    return []
-
-
-def _uses_registry(model: Any) -> bool:
-    """transformers decides by the source of a class, which a class that a user derived may lack; so bases count too."""
-    base = hugging_face_class()
-    kinds: list[Any] = [kind for kind in type(model).__mro__ if issubclass(kind, base) and kind is not base]
-    return any(kind._can_set_attn_implementation() for kind in kinds)
 
 
 class _Switch:
@@ -125,7 +110,7 @@ class _Switch:
         self._now = now
         self._numbers = numbers
         self._outermost = list(outermost_models(model, "position_ids"))
-        self._longest = _longest_rotation(model)
+        self._longest = longest_rotation(model)
         self._asked_for_documents = False
         self._mask_assertion = DeviceAssertion(
             "an attention_mask given inside another module hides a token; give weft the Hugging Face model itself"
@@ -135,7 +120,7 @@ class _Switch:
         )
 
     def replacements(self) -> list[Replacement]:
-        switched = [module for model in filter(_uses_registry, self._models) for module in model.modules()]
+        switched = [module for model in filter(uses_registry, self._models) for module in model.modules()]
         found = (getattr(module, "config", None) for module in switched)  # also those of parts of composite models
         configs = {id(config): config for config in found if hasattr(config, "_attn_implementation_internal")}
         why = "gives it the positions of this rank's tokens, and no cache"
@@ -196,7 +181,7 @@ class _Switch:
             if name not in _HARMLESS and given is not None and given is not False
         ]
         if problems:
-            raise ModelError([f"{type(module).__name__} gives attention {problem}, {_REMEDY}" for problem in problems])
+            raise ModelError([f"{type(module).__name__} gives attention {problem}, {REMEDY}" for problem in problems])
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         mixed = self._attend(
             query,
@@ -232,7 +217,7 @@ class _Switch:
             problems.append("by more than causality, padding and documents; use a model that does not")
         band = None
         if local_size is not None and local_size < self._num_tokens:
-            band = _find_band(mask_function, local_size)
+            band = find_band(mask_function, local_size)
             if band is None:
                 problems.append(
                     f"all but {local_size} tokens in a way of its own (chunks), less than the sequence's "
@@ -249,7 +234,7 @@ class _Switch:
                 "as well to confirm it"
             )
         if problems:
-            raise ModelError([f"the model masks {problem}, {_REMEDY}" for problem in problems])
+            raise ModelError([f"the model masks {problem}, {REMEDY}" for problem in problems])
         return band
 
     def _sees_all(self, mask: Tensor, num_tokens: int) -> bool:
@@ -292,39 +277,6 @@ class _Switch:
                 "positions of this rank's tokens; leave them out there, or give weft the model itself"
             )
         return (), without_cache(model, {**named, "position_ids": numbers})
-
-
-def _longest_rotation(model: nn.Module) -> int | None:
-    """The length beyond which rotary angles depend on the length of the sequence; None: they never do."""
-    lengths = []
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        for layer, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
-            if not isinstance(kind, str) or not ("dynamic" in kind or kind == "longrope"):
-                continue
-            parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
-            parameters = parameters.get(layer, parameters)
-            known = (parameters.get("original_max_position_embeddings"), getattr(module, "original_max_seq_len", None))
-            lengths.append(min((length for length in known if length is not None), default=0))
-    return min(lengths, default=None)
-
-
-def _find_band(mask_function: Any, size: int) -> Band | None:
-    """The window of one of transformers' mask functions, which are made of others; None if it is no window.
-
-    Found by their names: calling them takes tensors with values, which there are none of while a model is traced.
-    """
-    parts = {
-        part.__qualname__.partition(".")[0]
-        for cell in getattr(mask_function, "__closure__", None) or ()
-        for part in (cell.cell_contents if isinstance(cell.cell_contents, tuple) else (cell.cell_contents,))
-        if callable(part)
-    }
-    if parts == {"sliding_window_overlay", "causal_mask_function"}:
-        return Band(before=size - 1, after=0)
-    if parts == {"sliding_window_bidirectional_overlay", "bidirectional_mask_function"}:
-        return Band(before=size, after=size)
-    return None
 
 
 def _said(value: object) -> str:
