@@ -148,6 +148,12 @@ ATTENTION_THAT_DROPS = Refusal(
     why="attention drops {dropout:g} of its weights, which weft does not do over several ranks",
     remedy="set the model's attention dropout to 0, or [axes] ring and ulysses to 1",
 )
+SOFT_CAPS_OF_WHOLE_ROWS = Refusal(
+    combination='[sequence] variant = "ring-self-attention" with a model that caps its attention scores (Gemma 2)',
+    why='attention caps its scores at {softcap:g}, and [sequence] variant = "{variant}" keeps no scores, which the '
+    "slope of the cap needs",
+    remedy='use variant = "ring", or a model without attn_logit_softcapping',
+)
 CROSS_ATTENTION = Refusal(
     combination="[axes] ring or ulysses > 1 with cross-attention (an encoder and a decoder)",
     why="attention of {num_queries} queries to {num_keys} keys: with [axes] ring or ulysses > 1 weft splits "
