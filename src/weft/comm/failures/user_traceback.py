@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 from types import TracebackType
 
 import torch
@@ -39,7 +40,8 @@ def _fold(shown: traceback.TracebackException) -> None:
             _fold(linked)
     folded = _FoldedStack()
     for is_inner, frames in groupby(shown.stack, key=lambda frame: package_of(frame.filename) is not None):
-        folded.extend([_Fold(list(frames))] if is_inner else frames)
+        run = list(frames)
+        folded.extend([_Fold(run)] if is_inner else run)
     shown.stack = folded
 
 
@@ -54,7 +56,8 @@ class _Fold(traceback.FrameSummary):
 
 
 class _FoldedStack(traceback.StackSummary):
-    def format_frame_summary(self, frame: traceback.FrameSummary, **others: object) -> str:
+    def format_frame_summary(self, frame_summary: traceback.FrameSummary, **others: Any) -> str:
+        frame = frame_summary
         if not isinstance(frame, _Fold):
             return super().format_frame_summary(frame, **others)
         many = "1 frame" if frame.num_frames == 1 else f"{frame.num_frames} frames"
