@@ -12,8 +12,8 @@ import traceback
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 from types import TracebackType
+from typing import Any
 
 import torch
 
