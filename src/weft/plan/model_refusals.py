@@ -84,6 +84,20 @@ BLOCKS_THAT_ASK_FOR_VALUES = Refusal(
     "before it runs",
     remedy="decide by shapes, not by values, or train without a pipeline",
 )
+VALUES_BESIDE_OUTPUTS = Refusal(
+    combination="[axes] pipeline > 1 with values that a block hands on beside what it returns",
+    why='"{name}" makes a tensor that the model uses afterwards, but does not return it: it goes through a hook inside '
+    "the block, an attribute, or a list or dict among the block's arguments, which other stages of a pipeline do not "
+    "have",
+    remedy="let the block return it (what a whole block returns may be collected, also by a hook on the block), or "
+    "train without a pipeline",
+)
+LOSS_OF_OTHER_STAGES = Refusal(
+    combination="[axes] pipeline > 1 with a loss that uses values which the model keeps beside its output",
+    why="the loss uses a value of another stage that the model does not return: it found it in an attribute, a list or "
+    "a dict that was filled during the forward pass",
+    remedy="let the model return everything that the loss needs, in a tuple or dict, or train without a pipeline",
+)
 
 # --- the tensor axis --------------------------------------------------------------------------------------------------
 
@@ -133,6 +147,12 @@ ATTENTION_THAT_DROPS = Refusal(
     combination="[axes] ring or ulysses > 1 with dropout inside attention",
     why="attention drops {dropout:g} of its weights, which weft does not do over several ranks",
     remedy="set the model's attention dropout to 0, or [axes] ring and ulysses to 1",
+)
+SOFT_CAPS_OF_WHOLE_ROWS = Refusal(
+    combination='[sequence] variant = "ring-self-attention" with a model that caps its attention scores (Gemma 2)',
+    why='attention caps its scores at {softcap:g}, and [sequence] variant = "{variant}" keeps no scores, which the '
+    "slope of the cap needs",
+    remedy='use variant = "ring", or a model without attn_logit_softcapping',
 )
 CROSS_ATTENTION = Refusal(
     combination="[axes] ring or ulysses > 1 with cross-attention (an encoder and a decoder)",

@@ -26,7 +26,7 @@ class Key(NamedTuple):
     """Identifies a tensor that is compared."""
 
     what: str
-    """gradient, weight or buffer."""
+    """gradient, weight, average or buffer."""
     name: str
     version: int = 0
     """Number of updates that made it, where ranks may have done different numbers of them."""
@@ -43,13 +43,18 @@ class Recipe:
 
 
 class Updates:
-    """A torch optimizer with one parameter group per parameter, torch's own clipping, and the recipe's schedule."""
+    """A torch optimizer with one parameter group per parameter, torch's own clipping, the recipe's schedule, and the
+    plan's average of the weights."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], plan: Plan, recipe: Recipe) -> None:
         groups = recipe.groups or (lambda name, shape: {})
         self.optimizer = recipe.optimizer(
             [{"params": [p], **groups(name, tuple(p.shape))} for name, p in parameters.items()]
         )
+        self._named = dict(parameters)
+        self._average = plan.average
+        self.means: dict[str, torch.Tensor] = {}
+        """The averages so far; none where the plan keeps none, or before they begin."""
         self._parameters, self._clip_norm = list(parameters.values()), plan.step.clip_norm
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self._schedule = recipe.schedule or (lambda step: 1.0)
@@ -59,7 +64,12 @@ class Updates:
             nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * self._schedule(steps_done)
+        decay = self._average.decay
+        if decay and not self.means and steps_done >= self._average.start:
+            self.means = {name: parameter.detach().clone() for name, parameter in self._named.items()}
         self.optimizer.step()
+        for name, mean in self.means.items():
+            self.means[name] = decay * mean + (1 - decay) * self._named[name].detach()
 
 
 class OneProcess:
@@ -120,10 +130,13 @@ class OneProcess:
         """The loss of all microbatches at once, where it is a user's own; None where there is one microbatch."""
         if len(outputs) < 2 or self._loss.counts_targets:
             return None
-        joined = _join_samples(outputs, list(map(len, used)))
         target_all = take_rows(targets, [row for rows in used for row in rows])
-        with state_kept(self._loss.function):
-            terms = loss_terms(self._loss, joined, target_all, count_targets(target_all))
+        try:
+            with state_kept(self._loss.function):
+                joined = _join_samples(outputs, list(map(len, used)))
+                terms = loss_terms(self._loss, joined, target_all, count_targets(target_all))
+        except Exception:  # it takes batches of one size only, or outputs that have no samples to join
+            return None
         return float(terms.value * terms.multiplier) / float(terms.count)
 
     def tensors(self, *, is_drained: bool = True) -> Iterator[tuple[Key, torch.Tensor]]:
@@ -133,6 +146,8 @@ class OneProcess:
             if parameter.grad is not None:
                 yield Key("gradient", name), parameter.grad
             yield Key("weight", name), parameter.detach()
+        for name, mean in self._updates.means.items():
+            yield Key("average", name), mean
         for name, buffer in self.model.named_buffers():
             yield Key("buffer", name), buffer.double()
 
@@ -146,7 +161,7 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def microbatch_rows(plan: Plan, total: int) -> list[list[int]]:
     """The rows of each microbatch: the union of what every data rank has in its microbatch of that number."""
-    num_ranks, num_microbatches = plan.axes.replicate * plan.axes.data, plan.step.microbatches
+    num_ranks, num_microbatches = plan.axes.data_ranks, plan.step.microbatches
     rows: list[list[int]] = [[] for _ in range(num_microbatches)]
     for rank in range(num_ranks):
         start, stop = part_of(total, rank, num_ranks)
