@@ -266,3 +266,18 @@ def test_verify_takes_losses_that_hold_or_cast_to_float32() -> None:
 
     plan = data_plan(1, microbatches=2)
     verify(MLP(), plan, loss=casting, optimizer=SGD, batches=[batch_of(5)], device="cpu").require()
+
+
+def test_labels_that_nobody_shifted_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    tokens, targets = token_batch(4)
+    trainer = make_trainer(small_gpt(), data_plan(1))
+    labels = tokens.clone()
+    labels[0, :4] = -100
+    for _ in range(2):
+        trainer.step(tokens, labels)
+    assert [record.message for record in caplog.records if "the targets are the inputs" in record.message]
+    assert len(caplog.records) == 1
+    caplog.clear()
+    make_trainer(small_gpt(), data_plan(1)).step(tokens, targets)
+    make_trainer(small_gpt(), data_plan(1), loss=of_tokens).step(tokens, labels)  # it may shift by itself
+    assert not caplog.records

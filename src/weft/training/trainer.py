@@ -41,6 +41,7 @@ from weft.training.data.trees import forward, num_samples
 from weft.training.describe import describe
 from weft.training.setup.own_loss import OwnLoss
 from weft.training.setup.split_layers import KeepingShares
+from weft.training.setup.unshifted import warn_of_unshifted
 from weft.training.step.average import make_average, require_average
 from weft.training.step.divergence import DivergenceCheck, require_same_batch
 from weft.training.step.evaluating import evaluating
@@ -183,6 +184,8 @@ class Trainer:
         if not self._has_compared:
             require_same_batch(self.mesh, inputs, targets)
             self._has_compared = True
+            if self.mesh.world.rank == 0 and self._loss.counts_targets:
+                warn_of_unshifted(inputs, targets)
         microbatches = self._microbatches.cut(inputs, targets)
         self.not_finite.keep(self.steps_done, inputs, targets)
         if self.seeds.base is None and self.parts.needs_seeds:
@@ -204,6 +207,7 @@ class Trainer:
         if self.pipeline_step is not None:
             with self.replacements:
                 self.pipeline_step.flush()
+            self.own_loss.settle()  # flush-free schedules may reach the first loss here
         self.sync.settle()
         self.not_finite.look_at_all()
 

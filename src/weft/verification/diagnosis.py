@@ -129,7 +129,7 @@ def diagnose_loss(
         return Cause(kind="unknown", text="ranks return different losses, so it was not summed over all of them")
     if before is not None and _is_same(mine[0], before):
         return Cause(kind="stale", text="it is stale: exactly the loss of the step before")
-    num_parts = plan.axes.replicate * plan.axes.data * plan.step.microbatches * plan.axes.sequence
+    num_parts = plan.axes.data_ranks * plan.step.microbatches * plan.axes.sequence
     own = f"; or the loss {NOT_A_MEAN}" if is_own_loss and num_parts > 1 else ""
     if true and (candidates := _factors(mine[0] / true, plan, num_targets=math.nan)):
         cause = _say_factor(mine[0] / true, candidates, plan, "")
