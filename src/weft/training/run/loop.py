@@ -110,6 +110,7 @@ def train(
         global_batch=wanted.steps.global_batch,
         example=_example(prepared, plan, wanted.steps.global_batch),
         weights=prepared.weights,
+        new_layers=prepared.new_layers,
     )
     torch.manual_seed(wanted.steps.seed + 1 + world.rank)  # dropout must differ between ranks, weights must not
     directory = Path(gather_values(str(directory), trainer.mesh.everyone("control"))[0])
