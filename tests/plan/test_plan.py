@@ -53,7 +53,7 @@ DEFAULTS = {
     "precision": dict(compute="model", reduce="fp32", accumulate="fp32", loss_scale="dynamic"),
     "recompute": dict(policy="none"),
     "compile": dict(blocks=False),
-    "comm": dict(transport="auto", bucket_bytes=26214400),
+    "comm": dict(transport="auto", bucket_bytes=26214400, timeout_s=0.0),
 }
 
 

@@ -28,7 +28,7 @@ from weft.checkpoint.snapshot import FORMAT
 from weft.checkpoint.state import TrainerState
 from weft.comm.agree import try_on_files
 from weft.comm.objects import gather_values
-from weft.errors import CheckpointError
+from weft.errors import CheckpointError, DamagedCheckpointError
 from weft.mesh import Mesh
 from weft.plan.text import format_plan
 
@@ -115,9 +115,9 @@ def read_index(directory: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{directory} is not a checkpoint: {INDEX} cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise CheckpointError(f"{directory / INDEX} is damaged: {error}") from error
+        raise DamagedCheckpointError(f"{directory / INDEX} is damaged: {error}") from error
     if not isinstance(index, dict) or index_checksum(index) != index.get("crc32"):
-        raise CheckpointError(f"{directory / INDEX} is damaged: its checksum does not match its content")
+        raise DamagedCheckpointError(f"{directory / INDEX} is damaged: its checksum does not match its content")
     if (found := index.get("format")) != FORMAT:
         raise CheckpointError(
             f"{directory} has checkpoint format {found}, this weft reads {FORMAT}; use the weft that wrote it"
@@ -133,9 +133,7 @@ def require_undamaged(directory: Path, index: dict[str, Any], mesh: Mesh) -> Non
     found = gather_values(damage, mesh.everyone("control"))
     problems = list(dict.fromkeys(problem for part in found for problem in part))
     if problems:
-        raise CheckpointError(
-            [*problems, f"{directory} cannot be used; delete it to go on from an older one beside it"]
-        )
+        raise DamagedCheckpointError([*problems, f"{directory} cannot be used; go on from an older one"])
 
 
 def first_of(items: list[str]) -> list[str]:
@@ -160,7 +158,8 @@ def _refuse_other_model(trainer: TrainerState, portable: Portable, index: dict[s
     optimizer = type(trainer.optimizer).__name__
     if index["optimizer"] != optimizer:
         problems.append(
-            f"{directory} was written with optimizer {index['optimizer']}, this run's is {optimizer}; use it"
+            f"{directory} was written with optimizer {index['optimizer']}, this run's is {optimizer}; give this run "
+            f"{index['optimizer']} too"
         )
     if problems:
         raise CheckpointError(problems)

@@ -28,6 +28,7 @@ import torch
 
 from weft.checkpoint.checksums import FileRecord, checksums, num_pieces, pieces_of
 from weft.checkpoint.file_io import Staging, flat_range, force_to_disk, write_runs
+from weft.checkpoint.finite import refuse_not_finite
 from weft.checkpoint.folders import INDEX, publish, refuse_foreign, restore
 from weft.checkpoint.safetensors import TensorFile
 from weft.checkpoint.snapshot import Snapshot, take, take_weights
@@ -164,6 +165,7 @@ class Saving:
     def save(self, trainer: TrainerState, directory: Path, *, wait: bool) -> None:
         """Save after the previous save has ended; collective. With `wait`, returns when the checkpoint is complete."""
         group = self._wait_for_all(trainer)
+        refuse_not_finite(trainer, directory)
         if wait:
             write(take(trainer, None), directory, group)
             return

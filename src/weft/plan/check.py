@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from weft.errors import PlanError
+from weft.plan.all_ranks import with_ranks
 from weft.plan.fields import facts_of, one_of
 from weft.plan.model_refusals import SMALL_BATCH, UNEVEN_STATISTICS
-from weft.plan.plan import CODECS, SECTIONS, Axes, Plan, said, value_at
+from weft.plan.plan import ALL, CODECS, SECTIONS, Axes, Plan, said, value_at
 from weft.plan.rules import combination_problems
 
 # Fields of which only the default is built. A new method moves its field from here to `_BUILT`, with the values that
@@ -121,12 +122,14 @@ def check(
     `optimizer` and `elementwise` are those of `combination_problems`; `local_batch_statistics`: the model has layers
     that normalise over the batch they see (BatchNorm).
     """
+    if num_ranks is not None:
+        plan = with_ranks(plan, num_ranks)
     idle = _idle(plan)
     problems = [*idle.values(), *_unbuilt(plan, set(idle))]
     problems += combination_problems(plan, optimizer=optimizer, elementwise=elementwise)
     if num_ranks is not None:
         problems += _rank_problems(plan.axes, num_ranks)
-    if global_batch is not None:
+    if global_batch is not None and plan.axes.data != ALL:
         problems += _batch_problems(plan, global_batch, local_batch_statistics)
     return problems
 
@@ -157,10 +160,19 @@ def _unbuilt(plan: Plan, idle: set[str]) -> list[str]:
 
 
 def _rank_problems(axes: Axes, num_ranks: int) -> Iterator[str]:
+    others = axes.besides_data
+    if axes.data == ALL:
+        if num_ranks % others:
+            product = f" = {others}" if " × " in (factors := _factors(axes, besides="data")) else ""
+            yield (
+                f'[axes] data = "all" takes the ranks that the other axes leave, and {num_ranks} '
+                f"{'is' if num_ranks == 1 else 'are'} not a multiple of {factors}{product}; start {others} or another "
+                f"multiple of {others}"
+            )
+        return
     needed = axes.num_ranks
     if needed == num_ranks:
         return
-    others = needed // axes.data
     fixed = others // axes.replicate
     why = ""
     if num_ranks % others == 0:
@@ -171,7 +183,7 @@ def _rank_problems(axes: Axes, num_ranks: int) -> Iterator[str]:
         replicate, data = _nearest_split(num_ranks // fixed, axes.replicate)
         advice = f"set [axes] replicate = {replicate} and data = {data}, or start {needed}"
     else:
-        advice = f"start {needed} or another multiple of {others}, which is what the axes besides data take"
+        advice = f'start {needed}, or set [axes] data = "all" and start any multiple of {others}'
     yield (
         f"the axes need {_factors(axes)} = {needed} rank{'s' * (needed > 1)}, {num_ranks} "
         f"{'is' if num_ranks == 1 else 'are'} running{why}; {advice}"
@@ -180,7 +192,7 @@ def _rank_problems(axes: Axes, num_ranks: int) -> Iterator[str]:
 
 def _factors(axes: Axes, *, besides: str = "") -> str:
     """The axes of several ranks, as a product in words."""
-    sizes = {axis: size for axis, size in axes.sizes.items() if size > 1 and axis != besides}
+    sizes = {axis: getattr(axes, axis) for axis in axes.order if axis != besides and getattr(axes, axis) != 1}
     return " × ".join(f"{axis} {size}" for axis, size in sizes.items()) or "data 1"
 
 
@@ -192,7 +204,7 @@ def _nearest_split(num_ranks: int, replicate: int) -> tuple[int, int]:
 
 
 def _batch_problems(plan: Plan, global_batch: int, local_batch_statistics: bool) -> Iterator[str]:
-    data_ranks = plan.axes.replicate * plan.axes.data
+    data_ranks = plan.axes.data_ranks
     if global_batch < data_ranks:
         yield SMALL_BATCH.message(plan, global_batch=global_batch, data_ranks=data_ranks)
     parts = data_ranks * plan.step.microbatches

@@ -24,6 +24,7 @@ from torch import nn
 from weft.checkpoint import load as checkpoint
 from weft.checkpoint.save import Saving
 from weft.comm.collectives import all_reduce, broadcast
+from weft.comm.failures.activity import collective_call
 from weft.comm.objects import gather_values
 from weft.errors import DataError
 from weft.parallel.pipeline.cut_model import tied_groups
@@ -36,9 +37,9 @@ from weft.plan.pipeline.timeline import Timeline
 from weft.plan.plan import Plan
 from weft.training.data.batches import Batches
 from weft.training.data.split_tokens import SequenceSplit
-from weft.training.data.trees import forward
+from weft.training.data.trees import forward, num_samples
 from weft.training.describe import describe
-from weft.training.setup.probe_loss import probed
+from weft.training.setup.own_loss import OwnLoss
 from weft.training.setup.split_layers import KeepingShares
 from weft.training.step.average import make_average, require_average
 from weft.training.step.divergence import DivergenceCheck, require_same_batch
@@ -47,6 +48,7 @@ from weft.training.step.generate import generate_tokens, pick_token
 from weft.training.step.loss import Count, Loss, loss_terms
 from weft.training.step.microbatch_loop import MicrobatchLoop
 from weft.training.step.microbatches import Microbatches
+from weft.training.step.not_finite import SKIP_AT_MOST, NotFiniteWatch
 from weft.training.step.parallel_model import ParallelModel
 from weft.training.step.pipeline_step import PipelineStep
 from weft.training.step.pipeline_stream import PipelineStream
@@ -67,6 +69,7 @@ class Trainer:
         loss: Loss,
         optimizer: torch.optim.Optimizer,
         schedule: Callable[[int], float] | None,
+        skip_at_most: int | None = SKIP_AT_MOST,
     ) -> None:
         """`model`: the one to call, which may be a compiled wrapper of the one in `parts`."""
         mesh, sync, cut, tensor, sample_split = parts.mesh, parts.sync, parts.cut, parts.tensor, parts.sample_split
@@ -93,17 +96,17 @@ class Trainer:
         """State of your own for checkpoints, the same on all ranks: objects with `state_dict`, or plain values."""
         self.companions: dict[str, bytes] = {}
         """Files beside pretrained weights that checkpoints repeat (a tokenizer's), by name; on rank 0."""
-        is_first = mesh.world.rank == 0
-        self.update = Update(optimizer, sync, plan, schedule=schedule, is_first_rank=is_first, average=self.average)
+        self.update = Update(optimizer, sync, plan, schedule=schedule, average=self.average)
+        self.not_finite = NotFiniteWatch(parts.model, self.update, sync, mesh, skip_at_most=skip_at_most)
         self.replacements = parts.make_replacements()
         """Functions of torch and transformers that are replaced while a step runs."""
         self._recording = Recording(mesh.index("pipeline"))
         if tensor is not None and tensor.output is not None:
             split_loss = functools.partial(split_cross_entropy_sum, vocabulary=tensor.output, group=tensor.group)
             loss = replace(loss, function=split_loss)
-        if isinstance(sample_split, SequenceSplit):
-            loss = probed(loss, mesh.group("ring+ulysses", "control"), self.replacements.paused)
-        self._loss = loss
+        cuts_tokens = isinstance(sample_split, SequenceSplit)
+        self._own_loss = OwnLoss(loss, mesh, outside=self.replacements.paused if cuts_tokens else None)
+        self._loss = loss = self._own_loss.loss
         call: Callable[[Any], Any] = Caller(model, plan, widens=not loss.counts_targets)
         if tensor is not None and tensor.output is not None:
             call = KeepingShares(call, tensor.output_mode)
@@ -154,7 +157,7 @@ class Trainer:
 
     @property
     def num_skipped(self) -> int:
-        """Number of updates skipped so far, because a gradient was not finite."""
+        """Number of updates skipped so far, because the loss or a gradient was not finite."""
         return self.update.num_skipped
 
     @property
@@ -168,24 +171,30 @@ class Trainer:
         original: nn.Module = getattr(self.model, "_orig_mod", self.model)
         return original
 
+    @collective_call("trainer.step")
     def step(self, inputs: Any, targets: Any) -> torch.Tensor:
         """Forward, backward, exchange, update; returns the mean loss over the global batch.
 
         `inputs` and `targets` are this rank's part of the batch, possibly empty. The loss is the same on every rank,
-        and a tensor that does not block until it is read.
+        and a tensor that does not block until it is read. A loss that is not finite skips the update, with a warning;
+        too many of these in a row raise a NotFiniteError on every rank, after which the trainer can still be used.
         """
         self._require_weights("step()")
         if not self._has_compared:
             require_same_batch(self.mesh, inputs, targets)
             self._has_compared = True
         microbatches = self._microbatches.cut(inputs, targets)
+        self.not_finite.keep(self.steps_done, inputs, targets)
         if self.seeds.base is None and self.parts.needs_seeds:
             self.seeds.base = self._draw_seed()
+        self._own_loss.begin(inputs)
         self._has_failed = True  # until the step is over
-        with self.replacements:
+        with self.replacements, self._own_loss.gathering.during("model"):
             loss = self._steps.step(microbatches, step=self.steps_done)
+        self._own_loss.settle()
         self._end_step()
         self._has_failed = False
+        self.not_finite.look()
         return loss
 
     def flush(self) -> None:
@@ -196,6 +205,7 @@ class Trainer:
             with self.replacements:
                 self.pipeline_step.flush()
         self.sync.settle()
+        self.not_finite.look_at_all()
 
     def describe(self) -> str:
         """A text of this rank's wrapped modules, parameter placements, process groups and replaced functions."""
@@ -220,6 +230,7 @@ class Trainer:
         with average.in_place_of_weights(self.sync, self.mesh.everyone("control")):
             yield
 
+    @collective_call("trainer.evaluate")
     def evaluate(self, batches: Iterable[tuple[Any, Any]], *, average: bool = False) -> float:
         """The mean loss over the batches of all ranks, without training; collective.
 
@@ -239,11 +250,12 @@ class Trainer:
             totals[0] += terms.value * terms.multiplier
             totals[1] += terms.count
 
-        with evaluating(self.model), self.replacements:
+        with evaluating(self.model), self.replacements, self._own_loss.gathering.during("model"):
             for number, batch in enumerate(self._in_step(batches)):
                 if number == 0:
                     require_same_batch(self.mesh, *batch)
                 self._steps.evaluate(self._microbatches.cut(*batch), add)
+        self._own_loss.settle()
         # In a pipeline only the last stage has outputs; along other axes data ranks have the same ones.
         totals = totals.cpu()
         all_reduce(totals, self.mesh.batch_group("control"))
@@ -252,6 +264,7 @@ class Trainer:
             raise DataError("nothing to evaluate: the batches hold no targets; give at least one sample")
         return float(totals[0] / totals[1])
 
+    @collective_call("trainer.generate")
     def generate(
         self, tokens: Sequence[int], *, num_tokens: int, context: int, temperature: float = 1.0, seed: int = 0
     ) -> list[int]:
@@ -269,6 +282,7 @@ class Trainer:
             return self.pipeline_step.token(inputs, pick)
         return pick(forward(self.model, inputs))
 
+    @collective_call("trainer.save")
     def save(self, directory: str | Path, *, wait: bool = True) -> None:
         """Write a checkpoint; collective. The directory appears only when it is whole: when this returns, or later
         without `wait`, while training goes on."""
@@ -286,6 +300,7 @@ class Trainer:
         """Wait until the last checkpoint is whole; raises the error of one that failed."""
         self.saving.wait()
 
+    @collective_call("trainer.load")
     def load(self, directory: str | Path, *, extra_state: bool = True) -> None:
         """Continue from a checkpoint of this model, written under any plan; collective.
 
@@ -295,6 +310,7 @@ class Trainer:
         self.flush()
         self.wait_for_save()
         checkpoint.load(self, Path(directory), extra_state=extra_state)
+        self.not_finite.restart()
 
     def _require_weights(self, what: str) -> None:
         if self.average is not None:
@@ -310,6 +326,7 @@ class Trainer:
         else:  # that error is the one to be seen, and other ranks may wait in an exchange
             self.mesh.close(failed=True)
 
+    @collective_call("trainer.close")
     def close(self) -> None:
         """Flush, wait for a background save, then give back process groups, threads and shared memory. All ranks do it.
 
@@ -326,6 +343,7 @@ class Trainer:
         finally:
             self.mesh.close(failed=failed)
 
+    @collective_call("trainer.check_divergence")
     def check_divergence(self) -> None:
         """Compare weights, optimizer state and buffers of all replicas now; collective."""
         self._divergence.run(self.steps_done)
@@ -337,19 +355,19 @@ class Trainer:
         return int(drawn)
 
     def _in_step(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-        """The batches; where forward passes exchange, a rank without more of them takes part until no rank has any."""
-        if not self.sync.exchanges_in_forward:
+        """The batches; where passes or losses exchange, a rank without more of them takes part until none has any."""
+        if not (self.sync.exchanges_in_forward or self._own_loss.may_gather):
             yield from batches
             return
-        group, own = self.mesh.batch_group("control"), iter(batches)
+        own = iter(batches)
         while True:
             batch = next(own, None)
-            some = torch.tensor([batch is not None], dtype=torch.int32)
-            all_reduce(some, group, op="max")
-            if not some.item():
+            if not any(self._own_loss.take_sizes(0 if batch is None else num_samples(batch[0]))):
                 return
             if batch is not None:
                 yield batch
+                continue
+            if not self.sync.exchanges_in_forward:
                 continue
             if self.pipeline_step is not None:
                 self.pipeline_step.skip_microbatch(self.plan.step.microbatches)

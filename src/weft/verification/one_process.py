@@ -142,7 +142,7 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def microbatch_rows(plan: Plan, total: int) -> list[list[int]]:
     """The rows of each microbatch: the union of what every data rank has in its microbatch of that number."""
-    num_ranks, num_microbatches = plan.axes.replicate * plan.axes.data, plan.step.microbatches
+    num_ranks, num_microbatches = plan.axes.data_ranks, plan.step.microbatches
     rows: list[list[int]] = [[] for _ in range(num_microbatches)]
     for rank in range(num_ranks):
         start, stop = part_of(total, rank, num_ranks)
