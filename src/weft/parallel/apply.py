@@ -134,7 +134,7 @@ def _place_parameters(parts: ParallelModel) -> None:
         cut=None if parts.tensor is None else parts.tensor.cut_one,
         rules=_gradient_rules(parts),
         stage_of=parts.stage_of,
-        initialise=parts.initialise,
+        draws=parts.draws,
     )
     parts.layouts |= {name: flat.layout(number) for flat in parts.sync.flats for number, name in enumerate(flat.names)}
 

@@ -15,6 +15,7 @@ from weft.layout import Layout
 from weft.mesh import Mesh
 from weft.parallel.pipeline.cut_model import CutModel
 from weft.parallel.state.batchnorm import has_batch_norms
+from weft.parallel.state.materialise import Draws
 from weft.parallel.state.rng import PlaceSeeds, Seeds
 from weft.parallel.tensor.tensor_parallel import TensorParallel
 from weft.parallel.wrapping.replacements import Replacements, donated_buffers, reentrant_checkpoints
@@ -25,7 +26,7 @@ from weft.training.data.sample_split import SampleSplit
 
 @dataclass(slots=True, kw_only=True)
 class ParallelModel:
-    """A model on this rank; the steps of `apply_plan` fill in the fields after `initialise`."""
+    """A model on this rank; the steps of `apply_plan` fill in the fields after `draws`."""
 
     model: nn.Module
     mesh: Mesh
@@ -33,8 +34,8 @@ class ParallelModel:
     """Inputs of one microbatch; once samples are split, this rank's part of them."""
     keep_output: bool = False
     """The loss can take shares of the output features."""
-    initialise: bool = True
-    """Parameters on the meta device get first values, instead of zeros until weights are read."""
+    draws: Draws = lambda name: True
+    """Which parameters on the meta device get first values, instead of zeros until weights are read."""
 
     blueprint: Blueprint = field(init=False)
     has_batch_norms: bool = field(init=False)
