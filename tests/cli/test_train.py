@@ -59,7 +59,7 @@ def test_the_options_are_these() -> None:
             "--topology --traceback"
         ).split(),
         "profile": ["--job", "--output", "--preflight", "--quick", "--ranks", "--traceback"],
-        "train": ["--output", "--ranks", "--restarts", "--resume", "--steps", "--trace", "--traceback"],
+        "train": ["--output", "--ranks", "--restarts", "--resume", "--steps", "--timeout", "--trace", "--traceback"],
         "verify": ["--batch", "--dtype", "--json", "--plan", "--steps", "--traceback"],
     }
 

@@ -29,6 +29,10 @@ def command(
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a timeline of all stages (for Chrome or Perfetto).")
     ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="SECONDS", help="End the run when ranks wait this long in a step; the plan's."),
+    ] = None,
     traceback: Traceback = False,
 ) -> None:
     """Train a model as a job file says; with none, a small GPT on Python's own source text.
@@ -44,11 +48,14 @@ def command(
     job, directory = _job_and_directory(job_file, output, resume, steps, restarted=attempt > 0)
     if is_launched():
         refuse_ranks(ranks, JobError)
+        if timeout is not None:
+            plan = job.plan or Plan(axes=Axes(data=int(os.environ["WORLD_SIZE"])))
+            job = replace(job, plan=_with_timeout(plan, timeout))
         _run_rank(folder=None, attempt=attempt, job=job, directory=directory, resume=resume is not None, trace=trace)
         return
     from weft.training.run.components import prepare
 
-    plan = job.plan or Plan(axes=Axes(data=ranks or default_num_ranks()))
+    plan = _with_timeout(job.plan or Plan(axes=Axes(data=ranks or default_num_ranks())), timeout)
     num_ranks = ranks or plan.axes.num_ranks
     # Every mistake in the plan and the job is found here, before any rank is started.
     prepare(job, besides=check(plan, num_ranks=num_ranks, global_batch=job.steps.global_batch))
@@ -89,6 +96,10 @@ def _of_length(job: Job, num_steps: int) -> Job:
     if schedule.settings.get("warmup_steps", 0) >= num_steps:
         schedule = replace(schedule, settings={**schedule.settings, "warmup_steps": num_steps // 10})
     return replace(job, schedule=schedule, steps=replace(job.steps, total=num_steps))
+
+
+def _with_timeout(plan: Plan, timeout_s: float | None) -> Plan:
+    return plan if timeout_s is None else replace(plan, comm=replace(plan.comm, timeout_s=timeout_s))
 
 
 def _next_free(parent: Path) -> Path:
