@@ -13,6 +13,7 @@ whatever its Python threads were doing; no heartbeat can be late. What a rank se
 and what it receives is {"joined": token} first, then any of
 
     {"ask": true}                            where are you?
+    {"asked": true}                          all ranks were asked already about your wait
     {"stacks": reason}                       write the stacks of your threads to a file
     {"closed": true}                         rank 0 ends normally
     {"failure": {...}, "printed_by": [...]}  the first failure, and the ranks that have to print it, one per host
@@ -192,6 +193,8 @@ class FailureServer:
         elif "stuck" in message and not self._is_decided:
             if self._inquiries.begin(client.rank, RankStatus.from_json(message["stuck"]), message["urgency"]):
                 self._send_all({"ask": True})
+            else:
+                client.connection.sendall(as_line({"asked": True}))
         elif "status" in message:
             self._inquiries.answer(client.rank, RankStatus.from_json(message["status"]))
         elif "went_on" in message:

@@ -191,8 +191,8 @@ class FailureWatch:
             self.end()
 
     def _obey(self, message: dict[str, Any]) -> None:
+        self._unanswered = None
         if "ask" in message:
-            self._unanswered = None
             self.send({"status": own_status().as_json()})
         elif "stacks" in message:
             self._write_stacks(message["stacks"])
