@@ -88,8 +88,8 @@ class LaunchError(WeftError):
 def print_in_turn(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """`sys.excepthook` of ranks other than 0 that had a WeftError before they met the others.
 
-    Usually all have the same one, such as a plan that is not there. Rank 0 prints it and ends, and its launcher ends the
-    others meanwhile; a rank that is still there after that has an error of its own.
+    Usually all have the same one, such as a plan that is not there. Rank 0 prints it and ends, and its launcher ends
+    the others meanwhile; a rank that is still there after that has an error of its own.
     """
     if isinstance(error, WeftError) and sys.excepthook is print_in_turn:
         time.sleep(TURN_S if os.environ.get("LOCAL_RANK", "0") == "0" else 2 * TURN_S)

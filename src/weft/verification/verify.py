@@ -88,7 +88,9 @@ def verify(
     def make_trainer(model: nn.Module, plan: Plan, recipe: Recipe, batches: Sequence[Any]) -> Trainer:
         given = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
         # One microbatch, so that pipelines need not trace the model again in the first step.
-        of_one_rank = max(split_microbatches(batches[0][0], plan.axes.replicate * plan.axes.data), key=num_samples)
+        of_one_rank = max(
+            split_microbatches(batches[0][0], plan.axes.replicate * plan.axes.sizes["data"]), key=num_samples
+        )
         example = max(split_microbatches(of_one_rank, plan.step.microbatches), key=num_samples)
         return parallelize(model, plan, **given, device=device, mesh=mesh, example=example)
 
