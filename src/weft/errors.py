@@ -9,6 +9,7 @@
     ├── CheckpointError   a checkpoint that is missing, damaged or of another model
     │   └── DamagedCheckpointError   one whose files are not as they were written
     ├── DivergenceError   replicas that should be equal are not
+    ├── NotFiniteError    a loss, gradients or weights that are not finite
     ├── VerifyError       a plan that does not give one process's answer
     └── LaunchError       ranks that could not be started or kept alive
 
@@ -75,6 +76,10 @@ class DamagedCheckpointError(CheckpointError):
 
 class DivergenceError(WeftError):
     """Replicas that should be equal are not."""
+
+
+class NotFiniteError(WeftError):
+    """A loss, gradients or weights that are not finite."""
 
 
 class VerifyError(WeftError):

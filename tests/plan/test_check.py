@@ -13,6 +13,7 @@ from weft.plan.plan import (
     AXES,
     CODECS,
     SECTIONS,
+    Average,
     Axes,
     Codec,
     Comm,
@@ -107,7 +108,8 @@ def test_tables_speak_of_real_fields_and_values():
     for path, switch in check_file._SWITCHES:
         section, name = switch.path.split(".")
         assert path in PATHS
-        for value in switch.values or (switch.at_least,):
+        least = switch.at_least if switch.above is None else switch.above + 0.5
+        for value in switch.values or (least,):
             assert switch.is_on(facts_of(SECTIONS[section])[name].kind.accept(value))
 
 
@@ -147,7 +149,7 @@ def test_a_field_has_an_effect_once_all_its_switches_are_on(path, all_built):
     wanted = [(path, other_value(path))]
     for name, switch in check_file._SWITCHES:
         if name == path:
-            wanted.append((switch.path, switch.values[0] if switch.values else 4))
+            wanted.append((switch.path, switch.values[0] if switch.values else 4 if switch.above is None else 0.5))
     problems = check(plan_with(*wanted))
     assert not [problem for problem in problems if "has no effect" in problem]
 
@@ -163,6 +165,14 @@ def test_advice_names_only_what_is_built(monkeypatch):
     monkeypatch.setattr(check_file, "_BUILT", {})
     assert check(every)[0].endswith('; leave it out, or set [data] sync to "local" or "delayed"')
     assert check(layout)[0].endswith("; leave it out, or set [axes] ring to 2 or more")
+
+
+def test_a_start_without_an_average_has_no_effect():
+    message = (
+        "[average] start = 9 has no effect with [average] decay = 0.0; leave it out, or set [average] decay above 0"
+    )
+    assert check(Plan(average=Average(start=9))) == [message]
+    assert check(Plan(average=Average(start=9, decay=0.5))) == []
 
 
 def test_reshard_without_zero_3_has_no_effect():

@@ -35,16 +35,21 @@ class _Switch:
     path: str
     values: tuple[object, ...] = ()
     at_least: int = 0
+    above: float | None = None
     instead: str = "leave it out"
     """Remedy for setting the fields while the switch is off."""
 
     def is_on(self, value: object) -> bool:
+        if self.above is not None:
+            return isinstance(value, float) and value > self.above
         return value in self.values if self.values else isinstance(value, int) and value >= self.at_least
 
     @property
     def condition(self) -> str:
         """The condition in words."""
         section, name = self.path.split(".")
+        if self.above is not None:
+            return f"[{section}] {name} > {self.above:g}"
         return f"[{section}] {name} = {one_of(self.values)}" if self.values else f"[{section}] {name} ≥ {self.at_least}"
 
     @property
@@ -52,6 +57,8 @@ class _Switch:
         """A built value that would give the fields an effect, in words; empty if there is none."""
         section, name = self.path.split(".")
         built = _BUILT.get(self.path)
+        if self.above is not None:
+            return f", or set [{section}] {name} above {self.above:g}"
         if not self.values:
             known = built is None or any(self.is_on(value) for value in built)
             return f", or set [{section}] {name} to {self.at_least} or more" if known else ""
@@ -87,6 +94,7 @@ _DEPENDENT: tuple[tuple[str, _Switch], ...] = (
     ("codec.levels", _Switch("codec.name", ("qsgd",))),
     ("codec.clip", _Switch("codec.name", ("dgc",))),
     ("codec.warmup_steps", _Switch("codec.name", CODECS)),
+    ("average.start", _Switch("average.decay", above=0.0)),
     ("precision.loss_scale", _Switch("precision.compute", ("fp16",))),
 )
 _PATHS = [f"{name}.{field}" for name, section in SECTIONS.items() for field in facts_of(section)]

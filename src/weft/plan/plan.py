@@ -212,6 +212,16 @@ class Codec(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Average(Section):
+    """An exponential moving average of the weights, kept beside them (EMA)."""
+
+    decay: float = declare(
+        0.0, Real(minimum=0, below=1), "Share of the average that each update keeps, such as 0.999; 0 keeps no average."
+    )
+    start: int = declare(0, NATURAL, "Steps before the average begins, with the weights of that moment.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Precision(Section):
     """Number formats."""
 
@@ -259,6 +269,12 @@ class Comm(Section):
         "auto", Choice(("auto", "c10d", "shared")), "Torch's backends, or shared memory between ranks of one host."
     )
     bucket_bytes: int = declare(26214400, POSITIVE, "Size of the buffers in which gradients are exchanged.")
+    timeout_s: float = declare(
+        0.0,
+        NOT_NEGATIVE,
+        "Seconds that ranks wait for each other in a steady step before the run ends; 0: half an hour, which the first "
+        "steps and checkpoints always have.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,6 +289,7 @@ class Plan:
     data: Data = field(default_factory=Data)
     server: Server = field(default_factory=Server)
     codec: Codec = field(default_factory=Codec)
+    average: Average = field(default_factory=Average)
     precision: Precision = field(default_factory=Precision)
     recompute: Recompute = field(default_factory=Recompute)
     compile: Compile = field(default_factory=Compile)

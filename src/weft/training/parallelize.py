@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from weft.checkpoint.pretrained import load_weights
-from weft.mesh import Mesh, join_world, make_mesh
+from weft.comm.failures.activity import calls, collective_call
+from weft.comm.failures.watch import set_step_timeout
+from weft.mesh import DEFAULT_TIMEOUT_S, Mesh, join_world, make_mesh
 from weft.parallel.apply import apply_plan
 from weft.parallel.state.batchnorm import has_batch_norms
 from weft.parallel.state.materialise import agreed_seed
@@ -22,12 +24,14 @@ from weft.training.meta_trainer import MetaTrainer, refuse_memory
 from weft.training.setup.probe_optimizer import OptimizerFactory
 from weft.training.setup.setup_problems import raise_together, setup_problems
 from weft.training.step.loss import LossFunction, resolve_loss
+from weft.training.step.not_finite import SKIP_AT_MOST
 from weft.training.step.parallel_model import ParallelModel
 from weft.training.trainer import Trainer
 
 ParameterGroups = Callable[[str, tuple[int, ...]], dict[str, Any]]
 
 
+@collective_call("weft.parallelize")
 def parallelize(
     model: nn.Module,
     plan: Plan | str | Path,
@@ -41,6 +45,7 @@ def parallelize(
     weights: str | Path | None = None,
     device: torch.device | str | None = None,
     mesh: Mesh | None = None,
+    skip_at_most: int | None = SKIP_AT_MOST,
 ) -> Trainer:
     """Train a model as a plan says.
 
@@ -64,9 +69,15 @@ def parallelize(
                 (weights neither), and the trainer shows what this rank of a large world would hold
     mesh        another trainer's mesh, of a plan with the same axes and transport: its process groups are used, and
                 are still there when this trainer is closed
+    skip_at_most  steps in a row whose loss (or gradients, where the plan clips or computes in 16 bits) is not finite:
+                they change nothing, and a warning names the tensors; the next one raises a NotFiniteError on every
+                rank, after which a loop may `trainer.load` a checkpoint and go on. 0: the first one; None: none does
     """
-    world = join_world(device)
-    plan = with_ranks(as_plan(plan), world.size)
+    calls.forget_durations()
+    plan = as_plan(plan)
+    world = join_world(device, plan=plan, timeout_s=max(DEFAULT_TIMEOUT_S, plan.comm.timeout_s))
+    set_step_timeout(plan.comm.timeout_s)
+    plan = with_ranks(plan, world.size)
     if problems := setup_problems(
         model,
         plan,
@@ -95,7 +106,9 @@ def parallelize(
         made = optimizer(_optimizer_arguments(parts.sync.pieces, groups))
         if world.is_fake:
             return cast(Trainer, MetaTrainer(parts, made))
-        trainer = Trainer(model, parts, loss=resolved_loss, optimizer=made, schedule=schedule)
+        trainer = Trainer(
+            model, parts, loss=resolved_loss, optimizer=made, schedule=schedule, skip_at_most=skip_at_most
+        )
         if weights is not None:
             load_weights(trainer, Path(weights))
         return trainer

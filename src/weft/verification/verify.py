@@ -120,7 +120,7 @@ def _prove(
     parallel = _copy_without_dropout(model, dtype)
     zero_noise = ZeroNoise(recipe.optimizer, by_stage=not rule.is_exact)
     silent = dataclasses.replace(recipe, optimizer=zero_noise)
-    casts = _without_casts(parallel, plan, batches[0][0], dtype)
+    casts = _without_casts(parallel, batches[0][0], dtype)
     with casts, make_trainer(parallel, plan, silent, batches) as trainer:
         zero_noise.mesh = trainer.mesh
         stage_of = {} if rule.is_exact else find_stages(trainer)
@@ -239,10 +239,9 @@ def _cast(batches: Sequence[tuple[Any, Any]], dtype: torch.dtype) -> list[Any]:
     return [map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch) for batch in batches]
 
 
-def _without_casts(model: nn.Module, plan: Plan, inputs: Any, dtype: torch.dtype) -> AbstractContextManager[object]:
+def _without_casts(model: nn.Module, inputs: Any, dtype: torch.dtype) -> AbstractContextManager[object]:
     """Context in which a float64 model's own casts to float32 are no-ops."""
-    # torch's selective checkpoint counts operators, and does not work beside another dispatch mode.
-    if dtype != torch.float64 or plan.recompute.policy == "selective":
+    if dtype != torch.float64:
         return nullcontext()
     place = next(model.parameters()).device
     # A copy, because a model may keep state of its own when it runs.

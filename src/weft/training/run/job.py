@@ -40,6 +40,12 @@ class Steps(Section):
     keep: int = declare(3, Whole(minimum=1), "Checkpoints to keep; older ones are deleted.")
     evaluate_every: int = declare(0, Whole(minimum=0), "Steps between evaluations; 0: only at the end.")
     evaluate_batches: int = declare(16, Whole(minimum=1), "Global batches of held-out data to evaluate on.")
+    skip_at_most: int = declare(
+        5, Whole(minimum=0), "Steps in a row that are skipped because loss or gradients are not finite."
+    )
+    roll_back_at_most: int = declare(
+        2, Whole(minimum=0), "Times that a run goes back to its last good checkpoint after more of them; then it ends."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
