@@ -115,9 +115,9 @@ WEIGHTS_INSIDE_AND_OUTSIDE = Refusal(
     remedy="give each its own, or set sequence = false",
 )
 BLOCKS_LEFT_OUT_AT_RANDOM = Refusal(
-    combination="[tensor] sequence = true, [axes] ring or ulysses > 1 with blocks left out at random (layer drop)",
-    why='"{module}" has {name} = {value}, and leaves out blocks at random; with {asked} each rank draws for its own '
-    "tokens",
+    combination="[tensor] sequence = true, [axes] ring, ulysses or pipeline > 1 with blocks left out at random (layer "
+    "drop)",
+    why='"{module}" has {name} = {value}, and leaves out blocks at random; with {asked} {reason}',
     remedy="set {name} = 0, or {instead}",
 )
 

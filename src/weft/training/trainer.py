@@ -169,7 +169,7 @@ class Trainer:
             require_same_batch(self.mesh, inputs, targets)
             self._has_compared = True
         microbatches = self._microbatches.cut(inputs, targets)
-        if self.seeds.base is None and self.parts.needs_seeds:
+        if self.seeds.base is None:
             self.seeds.base = self._draw_seed()
         self._has_failed = True  # until the step is over
         with self.replacements:

@@ -40,9 +40,11 @@ from weft.verification.compare import (
 )
 from weft.verification.deviation import measure_rounding, measure_rule
 from weft.verification.examine import Examination
+from weft.verification.float64_products import Float64Products
 from weft.verification.keep_float64 import keep_float64
 from weft.verification.one_process import Key, OneProcess, Recipe
 from weft.verification.oracles import Oracle, find_stages, rule_of
+from weft.verification.silence import Silence
 from weft.verification.verdict import Cause, Deviation, Difference, Finding, Verification
 from weft.verification.zero_noise import ZeroNoise
 
@@ -85,10 +87,12 @@ def verify(
         given = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
         return parallelize(model, plan, **given, device=device, mesh=mesh, example=batches[0][0])
 
-    outcome, deviation = _prove(model, exact, recipe, cast, make_trainer, dtype=dtype, on_step=on_step)
+    silence, products = Silence(model), Float64Products(model)
+    with silence.replacements, products.replacements:
+        outcome, deviation = _prove(model, exact, recipe, cast, make_trainer, dtype=dtype, on_step=on_step)
     if any(getattr(plan.precision, name) != getattr(Precision(), name) for name in ("compute", "reduce", "accumulate")):
         single = _cast(batches, torch.float32)
-        with make_trainer(_copy_without_dropout(model), plan, recipe, single) as trainer:
+        with silence.replacements, make_trainer(_copy_without_dropout(model), plan, recipe, single) as trainer:
             reference, place = None, trainer.mesh.world.device
             if trainer.mesh.world.rank == 0:
                 reference = OneProcess(_copy_without_dropout(model, torch.float32, place), plan, recipe)
@@ -221,7 +225,7 @@ def _copy_without_dropout(
     for module in made.modules():
         if isinstance(module, _DropoutNd):
             module.p = 0.0
-        if isinstance(module, nn.MultiheadAttention):
+        if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
             module.dropout = 0.0
     return made
 
