@@ -12,6 +12,7 @@ from torch import nn
 from weft.checkpoint.pretrained import load_weights
 from weft.errors import ModelError
 from weft.mesh import Mesh, join_world, make_mesh
+from weft.models.balance_loss import balance_problems
 from weft.parallel.apply import apply_plan
 from weft.parallel.state.batchnorm import has_batch_norms
 from weft.parallel.state.materialise import agreed_seed
@@ -80,6 +81,9 @@ def parallelize(
     )
     require(problems)
     resolved_loss = resolve_loss(loss, compiled=plan.compile.blocks)
+    problems = list(balance_problems(named_model, plan, own_loss=not resolved_loss.counts_targets))
+    if problems:
+        raise ModelError(problems)
     if model is not named_model and plan.axes.pipeline * plan.axes.tensor * plan.axes.sequence > 1:
         raise ModelError(COMPILED_AS_A_WHOLE.message())
     mesh = make_mesh(plan, world, batch_norms=has_batch_norms(named_model), sharing=mesh)
