@@ -25,7 +25,7 @@ def balance_problems(model: nn.Module, plan: Plan, *, own_loss: bool) -> Iterato
         return
     if not any(getattr(config, name, 0.0) for name in _COEFFICIENTS):
         return
-    parts = plan.axes.replicate * plan.axes.data * plan.axes.sequence * plan.step.microbatches
+    parts = plan.axes.data_ranks * plan.axes.sequence * plan.step.microbatches
     if not own_loss:
         yield BALANCE_LOSS_LEFT_OUT.message(plan, model=type(model).__name__)
     elif parts > 1:

@@ -22,7 +22,9 @@ class Float64Products:
 
     def __init__(self, model: nn.Module) -> None:
         self.is_used = False
-        places = [(holder, name) for holder, name in ((F, "grouped_mm"), (torch, "_grouped_mm")) if hasattr(holder, name)]
+        places = [
+            (holder, name) for holder, name in ((F, "grouped_mm"), (torch, "_grouped_mm")) if hasattr(holder, name)
+        ]
         replaced = [(holder, name, self._wide(getattr(holder, name))) for holder, name in places]
         self.replacements = Replacements(*functions(model, replaced, why="takes float64 too"))
 
