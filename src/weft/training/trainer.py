@@ -188,7 +188,7 @@ class Trainer:
                 warn_of_unshifted(inputs, targets)
         microbatches = self._microbatches.cut(inputs, targets)
         self.not_finite.keep(self.steps_done, inputs, targets)
-        if self.seeds.base is None and self.parts.needs_seeds:
+        if self.seeds.base is None:
             self.seeds.base = self._draw_seed()
         self.own_loss.begin(inputs)
         self._has_failed = True  # until the step is over

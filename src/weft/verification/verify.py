@@ -43,9 +43,11 @@ from weft.verification.compare import (
 )
 from weft.verification.deviation import measure_rounding, measure_rule
 from weft.verification.examine import WHOLE_BATCH, Examination
+from weft.verification.float64_products import Float64Products
 from weft.verification.keep_float64 import keep_float64
 from weft.verification.one_process import Key, OneProcess, Recipe
 from weft.verification.oracles import Oracle, find_stages, rule_of
+from weft.verification.silence import Silence
 from weft.verification.verdict import Cause, Deviation, Difference, Finding, Verification
 from weft.verification.widen import widened
 from weft.verification.zero_noise import ZeroNoise
@@ -93,10 +95,12 @@ def verify(
         example = max(split_microbatches(of_one_rank, plan.step.microbatches), key=num_samples)
         return parallelize(model, plan, **given, device=device, mesh=mesh, example=example)
 
-    outcome, deviation = _prove(model, exact, recipe, cast, make_trainer, dtype=dtype, on_step=on_step)
+    silence, products = Silence(model), Float64Products(model)
+    with silence.replacements, products.replacements:
+        outcome, deviation = _prove(model, exact, recipe, cast, make_trainer, dtype=dtype, on_step=on_step)
     if any(getattr(plan.precision, name) != getattr(Precision(), name) for name in ("compute", "reduce", "accumulate")):
         single = _cast(batches, torch.float32)
-        with make_trainer(_copy_without_dropout(model), plan, recipe, single) as trainer:
+        with silence.replacements, make_trainer(_copy_without_dropout(model), plan, recipe, single) as trainer:
             reference, place = None, trainer.mesh.world.device
             if trainer.mesh.world.rank == 0:
                 reference = OneProcess(_copy_without_dropout(model, torch.float32, place), plan, recipe)
@@ -233,7 +237,7 @@ def _copy_without_dropout(
     for module in made.modules():
         if isinstance(module, _DropoutNd):
             module.p = 0.0
-        if isinstance(module, nn.MultiheadAttention):
+        if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
             module.dropout = 0.0
     return made
 
