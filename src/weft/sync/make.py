@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from weft.blueprint import Blueprint
-from weft.comm.collectives import broadcast
+from weft.comm.broadcast_many import copy_from_first
 from weft.comm.group import Group
 from weft.errors import ModelError
 from weft.layout import Layout
@@ -76,19 +76,6 @@ def place(
 
 
 @torch.no_grad()
-def copy_from_first(tensors: Sequence[torch.Tensor], groups: Sequence[Group]) -> None:
-    """Every rank starts from the first one's values, whatever its own random state was.
-
-    They go from the first rank of each group to its others, one group after the other (`Mesh.axis_groups`).
-    """
-    for tensor in tensors:
-        flat = tensor.detach().contiguous()
-        for group in groups:
-            broadcast(flat, group)
-        if flat.data_ptr() != tensor.data_ptr():
-            tensor.copy_(flat)
-
-
 def _place_in_flats(
     model: nn.Module,
     mesh: Mesh,

@@ -10,27 +10,31 @@ import torch
 from torch import nn
 
 from weft.checkpoint.pretrained import load_weights
-from weft.errors import ModelError
-from weft.mesh import Mesh, join_world, make_mesh
+from weft.comm.failures.activity import calls, collective_call
+from weft.comm.failures.watch import set_step_timeout
+from weft.mesh import DEFAULT_TIMEOUT_S, Mesh, join_world, make_mesh
 from weft.parallel.apply import apply_plan
 from weft.parallel.state.batchnorm import has_batch_norms
 from weft.parallel.state.materialise import agreed_seed
 from weft.parallel.zero.flat_parameters import Piece
-from weft.plan.check import check, require
-from weft.plan.model_refusals import COMPILED_AS_A_WHOLE
+from weft.plan.all_ranks import with_ranks
 from weft.plan.plan import Plan
+from weft.plan.text import as_plan
 from weft.training.meta_trainer import MetaTrainer, refuse_memory
-from weft.training.setup.probe_optimizer import OptimizerFactory, class_name, is_elementwise
+from weft.training.setup.probe_optimizer import OptimizerFactory
+from weft.training.setup.setup_problems import raise_together, setup_problems
 from weft.training.step.loss import LossFunction, resolve_loss
+from weft.training.step.not_finite import SKIP_AT_MOST
 from weft.training.step.parallel_model import ParallelModel
 from weft.training.trainer import Trainer
 
 ParameterGroups = Callable[[str, tuple[int, ...]], dict[str, Any]]
 
 
+@collective_call("weft.parallelize")
 def parallelize(
     model: nn.Module,
-    plan: Plan,
+    plan: Plan | str | Path,
     *,
     loss: str | LossFunction,
     optimizer: OptimizerFactory,
@@ -41,6 +45,7 @@ def parallelize(
     weights: str | Path | None = None,
     device: torch.device | str | None = None,
     mesh: Mesh | None = None,
+    skip_at_most: int | None = SKIP_AT_MOST,
 ) -> Trainer:
     """Train a model as a plan says.
 
@@ -48,6 +53,7 @@ def parallelize(
     device, without memory: then it gets its first values here, and with `[data] shard = "parameters"` no rank ever
     holds the whole of it.
 
+    plan        or the path of a plan file
     loss        "cross-entropy", or loss(output, targets) -> scalar mean, or (sum, count)
     optimizer   called with the parameters: functools.partial(torch.optim.AdamW, lr=3e-4)
     schedule    step -> factor of the learning rate
@@ -63,25 +69,29 @@ def parallelize(
                 (weights neither), and the trainer shows what this rank of a large world would hold
     mesh        another trainer's mesh, of a plan with the same axes and transport: its process groups are used, and
                 are still there when this trainer is closed
+    skip_at_most  steps in a row whose loss (or gradients, where the plan clips or computes in 16 bits) is not finite:
+                they change nothing, and a warning names the tensors; the next one raises a NotFiniteError on every
+                rank, after which a loop may `trainer.load` a checkpoint and go on. 0: the first one; None: none does
     """
-    world = join_world(device)
+    calls.forget_durations()
+    plan = as_plan(plan)
+    world = join_world(device, plan=plan, timeout_s=max(DEFAULT_TIMEOUT_S, plan.comm.timeout_s))
+    set_step_timeout(plan.comm.timeout_s)
+    plan = with_ranks(plan, world.size)
+    if problems := setup_problems(
+        model,
+        plan,
+        loss=loss,
+        optimizer=optimizer,
+        num_ranks=world.size,
+        device=world.device,
+        global_batch=global_batch,
+    ):
+        raise_together(problems)
     named_model: nn.Module = getattr(model, "_orig_mod", model)
-    _refuse_model(named_model)
     if world.is_fake:
         refuse_memory(named_model)
-    gets_parts = plan.data.shard != "nothing" or plan.axes.tensor > 1
-    problems = check(
-        plan,
-        num_ranks=world.size,
-        optimizer=class_name(optimizer, world.device),
-        elementwise=is_elementwise(optimizer, world.device) if gets_parts else None,
-        global_batch=global_batch,
-        local_batch_statistics=has_batch_norms(named_model),
-    )
-    require(problems)
     resolved_loss = resolve_loss(loss, compiled=plan.compile.blocks)
-    if model is not named_model and plan.axes.pipeline * plan.axes.tensor * plan.axes.sequence > 1:
-        raise ModelError(COMPILED_AS_A_WHOLE.message())
     mesh = make_mesh(plan, world, batch_norms=has_batch_norms(named_model), sharing=mesh)
     try:
         with agreed_seed(named_model, mesh):
@@ -96,7 +106,9 @@ def parallelize(
         made = optimizer(_optimizer_arguments(parts.sync.pieces, groups))
         if world.is_fake:
             return cast(Trainer, MetaTrainer(parts, made))
-        trainer = Trainer(model, parts, loss=resolved_loss, optimizer=made, schedule=schedule)
+        trainer = Trainer(
+            model, parts, loss=resolved_loss, optimizer=made, schedule=schedule, skip_at_most=skip_at_most
+        )
         if weights is not None:
             load_weights(trainer, Path(weights))
         return trainer
@@ -116,16 +128,3 @@ def _optimizer_arguments(pieces: Sequence[Piece], groups: ParameterGroups | None
         together.append(piece.tensor)
     # A stage may have nothing to train; torch refuses an empty list, but not an empty group.
     return [{"params": tensors, **settings} for settings, tensors in made] or [{"params": []}]
-
-
-def _refuse_model(model: nn.Module) -> None:
-    problems = []
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        problems.append("the model has no parameter to train: every one is frozen; set requires_grad on some")
-    problems += [
-        f'embedding "{name}" makes sparse gradients, which weft does not exchange; build it with sparse=False'
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-    ]
-    if problems:
-        raise ModelError(problems)

@@ -22,7 +22,9 @@ from weft.mesh import Mesh
 from weft.parallel.pipeline.run_stage import StageRunner, keep_only, wrap_units
 from weft.parallel.pipeline.stages import Stages, assign_stages, stage_of_blocks, stages_of_units
 from weft.parallel.state.batchnorm import has_batch_norms
-from weft.parallel.tracing.dataflow import Flow, find_units, follow, make_meta_copy
+from weft.parallel.tracing.dataflow import Flow, find_units, follow
+from weft.parallel.tracing.meta_copy import make_meta_copy
+from weft.parallel.wrapping.wrap import add_hook
 from weft.parallel.zero.grouping import cast_between_layers, compute_dtypes
 from weft.plan.model_refusals import BLOCKS_NEEDED, STATISTICS_ON_SEVERAL_STAGES
 from weft.plan.plan import Plan
@@ -45,6 +47,8 @@ class Outline:
     call: CallModel
     device: torch.device
     flow: Flow
+    key: Any
+    """That of batches which pass through the model as the example did."""
 
 
 def outline(
@@ -66,7 +70,14 @@ def outline(
             "give it a weft_blueprint() that names the blocks it calls, or set [axes] pipeline = 1"
         )
     return Outline(
-        model=model, meta_copy=meta_copy, blueprint=blueprint, units=units, call=call, device=device, flow=flow
+        model=model,
+        meta_copy=meta_copy,
+        blueprint=blueprint,
+        units=units,
+        call=call,
+        device=device,
+        flow=flow,
+        key=_key(example, model),
     )
 
 
@@ -93,7 +104,7 @@ class CutModel:
 
     def stages_for(self, inputs: Any) -> Stages:
         """The stages that a batch passes through; the model is traced when the batch's shape is new."""
-        key = (_signature(inputs), self.model.training)
+        key = _key(inputs, self.model)
         if key not in self._stages:
             if len(self._stages) >= _MOST_SHAPES:
                 self._stages.clear()
@@ -111,6 +122,8 @@ class CutModel:
     def wrap_units(self) -> None:
         """Let units compute only when their stage runs; after everything else has been done to the model."""
         wrap_units(self.model, self._is_here(), self.runner)
+        why = "refuses to save one rank's stages as if they were the model"
+        add_hook(self.model, "state_dict_pre", _refuse_state_dict, by="pipeline", why=why)
 
     def _is_here(self) -> dict[str, bool]:
         return {unit: not on.isdisjoint(self.my_stages) for unit, on in self.stage_of_unit.items()}
@@ -149,6 +162,7 @@ def cut(whole: Outline, cuts: Sequence[int], *, rank: int, num_ranks: int) -> Cu
         runner=StageRunner(),
         _outline=whole,
         _block_stages=block_stages,
+        _stages={whole.key: stages},
     )
     mine = frozenset(name for name, ranks in held_by.items() if rank in ranks)
     keep_only(whole.model, whole.meta_copy, cut_model._is_here(), mine, cut_model.runner, whole.device)
@@ -179,6 +193,18 @@ def _refuse_shared_statistics(model: nn.Module, stage_of_unit: Mapping[str, froz
     ]
     if problems:
         raise ModelError(problems)
+
+
+def _refuse_state_dict(*_: object) -> None:
+    raise ModelError(
+        "with [axes] pipeline > 1 a rank has the parameters of its own stages only, so state_dict() would save a part "
+        "of the model; call trainer.save(directory) on every rank, which writes the whole of it"
+    )
+
+
+def _key(inputs: Any, model: nn.Module) -> Any:
+    """Equal for batches that pass through a model alike."""
+    return _signature(inputs), model.training
 
 
 def _signature(inputs: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from weft.blueprint import Blueprint
+from weft.comm.broadcast_many import copy_from_first
 from weft.comm.objects import value_of_first
 from weft.errors import ModelError, PlanError
 from weft.mesh import Mesh
@@ -20,7 +21,7 @@ from weft.plan.model_refusals import PIPEDREAM_WITH_SHARED_WEIGHTS, VERSIONS_OF_
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.pipeline.stage_cuts import FREE, BlockCost, balance, check_cuts, stage_problem
 from weft.plan.plan import Plan
-from weft.sync.make import copy_from_first, needs_flats
+from weft.sync.make import needs_flats
 from weft.training.data.trees import map_tensors
 from weft.training.step.precision import Caller
 
@@ -111,12 +112,13 @@ def _in_flight(plan: Plan, num_stages: int) -> list[int]:
 
 def _begin_alike(model: nn.Module, mesh: Mesh) -> None:
     """Give every rank rank 0's weights, before it drops those of other stages."""
-    for _, tensor in model_tensors(model):
-        if not tensor.is_meta:
-            there = tensor.detach().to(mesh.world.device)
+    own = [tensor.detach() for _, tensor in model_tensors(model) if not tensor.is_meta]
+    copy_from_first([tensor for tensor in own if tensor.device == mesh.world.device], mesh.axis_groups)
+    for tensor in own:
+        if tensor.device != mesh.world.device:  # one at a time: the whole model may not fit there
+            there = tensor.to(mesh.world.device)
             copy_from_first([there], mesh.axis_groups)
-            with torch.no_grad():
-                tensor.copy_(there)
+            tensor.copy_(there)
 
 
 def _materialise_shared(made: CutModel, mesh: Mesh) -> None:
