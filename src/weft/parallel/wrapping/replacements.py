@@ -151,13 +151,20 @@ def hugging_face_attention(
     mask: Callable[..., Any],
     find_documents: Callable[..., Any],
     configs: Sequence[Any],
+    calls_torch: bool,
 ) -> list[Replacement]:
-    """Attention and masks in the registries of transformers, and the name by which configurations choose them."""
+    """Attention and masks in the registries of transformers, and the name by which configurations choose them.
+
+    `calls_torch`: some models call torch's attention themselves, with a mask from the registry.
+    """
     masks, models = (sys.modules[f"transformers.{module}"] for module in ("masking_utils", "modeling_utils"))
     documents, chosen = "find_packed_sequence_indices", "_attn_implementation_internal"
     writes = [
         (models.AttentionInterface._global_mapping, name, attention, f"transformers.AttentionInterface[{name!r}]"),
-        (masks.AttentionMaskInterface._global_mapping, name, mask, f"transformers.AttentionMaskInterface[{name!r}]"),
+        *(
+            (masks.AttentionMaskInterface._global_mapping, key, mask, f"transformers.AttentionMaskInterface[{key!r}]")
+            for key in ((name, "sdpa") if calls_torch else (name,))
+        ),
         (vars(masks), documents, find_documents, f"transformers.masking_utils.{documents}"),
         *((vars(config), chosen, name, f"{type(config).__name__}.{chosen}") for config in configs),
     ]
