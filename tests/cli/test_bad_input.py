@@ -151,6 +151,30 @@ def test_a_run_whose_files_are_damaged(refuse: Refusal, reference: Reference) ->
     refuse("train", "--resume", directory, words=("job.toml: is not valid TOML",))
 
 
+def test_problems_of_a_jobs_form_do_not_hide_those_of_its_parts(refuse: Refusal) -> None:
+    refuse.write("plan.toml", "[axes]\ndatta = 2\n")
+    text = '[steps]\ntotal = "x"\n[model]\nname = "gpd"\n[dataset]\nname = 3\n[optimizer]\nname = "adamx"\n'
+    job = refuse.write("job.toml", f'plan = "plan.toml"\n{text}')
+    words = (
+        'did you mean "data"?',
+        'total = "x" must be',
+        'did you mean "gpt"?',
+        "[dataset] name = 3 must be text, in quotes",
+        'name = "adamx" is not known',
+    )
+    message = refuse("train", job, words=words)
+    assert message.count("\n- ") == len(words), "and nothing follows from what is in doubt"
+
+
+def test_an_optimizer_that_does_not_go_with_the_plan_is_found_before_ranks(
+    refuse: Refusal, workspace: Workspace
+) -> None:
+    job = refuse.job_with(workspace, '[axes]\ndata = 2\n[data]\nshard = "optimizer"\n')
+    job.write_text(job.read_text().replace('"adamw"', '"adafactor"').replace("heads = 2", "heads = 3"))
+    words = ("heads 3 do not divide hidden 32", "Adafactor needs whole tensors")
+    assert refuse("train", job, words=words).count("\n- ") == 2
+
+
 @pytest.mark.parametrize("arguments", [["--steps", "0"], ["--ranks", "0"], ["--restart", "1"], ["a", "b"]])
 def test_wrong_usage(run_here: RunHere, arguments: list[str]) -> None:
     outcome = run_here("train", *arguments)
