@@ -46,6 +46,8 @@ class Outline:
     call: CallModel
     device: torch.device
     flow: Flow
+    signature: Any
+    """The example's shapes and dtypes."""
 
 
 def outline(
@@ -67,7 +69,14 @@ def outline(
             "give it a weft_blueprint() that names the blocks it calls, or set [axes] pipeline = 1"
         )
     return Outline(
-        model=model, meta_copy=meta_copy, blueprint=blueprint, units=units, call=call, device=device, flow=flow
+        model=model,
+        meta_copy=meta_copy,
+        blueprint=blueprint,
+        units=units,
+        call=call,
+        device=device,
+        flow=flow,
+        signature=_signature(example),
     )
 
 
@@ -88,6 +97,8 @@ class CutModel:
     stage_of_unit: Mapping[str, frozenset[int]]
     """The stages on which each unit is called."""
     runner: StageRunner
+    example_stages: Stages
+    """The stages that the example passes through."""
     _outline: Outline
     _block_stages: Mapping[str, int]
     _stages: dict[Any, Stages] = field(default_factory=dict)
@@ -148,9 +159,12 @@ def cut(whole: Outline, cuts: Sequence[int], *, rank: int, num_ranks: int) -> Cu
         stages_of=stages_of,
         stage_of_unit=stage_of_unit,
         runner=StageRunner(),
+        example_stages=stages,
         _outline=whole,
         _block_stages=block_stages,
     )
+    if len({module.training for module in whole.model.modules()}) == 1:  # as it will be traced for batches
+        cut_model._stages[whole.signature, whole.model.training] = stages
     mine = frozenset(name for name, ranks in held_by.items() if rank in ranks)
     keep_only(whole.model, whole.meta_copy, cut_model._is_here(), mine, cut_model.runner, whole.device)
     return cut_model
