@@ -60,7 +60,9 @@ def steps() -> tuple[Step, ...]:
         Step("[axes] tensor > 1", "each tensor of a region is cut to this rank's share", _cut_layers),
         Step("always", "parameters are materialised, made equal or sharded; gradients get hooks", _place_parameters),
         Step("[axes] tensor > 1", "layers at both ends of a region communicate", _exchange_in_layers),
-        Step("[data] buffers", "BatchNorm takes its statistics over the whole batch", _synchronise_norms),
+        Step(
+            "[data] buffers", "BatchNorm takes its statistics over the microbatch of all data ranks", _synchronise_norms
+        ),
         Step("[recompute] policy", "blocks recompute activations in the backward pass", _recompute_blocks),
         Step("[compile] blocks", "blocks are compiled, with all of the above inside", _compile_blocks),
         Step("[axes] ring or ulysses > 1", "BatchNorm takes rows of images", _split_rows),
