@@ -80,15 +80,6 @@ class ParallelModel:
         """True if layers exchange in their forward pass, so that a microbatch without samples must run too."""
         return self.has_batch_norms and self.mesh.data_size > 1 and self.mesh.plan.data.buffers == "synchronise"
 
-    @property
-    def needs_seeds(self) -> bool:
-        """True if passes draw from the run's own seed.
-
-        Ranks that share layers or samples must drop the same entries, also in code without an attribute for the rate.
-        """
-        is_shared = self.tensor is not None or self.sample_split is not None
-        return self.place_seeds is None or self.place_seeds.is_needed or is_shared
-
     def enter(self, inputs: Any) -> None:
         """Begin a forward or backward pass of a microbatch."""
         if self.sample_split is not None:
@@ -96,7 +87,7 @@ class ParallelModel:
 
     def random_states(self, step: int, microbatch: int) -> AbstractContextManager[None]:
         """Context of the random states of one microbatch's forward pass, the same for any number of stages."""
-        if self.place_seeds is None or not self.needs_seeds:
+        if self.place_seeds is None:
             return nullcontext()
         draws_alike = self.sample_split is None or self.sample_split.draws_alike
         data_rank = self.mesh.data_rank if draws_alike else self.mesh.sample_rank
