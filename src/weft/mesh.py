@@ -40,6 +40,7 @@ from weft.comm.world.fake_world import is_fake, ranks_per_host, refuse_half_fake
 from weft.comm.world.nccl_settings import nccl_problems, require_room_for_communicators
 from weft.errors import LaunchError, PlanError
 from weft.hosts import host_id
+from weft.plan.all_ranks import with_ranks
 from weft.plan.check import check, require
 from weft.plan.model_refusals import SHARED_MEMORY_ON_A_DEVICE
 from weft.plan.partition.grid import Grid
@@ -224,6 +225,7 @@ def make_mesh(
     A plan that does not fit the ranks is refused. `groups`: instead of those of the plan, one of which only models with
     batch norms need. `sharing`: a mesh of the same axes and transport, whose process groups are used.
     """
+    plan = with_ranks(plan, world.size)
     require(check(plan, num_ranks=world.size))
     if plan.comm.transport == "shared" and world.device.type not in ("cpu", "meta"):
         raise PlanError(SHARED_MEMORY_ON_A_DEVICE.message(device=world.device))

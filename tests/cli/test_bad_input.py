@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -210,12 +211,24 @@ def test_a_mistake_that_one_rank_finds(refuse: Refusal, workspace: Workspace) ->
 
 
 @pytest.mark.parametrize("name", ["broken", "broken_on_one"])
-def test_an_exception_of_the_users_own_code(refuse: Refusal, workspace: Workspace, name: str) -> None:
+def test_an_exception_of_the_users_own_code(
+    run_here: RunHere, refuse: Refusal, workspace: Workspace, name: str
+) -> None:
+    """It is tried once more, not three times."""
     job = model_job(refuse, workspace, name)
     arguments = ("train", job, "--output", refuse.folder / "run", "--restarts")
     message = refuse(*arguments, "0", words=("ended with code 1: KeyError: 'weights.bin'",))
     assert "started again" not in message
-    message = refuse(*arguments, "1", words=("KeyError: 'weights.bin'", "started again once in vain"))
+    outcome = run_here(*map(str, arguments), "3")
+    said, message = outcome.stderr.splitlines()
+    assert re.fullmatch(
+        r"rank [01] ended with code 1: KeyError: 'weights.bin'; all ranks are started again \(restart 1 of 3\)", said
+    )
+    assert re.fullmatch(
+        r"weft: rank [01] ended with code 1 and was started again once in vain \(the same came again, so that was the "
+        r"last time\): KeyError: 'weights.bin' \(--traceback shows where\)",
+        message,
+    )
 
 
 def test_a_traceback_of_a_rank_if_asked_for(run_here: RunHere, refuse: Refusal, workspace: Workspace) -> None:
@@ -250,14 +263,20 @@ def test_a_checkpoint_of_another_model(refuse: Refusal, reference: Reference) ->
     refuse("train", "--resume", directory, words=words)
 
 
-def test_a_checkpoint_with_a_flipped_byte(refuse: Refusal, reference: Reference) -> None:
+def test_checkpoints_that_are_all_damaged(refuse: Refusal, reference: Reference) -> None:
     directory = refuse.folder / "run"
     shutil.copytree(reference[0], directory)
     damaged = directory / "checkpoints" / "step-60" / "optimizer-00001-of-00001.safetensors"
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 4
     damaged.write_bytes(content)
-    words = (f"{damaged} is damaged: the checksum of its piece", "delete it to go on from an older one")
+    for other in (10 * n for n in (4, 5)):
+        (directory / "checkpoints" / f"step-{other}" / "checkpoint.json").write_text("{")
+    words = (
+        f"{damaged} is damaged: the checksum of its piece",
+        "no checkpoint in",
+        "step-40/checkpoint.json is damaged",
+    )
     refuse("train", "--resume", directory, words=words)
     assert len(all_checkpoints(directory / "checkpoints")) == 3
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from weft.blueprint import find_blueprint
 from weft.errors import ModelError
 from weft.parallel.pipeline.stages import assign_stages, stage_of_blocks, stages_of_units
-from weft.parallel.tracing.dataflow import WRITTEN, Flow, Value, find_units, follow, make_meta_copy
+from weft.parallel.tracing.dataflow import WRITTEN, Flow, Value, find_units, follow
+from weft.parallel.tracing.meta_copy import make_meta_copy
 from weft.parallel.tracing.placeholder import Placeholder
 
 CPU = torch.device("cpu")

@@ -84,6 +84,20 @@ BLOCKS_THAT_ASK_FOR_VALUES = Refusal(
     "before it runs",
     remedy="decide by shapes, not by values, or train without a pipeline",
 )
+VALUES_BESIDE_OUTPUTS = Refusal(
+    combination="[axes] pipeline > 1 with values that a block hands on beside what it returns",
+    why='"{name}" makes a tensor that the model uses afterwards, but does not return it: it goes through a hook inside '
+    "the block, an attribute, or a list or dict among the block's arguments, which other stages of a pipeline do not "
+    "have",
+    remedy="let the block return it (what a whole block returns may be collected, also by a hook on the block), or "
+    "train without a pipeline",
+)
+LOSS_OF_OTHER_STAGES = Refusal(
+    combination="[axes] pipeline > 1 with a loss that uses values which the model keeps beside its output",
+    why="the loss uses a value of another stage that the model does not return: it found it in an attribute, a list or "
+    "a dict that was filled during the forward pass",
+    remedy="let the model return everything that the loss needs, in a tuple or dict, or train without a pipeline",
+)
 
 # --- the tensor axis --------------------------------------------------------------------------------------------------
 
@@ -134,6 +148,12 @@ ATTENTION_THAT_DROPS = Refusal(
     why="attention drops {dropout:g} of its weights, which weft does not do over several ranks",
     remedy="set the model's attention dropout to 0, or [axes] ring and ulysses to 1",
 )
+SOFT_CAPS_OF_WHOLE_ROWS = Refusal(
+    combination='[sequence] variant = "ring-self-attention" with a model that caps its attention scores (Gemma 2)',
+    why='attention caps its scores at {softcap:g}, and [sequence] variant = "{variant}" keeps no scores, which the '
+    "slope of the cap needs",
+    remedy='use variant = "ring", or a model without attn_logit_softcapping',
+)
 CROSS_ATTENTION = Refusal(
     combination="[axes] ring or ulysses > 1 with cross-attention (an encoder and a decoder)",
     why="attention of {num_queries} queries to {num_keys} keys: with [axes] ring or ulysses > 1 weft splits "
@@ -154,10 +174,39 @@ TOKENS_OF_ITS_OWN = Refusal(
 )
 LOSS_OVER_TOKENS = Refusal(
     combination="[axes] ring or ulysses > 1 with a loss of a token that depends on other tokens",
-    why="the loss of some tokens and that of the others do not add up to the loss of all: they differ by {excess:.0f} "
-    "times what rounding allows. So ranks that share a sequence cannot each take it of their own",
+    why="the loss of some tokens and that of the others do not add up to the loss of all: {whole:.6g} for all of them "
+    "against {parts:.6g}. So ranks that share a sequence cannot each take it of their own",
     remedy="let every token's part of it depend on that token only (shift targets in the data, take means over "
-    "tokens), or set [axes] ring and ulysses to 1",
+    "tokens), return (sum, count) where it divides by a number of its own, or set [axes] ring and ulysses to 1",
+)
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+LOSS_OF_PARTS = Refusal(
+    combination="[axes] data or replicate > 1, or [step] microbatches > 1, with a loss that is no mean over targets",
+    why="the loss of a batch is not the mean of the losses of its parts, weighted by their numbers of targets (those "
+    "other than -100 where they are integers, else samples): {seen}. So data ranks and microbatches ([axes] data = "
+    "{axes.data:value}, {step.microbatches}) would train another loss than one process",
+    remedy="let it return (sum, count): the sum over what it averages, and the number that it divides by "
+    "(docs/losses.md). A loss that compares samples with each other takes those of all ranks by weft.gather_batch, "
+    "with microbatches = 1",
+)
+LOSS_FAILED = Refusal(
+    combination="a loss that fails on some ranks' parts of a batch, and not on others'",
+    why="the loss failed on rank {ranks} with its part of the batch: {error}",
+    remedy="it is given the samples of one data rank and microbatch at a time; if its targets are places in the whole "
+    "batch, take the outputs of all ranks by weft.gather_batch (docs/losses.md)",
+)
+GATHERED_MICROBATCHES = Refusal(
+    combination="[step] microbatches > 1 with a loss that calls weft.gather_batch",
+    why="the loss gathers the samples of all ranks (gather_batch), and {step.microbatches} computes it on some at a "
+    "time, the others not being there",
+    remedy='set [step] microbatches = 1; for memory, [recompute] policy = "full" or more data ranks',
+)
+GATHERED_TOKENS = Refusal(
+    combination="[axes] ring or ulysses > 1 with a loss that calls weft.gather_batch",
+    why="the loss gathers samples (gather_batch), of which with {axes.ring} and {axes.ulysses} no rank has a whole one",
+    remedy="set [axes] ring and ulysses to 1",
 )
 
 # --- images split by rows ---------------------------------------------------------------------------------------------

@@ -12,17 +12,17 @@ from torch import nn
 from weft.checkpoint.pretrained import load_weights
 from weft.comm.failures.activity import calls, collective_call
 from weft.comm.failures.watch import set_step_timeout
-from weft.errors import ModelError
 from weft.mesh import DEFAULT_TIMEOUT_S, Mesh, join_world, make_mesh
 from weft.parallel.apply import apply_plan
 from weft.parallel.state.batchnorm import has_batch_norms
 from weft.parallel.state.materialise import agreed_seed
 from weft.parallel.zero.flat_parameters import Piece
-from weft.plan.check import check, require
-from weft.plan.model_refusals import COMPILED_AS_A_WHOLE
+from weft.plan.all_ranks import with_ranks
 from weft.plan.plan import Plan
+from weft.plan.text import as_plan
 from weft.training.meta_trainer import MetaTrainer, refuse_memory
-from weft.training.setup.probe_optimizer import OptimizerFactory, class_name, is_elementwise
+from weft.training.setup.probe_optimizer import OptimizerFactory
+from weft.training.setup.setup_problems import raise_together, setup_problems
 from weft.training.step.loss import LossFunction, resolve_loss
 from weft.training.step.not_finite import SKIP_AT_MOST
 from weft.training.step.parallel_model import ParallelModel
@@ -34,7 +34,7 @@ ParameterGroups = Callable[[str, tuple[int, ...]], dict[str, Any]]
 @collective_call("weft.parallelize")
 def parallelize(
     model: nn.Module,
-    plan: Plan,
+    plan: Plan | str | Path,
     *,
     loss: str | LossFunction,
     optimizer: OptimizerFactory,
@@ -53,6 +53,7 @@ def parallelize(
     device, without memory: then it gets its first values here, and with `[data] shard = "parameters"` no rank ever
     holds the whole of it.
 
+    plan        or the path of a plan file
     loss        "cross-entropy", or loss(output, targets) -> scalar mean, or (sum, count)
     optimizer   called with the parameters: functools.partial(torch.optim.AdamW, lr=3e-4)
     schedule    step -> factor of the learning rate
@@ -73,25 +74,24 @@ def parallelize(
                 rank, after which a loop may `trainer.load` a checkpoint and go on. 0: the first one; None: none does
     """
     calls.forget_durations()
+    plan = as_plan(plan)
     world = join_world(device, plan=plan, timeout_s=max(DEFAULT_TIMEOUT_S, plan.comm.timeout_s))
     set_step_timeout(plan.comm.timeout_s)
+    plan = with_ranks(plan, world.size)
+    if problems := setup_problems(
+        model,
+        plan,
+        loss=loss,
+        optimizer=optimizer,
+        num_ranks=world.size,
+        device=world.device,
+        global_batch=global_batch,
+    ):
+        raise_together(problems)
     named_model: nn.Module = getattr(model, "_orig_mod", model)
-    _refuse_model(named_model)
     if world.is_fake:
         refuse_memory(named_model)
-    gets_parts = plan.data.shard != "nothing" or plan.axes.tensor > 1
-    problems = check(
-        plan,
-        num_ranks=world.size,
-        optimizer=class_name(optimizer, world.device),
-        elementwise=is_elementwise(optimizer, world.device) if gets_parts else None,
-        global_batch=global_batch,
-        local_batch_statistics=has_batch_norms(named_model),
-    )
-    require(problems)
     resolved_loss = resolve_loss(loss, compiled=plan.compile.blocks)
-    if model is not named_model and plan.axes.pipeline * plan.axes.tensor * plan.axes.sequence > 1:
-        raise ModelError(COMPILED_AS_A_WHOLE.message())
     mesh = make_mesh(plan, world, batch_norms=has_batch_norms(named_model), sharing=mesh)
     try:
         with agreed_seed(named_model, mesh):
@@ -128,16 +128,3 @@ def _optimizer_arguments(pieces: Sequence[Piece], groups: ParameterGroups | None
         together.append(piece.tensor)
     # A stage may have nothing to train; torch refuses an empty list, but not an empty group.
     return [{"params": tensors, **settings} for settings, tensors in made] or [{"params": []}]
-
-
-def _refuse_model(model: nn.Module) -> None:
-    problems = []
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        problems.append("the model has no parameter to train: every one is frozen; set requires_grad on some")
-    problems += [
-        f'embedding "{name}" makes sparse gradients, which weft does not exchange; build it with sparse=False'
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-    ]
-    if problems:
-        raise ModelError(problems)

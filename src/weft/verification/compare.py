@@ -48,7 +48,7 @@ class LocalTensor:
 
 
 def local_tensors(trainer: Trainer, *, is_drained: bool) -> Iterator[LocalTensor]:
-    """Gradients and weights as the optimizer has them, weights as the model uses them, buffers.
+    """Gradients and weights as the optimizer has them, weights as the model uses them, averages, buffers.
 
     While microbatches are in flight, gradients and buffers may be of any step, and are left out.
     """
@@ -63,6 +63,9 @@ def local_tensors(trainer: Trainer, *, is_drained: bool) -> Iterator[LocalTensor
         for name, parameter in trainer.named_model.named_parameters():
             layout = dataclasses.replace(trainer.layouts[name], flat_range=None)
             yield LocalTensor(key=Key("weight", name, version), tensor=parameter.detach(), layout=layout, is_copy=True)
+    if trainer.average is not None and trainer.average.has_begun:
+        for name, mean in trainer.average.means.items():
+            yield LocalTensor(key=Key("average", name, version), tensor=mean, layout=held[name].layout)
     if is_drained and trainer.plan.data.buffers == "synchronise":
         for name, buffer in trainer.named_model.named_buffers():
             yield LocalTensor(key=Key("buffer", name, version), tensor=buffer.double(), layout=trainer.layouts[name])

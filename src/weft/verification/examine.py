@@ -24,7 +24,7 @@ from weft.verification.diagnosis import EXPLAINED, Evidence, GradientErrors, dia
 from weft.verification.oracles import Oracle
 from weft.verification.verdict import Cause, Difference, Finding
 
-_PHASES = {"loss": "forward", "gradient": "backward", "weight": "update", "buffer": "buffers"}
+_PHASES = {"loss": "forward", "gradient": "backward", "weight": "update", "average": "update", "buffer": "buffers"}
 """The phase in which each kind of value is computed, in the order of a step."""
 
 Rows = tuple[int, int, int, int]

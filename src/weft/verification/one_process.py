@@ -25,7 +25,7 @@ class Key(NamedTuple):
     """Identifies a tensor that is compared."""
 
     what: str
-    """gradient, weight or buffer."""
+    """gradient, weight, average or buffer."""
     name: str
     version: int = 0
     """Number of updates that made it, where ranks may have done different numbers of them."""
@@ -42,13 +42,18 @@ class Recipe:
 
 
 class Updates:
-    """A torch optimizer with one parameter group per parameter, torch's own clipping, and the recipe's schedule."""
+    """A torch optimizer with one parameter group per parameter, torch's own clipping, the recipe's schedule, and the
+    plan's average of the weights."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], plan: Plan, recipe: Recipe) -> None:
         groups = recipe.groups or (lambda name, shape: {})
         self.optimizer = recipe.optimizer(
             [{"params": [p], **groups(name, tuple(p.shape))} for name, p in parameters.items()]
         )
+        self._named = dict(parameters)
+        self._average = plan.average
+        self.means: dict[str, torch.Tensor] = {}
+        """The averages so far; none where the plan keeps none, or before they begin."""
         self._parameters, self._clip_norm = list(parameters.values()), plan.step.clip_norm
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self._schedule = recipe.schedule or (lambda step: 1.0)
@@ -58,7 +63,12 @@ class Updates:
             nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * self._schedule(steps_done)
+        decay = self._average.decay
+        if decay and not self.means and steps_done >= self._average.start:
+            self.means = {name: parameter.detach().clone() for name, parameter in self._named.items()}
         self.optimizer.step()
+        for name, mean in self.means.items():
+            self.means[name] = decay * mean + (1 - decay) * self._named[name].detach()
 
 
 class OneProcess:
@@ -117,6 +127,8 @@ class OneProcess:
             if parameter.grad is not None:
                 yield Key("gradient", name), parameter.grad
             yield Key("weight", name), parameter.detach()
+        for name, mean in self._updates.means.items():
+            yield Key("average", name), mean
         for name, buffer in self.model.named_buffers():
             yield Key("buffer", name), buffer.double()
 
@@ -130,7 +142,7 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def microbatch_rows(plan: Plan, total: int) -> list[list[int]]:
     """The rows of each microbatch: the union of what every data rank has in its microbatch of that number."""
-    num_ranks, num_microbatches = plan.axes.replicate * plan.axes.data, plan.step.microbatches
+    num_ranks, num_microbatches = plan.axes.data_ranks, plan.step.microbatches
     rows: list[list[int]] = [[] for _ in range(num_microbatches)]
     for rank in range(num_ranks):
         start, stop = part_of(total, rank, num_ranks)

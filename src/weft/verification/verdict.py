@@ -24,7 +24,7 @@ class Difference:
     """The largest error of one tensor, or of the loss."""
 
     what: str
-    """loss, gradient, weight or buffer."""
+    """loss, gradient, weight, average or buffer."""
     name: str
     error: float
     """The largest difference, relative to the largest entry of the reference tensor (see `compare.relative_error`)."""

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from weft.comm.collectives import all_reduce
 from weft.comm.objects import gather_values
-from weft.mesh import Mesh
+from weft.mesh import Mesh, join_world
 from weft.parallel.state.materialise import draw_seed, fill_alone, is_on_meta
+from weft.plan.all_ranks import with_ranks
 from weft.plan.plan import Plan, Precision
+from weft.plan.text import as_plan
 from weft.training.data.trees import map_tensors, num_samples, split_microbatches, split_tree
 from weft.training.parallelize import ParameterGroups, parallelize
 from weft.training.setup.probe_optimizer import OptimizerFactory
@@ -55,7 +58,7 @@ _RANDOM = Cause(
 
 def verify(
     model: nn.Module,
-    plan: Plan,
+    plan: Plan | str | Path,
     *,
     loss: str | LossFunction,
     optimizer: OptimizerFactory,
@@ -74,6 +77,7 @@ def verify(
     the plan is then run as it stands and its deviation from float32 reported. `on_step` is called with the number of
     every step that is done.
     """
+    plan = with_ranks(as_plan(plan), join_world(device).size)
     recipe = Recipe(loss=loss, optimizer=optimizer, schedule=schedule, groups=groups)
     if is_on_meta(model):  # one process needs all of it, and the model's own casts are detected by running it
         model = copy.deepcopy(model)
@@ -84,7 +88,7 @@ def verify(
     def make_trainer(model: nn.Module, plan: Plan, recipe: Recipe, batches: Sequence[Any]) -> Trainer:
         given = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
         # One microbatch, so that pipelines need not trace the model again in the first step.
-        of_one_rank = max(split_microbatches(batches[0][0], plan.axes.replicate * plan.axes.data), key=num_samples)
+        of_one_rank = max(split_microbatches(batches[0][0], plan.axes.data_ranks), key=num_samples)
         example = max(split_microbatches(of_one_rank, plan.step.microbatches), key=num_samples)
         return parallelize(model, plan, **given, device=device, mesh=mesh, example=example)
 
@@ -114,7 +118,7 @@ def _prove(
     parallel = _copy_without_dropout(model, dtype)
     zero_noise = ZeroNoise(recipe.optimizer, by_stage=not rule.is_exact)
     silent = dataclasses.replace(recipe, optimizer=zero_noise)
-    casts = _without_casts(parallel, plan, batches[0][0], dtype)
+    casts = _without_casts(parallel, batches[0][0], dtype)
     with casts, make_trainer(parallel, plan, silent, batches) as trainer:
         zero_noise.mesh = trainer.mesh
         stage_of = {} if rule.is_exact else find_stages(trainer)
@@ -233,10 +237,9 @@ def _cast(batches: Sequence[tuple[Any, Any]], dtype: torch.dtype) -> list[Any]:
     return [map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch) for batch in batches]
 
 
-def _without_casts(model: nn.Module, plan: Plan, inputs: Any, dtype: torch.dtype) -> AbstractContextManager[object]:
+def _without_casts(model: nn.Module, inputs: Any, dtype: torch.dtype) -> AbstractContextManager[object]:
     """Context in which a float64 model's own casts to float32 are no-ops."""
-    # torch's selective checkpoint counts operators, and does not work beside another dispatch mode.
-    if dtype != torch.float64 or plan.recompute.policy == "selective":
+    if dtype != torch.float64:
         return nullcontext()
     place = next(model.parameters()).device
     # A copy, because a model may keep state of its own when it runs.

@@ -37,6 +37,7 @@ from weft.comm.failures.limits import Limits
 from weft.comm.failures.lines import as_line, print_line
 from weft.comm.failures.rank_status import failed_status, own_status
 from weft.comm.failures.server import Failure, FailureServer, connect_to_failure_server
+from weft.comm.failures.user_traceback import print_user_traceback
 from weft.comm.failures.wait_reports import WaitReports
 from weft.errors import LaunchError
 from weft.hosts import host_id
@@ -166,7 +167,8 @@ class FailureWatch:
                     self._stay_alone()
                     return
                 self._obey(message)
-            if time.monotonic() - checked_s >= self.waits.stalls.poll_s and self._first is None:
+            is_time = time.monotonic() - checked_s >= self.waits.stalls.poll_s
+            if is_time and self._first is None and not self._is_over.is_set():
                 checked_s = time.monotonic()
                 self._end_with(self.waits.check())
         # Where an exchange is stuck, the rank that noticed it ends first: a launcher asks that one for the reason.
@@ -334,5 +336,6 @@ def _close_after_fork() -> None:
 def _report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """`sys.excepthook` of a watched rank: only the run's first error has its traceback printed."""
     if report(error):
-        _previous_hook(kind, error, trace)
+        is_default = _previous_hook in (sys.__excepthook__, errors.print_in_turn)
+        (print_user_traceback if is_default else _previous_hook)(kind, error, trace)
     force_exit_if_stuck()

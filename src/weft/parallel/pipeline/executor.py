@@ -30,7 +30,10 @@ from weft.parallel.pipeline.recording import Recording
 from weft.parallel.pipeline.split_backward import SplitBackward, run_backward
 from weft.parallel.pipeline.stage_messages import Arrival, StageMessages
 from weft.parallel.pipeline.stages import Stages
+from weft.parallel.state.rng import Seeds
 from weft.parallel.tracing.dataflow import Form, Value
+from weft.parallel.tracing.placeholder import Placeholder
+from weft.plan.model_refusals import LOSS_OF_OTHER_STAGES
 from weft.plan.pipeline.actions import Action
 
 _MOST_SHAPES = 4096
@@ -56,8 +59,9 @@ class StepHooks(Protocol):
     def call(self, microbatch: int) -> Any:
         """Call the model with a microbatch."""
 
-    def seed(self, place: int) -> None:
-        """Set the random states of a place in the model; called only for models that draw random numbers."""
+    @property
+    def seeds(self) -> Seeds:
+        """Random states of places in the model; used only for models that draw random numbers."""
 
     def before_unit(self, unit: str) -> None:
         """Make a unit's parameters available; called before it computes."""
@@ -206,9 +210,11 @@ class Pipeline:
                 stages=stages,
                 received=received,
                 before_unit=hooks.before_unit,
-                seed=hooks.seed if stages.flow.is_random else None,
+                seeds=hooks.seeds if stages.flow.is_random else None,
             )
             root = hooks.root(microbatch, output) if is_last else None
+        if root is not None and isinstance(root[0], Placeholder):
+            raise ModelError(LOSS_OF_OTHER_STAGES.message())
         in_flight = _InFlight(received=received, roots=[], root_values=[], buffers=buffers, root_gradients=[])
         if root is not None and root[0].requires_grad:
             in_flight.roots, in_flight.root_gradients = [get_gradient_edge(root[0])], [root[1]]

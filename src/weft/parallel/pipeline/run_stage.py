@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from weft.errors import ModelError
 from weft.parallel.pipeline.stages import Stages
+from weft.parallel.state.rng import Seeds
 from weft.parallel.tracing.dataflow import Value
 from weft.parallel.tracing.placeholder import Placeholder, PlaceholderModule, to_meta
 from weft.parallel.wrapping.wrap import wrap_forward
@@ -33,6 +34,8 @@ class StageRunner:
 
     def __init__(self) -> None:
         self._running: _StagePass | None = None
+        self._seeds: Seeds | None = None
+        """Random states of the latest pass."""
 
     def __deepcopy__(self, memo: object) -> StageRunner:
         return self
@@ -45,15 +48,15 @@ class StageRunner:
         stages: Stages,
         received: Mapping[Value, torch.Tensor],
         before_unit: Callable[[str], None] | None = None,
-        seed: Callable[[int], object] | None = None,
+        seeds: Seeds | None = None,
     ) -> tuple[dict[Value, torch.Tensor], Any]:
         """Run a stage: `call` calls the model. Returns the outputs of its units, and on the last stage the model's.
 
-        `before_unit` is called before each unit computes; `seed` sets the random states before and after each call of
+        `before_unit` is called before each unit computes; `seeds` sets the random states before and after each call of
         a unit, by the call's place.
         """
-        running = _StagePass(stage=stage, stages=stages, received=received, before_unit=before_unit, seed=seed)
-        self._running = running
+        running = _StagePass(stage=stage, stages=stages, received=received, before_unit=before_unit, seeds=seeds)
+        self._running, self._seeds = running, seeds
         output = None
         try:
             if running.num_left or running.is_last:
@@ -76,6 +79,8 @@ class StageRunner:
         if self._running is not None:
             return self._running.enter(unit, forward, args, kwargs)
         if forward is not None:
+            if self._seeds is not None:  # a checkpoint of the model's own may be computing the unit again
+                self._seeds.repeat_unit()
             return forward(*args, **kwargs)
         raise ModelError(
             f'this rank does not hold "{unit}", which is on another stage of the pipeline, so the model cannot be '
@@ -91,7 +96,7 @@ class _StagePass:
     stages: Stages
     received: Mapping[Value, torch.Tensor]
     before_unit: Callable[[str], None] | None
-    seed: Callable[[int], object] | None
+    seeds: Seeds | None
     counts: dict[str, int] = field(default_factory=dict)
     made: dict[Value, torch.Tensor] = field(default_factory=dict)
     num_left: int = field(init=False)
@@ -112,17 +117,17 @@ class _StagePass:
                 "shapes; a pipeline needs every batch to take the same way"
             )
         if self.stages.stage_of[call.place] != self.stage:
-            if self.seed is not None:
-                self.seed(2 * call.place + 1)
+            if self.seeds is not None:
+                self.seeds.enter(2 * call.place + 1)
             return call.output(self._for_writing(self.received))
         assert forward is not None
         if self.before_unit is not None:
             self.before_unit(unit)
-        if self.seed is not None:
-            self.seed(2 * call.place)
+        if self.seeds is not None:
+            self.seeds.enter_unit(2 * call.place)
         output = forward(*args, **kwargs)
-        if self.seed is not None:
-            self.seed(2 * call.place + 1)
+        if self.seeds is not None:
+            self.seeds.enter(2 * call.place + 1)
         made = {
             Value(call.place, unit, leaf): tensor
             for leaf, tensor in enumerate(tree_leaves(output))
@@ -158,13 +163,43 @@ class UnitForward:
         return self.runner.enter(self.unit, self.inner, args, kwargs)
 
 
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+"""Attributes of a module that hold what is called before and after its forward."""
+
+
 class PlaceholderUnit(PlaceholderModule):
-    """A unit of another rank: no parameters, no computation, the same attributes."""
+    """A unit of another rank: no parameters, no computation, the same attributes.
+
+    Hooks of the user's, and those that a library adds to all modules of a class, are called with what was received or
+    with placeholders: so a model that collects values by hooks collects as many on every stage.
+    """
 
     def __init__(self, unit: str, original: nn.Module, runner: StageRunner, device: torch.device) -> None:
         """`original` belongs to the model's meta copy; `device` is the one the unit would be on."""
         super().__init__()
         self.__dict__.update(_unit=unit, _original=original, _runner=runner, _device=device)
+
+    @property
+    def __class__(self) -> type:
+        """For `isinstance`: the class of the original; not torch's own layers, whose parameters are looked for."""
+        kind = type(self.__dict__.get("_original", self))
+        return type(self) if kind.__module__.startswith("torch.") else kind
+
+    @__class__.setter
+    def __class__(self, _: type) -> None:
+        raise AttributeError("a placeholder stays one")
+
+    def take_hooks(self, original: nn.Module) -> None:
+        """Call the hooks of this rank's own module from now on, but for those that weft gave it."""
+        own = {number for name in _HOOKS for number, hook in getattr(original, name).items() if _is_of_weft(hook)}
+        for name in _HOOKS:
+            getattr(self, name).update((n, hook) for n, hook in getattr(original, name).items() if n not in own)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -177,6 +212,11 @@ class PlaceholderUnit(PlaceholderModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["_runner"].enter(self.__dict__["_unit"], None, args, kwargs)
+
+
+def _is_of_weft(hook: object) -> bool:
+    """True if a hook is a function, method or object of this library."""
+    return str(getattr(hook, "__module__", "")).startswith("weft.")
 
 
 def keep_only(
@@ -199,7 +239,9 @@ def keep_only(
             continue
         holder, _, child = unit.rpartition(".")
         foreign = PlaceholderUnit(unit, meta_copy.get_submodule(unit), runner, device)
-        for name, parameter in model.get_submodule(unit).named_parameters(remove_duplicate=False):
+        original = model.get_submodule(unit)
+        foreign.take_hooks(original)
+        for name, parameter in original.named_parameters(remove_duplicate=False):
             if id(parameter) in kept_ids:
                 _put(foreign, name, parameter)
         model.get_submodule(holder)._modules[child] = foreign

@@ -7,7 +7,9 @@ nor what it ran before. After the pass the user's own random state is restored.
 
 from __future__ import annotations
 
+import hashlib
 import zlib
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,6 +22,8 @@ from weft.parallel.tracing.dataflow import find_units
 from weft.parallel.wrapping.wrap import add_hook
 
 _MASK = (1 << 63) - 1
+_MOST_BEGUN = 1 << 16
+"""Units, of all microbatches in flight, whose seeds are remembered for their recomputation."""
 
 
 class Seeds:
@@ -32,6 +36,8 @@ class Seeds:
             torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
         )
         self._now = 0
+        self._begun: OrderedDict[bytes, int] = OrderedDict()
+        """Seeds of units of a pipeline, by a digest of the state in which they were called."""
         self.draws: ShareDraws | None = None
         """Random states inside regions that the tensor axis splits."""
 
@@ -55,6 +61,27 @@ class Seeds:
             seed = self.draws.begin(seed)
         self.generator.manual_seed(seed)
         return seed
+
+    def enter_unit(self, place: int) -> None:
+        """`enter`, remembered for `repeat_unit`."""
+        state = self._digest()
+        self._begun[state] = self.enter(place)
+        if len(self._begun) > _MOST_BEGUN:
+            self._begun.popitem(last=False)
+
+    def repeat_unit(self) -> None:
+        """Set the state that a unit began with, when the model's own checkpoint calls it again in a backward pass.
+
+        It is recognised by the state before, which torch restores.
+        """
+        seed = self._begun.get(self._digest())
+        if seed is not None:
+            if self.draws is not None:
+                self.draws.reset()
+            self.generator.manual_seed(seed)
+
+    def _digest(self) -> bytes:
+        return hashlib.blake2b(self.generator.get_state().numpy().tobytes(), digest_size=16).digest()
 
 
 class ShareDraws:

@@ -10,7 +10,6 @@ its inputs, which here are real.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,13 +17,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from weft.blueprint import Blueprint
 from weft.errors import ModelError
+from weft.parallel.tracing.meta_copy import freeze_batch_norms
 from weft.parallel.tracing.placeholder import (
     Placeholder,
     absorb,
@@ -34,8 +33,14 @@ from weft.parallel.tracing.placeholder import (
     tensor_leaves,
     to_meta,
 )
+from weft.parallel.wrapping.replacements import Replacements, reentrant_checkpoints
 from weft.parallel.wrapping.wrap import wrap_forward
-from weft.plan.model_refusals import BLOCKS_THAT_ASK_FOR_VALUES, BUFFERS_OF_EVERY_STAGE, HIDDEN_OUTPUTS
+from weft.plan.model_refusals import (
+    BLOCKS_THAT_ASK_FOR_VALUES,
+    BUFFERS_OF_EVERY_STAGE,
+    HIDDEN_OUTPUTS,
+    VALUES_BESIDE_OUTPUTS,
+)
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
 
@@ -125,46 +130,14 @@ def _has_state(module: nn.Module) -> bool:
     return any(True for _ in module.parameters()) or any(persistent)
 
 
-def make_meta_copy(
-    model: nn.Module,
-    units: Sequence[str] = (),
-    device: torch.device | None = None,
-    dtypes: Mapping[str, torch.dtype] | None = None,
-    *,
-    learns_all: bool = False,
-) -> nn.Module:
-    """A copy of a model with its parameters, and buffers inside units, on the meta device.
-
-    `device`: buffers outside units are the model's own, moved to this device, where batches are; None: they are copied.
-    `dtypes`: compute dtype of parameters by name, where it differs from their own.
-    `learns_all`: parameters require gradients even if they are frozen in the model.
-    """
-    memo: dict[int, Any] = {}
-    if device is not None:
-        memo = {id(buffer): buffer if buffer.is_meta else buffer.to(device) for buffer in model.buffers()}
-    for name in units:
-        memo |= {id(buffer): to_meta(buffer) for buffer in model.get_submodule(name).buffers()}
-    for name, parameter in model.named_parameters():
-        bare = to_meta(parameter.detach()).to((dtypes or {}).get(name, parameter.dtype))
-        learns = bare.is_floating_point() or bare.is_complex() if learns_all else parameter.requires_grad
-        memo[id(parameter)] = nn.Parameter(bare, requires_grad=learns)
-    return copy.deepcopy(model, memo)
-
-
-def freeze_batch_norms(meta_copy: nn.Module) -> None:
-    """In training BatchNorm refuses a single sample, and other data ranks may have more."""
-    for module in meta_copy.modules():
-        if isinstance(module, _BatchNorm):
-            module.eval()
-
-
 def follow(meta_copy: nn.Module, units: Sequence[str], call: Callable[[nn.Module], Any], device: torch.device) -> Flow:
     """Follow one forward pass of a `make_meta_copy`. `call` calls a model with a batch, with or without values."""
     freeze_batch_norms(meta_copy)  # here: the copy may have been put into training mode since it was made
     follower = _Follower(meta_copy, units, device)
     kept = [(buffer, buffer.clone()) for buffer in meta_copy.buffers() if not buffer.is_meta]
     ours = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    with ours, follower.watching(), torch.no_grad(), _Randomness() as randomness, follower:
+    around = Replacements(reentrant_checkpoints())
+    with ours, around, follower.watching(), torch.no_grad(), _Randomness() as randomness, follower:
         output = call(meta_copy)
     for buffer, before in kept:  # buffers and random states are the user's own
         buffer.copy_(before)
@@ -172,6 +145,7 @@ def follow(meta_copy: nn.Module, units: Sequence[str], call: Callable[[nn.Module
     changed = [n for number, n in follower.buffers.items() if number in follower.written_into or now.get(n) != number]
     if changed:  # each stage that runs this code would change its own replica
         raise ModelError([BUFFERS_OF_EVERY_STAGE.message(name=name) for name in changed])
+    follower.refuse_values_beside(output)
     needs, parameters = _by_kind(follower.sources(output))
     return Flow(
         calls=tuple(follower.calls),
@@ -217,7 +191,9 @@ class _Follower(TorchFunctionMode):
         """Names of persistent buffers outside units, by id."""
         self.written_into: set[int] = set()
         self._counts = dict.fromkeys(units, 0)
-        self._is_in_unit = False
+        self._in_unit: str | None = None
+        self._made_in: dict[int, str] = {}
+        """The unit inside of which each tensor was made, by the tensor's id; none of these is an output."""
         self.calls: list[Call] = []
         self.forms: dict[Value, Form] = {}
         for name, parameter in meta_copy.named_parameters():
@@ -229,10 +205,15 @@ class _Follower(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         operands = tensor_leaves((args, kwargs))
-        if self._is_in_unit:  # on meta tensors, also where the unit makes a mask without a device, which has values
+        if (
+            self._in_unit is not None
+        ):  # on meta tensors, also where the unit makes a mask without a device, which has values
             if any(tensor.is_meta for tensor in operands) and any(not t.is_meta and t.dim() for t in operands):
                 args, kwargs = tree_map(to_meta, args), tree_map(to_meta, dict(kwargs or {}))
-            return func(*args, **(kwargs or {}))
+            inside = func(*args, **(kwargs or {}))
+            self._note_inside(inside, operands, self._in_unit)
+            return inside
+        self.refuse_values_beside(operands)
         if any(is_placeholder(operand) for operand in operands):
             result = absorb(func, args, kwargs or {})
         else:
@@ -282,13 +263,26 @@ class _Follower(TorchFunctionMode):
 
     def _make_stand_in(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def stand_in(*args: Any, **kwargs: Any) -> Any:
-            self._is_in_unit = True
+            self.refuse_values_beside((args, kwargs))
+            self._in_unit = name
             try:
                 return self._note(name, forward, args, kwargs)
             finally:
-                self._is_in_unit = False
+                self._in_unit = None
 
         return stand_in
+
+    def _note_inside(self, result: Any, operands: list[torch.Tensor], unit: str) -> None:
+        for leaf in [result] if isinstance(result, torch.Tensor) else tensor_leaves(result):
+            if leaf.is_meta and not any(leaf is operand for operand in operands):
+                self._made_in[id(leaf)] = unit
+                self._alive.append(leaf)
+
+    def refuse_values_beside(self, tree: Any) -> None:
+        """Refuse tensors that a unit has made and not returned: other stages would not have them."""
+        for leaf in tensor_leaves(tree):
+            if id(leaf) in self._made_in and id(leaf) not in self._sources:
+                raise ModelError(VALUES_BESIDE_OUTPUTS.message(name=self._made_in[id(leaf)]))
 
     def _note(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         sources = self.sources((args, kwargs))
@@ -299,11 +293,15 @@ class _Follower(TorchFunctionMode):
             for leaf, meta in zip(tree_leaves((args, kwargs)), tree_leaves(arguments), strict=True)
             if isinstance(leaf, torch.Tensor)
         ]
+        before_call = tree_leaves(arguments)
         try:
             output = forward(*arguments[0], **arguments[1])
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
             raise ModelError(BLOCKS_THAT_ASK_FOR_VALUES.message(name=name, error=said)) from error
+        known = set(map(id, before_call))
+        if any(isinstance(one, torch.Tensor) and id(one) not in known for one in tree_leaves(arguments)):
+            raise ModelError(VALUES_BESIDE_OUTPUTS.message(name=name))
         leaves, tree = tree_flatten(output)
         place, number = len(self.calls), self._counts[name]
         self._counts[name] += 1

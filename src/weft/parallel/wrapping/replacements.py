@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch._functorch.config
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 
 from weft.parallel.wrapping.wrap import Undo
@@ -146,6 +147,27 @@ def donated_buffers() -> Replacement:
         of="torch._functorch.config",
         why="keeps compiled code from reusing in the first half of a backward pass what the second half needs",
     )
+
+
+def reentrant_checkpoints() -> Replacement:
+    """Turns checkpoints with use_reentrant=True into those without, which compute the same.
+
+    A reentrant checkpoint runs what is inside without a graph, and its backward pass by itself. A stage that ends or
+    begins inside would have no graph to send gradients through, and half a backward pass cannot contain a whole one.
+    """
+    why = "recomputes in the schedule's own backward pass, also with use_reentrant=True"
+    of = "torch.utils.checkpoint"
+    return _attribute(torch.utils.checkpoint, "CheckpointFunction", _CheckpointInOneGraph, of=of, why=why)
+
+
+class _CheckpointInOneGraph:
+    """Stands in for torch's autograd function of reentrant checkpoints, which `checkpoint` looks up when called."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
+        )
 
 
 def autocast_entry(note: Callable[[object], None]) -> Replacement:

@@ -27,6 +27,7 @@ from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
 import numpy as np
+from torch.utils.data import DataLoader
 
 from weft.errors import DataError
 from weft.layout import part_of
@@ -85,6 +86,11 @@ class batches:
     def __post_init__(self) -> None:
         problems = []
         total = len(self.dataset) if hasattr(self.dataset, "__len__") else None
+        if isinstance(self.dataset, DataLoader):
+            raise DataError(
+                "a DataLoader makes batches itself, the same ones on every rank; give its dataset, of which weft makes "
+                f"each rank's batches: weft.batches(loader.dataset, trainer, global_batch={self.global_batch})"
+            )
         if total is None:
             problems.append(
                 f"a {type(self.dataset).__name__} has no len(); give a dataset with len(dataset) and dataset[index], "

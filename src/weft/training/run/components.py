@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,44 +64,70 @@ class Prepared:
 
 def prepare(job: Job, *, besides: Sequence[str] = ()) -> Prepared:
     """Build what a job names; raises one error with all its problems, and those found `besides`."""
-    problems = list(besides)
-
-    def attempt(build: Callable[[], Any]) -> Any:
-        try:
-            return build()
-        except WeftError as error:
-            problems.extend(error.problems)
-            return None
-
-    described = attempt(lambda: _hugging_face(job.model))
-    make_model: Any = None
-    data: Any = None
-    if described is not None or job.model.key == "name":
-        make_model = attempt(lambda: _model(job.model) if described is None else functools.partial(_filled, described))
-        data = attempt(lambda: _data(job))  # which needs the model's sizes
-    loss = attempt(lambda: _loss(job.loss))
-    optimizer = attempt(lambda: _optimizer(job.optimizer))
-    schedule = attempt(lambda: _schedule(job))
-    if data is not None and len(data[0]) < job.steps.global_batch:
-        problems.append(
-            f"the training data holds {len(data[0])} samples, one global batch needs {job.steps.global_batch}; "
-            "give more data, a smaller [steps] global_batch or a smaller context"
-        )
-    if problems:
+    parts, problems = build(job)
+    if problems := [*besides, *problems]:
         raise JobError(problems)
+    described = parts.described
     return Prepared(
-        make_model=make_model,
-        make_empty=make_model if described is None else described.build,
+        make_model=parts.make_model,
+        make_empty=parts.make_empty,
         weights=None if described is None else described.weights,
-        loss=loss,
-        train_data=data[0],
-        held_out=data[1],
-        optimizer=optimizer,
-        schedule=schedule,
+        loss=parts.loss,
+        train_data=parts.data[0],
+        held_out=parts.data[1],
+        optimizer=parts.optimizer,
+        schedule=parts.schedule,
         writes_text=(job.model.name == "gpt" or (described is not None and described.continues_text))
         and job.dataset.name in ("standard-library", "text")
         and (_sizes_of(job.model)[2] or 0) >= 128,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The parts of a job that could be built; None for the others."""
+
+    described: HuggingFaceModel | None
+    make_model: Any
+    loss: Any
+    data: Any
+    optimizer: Any
+    schedule: Any
+
+    @property
+    def make_empty(self) -> Any:
+        return self.make_model if self.described is None else self.described.build
+
+
+def build(job: Job, *, doubtful: Collection[str] = ()) -> tuple[Parts, list[str]]:
+    """Build what a job names, as far as that goes, and every problem. Nothing is made of `doubtful` sections."""
+    problems: list[str] = []
+
+    def attempt(make: Callable[[], Any], *sections: str) -> Any:
+        try:
+            return make() if not set(sections) & set(doubtful) else None
+        except WeftError as error:
+            problems.extend(error.problems)
+            return None
+
+    described = attempt(lambda: _hugging_face(job.model), "model")
+    make_model: Any = None
+    data: Any = None
+    if described is not None or job.model.key == "name":
+        make: Any = _model if described is None else lambda _: functools.partial(_filled, described)
+        make_model = attempt(lambda: make(job.model), "model")
+        data = attempt(lambda: _data(job), "model", "dataset")  # which needs the model's sizes
+    loss = attempt(lambda: _loss(job.loss), "model")
+    optimizer = attempt(lambda: _optimizer(job.optimizer), "optimizer")
+    schedule = attempt(lambda: _schedule(job), "optimizer", "steps")
+    if data is not None and "steps" not in doubtful and len(data[0]) < job.steps.global_batch:
+        problems.append(
+            f"the training data holds {len(data[0])} samples, one global batch needs {job.steps.global_batch}; "
+            "give more data, a smaller [steps] global_batch or a smaller context"
+        )
+    return Parts(
+        described=described, make_model=make_model, loss=loss, data=data, optimizer=optimizer, schedule=schedule
+    ), problems
 
 
 def context_of(job: Job) -> int:

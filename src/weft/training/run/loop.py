@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -37,6 +38,8 @@ from weft.training.run.components import Prepared, context_of, prepare
 from weft.training.run.folder_probe import require_usable, room_for
 from weft.training.run.job import Job, default_job, format_job, read_job
 from weft.training.run.metrics import MetricsFile, Recorder, StepRecord, units_of
+from weft.training.run.naming_step import naming_step
+from weft.training.run.newest import load_newest_whole
 from weft.training.run.roll_back import RollBack
 from weft.training.run.stop import StopRequest
 from weft.training.trainer import Trainer
@@ -91,12 +94,14 @@ def train(
     observer: Observer | None = None,
     stop_file: Path | None = None,
     trace_file: Path | None = None,
+    on_open: Callable[[Path], None] | None = None,
 ) -> Summary:
     """Run a job to its end on the ranks that call this; collective.
 
     `job` is a Job, the path of a job file, or None for the embedded default. With `resume` the run in `directory` goes
     on from its newest checkpoint (or from the start, if it has none yet); otherwise `directory` must hold no run. With
-    `trace_file`, a timeline of the ranks of rank 0's pipeline is written there at the end.
+    `trace_file`, a timeline of the ranks of rank 0's pipeline is written there at the end. `on_open` is called on every
+    rank once the run's directory is there.
     """
     world = join_world()
     if job is None:
@@ -122,9 +127,12 @@ def train(
     write_stacks_to(directory / STACKS)
     run = _Run(wanted, prepared, trainer, directory, observer if observer and world.rank == 0 else Observer())
     run.open(resume)
+    if on_open is not None:
+        on_open(directory)
     if trace_file is not None:
         trainer.keep_trace()
-    summary = run.go(stop_file)
+    with naming_step(trainer):
+        summary = run.go(stop_file)
     if trace_file is not None:
         trace = trainer.trace()
         if world.rank == 0:
@@ -136,7 +144,7 @@ def _example(prepared: Prepared, plan: Plan, global_batch: int) -> Any:
     """The inputs of one microbatch, by which a model is split; None if the plan splits none."""
     if plan.axes.pipeline * plan.axes.tensor * plan.axes.sequence == 1:
         return None
-    parts = plan.axes.data * plan.axes.replicate * plan.step.microbatches
+    parts = plan.axes.data_ranks * plan.step.microbatches
     return fetch(prepared.train_data, np.arange(max(global_batch // parts, 1)))[0]
 
 
@@ -172,16 +180,16 @@ class _Run:
     def open(self, resume: bool) -> None:
         """Make the run's directory, or go on from what is in it."""
         # Agreed on by all ranks before anything is written: hosts may not yet see the same files in a shared folder.
-        mine = [path.name for path in all_checkpoints(self.directory / CHECKPOINTS)[-1:]]
+        mine = [path.name for path in all_checkpoints(self.directory / CHECKPOINTS)]
         looked = [(self.directory / JOB_FILE).exists(), mine]
         seen = gather_values(looked, self.trainer.mesh.everyone("control"))
-        newest = max((name for _, names in seen for name in names), key=lambda name: int(name[5:]), default=None)
+        saved = sorted({name for _, names in seen for name in names}, key=lambda name: int(name[5:]))
         if not resume and any(holds_run for holds_run, _ in seen):
             raise JobError(f"{self.directory} holds a run already; resume it, or give another directory")
         there = max(len(names) for _, names in seen)
         require_usable(self.directory, self.trainer, room_for(self.job.steps, self.prepared.optimizer, there=there))
-        if resume and newest is not None:
-            self.trainer.load(self.directory / CHECKPOINTS / newest)
+        if resume:
+            load_newest_whole(self.trainer, self.directory / CHECKPOINTS, saved)
         if self.is_first:
             try:
                 (self.directory / CHECKPOINTS).mkdir(parents=True, exist_ok=True)

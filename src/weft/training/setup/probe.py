@@ -194,7 +194,9 @@ def _cut_copy(model: nn.Module, tried: nn.Module, parts: ParallelModel, *, is_wi
     cutting = TensorParallel(model, mesh, parts.blueprint, parts.regions)
     memo: dict[int, Any] = {}
     for name, tensor in model_tensors(model):
-        there = widened(tensors[name].detach().to(mesh.world.device, copy=True), is_wide)
+        # The trial changed nothing but weights on purpose, and a pass may leave buffers of another dtype or shape.
+        before = tensors[name] if isinstance(tensor, nn.Parameter) else tensor
+        there = widened(before.detach().to(mesh.world.device, copy=True), is_wide)
         copy_from_first([there], mesh.axis_groups)
         share = cutting.cut_one(name, there)
         is_parameter = isinstance(tensor, nn.Parameter)

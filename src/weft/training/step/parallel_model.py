@@ -17,7 +17,7 @@ from weft.parallel.pipeline.cut_model import CutModel
 from weft.parallel.state.batchnorm import has_batch_norms
 from weft.parallel.state.rng import PlaceSeeds, Seeds
 from weft.parallel.tensor.tensor_parallel import TensorParallel
-from weft.parallel.wrapping.replacements import Replacements, donated_buffers
+from weft.parallel.wrapping.replacements import Replacements, donated_buffers, reentrant_checkpoints
 from weft.plan.partition.tensor import Region
 from weft.sync.base import Sync
 from weft.training.data.sample_split import SampleSplit
@@ -105,6 +105,8 @@ class ParallelModel:
         """Context of the model's passes."""
         plan = self.mesh.plan
         made = Replacements() if self.sample_split is None else self.sample_split.replacements
+        if plan.axes.pipeline > 1:
+            made.add(reentrant_checkpoints())
         if plan.compile.blocks and plan.axes.pipeline > 1 and plan.pipeline.schedule == "zero-bubble":
             made.add(donated_buffers())
         return made

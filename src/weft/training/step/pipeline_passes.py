@@ -11,6 +11,7 @@ import torch
 
 from weft.parallel.pipeline.executor import StepHooks
 from weft.parallel.pipeline.stages import Stages
+from weft.parallel.state.rng import Seeds
 from weft.parallel.zero.gather_by_stage import StageGathering
 from weft.plan.pipeline.actions import Action
 from weft.sync.base import PipelineSync
@@ -85,8 +86,9 @@ class MicrobatchPasses(StepHooks):
     def call(self, microbatch: int) -> Any:
         return self._parts.call(self.microbatches[microbatch].inputs)
 
-    def seed(self, place: int) -> None:
-        self._model.seeds.enter(place)
+    @property
+    def seeds(self) -> Seeds:
+        return self._model.seeds
 
     def before_unit(self, unit: str) -> None:
         if self._gathering is not None:

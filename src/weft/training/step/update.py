@@ -28,6 +28,7 @@ from weft.plan.partition.wire import needs_norm
 from weft.plan.plan import Plan
 from weft.sync.base import Sync, Totals
 from weft.training.step.async_scalars import AsyncScalars
+from weft.training.step.average import WeightAverage
 from weft.training.step.precision import LossScale
 
 
@@ -69,7 +70,9 @@ class Update:
         plan: Plan,
         *,
         schedule: Callable[[int], float] | None,
+        average: WeightAverage | None = None,
     ) -> None:
+        self._average = average
         self._optimizer = optimizer
         self._sync = sync
         self._clip_norm = plan.step.clip_norm
@@ -127,8 +130,12 @@ class Update:
             rate = self._schedule(step)
             for group, base in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
                 group["lr"] = base * rate
+        if self._average is not None:
+            self._average.begin(step=step)
         with _skipping(self._optimizer, overflow):
             self._optimizer.step()
+        if self._average is not None:
+            self._average.add(overflow)
         self._has_updated = True
         self._sync.publish()
 

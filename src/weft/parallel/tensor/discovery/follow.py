@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.errors import ModelError
 from weft.parallel.tensor.discovery.records import Record, RecordedCall
 from weft.parallel.tensor.discovery.trace import Tracer
-from weft.parallel.tracing.dataflow import freeze_batch_norms, make_meta_copy
+from weft.parallel.tracing.meta_copy import freeze_batch_norms, make_meta_copy
 from weft.parallel.tracing.placeholder import tensor_leaves
 from weft.parallel.wrapping.wrap import wrap_forward
 
