@@ -161,10 +161,10 @@ def _collect(pipes: Sequence[Any], limit_s: float) -> dict[int, tuple[str, str]]
 
 def _joined(found: Mapping[int, tuple[str, str]], limit_s: float) -> Cell:
     """The outcome of all ranks: one that they agree on, or an error that names the rank."""
-    outcomes = {outcome for outcome, _ in found.values()}
     if not found:
         return {"outcome": HUNG, "reason": f"no outcome after {limit_s:.0f} s"}
-    if len(found) == NUM_RANKS and len(outcomes) == 1:
+    outcomes, reasons = ({one[place] for one in found.values()} for place in range(2))
+    if len(found) == NUM_RANKS and len(outcomes) == 1 and (outcomes != {ERROR} or len(reasons) == 1):
         outcome, reason = found[0]
         return {"outcome": outcome, "reason": reason}
     said = [f"rank {rank}: {outcome} {reason}".rstrip() for rank, (outcome, reason) in sorted(found.items())]

@@ -50,6 +50,13 @@ def test_four_ranks(plan: Plan) -> None:
 
 
 @ranks(2)
+@pytest.mark.parametrize("policy", ["none", pytest.param("full", marks=pytest.mark.long)])
+def test_attention_that_no_rank_has_a_share_of_sees_all_tokens(policy: str) -> None:
+    """OLMo 2 has norms over all heads."""
+    verified("Olmo2", replace(tensor_plan(2, sequence=True, clip_norm=0.5), recompute=Recompute(policy=policy)))
+
+
+@ranks(2)
 def test_recomputed() -> None:
     verified("Llama", replace(tensor_plan(2, sequence=True), recompute=Recompute(policy="full")))
 

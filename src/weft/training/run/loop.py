@@ -120,6 +120,7 @@ def train(
         global_batch=wanted.steps.global_batch,
         example=_example(prepared, plan, wanted.steps.global_batch),
         weights=prepared.weights,
+        new_layers=prepared.new_layers,
         skip_at_most=wanted.steps.skip_at_most,
     )
     torch.manual_seed(wanted.steps.seed + 1 + world.rank)  # dropout must differ between ranks, weights must not
