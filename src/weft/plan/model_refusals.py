@@ -189,7 +189,7 @@ CROSS_ATTENTION = Refusal(
     combination="[axes] ring or ulysses > 1 with cross-attention (an encoder and a decoder)",
     why="attention of {num_queries} queries to {num_keys} keys: with [axes] ring or ulysses > 1 weft splits "
     "self-attention only, where both are as many",
-    remedy="set them to 1 for models with cross-attention",
+    remedy="set [axes] ring and ulysses to 1 for models with cross-attention",
 )
 MASKS_OF_ITS_OWN = Refusal(
     combination="[axes] ring or ulysses > 1 with a mask that the model makes itself, other than causal or padding",

@@ -243,7 +243,10 @@ def _windows(job: Job, tokens: np.ndarray[Any, Any], held_out: float) -> tuple[D
     context, (_, longest, known), problems = context_of(job), _sizes_of(job.model), []
     if isinstance(longest, int) and context > longest:
         name = "context" if job.model.key == "name" else "max_position_embeddings"
-        problems.append(f"[dataset] context = {context} is longer than [model] {name} = {longest}; make them equal")
+        problems.append(
+            f"[dataset] context = {context} is longer than [model] {name} = {longest}; set [dataset] context to "
+            f"{longest} or less, or [model] {name} to {context}"
+        )
     if isinstance(known, int) and (largest := datasets.max_token(tokens)) >= known:
         problems.append(
             f"the data holds token {largest}, [model] vocab_size = {known} knows 0 to {known - 1}; "

@@ -14,6 +14,7 @@ from weft.comm.broadcast_many import copy_from_first
 from weft.comm.objects import value_of_first
 from weft.errors import ModelError, PlanError
 from weft.mesh import Mesh
+from weft.models.hugging_face_inputs import encoder_decoders
 from weft.parallel.pipeline.block_costs import Unit, time_units
 from weft.parallel.pipeline.cut_model import CutModel, Outline, cut, make_tied_groups, outline, tied_groups
 from weft.parallel.state.materialise import Materialiser, model_tensors
@@ -52,7 +53,16 @@ def cut_model(
         return torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
     example = map_tensors(with_values, example)
-    whole = outline(model, blueprint, plan, example, call=call, device=device)
+    try:
+        whole = outline(model, blueprint, plan, example, call=call, device=device)
+    except ModelError as error:
+        blocks = blueprint.blocks[0].rpartition(".")[0] if blueprint.blocks else "none"
+        causes = [
+            f"{kind} is an encoder and a decoder: a pipeline cuts the layers of one ({blocks}), the other stays one "
+            "piece, which it must be able to follow; set [axes] pipeline = 1"
+            for kind in encoder_decoders(model)
+        ]
+        raise ModelError([*error.problems, *causes]) from error
     num_stages = plan.axes.pipeline * plan.pipeline.chunks
     problem = stage_problem(len(blueprint.blocks), pipeline=plan.axes.pipeline, chunks=plan.pipeline.chunks)
     if problem:
