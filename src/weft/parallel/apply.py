@@ -33,7 +33,7 @@ from weft.sync.norm import GradientRules
 from weft.training.setup.choose_sample_split import choose_sample_split
 from weft.training.setup.cut_stages import cut_model
 from weft.training.setup.probe import probe_split
-from weft.training.setup.split_layers import split_regions
+from weft.training.setup.split_layers import refuse_left_out_stages, split_regions
 from weft.training.step.parallel_model import ParallelModel
 
 
@@ -112,6 +112,7 @@ def _probe(parts: ParallelModel) -> None:
 
 
 def _cut_stages(parts: ParallelModel) -> None:
+    refuse_left_out_stages(parts.model)
     parts.cut, parts.mesh.plan = cut_model(parts.model, parts.mesh, parts.blueprint, parts.example)
     parts.blueprint = parts.cut.blueprint
 
@@ -134,7 +135,7 @@ def _place_parameters(parts: ParallelModel) -> None:
         cut=None if parts.tensor is None else parts.tensor.cut_one,
         rules=_gradient_rules(parts),
         stage_of=parts.stage_of,
-        initialise=parts.initialise,
+        draws=parts.draws,
     )
     parts.layouts |= {name: flat.layout(number) for flat in parts.sync.flats for number, name in enumerate(flat.names)}
 

@@ -53,6 +53,23 @@ COMPILED_AS_A_WHOLE = Refusal(
     remedy="give the model itself and set [compile] blocks = true",
 )
 
+# --- losses that a model makes itself ---------------------------------------------------------------------------------
+
+BALANCE_LOSS_LEFT_OUT = Refusal(
+    combination='loss = "cross-entropy" with output_router_logits = true (mixture of experts)',
+    why="{model} has output_router_logits = true, which asks for a loss that balances its experts, and weft's "
+    "cross-entropy is taken of the logits alone",
+    remedy="set output_router_logits = false to train without it, or give a loss of your own that adds "
+    "output.aux_loss, for which the batch must be in one part",
+)
+BALANCE_LOSS_OF_PARTS = Refusal(
+    combination="output_router_logits = true (mixture of experts) with a batch in several parts ([axes] data, "
+    "replicate, ring, ulysses or [step] microbatches > 1)",
+    why="{model} has output_router_logits = true; its output.aux_loss is a product of two means over the batch, and "
+    "{parts} parts of a batch, of which each makes its own, do not add up to that of the whole",
+    remedy="set output_router_logits = false, or those axes and microbatches to 1",
+)
+
 # --- pipelines --------------------------------------------------------------------------------------------------------
 
 VERSIONS_OF_MASTERS = Refusal(
@@ -129,9 +146,9 @@ WEIGHTS_INSIDE_AND_OUTSIDE = Refusal(
     remedy="give each its own, or set sequence = false",
 )
 BLOCKS_LEFT_OUT_AT_RANDOM = Refusal(
-    combination="[tensor] sequence = true, [axes] ring or ulysses > 1 with blocks left out at random (layer drop)",
-    why='"{module}" has {name} = {value}, and leaves out blocks at random; with {asked} each rank draws for its own '
-    "tokens",
+    combination="[tensor] sequence = true, [axes] ring, ulysses or pipeline > 1 with blocks left out at random (layer "
+    "drop)",
+    why='"{module}" has {name} = {value}, and leaves out blocks at random; with {asked} {reason}',
     remedy="set {name} = 0, or {instead}",
 )
 
@@ -190,6 +207,21 @@ LOSS_OF_PARTS = Refusal(
     remedy="let it return (sum, count): the sum over what it averages, and the number that it divides by "
     "(docs/losses.md). A loss that compares samples with each other takes those of all ranks by weft.gather_batch, "
     "with microbatches = 1",
+)
+LOSS_OF_SOME_TARGETS = Refusal(
+    combination="[axes] data or replicate > 1, or [step] microbatches > 1, with a loss that is a mean over targets "
+    "only while none of them is -100, and one is",
+    why="a target is -100, and the loss is no mean over the others: with some left out, the losses of parts of a batch "
+    "do not add up to that of the whole ([axes] data = {axes.data:value}, {step.microbatches})",
+    remedy="let it return (sum, count), and shift targets in the data, not in the loss (docs/losses.md)",
+)
+COUNTS_OF_PARTS = Refusal(
+    combination="[axes] data or replicate > 1, or [step] microbatches > 1, with (sum, count) that do not add up",
+    why="the sums and counts that the loss returns for parts of a batch do not add up to those of the whole: {seen}. "
+    "So data ranks and microbatches ([axes] data = {axes.data:value}, {step.microbatches}) would train another loss "
+    "than one process",
+    remedy="return the plain sum and the number of what it runs over, not a mean or a number that is always the same. "
+    "A loss that compares samples with each other takes those of all ranks by weft.gather_batch, with microbatches = 1",
 )
 LOSS_FAILED = Refusal(
     combination="a loss that fails on some ranks' parts of a batch, and not on others'",

@@ -41,6 +41,7 @@ from weft.training.data.trees import forward, num_samples
 from weft.training.describe import describe
 from weft.training.setup.own_loss import OwnLoss
 from weft.training.setup.split_layers import KeepingShares
+from weft.training.setup.unshifted import warn_of_unshifted
 from weft.training.step.average import make_average, require_average
 from weft.training.step.divergence import DivergenceCheck, require_same_batch
 from weft.training.step.evaluating import evaluating
@@ -105,8 +106,8 @@ class Trainer:
             split_loss = functools.partial(split_cross_entropy_sum, vocabulary=tensor.output, group=tensor.group)
             loss = replace(loss, function=split_loss)
         cuts_tokens = isinstance(sample_split, SequenceSplit)
-        self._own_loss = OwnLoss(loss, mesh, outside=self.replacements.paused if cuts_tokens else None)
-        self._loss = loss = self._own_loss.loss
+        self.own_loss = OwnLoss(loss, mesh, outside=self.replacements.paused if cuts_tokens else None)
+        self._loss = loss = self.own_loss.loss
         call: Callable[[Any], Any] = Caller(model, plan, widens=not loss.counts_targets)
         if tensor is not None and tensor.output is not None:
             call = KeepingShares(call, tensor.output_mode)
@@ -183,15 +184,17 @@ class Trainer:
         if not self._has_compared:
             require_same_batch(self.mesh, inputs, targets)
             self._has_compared = True
+            if self.mesh.world.rank == 0 and self._loss.counts_targets:
+                warn_of_unshifted(inputs, targets)
         microbatches = self._microbatches.cut(inputs, targets)
         self.not_finite.keep(self.steps_done, inputs, targets)
-        if self.seeds.base is None and self.parts.needs_seeds:
+        if self.seeds.base is None:
             self.seeds.base = self._draw_seed()
-        self._own_loss.begin(inputs)
+        self.own_loss.begin(inputs)
         self._has_failed = True  # until the step is over
-        with self.replacements, self._own_loss.gathering.during("model"):
+        with self.replacements, self.own_loss.gathering.during("model"):
             loss = self._steps.step(microbatches, step=self.steps_done)
-        self._own_loss.settle()
+        self.own_loss.settle()
         self._end_step()
         self._has_failed = False
         self.not_finite.look()
@@ -204,6 +207,7 @@ class Trainer:
         if self.pipeline_step is not None:
             with self.replacements:
                 self.pipeline_step.flush()
+            self.own_loss.settle()  # flush-free schedules may reach the first loss here
         self.sync.settle()
         self.not_finite.look_at_all()
 
@@ -250,12 +254,12 @@ class Trainer:
             totals[0] += terms.value * terms.multiplier
             totals[1] += terms.count
 
-        with evaluating(self.model), self.replacements, self._own_loss.gathering.during("model"):
+        with evaluating(self.model), self.replacements, self.own_loss.gathering.during("model"):
             for number, batch in enumerate(self._in_step(batches)):
                 if number == 0:
                     require_same_batch(self.mesh, *batch)
                 self._steps.evaluate(self._microbatches.cut(*batch), add)
-        self._own_loss.settle()
+        self.own_loss.settle()
         # In a pipeline only the last stage has outputs; along other axes data ranks have the same ones.
         totals = totals.cpu()
         all_reduce(totals, self.mesh.batch_group("control"))
@@ -356,13 +360,13 @@ class Trainer:
 
     def _in_step(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
         """The batches; where passes or losses exchange, a rank without more of them takes part until none has any."""
-        if not (self.sync.exchanges_in_forward or self._own_loss.may_gather):
+        if not (self.sync.exchanges_in_forward or self.own_loss.may_gather):
             yield from batches
             return
         own = iter(batches)
         while True:
             batch = next(own, None)
-            if not any(self._own_loss.take_sizes(0 if batch is None else num_samples(batch[0]))):
+            if not any(self.own_loss.take_sizes(0 if batch is None else num_samples(batch[0]))):
                 return
             if batch is not None:
                 yield batch

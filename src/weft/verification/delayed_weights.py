@@ -59,6 +59,8 @@ class DelayedVersions:
         self.model = model
         self.num_targets = 0.0
         self.losses: list[float] = []
+        self.whole_loss: float | None = None
+        """Not computed: microbatches of one step may have different weights."""
         trained = trained_parameters(model)
         self.backward_order = list(reversed(trained))
         self._plan, self._loss, self._stage_of = plan, resolve_loss(recipe.loss), stage_of

@@ -42,11 +42,14 @@ from weft.verification.compare import (
     step_on_part,
 )
 from weft.verification.deviation import measure_rounding, measure_rule
-from weft.verification.examine import Examination
+from weft.verification.examine import WHOLE_BATCH, Examination
+from weft.verification.float64_products import Float64Products
 from weft.verification.keep_float64 import keep_float64
 from weft.verification.one_process import Key, OneProcess, Recipe
 from weft.verification.oracles import Oracle, find_stages, rule_of
+from weft.verification.silence import Silence
 from weft.verification.verdict import Cause, Deviation, Difference, Finding, Verification
+from weft.verification.widen import widened
 from weft.verification.zero_noise import ZeroNoise
 
 _RANDOM = Cause(
@@ -78,7 +81,7 @@ def verify(
     every step that is done.
     """
     plan = with_ranks(as_plan(plan), join_world(device).size)
-    recipe = Recipe(loss=loss, optimizer=optimizer, schedule=schedule, groups=groups)
+    recipe = Recipe(loss=widened(loss), optimizer=optimizer, schedule=schedule, groups=groups)
     if is_on_meta(model):  # one process needs all of it, and the model's own casts are detected by running it
         model = copy.deepcopy(model)
         fill_alone(model, draw_seed(), torch.device("cpu"))
@@ -92,10 +95,12 @@ def verify(
         example = max(split_microbatches(of_one_rank, plan.step.microbatches), key=num_samples)
         return parallelize(model, plan, **given, device=device, mesh=mesh, example=example)
 
-    outcome, deviation = _prove(model, exact, recipe, cast, make_trainer, dtype=dtype, on_step=on_step)
+    silence, products = Silence(model), Float64Products(model)
+    with silence.replacements, products.replacements:
+        outcome, deviation = _prove(model, exact, recipe, cast, make_trainer, dtype=dtype, on_step=on_step)
     if any(getattr(plan.precision, name) != getattr(Precision(), name) for name in ("compute", "reduce", "accumulate")):
         single = _cast(batches, torch.float32)
-        with make_trainer(_copy_without_dropout(model), plan, recipe, single) as trainer:
+        with silence.replacements, make_trainer(_copy_without_dropout(model), plan, recipe, single) as trainer:
             reference, place = None, trainer.mesh.world.device
             if trainer.mesh.world.rank == 0:
                 reference = OneProcess(_copy_without_dropout(model, torch.float32, place), plan, recipe)
@@ -160,19 +165,23 @@ class _Comparison:
     def step(self, number: int, batch: tuple[Any, Any], *, is_drained: bool) -> None:
         device = self._mesh.world.device
         mine = step_on_part(self._trainer, batch)
-        facts = [0.0, 0.0, 0.0]
+        facts = [0.0] * 5
         if self._oracle is not None:
             random_state = _random_state(device)
             expected = self._oracle.step(*map_tensors(lambda tensor: tensor.to(device), batch))
             is_drawn = not torch.equal(random_state, _random_state(device))
-            facts = [expected or 0.0, float(expected is not None), float(is_drawn)]
-        true, is_known, is_random = from_first(facts, self._mesh)
+            whole = self._oracle.whole_loss
+            facts = [expected or 0.0, float(expected is not None), float(is_drawn), whole or 0.0, whole is not None]
+        true, is_known, is_random, whole, has_whole = from_first(facts, self._mesh)
         self._is_random = bool(is_random)
         self._losses = {"mine": mine, "true": true, "before": self._losses.get("true")}
         error = loss_error(mine, true)
         if not is_known:  # then the plan must return none either
             error = 0.0 if math.isnan(mine) else math.inf
         found = [difference(Key("loss", ""), number, self._mesh.world.rank, error)]
+        if has_whole:  # microbatches are compared with themselves, and it is not
+            off = loss_error(self._losses["true"], whole)
+            found.append(difference(Key("loss", WHOLE_BATCH), number, self._mesh.world.rank, off))
         self.compare(found, number, is_drained=is_drained)
 
     def compare(self, found: list[Difference], number: int, *, is_drained: bool) -> None:
@@ -228,7 +237,7 @@ def _copy_without_dropout(
     for module in made.modules():
         if isinstance(module, _DropoutNd):
             module.p = 0.0
-        if isinstance(module, nn.MultiheadAttention):
+        if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
             module.dropout = 0.0
     return made
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
@@ -39,9 +38,9 @@ def _fold(shown: traceback.TracebackException) -> None:
         if linked is not None:
             _fold(linked)
     folded = _FoldedStack()
-    for is_inner, frames in groupby(shown.stack, key=lambda frame: package_of(frame.filename) is not None):
-        run = list(frames)
-        folded.extend([_Fold(run)] if is_inner else run)
+    for is_inner, run in groupby(shown.stack, key=lambda frame: package_of(frame.filename) is not None):
+        frames = list(run)
+        folded += [_Fold(frames)] if is_inner else frames
     shown.stack = folded
 
 
@@ -56,16 +55,13 @@ class _Fold(traceback.FrameSummary):
 
 
 class _FoldedStack(traceback.StackSummary):
-    def format_frame_summary(self, frame_summary: traceback.FrameSummary, **others: Any) -> str:
+    def format_frame_summary(self, frame_summary: traceback.FrameSummary, **others: Any) -> str:  # since 3.13: colorize
         frame = frame_summary
         if not isinstance(frame, _Fold):
             return super().format_frame_summary(frame, **others)
         many = "1 frame" if frame.num_frames == 1 else f"{frame.num_frames} frames"
         where = f"{_below_package(frame.filename)}:{frame.lineno}, in {frame.name}"
         return f"  … {many} of {' and '.join(frame.packages)}, to {where} ({ALL_FRAMES}=all shows them)\n"
-
-    def extend(self, frames: Iterable[traceback.FrameSummary]) -> None:
-        list.extend(self, frames)
 
 
 def _below_package(file: str) -> str:

@@ -2,7 +2,8 @@
 
 The random state is set before and after every unit, from values that are the same under every plan: the run's seed, the
 step, the microbatch, the data rank and the unit's place in the model. So it does not matter which process runs a unit,
-nor what it ran before. After the pass the user's own random state is restored.
+nor what it ran before. After the pass the user's own random state is restored. The same is done to the global states of
+numpy and the standard library, if the first pass draws from them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hashlib
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from weft.blueprint import Blueprint
 from weft.parallel.tracing.dataflow import find_units
+from weft.parallel.wrapping.host_random import HostRandom
 from weft.parallel.wrapping.wrap import add_hook
 
 _MASK = (1 << 63) - 1
@@ -40,6 +42,13 @@ class Seeds:
         """Seeds of units of a pipeline, by a digest of the state in which they were called."""
         self.draws: ShareDraws | None = None
         """Random states inside regions that the tensor axis splits."""
+        self._host: HostRandom | None = HostRandom()
+        """None: the first pass drew nothing from the states of numpy and the standard library."""
+
+    @property
+    def draws_on_host(self) -> bool:
+        """True if passes draw from the states of numpy or the standard library."""
+        return self._host is not None and self._host.is_used
 
     @contextmanager
     def during(self, *, step: int, microbatch: int, data_rank: int) -> Iterator[None]:
@@ -48,9 +57,12 @@ class Seeds:
         before = self.generator.get_state()
         if self.draws is not None:
             self.draws.reset()
-        self.enter(-1)
         try:
-            yield
+            with self._host.kept() if self._host is not None else nullcontext():
+                self.enter(-1)
+                yield
+            if self._host is not None and not self._host.is_used:
+                self._host = None
         finally:
             self.generator.set_state(before)
 
@@ -60,6 +72,8 @@ class Seeds:
         if self.draws is not None:
             seed = self.draws.begin(seed)
         self.generator.manual_seed(seed)
+        if self._host is not None:
+            self._host.seed(seed)
         return seed
 
     def enter_unit(self, place: int) -> None:
@@ -153,7 +167,8 @@ class ShareDraws:
 class PlaceSeeds:
     """Sets the random states of places in a model that is in one piece, by hooks on its units.
 
-    It does so only if a layer has a dropout rate as an attribute: a rate in the model's code is not seen.
+    A model without a dropout rate as an attribute may still draw in its code. So places are seeded in the first pass
+    of any model, and no longer once a pass has drawn nothing, until one does.
     """
 
     def __init__(self, model: nn.Module, blueprint: Blueprint, seeds: Seeds) -> None:
@@ -161,9 +176,12 @@ class PlaceSeeds:
         self._is_on = False
         self._place = 0
         self._begun: dict[bytes, int] = {}
-        self.is_needed = has_dropout(model)
-        if not self.is_needed:
-            return
+        self._is_known = has_dropout(model)
+        """The model draws: nothing needs to be looked at."""
+        self._seeds_places = True
+        self._has_drawn = False
+        self._set = b""
+        """The state that was set last."""
         for unit in find_units(model, blueprint):
             module, why = model.get_submodule(unit), "sets the random state of this place in the model"
             add_hook(module, "forward_pre", self._before, by="random states", why=why)
@@ -171,10 +189,14 @@ class PlaceSeeds:
 
     @contextmanager
     def during(self, *, step: int, microbatch: int, data_rank: int) -> Iterator[None]:
-        self._is_on, self._place, self._begun = True, 0, {}
+        self._is_on, self._place, self._begun, self._has_drawn = True, 0, {}, False
         try:
             with self._seeds.during(step=step, microbatch=microbatch, data_rank=data_rank):
+                self._set = self._state()
                 yield
+                self._look()
+            if not self._is_known:
+                self._is_known = self._seeds_places = self._has_drawn or self._seeds.draws_on_host
         finally:
             self._is_on = False
 
@@ -182,23 +204,36 @@ class PlaceSeeds:
         return self
 
     def _before(self, *_: object) -> None:
-        self._enter(2 * self._place)
+        if self._is_followed():
+            self._enter(2 * self._place)
 
     def _after(self, *_: object) -> None:
-        self._enter(2 * self._place + 1)
-        self._place += self._is_on
+        if self._is_followed():
+            self._enter(2 * self._place + 1)
+            self._place += self._is_on
+
+    def _is_followed(self) -> bool:
+        # A compiler cannot follow random states: the graph would break, for a model that drew nothing so far.
+        return self._is_known or (not torch.compiler.is_compiling() and self._seeds_places)
 
     def _enter(self, place: int) -> None:
         """Begin a place. A unit that the model's own checkpoints recompute in the backward pass is recognised by the
         state it begins in, which torch restores, and gets the seed of its forward pass."""
-        generator = self._seeds.generator
-        state = generator.get_state().numpy().tobytes()
+        state = self._state()
         if self._is_on:
+            self._look()
             self._begun[state] = self._seeds.enter(place)
+            self._set = self._set if self._is_known else self._state()
         elif state in self._begun:
             if self._seeds.draws is not None:
                 self._seeds.draws.reset()
-            generator.manual_seed(self._begun[state])
+            self._seeds.generator.manual_seed(self._begun[state])
+
+    def _look(self) -> None:
+        self._has_drawn = self._has_drawn or self._is_known or self._set != self._state()
+
+    def _state(self) -> bytes:
+        return self._seeds.generator.get_state().numpy().tobytes()
 
 
 def has_dropout(model: nn.Module) -> bool:

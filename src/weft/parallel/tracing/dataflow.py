@@ -33,6 +33,7 @@ from weft.parallel.tracing.placeholder import (
     tensor_leaves,
     to_meta,
 )
+from weft.parallel.wrapping.host_random import HostRandom
 from weft.parallel.wrapping.replacements import Replacements, reentrant_checkpoints
 from weft.parallel.wrapping.wrap import wrap_forward
 from weft.plan.model_refusals import (
@@ -104,7 +105,7 @@ class Flow:
     written: Mapping[Value, int]
     """Values that are written into after they were made, each with the id of its storage."""
     is_random: bool
-    """True if some operator draws random numbers."""
+    """True if an operator draws random numbers, or the code does from numpy or the standard library."""
     by_name: Mapping[tuple[str, int], Call] = field(repr=False)
     """Calls by unit and number."""
 
@@ -136,8 +137,8 @@ def follow(meta_copy: nn.Module, units: Sequence[str], call: Callable[[nn.Module
     follower = _Follower(meta_copy, units, device)
     kept = [(buffer, buffer.clone()) for buffer in meta_copy.buffers() if not buffer.is_meta]
     ours = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    around = Replacements(reentrant_checkpoints())
-    with ours, around, follower.watching(), torch.no_grad(), _Randomness() as randomness, follower:
+    around, host = Replacements(reentrant_checkpoints()), HostRandom()
+    with ours, around, host.kept(), follower.watching(), torch.no_grad(), _Randomness() as randomness, follower:
         output = call(meta_copy)
     for buffer, before in kept:  # buffers and random states are the user's own
         buffer.copy_(before)
@@ -153,7 +154,7 @@ def follow(meta_copy: nn.Module, units: Sequence[str], call: Callable[[nn.Module
         output_needs=needs,
         output_parameters=parameters,
         written={v: storage_id(made) for v, (made, n) in follower.versions.items() if made.meta._version > n},
-        is_random=randomness.is_random,
+        is_random=randomness.is_random or host.is_used,
         by_name={(made.unit, made.number): made for made in follower.calls},
     )
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from weft.checkpoint.new_layers import NewLayers
 from weft.errors import DataError, JobError, ModelError, WeftError, nearest
 from weft.models.convnet import ConvNet, ConvNetConfig
 from weft.models.gpt import GPT, GPTConfig
@@ -34,6 +35,7 @@ _MODELS: dict[str, tuple[type[nn.Module], Callable[..., Any]]] = {
     "gpt": (GPT, GPTConfig),
     "convnet": (ConvNet, ConvNetConfig),
 }
+_NEW_LAYERS = "new_layers"
 _USUAL_CONTEXT = 256
 """Tokens per sample for a Hugging Face model, which may have positions for far more."""
 _DATASET_SETTINGS: dict[str, tuple[Any, str]] = {
@@ -53,6 +55,8 @@ class Prepared:
     """Makes the model for `parallelize`, which fills it: a Hugging Face model is on the meta device."""
     weights: Path | None
     """Folder of pretrained weights."""
+    new_layers: tuple[str, ...]
+    """Layers that are not in that folder."""
     loss: str | LossFunction
     train_data: Dataset
     held_out: Dataset | None
@@ -72,6 +76,7 @@ def prepare(job: Job, *, besides: Sequence[str] = ()) -> Prepared:
         make_model=parts.make_model,
         make_empty=parts.make_empty,
         weights=None if described is None else described.weights,
+        new_layers=tuple(job.model.settings.get(_NEW_LAYERS, ())),
         loss=parts.loss,
         train_data=parts.data[0],
         held_out=parts.data[1],
@@ -156,7 +161,15 @@ def _filled(described: HuggingFaceModel) -> nn.Module:
 
 def _hugging_face(part: Part) -> HuggingFaceModel | None:
     """The description of a Hugging Face model; None for any other model."""
-    return read_hugging_face(Path(part.name), part.settings) if part.key == "hf" else None
+    if part.key != "hf":
+        return None
+    changes = {name: value for name, value in part.settings.items() if name != _NEW_LAYERS}
+    described = read_hugging_face(Path(part.name), changes)
+    if (new := part.settings.get(_NEW_LAYERS)) is not None:
+        if not isinstance(new, list) or not all(isinstance(name, str) for name in new):
+            raise ModelError(f'{statement("model", _NEW_LAYERS, new)} must be a list of names, such as ["score"]')
+        NewLayers(described.build(), new, has_weights=described.weights is not None)
+    return described
 
 
 def _model(part: Part) -> Callable[[], nn.Module]:

@@ -16,8 +16,10 @@ from typing import Any
 from weft.comm.objects import gather_values
 from weft.errors import ModelError, WeftError
 from weft.mesh import Mesh
-from weft.plan.model_refusals import LOSS_FAILED, LOSS_OF_PARTS, LOSS_OVER_TOKENS
-from weft.training.data.trees import num_samples
+from weft.parallel.sequence.device_assertion import DeviceAssertion
+from weft.parallel.tensor.cross_entropy import IGNORED_TARGET
+from weft.plan.model_refusals import COUNTS_OF_PARTS, LOSS_FAILED, LOSS_OF_PARTS, LOSS_OF_SOME_TARGETS, LOSS_OVER_TOKENS
+from weft.training.data.trees import num_samples, tensors_of
 from weft.training.setup.probe_loss import LossFinding, can_be_tried, probe_loss
 from weft.training.setup.trial_batch import SAMPLES, TOKENS
 from weft.training.step.gather_batch import BatchGathering, GatheringError, refuse_empty
@@ -51,6 +53,8 @@ class OwnLoss:
         self._is_settled = not is_own
         self._gathers = False
         self.gathering = BatchGathering(mesh=mesh)
+        self._needs_all_targets: DeviceAssertion | None = None
+        """Watches for targets of −100, where the loss is right only without them."""
         self._num_steps = 0
         self._found: LossFinding | None = None
         self._is_tried = False
@@ -63,6 +67,10 @@ class OwnLoss:
 
     def __call__(self, output: Any, targets: Any) -> Any:
         with self._outside():
+            if self._needs_all_targets is not None:
+                counts = tensors_of(targets)[0] != IGNORED_TARGET
+                if not self._needs_all_targets.holds(counts.all(), "targets"):
+                    raise ModelError(LOSS_OF_SOME_TARGETS.message(self._mesh.plan))
             if self._is_settled and not self._gathers:
                 return self._inner.function(output, targets)
             if self._is_settled:
@@ -114,11 +122,14 @@ class OwnLoss:
             "gathers": self._gathers,
             "problem": None if found is None or found.is_additive else self._refusal(found),
             "known": found is not None,
+            "needs_all": found is not None and found.needs_all_targets,
             "error": None if self._error is None else f"{type(self._error).__name__}: {self._error}",
         }
         everyone = gather_values(mine, self._mesh.everyone("control"))
         self._raise_alike(everyone)
         self._gathers = any(one["gathers"] for one in everyone)
+        if any(one["needs_all"] for one in everyone):
+            self._needs_all_targets = DeviceAssertion(LOSS_OF_SOME_TARGETS.message(self._mesh.plan))
         is_tried = any(one["tried"] for one in everyone)
         is_known = self._gathers or any(one["known"] for one in everyone)
         if is_tried and not is_known and self._num_steps < _MOST_TRIALS:
@@ -149,7 +160,6 @@ class OwnLoss:
     def _refusal(self, found: LossFinding) -> str:
         if found.along == TOKENS:
             return LOSS_OVER_TOKENS.message(whole=found.whole, parts=found.parts)
-        seen = f"{found.whole:.6g} against {found.parts:.6g}"
-        return LOSS_OF_PARTS.message(
-            self._mesh.plan, seen=f"it raises {found.error} on a part" if found.error else seen
-        )
+        kind = COUNTS_OF_PARTS if found.counts_itself else LOSS_OF_PARTS
+        seen = f"{found.whole:.6g} for the whole against {found.parts:.6g}"
+        return kind.message(self._mesh.plan, seen=f"it raises {found.error} on a part" if found.error else seen)

@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,10 @@ class LossFinding:
     whole: float = math.nan
     parts: float = math.nan
     """The loss of a batch, and the weighted mean of its parts."""
+    needs_all_targets: bool = False
+    """It is additive only as long as no target is −100, which the first batch had none of."""
+    counts_itself: bool = False
+    """It returned (sum, count)."""
     error: str = ""
     """What the loss raised on a part, though not on the whole."""
 
@@ -61,7 +65,7 @@ def probe_loss(loss: Loss, output: Any, targets: Any, alongs: tuple[int, ...]) -
     """Whether the losses of parts, cut along each of these dims, add up to that of the whole; None if not seen."""
     devices = sorted({tensor.device.index or 0 for tensor in output_tensors(output) if tensor.is_cuda})
     conclusive = None
-    with torch.random.fork_rng(devices), _state_kept(loss.function):
+    with torch.random.fork_rng(devices), state_kept(loss.function):
         try:
             for along in alongs:
                 found = _probe_along(loss, output, targets, along)
@@ -83,18 +87,20 @@ def _probe_along(loss: Loss, output: Any, targets: Any, along: int) -> LossFindi
             continue
         if not found.is_additive:
             return found
-        ignores = False
+        ignores, needs_all = False, False
         for other in varied(batch, seen.hints(), generator):
             again = _compare(loss, other)
-            if again is not None and not again.is_additive:
+            is_off = again is not None and not again.is_additive
+            if is_off and not (other.is_new and other.put_in == IGNORED_TARGET):
                 return again
+            needs_all = needs_all or is_off
             ignores = ignores or (again is not None and other.put_in == IGNORED_TARGET)
         # A loss that takes −100 for what it is leaves out other negative numbers by the same test, if any.
         if not ignores and (last := with_minus_one(batch, generator)) is not None:
             again = _compare(loss, last)
             if again is not None and not again.is_additive:
                 return again
-        return found
+        return replace(found, needs_all_targets=needs_all)
     real = None if along == TOKENS else real_batch(output, targets)
     return None if real is None else _compare(loss, real)
 
@@ -114,7 +120,13 @@ def _compare(loss: Loss, batch: TrialBatch, *, is_strict: bool = False) -> LossF
     except Exception as error:
         if not is_strict:
             return None
-        return LossFinding(is_additive=False, along=batch.along, whole=whole.mean, error=_described(error))
+        return LossFinding(
+            is_additive=False,
+            along=batch.along,
+            whole=whole.mean,
+            counts_itself=whole.is_own,
+            error=_described(error),
+        )
     means = [sum(part.sum for part in parts) / max(sum(part.count for part in parts), 1e-30)]
     if batch.is_new and not whole.is_own:
         plain = [part.value * part.size / batch.size for part in parts]
@@ -126,7 +138,11 @@ def _compare(loss: Loss, batch: TrialBatch, *, is_strict: bool = False) -> LossF
     floats = [tensor.dtype for tensor in output_tensors(batch.output) if tensor.is_floating_point()]
     allowed = _ALLOWED.get(floats[0], 1e-2) if floats else 1e-5
     return LossFinding(
-        is_additive=min(off) <= allowed, along=batch.along, whole=whole.mean, parts=means[off.index(min(off))]
+        is_additive=min(off) <= allowed,
+        along=batch.along,
+        whole=whole.mean,
+        parts=means[off.index(min(off))],
+        counts_itself=whole.is_own,
     )
 
 
@@ -192,7 +208,7 @@ class _SeenCalls(TorchFunctionMode):
 
 
 @contextmanager
-def _state_kept(function: Any) -> Iterator[None]:
+def state_kept(function: Any) -> Iterator[None]:
     """Context after which objects and tensors that a loss holds are what they were: running means, for example."""
     kept: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
     tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
