@@ -183,7 +183,8 @@ def run(args: argparse.Namespace) -> None:
     stored = json.loads(file.read_text()) if file.exists() else {"cells": {}}
     stored |= {**_versions(), "revision": args.revision}
     cells: dict[str, dict[str, Cell]] = stored["cells"]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(_PRELOADED))
+    modeling = {FAMILIES[family].model_class.__module__ for family in args.families}  # imported once, not per rank
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*_PRELOADED, *sorted(modeling)])
     forkserver.ensure_running()
     chosen = [(family, plan) for family in args.families for plan in args.plans]
     columns = (MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(compact=True), TextColumn("{task.description}"))
