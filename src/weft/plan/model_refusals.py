@@ -153,6 +153,12 @@ STATISTICS_OF_SOME_TOKENS = Refusal(
     "its own",
     remedy="set sequence = false, or use another norm in the blocks",
 )
+TOKENS_FLATTENED = Refusal(
+    combination="[tensor] sequence = true with a block that joins samples and tokens into one dim (OPT)",
+    why="a layer that is split over the tensor axis is given a tensor of {shape} inside of a block: with [tensor] "
+    "sequence = true it must be (samples, tokens, features), of which a rank has some tokens",
+    remedy="keep samples and tokens apart in the model's code, or set sequence = false",
+)
 WEIGHTS_INSIDE_AND_OUTSIDE = Refusal(
     combination="[tensor] sequence = true with a weight that is shared between a block and the rest",
     why='"{name}" belongs to a block and to the model outside of its blocks; with [tensor] sequence = true its '
