@@ -130,6 +130,11 @@ def build(job: Job, *, doubtful: Collection[str] = ()) -> tuple[Parts, list[str]
             f"the training data holds {len(data[0])} samples, one global batch needs {job.steps.global_batch}; "
             "give more data, a smaller [steps] global_batch or a smaller context"
         )
+    if job.steps.evaluate_average and "steps" not in doubtful and not (job.plan and job.plan.average.decay):
+        problems.append(
+            "[steps] evaluate_average = true needs an average of the weights, and the plan keeps none; set [average] "
+            "decay in the plan, such as 0.999"
+        )
     return Parts(
         described=described, make_model=make_model, loss=loss, data=data, optimizer=optimizer, schedule=schedule
     ), problems

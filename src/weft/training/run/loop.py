@@ -320,7 +320,8 @@ class _Run:
         if self.held_out is None:
             return None
         self._tell(self.recorder.flush())
-        loss = self.trainer.evaluate(itertools.islice(self.held_out.from_start(), self.job.steps.evaluate_batches))
+        some = itertools.islice(self.held_out.from_start(), self.job.steps.evaluate_batches)
+        loss = self.trainer.evaluate(some, average=self.job.steps.evaluate_average)
         if self.metrics is not None:
             self.metrics.write({"step": self.trainer.steps_done, "held_out_loss": loss})
         self.observer.evaluated(self.trainer.steps_done, loss)

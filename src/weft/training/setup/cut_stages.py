@@ -24,11 +24,17 @@ from weft.plan.pipeline.stage_cuts import FREE, BlockCost, balance, check_cuts, 
 from weft.plan.plan import Plan
 from weft.sync.make import needs_flats
 from weft.training.data.trees import map_tensors
+from weft.training.setup.probe_stages import probe_stages
 from weft.training.step.precision import Caller
 
 
-def cut_model(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: Any) -> tuple[CutModel, Plan]:
-    """Cut a model as a plan says, in place; collective. The plan that is returned has the cuts."""
+def cut_model(
+    model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: Any, *, whole_example: Any = None
+) -> tuple[CutModel, Plan]:
+    """Cut a model as a plan says, in place; collective. The plan that is returned has the cuts.
+
+    `whole_example`: the example with whole samples, where `example` has this rank's part of each.
+    """
     plan = mesh.plan
     # Also in a fake world, code between blocks may look at values of its own (positions, masks).
     device = torch.device("cpu") if mesh.world.is_fake else mesh.world.device
@@ -66,6 +72,8 @@ def cut_model(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: Any) 
     else:
         cuts = _balanced(whole, mesh, num_stages)
         plan = dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, cuts=cuts))
+    tried = example if whole_example is None else map_tensors(with_values, whole_example)
+    probe_stages(whole, mesh, plan, tried, is_traced=whole_example is None)
     _begin_alike(model, mesh)
     made = cut(whole, plan.pipeline.cuts, rank=mesh.index("pipeline"), num_ranks=plan.axes.pipeline)
     if plan.pipeline.schedule == "pipedream" and made.holders:
