@@ -23,6 +23,12 @@ GROUPED = SIZES | dict(num_key_value_heads=2)
 ALTERNATING = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"] * 2)
 EXPERTS = GROUPED | dict(num_experts_per_tok=2, moe_intermediate_size=16)
 LEGACY = dict(vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=None, pad_token_id=3)
+TOWERS = dict(
+    projection_dim=16, text_config=SIZES | dict(eos_token_id=2),
+    vision_config=dict(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, image_size=8, patch_size=4,
+    ),
+)  # fmt: skip
 AUDIO_SAMPLES = 400
 """Samples of sound per example of wav2vec 2."""
 
@@ -65,6 +71,14 @@ def _contrastive_loss(output: Any, targets: Tensor) -> Tensor:
     return F.cross_entropy(output.logits_per_text, targets)
 
 
+def _gathered_contrastive_loss(output: Any, targets: Tensor) -> Tensor:
+    """The same over the samples of all data ranks."""
+    import weft
+
+    texts, images = weft.gather_batch(output.text_embeds), weft.gather_batch(output.image_embeds)
+    return F.cross_entropy(texts @ images.mT, torch.arange(len(texts)))
+
+
 def _with_reentrant_checkpoints(model: Any) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": True})
 
@@ -81,13 +95,18 @@ class Family:
     loss: Any = "cross-entropy"
     prepare: Callable[[Any], None] | None = None
 
+    @property
+    def model_class(self) -> Any:
+        import transformers
+
+        return getattr(transformers, self.kind.removesuffix("Text") + self.purpose)
+
     def build(self) -> nn.Module:
         """The model, with the same values in every process."""
         import transformers
 
         torch.manual_seed(0)
-        config = getattr(transformers, f"{self.kind}Config")(**self.sizes)
-        model: Any = getattr(transformers, self.kind.removesuffix("Text") + self.purpose)(config)
+        model: Any = self.model_class(getattr(transformers, f"{self.kind}Config")(**self.sizes))
         model.train()
         if self.prepare is not None:
             self.prepare(model)
@@ -163,14 +182,10 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "CLIP, contrastive loss": Family(
-        kind="CLIP", purpose="Model", make_batch=_pairs, loss=_contrastive_loss,
-        sizes=dict(
-            projection_dim=16, text_config=SIZES | dict(eos_token_id=2),
-            vision_config=dict(
-                hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, image_size=8,
-                patch_size=4,
-            ),
-        ),
+        kind="CLIP", purpose="Model", make_batch=_pairs, loss=_contrastive_loss, sizes=TOWERS
+    ),
+    "CLIP, weft.gather_batch": Family(
+        kind="CLIP", purpose="Model", make_batch=_pairs, loss=_gathered_contrastive_loss, sizes=TOWERS
     ),
     "Gemma 2": Family(kind="Gemma2", sizes=GROUPED | ALTERNATING | dict(head_dim=8, query_pre_attn_scalar=8)),
     "Gemma 3": Family(kind="Gemma3Text", sizes=GROUPED | ALTERNATING | dict(head_dim=8, query_pre_attn_scalar=8)),

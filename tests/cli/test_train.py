@@ -59,7 +59,7 @@ def test_the_options_are_these() -> None:
             "--topology --traceback"
         ).split(),
         "profile": ["--job", "--output", "--preflight", "--quick", "--ranks", "--traceback"],
-        "train": ["--output", "--plan", "--ranks", "--restarts", "--resume", "--steps", "--trace", "--traceback"],
+        "train": ("--output --plan --ranks --restarts --resume --steps --timeout --trace --traceback").split(),
         "verify": ["--batch", "--dtype", "--json", "--plan", "--steps", "--traceback"],
     }
 

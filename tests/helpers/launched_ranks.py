@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ranks import start_forkserver
 
 from weft.comm.failures import server as failure_server
+from weft.comm.failures import wait_reports
 from weft.comm.failures import watch as failure_watch
 from weft.comm.failures.limits import Limits
 from weft.mesh import join_world, leave_world
@@ -101,8 +102,8 @@ def _be_rank(body: Body, rank: int, settings: Settings) -> None:
     each = settings.ranks_per_host
     names = {"RANK": rank, "WORLD_SIZE": settings.world, "LOCAL_RANK": rank % each, "MASTER_PORT": settings.port}
     os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    os.environ[failure_watch.STACKS] = f"{settings.folder}/stacks"
-    for module in (failure_watch, failure_server):
+    os.environ[wait_reports.STACKS] = f"{settings.folder}/stacks"
+    for module in (failure_watch, failure_server, wait_reports):
         module.host_id = lambda: f"host {rank // each}"  # type: ignore[assignment]
     failure_watch.PEER_GRACE_S = 0.3
     failure_watch.limits = settings.limits

@@ -16,7 +16,7 @@ from ranks import ranks
 from torch import Tensor
 
 from weft.checkpoint.local_parts import held_parameters
-from weft.errors import ModelError, WeftError
+from weft.errors import WeftError
 from weft.parallel.state.materialise import draw_seed, fill_alone
 from weft.plan.plan import Plan
 from weft.training.parallelize import parallelize
@@ -36,8 +36,7 @@ def cases(world: int) -> list[Any]:
     for (number, (name, (size, _))), (place, family) in itertools.product(
         enumerate(PLANS.items()), enumerate(FAMILIES)
     ):
-        splits_tokens = "ring" in name or "ulysses" in name
-        if size != world or (family == "windowed mistral" and splits_tokens):
+        if size != world or family == "gemma 2":
             continue
         if family in ENCODERS and name not in ENCODER_PLANS and (family, name) not in MORE_OF_ENCODERS:
             continue
@@ -130,10 +129,18 @@ def test_what_is_too_large_to_be_tried_is_said() -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", ["ring", pytest.param("ulysses", marks=pytest.mark.long)])
-def test_windows_shorter_than_the_sequence_are_refused(name: str) -> None:
-    with pytest.raises(ModelError, match="all but 3 tokens .a window or chunk., less than the sequence's"):
-        run("windowed mistral", PLANS[name][1])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("gemma 2", "ring"),
+        pytest.param("gemma 2", "ulysses", marks=pytest.mark.long),
+        pytest.param("gemma 2", "ring selective", marks=pytest.mark.long),
+        pytest.param("windowed mistral", "ring", marks=pytest.mark.long),
+        pytest.param("windowed mistral", "ulysses", marks=pytest.mark.long),
+    ],
+)
+def test_windows_and_soft_caps_over_split_sequences(family: str, name: str) -> None:
+    run(family, PLANS[name][1])
 
 
 # ---- from the meta device ----

@@ -88,9 +88,12 @@ def test_alibi_is_refused_by_its_name(kind: str, changes: dict[str, Any]) -> Non
 
 
 def test_a_model_that_calls_torch_itself_is_not_switched() -> None:
-    """`F.scaled_dot_product_attention` stays as it is; only the detection of documents must not see local positions."""
+    """`F.scaled_dot_product_attention` stays as it is; but it is given no mask of the local tokens, also if the model
+    asks for one, and the detection of documents must not see local positions."""
     model = build("Falcon", alibi=False)
     with switched_on(model, pass_of()) as shuffled:
+        asked = create_causal_mask(model.config, torch.zeros(2, 12, 24), None, None, allow_is_causal_skip=False)
+        assert asked is None
         ours = model(tokens_of(), position_ids=ORDER.unsqueeze(0), use_cache=False).logits
     causal = model(tokens_of(), position_ids=ORDER.unsqueeze(0), use_cache=True).logits
     assert shuffled.num_calls == 0 and torch.equal(ours, causal)

@@ -157,12 +157,14 @@ class Portable:
 
     @torch.no_grad()
     def read_model(self, reader: TensorReader, stored_as: Mapping[str, str] | None = None) -> None:
-        """Read this rank's part of the model, without publishing it. `stored_as`: names in the files that differ."""
-        names = stored_as or {}
-        for name, held in self._held.items():
-            self._read(reader, names.get(name, name), held.tensor, held.layout)
-        for name, buffer in persistent_buffers(self._trainer.named_model).items():
-            self._read(reader, names.get(name, name), buffer, self._trainer.layouts[name])
+        """Read this rank's part of the model, without publishing it. `stored_as`: the tensors to read, and their names
+        in the files; None for all under their own."""
+        buffers = persistent_buffers(self._trainer.named_model)
+        parts = {name: (held.tensor, held.layout) for name, held in self._held.items()}
+        parts |= {name: (buffer, self._trainer.layouts[name]) for name, buffer in buffers.items()}
+        names = {name: name for name in parts} if stored_as is None else stored_as
+        for name, stored in names.items():
+            self._read(reader, stored, *parts[name])
 
     @torch.no_grad()
     def read_average(self, reader: TensorReader) -> None:

@@ -12,6 +12,7 @@ import typer
 from weft.cli.terminal import JobFile, PlanFile, Traceback, fit_to_ranks, is_first_rank, refuse_ranks
 from weft.errors import JobError
 from weft.launch import STOP_FILE, is_launched, launch
+from weft.plan.plan import Plan
 
 if TYPE_CHECKING:
     from weft.training.run.job import Job
@@ -35,6 +36,10 @@ def command(
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a timeline of all stages (for Chrome or Perfetto).")
     ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="SECONDS", help="End the run when ranks wait this long in a step; the plan's."),
+    ] = None,
     traceback: Traceback = False,
 ) -> None:
     """Train a model as a job file says; with none, a small GPT on Python's own source text.
@@ -54,6 +59,7 @@ def command(
     arguments: dict[str, Any] = {"directory": run.directory, "resume": run.resumes, "trace": trace}
     refuse_ranks(ranks, JobError)
     plan, num_ranks = fit_to_ranks(run.job.plan, ranks)
+    plan = _with_timeout(plan, timeout)
     if run.reading.problems or not is_launched():
         # Every mistake in the plan and the job is found here, before any rank is started. Ranks of a launcher look for
         # themselves once they have met: their hosts may have other files.
@@ -65,6 +71,10 @@ def command(
     results = launch(_run_rank, arguments, num_ranks=num_ranks, max_restarts=restarts)
     if any(result.stopped_early for result in results):
         raise typer.Exit(130)
+
+
+def _with_timeout(plan: Plan, timeout_s: float | None) -> Plan:
+    return plan if timeout_s is None else replace(plan, comm=replace(plan.comm, timeout_s=timeout_s))
 
 
 def _run_rank(*, folder: Path | None, attempt: int, job: Job, directory: Path, resume: bool, trace: Path | None) -> Any:

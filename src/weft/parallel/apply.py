@@ -33,7 +33,7 @@ from weft.sync.norm import GradientRules
 from weft.training.setup.choose_sample_split import choose_sample_split
 from weft.training.setup.cut_stages import cut_model
 from weft.training.setup.probe import probe_split
-from weft.training.setup.split_layers import split_regions
+from weft.training.setup.split_layers import refuse_left_out_stages, split_regions
 from weft.training.step.parallel_model import ParallelModel
 
 
@@ -42,7 +42,7 @@ def apply_plan(parts: ParallelModel) -> None:
     for step in steps():
         if step.is_for(parts.mesh.plan):
             step.do(parts)
-    parts.example = parts.make_sample_split = None  # the trainer keeps the record, not its inputs
+    parts.example = parts.whole_example = parts.make_sample_split = None  # the trainer keeps the record, not its inputs
 
 
 def steps() -> tuple[Step, ...]:
@@ -52,7 +52,11 @@ def steps() -> tuple[Step, ...]:
         Step("[axes] ring or ulysses > 1", "samples are split by tokens or rows; positions get hooks", _split_samples),
         Step("[axes] tensor > 1", "regions of layers are declared, or found by tracing the example", _find_regions),
         Step("[axes] tensor, ring or ulysses > 1", "a split copy is compared with the whole model", _probe),
-        Step("[axes] pipeline > 1", "rank 0's weights are broadcast; other stages become placeholders", _cut_stages),
+        Step(
+            "[axes] pipeline > 1",
+            "cut copies are compared with the whole; other stages are placeholders",
+            _cut_stages,
+        ),
         Step("[axes] tensor > 1", "each tensor of a region is cut to this rank's share", _cut_layers),
         Step("always", "parameters are materialised, made equal or sharded; gradients get hooks", _place_parameters),
         Step("[axes] tensor > 1", "layers at both ends of a region communicate", _exchange_in_layers),
@@ -110,11 +114,15 @@ def _find_regions(parts: ParallelModel) -> None:
 def _probe(parts: ParallelModel) -> None:
     probe_split(parts)
     if parts.sample_split is not None and parts.example is not None:
+        parts.whole_example = parts.example
         parts.example = parts.sample_split.cut_inputs(parts.example)
 
 
 def _cut_stages(parts: ParallelModel) -> None:
-    parts.cut, parts.mesh.plan = cut_model(parts.model, parts.mesh, parts.blueprint, parts.example)
+    refuse_left_out_stages(parts.model)
+    parts.cut, parts.mesh.plan = cut_model(
+        parts.model, parts.mesh, parts.blueprint, parts.example, whole_example=parts.whole_example
+    )
     parts.blueprint = parts.cut.blueprint
 
 
@@ -136,7 +144,7 @@ def _place_parameters(parts: ParallelModel) -> None:
         cut=None if parts.tensor is None else parts.tensor.cut_one,
         rules=_gradient_rules(parts),
         stage_of=parts.stage_of,
-        initialise=parts.initialise,
+        draws=parts.draws,
     )
     parts.layouts |= {name: flat.layout(number) for flat in parts.sync.flats for number, name in enumerate(flat.names)}
 

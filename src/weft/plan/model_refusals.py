@@ -53,6 +53,23 @@ COMPILED_AS_A_WHOLE = Refusal(
     remedy="give the model itself and set [compile] blocks = true",
 )
 
+# --- losses that a model makes itself ---------------------------------------------------------------------------------
+
+BALANCE_LOSS_LEFT_OUT = Refusal(
+    combination='loss = "cross-entropy" with output_router_logits = true (mixture of experts)',
+    why="{model} has output_router_logits = true, which asks for a loss that balances its experts, and weft's "
+    "cross-entropy is taken of the logits alone",
+    remedy="set output_router_logits = false to train without it, or give a loss of your own that adds "
+    "output.aux_loss, for which the batch must be in one part",
+)
+BALANCE_LOSS_OF_PARTS = Refusal(
+    combination="output_router_logits = true (mixture of experts) with a batch in several parts ([axes] data, "
+    "replicate, ring, ulysses or [step] microbatches > 1)",
+    why="{model} has output_router_logits = true; its output.aux_loss is a product of two means over the batch, and "
+    "{parts} parts of a batch, of which each makes its own, do not add up to that of the whole",
+    remedy="set output_router_logits = false, or those axes and microbatches to 1",
+)
+
 # --- pipelines --------------------------------------------------------------------------------------------------------
 
 VERSIONS_OF_MASTERS = Refusal(
@@ -98,6 +115,20 @@ LOSS_OF_OTHER_STAGES = Refusal(
     "a dict that was filled during the forward pass",
     remedy="let the model return everything that the loss needs, in a tuple or dict, or train without a pipeline",
 )
+CUT_CHANGES_THE_MODEL = Refusal(
+    combination="[axes] pipeline > 1 with a model that computes something else when it is cut, as the example shows",
+    why="cut into the stages of {axes.pipeline}, the model computes something else than whole, as a pass of the "
+    "example shows",
+    remedy="let blocks return whatever later blocks use, instead of keeping it, and let no function of your own run "
+    "blocks without gradients and their backward pass by itself (a checkpoint of another library; torch's is fine); or "
+    "train without a pipeline",
+)
+CUT_MODEL_FAILS = Refusal(
+    combination="[axes] pipeline > 1 with a model that fails when it is cut, as the example shows",
+    why="cut into the stages of {axes.pipeline}, the model fails on the example ({error})",
+    remedy="let blocks return whatever later blocks use, instead of keeping it, and let a checkpoint hold one block at "
+    "most; or train without a pipeline",
+)
 
 # --- the tensor axis --------------------------------------------------------------------------------------------------
 
@@ -122,6 +153,12 @@ STATISTICS_OF_SOME_TOKENS = Refusal(
     "its own",
     remedy="set sequence = false, or use another norm in the blocks",
 )
+TOKENS_FLATTENED = Refusal(
+    combination="[tensor] sequence = true with a block that joins samples and tokens into one dim (OPT)",
+    why="a layer that is split over the tensor axis is given a tensor of {shape} inside of a block: with [tensor] "
+    "sequence = true it must be (samples, tokens, features), of which a rank has some tokens",
+    remedy="keep samples and tokens apart in the model's code, or set sequence = false",
+)
 WEIGHTS_INSIDE_AND_OUTSIDE = Refusal(
     combination="[tensor] sequence = true with a weight that is shared between a block and the rest",
     why='"{name}" belongs to a block and to the model outside of its blocks; with [tensor] sequence = true its '
@@ -129,9 +166,9 @@ WEIGHTS_INSIDE_AND_OUTSIDE = Refusal(
     remedy="give each its own, or set sequence = false",
 )
 BLOCKS_LEFT_OUT_AT_RANDOM = Refusal(
-    combination="[tensor] sequence = true, [axes] ring or ulysses > 1 with blocks left out at random (layer drop)",
-    why='"{module}" has {name} = {value}, and leaves out blocks at random; with {asked} each rank draws for its own '
-    "tokens",
+    combination="[tensor] sequence = true, [axes] ring, ulysses or pipeline > 1 with blocks left out at random (layer "
+    "drop)",
+    why='"{module}" has {name} = {value}, and leaves out blocks at random; with {asked} {reason}',
     remedy="set {name} = 0, or {instead}",
 )
 
@@ -158,7 +195,7 @@ CROSS_ATTENTION = Refusal(
     combination="[axes] ring or ulysses > 1 with cross-attention (an encoder and a decoder)",
     why="attention of {num_queries} queries to {num_keys} keys: with [axes] ring or ulysses > 1 weft splits "
     "self-attention only, where both are as many",
-    remedy="set them to 1 for models with cross-attention",
+    remedy="set [axes] ring and ulysses to 1 for models with cross-attention",
 )
 MASKS_OF_ITS_OWN = Refusal(
     combination="[axes] ring or ulysses > 1 with a mask that the model makes itself, other than causal or padding",

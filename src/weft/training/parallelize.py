@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from weft.checkpoint.new_layers import NewLayers
 from weft.checkpoint.pretrained import load_weights
 from weft.comm.failures.activity import calls, collective_call
 from weft.comm.failures.watch import set_step_timeout
@@ -43,6 +44,7 @@ def parallelize(
     global_batch: int | None = None,
     example: Any = None,
     weights: str | Path | None = None,
+    new_layers: Sequence[str] = (),
     device: torch.device | str | None = None,
     mesh: Mesh | None = None,
     skip_at_most: int | None = SKIP_AT_MOST,
@@ -72,6 +74,8 @@ def parallelize(
                 differently next time: to resume to the bit, give cuts
     weights     a folder of *.safetensors, as Hugging Face stores them: each rank reads its part of them straight into
                 the split model, which is best built on the meta device, where no random values are drawn for it then
+    new_layers  names of layers that are not in those files, such as ["score"], a new head: they keep the model's own
+                values, or are drawn if it is on the meta device. Any other tensor that is in no file is refused
     device      where this rank computes. "meta", alone or on torch's "fake" process group: nothing is run or read
                 (weights neither), and the trainer shows what this rank of a large world would hold
     mesh        another trainer's mesh, of a plan with the same axes and transport: its process groups are used, and
@@ -96,6 +100,7 @@ def parallelize(
     ):
         raise_together(problems)
     named_model: nn.Module = getattr(model, "_orig_mod", model)
+    new = NewLayers(named_model, new_layers, has_weights=weights is not None)
     if world.is_fake:
         refuse_memory(named_model)
     if world.rank == 0:
@@ -109,7 +114,7 @@ def parallelize(
                 mesh=mesh,
                 example=example,
                 keep_output=resolved_loss.counts_targets,
-                initialise=weights is None,
+                draws=new.draws,
             )
             apply_plan(parts)
         made = optimizer(_optimizer_arguments(parts.sync.pieces, groups))
@@ -119,7 +124,7 @@ def parallelize(
             model, parts, loss=resolved_loss, optimizer=made, schedule=schedule, skip_at_most=skip_at_most
         )
         if weights is not None:
-            load_weights(trainer, Path(weights))
+            load_weights(trainer, Path(weights), new_layers=new.names)
         return trainer
     except BaseException:
         mesh.close(failed=True)

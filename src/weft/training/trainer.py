@@ -188,7 +188,7 @@ class Trainer:
                 warn_of_unshifted(inputs, targets)
         microbatches = self._microbatches.cut(inputs, targets)
         self.not_finite.keep(self.steps_done, inputs, targets)
-        if self.seeds.base is None and self.parts.needs_seeds:
+        if self.seeds.base is None:
             self.seeds.base = self._draw_seed()
         self.own_loss.begin(inputs)
         self._has_failed = True  # until the step is over
@@ -294,6 +294,7 @@ class Trainer:
         self.flush()
         self.saving.save(self, Path(directory), wait=wait)
 
+    @collective_call("trainer.export")
     def export(self, directory: str | Path, *, average: bool = False) -> None:
         """Write the weights alone, or their average, as a folder that transformers and safetensors read; collective."""
         self._require_weights("export()")

@@ -43,17 +43,19 @@ from weft.verification.compare import (
 )
 from weft.verification.deviation import measure_rounding, measure_rule
 from weft.verification.examine import WHOLE_BATCH, Examination
+from weft.verification.float64_products import Float64Products
 from weft.verification.keep_float64 import keep_float64
 from weft.verification.one_process import Key, OneProcess, Recipe
 from weft.verification.oracles import Oracle, find_stages, rule_of
+from weft.verification.silence import Silence
 from weft.verification.verdict import Cause, Deviation, Difference, Finding, Verification
 from weft.verification.widen import widened
 from weft.verification.zero_noise import ZeroNoise
 
 _RANDOM = Cause(
     kind="random",
-    text="the model draws random numbers in its passes, as a dropout that is no module does; every rank draws others, "
-    "and it cannot be switched off from here: do so in the model, then verify again",
+    text="the model draws random numbers in its passes, by a function that verify does not silence; every rank draws "
+    "others: switch it off in the model, then verify again",
 )
 
 
@@ -93,10 +95,18 @@ def verify(
         example = max(split_microbatches(of_one_rank, plan.step.microbatches), key=num_samples)
         return parallelize(model, plan, **given, device=device, mesh=mesh, example=example)
 
-    outcome, deviation = _prove(model, exact, recipe, cast, make_trainer, dtype=dtype, on_step=on_step)
+    silence, products = Silence(model), Float64Products(model)
+
+    def make_notes() -> list[str]:
+        return [*silence.notes(), *products.notes()]
+
+    with silence.replacements, products.replacements:
+        outcome, deviation = _prove(
+            model, exact, recipe, cast, make_trainer, dtype=dtype, on_step=on_step, make_notes=make_notes
+        )
     if any(getattr(plan.precision, name) != getattr(Precision(), name) for name in ("compute", "reduce", "accumulate")):
         single = _cast(batches, torch.float32)
-        with make_trainer(_copy_without_dropout(model), plan, recipe, single) as trainer:
+        with silence.replacements, make_trainer(_copy_without_dropout(model), plan, recipe, single) as trainer:
             reference, place = None, trainer.mesh.world.device
             if trainer.mesh.world.rank == 0:
                 reference = OneProcess(_copy_without_dropout(model, torch.float32, place), plan, recipe)
@@ -113,6 +123,7 @@ def _prove(
     *,
     dtype: torch.dtype,
     on_step: Callable[[int], object] | None,
+    make_notes: Callable[[], list[str]],
 ) -> tuple[Verification, Deviation | None]:
     """Compare a plan with one process under its rule, and an inexact rule with plain training."""
     rule = rule_of(plan)
@@ -142,7 +153,7 @@ def _prove(
         if not rule.is_exact:
             trainer.flush()
             comparison.compare([], len(batches), is_drained=True)
-        outcome = comparison.outcome(rule.rule, num_steps=len(batches))
+        outcome = comparison.outcome(rule.rule, num_steps=len(batches), notes=make_notes())
         return outcome, None if rule.is_exact else measure_rule(oracle, plain, batches, trainer.mesh)
 
 
@@ -197,7 +208,7 @@ class _Comparison:
             if self._is_random:
                 self._first = dataclasses.replace(self._first, cause=_RANDOM)
 
-    def outcome(self, rule: str, *, num_steps: int) -> Verification:
+    def outcome(self, rule: str, *, num_steps: int, notes: list[str]) -> Verification:
         mine = [asdict(one) for one in _worst(self._found)]
         gathered = gather_values(mine, self._group)
         worst = _worst(Difference(**entry) for part in gathered for entry in part)
@@ -207,6 +218,7 @@ class _Comparison:
             differences=tuple(sorted(worst, key=lambda one: -one.error)),
             rule=rule,
             first=self._first,
+            notes=tuple(gather_values(notes, self._group)[0]),  # the first rank has run the whole model
         )
 
 
@@ -233,7 +245,7 @@ def _copy_without_dropout(
     for module in made.modules():
         if isinstance(module, _DropoutNd):
             module.p = 0.0
-        if isinstance(module, nn.MultiheadAttention):
+        if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
             module.dropout = 0.0
     return made
 

@@ -13,6 +13,7 @@ whatever its Python threads were doing; no heartbeat can be late. What a rank se
 and what it receives is {"joined": token} first, then any of
 
     {"ask": true}                            where are you?
+    {"asked": true}                          all ranks were asked already about your wait
     {"stacks": reason}                       write the stacks of your threads to a file
     {"closed": true}                         rank 0 ends normally
     {"failure": {...}, "printed_by": [...]}  the first failure, and the ranks that have to print it, one per host
@@ -40,6 +41,7 @@ from torch.distributed.distributed_c10d import Store
 
 from weft.comm.failures.inquiries import Inquiries, RankProcess
 from weft.comm.failures.limits import Limits
+from weft.comm.failures.lines import as_line, keep_alive, print_line
 from weft.comm.failures.rank_status import RankStatus
 from weft.hosts import host_id
 
@@ -49,9 +51,6 @@ same time."""
 _CONNECT_S = 5.0
 _MOST_UNKNOWN_BYTES = 4096
 """Bytes taken from a connection that has not shown the token: any program may reach an open port."""
-_TCP_SETTINGS = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 60_000}
-"""A host that is gone is noticed after a minute, also if something was sent to it; a switch that restarts is not."""
-
 log = logging.getLogger("weft")
 
 
@@ -192,6 +191,8 @@ class FailureServer:
         elif "stuck" in message and not self._is_decided:
             if self._inquiries.begin(client.rank, RankStatus.from_json(message["stuck"]), message["urgency"]):
                 self._send_all({"ask": True})
+            else:
+                client.connection.sendall(as_line({"asked": True}))
         elif "status" in message:
             self._inquiries.answer(client.rank, RankStatus.from_json(message["status"]))
         elif "went_on" in message:
@@ -321,22 +322,3 @@ def _own_ip() -> str | None:
         probe.connect(("192.0.2.1", 9))  # reserved for documentation: only the route matters
         return str(probe.getsockname()[0])
     return None
-
-
-def print_line(text: str | None) -> None:
-    """Write a line to this process's stderr, whatever its other threads are printing."""
-    if text:
-        with suppress(OSError):
-            os.write(2, f"weft: {text}\n".encode())
-
-
-def as_line(message: dict[str, Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
-
-
-def keep_alive(connection: socket.socket) -> None:
-    """Let the kernel notice that the other host is gone."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _TCP_SETTINGS.items():
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
@@ -34,14 +33,25 @@ def package_of(file: str) -> str | None:
     return next((name for folder, name in _PACKAGES.items() if file.startswith(folder)), None)
 
 
+def place_in_user_code(error: BaseException) -> str:
+    """Where an error arose, by its innermost frame outside of weft and torch: ", at model.py:31, in forward", or
+    nothing."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if package_of(frame.filename) is None]
+    if not frames:
+        return ""
+    parts = Path(frames[-1].filename).parts
+    below = parts[parts.index("site-packages") + 1 :] if "site-packages" in parts else parts[-1:]
+    return f", at {'/'.join(below)}:{frames[-1].lineno}, in {frames[-1].name}"
+
+
 def _fold(shown: traceback.TracebackException) -> None:
     for linked in (shown.__cause__, shown.__context__):
         if linked is not None:
             _fold(linked)
     folded = _FoldedStack()
-    for is_inner, frames in groupby(shown.stack, key=lambda frame: package_of(frame.filename) is not None):
-        run = list(frames)
-        folded.extend([_Fold(run)] if is_inner else run)
+    for is_inner, run in groupby(shown.stack, key=lambda frame: package_of(frame.filename) is not None):
+        frames = list(run)
+        folded += [_Fold(frames)] if is_inner else frames
     shown.stack = folded
 
 
@@ -56,16 +66,13 @@ class _Fold(traceback.FrameSummary):
 
 
 class _FoldedStack(traceback.StackSummary):
-    def format_frame_summary(self, frame_summary: traceback.FrameSummary, **others: Any) -> str:
+    def format_frame_summary(self, frame_summary: traceback.FrameSummary, **others: Any) -> str:  # since 3.13: colorize
         frame = frame_summary
         if not isinstance(frame, _Fold):
             return super().format_frame_summary(frame, **others)
         many = "1 frame" if frame.num_frames == 1 else f"{frame.num_frames} frames"
         where = f"{_below_package(frame.filename)}:{frame.lineno}, in {frame.name}"
         return f"  … {many} of {' and '.join(frame.packages)}, to {where} ({ALL_FRAMES}=all shows them)\n"
-
-    def extend(self, frames: Iterable[traceback.FrameSummary]) -> None:
-        list.extend(self, frames)
 
 
 def _below_package(file: str) -> str:

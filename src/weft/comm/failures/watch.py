@@ -5,8 +5,7 @@ until torch's timeout of half an hour; and a launcher's SIGTERM does not end a r
 So a thread per rank listens to the failure server (`server.py`), and an exception that leaves the main module
 is reported there before it is printed. Ranks that are still alive a few seconds later are ended here.
 
-The same thread sees when this rank has waited for long in an exchange (`stall_watch.py`) and tells the server, which
-asks all ranks. Where rank 0 itself is stopped or gone, and nobody asks, this rank says what it knows.
+The same thread sees when this rank has waited for long in an exchange (`wait_reports.py`).
 
 Only errors that end a process count: one that the script catches is its own. Processes that no launcher started as
 ranks (`RANK` and `WORLD_SIZE`) are never watched, because nobody expects a notebook to be ended by its peers.
@@ -22,7 +21,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -35,15 +33,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from weft import errors
-from weft.comm.failures.activity import calls
-from weft.comm.failures.hang_report import describe_wait
-from weft.comm.failures.inquiries import RankProcess, Urgency
 from weft.comm.failures.limits import Limits
-from weft.comm.failures.places import write_stacks
+from weft.comm.failures.lines import as_line, print_line
 from weft.comm.failures.rank_status import failed_status, own_status
-from weft.comm.failures.server import Failure, FailureServer, as_line, connect_to_failure_server, print_line
-from weft.comm.failures.stall_watch import StallWatch
+from weft.comm.failures.server import Failure, FailureServer, connect_to_failure_server
 from weft.comm.failures.user_traceback import print_user_traceback
+from weft.comm.failures.wait_reports import WaitReports
 from weft.errors import LaunchError
 from weft.hosts import host_id
 
@@ -52,10 +47,6 @@ PEER_GRACE_S = 3.0
 EXIT_GRACE_S = 5
 """Seconds that a process gets to end after its own error; destroying a communicator may never return."""
 _DECISION_WAIT_S = 3.0
-_SERVER_WAIT_S = 1.5
-"""Seconds that the server may take to ask all ranks about a wait; then rank 0 counts as silent."""
-STACKS = "WEFT_STACKS"
-"""The variable that names the folder for the stacks of ranks that wait for long, outside of `weft train`."""
 limits = Limits()
 
 
@@ -79,11 +70,8 @@ class FailureWatch:
         self._address = address
         self._server = server
         self._sending = threading.Lock()
-        self.stalls = StallWatch(limits, timeout_s)
-        self._connection.settimeout(self.stalls.poll_s)
-        self._unanswered: tuple[float, Urgency] | None = None
-        """When the server was told of a wait, and how urgent it is, until it asks."""
-        self.write_stacks_to(Path(os.environ.get(STACKS) or _temporary_folder(address["token"])))
+        self.waits = WaitReports(rank, address, server, self.send, limits=limits, timeout_s=timeout_s)
+        self._connection.settimeout(self.waits.stalls.poll_s)
         self._first: Failure | None = None
         self._prints = False
         self._is_known = threading.Event()
@@ -96,11 +84,6 @@ class FailureWatch:
     def is_first(self) -> bool:
         """True if the first failure is this rank's."""
         return self._first is not None and self._first.rank == self._rank
-
-    def write_stacks_to(self, folder: Path) -> None:
-        self._stacks_folder = folder
-        if self._server is not None:
-            self._server.stacks_folder = str(folder)
 
     def send(self, message: dict[str, Any]) -> None:
         with suppress(OSError), self._sending:
@@ -181,22 +164,34 @@ class FailureWatch:
             *lines, received = (received + (more or b"")).split(b"\n")
             for message in map(json.loads, lines):
                 if "closed" in message:
-                    self._watch_alone()
+                    self._stay_alone()
                     return
                 self._obey(message)
-            if time.monotonic() - checked_s >= self.stalls.poll_s and self._first is None:
+            is_time = time.monotonic() - checked_s >= self.waits.stalls.poll_s
+            if is_time and self._first is None and not self._is_over.is_set():
                 checked_s = time.monotonic()
-                self._check_waits()
+                self._end_with(self.waits.check())
         # Where an exchange is stuck, the rank that noticed it ends first: a launcher asks that one for the reason.
         if not self._is_over.wait(0 if self.is_first else PEER_GRACE_S) and self.group in (None, dist.group.WORLD):
             self.end()
 
+    def _stay_alone(self) -> None:
+        """Rank 0 has ended in order, and its server with it."""
+        while not self._is_over.wait(self.waits.stalls.poll_s) and self._first is None:
+            self._end_with(self.waits.check_alone())
+        if self._first is not None:
+            self.end()
+
+    def _end_with(self, failure: Failure | None) -> None:
+        if failure is not None:
+            self._set_first(failure, prints=True)
+
     def _obey(self, message: dict[str, Any]) -> None:
+        self.waits.hear()
         if "ask" in message:
-            self._unanswered = None
             self.send({"status": own_status().as_json()})
         elif "stacks" in message:
-            self._write_stacks(message["stacks"])
+            self.waits.write_stacks(message["stacks"])
         elif "failure" in message:
             self._set_first(Failure(**message["failure"]), prints=self._rank in message["printed_by"])
 
@@ -205,59 +200,6 @@ class FailureWatch:
         lost = Failure(rank=0, host_name=self._address["host_name"], kind="", message=message, prints_itself=False)
         is_first = int(os.environ.get("LOCAL_RANK", "0")) == (self._address["host"] == host_id())
         self._set_first(lost, prints=is_first)
-
-    def _check_waits(self) -> None:
-        if (waited_s := self.stalls.went_on()) is not None:
-            self._unanswered = None
-            self.send({"went_on": waited_s})
-        urgency = self.stalls.check()
-        now = time.monotonic()
-        if urgency is not None and (status := own_status()).is_waiting:  # still
-            self.send({"stuck": status.as_json(), "urgency": urgency})
-            self._unanswered = self._unanswered or (now, urgency)
-        elif self._unanswered is not None and now - self._unanswered[0] > _SERVER_WAIT_S:
-            urgency, self._unanswered = self._unanswered[1], None
-            if urgency != "look":
-                first = self._address
-                process = RankProcess(
-                    host_name=first["host_name"], pid=first["pid"], is_here=first["host"] == host_id()
-                )
-                self._tell_alone(process.describe_silence(), ends=urgency == "final")
-
-    def _watch_alone(self) -> None:
-        """Rank 0 has ended in order, and its server with it; who still waits for it would not hear of that."""
-        while not self._is_over.wait(self.stalls.poll_s) and self._first is None:
-            urgency = self.stalls.check()
-            waiting = own_status().exchanges.waiting if urgency is not None else ()
-            if waiting and 0 in (waiting[0].awaits or waiting[0].ranks):
-                self._tell_alone("has ended in order", ends=urgency == "final")
-        if self._first is not None:
-            self.end()
-
-    def _tell_alone(self, first: str, *, ends: bool) -> None:
-        """Say what this rank waits for, and of rank 0, which would ask the others, why it does not."""
-        text = describe_wait(self._rank, {self._rank: own_status()}, {0: first}, unknown="not asked")
-        text += f". Stacks of ranks: {self._stacks_folder}"
-        self._write_stacks(text)
-        if ends:
-            lost = Failure(rank=self._rank, host_name=socket.gethostname(), kind="", message=text, prints_itself=False)
-            self._set_first(lost, prints=True)
-        elif self._is_first_to_tell():
-            print_line(f"{text}; the run waits on")
-
-    def _is_first_to_tell(self) -> bool:
-        """True for one of the ranks that see the folder and are in the same call; they cannot ask each other."""
-        with suppress(OSError):
-            self._stacks_folder.mkdir(parents=True, exist_ok=True)
-            try:
-                (self._stacks_folder / f".told-{calls.number}-{self._address['token'][:8]}").touch(exist_ok=False)
-            except FileExistsError:
-                return False
-        return True
-
-    def _write_stacks(self, reason: str) -> None:
-        with suppress(OSError):
-            write_stacks(self._stacks_folder, self._rank, reason)
 
     def _set_first(self, failure: Failure, *, prints: bool) -> None:
         self._first, self._prints = failure, prints
@@ -315,14 +257,14 @@ def leave_watch() -> None:
 def set_step_timeout(timeout_s: float) -> None:
     """End the run once ranks have waited this long in a steady step; 0: at the process group's timeout only."""
     if _watch is not None:
-        _watch.stalls.step_timeout_s = timeout_s or math.inf
-        _watch.stalls.timeout_s = max(_watch.stalls.timeout_s, timeout_s)
+        _watch.waits.stalls.step_timeout_s = timeout_s or math.inf
+        _watch.waits.stalls.timeout_s = max(_watch.waits.stalls.timeout_s, timeout_s)
 
 
 def write_stacks_to(folder: Path) -> None:
     """Where the stacks of ranks that wait for long are written from now on."""
     if _watch is not None:
-        _watch.write_stacks_to(folder)
+        _watch.waits.write_stacks_to(folder)
 
 
 def is_watched() -> bool:
@@ -360,10 +302,6 @@ def leave_printing_to_parent() -> None:
     """The process that started this rank prints the failure: no rank does."""
     global _parent_prints
     _parent_prints = True
-
-
-def _temporary_folder(token: str) -> str:
-    return os.path.join(tempfile.gettempdir(), f"weft-stacks-{token[:8]}")
 
 
 def _timeout_of(group: dist.ProcessGroup | None, default_s: float) -> float:

@@ -33,6 +33,7 @@ from weft.parallel.sequence.device_assertion import DeviceAssertion
 from weft.parallel.sequence.hugging_face_models import (
     REMEDY,
     find_band,
+    is_plain,
     longest_rotation,
     model_problems,
     uses_registry,
@@ -132,6 +133,7 @@ class _Switch:
                 mask=self._mask,
                 find_documents=self._no_documents,
                 configs=tuple(configs.values()),
+                calls_torch=not all(map(uses_registry, self._models)),
             ),
             *(
                 Replacement(what=f"hook on {type(outer).__name__}", why=why, apply=partial(add, outer))
@@ -213,7 +215,7 @@ class _Switch:
         now, asked = self._now(), self._asked_for_documents
         self._asked_for_documents = False
         problems = []
-        if not allow_is_causal_skip and not allow_is_bidirectional_skip:
+        if not (allow_is_causal_skip or allow_is_bidirectional_skip or is_plain(mask_function)):
             problems.append("by more than causality, padding and documents; use a model that does not")
         band = None
         if local_size is not None and local_size < self._num_tokens:

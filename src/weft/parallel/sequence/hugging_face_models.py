@@ -71,6 +71,11 @@ def longest_rotation(model: nn.Module) -> int | None:
     return min(lengths, default=None)
 
 
+def is_plain(mask_function: Any) -> bool:
+    """True for the mask functions of causal and of full attention; models may ask for their mask in any case."""
+    return getattr(mask_function, "__qualname__", "") in ("causal_mask_function", "bidirectional_mask_function")
+
+
 def find_band(mask_function: Any, size: int) -> Band | None:
     """The window of one of transformers' mask functions, which are made of others; None if it is no window.
 

@@ -38,7 +38,7 @@ from weft.parallel.tensor.layers import (
     WholeOutput,
 )
 from weft.parallel.tensor.local_sizes import LocalSizes
-from weft.parallel.tensor.megatron_sequence import Shown, TokenSplit, split_between
+from weft.parallel.tensor.megatron_sequence import Shown, TokenSplit, gather_for_attention, split_between
 from weft.parallel.tensor.replicated_gradients import (
     add_early_sum_hooks,
     find_misaligned,
@@ -145,6 +145,9 @@ class TensorParallel:
     def split_tokens(self, stage_of: Mapping[str, int] | None) -> None:
         """Split activations between regions by tokens, if the plan says so; after all other wrapping of blocks."""
         if self.tokens is not None:
+            blocks = [name for name in self._blueprint.blocks if self._has(name)]
+            sharded = [name for region in self.shares.regions for name in (*chain(*region.columns), *region.rows)]
+            gather_for_attention(self.model, blocks, sharded, self.tokens)
             split_between(self.model, self._blueprint.blocks, self.tokens, stage_of)
 
     def _install(self, region: Region) -> None:

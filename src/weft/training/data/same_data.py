@@ -14,12 +14,14 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from weft.comm.failures.activity import collective_call
 from weft.comm.objects import gather_values
 from weft.errors import DataError
 from weft.mesh import Mesh
 from weft.training.data.datasets import Dataset, fingerprint
 
 
+@collective_call("weft.batches")
 def require_same_data(
     mesh: Mesh, dataset: Dataset, problems: Sequence[str], settings: dict[str, int | bool | None]
 ) -> None:

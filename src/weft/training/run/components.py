@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from weft.checkpoint.new_layers import NewLayers
 from weft.errors import DataError, JobError, ModelError, WeftError, nearest
 from weft.models.convnet import ConvNet, ConvNetConfig
 from weft.models.gpt import GPT, GPTConfig
@@ -34,6 +35,7 @@ _MODELS: dict[str, tuple[type[nn.Module], Callable[..., Any]]] = {
     "gpt": (GPT, GPTConfig),
     "convnet": (ConvNet, ConvNetConfig),
 }
+_NEW_LAYERS = "new_layers"
 _USUAL_CONTEXT = 256
 """Tokens per sample for a Hugging Face model, which may have positions for far more."""
 _DATASET_SETTINGS: dict[str, tuple[Any, str]] = {
@@ -53,6 +55,8 @@ class Prepared:
     """Makes the model for `parallelize`, which fills it: a Hugging Face model is on the meta device."""
     weights: Path | None
     """Folder of pretrained weights."""
+    new_layers: tuple[str, ...]
+    """Layers that are not in that folder."""
     loss: str | LossFunction
     train_data: Dataset
     held_out: Dataset | None
@@ -72,6 +76,7 @@ def prepare(job: Job, *, besides: Sequence[str] = ()) -> Prepared:
         make_model=parts.make_model,
         make_empty=parts.make_empty,
         weights=None if described is None else described.weights,
+        new_layers=tuple(job.model.settings.get(_NEW_LAYERS, ())),
         loss=parts.loss,
         train_data=parts.data[0],
         held_out=parts.data[1],
@@ -125,6 +130,11 @@ def build(job: Job, *, doubtful: Collection[str] = ()) -> tuple[Parts, list[str]
             f"the training data holds {len(data[0])} samples, one global batch needs {job.steps.global_batch}; "
             "give more data, a smaller [steps] global_batch or a smaller context"
         )
+    if job.steps.evaluate_average and "steps" not in doubtful and not (job.plan and job.plan.average.decay):
+        problems.append(
+            "[steps] evaluate_average = true needs an average of the weights, and the plan keeps none; set [average] "
+            "decay in the plan, such as 0.999"
+        )
     return Parts(
         described=described, make_model=make_model, loss=loss, data=data, optimizer=optimizer, schedule=schedule
     ), problems
@@ -156,7 +166,15 @@ def _filled(described: HuggingFaceModel) -> nn.Module:
 
 def _hugging_face(part: Part) -> HuggingFaceModel | None:
     """The description of a Hugging Face model; None for any other model."""
-    return read_hugging_face(Path(part.name), part.settings) if part.key == "hf" else None
+    if part.key != "hf":
+        return None
+    changes = {name: value for name, value in part.settings.items() if name != _NEW_LAYERS}
+    described = read_hugging_face(Path(part.name), changes)
+    if (new := part.settings.get(_NEW_LAYERS)) is not None:
+        if not isinstance(new, list) or not all(isinstance(name, str) for name in new):
+            raise ModelError(f'{statement("model", _NEW_LAYERS, new)} must be a list of names, such as ["score"]')
+        NewLayers(described.build(), new, has_weights=described.weights is not None)
+    return described
 
 
 def _model(part: Part) -> Callable[[], nn.Module]:
@@ -225,7 +243,10 @@ def _windows(job: Job, tokens: np.ndarray[Any, Any], held_out: float) -> tuple[D
     context, (_, longest, known), problems = context_of(job), _sizes_of(job.model), []
     if isinstance(longest, int) and context > longest:
         name = "context" if job.model.key == "name" else "max_position_embeddings"
-        problems.append(f"[dataset] context = {context} is longer than [model] {name} = {longest}; make them equal")
+        problems.append(
+            f"[dataset] context = {context} is longer than [model] {name} = {longest}; set [dataset] context to "
+            f"{longest} or less, or [model] {name} to {context}"
+        )
     if isinstance(known, int) and (largest := datasets.max_token(tokens)) >= known:
         problems.append(
             f"the data holds token {largest}, [model] vocab_size = {known} knows 0 to {known - 1}; "

@@ -64,10 +64,11 @@ def require_usable(directory: Path, trainer: Trainer, room: Room) -> None:
         if text is not None:
             hosts.setdefault((host, text), []).append(number)
     problems = [f"rank {', '.join(map(str, ranks))} on {host}: {text}" for (host, text), ranks in hosts.items()]
-    free = gather_values(shutil.disk_usage(directory).free if rank == 0 else 0, everyone)[0]
+    free = gather_values(_free_bytes(directory) if rank == 0 else None, everyone)[0]
     item_bytes = max((piece.tensor.element_size() for piece in trainer.sync.pieces), default=4)
-    each = max(gather_values(trainer.num_parameters * item_bytes * room.values_per_parameter, everyone))
-    if free < (needed := room.num_checkpoints * each):
+    values = room.values_per_parameter + (trainer.average is not None)
+    each = max(gather_values(trainer.num_parameters * item_bytes * values, everyone))
+    if free is not None and free < (needed := room.num_checkpoints * each):
         problems.append(
             f"{directory} has {format_bytes(free)} free; {room.num_checkpoints} checkpoints of about "
             f"{format_bytes(each)} need {format_bytes(needed)}: make room, give another directory, or keep fewer "
@@ -75,6 +76,11 @@ def require_usable(directory: Path, trainer: Trainer, room: Room) -> None:
         )
     if problems:
         raise JobError(problems)
+
+
+def _free_bytes(directory: Path) -> int | None:
+    usage = shutil.disk_usage(directory)
+    return usage.free if usage.total else None  # some network file systems do not know their size
 
 
 def _make(directory: Path, token: str) -> None:

@@ -4,8 +4,8 @@
     for each batch:  step ─ record ─ every n steps: save, evaluate ─ stop?
     evaluate on held-out data ─ a sample of text ─ save
 
-A run's directory holds `job.toml` and `plan.toml`, `metrics.jsonl` and `checkpoints/`. Every rank runs this file; only
-rank 0 writes metrics and calls the observer.
+A run's directory holds `job.toml` and `plan.toml`, `metrics.jsonl` and `checkpoints/`, and `stacks/` once ranks have
+waited for long. Every rank runs this file; only rank 0 writes metrics and calls the observer.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ import numpy as np
 import torch
 
 from weft.checkpoint.folders import all_checkpoints, prune
+from weft.comm.failures.watch import write_stacks_to
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError, JobError, ModelError, NotFiniteError
 from weft.mesh import join_world
+from weft.plan.all_ranks import with_ranks
 from weft.plan.check import check
-from weft.plan.plan import Axes, Plan
+from weft.plan.plan import ALL, Axes, Plan
 from weft.plan.text import read_plan, write_plan, write_text
 from weft.report.trace import write as write_trace
 from weft.training.data.batches import Batches, batches
@@ -44,6 +46,7 @@ from weft.training.run.stop import StopRequest
 from weft.training.trainer import Trainer
 
 JOB_FILE, PLAN_FILE, METRICS_FILE, CHECKPOINTS = "job.toml", "plan.toml", "metrics.jsonl", "checkpoints"
+STACKS = "stacks"
 log = logging.getLogger("weft")
 _PROMPT, _SAMPLE_TOKENS, _TEMPERATURE = b"def ", 256, 0.7
 
@@ -105,7 +108,7 @@ def train(
     if job is None:
         job = default_job()
     wanted = job if isinstance(job, Job) else read_job(job)
-    plan = wanted.plan or Plan(axes=Axes(data=world.size))
+    plan = with_ranks(wanted.plan or Plan(axes=Axes(data=ALL)), world.size)
     wanted = replace(wanted, plan=plan)
     prepared = prepare(wanted, besides=check(plan, num_ranks=world.size, global_batch=wanted.steps.global_batch))
     torch.manual_seed(wanted.steps.seed)
@@ -118,10 +121,12 @@ def train(
         global_batch=wanted.steps.global_batch,
         example=_example(prepared, plan, wanted.steps.global_batch),
         weights=prepared.weights,
+        new_layers=prepared.new_layers,
         skip_at_most=wanted.steps.skip_at_most,
     )
     torch.manual_seed(wanted.steps.seed + 1 + world.rank)  # dropout must differ between ranks, weights must not
     directory = Path(gather_values(str(directory), trainer.mesh.everyone("control"))[0])
+    write_stacks_to(directory / STACKS)
     run = _Run(wanted, prepared, trainer, directory, observer if observer and world.rank == 0 else Observer())
     run.open(resume)
     if on_open is not None:
@@ -315,7 +320,8 @@ class _Run:
         if self.held_out is None:
             return None
         self._tell(self.recorder.flush())
-        loss = self.trainer.evaluate(itertools.islice(self.held_out.from_start(), self.job.steps.evaluate_batches))
+        some = itertools.islice(self.held_out.from_start(), self.job.steps.evaluate_batches)
+        loss = self.trainer.evaluate(some, average=self.job.steps.evaluate_average)
         if self.metrics is not None:
             self.metrics.write({"step": self.trainer.steps_done, "held_out_loss": loss})
         self.observer.evaluated(self.trainer.steps_done, loss)

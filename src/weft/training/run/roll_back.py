@@ -13,6 +13,7 @@ from pathlib import Path
 from weft.checkpoint.folders import all_checkpoints
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError, NotFiniteError
+from weft.training.run.newest import load_newest_whole
 from weft.training.trainer import Trainer
 
 log = logging.getLogger("weft")
@@ -59,14 +60,14 @@ class RollBack:
             pass
         mine = [path.name for path in all_checkpoints(self._checkpoints)]
         everyones = gather_values(mine, trainer.mesh.everyone("control"))
-        names = sorted({name for names in everyones for name in names}, key=lambda name: int(name[5:]), reverse=True)
-        problems: list[str] = []
-        for name in names:
-            path = self._checkpoints / str(name)
-            try:
-                trainer.load(path)
-                return path
-            except CheckpointError as damaged:  # raised on all ranks
-                problems += damaged.problems
-        problems = problems or [f"there is no checkpoint in {self._checkpoints} to go back to; [steps] save_every"]
-        raise NotFiniteError([*error.problems, *problems]) from error
+        names = sorted({name for names in everyones for name in names}, key=lambda name: int(name[5:]))
+        try:
+            loaded = load_newest_whole(trainer, self._checkpoints, names)
+        except CheckpointError as damaged:  # raised on all ranks
+            raise NotFiniteError([*error.problems, *damaged.problems]) from error
+        if loaded is None:
+            nowhere = (
+                f"there is no checkpoint in {self._checkpoints} to go back to; save more often ([steps] save_every)"
+            )
+            raise NotFiniteError([*error.problems, nowhere]) from error
+        return loaded

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from weft.errors import ModelError, PlanError, WeftError
+from weft.models.balance_loss import balance_problems
 from weft.parallel.state.batchnorm import has_batch_norms
 from weft.plan.check import check
 from weft.plan.model_refusals import COMPILED_AS_A_WHOLE
@@ -50,7 +51,10 @@ def setup_problems(
     if problems:
         found.append(PlanError(problems))
     try:
-        resolve_loss(loss if loss is not None else "cross-entropy")
+        known = resolve_loss(loss if loss is not None else "cross-entropy")
+        if isinstance(named_model, nn.Module):
+            problems = list(balance_problems(named_model, plan, own_loss=not known.counts_targets))
+            found += [ModelError(problems)] if problems else []
     except ModelError as error:
         found.append(error)
     if model is not named_model and plan.axes.pipeline * plan.axes.tensor * plan.axes.sequence > 1:

@@ -86,6 +86,8 @@ class Update:
         """`num_skipped`, or a tensor that will be that number: a new one at every step, which no rank has to wait for.
         """
         self._skips_on_device = can_skip_on_device(optimizer)
+        self._waits_anyway = plan.data.offload
+        """The host waits for the gradients in every step, because it updates with them."""
         self._has_updated = False
         self._open: deque[Outcome] = deque()
         self.closed: deque[Outcome] = deque()
@@ -161,7 +163,7 @@ class Update:
         """
         loss, norm, before = totals.loss_sum, totals.norm, self.loss_scale.factor
         on_device = self._skips_on_device and self._has_updated
-        waits = not on_device and (not loss.is_cuda or norm is not None or self._skips_on_device)
+        waits = not on_device and (self._waits_anyway or not loss.is_cuda or norm is not None or self._skips_on_device)
         overflow: bool | torch.Tensor
         if waits:
             overflow = not (math.isfinite(float(loss)) and (norm is None or math.isfinite(float(norm))))
