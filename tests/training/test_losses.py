@@ -150,6 +150,13 @@ def test_microbatches_on_one_rank(name: str) -> None:
 
 @ranks(2)
 def test_uneven_data_ranks() -> None:
+    for name in ("cross-entropy", "(sum, count)", "mean squared error", "class weights", "mask divided by its sum"):
+        check(LOSSES[name], data_plan(2), MLP(), uneven(LOSSES[name]))
+
+
+@ranks(2)
+@pytest.mark.long
+def test_uneven_data_ranks_with_every_loss() -> None:
     for loss in LOSSES.values():
         check(loss, data_plan(2), MLP(), uneven(loss))
 
@@ -169,7 +176,7 @@ def ignoring_minus_one(output: Tensor, targets: Tensor) -> Tensor:
 
 
 @ranks(2)
-@pytest.mark.parametrize("kind", ["pipeline", "flush-free", "ring"])
+@pytest.mark.parametrize("kind", ["pipeline", pytest.param("flush-free", marks=pytest.mark.long), "ring"])
 def test_stages_and_shared_sequences(kind: str) -> None:
     plan = {
         "pipeline": pipeline_plan(2, microbatches=3),

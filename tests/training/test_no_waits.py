@@ -92,6 +92,23 @@ def test_batch_norm_never_waits() -> None:
             trainer.step(images.float(), classes)
 
 
+def test_a_loss_of_the_users_own_waits_in_the_first_step_only() -> None:
+    """Also one that is watched for targets of -100, which no trial knows how to add up."""
+    parts = [batch_of(6, seed=seed) for seed in range(4)]
+
+    def mixed_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, targets) + output.square().mean()
+
+    for loss in (nn.functional.cross_entropy, mixed_loss):
+        with mock.patch.object(update, "can_skip_on_device", lambda _: True):
+            trainer = make_trainer(MLP().float(), data_plan(1, **CLIPPED), optimizer=ADAMW, loss=loss)
+        with pretended_gpu():
+            for inputs, targets in parts[:3]:
+                trainer.step(inputs.float(), targets)
+            with no_waits():
+                trainer.step(parts[3][0].float(), parts[3][1])
+
+
 def trainer_of(model: nn.Module, plan: Plan, **given: Any) -> Trainer:
     """A trainer whose optimizer skips by itself, as on a GPU."""
     with mock.patch.object(update, "can_skip_on_device", lambda _: True):

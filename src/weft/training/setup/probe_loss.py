@@ -63,7 +63,7 @@ class _DrawsRandomNumbers(Exception):
 @torch.no_grad()
 def probe_loss(loss: Loss, output: Any, targets: Any, alongs: tuple[int, ...]) -> LossFinding | None:
     """Whether the losses of parts, cut along each of these dims, add up to that of the whole; None if not seen."""
-    devices = sorted({tensor.device.index or 0 for tensor in output_tensors(output) if tensor.is_cuda})
+    devices = sorted({tensor.device.index or 0 for tensor in output_tensors(output) if tensor.device.type == "cuda"})
     conclusive = None
     with torch.random.fork_rng(devices), state_kept(loss.function):
         try:
@@ -82,7 +82,7 @@ def _probe_along(loss: Loss, output: Any, targets: Any, along: int) -> LossFindi
     for batch in drawn_batches(output, targets, along, generator):
         seen = _SeenCalls()
         with seen:
-            found = _compare(loss, batch, is_strict=True)
+            found = _compare(loss, batch, is_strict=batch.is_resized)
         if found is None:
             continue
         if not found.is_additive:
@@ -180,7 +180,7 @@ def _terms(loss: Loss, batch: TrialBatch, start: int, stop: int) -> _Terms:
 
 
 def _random_states(output: Any) -> list[torch.Tensor]:
-    devices = {tensor.device for tensor in output_tensors(output) if tensor.is_cuda}
+    devices = {tensor.device for tensor in output_tensors(output) if tensor.device.type == "cuda"}
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
 
 

@@ -50,6 +50,8 @@ class TrialBatch:
     size: int
     first_part: int
     """Size of the first of the two parts."""
+    is_resized: bool = False
+    """The real batch has another size, so a loss that takes this one takes any, and must take the parts."""
     put_in: int | None = None
     """A value that was put into some places of the targets."""
     is_new: bool = False
@@ -136,7 +138,7 @@ def _drawn(
         window = (first, min(first + _MOST_TOKENS, num_tokens))
     if not is_short and (along == TOKENS or num_tokens <= _MOST_TOKENS):
         return None
-    wanted = min(total, _FIRST_SAMPLES) if along == TOKENS else _NUM_SAMPLES
+    wanted = min(total, _FIRST_SAMPLES) if along == TOKENS else _NUM_SAMPLES + (total == _NUM_SAMPLES)
     rows = torch.arange(wanted) % total
 
     def few(tensor: torch.Tensor) -> torch.Tensor:
@@ -164,7 +166,13 @@ def _drawn(
     else:
         is_cut = _have_tokens(trees[0], num_tokens), _have_tokens(trees[1], num_tokens)
     return TrialBatch(
-        output=drawn, targets=goal, along=along, is_cut=is_cut, size=size, first_part=max(size * 2 // 5, 2)
+        output=drawn,
+        targets=goal,
+        along=along,
+        is_cut=is_cut,
+        size=size,
+        first_part=max(size * 2 // 5, 2),
+        is_resized=size != (total if along == SAMPLES else num_tokens),
     )
 
 
