@@ -179,7 +179,8 @@ class FailureWatch:
         """Rank 0 has ended in order, and its server with it."""
         while not self._is_over.wait(self.waits.stalls.poll_s) and self._first is None:
             self._end_with(self.waits.check_alone())
-        if self._first is not None:
+        # Rank 0 may close just after it told of a failure: then this rank may be printing it, and ends by itself.
+        if self._first is not None and not self._is_over.is_set():
             self.end()
 
     def _end_with(self, failure: Failure | None) -> None:
