@@ -59,7 +59,7 @@ def write(snapshot: Snapshot, directory: Path, group: Group) -> None:
 
         def finish() -> None:
             if group.index == 0:
-                _write_others(snapshot, partial, sizes, crc32)
+                _write_index(snapshot, partial, sizes, crc32)
                 publish(partial, directory)
 
         try_on_files(group, "finish", directory, finish)
@@ -120,7 +120,7 @@ def _seal(snapshot: Snapshot, partial: Path, sizes: list[tuple[str, int]], group
     return found
 
 
-def _write_others(snapshot: Snapshot, partial: Path, sizes: list[tuple[str, int]], crc32: Iterator[int]) -> None:
+def _write_index(snapshot: Snapshot, partial: Path, sizes: list[tuple[str, int]], crc32: Iterator[int]) -> None:
     """Write the files that one rank writes, last of all the index."""
     records = [
         FileRecord(name=name, num_bytes=num_bytes, crc32=tuple(itertools.islice(crc32, num_pieces(num_bytes))))
