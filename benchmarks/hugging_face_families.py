@@ -57,7 +57,7 @@ PLANS: dict[str, dict[str, dict[str, Any]]] = {
 }
 """Sections of each plan."""
 _PRELOADED = ("torch", "transformers", "weft.training.run.loop", "weft.verification.verify", "hugging_face_models")
-_MOST_WORDS = 45
+_MOST_WORDS = 40
 """Words of a reason that the table shows."""
 _BEGIN, _END = "<!-- made by benchmarks/hugging_face_families.py -->", "<!-- end of what is made -->"
 
@@ -183,7 +183,8 @@ def run(args: argparse.Namespace) -> None:
     stored = json.loads(file.read_text()) if file.exists() else {"cells": {}}
     stored |= {**_versions(), "revision": args.revision}
     cells: dict[str, dict[str, Cell]] = stored["cells"]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(_PRELOADED))
+    modeling = {FAMILIES[family].model_class.__module__ for family in args.families}  # imported once, not per rank
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*_PRELOADED, *sorted(modeling)])
     forkserver.ensure_running()
     chosen = [(family, plan) for family in args.families for plan in args.plans]
     columns = (MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(compact=True), TextColumn("{task.description}"))
@@ -256,9 +257,10 @@ def make_table(after: dict[str, Any], before: dict[str, Any] | None) -> str:
         return cell["outcome"] if cell["outcome"] == EQUAL else f"{cell['outcome']} ({notes.number(cell)})"
 
     def change(family: str, plan: str) -> str:
-        now = said(after["cells"].get(family, {}).get(plan))
-        then = now if before is None else said(before["cells"].get(family, {}).get(plan))
-        return now if then == now else f"{then} → **{now}**"
+        found = after["cells"].get(family, {}).get(plan)
+        known = found if before is None else before["cells"].get(family, {}).get(plan)
+        is_same = (known and known["outcome"]) == (found and found["outcome"])
+        return said(found) if is_same else f"{said(known)} → **{said(found)}**"
 
     rows = [f"| {family} | " + " | ".join(change(family, plan) for plan in PLANS) + " |" for family in FAMILIES]
     both = [("after", after)] if before is None else [("before", before), ("after", after)]

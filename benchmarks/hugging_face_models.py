@@ -95,13 +95,18 @@ class Family:
     loss: Any = "cross-entropy"
     prepare: Callable[[Any], None] | None = None
 
+    @property
+    def model_class(self) -> Any:
+        import transformers
+
+        return getattr(transformers, self.kind.removesuffix("Text") + self.purpose)
+
     def build(self) -> nn.Module:
         """The model, with the same values in every process."""
         import transformers
 
         torch.manual_seed(0)
-        config = getattr(transformers, f"{self.kind}Config")(**self.sizes)
-        model: Any = getattr(transformers, self.kind.removesuffix("Text") + self.purpose)(config)
+        model: Any = self.model_class(getattr(transformers, f"{self.kind}Config")(**self.sizes))
         model.train()
         if self.prepare is not None:
             self.prepare(model)

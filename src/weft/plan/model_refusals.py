@@ -115,6 +115,20 @@ LOSS_OF_OTHER_STAGES = Refusal(
     "a dict that was filled during the forward pass",
     remedy="let the model return everything that the loss needs, in a tuple or dict, or train without a pipeline",
 )
+CUT_CHANGES_THE_MODEL = Refusal(
+    combination="[axes] pipeline > 1 with a model that computes something else when it is cut, as the example shows",
+    why="cut into the stages of {axes.pipeline}, the model computes something else than whole, as a pass of the "
+    "example shows",
+    remedy="let blocks return whatever later blocks use, instead of keeping it, and let no function of your own run "
+    "blocks without gradients and their backward pass by itself (a checkpoint of another library; torch's is fine); or "
+    "train without a pipeline",
+)
+CUT_MODEL_FAILS = Refusal(
+    combination="[axes] pipeline > 1 with a model that fails when it is cut, as the example shows",
+    why="cut into the stages of {axes.pipeline}, the model fails on the example ({error})",
+    remedy="let blocks return whatever later blocks use, instead of keeping it, and let a checkpoint hold one block at "
+    "most; or train without a pipeline",
+)
 
 # --- the tensor axis --------------------------------------------------------------------------------------------------
 
@@ -138,6 +152,12 @@ STATISTICS_OF_SOME_TOKENS = Refusal(
     why='"{name}" normalises over the samples and tokens it sees, and with [tensor] sequence = true a rank sees only '
     "its own",
     remedy="set sequence = false, or use another norm in the blocks",
+)
+TOKENS_FLATTENED = Refusal(
+    combination="[tensor] sequence = true with a block that joins samples and tokens into one dim (OPT)",
+    why="a layer that is split over the tensor axis is given a tensor of {shape} inside of a block: with [tensor] "
+    "sequence = true it must be (samples, tokens, features), of which a rank has some tokens",
+    remedy="keep samples and tokens apart in the model's code, or set sequence = false",
 )
 WEIGHTS_INSIDE_AND_OUTSIDE = Refusal(
     combination="[tensor] sequence = true with a weight that is shared between a block and the rest",
@@ -175,7 +195,7 @@ CROSS_ATTENTION = Refusal(
     combination="[axes] ring or ulysses > 1 with cross-attention (an encoder and a decoder)",
     why="attention of {num_queries} queries to {num_keys} keys: with [axes] ring or ulysses > 1 weft splits "
     "self-attention only, where both are as many",
-    remedy="set them to 1 for models with cross-attention",
+    remedy="set [axes] ring and ulysses to 1 for models with cross-attention",
 )
 MASKS_OF_ITS_OWN = Refusal(
     combination="[axes] ring or ulysses > 1 with a mask that the model makes itself, other than causal or padding",
