@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,11 +26,17 @@ from launched_ranks import Body, printed, run
 from oracle import ADAMW, data_plan, make_trainer, small_gpt, token_batch
 from torch._C._distributed_c10d import HashStore
 
-from weft.comm.failures import stuck_exchanges
+from weft.comm.failures import stuck_exchanges, wait_reports
 from weft.comm.failures import watch as failure_watch
+from weft.comm.failures.activity import record_exchanges
 from weft.comm.failures.hang_report import describe_wait
+from weft.comm.failures.limits import Limits
+from weft.comm.failures.lines import as_line
 from weft.comm.failures.rank_status import RankStatus
+from weft.comm.failures.server import Failure
 from weft.comm.failures.stuck_exchanges import Exchange, ExchangeStatus
+from weft.comm.failures.wait_reports import WaitReports
+from weft.comm.failures.watch import FailureWatch
 from weft.mesh import join_world, leave_world, make_mesh
 from weft.plan.plan import Axes, Comm, Plan
 
@@ -163,6 +170,44 @@ def test_a_rank_that_did_not_reach_the_server_does_not_wait_for_another(monkeypa
         failure_watch.watch_world(HashStore(), 1, 2, timeout_s=1.0)
     failure_watch.leave_watch()
     assert len(asked) == 1
+
+
+ADDRESS = {"token": "0123456789", "host": "elsewhere", "host_name": "elsewhere", "pid": 1}
+
+
+def test_a_rank_that_prints_its_error_is_not_ended_by_the_end_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(FailureWatch, "end", lambda self: ended.append(1))
+    ours, theirs = socket.socketpair()
+    watch = FailureWatch(ours, ADDRESS, None, rank=1, timeout_s=60.0)
+    first = Failure(rank=1, host_name="here", kind="ValueError", message="planted", prints_itself=True)
+    both = as_line({"failure": asdict(first), "printed_by": []}) + as_line({"closed": True})
+    threading.Timer(0.1, theirs.sendall, [both]).start()  # after `report` has begun
+    assert watch.report(ValueError("planted")), "this rank prints it"
+    watch._thread.join(10.0)
+    theirs.close()
+    ours.close()
+    assert not watch._thread.is_alive() and not ended
+
+
+def test_who_waits_for_rank_0_after_it_has_ended_in_order_says_so_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(wait_reports, "print_line", said.append)
+    monkeypatch.setenv(wait_reports.STACKS, str(tmp_path))
+    record = record_exchanges("7", "data/gradients", (0, 1))
+    record.waiting, record.since_s = ("all-reduce", 64, 7, ()), time.perf_counter() - 10
+    expected = (
+        "rank 1 has waited 10 s in all-reduce of 64 B (number 7 along data/gradients, ranks 0, 1); rank 0: has ended"
+    )
+    for timeout_s in (60.0, 5.0):
+        reports = WaitReports(1, ADDRESS, None, lambda message: None, limits=Limits(), timeout_s=timeout_s)
+        failure = reports.check_alone()
+        text = said.pop() if failure is None else failure.message
+        assert (failure is None) == (timeout_s == 60.0) and expected in text
+    record.waiting = None
+    assert "test_who_waits_for_rank_0" in (tmp_path / "rank-1.txt").read_text()
 
 
 def waits_for_one_that_is_elsewhere(rank: int) -> None:

@@ -164,8 +164,11 @@ class FailureWatch:
             *lines, received = (received + (more or b"")).split(b"\n")
             for message in map(json.loads, lines):
                 if "closed" in message:
-                    self._stay_alone()
-                    return
+                    if self._first is None:
+                        self._stay_alone()
+                    if self._first is None or self._is_over.is_set():
+                        return
+                    break
                 self._obey(message)
             is_time = time.monotonic() - checked_s >= self.waits.stalls.poll_s
             if is_time and self._first is None and not self._is_over.is_set():
@@ -179,9 +182,6 @@ class FailureWatch:
         """Rank 0 has ended in order, and its server with it."""
         while not self._is_over.wait(self.waits.stalls.poll_s) and self._first is None:
             self._end_with(self.waits.check_alone())
-        # Rank 0 may close just after it told of a failure: then this rank may be printing it, and ends by itself.
-        if self._first is not None and not self._is_over.is_set():
-            self.end()
 
     def _end_with(self, failure: Failure | None) -> None:
         if failure is not None:
