@@ -25,6 +25,7 @@ from weft.blueprint import Blueprint
 from weft.comm.failures.user_traceback import place_in_user_code
 from weft.errors import ModelError
 from weft.parallel.tracing.meta_copy import freeze_batch_norms
+from weft.parallel.tracing.meta_kernels import call_in_unit
 from weft.parallel.tracing.placeholder import (
     Placeholder,
     absorb,
@@ -212,7 +213,7 @@ class _Follower(TorchFunctionMode):
         ):  # on meta tensors, also where the unit makes a mask without a device, which has values
             if any(tensor.is_meta for tensor in operands) and any(not t.is_meta and t.dim() for t in operands):
                 args, kwargs = tree_map(to_meta, args), tree_map(to_meta, dict(kwargs or {}))
-            inside = func(*args, **(kwargs or {}))
+            inside = call_in_unit(func, args, kwargs or {})
             self._note_inside(inside, operands, self._in_unit)
             return inside
         self.refuse_values_beside(operands)
