@@ -322,6 +322,12 @@ BUFFERS_RECOMPUTED = Refusal(
     "answer",
     remedy='set [recompute] policy = "none", or keep it out of the blocks',
 )
+HOST_DRAWS_RECOMPUTED = Refusal(
+    combination="[recompute] policy with a block that draws from numpy's or Python's random numbers",
+    why='block "{name}" draws from the global random numbers of numpy or Python, so that computing it again would draw '
+    "others",
+    remedy='draw with torch, or set [recompute] policy = "none"',
+)
 PRODUCTS_OVERWRITTEN = Refusal(
     combination='[recompute] policy = "selective", not compiled, with a block that overwrites a product in place',
     why='block "{name}" overwrites the result of a matrix product or convolution in place, which [recompute] policy = '
