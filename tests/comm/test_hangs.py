@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from launched_ranks import Ended, printed, run
+from launched_ranks import Body, Ended, printed, run
 from torch import nn
 
 import weft.checkpoint.save
@@ -56,11 +56,16 @@ def train_some(trainer: Trainer) -> None:
         trainer.step(inputs, targets)
 
 
-def told(ended: list[Ended]) -> str:
-    """The message, which one rank printed. On a busy machine others may have been told, and resolved, before it."""
-    lines = printed(ended)
-    assert len({line[0] for line in lines}) == 1, lines
+def told(ended: list[Ended], text: str) -> str:
+    """The message with this text, which one rank printed. On a busy machine other waits may have been told before."""
+    lines = [line for line in printed(ended) if text in line]
+    assert len({line[0] for line in lines}) == 1, [one.stderr for one in ended]
     return lines[-1]
+
+
+def hang(body: Body, folder: Path, text: str) -> str:
+    """The message with this text about a body that hangs on two ranks."""
+    return told(run(body, 2, folder, limits=SHORT, until=text), text)
 
 
 def line_of(function: Any, text: str) -> str:
@@ -79,7 +84,7 @@ def stopped(rank: int) -> None:
 
 
 def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
-    line = told(run(stopped, 2, tmp_path, limits=SHORT, until="not answer"))
+    line = hang(stopped, tmp_path, "not answer")
     assert (
         line.startswith("0 weft: rank 0 has waited ") and "along data/gradients, ranks 0, 1), in trainer.step (" in line
     )
@@ -93,7 +98,7 @@ def first_stopped(rank: int) -> None:
 
 
 def test_rank_0_stopped_is_named_by_another_although_the_server_is_there(tmp_path: Path) -> None:
-    line = told(run(first_stopped, 2, tmp_path, limits=SHORT, until="not answer"))
+    line = hang(first_stopped, tmp_path, "not answer")
     assert line.startswith("1 weft: rank 1 has waited ") and "in trainer.step (" in line
     assert "; rank 0: does not answer (" in line and "it is stopped by a signal" in line
 
@@ -116,21 +121,18 @@ def first_evaluates(rank: int) -> None:
 
 
 def test_a_save_on_one_rank_is_named_from_the_first_step_on(tmp_path: Path) -> None:
-    line = told(run(first_saves, 2, tmp_path, limits=SHORT, until="different calls"))
+    line = hang(first_saves, tmp_path, "different calls")
     assert (
         f"0 weft: the ranks make different calls: rank 0 is in trainer.save ({line_of(first_saves, 'trainer.save')}), "
         f"rank 1 is in trainer.step ({line_of(first_saves, 'trainer.step(*second')}). Every rank must make "
     ) in line
 
 
-def test_evaluate_on_one_rank_and_step_on_another_are_named_also_where_they_do_not_wait(tmp_path: Path) -> None:
-    """Both begin with an exchange of all ranks, of different sizes, which is an error at once."""
-    line = told(run(first_evaluates, 2, tmp_path, limits=SHORT))
-    where = {
-        "trainer.evaluate": line_of(first_evaluates, "trainer.evaluate"),
-        "trainer.step": line_of(train_some, "trainer.step"),
-    }
-    said = ", ".join(f"rank {rank} was in {call} ({place})" for rank, (call, place) in enumerate(where.items()))
+def test_evaluate_on_one_rank_and_step_on_another_are_named(tmp_path: Path) -> None:
+    """Also where the first exchanges of both meet, of different sizes, and are an error at once."""
+    line = hang(first_evaluates, tmp_path, "different calls").replace(" was in ", " is in ")
+    where = line_of(first_evaluates, "trainer.evaluate"), line_of(train_some, "trainer.step")
+    said = f"rank 0 is in trainer.evaluate ({where[0]}), rank 1 is in trainer.step ({where[1]})"
     assert f"weft: the ranks make different calls: {said}. Every rank must " in line
 
 
@@ -146,7 +148,7 @@ def test_a_rank_with_fewer_batches_is_named_with_the_error_of_the_other(tmp_path
     assert "Connection closed by peer: rank 1 " in ended[0].stderr
     where = line_of(has_fewer_batches, "trainer.step")
     said = f"rank 0 was in trainer.step ({where}), rank 1 ended in order. Every rank must make "
-    assert f"0 weft: the ranks make different calls: {said}" in told(ended)
+    assert f"0 weft: the ranks make different calls: {said}" in told(ended, "different calls")
 
 
 def disk_stalls(rank: int) -> None:
@@ -157,7 +159,7 @@ def disk_stalls(rank: int) -> None:
 
 
 def test_a_stalled_disk_is_named(tmp_path: Path) -> None:
-    line = told(run(disk_stalls, 2, tmp_path, limits=SHORT, until="waits on"))
+    line = hang(disk_stalls, tmp_path, "waits on")
     assert f"in trainer.save ({line_of(disk_stalls, 'weft')})" in line, "rank 1"
     assert f" along world/saving, ranks 0, 1), in trainer.save ({line_of(disk_stalls, 'trainer.save')})" in line, (
         "rank 0"
@@ -175,7 +177,7 @@ def debugs(rank: int) -> None:
 
 
 def test_a_debugger_is_named(tmp_path: Path) -> None:
-    line = told(run(debugs, 2, tmp_path, limits=SHORT, until="in a debugger"))
+    line = hang(debugs, tmp_path, "in a debugger")
     assert "; rank 1: in no exchange (its last one along data/gradients was number " in line
     assert "in a debugger at " in line and "(debugs)" in line
 

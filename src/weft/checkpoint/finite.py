@@ -38,4 +38,6 @@ def _find(trainer: TrainerState) -> list[str]:
         assert one.piece is not None
         state = trainer.optimizer.state.get(one.piece, {})
         named += [(f"{name}/{key}", value) for key, value in state.items() if isinstance(value, torch.Tensor)]
+    if trainer.average is not None and trainer.average.has_begun:
+        named += [(f"average of {name}", mean) for name, mean in trainer.average.means.items()]
     return not_finite(named) + spoilt_buffers(trainer.named_model)

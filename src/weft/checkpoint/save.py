@@ -177,7 +177,9 @@ class Saving:
 
     def export(self, trainer: TrainerState, directory: Path, average: Averaging | None) -> None:
         """Write the weights alone, or their average, after the previous save has ended; collective."""
-        write(take_weights(trainer, average), directory, self._wait_for_all(trainer))
+        group = self._wait_for_all(trainer)
+        refuse_not_finite(trainer, directory)
+        write(take_weights(trainer, average), directory, group)
 
     def _wait_for_all(self, trainer: TrainerState) -> Group:
         """Wait for earlier saves, also of other trainers on this mesh; returns the group of all ranks that save."""

@@ -37,7 +37,7 @@ def is_first_rank() -> bool:
 def refuse_ranks(ranks: int | None, kind: type[Exception]) -> None:
     """Refuse --ranks under a launcher that has started another number of them."""
     if is_launched() and ranks not in (None, running := int(os.environ["WORLD_SIZE"])):
-        raise kind(f"--ranks {ranks} has no effect here: a launcher started {running} already; leave it out")
+        raise kind(f"--ranks {ranks} has no effect here: a launcher started {running} already; leave --ranks out")
 
 
 def fit_to_ranks(plan: Plan | None, asked: int | None) -> tuple[Plan, int]:

@@ -131,7 +131,7 @@ def _print(outcome: Verification) -> None:
     ]
     print_table(console, ("compared", "worst relative error", "where", "rank", "step"), rows)
     verdict = f"{'equal' if outcome.is_equal else 'NOT equal'} to {outcome.rule} over {outcome.num_steps} steps"
-    lines = [f"{verdict} (tolerance {outcome.tolerance:.0e})"]
+    lines = [f"{verdict} (tolerance {outcome.tolerance:.0e})", *outcome.notes]
     if outcome.first is not None:
         lines.append(str(outcome.first))
     if outcome.deviation is not None:

@@ -42,7 +42,7 @@ def apply_plan(parts: ParallelModel) -> None:
     for step in steps():
         if step.is_for(parts.mesh.plan):
             step.do(parts)
-    parts.example = parts.make_sample_split = None  # the trainer keeps the record, not its inputs
+    parts.example = parts.whole_example = parts.make_sample_split = None  # the trainer keeps the record, not its inputs
 
 
 def steps() -> tuple[Step, ...]:
@@ -52,11 +52,17 @@ def steps() -> tuple[Step, ...]:
         Step("[axes] ring or ulysses > 1", "samples are split by tokens or rows; positions get hooks", _split_samples),
         Step("[axes] tensor > 1", "regions of layers are declared, or found by tracing the example", _find_regions),
         Step("[axes] tensor, ring or ulysses > 1", "a split copy is compared with the whole model", _probe),
-        Step("[axes] pipeline > 1", "rank 0's weights are broadcast; other stages become placeholders", _cut_stages),
+        Step(
+            "[axes] pipeline > 1",
+            "cut copies are compared with the whole; other stages are placeholders",
+            _cut_stages,
+        ),
         Step("[axes] tensor > 1", "each tensor of a region is cut to this rank's share", _cut_layers),
         Step("always", "parameters are materialised, made equal or sharded; gradients get hooks", _place_parameters),
         Step("[axes] tensor > 1", "layers at both ends of a region communicate", _exchange_in_layers),
-        Step("[data] buffers", "BatchNorm takes its statistics over the whole batch", _synchronise_norms),
+        Step(
+            "[data] buffers", "BatchNorm takes its statistics over the microbatch of all data ranks", _synchronise_norms
+        ),
         Step("[recompute] policy", "blocks recompute activations in the backward pass", _recompute_blocks),
         Step("[compile] blocks", "blocks are compiled, with all of the above inside", _compile_blocks),
         Step("[axes] ring or ulysses > 1", "BatchNorm takes rows of images", _split_rows),
@@ -108,12 +114,15 @@ def _find_regions(parts: ParallelModel) -> None:
 def _probe(parts: ParallelModel) -> None:
     probe_split(parts)
     if parts.sample_split is not None and parts.example is not None:
+        parts.whole_example = parts.example
         parts.example = parts.sample_split.cut_inputs(parts.example)
 
 
 def _cut_stages(parts: ParallelModel) -> None:
     refuse_left_out_stages(parts.model)
-    parts.cut, parts.mesh.plan = cut_model(parts.model, parts.mesh, parts.blueprint, parts.example)
+    parts.cut, parts.mesh.plan = cut_model(
+        parts.model, parts.mesh, parts.blueprint, parts.example, whole_example=parts.whole_example
+    )
     parts.blueprint = parts.cut.blueprint
 
 

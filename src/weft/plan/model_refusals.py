@@ -115,6 +115,20 @@ LOSS_OF_OTHER_STAGES = Refusal(
     "a dict that was filled during the forward pass",
     remedy="let the model return everything that the loss needs, in a tuple or dict, or train without a pipeline",
 )
+CUT_CHANGES_THE_MODEL = Refusal(
+    combination="[axes] pipeline > 1 with a model that computes something else when it is cut, as the example shows",
+    why="cut into the stages of {axes.pipeline}, the model computes something else than whole, as a pass of the "
+    "example shows",
+    remedy="let blocks return whatever later blocks use, instead of keeping it, and let no function of your own run "
+    "blocks without gradients and their backward pass by itself (a checkpoint of another library; torch's is fine); or "
+    "train without a pipeline",
+)
+CUT_MODEL_FAILS = Refusal(
+    combination="[axes] pipeline > 1 with a model that fails when it is cut, as the example shows",
+    why="cut into the stages of {axes.pipeline}, the model fails on the example ({error})",
+    remedy="let blocks return whatever later blocks use, instead of keeping it, and let a checkpoint hold one block at "
+    "most; or train without a pipeline",
+)
 
 # --- the tensor axis --------------------------------------------------------------------------------------------------
 
@@ -181,7 +195,7 @@ CROSS_ATTENTION = Refusal(
     combination="[axes] ring or ulysses > 1 with cross-attention (an encoder and a decoder)",
     why="attention of {num_queries} queries to {num_keys} keys: with [axes] ring or ulysses > 1 weft splits "
     "self-attention only, where both are as many",
-    remedy="set them to 1 for models with cross-attention",
+    remedy="set [axes] ring and ulysses to 1 for models with cross-attention",
 )
 MASKS_OF_ITS_OWN = Refusal(
     combination="[axes] ring or ulysses > 1 with a mask that the model makes itself, other than causal or padding",

@@ -15,7 +15,7 @@ from weft.comm.failures.activity import calls, collective_call
 from weft.comm.failures.watch import set_step_timeout
 from weft.mesh import DEFAULT_TIMEOUT_S, Mesh, join_world, make_mesh
 from weft.parallel.apply import apply_plan
-from weft.parallel.state.batchnorm import has_batch_norms
+from weft.parallel.state.batchnorm import has_batch_norms, warn_of_microbatches
 from weft.parallel.state.materialise import agreed_seed
 from weft.parallel.zero.flat_parameters import Piece
 from weft.plan.all_ranks import with_ranks
@@ -53,10 +53,17 @@ def parallelize(
 
     The model stays an ordinary module and is changed in place (`parallel/apply.py` lists how). It may be on the meta
     device, without memory: then it gets its first values here, and with `[data] shard = "parameters"` no rank ever
-    holds the whole of it.
+    holds the whole of it. A BatchNorm in training normalises each microbatch, over all data ranks: with `[step]
+    microbatches` > 1 the answer is that of one process with the same microbatches, not with one whole batch.
 
     plan        or the path of a plan file
-    loss        "cross-entropy", or loss(output, targets) -> scalar mean, or (sum, count)
+    loss        "cross-entropy", or loss(output, targets) -> scalar mean, or (sum, count). It is called with the outputs
+                and targets of one microbatch of one data rank (and of some tokens, under `[axes] ring` and `ulysses`).
+                Means are averaged over the global batch by their numbers of targets: of the first tensor of the
+                targets, the entries other than -100 where it holds integers, else its samples. A loss that divides by
+                another number (class weights, another ignore_index, a mask) returns (sum, count) itself; one that
+                compares samples takes those of all ranks by `weft.gather_batch`. Every loss is tried on parts of a
+                drawn batch in the first step, and refused where they do not add up to the whole (docs/losses.md)
     optimizer   called with the parameters: functools.partial(torch.optim.AdamW, lr=3e-4)
     schedule    step -> factor of the learning rate
     groups      (name, global shape) -> settings of the optimizer for this parameter, such as {"weight_decay": 0.0}
@@ -96,6 +103,8 @@ def parallelize(
     new = NewLayers(named_model, new_layers, has_weights=weights is not None)
     if world.is_fake:
         refuse_memory(named_model)
+    if world.rank == 0:
+        warn_of_microbatches(named_model, plan.step.microbatches)
     resolved_loss = resolve_loss(loss, compiled=plan.compile.blocks)
     mesh = make_mesh(plan, world, batch_norms=has_batch_norms(named_model), sharing=mesh)
     try:

@@ -294,6 +294,7 @@ class Trainer:
         self.flush()
         self.saving.save(self, Path(directory), wait=wait)
 
+    @collective_call("trainer.export")
     def export(self, directory: str | Path, *, average: bool = False) -> None:
         """Write the weights alone, or their average, as a folder that transformers and safetensors read; collective."""
         self._require_weights("export()")

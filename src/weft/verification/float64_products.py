@@ -28,6 +28,10 @@ class Float64Products:
         replaced = [(holder, name, self._wide(getattr(holder, name))) for holder, name in places]
         self.replacements = Replacements(*functions(model, replaced, why="takes float64 too"))
 
+    def notes(self) -> list[str]:
+        """A sentence on products that were taken group by group, if any were."""
+        return ["grouped products, which torch has in 16 and 32 bits, were taken group by group"] * self.is_used
+
     def _wide(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @functools.wraps(original)
         def multiply(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -54,6 +54,12 @@ class Silence:
             tensor_method("bernoulli_", self._bernoulli_in_place(torch.Tensor.bernoulli_), why=_WHY),
         )
 
+    def notes(self) -> list[str]:
+        """A sentence on what was silenced, if anything was."""
+        if not self.names:
+            return []
+        return [f"what the model draws itself was left out, or a constant ({', '.join(sorted(self.names))})"]
+
     def _noted(self, original: Function, silent: Function) -> Function:
         name = getattr(original, "__name__", "")
 

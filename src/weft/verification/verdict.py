@@ -131,6 +131,8 @@ class Verification:
     """The first error; None where everything is equal."""
     deviation: Deviation | None = None
     """The deviation of a lossy plan."""
+    notes: tuple[str, ...] = ()
+    """What was computed otherwise than in training, on both sides, so that it could be compared; sentences."""
 
     @property
     def is_equal(self) -> bool:

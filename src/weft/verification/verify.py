@@ -54,8 +54,8 @@ from weft.verification.zero_noise import ZeroNoise
 
 _RANDOM = Cause(
     kind="random",
-    text="the model draws random numbers in its passes, as a dropout that is no module does; every rank draws others, "
-    "and it cannot be switched off from here: do so in the model, then verify again",
+    text="the model draws random numbers in its passes, by a function that verify does not silence; every rank draws "
+    "others: switch it off in the model, then verify again",
 )
 
 
@@ -96,8 +96,14 @@ def verify(
         return parallelize(model, plan, **given, device=device, mesh=mesh, example=example)
 
     silence, products = Silence(model), Float64Products(model)
+
+    def make_notes() -> list[str]:
+        return [*silence.notes(), *products.notes()]
+
     with silence.replacements, products.replacements:
-        outcome, deviation = _prove(model, exact, recipe, cast, make_trainer, dtype=dtype, on_step=on_step)
+        outcome, deviation = _prove(
+            model, exact, recipe, cast, make_trainer, dtype=dtype, on_step=on_step, make_notes=make_notes
+        )
     if any(getattr(plan.precision, name) != getattr(Precision(), name) for name in ("compute", "reduce", "accumulate")):
         single = _cast(batches, torch.float32)
         with silence.replacements, make_trainer(_copy_without_dropout(model), plan, recipe, single) as trainer:
@@ -117,6 +123,7 @@ def _prove(
     *,
     dtype: torch.dtype,
     on_step: Callable[[int], object] | None,
+    make_notes: Callable[[], list[str]],
 ) -> tuple[Verification, Deviation | None]:
     """Compare a plan with one process under its rule, and an inexact rule with plain training."""
     rule = rule_of(plan)
@@ -146,7 +153,7 @@ def _prove(
         if not rule.is_exact:
             trainer.flush()
             comparison.compare([], len(batches), is_drained=True)
-        outcome = comparison.outcome(rule.rule, num_steps=len(batches))
+        outcome = comparison.outcome(rule.rule, num_steps=len(batches), notes=make_notes())
         return outcome, None if rule.is_exact else measure_rule(oracle, plain, batches, trainer.mesh)
 
 
@@ -201,7 +208,7 @@ class _Comparison:
             if self._is_random:
                 self._first = dataclasses.replace(self._first, cause=_RANDOM)
 
-    def outcome(self, rule: str, *, num_steps: int) -> Verification:
+    def outcome(self, rule: str, *, num_steps: int, notes: list[str]) -> Verification:
         mine = [asdict(one) for one in _worst(self._found)]
         gathered = gather_values(mine, self._group)
         worst = _worst(Difference(**entry) for part in gathered for entry in part)
@@ -211,6 +218,7 @@ class _Comparison:
             differences=tuple(sorted(worst, key=lambda one: -one.error)),
             rule=rule,
             first=self._first,
+            notes=tuple(gather_values(notes, self._group)[0]),  # the first rank has run the whole model
         )
 
 

@@ -28,7 +28,7 @@ def describe_different_calls(statuses: Mapping[int, RankStatus]) -> str | None:
         elif status.call:
             text = "{ranks} {is_in} " + status.call + at
         elif made_then:
-            text = "{ranks} {was_in} " + made_then + at
+            text = "{ranks} {was_in} " + made_then + at + (" and ended" if status.has_ended else "")
         else:
             continue
         if status.call and made_then not in ("", "ended", status.call):

@@ -33,6 +33,17 @@ def package_of(file: str) -> str | None:
     return next((name for folder, name in _PACKAGES.items() if file.startswith(folder)), None)
 
 
+def place_in_user_code(error: BaseException) -> str:
+    """Where an error arose, by its innermost frame outside of weft and torch: ", at model.py:31, in forward", or
+    nothing."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if package_of(frame.filename) is None]
+    if not frames:
+        return ""
+    parts = Path(frames[-1].filename).parts
+    below = parts[parts.index("site-packages") + 1 :] if "site-packages" in parts else parts[-1:]
+    return f", at {'/'.join(below)}:{frames[-1].lineno}, in {frames[-1].name}"
+
+
 def _fold(shown: traceback.TracebackException) -> None:
     for linked in (shown.__cause__, shown.__context__):
         if linked is not None:

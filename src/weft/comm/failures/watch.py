@@ -167,7 +167,8 @@ class FailureWatch:
                     self._stay_alone()
                     return
                 self._obey(message)
-            if time.monotonic() - checked_s >= self.waits.stalls.poll_s and self._first is None:
+            is_time = time.monotonic() - checked_s >= self.waits.stalls.poll_s
+            if is_time and self._first is None and not self._is_over.is_set():
                 checked_s = time.monotonic()
                 self._end_with(self.waits.check())
         # Where an exchange is stuck, the rank that noticed it ends first: a launcher asks that one for the reason.

@@ -47,8 +47,8 @@ class Outline:
     call: CallModel
     device: torch.device
     flow: Flow
-    key: Any
-    """That of batches which pass through the model as the example did."""
+    signature: Any
+    """The example's shapes and dtypes."""
 
 
 def outline(
@@ -77,7 +77,7 @@ def outline(
         call=call,
         device=device,
         flow=flow,
-        key=_key(example, model),
+        signature=_signature(example),
     )
 
 
@@ -98,13 +98,15 @@ class CutModel:
     stage_of_unit: Mapping[str, frozenset[int]]
     """The stages on which each unit is called."""
     runner: StageRunner
+    example_stages: Stages
+    """The stages that the example passes through."""
     _outline: Outline
     _block_stages: Mapping[str, int]
     _stages: dict[Any, Stages] = field(default_factory=dict)
 
     def stages_for(self, inputs: Any) -> Stages:
         """The stages that a batch passes through; the model is traced when the batch's shape is new."""
-        key = _key(inputs, self.model)
+        key = (_signature(inputs), self.model.training)
         if key not in self._stages:
             if len(self._stages) >= _MOST_SHAPES:
                 self._stages.clear()
@@ -160,10 +162,12 @@ def cut(whole: Outline, cuts: Sequence[int], *, rank: int, num_ranks: int) -> Cu
         stages_of=stages_of,
         stage_of_unit=stage_of_unit,
         runner=StageRunner(),
+        example_stages=stages,
         _outline=whole,
         _block_stages=block_stages,
-        _stages={whole.key: stages},
     )
+    if len({module.training for module in whole.model.modules()}) == 1:  # as it will be traced for batches
+        cut_model._stages[whole.signature, whole.model.training] = stages
     mine = frozenset(name for name, ranks in held_by.items() if rank in ranks)
     keep_only(whole.model, whole.meta_copy, cut_model._is_here(), mine, cut_model.runner, whole.device)
     return cut_model
@@ -200,11 +204,6 @@ def _refuse_state_dict(*_: object) -> None:
         "with [axes] pipeline > 1 a rank has the parameters of its own stages only, so state_dict() would save a part "
         "of the model; call trainer.save(directory) on every rank, which writes the whole of it"
     )
-
-
-def _key(inputs: Any, model: nn.Module) -> Any:
-    """Equal for batches that pass through a model alike."""
-    return _signature(inputs), model.training
 
 
 def _signature(inputs: Any) -> Any:

@@ -108,6 +108,10 @@ class WeightVersions:
         leaves = self._slot(version).leaves
         return {name: self._parameters[name] if index is None else leaves[index] for name, index in self._index.items()}
 
+    def leaves_of_heads(self, version: int) -> tuple[nn.Parameter, ...]:
+        """The tensors of a version, one per trained parameter, in the order of `heads`."""
+        return self._slot(version).leaves
+
     @contextmanager
     def using(self, version: int) -> Iterator[None]:
         """Context in which the model computes with a version, whose leaves accumulate the gradients."""

@@ -72,6 +72,8 @@ class Seeds:
         if self.draws is not None:
             seed = self.draws.begin(seed)
         self.generator.manual_seed(seed)
+        if self.draws is not None:
+            self.draws.begun()
         if self._host is not None:
             self._host.seed(seed)
         return seed
@@ -112,24 +114,32 @@ class ShareDraws:
         self._place = place
         self._common: torch.Tensor | None = None
         self._own: torch.Tensor | None = None
+        self._seeded: torch.Tensor | None = None
+        """The state that was set last: to set one is no draw."""
         self._before_tokens: torch.Tensor | None = None
         self.is_used = False
         """True if anything was drawn inside a region, or while tokens were split."""
+        self.has_drawn = False
+        """True if anything was drawn anywhere."""
 
     def reset(self) -> None:
         """Forget open regions: a recomputation in the backward pass may have stopped inside one."""
-        self._common = self._own = self._before_tokens = None
+        self._common = self._own = self._seeded = self._before_tokens = None
 
     def begin(self, seed: int) -> int:
         """Begin a place in the model with a seed that all ranks have; returns the seed of this rank."""
+        self.look()
         self._common = None
         return mix(seed, self._place) if self._before_tokens is not None else seed
+
+    def begun(self) -> None:
+        """The seed of a place has been set."""
+        self._seeded = self._generator.get_state()
 
     def enter(self) -> None:
         """Begin a region in whole activations, unless one is open."""
         if self._common is None:
             self._common = self._set_apart()
-            self._own = self._generator.get_state()
 
     def leave(self) -> None:
         if self._common is not None:
@@ -139,7 +149,6 @@ class ShareDraws:
     def split_tokens(self) -> None:
         """Begin activations that are split along the tokens, where ranks share no random numbers."""
         self._before_tokens = self._set_apart()
-        self._own = self._generator.get_state()
 
     def join_tokens(self) -> None:
         if self._before_tokens is not None:
@@ -148,17 +157,26 @@ class ShareDraws:
 
     def _set_apart(self) -> torch.Tensor:
         """Begin a stream of this rank's own; returns the state of the common one."""
+        self.look()
         common = self._generator.get_state()
         self._generator.manual_seed(mix(zlib.crc32(common.numpy().tobytes()), self._place))
+        self._own = self._seeded = self._generator.get_state()
         return common
+
+    def look(self) -> None:
+        """Note whether anything was drawn since a state was set."""
+        if self._seeded is not None and not torch.equal(self._seeded, self._generator.get_state()):
+            self.has_drawn = True
+            self.is_used = self.is_used or self._common is not None or self._before_tokens is not None
 
     def _go_back(self, common: torch.Tensor) -> None:
         assert self._own is not None
-        has_drawn = not torch.equal(self._own, self._generator.get_state())
+        self.look()
+        goes_on = not torch.equal(self._own, self._generator.get_state())
         self._generator.set_state(common)
-        if has_drawn:
-            self.is_used = True
+        if goes_on:
             torch.rand((), device=self._generator.device, generator=self._generator)
+        self.begun()
 
     def __deepcopy__(self, memo: object) -> ShareDraws:
         return self
@@ -168,7 +186,7 @@ class PlaceSeeds:
     """Sets the random states of places in a model that is in one piece, by hooks on its units.
 
     A model without a dropout rate as an attribute may still draw in its code. So places are seeded in the first pass
-    of any model, and no longer once a pass has drawn nothing, until one does.
+    of any model, and no longer if it drew nothing.
     """
 
     def __init__(self, model: nn.Module, blueprint: Blueprint, seeds: Seeds) -> None:
@@ -192,10 +210,10 @@ class PlaceSeeds:
         self._is_on, self._place, self._begun, self._has_drawn = True, 0, {}, False
         try:
             with self._seeds.during(step=step, microbatch=microbatch, data_rank=data_rank):
-                self._set = self._state()
+                self._set = self._state() if self._looks else b""
                 yield
                 self._look()
-            if not self._is_known:
+            if self._looks:
                 self._is_known = self._seeds_places = self._has_drawn or self._seeds.draws_on_host
         finally:
             self._is_on = False
@@ -223,14 +241,25 @@ class PlaceSeeds:
         if self._is_on:
             self._look()
             self._begun[state] = self._seeds.enter(place)
-            self._set = self._set if self._is_known else self._state()
+            self._set = self._state() if self._looks else b""
         elif state in self._begun:
             if self._seeds.draws is not None:
                 self._seeds.draws.reset()
             self._seeds.generator.manual_seed(self._begun[state])
 
+    @property
+    def _looks(self) -> bool:
+        """True in the first pass, if it has to show whether the model draws."""
+        return self._seeds_places and not self._is_known
+
     def _look(self) -> None:
-        self._has_drawn = self._has_drawn or self._is_known or self._set != self._state()
+        if not self._looks or self._has_drawn:
+            return
+        if self._seeds.draws is not None:  # which sets states of its own
+            self._seeds.draws.look()
+            self._has_drawn = self._seeds.draws.has_drawn
+        else:
+            self._has_drawn = self._set != self._state()
 
     def _state(self) -> bytes:
         return self._seeds.generator.get_state().numpy().tobytes()

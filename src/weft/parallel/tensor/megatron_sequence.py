@@ -53,7 +53,8 @@ class TokenSplit:
         if place is None:
             raise ModelError(
                 f'[tensor] sequence = true splits what block "{block}" is given along its tokens, and among its '
-                "arguments is no floating-point tensor of three dims (samples, tokens, features); set it to false"
+                "arguments is no floating-point tensor of three dims (samples, tokens, features); set sequence "
+                "= false"
             )
         num_tokens, size = leaves[place].shape[TOKEN_DIM], self.group.size
         self.is_split = num_tokens % size == 0

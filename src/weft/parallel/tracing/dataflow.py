@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from weft.blueprint import Blueprint
+from weft.comm.failures.user_traceback import place_in_user_code
 from weft.errors import ModelError
 from weft.parallel.tracing.meta_copy import freeze_batch_norms
 from weft.parallel.tracing.placeholder import (
@@ -298,7 +299,7 @@ class _Follower(TorchFunctionMode):
         try:
             output = forward(*arguments[0], **arguments[1])
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
+            said = f"{type(error).__name__}: {error}{place_in_user_code(error)}"
             raise ModelError(BLOCKS_THAT_ASK_FOR_VALUES.message(name=name, error=said)) from error
         known = set(map(id, before_call))
         if any(isinstance(one, torch.Tensor) and id(one) not in known for one in tree_leaves(arguments)):

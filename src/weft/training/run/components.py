@@ -130,6 +130,11 @@ def build(job: Job, *, doubtful: Collection[str] = ()) -> tuple[Parts, list[str]
             f"the training data holds {len(data[0])} samples, one global batch needs {job.steps.global_batch}; "
             "give more data, a smaller [steps] global_batch or a smaller context"
         )
+    if job.steps.evaluate_average and "steps" not in doubtful and not (job.plan and job.plan.average.decay):
+        problems.append(
+            "[steps] evaluate_average = true needs an average of the weights, and the plan keeps none; set [average] "
+            "decay in the plan, such as 0.999"
+        )
     return Parts(
         described=described, make_model=make_model, loss=loss, data=data, optimizer=optimizer, schedule=schedule
     ), problems
@@ -238,7 +243,10 @@ def _windows(job: Job, tokens: np.ndarray[Any, Any], held_out: float) -> tuple[D
     context, (_, longest, known), problems = context_of(job), _sizes_of(job.model), []
     if isinstance(longest, int) and context > longest:
         name = "context" if job.model.key == "name" else "max_position_embeddings"
-        problems.append(f"[dataset] context = {context} is longer than [model] {name} = {longest}; make them equal")
+        problems.append(
+            f"[dataset] context = {context} is longer than [model] {name} = {longest}; set [dataset] context to "
+            f"{longest} or less, or [model] {name} to {context}"
+        )
     if isinstance(known, int) and (largest := datasets.max_token(tokens)) >= known:
         problems.append(
             f"the data holds token {largest}, [model] vocab_size = {known} knows 0 to {known - 1}; "

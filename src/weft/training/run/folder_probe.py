@@ -66,7 +66,8 @@ def require_usable(directory: Path, trainer: Trainer, room: Room) -> None:
     problems = [f"rank {', '.join(map(str, ranks))} on {host}: {text}" for (host, text), ranks in hosts.items()]
     free = gather_values(_free_bytes(directory) if rank == 0 else None, everyone)[0]
     item_bytes = max((piece.tensor.element_size() for piece in trainer.sync.pieces), default=4)
-    each = max(gather_values(trainer.num_parameters * item_bytes * room.values_per_parameter, everyone))
+    values = room.values_per_parameter + (trainer.average is not None)
+    each = max(gather_values(trainer.num_parameters * item_bytes * values, everyone))
     if free is not None and free < (needed := room.num_checkpoints * each):
         problems.append(
             f"{directory} has {format_bytes(free)} free; {room.num_checkpoints} checkpoints of about "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from weft.errors import JobError, WeftError, nearest
-from weft.plan.fields import Section, Whole, accept_values, declare, facts_of, statement, toml, toml_key
+from weft.plan.fields import Flag, Section, Whole, accept_values, declare, facts_of, statement, toml, toml_key
 from weft.plan.plan import Plan
 from weft.plan.text import parse_toml, read_plan, read_text
 
@@ -40,6 +40,11 @@ class Steps(Section):
     keep: int = declare(3, Whole(minimum=1), "Checkpoints to keep; older ones are deleted.")
     evaluate_every: int = declare(0, Whole(minimum=0), "Steps between evaluations; 0: only at the end.")
     evaluate_batches: int = declare(16, Whole(minimum=1), "Global batches of held-out data to evaluate on.")
+    evaluate_average: bool = declare(
+        False,
+        Flag(),
+        "Evaluate the averaged weights, which the plan's [average] keeps, not the weights themselves.",
+    )
     skip_at_most: int = declare(
         5, Whole(minimum=0), "Steps in a row that are skipped because loss or gradients are not finite."
     )

@@ -27,8 +27,9 @@ from weft.comm.failures.watch import write_stacks_to
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError, JobError, ModelError, NotFiniteError
 from weft.mesh import join_world
+from weft.plan.all_ranks import with_ranks
 from weft.plan.check import check
-from weft.plan.plan import Axes, Plan
+from weft.plan.plan import ALL, Axes, Plan
 from weft.plan.text import read_plan, write_plan, write_text
 from weft.report.trace import write as write_trace
 from weft.training.data.batches import Batches, batches
@@ -107,7 +108,7 @@ def train(
     if job is None:
         job = default_job()
     wanted = job if isinstance(job, Job) else read_job(job)
-    plan = wanted.plan or Plan(axes=Axes(data=world.size))
+    plan = with_ranks(wanted.plan or Plan(axes=Axes(data=ALL)), world.size)
     wanted = replace(wanted, plan=plan)
     prepared = prepare(wanted, besides=check(plan, num_ranks=world.size, global_batch=wanted.steps.global_batch))
     torch.manual_seed(wanted.steps.seed)
@@ -319,7 +320,8 @@ class _Run:
         if self.held_out is None:
             return None
         self._tell(self.recorder.flush())
-        loss = self.trainer.evaluate(itertools.islice(self.held_out.from_start(), self.job.steps.evaluate_batches))
+        some = itertools.islice(self.held_out.from_start(), self.job.steps.evaluate_batches)
+        loss = self.trainer.evaluate(some, average=self.job.steps.evaluate_average)
         if self.metrics is not None:
             self.metrics.write({"step": self.trainer.steps_done, "held_out_loss": loss})
         self.observer.evaluated(self.trainer.steps_done, loss)

@@ -14,6 +14,7 @@ from weft.comm.broadcast_many import copy_from_first
 from weft.comm.objects import value_of_first
 from weft.errors import ModelError, PlanError
 from weft.mesh import Mesh
+from weft.models.hugging_face_inputs import encoder_decoders
 from weft.parallel.pipeline.block_costs import Unit, time_units
 from weft.parallel.pipeline.cut_model import CutModel, Outline, cut, make_tied_groups, outline, tied_groups
 from weft.parallel.state.materialise import Materialiser, model_tensors
@@ -23,11 +24,17 @@ from weft.plan.pipeline.stage_cuts import FREE, BlockCost, balance, check_cuts, 
 from weft.plan.plan import Plan
 from weft.sync.make import needs_flats
 from weft.training.data.trees import map_tensors
+from weft.training.setup.probe_stages import probe_stages
 from weft.training.step.precision import Caller
 
 
-def cut_model(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: Any) -> tuple[CutModel, Plan]:
-    """Cut a model as a plan says, in place; collective. The plan that is returned has the cuts."""
+def cut_model(
+    model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: Any, *, whole_example: Any = None
+) -> tuple[CutModel, Plan]:
+    """Cut a model as a plan says, in place; collective. The plan that is returned has the cuts.
+
+    `whole_example`: the example with whole samples, where `example` has this rank's part of each.
+    """
     plan = mesh.plan
     # Also in a fake world, code between blocks may look at values of its own (positions, masks).
     device = torch.device("cpu") if mesh.world.is_fake else mesh.world.device
@@ -46,7 +53,16 @@ def cut_model(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: Any) 
         return torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
     example = map_tensors(with_values, example)
-    whole = outline(model, blueprint, plan, example, call=call, device=device)
+    try:
+        whole = outline(model, blueprint, plan, example, call=call, device=device)
+    except ModelError as error:
+        blocks = blueprint.blocks[0].rpartition(".")[0] if blueprint.blocks else "none"
+        causes = [
+            f"{kind} is an encoder and a decoder: a pipeline cuts the layers of one ({blocks}), the other stays one "
+            "piece, which it must be able to follow; set [axes] pipeline = 1"
+            for kind in encoder_decoders(model)
+        ]
+        raise ModelError([*error.problems, *causes]) from error
     num_stages = plan.axes.pipeline * plan.pipeline.chunks
     problem = stage_problem(len(blueprint.blocks), pipeline=plan.axes.pipeline, chunks=plan.pipeline.chunks)
     if problem:
@@ -56,6 +72,8 @@ def cut_model(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: Any) 
     else:
         cuts = _balanced(whole, mesh, num_stages)
         plan = dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, cuts=cuts))
+    tried = example if whole_example is None else map_tensors(with_values, whole_example)
+    probe_stages(whole, mesh, plan, tried, is_traced=whole_example is None)
     _begin_alike(model, mesh)
     made = cut(whole, plan.pipeline.cuts, rank=mesh.index("pipeline"), num_ranks=plan.axes.pipeline)
     if plan.pipeline.schedule == "pipedream" and made.holders:

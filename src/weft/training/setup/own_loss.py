@@ -160,6 +160,8 @@ class OwnLoss:
     def _refusal(self, found: LossFinding) -> str:
         if found.along == TOKENS:
             return LOSS_OVER_TOKENS.message(whole=found.whole, parts=found.parts)
-        kind = COUNTS_OF_PARTS if found.counts_itself else LOSS_OF_PARTS
         seen = f"{found.whole:.6g} for the whole against {found.parts:.6g}"
-        return kind.message(self._mesh.plan, seen=f"it raises {found.error} on a part" if found.error else seen)
+        seen = f"it raises {found.error} on a part" if found.error else seen
+        if found.counts_itself:
+            return COUNTS_OF_PARTS.message(self._mesh.plan, seen=seen)
+        return LOSS_OF_PARTS.message(self._mesh.plan, seen=seen)

@@ -28,21 +28,25 @@ from weft.parallel.tensor.shares import local_part
 from weft.parallel.tensor.tensor_parallel import TensorParallel
 from weft.training.data.sample_split import SampleSplit
 from weft.training.data.trees import forward, map_tensors, num_samples, split_tree
-from weft.training.setup.probe_pass import GRADIENT, CannotCopyError, Trial, run_pass, try_whole, widened
+from weft.training.setup.probe_pass import (
+    GRADIENT,
+    ROUNDING,
+    SMALL,
+    CannotCopyError,
+    Trial,
+    run_pass,
+    try_whole,
+    widened,
+)
 from weft.training.step.divergence import require_same_batch
 from weft.training.step.parallel_model import ParallelModel
 
 log = logging.getLogger("weft")
 
-_ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.1}
-"""Allowed difference, relative to the largest entry of the whole tensor. Models of float64 may have norms that compute
-in float32; the 16-bit formats are for models that cannot run in 32 bits."""
 _MOST_SAMPLES = 2
 """Samples of the example that are used: enough to tell samples from tokens."""
 _MOST_TOKENS, _MOST_TOKENS_EACH = 1024, 256
 """Tokens of the example that are used, in all and per rank: whole sequences may be longer than a rank can hold."""
-_SMALL = 1e-3
-"""A gradient is measured against this fraction of the model's largest entry, if its own largest entry is smaller."""
 _MOST_FILLED_BYTES = 256 * 2**20
 """Largest model on the meta device that is probed, because every rank fills a copy of the whole."""
 _CPU = torch.device("cpu")
@@ -255,7 +259,7 @@ def _compare(
     measured = torch.nan_to_num(measured, nan=float("inf"), posinf=float("inf"))
     all_reduce(measured, everyone, op="max")
     dtype = torch.bfloat16 if narrowed else next(iter(split.values())).dtype
-    allowed = _ROUNDING.get(dtype, _ROUNDING[torch.float32])
+    allowed = ROUNDING.get(dtype, ROUNDING[torch.float32])
     rows = [(what, off, size) for (what, _), (off, size) in zip(listed, measured.tolist(), strict=True)]
     largest = max((size for what, _, size in rows if what.startswith(GRADIENT)), default=0.0)
     problems = [
@@ -268,7 +272,7 @@ def _compare(
     problems = [
         f"{what} is off by {off:.1e}, with {size:.1e} its largest entry"
         for what, off, size in rows
-        if off > allowed * max(size, _SMALL * largest)
+        if off > allowed * max(size, SMALL * largest)
     ]
     if problems:
         raise ModelError(

@@ -8,6 +8,7 @@ added to its weights, in 32 bits; if the model fails that way, it runs as it is.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,11 @@ from weft.training.step.evaluating import evaluating
 GRADIENT = "the gradient of "
 _NOISE = 0.1
 """Standard deviation of the noise in biases and in weights of norms."""
+ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.1}
+"""Allowed difference, relative to the largest entry of the whole tensor. Models of float64 may have norms that compute
+in float32; the 16-bit formats are for models that cannot run in 32 bits."""
+SMALL = 1e-3
+"""A gradient is measured against this fraction of the model's largest entry, if its own largest entry is smaller."""
 _NUM_DRAWN, _APART = 1_000_003, 7_919
 """Random numbers that are drawn, and reused in a cycle from another start for every parameter: to draw one per entry of
 a large model takes minutes."""
@@ -61,7 +67,7 @@ def try_whole(model: nn.Module, inputs: Any, device: torch.device) -> Trial:
         if is_wide:
             copied.float()
         if has_noise:
-            _add_noise(copied)
+            add_noise(copied)
         try:
             casts: list[object] = []
             with Replacements(autocast_entry(casts.append)):
@@ -122,14 +128,23 @@ def _copy(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def _add_noise(model: nn.Module) -> None:
+def add_noise(model: nn.Module) -> None:
     """Add noise to all weights, of a spread by which a layer's output is about as large as its input."""
-    drawn = torch.randn(_NUM_DRAWN, generator=torch.Generator().manual_seed(0))
+    drawn = _drawn()
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for number, parameter in enumerate(model.parameters()):
         if not parameter.is_floating_point():
             continue
         spread = parameter[0].numel() ** -0.5 if parameter.dim() > 1 and len(parameter) else _NOISE
-        others = drawn.roll(number * _APART).to(parameter.device, parameter.dtype)
-        noise = others.repeat(-(-parameter.numel() // _NUM_DRAWN))[: parameter.numel()].view(parameter.shape)
+        first = number * _APART % _NUM_DRAWN
+        noise = drawn[first : first + parameter.numel()]
+        if len(noise) < parameter.numel():  # goes on from the beginning, as often as it takes
+            missing = parameter.numel() - len(noise)
+            noise = torch.cat([noise, drawn.repeat(-(-missing // _NUM_DRAWN))[:missing]])
+        noise = noise.to(parameter.device, parameter.dtype).view(parameter.shape)
         parameter.add_(noise, alpha=1.0 if id(parameter) in looked_up else spread)
+
+
+@functools.cache
+def _drawn() -> Tensor:
+    return torch.randn(_NUM_DRAWN, generator=torch.Generator().manual_seed(0))

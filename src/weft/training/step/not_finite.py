@@ -57,6 +57,9 @@ class NotFiniteWatch:
         self.in_a_row = 0
         """Steps with a loss or gradients that are not finite, since the last good one."""
         self._first_found = ""
+        """What was not finite in the first of these."""
+        self._is_lost = False
+        """Weights or running statistics were not finite, then."""
 
     def keep(self, step: int, inputs: Any, targets: Any) -> None:
         """Remember what a step was given, in case its loss is not finite."""
@@ -98,14 +101,13 @@ class NotFiniteWatch:
             self._warn(told)
             return
         self.in_a_row += 1
-        is_lost = False
         if self.in_a_row == 1:
             findings = gather_values(self._find(outcome), self._mesh.everyone("control"))
             self._first_found = _describe(findings)
-            is_lost = any(found["weights"] or found["buffers"] for found in findings)
+            self._is_lost = any(found["weights"] or found["buffers"] for found in findings)
         self._warn(f"{told}; not finite: {self._first_found}" if self.in_a_row == 1 else told)
-        if may_raise and self._skip_at_most is not None and (is_lost or self.in_a_row > self._skip_at_most):
-            raise NotFiniteError(self._error(outcome, is_lost=is_lost))
+        if may_raise and self._skip_at_most is not None and (self._is_lost or self.in_a_row > self._skip_at_most):
+            raise NotFiniteError(self._error(outcome))
 
     def _find(self, outcome: Outcome) -> dict[str, list[str]]:
         """This rank's tensors that are not finite, by kind."""
@@ -122,8 +124,8 @@ class NotFiniteWatch:
         assert tuple(found) == _KINDS
         return found
 
-    def _error(self, outcome: Outcome, *, is_lost: bool) -> str:
-        if not is_lost:
+    def _error(self, outcome: Outcome) -> str:
+        if not self._is_lost:
             return (
                 f"{self.in_a_row} steps in a row, up to step {outcome.step + 1}, had a loss or gradients that are not "
                 f"finite (skip_at_most = {self._skip_at_most}); at the first of them not finite: "

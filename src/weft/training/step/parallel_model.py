@@ -32,6 +32,8 @@ class ParallelModel:
     mesh: Mesh
     example: Any = None
     """Inputs of one microbatch; once samples are split, this rank's part of them."""
+    whole_example: Any = None
+    """The example with whole samples, once samples are split."""
     keep_output: bool = False
     """The loss can take shares of the output features."""
     draws: Draws = lambda name: True
