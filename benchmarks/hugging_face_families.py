@@ -44,6 +44,8 @@ ROOT = Path(__file__).parents[1]
 NUM_RANKS = 2
 GRACE_S = 20.0
 """How long after the first rank's outcome the others may take to report theirs."""
+_LINGER_S = 5.0
+"""How long a rank stays after its outcome: others may not have joined yet, and rank 0 has the store."""
 EQUAL, REFUSED, DIFFERS, ERROR, HUNG = "equal", "refused", "not equal", "error", "hung"
 PLANS: dict[str, dict[str, dict[str, Any]]] = {
     "data": {"axes": {"data": 2}},
@@ -84,6 +86,7 @@ def verify_on_rank(pipe: connection.Connection, rank: int, port: int, family: st
         outcome = _outcome_of(error)
     pipe.send(outcome)
     pipe.close()
+    time.sleep(_LINGER_S)
     os.kill(os.getpid(), signal.SIGKILL)  # an exchange that failed may wait for ever at the end of the process
 
 

@@ -193,16 +193,29 @@ class WholeAttention:
         return self.tokens.keep_own(self.inner(*args, **kwargs), is_training=self.module.training)
 
 
-def gather_for_attention(model: nn.Module, blocks: Sequence[str], sharded: Collection[str], tokens: TokenSplit) -> None:
-    """Let attention in blocks that has no layer among the sharded ones see all tokens.
+def innermost_attention(model: nn.Module, holder: str, layer: str) -> str:
+    """The innermost attention in a module that contains a layer; the module itself if there is none.
 
-    It is found by the name of its class. A mixture of tokens that has another name is refused by the probe.
+    The outer one of two (BERT) adds a residual, of which it should have this rank's tokens.
     """
+    path = layer
+    while (path := path.rpartition(".")[0]) != holder:
+        if _is_attention(model.get_submodule(path)):
+            return path
+    return holder
+
+
+def _is_attention(module: nn.Module) -> bool:
+    """Found by the name of its class. A mixture of tokens that has another name is refused by the probe."""
+    return "attention" in type(module).__name__.lower()
+
+
+def gather_for_attention(model: nn.Module, blocks: Sequence[str], sharded: Collection[str], tokens: TokenSplit) -> None:
+    """Let attention in blocks that has no layer among the sharded ones see all tokens."""
     for block in blocks:
         outermost: list[str] = []
         for path, module in model.get_submodule(block).named_modules(prefix=block):
-            is_attention = path != block and "attention" in type(module).__name__.lower()
-            if not is_attention or any(path.startswith(f"{outer}.") for outer in outermost):
+            if path == block or not _is_attention(module) or any(path.startswith(f"{outer}.") for outer in outermost):
                 continue
             outermost.append(path)
             if any(name.startswith(f"{path}.") for name in sharded):
