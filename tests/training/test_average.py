@@ -38,6 +38,8 @@ from torch import Tensor, nn
 from weft.checkpoint import load as load_file_of_weft
 from weft.errors import ModelError, PlanError
 from weft.plan.plan import Average, Plan
+from weft.training.run.components import build
+from weft.training.run.job import parse_job
 from weft.training.step.average import WeightAverage
 from weft.training.trainer import Trainer
 
@@ -315,3 +317,10 @@ def test_a_plan_without_one_says_so() -> None:
     for action in (lambda: trainer.evaluate([batch_of(0)], average=True), lambda: trainer.export("x", average=True)):
         with pytest.raises(PlanError, match=r"the plan keeps no average of the weights; set \[average\] decay"):
             action()
+
+
+def test_a_job_that_evaluates_it_needs_a_plan_that_keeps_it() -> None:
+    job = parse_job('[dataset]\nname = "digits"\n[model]\nname = "convnet"\n[steps]\nevaluate_average = true\n')
+    words = "evaluate_average = true needs an average of the weights, and the plan keeps none"
+    assert [words in problem for problem in build(job)[1]].count(True) == 1
+    assert not any(words in problem for problem in build(dataclasses.replace(job, plan=averaging(Plan())))[1])
