@@ -3,6 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 # What exchanges by itself; the other packages exchange through these.
 THROUGH_SOCKETS := tests/comm tests/sync
+# Test processes side by side; each has ranks of its own. A file stays in one of them, which keeps its ranks from test to test.
+WORKERS ?= 2
+BESIDE := -n $(WORKERS) --dist loadfile
 
 .PHONY: train test test-long test-timing check format clean
 
@@ -10,11 +13,11 @@ train: .venv
 	$(BIN)/weft train
 
 test: .venv
-	$(BIN)/pytest
+	$(BIN)/pytest $(BESIDE)
 
 test-long: .venv
-	$(BIN)/pytest -m 'long and not timing'
-	$(BIN)/pytest --transport c10d -m 'ranks and not long and not timing' $(THROUGH_SOCKETS)
+	$(BIN)/pytest $(BESIDE) -m 'long and not timing'
+	$(BIN)/pytest $(BESIDE) --transport c10d -m 'ranks and not long and not timing' $(THROUGH_SOCKETS)
 
 # Depends on how fast and how idle the machine is, so continuous integration leaves it out.
 test-timing: .venv

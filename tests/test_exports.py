@@ -16,6 +16,7 @@ PUBLIC = [
     "Trainer",
     "WeftError",
     "batches",
+    "gather_batch",
     "parallelize",
     "read_plan",
     "train",

@@ -24,7 +24,7 @@ ROOMS = (
     "parallel.tensor.discovery parallel.tensor parallel.pipeline "
     "codecs sync server checkpoint optim "
     "training.data training.step training.setup parallel training training.run verification "
-    "measure lab launch cli __main__"
+    "measure lab restarts launch cli __main__"
 ).split()
 """Packages in import order; a sub-package may stand above or below the package that holds it."""
 FIRST_WITH_TORCH = ROOMS.index("dtypes")

@@ -1,7 +1,7 @@
 """Start local ranks through torch's elastic agent, which restarts all of them when one dies.
 
-They then continue from the last checkpoint. A user's mistake (`WeftError`) is not worth a restart: its rank writes the
-problems to a folder and ends, restarted ranks see them there and do nothing, and the parent raises them once.
+They then continue from the last checkpoint, unless the failure is one that would come again (`restarts.py`). A user's
+mistake (`WeftError`) is such: its rank writes the problems to a folder and ends, and the parent raises them once.
 
 Ranks are forked from a server that has imported torch once, so that a restart does not wait for imports. Ranks on
 several hosts are started by torchrun instead.
@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 from weft import errors
 from weft.errors import LaunchError, WeftError
 from weft.hosts import num_cores
+from weft.restarts import RankFailure, Restarts, first_failure
 
 STOP_FILE = "stop"
 _ERROR_FILE = "error.json"
@@ -82,15 +83,40 @@ def launch(
             signals_to_handle="SIGHUP,SIGQUIT",
             logs_specs=DefaultLogsSpecs(log_dir=name),
         )
+        restarts = Restarts(max_restarts)
         try:
-            with _interruptible(folder):
+            with _interruptible(folder), _deciding(restarts, folder):
                 results = elastic_launch(config, _enter)(function, str(folder), arguments)
         except ChildFailedError as error:
-            failure = _reported(folder) or _describe(error, max_restarts)
+            failure = _reported(folder) or _describe(first_failure(dict([error.get_first_failure()])), restarts)
             raise failure from failure.__cause__
         if mistake := _reported(folder):
             raise mistake
     return [results[rank] for rank in sorted(results)]
+
+
+@contextmanager
+def _deciding(restarts: Restarts, folder: Path) -> Iterator[None]:
+    """Context in which torch's agent asks us before it starts ranks again; by itself it knows only how often."""
+    from torch.distributed.launcher import api
+
+    module: Any = api
+    original: Any = module.LocalElasticAgent
+
+    class Agent(original):  # type: ignore[misc]
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            result = super()._monitor_workers(worker_group)
+            if result.failures:
+                reported = (folder / _ERROR_FILE).exists()
+                if reported or not restarts.is_worth(first_failure(result.failures)):
+                    self._remaining_restarts = 0
+            return result
+
+    module.LocalElasticAgent = Agent
+    try:
+        yield
+    finally:
+        module.LocalElasticAgent = original
 
 
 def _start_server() -> None:
@@ -208,14 +234,17 @@ def _reported(folder: Path) -> WeftError | None:
     return mistake
 
 
-def _describe(error: Any, max_restarts: int) -> LaunchError:
-    """The failure of a rank after all restarts."""
-    rank, failure = error.get_first_failure()
-    how = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with code {failure.exitcode}"
-    times = "once" if max_restarts == 1 else f"{max_restarts} times"
-    again = f" and was started again {times} in vain" if max_restarts else ""
-    if not isinstance(failure.message, dict):
-        return LaunchError(f"rank {rank} {how}{again}")
-    described = LaunchError(f"rank {rank} {how}{again}: {failure.message['message']} (--traceback shows where)")
-    described.__cause__ = RankTraceback(failure.message["extraInfo"]["py_callstack"])
+def _describe(failure: RankFailure, restarts: Restarts) -> LaunchError:
+    """The failure of a rank after all restarts that were worth it."""
+    times = "once" if restarts.done == 1 else f"{restarts.done} times"
+    again = f" and was started again {times} in vain" if restarts.done else ""
+    if restarts.came_again:
+        again += " (the same came again, so that was the last time)"
+    where = "" if failure.step is None else f" in step {failure.step}"
+    if not failure.error:
+        return LaunchError(f"rank {failure.rank} {failure.how}{where}{again}")
+    described = LaunchError(
+        f"rank {failure.rank} {failure.how}{where}{again}: {failure.error} (--traceback shows where)"
+    )
+    described.__cause__ = RankTraceback(failure.traceback)
     return described

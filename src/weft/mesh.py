@@ -14,7 +14,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -40,6 +40,7 @@ from weft.comm.world.fake_world import is_fake, ranks_per_host, refuse_half_fake
 from weft.comm.world.nccl_settings import nccl_problems, require_room_for_communicators
 from weft.errors import LaunchError, PlanError
 from weft.hosts import host_id
+from weft.plan.all_ranks import with_ranks
 from weft.plan.check import check, require
 from weft.plan.model_refusals import SHARED_MEMORY_ON_A_DEVICE
 from weft.plan.partition.grid import Grid
@@ -55,7 +56,10 @@ from weft.plan.partition.groups import (
 )
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Plan
+from weft.plan.text import format_plan
 
+DEFAULT_TIMEOUT_S = 1800.0
+"""Of exchanges, as torch's own."""
 log = logging.getLogger("weft")
 
 
@@ -101,6 +105,7 @@ class Mesh:
             device=world.device,
             backend=world.backend,
             transport=plan.comm.transport,
+            timeout_s=plan.comm.timeout_s,
         )
         self.process_groups: ProcessGroups = self._own if sharing is None else sharing.process_groups
         if sharing is not None:  # a trainer that is dropped without `close` keeps the groups of the other, not its own
@@ -220,6 +225,7 @@ def make_mesh(
     A plan that does not fit the ranks is refused. `groups`: instead of those of the plan, one of which only models with
     batch norms need. `sharing`: a mesh of the same axes and transport, whose process groups are used.
     """
+    plan = with_ranks(plan, world.size)
     require(check(plan, num_ranks=world.size))
     if plan.comm.transport == "shared" and world.device.type not in ("cpu", "meta"):
         raise PlanError(SHARED_MEMORY_ON_A_DEVICE.message(device=world.device))
@@ -256,9 +262,12 @@ def _require_nccl_settings(plan: Plan, world: World) -> None:
         log.warning("%s", text)
 
 
-def join_world(device: torch.device | str | None = None, *, timeout_s: float = 1800.0) -> World:
+def join_world(
+    device: torch.device | str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S, plan: Plan | None = None
+) -> World:
     """Join the processes a launcher started (torchrun's environment), or be the only one; collective.
 
+    Ranks with different versions, or with different plans where `plan` is given, are refused on all of them.
     A process group that exists already is used as it is. A new one gets a store of its own for every attempt: after a
     restart, torchrun's shared store still holds the dead attempt's addresses, and gloo would connect to them.
     """
@@ -275,12 +284,12 @@ def join_world(device: torch.device | str | None = None, *, timeout_s: float = 1
             return _fake_world(chosen)
         rank, size = dist.get_rank(), dist.get_world_size()
         watch_world(_get_default_store(), rank, size, timeout_s=timeout_s)
-        locations = _exchange_locations(_get_default_store(), rank, size, chosen)
+        locations = _exchange_locations(_get_default_store(), rank, size, chosen, plan)
     elif launched and int(os.environ["WORLD_SIZE"]) > 1:
         refuse_half_fake(chosen)
         store, rank, size = _meet(timeout_s)
         watch_world(store, rank, size, timeout_s=timeout_s)
-        locations = _exchange_locations(store, rank, size, chosen)
+        locations = _exchange_locations(store, rank, size, chosen, plan)
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" and dist.is_nccl_available() else "gloo"
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
@@ -320,9 +329,13 @@ def _fake_world(device: torch.device) -> World:
     return World(rank=rank, size=size, local_rank=rank % each, device=device, hosts=hosts)
 
 
-def _exchange_locations(store: Store, rank: int, size: int, device: torch.device) -> tuple[RankLocation, ...]:
+def _exchange_locations(
+    store: Store, rank: int, size: int, device: torch.device, plan: Plan | None
+) -> tuple[RankLocation, ...]:
     """Every rank's host and device; collective. Ranks that cannot work together are refused on all of them."""
     location = find_location(host_id(), device, rank=rank, environment=os.environ)
+    if plan is not None:
+        location = replace(location, plan=format_plan(plan))
     locations = exchange_locations(store, rank, size, location)
     require_own_gpus(locations)
     return locations

@@ -210,8 +210,7 @@ def test_other_tools_read_the_files(tmp_path: Path, tied: bool) -> None:
     folder = tmp_path / "saved"
     tensors = same_tensors(folder)
     model = trainer.named_model
-    assert ("head.weight" in tensors) == (not tied)
-    assert tensors.keys() == dict(model.named_parameters()).keys() | persistent_buffers(model).keys()
+    assert tensors.keys() == model.state_dict().keys()
     assert all(torch.equal(tensors[name], parameter) for name, parameter in model.named_parameters())
     for path in folder.glob("model-*.safetensors"):
         with safe_open(path, framework="pt") as file:
@@ -229,9 +228,7 @@ def test_other_tools_read_the_files(tmp_path: Path, tied: bool) -> None:
         *(f"{kind}-{n:05d}-of-{count:05d}.safetensors" for kind, count in counts.items() for n in range(1, count + 1)),
         *(f"rank-{rank:05d}.safetensors" for rank in range(4)),
     }
-    loaded = small_gpt(tied=tied)
-    missing, unexpected = loaded.load_state_dict(tensors, strict=False)
-    assert unexpected == [] and missing == (["head.weight"] if tied else [])
+    small_gpt(tied=tied).load_state_dict(tensors)  # strict: a tied weight is there under each of its names
 
 
 @ranks(4)

@@ -22,13 +22,16 @@ from weft.checkpoint import folders as checkpoint_folders
 from weft.checkpoint import save as saving
 from weft.checkpoint.folders import INDEX, all_checkpoints, prune
 from weft.errors import CheckpointError, JobError
+from weft.training.data.datasets import TensorSamples
 from weft.training.run import loop
 from weft.training.run.job import default_job
 from weft.training.trainer import Trainer
 
 
 def run_of(trainer: Trainer, folder: Path) -> loop._Run:
-    return loop._Run(default_job(), mock.Mock(), trainer, folder, mock.Mock())
+    samples = TensorSamples(torch.zeros(64, 4), torch.zeros(64))
+    prepared = mock.Mock(train_data=samples, held_out=None, optimizer=SGD)
+    return loop._Run(default_job(), prepared, trainer, folder, mock.Mock())
 
 
 # ---- ranks ----

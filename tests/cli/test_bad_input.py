@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -150,6 +151,30 @@ def test_a_run_whose_files_are_damaged(refuse: Refusal, reference: Reference) ->
     refuse("train", "--resume", directory, words=("job.toml: is not valid TOML",))
 
 
+def test_problems_of_a_jobs_form_do_not_hide_those_of_its_parts(refuse: Refusal) -> None:
+    refuse.write("plan.toml", "[axes]\ndatta = 2\n")
+    text = '[steps]\ntotal = "x"\n[model]\nname = "gpd"\n[dataset]\nname = 3\n[optimizer]\nname = "adamx"\n'
+    job = refuse.write("job.toml", f'plan = "plan.toml"\n{text}')
+    words = (
+        'did you mean "data"?',
+        'total = "x" must be',
+        'did you mean "gpt"?',
+        "[dataset] name = 3 must be text, in quotes",
+        'name = "adamx" is not known',
+    )
+    message = refuse("train", job, words=words)
+    assert message.count("\n- ") == len(words), "and nothing follows from what is in doubt"
+
+
+def test_an_optimizer_that_does_not_go_with_the_plan_is_found_before_ranks(
+    refuse: Refusal, workspace: Workspace
+) -> None:
+    job = refuse.job_with(workspace, '[axes]\ndata = 2\n[data]\nshard = "optimizer"\n')
+    job.write_text(job.read_text().replace('"adamw"', '"adafactor"').replace("heads = 2", "heads = 3"))
+    words = ("heads 3 do not divide hidden 32", "Adafactor needs whole tensors")
+    assert refuse("train", job, words=words).count("\n- ") == 2
+
+
 @pytest.mark.parametrize("arguments", [["--steps", "0"], ["--ranks", "0"], ["--restart", "1"], ["a", "b"]])
 def test_wrong_usage(run_here: RunHere, arguments: list[str]) -> None:
     outcome = run_here("train", *arguments)
@@ -210,12 +235,24 @@ def test_a_mistake_that_one_rank_finds(refuse: Refusal, workspace: Workspace) ->
 
 
 @pytest.mark.parametrize("name", ["broken", "broken_on_one"])
-def test_an_exception_of_the_users_own_code(refuse: Refusal, workspace: Workspace, name: str) -> None:
+def test_an_exception_of_the_users_own_code(
+    run_here: RunHere, refuse: Refusal, workspace: Workspace, name: str
+) -> None:
+    """It is tried once more, not three times."""
     job = model_job(refuse, workspace, name)
     arguments = ("train", job, "--output", refuse.folder / "run", "--restarts")
     message = refuse(*arguments, "0", words=("ended with code 1: KeyError: 'weights.bin'",))
     assert "started again" not in message
-    message = refuse(*arguments, "1", words=("KeyError: 'weights.bin'", "started again once in vain"))
+    outcome = run_here(*map(str, arguments), "3")
+    said, message = outcome.stderr.splitlines()
+    assert re.fullmatch(
+        r"rank [01] ended with code 1: KeyError: 'weights.bin'; all ranks are started again \(restart 1 of 3\)", said
+    )
+    assert re.fullmatch(
+        r"weft: rank [01] ended with code 1 and was started again once in vain \(the same came again, so that was the "
+        r"last time\): KeyError: 'weights.bin' \(--traceback shows where\)",
+        message,
+    )
 
 
 def test_a_traceback_of_a_rank_if_asked_for(run_here: RunHere, refuse: Refusal, workspace: Workspace) -> None:
@@ -250,14 +287,20 @@ def test_a_checkpoint_of_another_model(refuse: Refusal, reference: Reference) ->
     refuse("train", "--resume", directory, words=words)
 
 
-def test_a_checkpoint_with_a_flipped_byte(refuse: Refusal, reference: Reference) -> None:
+def test_checkpoints_that_are_all_damaged(refuse: Refusal, reference: Reference) -> None:
     directory = refuse.folder / "run"
     shutil.copytree(reference[0], directory)
     damaged = directory / "checkpoints" / "step-60" / "optimizer-00001-of-00001.safetensors"
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 4
     damaged.write_bytes(content)
-    words = (f"{damaged} is damaged: the checksum of its piece", "delete it to go on from an older one")
+    for other in (10 * n for n in (4, 5)):
+        (directory / "checkpoints" / f"step-{other}" / "checkpoint.json").write_text("{")
+    words = (
+        f"{damaged} is damaged: the checksum of its piece",
+        "no checkpoint in",
+        "step-40/checkpoint.json is damaged",
+    )
     refuse("train", "--resume", directory, words=words)
     assert len(all_checkpoints(directory / "checkpoints")) == 3
 

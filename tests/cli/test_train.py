@@ -34,7 +34,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from weft.checkpoint.folders import all_checkpoints
-from weft.cli import train as train_command
+from weft.cli import which_run
 from weft.cli.main import app
 from weft.plan.plan import Axes, Plan
 from weft.plan.text import read_plan
@@ -59,7 +59,7 @@ def test_the_options_are_these() -> None:
             "--topology --traceback"
         ).split(),
         "profile": ["--job", "--output", "--preflight", "--quick", "--ranks", "--traceback"],
-        "train": ["--output", "--ranks", "--restarts", "--resume", "--steps", "--trace", "--traceback"],
+        "train": ("--output --plan --ranks --restarts --resume --steps --timeout --trace --traceback").split(),
         "verify": ["--batch", "--dtype", "--json", "--plan", "--steps", "--traceback"],
     }
 
@@ -72,6 +72,19 @@ def test_help_has_an_example(command: str) -> None:
     assert all(line == line.rstrip() for line in result.output.splitlines())
 
 
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_help_is_never_cut(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a narrow terminal too: sentences are wrapped, and end."""
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("TERMINAL_WIDTH", columns)
+    for command in ([], ["profile"], ["lab"], ["train"], ["verify"]):
+        text = CliRunner().invoke(app, [*command, "--help"]).output
+        sentences = text.partition("\n")[2].replace("--nproc-per-node 4 ... -m", "")  # the usage has dots of its own
+        assert "..." not in sentences and "…" not in sentences, text
+        for parameter in get_command(app).commands[command[0]].params if command else ():  # type: ignore[attr-defined]
+            assert " ".join((parameter.help or "").split()) in " ".join(text.split())
+
+
 def test_version_and_bare_command() -> None:
     assert CliRunner().invoke(app, ["--version"]).output.startswith("weft 0.")
     bare = CliRunner().invoke(app, [])
@@ -81,7 +94,7 @@ def test_version_and_bare_command() -> None:
 def test_a_run_leaves_its_files(reference: Reference, workspace: Workspace) -> None:
     directory, _ = reference
     files = sorted(path.name for path in directory.iterdir())
-    assert files == ["checkpoints", "job.toml", "metrics.jsonl", "plan.toml"]
+    assert files == ["checkpoints", "job.toml", "logs", "metrics.jsonl", "plan.toml"]
     assert read_plan(directory / "plan.toml") == Plan(axes=Axes(data=2))
     job = read_job(workspace.job)
     assert (read_run(directory).steps, read_run(directory).model) == (job.steps, job.model)
@@ -94,7 +107,7 @@ def test_a_run_has_one_line_of_metrics_a_step(reference: Reference) -> None:
     steps = [line for line in lines_of(reference[0]) if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, TOTAL_STEPS + 1))
     names = "step loss lr unit units_per_s step_s exchange_s bubble_s compute_s sent_bytes memory_bytes grad_norm "
-    names += "num_skipped loss_scale"
+    names += "num_skipped loss_scale spike"
     for line in steps:
         assert list(line) == names.split()
         assert line["unit"] == "tokens" and line["units_per_s"] > 0
@@ -126,10 +139,10 @@ def test_a_finished_run_resumes_to_nothing_new(run_here: RunHere, reference: Ref
 def test_few_steps_shorten_a_warm_up_that_would_take_them_all() -> None:
     job = default_job()
     warmup_steps = job.schedule.settings["warmup_steps"]
-    short = train_command._of_length(job, warmup_steps)
+    short = which_run._of_length(job, warmup_steps)
     assert short.steps.total == warmup_steps and short.schedule.settings["warmup_steps"] == warmup_steps // 10
     prepare(short)
-    assert train_command._of_length(job, warmup_steps + 1).schedule == job.schedule
+    assert which_run._of_length(job, warmup_steps + 1).schedule == job.schedule
 
 
 def test_more_steps_go_on_from_the_end(run_here: RunHere, reference: Reference, tmp_path: Path) -> None:
@@ -212,9 +225,13 @@ def test_a_real_run_survives_three_kills_and_says_so(
         wait_for_step(directory, step)
         kill_rank(tmp_path, number % 2)
     outcome = finish(process)
-    assert (outcome.code, outcome.stderr) == (0, "")
+    assert outcome.code == 0
+    assert outcome.stderr.splitlines() == [
+        f"rank {rank} was killed by SIGKILL; all ranks are started again (restart {restart} of 3)"
+        for restart, rank in ((1, 0), (2, 1), (3, 0))
+    ]
     for restart, step in ((1, 10), (2, 20), (3, 40)):
-        said = f"a rank died; all were started again (restart {restart}), going on from step {step}"
+        said = f"all ranks were started again (restart {restart}), going on from step {step}"
         assert outcome.stdout.count(said) == 1
     assert_same_run(directory, reference[0])
 

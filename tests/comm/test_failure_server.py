@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from weft.comm.failures import server as failure_server
-from weft.comm.failures.server import FailureServer, as_line, connect_to_failure_server
+from weft.comm.failures.lines import as_line
+from weft.comm.failures.server import FailureServer, connect_to_failure_server
 
 
 def said_by_rank_0(port: int, token: str) -> dist.HashStore:

@@ -12,8 +12,9 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,96 +22,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from launched_ranks import Body, printed, run
 from oracle import ADAMW, data_plan, make_trainer, small_gpt, token_batch
-from ranks import start_forkserver
 from torch._C._distributed_c10d import HashStore
 
-from weft.comm.failures import server as failure_server
-from weft.comm.failures import stuck_exchanges
+from weft.comm.failures import stuck_exchanges, wait_reports
 from weft.comm.failures import watch as failure_watch
-from weft.comm.failures.stuck_exchanges import Exchange, ExchangeStatus, describe_stuck_exchange
+from weft.comm.failures.activity import record_exchanges
+from weft.comm.failures.hang_report import describe_wait
+from weft.comm.failures.limits import Limits
+from weft.comm.failures.lines import as_line
+from weft.comm.failures.rank_status import RankStatus
+from weft.comm.failures.server import Failure
+from weft.comm.failures.stuck_exchanges import Exchange, ExchangeStatus
+from weft.comm.failures.wait_reports import WaitReports
+from weft.comm.failures.watch import FailureWatch
 from weft.mesh import join_world, leave_world, make_mesh
 from weft.plan.plan import Axes, Comm, Plan
 
 FOREVER_S = 600.0
-END_S = 60.0
-"""Seconds until a rank that was not ended fails its test."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    code: int | None
-    """None if the process had to be killed."""
-    stderr: str
-
-
-def run(
-    body: str,
-    world: int,
-    folder: Path,
-    *,
-    ranks_per_host: int = 8,
-    timeout_s: float = 60.0,
-    is_script: bool = True,
-) -> list[Ended]:
-    """A function of this file on several ranks, until all have ended; `is_script`: as an interpreter runs a script."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    context = start_forkserver()
-    processes = [
-        context.Process(
-            target=be_rank, args=(body, rank, world, port, str(folder), ranks_per_host, timeout_s, is_script)
-        )
-        for rank in range(world)
-    ]
-    for process in processes:
-        process.start()
-    deadline, ended = time.monotonic() + END_S, []
-    for rank, process in enumerate(processes):
-        process.join(max(0.0, deadline - time.monotonic()))
-        code = process.exitcode
-        process.kill()
-        process.join()
-        ended.append(Ended(code=code, stderr=(folder / f"stderr-{rank}").read_text()))
-    return ended
-
-
-def be_rank(
-    body: str,
-    rank: int,
-    world: int,
-    port: int,
-    folder: str,
-    ranks_per_host: int,
-    timeout_s: float,
-    is_script: bool,
-) -> None:
-    """The main function of a rank: what an interpreter does with a script, its uncaught errors included."""
-    os.dup2(os.open(f"{folder}/stderr-{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    names = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % ranks_per_host, "MASTER_PORT": port}
-    os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    for module in (failure_watch, failure_server):
-        module.host_id = lambda: f"host {rank // ranks_per_host}"  # type: ignore[assignment]
-    failure_watch.PEER_GRACE_S = 0.3
-    try:
-        join_world("cpu", timeout_s=timeout_s)
-        dist.barrier()
-        globals()[body](rank)
-    except BaseException:
-        if not is_script:
-            raise
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-        leave_world()
-        os._exit(1)
-    if is_script:
-        leave_world()
-        os._exit(0)
-
-
-def printed(ended: list[Ended]) -> list[str]:
-    """The lines that the watch printed, with their ranks."""
-    return [f"{rank} {line}" for rank, one in enumerate(ended) for line in one.stderr.splitlines() if "weft:" in line]
 
 
 def raises_on_the_last(rank: int) -> None:
@@ -120,7 +50,7 @@ def raises_on_the_last(rank: int) -> None:
 
 
 def test_an_error_ends_all_ranks_and_is_told_once_on_every_host(tmp_path: Path) -> None:
-    ended = run("raises_on_the_last", 4, tmp_path, ranks_per_host=2)
+    ended = run(raises_on_the_last, 4, tmp_path, ranks_per_host=2)
     assert [one.code for one in ended] == [1, 1, 1, 1]
     assert ended[3].stderr.endswith("ValueError: planted\n") and "Traceback" in ended[3].stderr
     assert printed(ended) == [
@@ -137,7 +67,7 @@ def leaves_the_world_in_finally(rank: int) -> None:
 
 
 def test_leaving_the_world_because_of_an_error_is_not_leaving_in_order(tmp_path: Path) -> None:
-    ended = run("leaves_the_world_in_finally", 2, tmp_path)
+    ended = run(leaves_the_world_in_finally, 2, tmp_path)
     assert [one.code for one in ended] == [1, 1]
     assert ended[0].stderr == "" and ended[1].stderr.count("ValueError: planted") == 1
 
@@ -158,10 +88,8 @@ def killed_first(rank: int) -> None:
     time.sleep(FOREVER_S)
 
 
-@pytest.mark.parametrize(
-    ("body", "dead", "printing"), [("killed_in_the_middle", 1, [0, 2]), ("killed_first", 0, [1, 2])]
-)
-def test_a_killed_rank_ends_the_others(tmp_path: Path, body: str, dead: int, printing: list[int]) -> None:
+@pytest.mark.parametrize(("body", "dead", "printing"), [(killed_in_the_middle, 1, [0, 2]), (killed_first, 0, [1, 2])])
+def test_a_killed_rank_ends_the_others(tmp_path: Path, body: Body, dead: int, printing: list[int]) -> None:
     ended = run(body, 4, tmp_path, ranks_per_host=2)
     if "child" in ended[0].stderr:
         os.kill(int(ended[0].stderr.split()[1]), signal.SIGKILL)
@@ -178,7 +106,7 @@ def raises_while_the_other_exchanges(rank: int) -> None:
 
 def test_an_error_that_follows_from_another_is_not_told(tmp_path: Path) -> None:
     """gloo notices that the peer is gone; its own error is not what the user must see."""
-    ended = run("raises_while_the_other_exchanges", 2, tmp_path)
+    ended = run(raises_while_the_other_exchanges, 2, tmp_path)
     assert [one.code for one in ended] == [1, 1]
     assert ended[0].stderr == "" and "ValueError: planted" in ended[1].stderr
 
@@ -193,7 +121,7 @@ def ends_early_in_order(rank: int) -> None:
 
 
 def test_an_interrupt_or_an_error_after_leaving_ends_no_other_rank(tmp_path: Path) -> None:
-    ended = run("ends_early_in_order", 3, tmp_path)
+    ended = run(ends_early_in_order, 3, tmp_path)
     assert [one.code for one in ended] == [0, 1, 1]
     assert printed(ended) == []
 
@@ -205,13 +133,13 @@ def returns_early(rank: int) -> None:
 
 def test_a_process_of_multiprocessing_that_returns_early_ends_no_other_rank(tmp_path: Path) -> None:
     """Such processes end without `atexit`."""
-    ended = run("returns_early", 2, tmp_path, is_script=False)
+    ended = run(returns_early, 2, tmp_path, is_script=False)
     assert [one.code for one in ended] == [0, 0] and printed(ended) == []
 
 
 def test_an_error_in_a_process_of_multiprocessing_ends_all_ranks(tmp_path: Path) -> None:
     """Such processes print their errors without `sys.excepthook`."""
-    ended = run("raises_on_the_last", 2, tmp_path, is_script=False)
+    ended = run(raises_on_the_last, 2, tmp_path, is_script=False)
     assert [one.code for one in ended] == [1, 1]
     assert ended[0].stderr == "" and "ValueError: planted" in ended[1].stderr
 
@@ -228,7 +156,7 @@ def ends_with_a_step(rank: int) -> None:
 
 def test_a_rank_that_ends_with_a_step_still_sends_its_weights(tmp_path: Path) -> None:
     """The other one, which is slower, reads them after that."""
-    ended = run("ends_with_a_step", 2, tmp_path, is_script=False)
+    ended = run(ends_with_a_step, 2, tmp_path, is_script=False)
     assert [one.code for one in ended] == [0, 0], [one.stderr for one in ended]
 
 
@@ -242,6 +170,44 @@ def test_a_rank_that_did_not_reach_the_server_does_not_wait_for_another(monkeypa
         failure_watch.watch_world(HashStore(), 1, 2, timeout_s=1.0)
     failure_watch.leave_watch()
     assert len(asked) == 1
+
+
+ADDRESS = {"token": "0123456789", "host": "elsewhere", "host_name": "elsewhere", "pid": 1}
+
+
+def test_a_rank_that_prints_its_error_is_not_ended_by_the_end_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(FailureWatch, "end", lambda self: ended.append(1))
+    ours, theirs = socket.socketpair()
+    watch = FailureWatch(ours, ADDRESS, None, rank=1, timeout_s=60.0)
+    first = Failure(rank=1, host_name="here", kind="ValueError", message="planted", prints_itself=True)
+    both = as_line({"failure": asdict(first), "printed_by": []}) + as_line({"closed": True})
+    threading.Timer(0.1, theirs.sendall, [both]).start()  # after `report` has begun
+    assert watch.report(ValueError("planted")), "this rank prints it"
+    watch._thread.join(10.0)
+    theirs.close()
+    ours.close()
+    assert not watch._thread.is_alive() and not ended
+
+
+def test_who_waits_for_rank_0_after_it_has_ended_in_order_says_so_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(wait_reports, "print_line", said.append)
+    monkeypatch.setenv(wait_reports.STACKS, str(tmp_path))
+    record = record_exchanges("7", "data/gradients", (0, 1))
+    record.waiting, record.since_s = ("all-reduce", 64, 7, ()), time.perf_counter() - 10
+    expected = (
+        "rank 1 has waited 10 s in all-reduce of 64 B (number 7 along data/gradients, ranks 0, 1); rank 0: has ended"
+    )
+    for timeout_s in (60.0, 5.0):
+        reports = WaitReports(1, ADDRESS, None, lambda message: None, limits=Limits(), timeout_s=timeout_s)
+        failure = reports.check_alone()
+        text = said.pop() if failure is None else failure.message
+        assert (failure is None) == (timeout_s == 60.0) and expected in text
+    record.waiting = None
+    assert "test_who_waits_for_rank_0" in (tmp_path / "rank-1.txt").read_text()
 
 
 def waits_for_one_that_is_elsewhere(rank: int) -> None:
@@ -260,7 +226,7 @@ def waits_for_one_that_is_elsewhere(rank: int) -> None:
 
 def test_a_stuck_exchange_names_its_axis_and_who_is_where(tmp_path: Path) -> None:
     """Ranks (0, 1) and (2, 3) share the tensor axis, (0, 2) and (1, 3) the data axis. Rank 3 is in no exchange."""
-    ended = run("waits_for_one_that_is_elsewhere", 4, tmp_path, timeout_s=3.0)
+    ended = run(waits_for_one_that_is_elsewhere, 4, tmp_path, timeout_s=3.0)
     assert all(one.code not in (0, None) for one in ended)
     (line,) = printed(ended)
     places = {
@@ -269,12 +235,16 @@ def test_a_stuck_exchange_names_its_axis_and_who_is_where(tmp_path: Path) -> Non
         2: "in all-reduce of 4.0 KiB (number 1 along tensor/activations, ranks 2, 3)",
     }
     absent = {
-        "data": "rank 3: in no exchange, the last one along data/gradients was number 1",
-        "tensor": "rank 3: in no exchange",
+        "data": "rank 3: in no exchange (its last one along data/gradients was number 1), at ",
+        "tensor": "rank 3: in no exchange, at ",
     }
     first = int(line.split("rank ")[2].split()[0])
     assert f"rank {first} has waited" in line and places[first] in line
-    assert line.endswith(absent["data" if first == 1 else "tensor"])
+    assert absent["data" if first == 1 else "tensor"] in line
+    said, stacks = line.split(". Stacks of all ranks: ")
+    assert said.endswith(" (waits_for_one_that_is_elsewhere)"), "the line of the test's own code at which rank 3 sleeps"
+    for rank in range(4):
+        assert "in waits_for_one_that_is_elsewhere" in (Path(stacks) / f"rank-{rank}.txt").read_text()
     assert (f"rank 2: waiting {places[2]}; " in line) == (first == 0)
     assert all("Timed out" not in one.stderr for one in ended)
 
@@ -338,11 +308,28 @@ def test_the_message_follows_the_waiting_ranks_to_the_one_that_waits_for_nobody(
         7: ExchangeStatus(waiting=(activations,), latest={}),
         6: ExchangeStatus(waiting=(), latest={"tensor/activations": 39, "data/gradients": 811}),
     }
-    assert describe_stuck_exchange(
-        3, {rank: ExchangeStatus.from_json(one.as_json()) for rank, one in statuses.items()}
-    ) == (
+    said = {rank: RankStatus.from_json(RankStatus(exchanges=one).as_json()) for rank, one in statuses.items()}
+    assert describe_wait(3, said, {}) == (
         "rank 3 has waited 1,620 s in all-gather of 12.0 MiB (number 812 along data/gradients, ranks 1, 3, 5, 7); "
         "rank 1: waiting in it too; rank 5: no answer; "
         "rank 7: waiting in reduce-scatter of 12.0 MiB (number 40 along tensor/activations, ranks 6, 7); "
-        "rank 6: in no exchange, the last one along tensor/activations was number 39"
+        "rank 6: in no exchange (its last one along tensor/activations was number 39)"
     )
+
+
+@pytest.mark.parametrize("prints_its_own", [True, False])
+def test_a_rank_that_is_printing_its_own_error_is_not_ended_meanwhile(prints_its_own: bool) -> None:
+    """Rank 0's failure and the end of its server may arrive at once, while this rank has that error too."""
+    ended: list[bool] = []
+    is_over = threading.Event()
+    if prints_its_own:
+        is_over.set()
+    watch = SimpleNamespace(
+        _is_over=is_over,
+        _first=object(),
+        waits=SimpleNamespace(stalls=SimpleNamespace(poll_s=0.0), check_alone=lambda: None),
+        _end_with=lambda failure: None,
+        end=lambda: ended.append(True),
+    )
+    failure_watch.FailureWatch._stay_alone(watch)  # type: ignore[arg-type]
+    assert ended == ([] if prints_its_own else [True])

@@ -2,8 +2,9 @@
 
 Under `pretended_gpu()` every tensor tells weft that it is on a GPU, so its code takes the paths it takes there. Inside,
 `no_waits()` refuses what makes a host wait: to read a tensor's value, to make a tensor of Python values, and to assign
-a number to one entry of a tensor (torch copies it from the host; a slice is filled by the device). It cannot see copies
-of host tensors, nor kernels that wait by themselves: `benchmarks/host_syncs.py` does, on a real GPU.
+a number to one entry of a tensor (torch copies it from the host; a slice is filled by the device). `AsyncScalars` of a
+step before may be read: the device goes on with the step launched since. It cannot see copies of host tensors, nor
+kernels that wait by themselves: `benchmarks/host_syncs.py` does, on a real GPU.
 """
 
 from __future__ import annotations
@@ -79,8 +80,22 @@ def no_waits() -> Iterator[None]:
             raise HostWaitError(f"{value!r} is assigned to one entry")
         assign(self, index, value)
 
+    made: list[AsyncScalars] = []
+    make, read = AsyncScalars.__init__, AsyncScalars.read
+
+    def note(self: AsyncScalars, *numbers: Any) -> None:
+        make(self, *numbers)
+        made.append(self)
+
+    def find(self: AsyncScalars) -> list[float]:
+        if made and self is made[-1]:
+            raise HostWaitError("scalars of the step that was just launched are read")
+        return read(self)
+
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(AsyncScalars, "is_ready", False))
+        stack.enter_context(mock.patch.object(AsyncScalars, "__init__", note))
+        stack.enter_context(mock.patch.object(AsyncScalars, "read", find))
         for name in READS:
             stack.enter_context(refuse(Tensor, name, f"Tensor.{name} reads a value"))
         stack.enter_context(mock.patch.object(Tensor, "__setitem__", assign_checked))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from meshes import mesh_with
@@ -13,7 +14,7 @@ from torch import Tensor
 from weft.mesh import Mesh
 from weft.parallel.attention.attention import Pass, SequenceAxes, attend
 from weft.parallel.attention.attention_call import make_axes
-from weft.plan.partition.sequence import Places
+from weft.plan.partition.sequence import Band, Places
 from weft.plan.plan import Axes, Comm, Plan
 
 SCALE = 0.3
@@ -41,6 +42,8 @@ class Case:
     is_causal: bool
     key_mask: Tensor | None = None
     documents: Tensor | None = None
+    band: Band | None = None
+    softcap: float | None = None
 
     def now(self) -> Pass:
         return Pass(places=self.places, key_mask_BS=self.key_mask, documents_BS=self.documents)
@@ -64,7 +67,13 @@ class Case:
             allowed = allowed & self.key_mask[:, None, None, :]
         if self.documents is not None:
             allowed = allowed & (self.documents[:, None, :, None] == self.documents[:, None, None, :])
-        scores = (q @ k.repeat_interleave(repeats, 1).mT * SCALE).masked_fill(~allowed, -1e300)
+        if self.band is not None:
+            behind = torch.arange(length)[:, None] - torch.arange(length)
+            allowed = allowed & (behind <= self.band.before) & (behind >= -self.band.after)
+        scores = q @ k.repeat_interleave(repeats, 1).mT * SCALE
+        if self.softcap is not None:
+            scores = self.softcap * (scores / self.softcap).tanh()
+        scores = scores.masked_fill(~allowed, -1e300)
         out = (scores.softmax(-1) * allowed.any(-1, keepdim=True)) @ v.repeat_interleave(repeats, 1)
         return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
@@ -76,6 +85,8 @@ def make_case(
     is_causal: bool,
     mask: str = "none",
     dtype: torch.dtype = torch.float64,
+    band: Band | None = None,
+    softcap: float | None = None,
 ) -> Case:
     """Two samples, the same on every rank. `heads`: H, G, D, E; `mask`: none | keys | documents | both.
 
@@ -98,6 +109,8 @@ def make_case(
         is_causal=is_causal,
         key_mask=key_mask if mask in ("keys", "both") else None,
         documents=documents if mask in ("documents", "both") else None,
+        band=band,
+        softcap=softcap,
     )
 
 
@@ -105,7 +118,8 @@ def split(case: Case, axes: SequenceAxes, function: Callable[..., Tensor] | None
     """out, dq, dk, dv of this rank's tokens."""
     leaves = [case.own(one, axes).requires_grad_() for one in case.tensors[:3]]
     if function is None:
-        out = attend(*leaves, axes=axes, now=case.now(), is_causal=case.is_causal, scale=SCALE)
+        scoring: Any = {"is_causal": case.is_causal, "scale": SCALE, "band": case.band, "softcap": case.softcap}
+        out = attend(*leaves, axes=axes, now=case.now(), **scoring)
     else:
         out = function(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, case.own(case.tensors[3], axes))]

@@ -50,6 +50,8 @@ PLAN_FIELDS: dict[str, tuple[object, ...]] = {
     "precision.accumulate": ("fp32", "bf16"),
     "recompute.policy": ("none", "selective", "full"),
     "comm.bucket_bytes": (26214400, 999),
+    "average.decay": (0.0, 0.9),
+    "average.start": (0, 1),
 }
 
 OTHERWISE = {

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from oracle import ADAMW, cross_entropy, cut_evenly, image_batch, make_trainer, small_convnet, small_gpt, token_batch
 from pipelines import FLUSHING, Block, Stack, pipeline_plan, vector_batch
 from ranks import gathered, ranks
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from weft.errors import DivergenceError
+from weft.errors import DivergenceError, ModelError
 from weft.models.gpt import GPT, GPTConfig
 from weft.plan.plan import Plan
 from weft.training.trainer import Trainer
@@ -234,3 +235,17 @@ def test_a_model_on_the_meta_device_gets_its_values_stage_by_stage(shard: str) -
     images, classes = image_batch(8)
     trainer = make_trainer(convnet, plan, example=images.float())
     assert float(trainer.step(*cut_evenly((images.float(), classes), 2)[trainer.data_rank])) < 5
+
+
+@ranks(2)
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_the_state_dict_of_a_part_is_refused(schedule: str, tmp_path: Path) -> None:
+    """A checkpoint has the whole, under all names of tied weights, for a plain `load_state_dict`."""
+    trainer = gpt_trainer(pipeline_plan(2, microbatches=2, schedule=schedule))
+    with pytest.raises(ModelError, match=r"parameters of its own stages only.*call trainer.save\(directory\)"):
+        trainer.model.state_dict()
+    trainer.save(tmp_path / "saved")
+    stored = {name: one for path in tmp_path.glob("saved/model-*") for name, one in load_file(path).items()}
+    alone = gpt(dropout=0.1).double()
+    alone.load_state_dict(stored)
+    assert torch.equal(alone.head.weight, stored["embedding.weight"])

@@ -6,12 +6,14 @@ import pytest
 
 from weft.errors import PlanError
 from weft.plan import check as check_file
+from weft.plan.all_ranks import with_ranks
 from weft.plan.check import check, require
 from weft.plan.fields import facts_of
 from weft.plan.plan import (
     AXES,
     CODECS,
     SECTIONS,
+    Average,
     Axes,
     Codec,
     Comm,
@@ -106,7 +108,8 @@ def test_tables_speak_of_real_fields_and_values():
     for path, switch in check_file._SWITCHES:
         section, name = switch.path.split(".")
         assert path in PATHS
-        for value in switch.values or (switch.at_least,):
+        least = switch.at_least if switch.above is None else switch.above + 0.5
+        for value in switch.values or (least,):
             assert switch.is_on(facts_of(SECTIONS[section])[name].kind.accept(value))
 
 
@@ -146,7 +149,7 @@ def test_a_field_has_an_effect_once_all_its_switches_are_on(path, all_built):
     wanted = [(path, other_value(path))]
     for name, switch in check_file._SWITCHES:
         if name == path:
-            wanted.append((switch.path, switch.values[0] if switch.values else 4))
+            wanted.append((switch.path, switch.values[0] if switch.values else 4 if switch.above is None else 0.5))
     problems = check(plan_with(*wanted))
     assert not [problem for problem in problems if "has no effect" in problem]
 
@@ -162,6 +165,14 @@ def test_advice_names_only_what_is_built(monkeypatch):
     monkeypatch.setattr(check_file, "_BUILT", {})
     assert check(every)[0].endswith('; leave it out, or set [data] sync to "local" or "delayed"')
     assert check(layout)[0].endswith("; leave it out, or set [axes] ring to 2 or more")
+
+
+def test_a_start_without_an_average_has_no_effect():
+    message = (
+        "[average] start = 9 has no effect with [average] decay = 0.0; leave it out, or set [average] decay above 0"
+    )
+    assert check(Plan(average=Average(start=9))) == [message]
+    assert check(Plan(average=Average(start=9, decay=0.5))) == []
 
 
 def test_reshard_without_zero_3_has_no_effect():
@@ -207,8 +218,8 @@ def test_every_codec_but_none_warms_up(all_built):
         (
             Axes(data=2, pipeline=3),
             8,
-            "the axes need pipeline 3 × data 2 = 6 ranks, 8 are running; start 6 or another multiple of 3, which is "
-            "what the axes besides data take",
+            'the axes need pipeline 3 × data 2 = 6 ranks, 8 are running; start 6, or set [axes] data = "all" and start '
+            "any multiple of 3",
         ),
     ],
 )
@@ -246,8 +257,8 @@ def test_the_number_of_ranks(axes, num_ranks, problem, all_built):
         (
             Axes(data=2, replicate=2, tensor=2),
             5,
-            "the axes need replicate 2 × data 2 × tensor 2 = 8 ranks, 5 are running; start 8 or another multiple of 4, "
-            "which is what the axes besides data take",
+            "the axes need replicate 2 × data 2 × tensor 2 = 8 ranks, 5 are running; start 8, or set [axes] data = "
+            '"all" and start any multiple of 4',
         ),
     ],
 )
@@ -279,7 +290,25 @@ def test_the_advice_on_ranks_works(all_built):
                 data = int(problem.split("[axes] data = ")[1].split(",")[0])
                 assert check(Plan(axes=Axes(data=data, tensor=others)), num_ranks=num_ranks) == []
             else:
-                assert "[axes] data" not in problem
+                most = int(problem.split("multiple of ")[1])
+                plan = Plan(axes=Axes(data="all", tensor=others))
+                assert all(check(plan, num_ranks=started) == [] for started in (most, 2 * most, 3 * most))
+
+
+def test_all_ranks_are_those_the_other_axes_leave() -> None:
+    plan = parse_plan('[axes]\ndata = "all"\npipeline = 2\ntensor = 2\n')
+    assert parse_plan(format_plan(plan)) == plan and 'data = "all"' in format_plan(plan)
+    assert [with_ranks(plan, num_ranks).axes.data for num_ranks in (4, 8, 12)] == [1, 2, 3]
+    assert with_ranks(Plan(axes=Axes(data=3)), 8) == Plan(axes=Axes(data=3))
+    assert check(plan) == check(plan, global_batch=1) == check(plan, num_ranks=8, global_batch=2) == []
+    assert check(plan, num_ranks=6) == [
+        '[axes] data = "all" takes the ranks that the other axes leave, and 6 are not a multiple of pipeline 2 × '
+        "tensor 2 = 4; start 4 or another multiple of 4"
+    ]
+    (problem,) = check(plan, num_ranks=8, global_batch=1)
+    assert "smaller than the 2 data ranks (replicate 1 × data 2)" in problem
+    with pytest.raises(PlanError, match='data = "all" is a number only where ranks run'):
+        _ = plan.axes.num_ranks
 
 
 def test_a_batch_smaller_than_the_data_ranks(all_built):

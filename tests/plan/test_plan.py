@@ -49,10 +49,11 @@ DEFAULTS = {
     ),
     "server": dict(mode="sync", shards=1, staleness=0, backups=0, compensation=0.0, lr_scaling="none"),
     "codec": dict(name="none", density=0.01, rank=4, levels=256, clip=0.0, warmup_steps=0),
+    "average": dict(decay=0.0, start=0),
     "precision": dict(compute="model", reduce="fp32", accumulate="fp32", loss_scale="dynamic"),
     "recompute": dict(policy="none"),
     "compile": dict(blocks=False),
-    "comm": dict(transport="auto", bucket_bytes=26214400),
+    "comm": dict(transport="auto", bucket_bytes=26214400, timeout_s=0.0),
 }
 
 

@@ -104,7 +104,7 @@ def test_all_problems_of_a_text_come_at_once():
         'my.toml: colour = "red" stands outside any section; put each field under its section',
         "my.toml: step must be a section: write [step], and its fields on the lines below",
         'my.toml: [axis] is not a section of a plan; did you mean "axes"?',
-        "my.toml: [axes] data = 0 must be a whole number, at least 1",
+        'my.toml: [axes] data = 0 must be a whole number, at least 1, or "all"',
         'my.toml: [axes] tensors = 2 is not a field of [axes]; did you mean "tensor"?',
         'my.toml: [data] sync = "allreduce" is not a known value; did you mean "all-reduce"?',
         "my.toml: [data] density = 0.5 is not a field of [data]; it belongs in [codec]",
@@ -182,7 +182,7 @@ def test_problems_name_the_file(tmp_path):
     path.write_text("[axes]\ndata = -1\n")
     with pytest.raises(PlanError) as refusal:
         read_plan(path)
-    assert str(refusal.value) == f"{path}: [axes] data = -1 must be a whole number, at least 1"
+    assert str(refusal.value) == f'{path}: [axes] data = -1 must be a whole number, at least 1, or "all"'
 
 
 def test_the_reference_page_is_the_generated_one():

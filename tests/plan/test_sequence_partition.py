@@ -7,7 +7,8 @@ import itertools
 import pytest
 
 from weft.errors import ModelError
-from weft.plan.partition.sequence import LAYOUTS, Places, allowed_pairs, make_places, rectangles, share_heads
+from weft.plan.partition.sequence import LAYOUTS, Band, Places, allowed_pairs, make_places, rectangles, share_heads
+from weft.plan.partition.window import window_rectangles
 
 SIZES = [
     (num_tokens, ring, ulysses, layout, multiple)
@@ -162,3 +163,38 @@ def test_too_few_heads_are_refused_with_what_is_possible() -> None:
         share_heads(3, 3, ulysses=4)
     with pytest.raises(ModelError, match="6 query heads and 4 key heads"):
         share_heads(6, 4, ulysses=2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("longest", [1, 3, 512])
+def test_blocks_of_a_window_are_what_queries_may_see(layout: str, longest: int) -> None:
+    bands = [Band(before=before, after=after) for before, after in ((0, 0), (2, 0), (50, 0), (1, 1), (4, 2))]
+    for num_tokens, ring, band in itertools.product((1, 5, 24, 29), (1, 2, 3, 4), bands):
+        places = make_places(num_tokens, ring=ring, ulysses=1, layout=layout)
+        found: list[tuple[int, int]] = []
+        for queries, keys in itertools.product(range(ring), repeat=2):
+            q_numbers, k_numbers = on_ring(places, queries), on_ring(places, keys)
+            for one in window_rectangles(places, queries, keys, band, longest=longest):
+                block = [
+                    (q_numbers[q], k_numbers[k])
+                    for q, k in itertools.product(range(*one.q), range(*one.k))
+                    if one.band is None or -band.after <= one.distance + q - one.q[0] - (k - one.k[0]) <= band.before
+                ]
+                assert one.q[1] - one.q[0] <= longest and not one.is_causal
+                assert len(block) == one.num_pairs
+                assert {q for q, _ in block} == {q_numbers[q] for q in range(*one.q)}, "every query sees something"
+                assert {k for _, k in block} == {k_numbers[k] for k in range(*one.k)}, "every key is seen"
+                found += block
+        assert len(found) == len(set(found))
+        real = num_tokens if band.after else places.padded
+        everything = itertools.product(range(places.padded), range(real))
+        assert set(found) == {(q, k) for q, k in everything if -band.after <= q - k <= band.before}
+
+
+def test_the_work_of_a_window_grows_with_the_length_not_with_its_square() -> None:
+    band, counts = Band(before=63, after=0), []
+    for num_tokens in (4096, 8192):
+        places = make_places(num_tokens, ring=2, ulysses=1, layout="zigzag")
+        blocks = [one for keys in range(2) for one in window_rectangles(places, 0, keys, band, longest=128)]
+        counts.append(sum((one.q[1] - one.q[0]) * (one.k[1] - one.k[0]) for one in blocks))
+    assert counts[1] < 2.05 * counts[0]

@@ -9,7 +9,7 @@ import pytest
 from weft.errors import PlanError
 from weft.plan.partition.flat_buffers import ParameterSpec
 from weft.plan.partition.groups import COMMUNICATOR_BYTES
-from weft.plan.plan import Axes, Comm, Data, Plan, Precision, Recompute, Step
+from weft.plan.plan import Average, Axes, Comm, Data, Plan, Precision, Recompute, Step
 from weft.planning.memory import Memory, predict_memory
 from weft.profiles.model import ModelProfile, Segment, Size
 
@@ -70,6 +70,24 @@ def test_bytes_of_a_parameter_at_stage_0(precision: Precision, moments: int, byt
     memory = predict_memory(plan, profile, optimizer_bytes_per_parameter=moments)
     assert memory.state == pytest.approx(bytes_a_parameter * profile.numel, rel=1e-3)
     assert memory.total == memory.state + memory.gradient_buffers + memory.update
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_an_average_takes_what_a_master_takes(shard: str) -> None:
+    """Each rank keeps the average of its own part, in float32 whatever the model computes in."""
+    profile = make_profile(1600, 1600, root=3200, compute="bf16")
+    plain, kept = (
+        predict_memory(make_plan(shard, 2, precision=Precision(compute="bf16"), average=Average(decay=decay)), profile)
+        for decay in (0.0, 0.5)
+    )
+    assert (plain.average, kept.average) == (0, 6400 * 4 // (1 if shard == "nothing" else 2))
+    assert kept.total == plain.total + kept.average and kept.state == plain.state + kept.average
+
+
+def test_an_average_of_16_bits_is_in_32() -> None:
+    parameters = (ParameterSpec(name="root", shape=(1000,), dtype="bfloat16"),)
+    plan = Plan(average=Average(decay=0.5))
+    assert predict_memory(plan, ModelProfile(parameters=parameters, blocks=())).average == 4000
 
 
 def test_each_category_of_every_stage() -> None:

@@ -12,10 +12,13 @@ import torch.nn.functional as F
 import transformers
 from shuffled import GROUPED, NUM_TOKENS, ORDER, Wrapped, build, pass_of, shuffled_logits, switched_on, tokens_of
 from torch import Tensor, nn
+from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, find_packed_sequence_indices
 
 from weft.models.hugging_face_inputs import documents_of, inputs_of
 from weft.parallel.sequence.hugging_face import NAME, use_registry
+from weft.parallel.sequence.hugging_face_models import find_band
+from weft.plan.partition.sequence import Band
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -40,6 +43,35 @@ def assert_as_whole(model: Any, **inputs: Any) -> None:
 @pytest.mark.parametrize("kind", SAME)
 def test_the_same_as_whole(kind: str) -> None:
     assert_as_whole(build(kind), input_ids=tokens_of())
+
+
+WINDOWED = {"Mistral": 2, "Gemma2": 1, "Gemma3": 1, "Cohere2": 1}
+"""Layers of 2 that have a window."""
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_windows(kind: str, is_padded: bool) -> None:
+    """Each layer has its own, and soft caps (Gemma 2) are kept."""
+    model = build(kind, sliding_window=4)
+    inputs = {"input_ids": tokens_of()}
+    if is_padded:
+        inputs["attention_mask"] = torch.ones(2, NUM_TOKENS, dtype=torch.long)
+        inputs["attention_mask"][1, -3:] = 0
+    assert_as_whole(model, **inputs)
+    with switched_on(model, pass_of()) as shuffled:
+        model(tokens_of()[:, ORDER], position_ids=ORDER.unsqueeze(0), use_cache=False)
+    assert shuffled.bands == [Band(before=3, after=0)] * WINDOWED[kind]
+
+
+def test_windows_that_look_both_ways() -> None:
+    """As ModernBERT has them."""
+    for size in (1, 4):
+        band = find_band(masking_utils.sliding_window_bidirectional_mask_function(size), size)
+        assert band is not None
+        q, k = torch.arange(9)[:, None], torch.arange(9)
+        theirs = masking_utils.sliding_window_bidirectional_mask_function(size)(0, 0, q, k)
+        assert torch.equal(theirs, (q - k <= band.before) & (q - k >= -band.after))
 
 
 @pytest.mark.parametrize("is_left", [False, True])

@@ -110,8 +110,10 @@ def test_no_loss_sees_padding() -> None:
     def by_hand(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return (output.mean(-1) - targets).square().mean()
 
-    def ignoring_minus_one(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten(), ignore_index=-1)
+    def ignoring_minus_one(output: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output, targets = output.flatten(0, 1), targets.flatten()
+        lost = torch.nn.functional.cross_entropy(output, targets, ignore_index=-1, reduction="sum")
+        return lost, (targets != -1).sum()
 
     batches = [batch(2, 7), batch(3, 5, 1), batch(1, 1, 2)]
     wide = [(tokens, targets.double() / 17) for tokens, targets in batches]

@@ -376,3 +376,13 @@ def copy_of(model: nn.Module) -> Any:
     """The same parameters, buffers of its own, as on another rank."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     return lambda images: torch.func.functional_call(model, buffers, (images,))
+
+
+def test_statistics_of_microbatches_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    for microbatches, is_told in ((2, True), (1, False)):
+        caplog.clear()
+        make_trainer(small_convnet(), data_plan(1, microbatches=microbatches))
+        assert any("normalise each microbatch" in record.message for record in caplog.records) == is_told
+    caplog.clear()
+    make_trainer(small_convnet().eval(), data_plan(1, microbatches=2))
+    assert not caplog.records

@@ -167,7 +167,6 @@ def test_a_parameter_that_one_holder_did_not_use_has_the_sum_on_all_of_them(name
         cut=None,
         rules=GradientRules(shared=tuple(shared)),
         stage_of=None,
-        initialise=True,
     )
     sync.begin()
     sync.arm()

@@ -83,6 +83,34 @@ def test_also_on_four_ranks() -> None:
         check(tensor_plan(2, data=2, microbatches=2), broadcast_bytes=num_norms * HIDDEN * ITEM_BYTES)
 
 
+@ranks(2)
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_attention_that_runs_whole_gathers_its_tokens(policy: str) -> None:
+    """Once forward, and its gradients are scattered once."""
+    plan = replace(tensor_plan(2, sequence=True), recompute=Recompute(policy=policy))
+    inputs, targets = token_batch(SAMPLES)
+    model = small_gpt().double()
+    regions = model.weft_blueprint().regions
+    assert regions is not None
+    blueprint = replace(model.weft_blueprint(), regions=tuple(one for one in regions if "attention" not in str(one)))
+    model.weft_blueprint = lambda: blueprint  # type: ignore[method-assign]
+    trainer = make_trainer(model, plan)
+    whole_bytes = sum(p.nbytes for block in model.blocks for p in (*block.attention.parameters(),))
+    trainer.step(inputs, targets)
+    before = trainer.mesh.traffic["tensor"].sent_bytes
+    trainer.step(inputs, targets)
+    layers = SplitLayers(
+        activation_bytes=ACTIVATION_BYTES,
+        num_regions=LAYERS,
+        num_whole_attentions=LAYERS,
+        num_embeddings=1,
+        num_outputs=1,
+        partial_bytes=HIDDEN * ITEM_BYTES * 2 * LAYERS + whole_bytes,
+        **LOSSES["cross-entropy"],
+    )
+    assert trainer.mesh.traffic["tensor"].sent_bytes - before == tensor_bytes(layers, plan)
+
+
 def test_the_formula() -> None:
     """Two all-reduces each way per layer; split tokens send the same, and gather each input once more."""
     layers = SplitLayers(activation_bytes=1000, num_regions=2)

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import transformers
 from meshes import verify
-from oracle import ADAMW, tensor_plan, token_batch
+from oracle import ADAMW, make_trainer, tensor_plan, token_batch
 from ranks import ranks
 
+from weft.errors import ModelError
 from weft.plan.plan import Plan, Recompute
 
 SIZES = dict(
@@ -47,6 +48,22 @@ def test_two_ranks(kind: str, changes: dict[str, Any], sequence: bool) -> None:
 @pytest.mark.parametrize("plan", [tensor_plan(4), tensor_plan(2, data=2), tensor_plan(2, data=2, shard="parameters")])
 def test_four_ranks(plan: Plan) -> None:
     verified("Llama", plan)
+
+
+@ranks(2)
+@pytest.mark.parametrize("policy", ["none", pytest.param("full", marks=pytest.mark.long)])
+def test_attention_that_no_rank_has_a_share_of_sees_all_tokens(policy: str) -> None:
+    """OLMo 2 has norms over all heads."""
+    verified("Olmo2", replace(tensor_plan(2, sequence=True, clip_norm=0.5), recompute=Recompute(policy=policy)))
+
+
+@ranks(2)
+def test_samples_and_tokens_in_one_dim_are_refused() -> None:
+    """OPT joins them before its MLP."""
+    sizes = {**SIZES, "ffn_dim": 20, "word_embed_proj_dim": 24, "dropout": 0.0}
+    model = transformers.OPTForCausalLM(transformers.OPTConfig(**sizes))
+    with pytest.raises(ModelError, match="given a tensor of .8, 24. inside of a block.*must be .samples, tokens"):
+        make_trainer(model, tensor_plan(2, sequence=True), example=token_batch(4)[0])
 
 
 @ranks(2)

@@ -159,10 +159,11 @@ def test_a_loop_around_a_finished_stream_is_not_silent() -> None:
 def test_an_error_is_raised_where_its_batch_would_have_been() -> None:
     before, reader = threading.enumerate(), Rank()
     seen = []
-    with pytest.raises(OSError, match="sample 5 is lost"):
+    with pytest.raises(OSError, match="sample 5 is lost") as caught:
         for _, targets in batches(Numbers(8, failing=5), reader, global_batch=2):
             seen.append(targets["square"].tolist())
     assert seen == [[0, 1], [4, 9]] and reader.data_position == 4
+    assert caught.value.__notes__ == ["while sample 5 of the Numbers was read"]
     assert threading.enumerate() == before
 
 

@@ -24,8 +24,9 @@ from ranks import ranks
 from torch import nn
 
 from weft.parallel.wrapping.replacements import WHOLE_ATTENTION
-from weft.plan.plan import Compile, Recompute
+from weft.plan.plan import Average, Compile, Recompute
 from weft.training.trainer import Trainer
+from weft.units import format_bytes
 
 CHECKPOINTS = (
     "torch.utils.checkpoint.CheckpointFunction: recomputes in the schedule's own backward pass, also with "
@@ -115,6 +116,16 @@ def test_one_rank() -> None:
         tree.count("- forward, by recompute: keeps its inputs, and computes the rest again in the backward pass") == 1
     )
     assert "weight: 17×16, whole" in tree
+
+
+def test_an_average_of_the_weights() -> None:
+    plan = dataclasses.replace(data_plan(1), average=Average(decay=0.99, start=5))
+    trainer = make_trainer(small_gpt(num_layers=1), plan)
+    num_bytes, number = trainer.num_parameters * 4, len(list(trainer.model.parameters()))
+    (_, line) = section(trainer.describe(), "plan: one rank")
+    assert line == (
+        f"average of the weights: decay 0.99 from step 5 on, {format_bytes(num_bytes)} for {number} parameters"
+    )
 
 
 @ranks(8)

@@ -31,6 +31,7 @@ def record(step: int, loss: float = 1.0) -> StepRecord:
         grad_norm=None,
         num_skipped=0,
         loss_scale=None,
+        spike=None,
     )
 
 
@@ -47,7 +48,8 @@ def add(recorder: Recorder, step: int, *, num_units: int = 100) -> StepRecord | 
 def test_the_fields_are_those_promised() -> None:
     """Loss, speed, seconds of compute and exchange, bytes by axis, memory: later readers rely on the names."""
     names = "step loss lr unit units_per_s step_s exchange_s bubble_s compute_s sent_bytes memory_bytes"
-    assert [field.name for field in fields(StepRecord)] == [*names.split(), "grad_norm", "num_skipped", "loss_scale"]
+    names += " grad_norm num_skipped loss_scale spike"
+    assert [field.name for field in fields(StepRecord)] == names.split()
 
 
 def test_numbers_of_a_device_are_those_of_their_step(mesh: Mesh) -> None:

@@ -128,7 +128,7 @@ def test_a_step_that_is_not_finite_changes_nothing(
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert trainer.num_skipped == 1 and trainer.steps_done == 2
     (message,) = [record.getMessage() for record in caplog.records]
-    assert message.startswith("step 2 is skipped: a gradient is not finite")
+    assert message.startswith("step 2 is skipped: the loss is not finite")
     trainer.step(inputs.float(), targets)
     assert trainer.num_skipped == 1 and not torch.equal(masters(trainer)["first.weight"], before["first.weight"])
 

@@ -143,7 +143,11 @@ def test_a_loss_with_a_fractional_count() -> None:
 def test_a_count_is_exact_beyond_what_a_float32_can_hold(counts: tuple[int, int]) -> None:
     model = MLP().float()
     rank = dist.get_rank()
-    trainer = make_trainer(model, data_plan(2), loss=lambda output, targets: (output.sum(), counts[rank]))
+
+    def loss(output: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+        return output.sum(), counts[rank] * len(targets) // 2
+
+    trainer = make_trainer(model, data_plan(2), loss=loss)
     for _ in range(2):
         trainer.step(torch.randn(2, 4), torch.zeros(2))
         assert trainer.counts.shared == sum(counts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -46,18 +47,46 @@ def test_what_no_rank_holds_is_missing(what: str, name: str) -> None:
 
 
 class Drops(nn.Module):
-    """By a function, which nobody can switch off from outside."""
+    """Draws by functions, which no attribute switches off: as OPT and T5 drop, as layers and spans are left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, draw: str) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(17, 8), nn.Linear(8, 17)
+        self.embedding, self.head, self.draw = nn.Embedding(17, 8), nn.Linear(8, 17), draw
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
 
     def forward(self, tokens: Tensor) -> Any:
-        return self.head(F.dropout(self.embedding(tokens), 0.5, self.training))
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            if self.draw == "layer drop" and torch.rand([]) < 0.5:
+                continue
+            if self.draw == "numpy" and np.random.random() < 0.5:
+                continue
+            if self.draw == "spans":
+                x = x.index_fill(1, torch.from_numpy(np.random.choice(np.arange(4), 2, replace=False)), 0.0)
+            if self.draw == "path":
+                x = x * x.new_empty(len(x), 1, 1).bernoulli_(0.5)
+            if self.draw == "attention":
+                x = F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+            if self.draw == "normal":
+                x = x + torch.empty_like(x).normal_()
+            x = x + block(F.dropout(x, 0.5, self.training))
+        return self.head(x)
+
+
+@ranks(2)
+@pytest.mark.parametrize("draw", ["layer drop", "numpy", "spans", "path", "attention"])
+def test_functions_that_draw_are_silenced(draw: str) -> None:
+    torch.manual_seed(3)
+    outcome = run(Drops(draw))
+    assert outcome.ok, outcome.first
+    assert "dropout" in outcome.notes[0]
+    drawn = Drops(draw).double()
+    tokens = token_batch(8)[0]
+    assert not torch.equal(drawn(tokens), drawn(tokens))  # afterwards all functions are the originals again
 
 
 @ranks(2)
 def test_a_model_that_draws_random_numbers_is_named_as_the_cause() -> None:
     torch.manual_seed(3)
-    outcome = run(Drops())
+    outcome = run(Drops("normal"))
     assert not outcome.ok and outcome.first is not None and outcome.first.cause.kind == "random"

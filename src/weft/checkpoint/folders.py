@@ -17,12 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from weft.checkpoint.file_io import force_to_disk
-from weft.checkpoint.hugging_face import CONFIG, GENERATION_CONFIG
+from weft.checkpoint.hugging_face import CONFIG, GENERATION_CONFIG, is_companion
 from weft.errors import CheckpointError
 
 INDEX = "checkpoint.json"
 log = logging.getLogger("weft")
-_OWN_FILE = re.compile(r"checkpoint\.json|model\.safetensors\.index\.json|(model|optimizer|rank)-[\dof-]+\.safetensors")
+_OWN_FILE = re.compile(
+    r"checkpoint\.json|model\.safetensors\.index\.json|(model|optimizer|average|rank)-[\dof-]+\.safetensors"
+)
 _ONLY_OURS = ("optimizer-", "rank-")
 """Prefixes of file names that only weft writes."""
 
@@ -113,4 +115,6 @@ def _is_ours(path: Path) -> bool:
     names = [entry.name for entry in path.iterdir()]
     if INDEX in names or not names:
         return True
-    return all(map(_OWN_FILE.fullmatch, names)) and any(name.startswith(_ONLY_OURS) for name in names)
+    return all(_OWN_FILE.fullmatch(name) or is_companion(name) for name in names) and any(
+        name.startswith(_ONLY_OURS) for name in names
+    )

@@ -6,6 +6,7 @@ Nothing here needs transformers: a model's config serialises itself.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,24 @@ def config_files(model: nn.Module) -> dict[str, str]:
     if hasattr(generation, "to_json_string"):
         files[GENERATION_CONFIG] = generation.to_json_string()
     return files
+
+
+_COMPANIONS = re.compile(
+    r"tokenizer.*\.json|.*\.(model|tiktoken)|vocab\.(json|txt)|merges\.txt|special_tokens_map\.json|added_tokens\.json"
+    r"|chat_template\.(jinja|json)|generation_config\.json|(pre)?processor_config\.json"
+)
+
+
+def is_companion(name: str) -> bool:
+    """True for a file that belongs to a model's folder and is neither its weights nor its config."""
+    return _COMPANIONS.fullmatch(name) is not None
+
+
+def companion_files(folder: Path) -> dict[str, bytes]:
+    """The tokenizer, the chat template and the like of a model's folder, by name."""
+    if not folder.is_dir():
+        return {}
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if is_companion(path.name)}
 
 
 def weight_files(folder: Path) -> list[str]:

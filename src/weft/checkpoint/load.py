@@ -17,16 +17,18 @@ from typing import Any
 import torch
 
 from weft.checkpoint.checksums import FileRecord, find_damage
+from weft.checkpoint.extra_state import load_extra, read_extra, refuse_other_names
 from weft.checkpoint.folders import INDEX, restore
-from weft.checkpoint.portable import KINDS, OPTIMIZER, Portable
-from weft.checkpoint.rank_state import load_rank_part
+from weft.checkpoint.hugging_face import companion_files
+from weft.checkpoint.portable import AVERAGE, MODEL, OPTIMIZER, Portable
+from weft.checkpoint.rank_state import load_rank_part, rank_file
 from weft.checkpoint.safetensors import TensorReader
 from weft.checkpoint.save import index_checksum
 from weft.checkpoint.snapshot import FORMAT
 from weft.checkpoint.state import TrainerState
 from weft.comm.agree import try_on_files
 from weft.comm.objects import gather_values
-from weft.errors import CheckpointError
+from weft.errors import CheckpointError, DamagedCheckpointError
 from weft.mesh import Mesh
 from weft.plan.text import format_plan
 
@@ -35,22 +37,36 @@ _MOST_SHOWN = 8
 log = logging.getLogger("weft")
 
 
-def load(trainer: TrainerState, directory: Path) -> None:
-    """Restore a trainer from a checkpoint; collective. Nothing changes unless the checkpoint is complete."""
+def load(trainer: TrainerState, directory: Path, *, extra_state: bool = True) -> None:
+    """Restore a trainer from a checkpoint; collective. Nothing changes unless the checkpoint is complete.
+
+    Without `extra_state`, the state of the user's own stays as it is.
+    """
     world, portable = trainer.mesh.world, Portable(trainer)
     everyone = trainer.mesh.everyone("control")
     index: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
 
     def look() -> int:
         index.update(read_index(directory))
         _refuse_other_model(trainer, portable, index, directory)
         return int(index["crc32"])
 
+    def read_beside() -> None:
+        if extra_state:
+            extra.update(read_extra(directory, rank_file(0)))
+            refuse_other_names(trainer.extra_state, extra, directory)
+        if world.rank == 0:
+            trainer.companions = {**companion_files(directory), **trainer.companions}
+
     def read() -> None:
-        names = sorted({name for kind in KINDS for name in index["tensors"][kind].values()})
+        names = sorted({name for kind in (MODEL, OPTIMIZER) for name in index["tensors"][kind].values()})
         with TensorReader(directory, names, world.device) as reader:
             portable.read_model(reader)
             portable.load_optimizer(reader, index["tensors"][OPTIMIZER], index["optimizer_numbers"])
+        if trainer.average is not None and averages:
+            with TensorReader(directory, sorted(set(averages.values())), world.device) as reader:
+                portable.read_average(reader)
 
     try_on_files(everyone, "restore", directory, lambda: restore(directory) if world.rank == 0 else None)
     if len(set(try_on_files(everyone, "read", directory, look))) > 1:
@@ -58,7 +74,13 @@ def load(trainer: TrainerState, directory: Path) -> None:
             f"{directory} is not the same checkpoint on all ranks; give one in a folder that all hosts share"
         )
     require_undamaged(directory, index, trainer.mesh)
+    averages: dict[str, str] = index["tensors"].get(AVERAGE, {})
+    try_on_files(everyone, "read", directory, read_beside)
     try_on_files(everyone, "read", directory, read)
+    if trainer.average is not None:
+        trainer.average.has_begun = bool(averages)
+    _warn_of_averages(trainer, index, directory, has_average=bool(averages))
+    try_on_files(everyone, "load the extra state of", directory, lambda: load_extra(trainer.extra_state, extra))
     trainer.sync.publish()
     trainer.steps_done = index["step"]
     trainer.data_position = index["data_position"]
@@ -75,6 +97,17 @@ def load(trainer: TrainerState, directory: Path) -> None:
                     "random states and exchange states start anew", directory)  # fmt: skip
 
 
+def _warn_of_averages(trainer: TrainerState, index: dict[str, Any], directory: Path, *, has_average: bool) -> None:
+    """Say where a checkpoint and a plan do not agree on whether there is an average."""
+    if trainer.mesh.world.rank != 0:
+        return
+    if has_average and trainer.average is None:
+        log.warning("%s holds an average of the weights, and the plan keeps none: it is not continued", directory)
+    elif trainer.average is not None and not has_average and index["step"] > trainer.plan.average.start:
+        log.warning("%s holds no average of the weights: the average begins anew, with the weights of step %d",
+                    directory, index["step"])  # fmt: skip
+
+
 def read_index(directory: Path) -> dict[str, Any]:
     """The content of a checkpoint's index."""
     try:
@@ -82,9 +115,9 @@ def read_index(directory: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{directory} is not a checkpoint: {INDEX} cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise CheckpointError(f"{directory / INDEX} is damaged: {error}") from error
+        raise DamagedCheckpointError(f"{directory / INDEX} is damaged: {error}") from error
     if not isinstance(index, dict) or index_checksum(index) != index.get("crc32"):
-        raise CheckpointError(f"{directory / INDEX} is damaged: its checksum does not match its content")
+        raise DamagedCheckpointError(f"{directory / INDEX} is damaged: its checksum does not match its content")
     if (found := index.get("format")) != FORMAT:
         raise CheckpointError(
             f"{directory} has checkpoint format {found}, this weft reads {FORMAT}; use the weft that wrote it"
@@ -100,9 +133,7 @@ def require_undamaged(directory: Path, index: dict[str, Any], mesh: Mesh) -> Non
     found = gather_values(damage, mesh.everyone("control"))
     problems = list(dict.fromkeys(problem for part in found for problem in part))
     if problems:
-        raise CheckpointError(
-            [*problems, f"{directory} cannot be used; delete it to go on from an older one beside it"]
-        )
+        raise DamagedCheckpointError([*problems, f"{directory} cannot be used; go on from an older one"])
 
 
 def first_of(items: list[str]) -> list[str]:
@@ -127,7 +158,8 @@ def _refuse_other_model(trainer: TrainerState, portable: Portable, index: dict[s
     optimizer = type(trainer.optimizer).__name__
     if index["optimizer"] != optimizer:
         problems.append(
-            f"{directory} was written with optimizer {index['optimizer']}, this run's is {optimizer}; use it"
+            f"{directory} was written with optimizer {index['optimizer']}, this run's is {optimizer}; give this run "
+            f"{index['optimizer']} too"
         )
     if problems:
         raise CheckpointError(problems)

@@ -21,14 +21,17 @@ import torch
 
 from weft.checkpoint.local_parts import held_parameters
 from weft.checkpoint.safetensors import DTYPE_WORDS, Entry, TensorReader
-from weft.checkpoint.state import TrainerState
+from weft.checkpoint.state import Averaging, TrainerState
+from weft.checkpoint.tied_names import further_names
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError
 from weft.layout import Layout, Range, Runs
 from weft.parallel.state.buffers import consensus_buffers, persistent_buffers
 from weft.plan.partition.grid import Grid
 
-KINDS = MODEL, OPTIMIZER = "model", "optimizer"
+KINDS = MODEL, OPTIMIZER, AVERAGE = "model", "optimizer", "average"
+Stored = tuple[str, str, torch.Tensor, Layout]
+"""Kind, name, this rank's tensor and its place in the whole one."""
 _ALIGNED_NUMEL = 1024
 """Where replicas divide a tensor, their parts begin at multiples of this."""
 
@@ -72,6 +75,8 @@ class Portable:
         """Collective."""
         self._trainer = trainer
         self._held = held_parameters(trainer.named_model, trainer.sync, trainer.layouts)
+        self._further = further_names(trainer.named_model)
+        self._first = {name: owner for owner, names in self._further.items() for name in names}
         names = (*self._held, *persistent_buffers(trainer.named_model))
         mine = {name: list(trainer.layouts[name].global_shape) for name in names}
         self._pipeline = trainer.mesh.group("pipeline", "control")
@@ -83,7 +88,15 @@ class Portable:
 
     def parts(self) -> tuple[list[Part], dict[str, list[Entry]]]:
         """The parts that this rank writes, and all whole tensors by kind, the same on every rank; collective."""
-        kept, problems = self._kept()
+        states, problems = self._states()
+        return self._parts_of([*self._weights({}), *states, *self._averages()], problems)
+
+    def weight_parts(self, average: Averaging | None) -> tuple[list[Part], dict[str, list[Entry]]]:
+        """The same of the model alone, with averaged weights if given; collective."""
+        return self._parts_of(self._weights(average.means if average is not None and average.has_begun else {}), [])
+
+    def _parts_of(self, tensors: Iterable[Stored], problems: list[str]) -> tuple[list[Part], dict[str, list[Entry]]]:
+        kept = self._kept(tensors, problems)
         mine = [(kind, entry.name, str(entry.dtype).removeprefix("torch."), entry.shape) for kind, entry, _, _ in kept]
         mesh = self._trainer.mesh
         found = gather_values(problems, mesh.everyone("control"))
@@ -97,28 +110,45 @@ class Portable:
         parts = [self._part(number, *one) for number, one in enumerate(kept)]
         return [part for part in parts if part.runs], whole
 
-    def _kept(self) -> tuple[list[tuple[str, Entry, torch.Tensor, Layout]], list[str]]:
-        """(kind, whole tensor, this rank's part, layout) of all that this stage writes, and what cannot be written."""
-        mesh, layouts = self._trainer.mesh, self._trainer.layouts
-        found = [(MODEL, name, held.tensor, held.layout) for name, held in self._held.items()]
-        buffers = consensus_buffers(self._trainer.named_model, mesh)
-        found += [(MODEL, name, buffer, layouts[name]) for name, buffer in buffers.items()]
-        states, problems = self._states()
+    def _kept(self, tensors: Iterable[Stored], problems: list[str]) -> list[tuple[str, Entry, torch.Tensor, Layout]]:
+        """(kind, whole tensor, this rank's part, layout) of all that this stage writes; notes what cannot be."""
         kept = []
-        for kind, name, tensor, layout in found + states:
-            parameter = name.rsplit("/", 1)[0] if kind == OPTIMIZER else name
+        for kind, name, tensor, layout in tensors:
+            parameter = name.rsplit("/", 1)[0] if kind == OPTIMIZER else self._first.get(name, name)
             if parameter in self._written_elsewhere:
                 continue
             if tensor.dtype not in DTYPE_WORDS:
                 problems.append(f'"{name}" has dtype {tensor.dtype}, which safetensors cannot hold; use another')
             kept.append((kind, Entry(name=name, dtype=tensor.dtype, shape=tuple(layout.global_shape)), tensor, layout))
-        return kept, problems
+        return kept
+
+    def _weights(self, means: Mapping[str, torch.Tensor]) -> list[Stored]:
+        """Parameters, or `means` where there is one, and buffers."""
+        buffers = consensus_buffers(self._trainer.named_model, self._trainer.mesh)
+        found = [(MODEL, name, means.get(name, held.tensor), held.layout) for name, held in self._held.items()]
+        found += [(MODEL, name, buffer, self._trainer.layouts[name]) for name, buffer in buffers.items()]
+        return self._under_all_names(found)
+
+    def _averages(self) -> list[Stored]:
+        average = self._trainer.average
+        if average is None or not average.has_begun:
+            return []
+        means = average.means.items()
+        return self._under_all_names([(AVERAGE, name, mean, self._held[name].layout) for name, mean in means])
+
+    def _under_all_names(self, found: list[Stored]) -> list[Stored]:
+        further = [
+            (kind, other, tensor, layout)
+            for kind, name, tensor, layout in found
+            for other in self._further.get(name, ())
+        ]
+        return [*found, *further]
 
     def _part(self, number: int, kind: str, entry: Entry, tensor: torch.Tensor, layout: Layout) -> Part:
         grid, rank = self._trainer.mesh.grid, self._trainer.mesh.world.rank
         replicas = replicas_of(layout, grid, rank)
         span = share_of_replica(tensor.numel(), replicas.index(rank), len(replicas), number)
-        if kind == MODEL and entry.name not in self._held:
+        if kind == MODEL and self._first.get(entry.name, entry.name) not in self._held:
             # A buffer may differ between replicas; a checkpoint then has one replica's, not pieces of several.
             is_mine = (replicas.index(rank) + number) % len(replicas) == 0
             span = (0, tensor.numel() if is_mine else 0)
@@ -127,12 +157,21 @@ class Portable:
 
     @torch.no_grad()
     def read_model(self, reader: TensorReader, stored_as: Mapping[str, str] | None = None) -> None:
-        """Read this rank's part of the model, without publishing it. `stored_as`: names in the files that differ."""
-        names = stored_as or {}
-        for name, held in self._held.items():
-            self._read(reader, names.get(name, name), held.tensor, held.layout)
-        for name, buffer in persistent_buffers(self._trainer.named_model).items():
-            self._read(reader, names.get(name, name), buffer, self._trainer.layouts[name])
+        """Read this rank's part of the model, without publishing it. `stored_as`: the tensors to read, and their names
+        in the files; None for all under their own."""
+        buffers = persistent_buffers(self._trainer.named_model)
+        parts = {name: (held.tensor, held.layout) for name, held in self._held.items()}
+        parts |= {name: (buffer, self._trainer.layouts[name]) for name, buffer in buffers.items()}
+        names = {name: name for name in parts} if stored_as is None else stored_as
+        for name, stored in names.items():
+            self._read(reader, stored, *parts[name])
+
+    @torch.no_grad()
+    def read_average(self, reader: TensorReader) -> None:
+        """Read this rank's part of the average."""
+        assert self._trainer.average is not None
+        for name, mean in self._trainer.average.means.items():
+            self._read(reader, name, mean, self._held[name].layout)
 
     def load_optimizer(
         self, reader: TensorReader, entries: Iterable[str], numbers: Mapping[str, Mapping[str, float]]
@@ -197,9 +236,10 @@ class Portable:
         grid = self._trainer.mesh.grid
         reader.read(entry, part, layout.runs(grid.axes.sizes, grid.coordinates(self._trainer.mesh.world.rank)))
 
-    def _states(self) -> tuple[list[tuple[str, str, torch.Tensor, Layout]], list[str]]:
-        """(kind, name, this rank's tensor, layout) of all that the optimizer keeps, and what cannot be saved."""
-        states, problems = [], []
+    def _states(self) -> tuple[list[Stored], list[str]]:
+        """All that the optimizer keeps, and what cannot be saved."""
+        states: list[Stored] = []
+        problems = []
         kind = type(self._trainer.optimizer).__name__
         for name, held in self._held.items():
             kept = self._trainer.optimizer.state.get(held.piece, {}) if held.piece is not None else {}

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from weft.checkpoint.extra_state import take_extra
 from weft.checkpoint.safetensors import TensorReader
 from weft.checkpoint.state import TrainerState
 from weft.parallel.state.buffers import persistent_buffers
@@ -23,7 +24,10 @@ def rank_file(rank: int) -> str:
 
 
 def take_rank_part(trainer: TrainerState) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors (those of the model are not copied) and metadata of this rank's file."""
+    """Tensors (those of the model are not copied) and metadata of this rank's file; collective.
+
+    Rank 0's file also holds the state of the user's own, which any plan reads.
+    """
     tensors = {"rng/cpu": torch.get_rng_state()}
     if trainer.mesh.world.device.type == "cuda":
         tensors["rng/cuda"] = torch.cuda.get_rng_state()
@@ -34,7 +38,8 @@ def take_rank_part(trainer: TrainerState) -> tuple[dict[str, torch.Tensor], dict
         tensors |= {f"{_PIPELINE}{name}": tensor for name, tensor in kept.items()}
     shared = None if trainer.counts.shared is None else float(trainer.counts.shared)
     values = {"sync": trainer.sync.state(), "shared_count": shared, "pipeline": in_flight}
-    return tensors, {"values": json.dumps(values)}
+    extra, stored = take_extra(trainer.extra_state, trainer.mesh.everyone("control"))
+    return {**tensors, **extra}, {"values": json.dumps(values), **stored}
 
 
 @torch.no_grad()

@@ -28,10 +28,11 @@ import torch
 
 from weft.checkpoint.checksums import FileRecord, checksums, num_pieces, pieces_of
 from weft.checkpoint.file_io import Staging, flat_range, force_to_disk, write_runs
+from weft.checkpoint.finite import refuse_not_finite
 from weft.checkpoint.folders import INDEX, publish, refuse_foreign, restore
 from weft.checkpoint.safetensors import TensorFile
-from weft.checkpoint.snapshot import Snapshot, take
-from weft.checkpoint.state import TrainerState
+from weft.checkpoint.snapshot import Snapshot, take, take_weights
+from weft.checkpoint.state import Averaging, TrainerState
 from weft.comm.agree import try_on_files
 from weft.comm.group import Group, Traffic
 from weft.errors import CheckpointError
@@ -51,7 +52,8 @@ def write(snapshot: Snapshot, directory: Path, group: Group) -> None:
         try_on_files(group, "create", partial, lambda: _make_folder(directory, partial) if group.index == 0 else None)
         try_on_files(group, "create", partial, lambda: _create_files(snapshot, partial, group))
         own = try_on_files(group, "write", partial, lambda: _write_tensors(snapshot, partial))
-        sizes = [(file.name, file.num_bytes) for file in snapshot.files] + [(name, size) for name, size in own]
+        sizes = [(file.name, file.num_bytes) for file in snapshot.files]
+        sizes += [(name, size) for files in own for name, size in files]
         found = try_on_files(group, "checksum", partial, lambda: _seal(snapshot, partial, sizes, group))
         crc32 = itertools.chain.from_iterable(found)
 
@@ -84,13 +86,17 @@ def _create_files(snapshot: Snapshot, partial: Path, group: Group) -> None:
 
 
 def _created_here(snapshot: Snapshot, group: Group) -> Sequence[TensorFile]:
-    return [*snapshot.files[group.index :: group.size], snapshot.own_file]
+    return [*snapshot.files[group.index :: group.size], *_own_files(snapshot)]
 
 
-def _write_tensors(snapshot: Snapshot, partial: Path) -> tuple[str, int]:
-    """Write this rank's parts; returns the name and size of its own file."""
+def _own_files(snapshot: Snapshot) -> list[TensorFile]:
+    return [] if snapshot.own_file is None else [snapshot.own_file]
+
+
+def _write_tensors(snapshot: Snapshot, partial: Path) -> list[tuple[str, int]]:
+    """Write this rank's parts; returns the name and size of its own file, if it has one."""
     staging = Staging(snapshot.device)
-    starts = {file.name: file.starts for file in (*snapshot.files, snapshot.own_file)}
+    starts = {file.name: file.starts for file in (*snapshot.files, *_own_files(snapshot))}
     for name, parts in snapshot.parts.items():
         try:
             with (partial / name).open("r+b", buffering=0) as file:
@@ -101,7 +107,7 @@ def _write_tensors(snapshot: Snapshot, partial: Path) -> tuple[str, int]:
             if error.filename is not None:
                 raise
             raise OSError(error.errno, error.strerror, str(partial / name)) from error
-    return snapshot.own_file.name, snapshot.own_file.num_bytes
+    return [(file.name, file.num_bytes) for file in _own_files(snapshot)]
 
 
 def _seal(snapshot: Snapshot, partial: Path, sizes: list[tuple[str, int]], group: Group) -> list[int]:
@@ -115,15 +121,17 @@ def _seal(snapshot: Snapshot, partial: Path, sizes: list[tuple[str, int]], group
 
 
 def _write_index(snapshot: Snapshot, partial: Path, sizes: list[tuple[str, int]], crc32: Iterator[int]) -> None:
+    """Write the files that one rank writes, last of all the index."""
     records = [
         FileRecord(name=name, num_bytes=num_bytes, crc32=tuple(itertools.islice(crc32, num_pieces(num_bytes))))
         for name, num_bytes in sizes
     ]
-    for name, text in snapshot.texts.items():
-        content = text.encode()
+    for name, content in snapshot.others.items():
         _write_bytes(partial / name, content)
         crc, size = zlib.crc32(content), len(content)
         records.append(FileRecord(name=name, num_bytes=size, crc32=(crc,), piece_bytes=max(size, 1)))
+    if snapshot.facts is None:
+        return
     index = {**snapshot.facts, "files": [asdict(record) for record in records]}
     index["crc32"] = index_checksum(index)
     _write_bytes(partial / INDEX, json.dumps(index, indent=1).encode())
@@ -156,12 +164,8 @@ class Saving:
 
     def save(self, trainer: TrainerState, directory: Path, *, wait: bool) -> None:
         """Save after the previous save has ended; collective. With `wait`, returns when the checkpoint is complete."""
-        self.wait()
-        before = trainer.mesh.process_groups.background_save
-        if before is not None:  # of another trainer on this mesh; the order of saves is the same on all ranks
-            before.join()
-        # The waits of a thread that runs beside the steps must not count as theirs.
-        group = replace(trainer.mesh.everyone("saving"), traffic=Traffic())
+        group = self._wait_for_all(trainer)
+        refuse_not_finite(trainer, directory)
         if wait:
             write(take(trainer, None), directory, group)
             return
@@ -170,6 +174,21 @@ class Saving:
         self._thread = threading.Thread(target=self._write, args=(snapshot, directory, group), name="weft saving")
         trainer.mesh.process_groups.background_save = self._thread
         self._thread.start()
+
+    def export(self, trainer: TrainerState, directory: Path, average: Averaging | None) -> None:
+        """Write the weights alone, or their average, after the previous save has ended; collective."""
+        group = self._wait_for_all(trainer)
+        refuse_not_finite(trainer, directory)
+        write(take_weights(trainer, average), directory, group)
+
+    def _wait_for_all(self, trainer: TrainerState) -> Group:
+        """Wait for earlier saves, also of other trainers on this mesh; returns the group of all ranks that save."""
+        self.wait()
+        before = trainer.mesh.process_groups.background_save
+        if before is not None:  # of another trainer on this mesh; the order of saves is the same on all ranks
+            before.join()
+        # The waits of a thread that runs beside the steps must not count as theirs.
+        return replace(trainer.mesh.everyone("saving"), traffic=Traffic())
 
     def _write(self, snapshot: Snapshot, directory: Path, group: Group) -> None:
         try:

@@ -19,7 +19,7 @@ from weft.checkpoint.hugging_face import WEIGHTS_INDEX, config_files, weights_in
 from weft.checkpoint.portable import KINDS, MODEL, Part, Portable
 from weft.checkpoint.rank_state import rank_file, take_rank_part
 from weft.checkpoint.safetensors import MOST_FILE_BYTES, Entry, TensorFile, pack
-from weft.checkpoint.state import TrainerState
+from weft.checkpoint.state import Averaging, TrainerState
 from weft.layout import Runs
 from weft.plan.text import format_plan
 
@@ -34,13 +34,14 @@ class Snapshot:
 
     files: tuple[TensorFile, ...]
     """Files that all ranks write together."""
-    own_file: TensorFile
+    own_file: TensorFile | None
+    """The file that this rank writes alone; none in an export."""
     parts: Mapping[str, Sequence[Part]]
     """This rank's parts by file name, in the order of their offsets."""
-    texts: dict[str, str]
+    others: dict[str, bytes]
     """Other files, by name."""
-    facts: dict[str, Any]
-    """The index, except its list of files."""
+    facts: dict[str, Any] | None
+    """The index, except its list of files; none in an export."""
     device: torch.device
 
 
@@ -61,10 +62,7 @@ def take(trainer: TrainerState, copies: Staging | None) -> Snapshot:
         files=tuple(file for kind in KINDS for file in files[kind]),
         own_file=own_file,
         parts=_by_file({**files, _RANK: [own_file]}, parts if copies is None else _copied(parts, copies)),
-        texts={
-            WEIGHTS_INDEX: weights_index(maps[MODEL], sum(entry.num_bytes for entry in whole[MODEL])),
-            **config_files(trainer.named_model),
-        },
+        others=_other_files(trainer, maps[MODEL], whole[MODEL]),
         facts={
             "format": FORMAT,
             "step": trainer.steps_done,
@@ -80,6 +78,29 @@ def take(trainer: TrainerState, copies: Staging | None) -> Snapshot:
         },
         device=world.device,
     )
+
+
+def take_weights(trainer: TrainerState, average: Averaging | None) -> Snapshot:
+    """A snapshot of the weights alone, or of their average; collective."""
+    parts, whole = Portable(trainer).weight_parts(average)
+    files = pack(MODEL, whole[MODEL], MOST_FILE_BYTES)
+    weight_map = {entry.name: file.name for file in files for entry in file.entries}
+    return Snapshot(
+        files=tuple(files),
+        own_file=None,
+        parts=_by_file({MODEL: files}, parts),
+        others=_other_files(trainer, weight_map, whole[MODEL]),
+        facts=None,
+        device=trainer.mesh.world.device,
+    )
+
+
+def _other_files(trainer: TrainerState, weight_map: dict[str, str], entries: Sequence[Entry]) -> dict[str, bytes]:
+    texts = {
+        WEIGHTS_INDEX: weights_index(weight_map, sum(entry.num_bytes for entry in entries)),
+        **config_files(trainer.named_model),
+    }
+    return {**{name: text.encode() for name, text in texts.items()}, **trainer.companions}
 
 
 @torch.no_grad()

@@ -35,6 +35,15 @@ class Counting(Protocol):
     """The number of targets that gradients are divided by, of the last step."""
 
 
+class Averaging(Protocol):
+    """An average of the weights."""
+
+    means: dict[str, torch.Tensor]
+    """This rank's part of the average of every trained parameter, by name, laid out like the parameter's."""
+    has_begun: bool
+    """False while the average is the weights themselves, and `means` holds nothing."""
+
+
 class TrainerState(Protocol):
     """A trainer, as far as checkpoints are concerned."""
 
@@ -45,6 +54,13 @@ class TrainerState(Protocol):
     steps_done: int
     data_position: int
     seeds: Seeds
+    extra_state: dict[str, Any]
+    """State of the user's own, by name."""
+    companions: dict[str, bytes]
+    """Files that every checkpoint repeats, by name; on rank 0."""
+
+    @property
+    def average(self) -> Averaging | None: ...
 
     @property
     def plan(self) -> Plan: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from importlib import metadata
@@ -10,6 +11,7 @@ import typer
 
 from weft.cli import lab, profile, train, verify
 from weft.cli.reporting import reports_first
+from weft.cli.terminal import is_first_rank
 from weft.errors import WeftError
 
 app = typer.Typer(
@@ -20,10 +22,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("profile")(profile.command)
-app.command("lab", context_settings=lab.CONTEXT)(lab.command)
-app.command("train")(train.command)
-app.command("verify")(verify.command)
+# Given in words, because typer cuts the first sentence of a docstring where a line of the list ends.
+app.command("profile", short_help="Measure devices, links and collectives.")(profile.command)
+app.command("lab", context_settings=lab.CONTEXT, short_help="Run on an emulated network.")(lab.command)
+app.command("train", short_help="Train a model as a job file says.")(train.command)
+app.command("verify", short_help="Compare a plan with one process.")(verify.command)
 
 
 @app.callback(invoke_without_command=True)
@@ -43,10 +46,11 @@ def main() -> None:
         app()
     except WeftError as error:
         if reports_first(error):
+            whose = "weft" if is_first_rank() else f"weft, rank {os.environ['RANK']}"
             if "--traceback" in sys.argv:
                 traceback.print_exception(error)
             else:
-                print(f"weft: {error}" if len(error.problems) == 1 else f"weft:\n{error}", file=sys.stderr)
+                print(f"{whose}: {error}" if len(error.problems) == 1 else f"{whose}:\n{error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -50,7 +50,9 @@ def command(
     target = None if preflight else output or _DEFAULT_OUTPUT
     # Hosts of other ranks need not have the directory.
     if target is not None and is_first_rank() and not target.parent.is_dir():
-        raise LaunchError(f"{target} cannot be written: there is no directory {target.parent}; make it first")
+        raise LaunchError(
+            f"{target} cannot be written: there is no directory {target.parent}; make that directory first"
+        )
     arguments: dict[str, Any] = {"target": target, "quick": quick, "job": job, "compares": preflight or job is not None}
     if is_launched():
         refuse_ranks(ranks, LaunchError)

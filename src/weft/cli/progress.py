@@ -12,6 +12,7 @@ from weft.cli.terminal import SECONDS_BETWEEN_LINES, say
 from weft.training.run.job import Job
 from weft.training.run.loop import Observer, Summary
 from weft.training.run.metrics import StepRecord
+from weft.training.run.rank_log import RankLog
 from weft.training.trainer import Trainer
 from weft.units import format_bytes, format_count, format_seconds
 
@@ -21,9 +22,10 @@ _SMOOTHING = 0.9
 class TerminalObserver(Observer):
     """Draws a run on rank 0's terminal."""
 
-    def __init__(self, *, attempt: int) -> None:
+    def __init__(self, log: RankLog, *, attempt: int) -> None:
         self._attempt = attempt
-        self._console = Console()
+        self._log = log
+        self._console = Console(file=log.terminal)  # a bar that is redrawn has no place in a log
         self._bar: Progress | None = None
         self._last_line_s = 0.0
         self._speed = 0.0
@@ -33,7 +35,7 @@ class TerminalObserver(Observer):
         done, self._total = trainer.steps_done, job.steps.total
         if self._attempt:
             where = f"step {done}" if done else "the start, for there is no checkpoint yet"
-            self._say(f"a rank died; all were started again (restart {self._attempt}), going on from {where}")
+            self._say(f"all ranks were started again (restart {self._attempt}), going on from {where}")
         else:
             sizes = trainer.plan.axes.sizes.items()
             axes = " × ".join(f"{axis} {size}" for axis, size in sizes if size > 1) or "one rank"
@@ -95,3 +97,4 @@ class TerminalObserver(Observer):
 
     def _say(self, text: str) -> None:
         say(self._console, text)
+        self._log.write(f"{text}\n")

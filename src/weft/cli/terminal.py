@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.launch import is_launched
+from weft.launch import default_num_ranks, is_launched
+from weft.plan.all_ranks import ranks_to_start, with_ranks
+from weft.plan.plan import ALL, Axes, Plan
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,6 +25,10 @@ JobFile = Annotated[
     Path | None, typer.Argument(metavar="[JOB.toml]", help="The job to run; without it, the embedded default.")
 ]
 
+PlanFile = Annotated[
+    Path | None, typer.Option("--plan", metavar="FILE", help="Use this plan instead of the job's or the run's.")
+]
+
 
 def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
@@ -31,7 +37,18 @@ def is_first_rank() -> bool:
 def refuse_ranks(ranks: int | None, kind: type[Exception]) -> None:
     """Refuse --ranks under a launcher that has started another number of them."""
     if is_launched() and ranks not in (None, running := int(os.environ["WORLD_SIZE"])):
-        raise kind(f"--ranks {ranks} has no effect here: a launcher started {running} already; leave it out")
+        raise kind(f"--ranks {ranks} has no effect here: a launcher started {running} already; leave --ranks out")
+
+
+def fit_to_ranks(plan: Plan | None, asked: int | None) -> tuple[Plan, int]:
+    """A plan (by default all ranks along data) with a number for `data = "all"`, and the ranks that are running or to
+    be started: those asked for, or what the plan needs."""
+    known = int(os.environ["WORLD_SIZE"]) if is_launched() else asked
+    given = plan or Plan(axes=Axes(data=ALL))
+    num_ranks = known or (
+        given.axes.num_ranks if given.axes.data != ALL else ranks_to_start(given, default_num_ranks())
+    )
+    return with_ranks(given, num_ranks), num_ranks
 
 
 def say(console: Console, text: str) -> None:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weft.cli.terminal import JobFile, Traceback, is_first_rank, refuse_ranks
+from weft.cli.terminal import JobFile, PlanFile, Traceback, fit_to_ranks, is_first_rank, refuse_ranks
 from weft.errors import JobError
-from weft.launch import STOP_FILE, default_num_ranks, is_launched, launch
-from weft.plan.check import check
-from weft.plan.plan import Axes, Plan
+from weft.launch import STOP_FILE, is_launched, launch
+from weft.plan.plan import Plan
 
 if TYPE_CHECKING:
     from weft.training.run.job import Job
@@ -23,11 +22,23 @@ def command(
     job_file: JobFile = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Ranks to start here; default: what the plan needs.")] = None,
     output: Annotated[Path | None, typer.Option(help="Directory of the run; default: the next free runs/NNNN.")] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Continue the run in this directory.")] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR|auto",
+            help="Continue the run in this directory; auto: the one in --output, or the newest of runs/, if there is "
+            "one, else begin it.",
+        ),
+    ] = None,
+    plan_file: PlanFile = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Train this many steps in all instead of the job's.")] = None,
     restarts: Annotated[int, typer.Option(min=0, help="Times to start ranks again after one died.")] = 3,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a timeline of all stages (for Chrome or Perfetto).")
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="SECONDS", help="End the run when ranks wait this long in a step; the plan's."),
     ] = None,
     traceback: Traceback = False,
 ) -> None:
@@ -41,60 +52,29 @@ def command(
     """
     del traceback  # read by main()
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if is_launched() else 0
-    job, directory = _job_and_directory(job_file, output, resume, steps, restarted=attempt > 0)
-    if is_launched():
-        refuse_ranks(ranks, JobError)
-        _run_rank(folder=None, attempt=attempt, job=job, directory=directory, resume=resume is not None, trace=trace)
-        return
-    from weft.training.run.components import prepare
+    from weft.cli.which_run import which_run
+    from weft.training.run.preview import require_sound
 
-    plan = job.plan or Plan(axes=Axes(data=ranks or default_num_ranks()))
-    num_ranks = ranks or plan.axes.num_ranks
-    # Every mistake in the plan and the job is found here, before any rank is started.
-    prepare(job, besides=check(plan, num_ranks=num_ranks, global_batch=job.steps.global_batch))
-    arguments = {"job": replace(job, plan=plan), "directory": directory, "resume": resume is not None, "trace": trace}
+    run = which_run(job_file, output=output, resume=resume, plan_file=plan_file, steps=steps, restarted=attempt > 0)
+    arguments: dict[str, Any] = {"directory": run.directory, "resume": run.resumes, "trace": trace}
+    refuse_ranks(ranks, JobError)
+    plan, num_ranks = fit_to_ranks(run.job.plan, ranks)
+    plan = _with_timeout(plan, timeout)
+    if run.reading.problems or not is_launched():
+        # Every mistake in the plan and the job is found here, before any rank is started. Ranks of a launcher look for
+        # themselves once they have met: their hosts may have other files.
+        require_sound(run.reading, plan, num_ranks=num_ranks, global_batch=run.job.steps.global_batch)
+    arguments["job"] = replace(run.job, plan=plan)
+    if is_launched():
+        _run_rank(folder=None, attempt=attempt, **arguments)
+        return
     results = launch(_run_rank, arguments, num_ranks=num_ranks, max_restarts=restarts)
     if any(result.stopped_early for result in results):
         raise typer.Exit(130)
 
 
-def _job_and_directory(
-    job_file: Path | None, output: Path | None, resume: Path | None, steps: int | None, *, restarted: bool
-) -> tuple[Job, Path]:
-    """The job and the run's directory; a launcher that starts its ranks again continues the run it began there."""
-    from weft.training.run.job import default_job, read_job
-    from weft.training.run.loop import JOB_FILE, read_run
-
-    if resume is not None and (job_file is not None or output is not None):
-        raise JobError("--resume takes the job and the output from the run's directory; leave the others out")
-    if resume is not None:
-        job, directory = read_run(resume), resume
-    else:
-        job = default_job() if job_file is None else read_job(job_file)
-        if restarted and output is None:
-            raise JobError(
-                "ranks were started again, and nothing says in which directory; give --output from the start"
-            )
-        directory = output or _next_free(Path("runs"))
-        if (directory / JOB_FILE).exists() and not restarted:
-            raise JobError(
-                f"{directory} holds a run already; go on with --resume {directory}, or give another --output"
-            )
-    return (job if steps is None else _of_length(job, steps)), directory
-
-
-def _of_length(job: Job, num_steps: int) -> Job:
-    """The job with another number of steps; a warm-up longer than that is cut to a tenth."""
-    schedule = job.schedule
-    if schedule.settings.get("warmup_steps", 0) >= num_steps:
-        schedule = replace(schedule, settings={**schedule.settings, "warmup_steps": num_steps // 10})
-    return replace(job, schedule=schedule, steps=replace(job.steps, total=num_steps))
-
-
-def _next_free(parent: Path) -> Path:
-    """runs/0001, runs/0002, ..."""
-    taken = [int(path.name) for path in parent.glob("[0-9]*") if path.name.isdigit()]
-    return parent / f"{max(taken, default=0) + 1:04d}"
+def _with_timeout(plan: Plan, timeout_s: float | None) -> Plan:
+    return plan if timeout_s is None else replace(plan, comm=replace(plan.comm, timeout_s=timeout_s))
 
 
 def _run_rank(*, folder: Path | None, attempt: int, job: Job, directory: Path, resume: bool, trace: Path | None) -> Any:
@@ -102,18 +82,25 @@ def _run_rank(*, folder: Path | None, attempt: int, job: Job, directory: Path, r
     from weft.cli.progress import TerminalObserver
     from weft.mesh import leave_world
     from weft.training.run.loop import train
+    from weft.training.run.rank_log import RankLog
 
-    observer = TerminalObserver(attempt=attempt) if is_first_rank() else None
     stop_file = None if folder is None else folder / STOP_FILE
-    resume = resume or attempt > 0
-    try:
-        summary = train(
-            job, directory=directory, resume=resume, observer=observer, stop_file=stop_file, trace_file=trace
-        )
-    finally:
+    with RankLog(attempt=attempt) as log:
+        observer = TerminalObserver(log, attempt=attempt) if is_first_rank() else None
+        try:
+            summary = train(
+                job,
+                directory=directory,
+                resume=resume or attempt > 0,
+                observer=observer,
+                stop_file=stop_file,
+                trace_file=trace,
+                on_open=log.attach,
+            )
+        finally:
+            if observer is not None:
+                observer.close()
         if observer is not None:
-            observer.close()
-    if observer is not None:
-        observer.finished(summary)
-    leave_world()
+            observer.finished(summary)
+        leave_world()
     return summary

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weft.cli.terminal import JobFile, Traceback, is_first_rank, print_table, say
+from weft.cli.terminal import JobFile, PlanFile, Traceback, fit_to_ranks, is_first_rank, print_table, say
 from weft.errors import JobError
-from weft.launch import default_num_ranks, is_launched, launch
-from weft.plan.check import check
+from weft.launch import is_launched, launch
 from weft.plan.plan import Axes, Plan
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ class Format(StrEnum):
 
 def command(
     job_file: JobFile = None,
-    plan_file: Annotated[Path | None, typer.Option("--plan", help="Verify this plan instead of the job's.")] = None,
+    plan_file: PlanFile = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to compare.")] = 3,
     batch: Annotated[int | None, typer.Option(min=1, help="Samples of a global batch; default: the job's.")] = None,
     dtype: Annotated[
@@ -48,21 +47,21 @@ def command(
     Example:  weft verify run.toml --plan plan.toml
     """
     del traceback  # read by main()
-    from weft.plan.text import read_plan
-    from weft.training.run.components import prepare
-    from weft.training.run.job import default_job, read_job
+    from weft.cli.which_run import read
+    from weft.training.run.preview import require_sound
 
-    job = default_job() if job_file is None else read_job(job_file)
-    given = read_plan(plan_file) if plan_file is not None else job.plan
+    reading = read(job_file, plan_file)
+    job = reading.job
     global_batch = batch or job.steps.global_batch
     arguments: dict[str, Any] = {"num_steps": steps, "global_batch": global_batch, "dtype_name": dtype.value}
+    plan, num_ranks = fit_to_ranks(job.plan, None)
+    if reading.problems or not is_launched():
+        require_sound(reading, plan, num_ranks=num_ranks, global_batch=global_batch)
+    arguments["job"] = replace(job, plan=plan)
     if is_launched():
-        outcome = _run_rank(folder=None, attempt=0, job=replace(job, plan=given), **arguments)
+        outcome = _run_rank(folder=None, attempt=0, **arguments)
     else:
-        plan = given or Plan(axes=Axes(data=default_num_ranks()))
-        prepare(job, besides=check(plan, num_ranks=plan.axes.num_ranks, global_batch=global_batch))
-        arguments["job"] = replace(job, plan=plan)
-        outcome = launch(_run_rank, arguments, num_ranks=plan.axes.num_ranks, max_restarts=0)[0]
+        outcome = launch(_run_rank, arguments, num_ranks=num_ranks, max_restarts=0)[0]
     if is_first_rank():
         _print(outcome)
         if output is not None:
@@ -132,7 +131,7 @@ def _print(outcome: Verification) -> None:
     ]
     print_table(console, ("compared", "worst relative error", "where", "rank", "step"), rows)
     verdict = f"{'equal' if outcome.is_equal else 'NOT equal'} to {outcome.rule} over {outcome.num_steps} steps"
-    lines = [f"{verdict} (tolerance {outcome.tolerance:.0e})"]
+    lines = [f"{verdict} (tolerance {outcome.tolerance:.0e})", *outcome.notes]
     if outcome.first is not None:
         lines.append(str(outcome.first))
     if outcome.deviation is not None:

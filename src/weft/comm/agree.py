@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.comm.group import Group
 from weft.comm.objects import gather_values
-from weft.errors import CheckpointError, WeftError
+from weft.errors import CheckpointError, DamagedCheckpointError, WeftError
 
 
 def try_on_files(group: Group, verb: str, path: Path, action: Callable[[], Any]) -> list[Any]:
@@ -22,11 +22,12 @@ def try_on_files(group: Group, verb: str, path: Path, action: Callable[[], Any])
         problems, failure = caught.problems, caught
     except Exception as caught:  # whatever it is: the other ranks wait for this one's result
         problems, failure = (_describe(caught, group, verb, path),), caught
-    outcomes = gather_values([value, problems], group)
-    found = [problem for _, problems in outcomes for problem in problems]
+    outcomes = gather_values([value, problems, isinstance(failure, DamagedCheckpointError)], group)
+    found = [problem for _, problems, _ in outcomes for problem in problems]
     if found:
-        raise CheckpointError(list(dict.fromkeys(found))) from failure
-    return [value for value, _ in outcomes]
+        kind = DamagedCheckpointError if any(is_damage for _, _, is_damage in outcomes) else CheckpointError
+        raise kind(list(dict.fromkeys(found))) from failure
+    return [value for value, _, _ in outcomes]
 
 
 def _describe(error: Exception, group: Group, verb: str, path: Path) -> str:

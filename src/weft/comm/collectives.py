@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
+from weft.comm.failures.activity import ExchangeRecord, What
 from weft.comm.gloo import parts_to_add, start_all_gather, start_reduce_scatter
 from weft.comm.group import Group, Traffic
 from weft.comm.pairwise import WaitAll
@@ -53,6 +54,9 @@ class Pending:
     _after: Callable[[], object] | None = None
     _waits_on_stream: bool = False
     """`wait` makes a stream of a GPU wait, not the host."""
+    _record: ExchangeRecord | None = None
+    """Where it is noted that this rank waits, and for what."""
+    _what: What | None = None
 
     @property
     def is_over(self) -> bool:
@@ -65,10 +69,17 @@ class Pending:
         if self._work is None:
             return
         started = time.perf_counter() if since is None else since
-        with hide_from_modes(), self._traffic.time_stream_wait() if self._waits_on_stream else _NOTHING:
-            self._work.wait()
-            if self._after is not None:
-                self._after()
+        record = self._record
+        if record is not None:
+            record.since_s, record.waiting = started, self._what
+        try:
+            with hide_from_modes(), self._traffic.time_stream_wait() if self._waits_on_stream else _NOTHING:
+                self._work.wait()
+                if self._after is not None:
+                    self._after()
+        finally:
+            if record is not None:
+                record.waiting = None
         if not self._waits_on_stream:
             self._traffic.add(wait_s=time.perf_counter() - started)
         self._work = None
@@ -225,7 +236,9 @@ def _run(
     require_device(buffer, group)
     counted = sent_bytes(collective, buffer.nbytes, group.size) if sent is None else sent
     traffic.add(num_calls=1, sent_bytes=counted)
-    started, waits_on_stream = time.perf_counter(), group.waits_on_stream
+    started, waits_on_stream, record = time.perf_counter(), group.waits_on_stream, group.record
+    record.begun = number = record.begun + 1
+    what = (collective, buffer.nbytes, number, ())
     with hide_from_modes():
         if wire is None and wait and group.is_stream_ordered:
             with traffic.time_stream_wait() if waits_on_stream else _NOTHING:
@@ -234,11 +247,15 @@ def _run(
                     after()
             return Pending(None, traffic)
         if wire is None:
-            pending = Pending(start(True), traffic, after, waits_on_stream)
+            pending = Pending(start(True), traffic, after, waits_on_stream, record, what)
         elif not wait:
-            pending = Pending(wire.worker.start(lambda: start(True)), traffic, after)
+            pending = Pending(wire.worker.start(lambda: start(True)), traffic, after, False, record, what)
         else:
-            wire.worker.run(lambda: start(True))
+            record.since_s, record.waiting = started, what
+            try:
+                wire.worker.run(lambda: start(True))
+            finally:
+                record.waiting = None
             pending = Pending(WaitAll(()), traffic, after)
     if wait:
         pending.wait(since=started)

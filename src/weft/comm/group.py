@@ -14,6 +14,7 @@ from typing import NoReturn, cast
 import torch
 import torch.distributed as dist
 
+from weft.comm.failures.activity import ExchangeRecord
 from weft.comm.shared_memory.connect import Connection
 from weft.comm.shared_memory.transport import SharedTransport
 from weft.comm.stream_waits import StreamWaits
@@ -90,6 +91,8 @@ class Group:
     """The means by which ranks of this host get more shared memory."""
     through_host: bool = False
     """Messages of CUDA tensors pass through host memory, because gloo can send only from there."""
+    record: ExchangeRecord = field(default_factory=ExchangeRecord)
+    """What the watch over waiting ranks reads."""
 
     @property
     def size(self) -> int:

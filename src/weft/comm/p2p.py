@@ -12,7 +12,8 @@ on both sides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ def send(tensor: torch.Tensor, group: Group, *, to: int, tag: int = 0) -> Pendin
     message = tensor.cpu() if group.through_host and tensor.is_cuda else tensor.contiguous()
     if group.is_stream_ordered:
         return _start([dist.P2POp(dist.isend, message, group.ranks[to], group.handle)], group)
-    return Pending(dist.isend(message, group.ranks[to], group.handle, tag), group.traffic)
+    return _noted(dist.isend(message, group.ranks[to], group.handle, tag), group, "send", tensor, to)
 
 
 def receive(tensor: torch.Tensor, group: Group, *, source: int, tag: int = 0) -> Pending:
@@ -47,14 +48,28 @@ def receive(tensor: torch.Tensor, group: Group, *, source: int, tag: int = 0) ->
     wire = group.wire(tensor)
     if wire is not None:
         with hide_from_modes():
-            return Pending(wire.mailbox.receive(tensor, source=source, tag=tag), group.traffic)
+            return _noted(wire.mailbox.receive(tensor, source=source, tag=tag), group, "receive", tensor, source)
     if group.is_stream_ordered:
         return _start([dist.P2POp(dist.irecv, tensor, group.ranks[source], group.handle)], group)
     if not (group.through_host and tensor.is_cuda):
-        return Pending(dist.irecv(tensor, group.ranks[source], group.handle, tag), group.traffic)
+        return _noted(dist.irecv(tensor, group.ranks[source], group.handle, tag), group, "receive", tensor, source)
     staged = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     work = dist.irecv(staged, group.ranks[source], group.handle, tag)
-    return Pending(work, group.traffic, lambda: tensor.copy_(staged))
+    return _noted(work, group, "receive", tensor, source, lambda: tensor.copy_(staged))
+
+
+def _noted(
+    work: Any,
+    group: Group,
+    kind: str,
+    tensor: torch.Tensor,
+    peer: int,
+    after: Callable[[], object] | None = None,
+) -> Pending:
+    """A message under way, whose wait is noted for the watch over waiting ranks."""
+    record = group.record
+    record.begun = number = record.begun + 1
+    return Pending(work, group.traffic, after, False, record, (kind, tensor.nbytes, number, (group.ranks[peer],)))
 
 
 Message = tuple[torch.Tensor, int]

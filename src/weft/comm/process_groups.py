@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from weft.comm.failures.activity import record_exchanges
 from weft.comm.group import Group, Traffic
 from weft.comm.shared_memory.connect import Connection, SharedMemoryError, timeout_s
 from weft.comm.shared_memory.transport import SharedTransport
@@ -42,9 +43,10 @@ class ProcessGroups:
         device: torch.device,
         backend: str = "gloo",
         transport: str,
+        timeout_s: float = 0.0,
     ) -> None:
         """`hosts`: the number of each rank's host; `backend`: the c10d backend of tensors on the device; `transport`:
-        as `[comm] transport` of the plan."""
+        as `[comm] transport` of the plan; `timeout_s`: of exchanges, if that of the whole world is shorter."""
         self.grid = grid
         self.transport = transport
         self.is_closed = False
@@ -54,6 +56,7 @@ class ProcessGroups:
         self._hosts = hosts
         self._device = device
         self._backend = backend
+        self._timeout_s = timeout_s
         self._made: dict[GroupKey, Group] = {}
         self._handles: list[tuple[str, dist.ProcessGroup]] = []
         self._copies: weakref.WeakSet[Group] = weakref.WeakSet()
@@ -117,6 +120,8 @@ class ProcessGroups:
             backend=backend,
             through_host=device.type == "cuda" and backend == "gloo",
         )
+        if handle is not None:
+            group.record = record_exchanges(handle.group_name, name, mine)
         if handle is not None and group.is_stream_ordered:
             group.communicator_bytes = warm_up(group)
         # Every rank takes the same branch, also those that are in none of these groups: more groups are made below.
@@ -150,7 +155,7 @@ class ProcessGroups:
         """This rank's process group among all of these, which every rank takes part in making."""
         handle, everyone = None, dist.group.WORLD
         assert everyone is not None
-        timeout = timedelta(seconds=timeout_s(everyone))
+        timeout = timedelta(seconds=max(timeout_s(everyone), self._timeout_s))
         for ranks in groups:
             made = dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=name)
             if ranks == mine:

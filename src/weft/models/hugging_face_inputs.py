@@ -54,6 +54,13 @@ def hugging_face_class() -> Any:
     return getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
 
 
+def encoder_decoders(model: nn.Module) -> list[str]:
+    """The classes of Hugging Face models in a model that are an encoder and a decoder, outermost first."""
+    kind = hugging_face_class()
+    found = (one for one in model.modules() if kind is not None and isinstance(one, kind))
+    return [type(one).__name__ for one in found if getattr(one.config, "is_encoder_decoder", False)][:1]
+
+
 def outermost_models(model: nn.Module, argument: str) -> Iterator[nn.Module]:
     """The outermost Hugging Face models in a model that take an argument of this name."""
     kind = hugging_face_class()

@@ -33,7 +33,7 @@ from weft.sync.norm import GradientRules
 from weft.training.setup.choose_sample_split import choose_sample_split
 from weft.training.setup.cut_stages import cut_model
 from weft.training.setup.probe import probe_split
-from weft.training.setup.split_layers import split_regions
+from weft.training.setup.split_layers import refuse_left_out_stages, split_regions
 from weft.training.step.parallel_model import ParallelModel
 
 
@@ -60,7 +60,9 @@ def steps() -> tuple[Step, ...]:
         Step("[axes] tensor > 1", "each tensor of a region is cut to this rank's share", _cut_layers),
         Step("always", "parameters are materialised, made equal or sharded; gradients get hooks", _place_parameters),
         Step("[axes] tensor > 1", "layers at both ends of a region communicate", _exchange_in_layers),
-        Step("[data] buffers", "BatchNorm takes its statistics over the whole batch", _synchronise_norms),
+        Step(
+            "[data] buffers", "BatchNorm takes its statistics over the microbatch of all data ranks", _synchronise_norms
+        ),
         Step("[recompute] policy", "blocks recompute activations in the backward pass", _recompute_blocks),
         Step("[compile] blocks", "blocks are compiled, with all of the above inside", _compile_blocks),
         Step("[axes] ring or ulysses > 1", "BatchNorm takes rows of images", _split_rows),
@@ -117,6 +119,7 @@ def _probe(parts: ParallelModel) -> None:
 
 
 def _cut_stages(parts: ParallelModel) -> None:
+    refuse_left_out_stages(parts.model)
     parts.cut, parts.mesh.plan = cut_model(
         parts.model, parts.mesh, parts.blueprint, parts.example, whole_example=parts.whole_example
     )
@@ -141,7 +144,7 @@ def _place_parameters(parts: ParallelModel) -> None:
         cut=None if parts.tensor is None else parts.tensor.cut_one,
         rules=_gradient_rules(parts),
         stage_of=parts.stage_of,
-        initialise=parts.initialise,
+        draws=parts.draws,
     )
     parts.layouts |= {name: flat.layout(number) for flat in parts.sync.flats for number, name in enumerate(flat.names)}
 

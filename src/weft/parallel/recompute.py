@@ -30,8 +30,9 @@ from weft.blueprint import Blueprint
 from weft.errors import ModelError
 from weft.parallel.attention import attention  # noqa: F401  (it makes the operator)
 from weft.parallel.tensor.operators import KEPT_OPERATORS
+from weft.parallel.wrapping.host_random import HostRandom
 from weft.parallel.wrapping.wrap import add_hook, wrap_forward
-from weft.plan.model_refusals import BLOCKS_NEEDED, BUFFERS_RECOMPUTED, PRODUCTS_OVERWRITTEN
+from weft.plan.model_refusals import BLOCKS_NEEDED, BUFFERS_RECOMPUTED, HOST_DRAWS_RECOMPUTED, PRODUCTS_OVERWRITTEN
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -79,10 +80,21 @@ class RecomputedBlock:
         self.inner: Callable[..., Any] = block.forward
         self.selective = selective
         self.norms = [module for module in block.modules() if isinstance(module, _NormBase) and module._buffers]
+        self.is_new = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.block.training and torch.is_grad_enabled()):
             return self.inner(*args, **kwargs)
+        if torch.compiler.is_compiling() or not self.is_new:
+            return self._checkpointed(args, kwargs)
+        self.is_new, host = False, HostRandom()
+        with host.kept():
+            output = self._checkpointed(args, kwargs)
+        if host.is_used:  # torch restores its own random states only
+            raise ModelError(HOST_DRAWS_RECOMPUTED.message(name=self.name))
+        return output
+
+    def _checkpointed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # By position: torch looks there for the devices whose random state it keeps.
         return checkpoint(
             self._run,

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from weft.errors import PlanError
+from weft.plan.all_ranks import with_ranks
 from weft.plan.fields import facts_of, one_of
 from weft.plan.model_refusals import SMALL_BATCH, UNEVEN_STATISTICS
-from weft.plan.plan import CODECS, SECTIONS, Axes, Plan, said, value_at
+from weft.plan.plan import ALL, CODECS, SECTIONS, Axes, Plan, said, value_at
 from weft.plan.rules import combination_problems
 
 # Fields of which only the default is built. A new method moves its field from here to `_BUILT`, with the values that
@@ -34,16 +35,21 @@ class _Switch:
     path: str
     values: tuple[object, ...] = ()
     at_least: int = 0
+    above: float | None = None
     instead: str = "leave it out"
     """Remedy for setting the fields while the switch is off."""
 
     def is_on(self, value: object) -> bool:
+        if self.above is not None:
+            return isinstance(value, float) and value > self.above
         return value in self.values if self.values else isinstance(value, int) and value >= self.at_least
 
     @property
     def condition(self) -> str:
         """The condition in words."""
         section, name = self.path.split(".")
+        if self.above is not None:
+            return f"[{section}] {name} > {self.above:g}"
         return f"[{section}] {name} = {one_of(self.values)}" if self.values else f"[{section}] {name} ≥ {self.at_least}"
 
     @property
@@ -51,6 +57,8 @@ class _Switch:
         """A built value that would give the fields an effect, in words; empty if there is none."""
         section, name = self.path.split(".")
         built = _BUILT.get(self.path)
+        if self.above is not None:
+            return f", or set [{section}] {name} above {self.above:g}"
         if not self.values:
             known = built is None or any(self.is_on(value) for value in built)
             return f", or set [{section}] {name} to {self.at_least} or more" if known else ""
@@ -86,6 +94,7 @@ _DEPENDENT: tuple[tuple[str, _Switch], ...] = (
     ("codec.levels", _Switch("codec.name", ("qsgd",))),
     ("codec.clip", _Switch("codec.name", ("dgc",))),
     ("codec.warmup_steps", _Switch("codec.name", CODECS)),
+    ("average.start", _Switch("average.decay", above=0.0)),
     ("precision.loss_scale", _Switch("precision.compute", ("fp16",))),
 )
 _PATHS = [f"{name}.{field}" for name, section in SECTIONS.items() for field in facts_of(section)]
@@ -113,12 +122,14 @@ def check(
     `optimizer` and `elementwise` are those of `combination_problems`; `local_batch_statistics`: the model has layers
     that normalise over the batch they see (BatchNorm).
     """
+    if num_ranks is not None:
+        plan = with_ranks(plan, num_ranks)
     idle = _idle(plan)
     problems = [*idle.values(), *_unbuilt(plan, set(idle))]
     problems += combination_problems(plan, optimizer=optimizer, elementwise=elementwise)
     if num_ranks is not None:
         problems += _rank_problems(plan.axes, num_ranks)
-    if global_batch is not None:
+    if global_batch is not None and plan.axes.data != ALL:
         problems += _batch_problems(plan, global_batch, local_batch_statistics)
     return problems
 
@@ -149,10 +160,19 @@ def _unbuilt(plan: Plan, idle: set[str]) -> list[str]:
 
 
 def _rank_problems(axes: Axes, num_ranks: int) -> Iterator[str]:
+    others = axes.besides_data
+    if axes.data == ALL:
+        if num_ranks % others:
+            product = f" = {others}" if " × " in (factors := _factors(axes, besides="data")) else ""
+            yield (
+                f'[axes] data = "all" takes the ranks that the other axes leave, and {num_ranks} '
+                f"{'is' if num_ranks == 1 else 'are'} not a multiple of {factors}{product}; start {others} or another "
+                f"multiple of {others}"
+            )
+        return
     needed = axes.num_ranks
     if needed == num_ranks:
         return
-    others = needed // axes.data
     fixed = others // axes.replicate
     why = ""
     if num_ranks % others == 0:
@@ -163,7 +183,7 @@ def _rank_problems(axes: Axes, num_ranks: int) -> Iterator[str]:
         replicate, data = _nearest_split(num_ranks // fixed, axes.replicate)
         advice = f"set [axes] replicate = {replicate} and data = {data}, or start {needed}"
     else:
-        advice = f"start {needed} or another multiple of {others}, which is what the axes besides data take"
+        advice = f'start {needed}, or set [axes] data = "all" and start any multiple of {others}'
     yield (
         f"the axes need {_factors(axes)} = {needed} rank{'s' * (needed > 1)}, {num_ranks} "
         f"{'is' if num_ranks == 1 else 'are'} running{why}; {advice}"
@@ -172,7 +192,7 @@ def _rank_problems(axes: Axes, num_ranks: int) -> Iterator[str]:
 
 def _factors(axes: Axes, *, besides: str = "") -> str:
     """The axes of several ranks, as a product in words."""
-    sizes = {axis: size for axis, size in axes.sizes.items() if size > 1 and axis != besides}
+    sizes = {axis: getattr(axes, axis) for axis in axes.order if axis != besides and getattr(axes, axis) != 1}
     return " × ".join(f"{axis} {size}" for axis, size in sizes.items()) or "data 1"
 
 
@@ -184,7 +204,7 @@ def _nearest_split(num_ranks: int, replicate: int) -> tuple[int, int]:
 
 
 def _batch_problems(plan: Plan, global_batch: int, local_batch_statistics: bool) -> Iterator[str]:
-    data_ranks = plan.axes.replicate * plan.axes.data
+    data_ranks = plan.axes.data_ranks
     if global_batch < data_ranks:
         yield SMALL_BATCH.message(plan, global_batch=global_batch, data_ranks=data_ranks)
     parts = data_ranks * plan.step.microbatches

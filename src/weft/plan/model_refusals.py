@@ -53,6 +53,23 @@ COMPILED_AS_A_WHOLE = Refusal(
     remedy="give the model itself and set [compile] blocks = true",
 )
 
+# --- losses that a model makes itself ---------------------------------------------------------------------------------
+
+BALANCE_LOSS_LEFT_OUT = Refusal(
+    combination='loss = "cross-entropy" with output_router_logits = true (mixture of experts)',
+    why="{model} has output_router_logits = true, which asks for a loss that balances its experts, and weft's "
+    "cross-entropy is taken of the logits alone",
+    remedy="set output_router_logits = false to train without it, or give a loss of your own that adds "
+    "output.aux_loss, for which the batch must be in one part",
+)
+BALANCE_LOSS_OF_PARTS = Refusal(
+    combination="output_router_logits = true (mixture of experts) with a batch in several parts ([axes] data, "
+    "replicate, ring, ulysses or [step] microbatches > 1)",
+    why="{model} has output_router_logits = true; its output.aux_loss is a product of two means over the batch, and "
+    "{parts} parts of a batch, of which each makes its own, do not add up to that of the whole",
+    remedy="set output_router_logits = false, or those axes and microbatches to 1",
+)
+
 # --- pipelines --------------------------------------------------------------------------------------------------------
 
 VERSIONS_OF_MASTERS = Refusal(
@@ -136,6 +153,12 @@ STATISTICS_OF_SOME_TOKENS = Refusal(
     "its own",
     remedy="set sequence = false, or use another norm in the blocks",
 )
+TOKENS_FLATTENED = Refusal(
+    combination="[tensor] sequence = true with a block that joins samples and tokens into one dim (OPT)",
+    why="a layer that is split over the tensor axis is given a tensor of {shape} inside of a block: with [tensor] "
+    "sequence = true it must be (samples, tokens, features), of which a rank has some tokens",
+    remedy="keep samples and tokens apart in the model's code, or set sequence = false",
+)
 WEIGHTS_INSIDE_AND_OUTSIDE = Refusal(
     combination="[tensor] sequence = true with a weight that is shared between a block and the rest",
     why='"{name}" belongs to a block and to the model outside of its blocks; with [tensor] sequence = true its '
@@ -143,9 +166,9 @@ WEIGHTS_INSIDE_AND_OUTSIDE = Refusal(
     remedy="give each its own, or set sequence = false",
 )
 BLOCKS_LEFT_OUT_AT_RANDOM = Refusal(
-    combination="[tensor] sequence = true, [axes] ring or ulysses > 1 with blocks left out at random (layer drop)",
-    why='"{module}" has {name} = {value}, and leaves out blocks at random; with {asked} each rank draws for its own '
-    "tokens",
+    combination="[tensor] sequence = true, [axes] ring, ulysses or pipeline > 1 with blocks left out at random (layer "
+    "drop)",
+    why='"{module}" has {name} = {value}, and leaves out blocks at random; with {asked} {reason}',
     remedy="set {name} = 0, or {instead}",
 )
 
@@ -162,11 +185,17 @@ ATTENTION_THAT_DROPS = Refusal(
     why="attention drops {dropout:g} of its weights, which weft does not do over several ranks",
     remedy="set the model's attention dropout to 0, or [axes] ring and ulysses to 1",
 )
+SOFT_CAPS_OF_WHOLE_ROWS = Refusal(
+    combination='[sequence] variant = "ring-self-attention" with a model that caps its attention scores (Gemma 2)',
+    why='attention caps its scores at {softcap:g}, and [sequence] variant = "{variant}" keeps no scores, which the '
+    "slope of the cap needs",
+    remedy='use variant = "ring", or a model without attn_logit_softcapping',
+)
 CROSS_ATTENTION = Refusal(
     combination="[axes] ring or ulysses > 1 with cross-attention (an encoder and a decoder)",
     why="attention of {num_queries} queries to {num_keys} keys: with [axes] ring or ulysses > 1 weft splits "
     "self-attention only, where both are as many",
-    remedy="set them to 1 for models with cross-attention",
+    remedy="set [axes] ring and ulysses to 1 for models with cross-attention",
 )
 MASKS_OF_ITS_OWN = Refusal(
     combination="[axes] ring or ulysses > 1 with a mask that the model makes itself, other than causal or padding",
@@ -182,10 +211,54 @@ TOKENS_OF_ITS_OWN = Refusal(
 )
 LOSS_OVER_TOKENS = Refusal(
     combination="[axes] ring or ulysses > 1 with a loss of a token that depends on other tokens",
-    why="the loss of some tokens and that of the others do not add up to the loss of all: they differ by {excess:.0f} "
-    "times what rounding allows. So ranks that share a sequence cannot each take it of their own",
+    why="the loss of some tokens and that of the others do not add up to the loss of all: {whole:.6g} for all of them "
+    "against {parts:.6g}. So ranks that share a sequence cannot each take it of their own",
     remedy="let every token's part of it depend on that token only (shift targets in the data, take means over "
-    "tokens), or set [axes] ring and ulysses to 1",
+    "tokens), return (sum, count) where it divides by a number of its own, or set [axes] ring and ulysses to 1",
+)
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+LOSS_OF_PARTS = Refusal(
+    combination="[axes] data or replicate > 1, or [step] microbatches > 1, with a loss that is no mean over targets",
+    why="the loss of a batch is not the mean of the losses of its parts, weighted by their numbers of targets (those "
+    "other than -100 where they are integers, else samples): {seen}. So data ranks and microbatches ([axes] data = "
+    "{axes.data:value}, {step.microbatches}) would train another loss than one process",
+    remedy="let it return (sum, count): the sum over what it averages, and the number that it divides by "
+    "(docs/losses.md). A loss that compares samples with each other takes those of all ranks by weft.gather_batch, "
+    "with microbatches = 1",
+)
+LOSS_OF_SOME_TARGETS = Refusal(
+    combination="[axes] data or replicate > 1, or [step] microbatches > 1, with a loss that is a mean over targets "
+    "only while none of them is -100, and one is",
+    why="a target is -100, and the loss is no mean over the others: with some left out, the losses of parts of a batch "
+    "do not add up to that of the whole ([axes] data = {axes.data:value}, {step.microbatches})",
+    remedy="let it return (sum, count), and shift targets in the data, not in the loss (docs/losses.md)",
+)
+COUNTS_OF_PARTS = Refusal(
+    combination="[axes] data or replicate > 1, or [step] microbatches > 1, with (sum, count) that do not add up",
+    why="the sums and counts that the loss returns for parts of a batch do not add up to those of the whole: {seen}. "
+    "So data ranks and microbatches ([axes] data = {axes.data:value}, {step.microbatches}) would train another loss "
+    "than one process",
+    remedy="return the plain sum and the number of what it runs over, not a mean or a number that is always the same. "
+    "A loss that compares samples with each other takes those of all ranks by weft.gather_batch, with microbatches = 1",
+)
+LOSS_FAILED = Refusal(
+    combination="a loss that fails on some ranks' parts of a batch, and not on others'",
+    why="the loss failed on rank {ranks} with its part of the batch: {error}",
+    remedy="it is given the samples of one data rank and microbatch at a time; if its targets are places in the whole "
+    "batch, take the outputs of all ranks by weft.gather_batch (docs/losses.md)",
+)
+GATHERED_MICROBATCHES = Refusal(
+    combination="[step] microbatches > 1 with a loss that calls weft.gather_batch",
+    why="the loss gathers the samples of all ranks (gather_batch), and {step.microbatches} computes it on some at a "
+    "time, the others not being there",
+    remedy='set [step] microbatches = 1; for memory, [recompute] policy = "full" or more data ranks',
+)
+GATHERED_TOKENS = Refusal(
+    combination="[axes] ring or ulysses > 1 with a loss that calls weft.gather_batch",
+    why="the loss gathers samples (gather_batch), of which with {axes.ring} and {axes.ulysses} no rank has a whole one",
+    remedy="set [axes] ring and ulysses to 1",
 )
 
 # --- images split by rows ---------------------------------------------------------------------------------------------
@@ -248,6 +321,12 @@ BUFFERS_RECOMPUTED = Refusal(
     why='{buffer} in block "{block}" changes when the block runs, so that computing the block again would give another '
     "answer",
     remedy='set [recompute] policy = "none", or keep it out of the blocks',
+)
+HOST_DRAWS_RECOMPUTED = Refusal(
+    combination="[recompute] policy with a block that draws from numpy's or Python's random numbers",
+    why='block "{name}" draws from the global random numbers of numpy or Python, so that computing it again would draw '
+    "others",
+    remedy='draw with torch, or set [recompute] policy = "none"',
 )
 PRODUCTS_OVERWRITTEN = Refusal(
     combination='[recompute] policy = "selective", not compiled, with a block that overwrites a product in place',

@@ -27,6 +27,8 @@ from weft.plan.fields import (
 
 # Outermost first. Tensor is innermost because it communicates most and must stay inside a node.
 AXES = ("pipeline", "replicate", "data", "ring", "ulysses", "tensor")
+ALL = "all"
+"""The word for the ranks that the other axes leave; `plan/all_ranks.py` replaces it by their number."""
 POSITIVE, NATURAL, NOT_NEGATIVE, FLAG = Whole(minimum=1), Whole(minimum=0), Real(minimum=0), Flag()
 CODECS = ("half", "topk", "dgc", "onebit", "sign", "qsgd", "terngrad", "powersgd")
 
@@ -35,7 +37,11 @@ CODECS = ("half", "topk", "dgc", "onebit", "sign", "qsgd", "terngrad", "powersgd
 class Axes(Section):
     """The number of ranks along each axis of the mesh. Their product is the number of ranks."""
 
-    data: int = declare(1, POSITIVE, "Ranks that each train on their own part of the batch.")
+    data: int | str = declare(
+        1,
+        Whole(minimum=1, words=(ALL,)),
+        "Ranks that each train on their own part of the batch; all: the ranks that the other axes leave.",
+    )
     replicate: int = declare(1, POSITIVE, "Hybrid sharding: shard over data, replicate over this.")
     pipeline: int = declare(1, POSITIVE, "Ranks that each hold their own run of the model's blocks.")
     tensor: int = declare(1, POSITIVE, "Ranks that share every matrix of a block.")
@@ -50,6 +56,11 @@ class Axes(Section):
     @property
     def sizes(self) -> dict[str, int]:
         """Ranks along each axis, outermost first."""
+        if self.data == ALL:
+            raise PlanError(
+                '[axes] data = "all" is a number only where ranks run, as in parallelize and weft train; write the '
+                "number to use the plan elsewhere"
+            )
         return {axis: getattr(self, axis) for axis in self.order}
 
     @property
@@ -62,9 +73,19 @@ class Axes(Section):
         return self.ring * self.ulysses
 
     @property
+    def besides_data(self) -> int:
+        """The product of all axes but data."""
+        return math.prod(getattr(self, axis) for axis in AXES if axis != "data")
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks, or groups of them, that get different samples."""
+        return self.replicate * self.sizes["data"]
+
+    @property
     def state(self) -> int:
         """Ranks of one replica that have the same parameters and sum their gradients."""
-        return self.data * self.sequence
+        return self.sizes["data"] * self.sequence
 
     @property
     def state_axes(self) -> str:
@@ -191,6 +212,16 @@ class Codec(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Average(Section):
+    """An exponential moving average of the weights, kept beside them (EMA)."""
+
+    decay: float = declare(
+        0.0, Real(minimum=0, below=1), "Share of the average that each update keeps, such as 0.999; 0 keeps no average."
+    )
+    start: int = declare(0, NATURAL, "Steps before the average begins, with the weights of that moment.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Precision(Section):
     """Number formats."""
 
@@ -238,6 +269,12 @@ class Comm(Section):
         "auto", Choice(("auto", "c10d", "shared")), "Torch's backends, or shared memory between ranks of one host."
     )
     bucket_bytes: int = declare(26214400, POSITIVE, "Size of the buffers in which gradients are exchanged.")
+    timeout_s: float = declare(
+        0.0,
+        NOT_NEGATIVE,
+        "Seconds that ranks wait for each other in a steady step before the run ends; 0: half an hour, which the first "
+        "steps and checkpoints always have.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,6 +289,7 @@ class Plan:
     data: Data = field(default_factory=Data)
     server: Server = field(default_factory=Server)
     codec: Codec = field(default_factory=Codec)
+    average: Average = field(default_factory=Average)
     precision: Precision = field(default_factory=Precision)
     recompute: Recompute = field(default_factory=Recompute)
     compile: Compile = field(default_factory=Compile)

@@ -130,6 +130,7 @@ RULES: tuple[Rule, ...] = (
         remedy="backups are counted in [axes] data, so set backups to at most {most}, or data to {least} or more",
         broken=lambda plan, _: (
             (plan.data.sync, plan.server.mode) == ("server", "sync")
+            and isinstance(plan.axes.data, int)
             and plan.server.backups >= plan.axes.data
             and dict(most=plan.axes.data - 1, least=plan.server.backups + 1)
         ),

@@ -22,6 +22,15 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     return parse_plan(read_text(path, kind=PlanError), source=os.fspath(path))
 
 
+def as_plan(given: object) -> Plan:
+    """A plan that was given as itself, or as the path of its file."""
+    if isinstance(given, Plan):
+        return given
+    if isinstance(given, str | os.PathLike):
+        return read_plan(given)
+    raise PlanError(f"the plan is a {type(given).__name__}; give a weft.Plan, or the path of a plan file")
+
+
 def read_text(path: str | os.PathLike[str], *, kind: type[WeftError]) -> str:
     """The content of a text file; an error of this kind if it cannot be read."""
     try:

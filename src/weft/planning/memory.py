@@ -34,7 +34,7 @@ from weft.planning.gradient_buffers import travelling_bytes
 from weft.profiles.model import ModelProfile
 from weft.units import format_bytes
 
-_STATE = ("parameters", "gradients", "master", "optimizer", "buffers")
+_STATE = ("parameters", "gradients", "master", "optimizer", "average", "buffers")
 
 
 def _category(meaning: str) -> int:
@@ -52,6 +52,7 @@ class Memory:
     gradients: int = _category("kept over microbatches")
     master: int = _category("what the optimizer updates, where it is not the parameters themselves")
     optimizer: int = _category("the optimizer's moments")
+    average: int = _category("the average of the weights")
     buffers: int = _category("running statistics and tables of the model")
     gathered: int = _category("parameters of other ranks, whole for a while")
     gradient_buffers: int = _category("gradients on their way to other ranks")
@@ -80,7 +81,7 @@ class Memory:
     def table(self) -> str:
         """The categories as people read them, one per line."""
         rows = [*self._rows(), ("total", self.total, f"at its peak: {self.moment}")]
-        rows.append(("on the host", self.host, "masters, moments and gradients of the update"))
+        rows.append(("on the host", self.host, "masters, moments, averages and gradients of the update"))
         return "\n".join(f"{name:17s} {format_bytes(num):>10s}  {what}" for name, num, what in rows if num)
 
 
@@ -165,6 +166,7 @@ def state_memory(
     trainable = [flat for flat in flats if flat.trainable]
     master = sum(flat.part_bytes(flat.master) for flat in trainable if on_host or flat.master != flat.compute)
     handed_over = sum(flat.part_bytes(flat.master) for flat in trainable)
+    average = sum(average_bytes(flat) for flat in trainable) if plan.average.decay > 0 else 0
     return Memory(
         moment="between steps",
         parameters=sum(
@@ -176,9 +178,15 @@ def state_memory(
         ),
         master=0 if on_host else master,
         optimizer=0 if on_host else optimizer_bytes,
+        average=0 if on_host else average,
         buffers=buffer_bytes,
-        host=master + optimizer_bytes + handed_over if on_host else 0,
+        host=master + optimizer_bytes + average + handed_over if on_host else 0,
     )
+
+
+def average_bytes(flat: FlatBuffer) -> int:
+    """Bytes of the average of a rank's part, which is in float32 at least (`training/step/average.py`)."""
+    return flat.part_bytes(flat.master if item_bytes(flat.master) > 4 else "float32")
 
 
 def _passes(plan: Plan, profile: ModelProfile, samples: int, gathered: Sequence[FlatBuffer]) -> Iterator[Memory]:

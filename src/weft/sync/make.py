@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from weft.blueprint import Blueprint
-from weft.comm.collectives import broadcast
+from weft.comm.broadcast_many import copy_from_first
 from weft.comm.group import Group
 from weft.errors import ModelError
 from weft.layout import Layout
 from weft.mesh import Mesh
 from weft.parallel.state.batchnorm import has_batch_norms
-from weft.parallel.state.materialise import Cut, Materialiser
+from weft.parallel.state.materialise import Cut, Draws, Materialiser
 from weft.parallel.wrapping.wrap import add_hook
 from weft.parallel.zero.flat_parameters import FlatParameters, Piece
 from weft.parallel.zero.gather import Gathering
@@ -54,14 +54,14 @@ def place(
     cut: Cut | None,
     rules: GradientRules,
     stage_of: Mapping[str, int] | None,
-    initialise: bool,
+    draws: Draws = lambda name: True,
 ) -> PipelineSync:
     """Put a model on this rank's device, its parameters where its plan wants them, equal on all ranks; collective.
 
     `layouts` say which part of the whole each parameter is, and `cut` makes that part of one that still has no memory.
-    `stage_of` is the stage of every block in a pipeline. Without `initialise`, values come later.
+    `stage_of` is the stage of every block in a pipeline. Parameters that are not drawn get values later.
     """
-    materialiser = Materialiser(model, mesh.world.device, cut, initialise=initialise)
+    materialiser = Materialiser(model, mesh.world.device, cut, draws=draws)
     if needs_flats(model, mesh):
         return _place_in_flats(model, mesh, blueprint, layouts, materialiser, rules, stage_of)
     materialiser.fill_all()
@@ -76,19 +76,6 @@ def place(
 
 
 @torch.no_grad()
-def copy_from_first(tensors: Sequence[torch.Tensor], groups: Sequence[Group]) -> None:
-    """Every rank starts from the first one's values, whatever its own random state was.
-
-    They go from the first rank of each group to its others, one group after the other (`Mesh.axis_groups`).
-    """
-    for tensor in tensors:
-        flat = tensor.detach().contiguous()
-        for group in groups:
-            broadcast(flat, group)
-        if flat.data_ptr() != tensor.data_ptr():
-            tensor.copy_(flat)
-
-
 def _place_in_flats(
     model: nn.Module,
     mesh: Mesh,

@@ -33,13 +33,26 @@ def describe(parts: ParallelModel, replacements: Replacements) -> str:
     done = [f"{step.what} ({step.condition})" for step in steps() if step.is_for(mesh.plan)]
     replaced = [f"{one.what}: {one.why}" for one in replacements.all()]
     sections = {
-        f"plan: {axes} ({mesh.world.size} ranks)": [f"rank {mesh.world.rank} on {mesh.world.device}: {places}"],
+        f"plan: {axes} ({mesh.world.size} ranks)": [
+            f"rank {mesh.world.rank} on {mesh.world.device}: {places}",
+            *_average_lines(parts),
+        ],
         "done to the model, in order": [f"{number}. {what}" for number, what in enumerate(done, 1)],
         f"model: {type(parts.model).__name__}": _Tree(parts).lines(),
         "process groups of this rank": _group_lines(mesh),
         "replaced while a step runs": replaced or ["nothing"],
     }
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items())
+
+
+def _average_lines(parts: ParallelModel) -> list[str]:
+    average = parts.mesh.plan.average
+    if not average.decay:
+        return []
+    pieces = [piece.tensor for piece in parts.sync.pieces]
+    num_bytes = format_bytes(sum(piece.numel() * max(piece.element_size(), 4) for piece in pieces))
+    begins = f" from step {average.start} on" if average.start else ""
+    return [f"average of the weights: decay {average.decay:g}{begins}, {num_bytes} for {len(pieces)} parameters"]
 
 
 def _used(mesh: Mesh) -> dict[str, int]:

@@ -9,28 +9,33 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from weft.checkpoint.new_layers import NewLayers
 from weft.checkpoint.pretrained import load_weights
-from weft.errors import ModelError
-from weft.mesh import Mesh, join_world, make_mesh
+from weft.comm.failures.activity import calls, collective_call
+from weft.comm.failures.watch import set_step_timeout
+from weft.mesh import DEFAULT_TIMEOUT_S, Mesh, join_world, make_mesh
 from weft.parallel.apply import apply_plan
-from weft.parallel.state.batchnorm import has_batch_norms
+from weft.parallel.state.batchnorm import has_batch_norms, warn_of_microbatches
 from weft.parallel.state.materialise import agreed_seed
 from weft.parallel.zero.flat_parameters import Piece
-from weft.plan.check import check, require
-from weft.plan.model_refusals import COMPILED_AS_A_WHOLE
+from weft.plan.all_ranks import with_ranks
 from weft.plan.plan import Plan
+from weft.plan.text import as_plan
 from weft.training.meta_trainer import MetaTrainer, refuse_memory
-from weft.training.setup.probe_optimizer import OptimizerFactory, class_name, is_elementwise
+from weft.training.setup.probe_optimizer import OptimizerFactory
+from weft.training.setup.setup_problems import raise_together, setup_problems
 from weft.training.step.loss import LossFunction, resolve_loss
+from weft.training.step.not_finite import SKIP_AT_MOST
 from weft.training.step.parallel_model import ParallelModel
 from weft.training.trainer import Trainer
 
 ParameterGroups = Callable[[str, tuple[int, ...]], dict[str, Any]]
 
 
+@collective_call("weft.parallelize")
 def parallelize(
     model: nn.Module,
-    plan: Plan,
+    plan: Plan | str | Path,
     *,
     loss: str | LossFunction,
     optimizer: OptimizerFactory,
@@ -39,16 +44,26 @@ def parallelize(
     global_batch: int | None = None,
     example: Any = None,
     weights: str | Path | None = None,
+    new_layers: Sequence[str] = (),
     device: torch.device | str | None = None,
     mesh: Mesh | None = None,
+    skip_at_most: int | None = SKIP_AT_MOST,
 ) -> Trainer:
     """Train a model as a plan says.
 
     The model stays an ordinary module and is changed in place (`parallel/apply.py` lists how). It may be on the meta
     device, without memory: then it gets its first values here, and with `[data] shard = "parameters"` no rank ever
-    holds the whole of it.
+    holds the whole of it. A BatchNorm in training normalises each microbatch, over all data ranks: with `[step]
+    microbatches` > 1 the answer is that of one process with the same microbatches, not with one whole batch.
 
-    loss        "cross-entropy", or loss(output, targets) -> scalar mean, or (sum, count)
+    plan        or the path of a plan file
+    loss        "cross-entropy", or loss(output, targets) -> scalar mean, or (sum, count). It is called with the outputs
+                and targets of one microbatch of one data rank (and of some tokens, under `[axes] ring` and `ulysses`).
+                Means are averaged over the global batch by their numbers of targets: of the first tensor of the
+                targets, the entries other than -100 where it holds integers, else its samples. A loss that divides by
+                another number (class weights, another ignore_index, a mask) returns (sum, count) itself; one that
+                compares samples takes those of all ranks by `weft.gather_batch`. Every loss is tried on parts of a
+                drawn batch in the first step, and refused where they do not add up to the whole (docs/losses.md)
     optimizer   called with the parameters: functools.partial(torch.optim.AdamW, lr=3e-4)
     schedule    step -> factor of the learning rate
     groups      (name, global shape) -> settings of the optimizer for this parameter, such as {"weight_decay": 0.0}
@@ -59,29 +74,38 @@ def parallelize(
                 differently next time: to resume to the bit, give cuts
     weights     a folder of *.safetensors, as Hugging Face stores them: each rank reads its part of them straight into
                 the split model, which is best built on the meta device, where no random values are drawn for it then
+    new_layers  names of layers that are not in those files, such as ["score"], a new head: they keep the model's own
+                values, or are drawn if it is on the meta device. Any other tensor that is in no file is refused
     device      where this rank computes. "meta", alone or on torch's "fake" process group: nothing is run or read
                 (weights neither), and the trainer shows what this rank of a large world would hold
     mesh        another trainer's mesh, of a plan with the same axes and transport: its process groups are used, and
                 are still there when this trainer is closed
+    skip_at_most  steps in a row whose loss (or gradients, where the plan clips or computes in 16 bits) is not finite:
+                they change nothing, and a warning names the tensors; the next one raises a NotFiniteError on every
+                rank, after which a loop may `trainer.load` a checkpoint and go on. 0: the first one; None: none does
     """
-    world = join_world(device)
+    calls.forget_durations()
+    plan = as_plan(plan)
+    world = join_world(device, plan=plan, timeout_s=max(DEFAULT_TIMEOUT_S, plan.comm.timeout_s))
+    set_step_timeout(plan.comm.timeout_s)
+    plan = with_ranks(plan, world.size)
+    if problems := setup_problems(
+        model,
+        plan,
+        loss=loss,
+        optimizer=optimizer,
+        num_ranks=world.size,
+        device=world.device,
+        global_batch=global_batch,
+    ):
+        raise_together(problems)
     named_model: nn.Module = getattr(model, "_orig_mod", model)
-    _refuse_model(named_model)
+    new = NewLayers(named_model, new_layers, has_weights=weights is not None)
     if world.is_fake:
         refuse_memory(named_model)
-    gets_parts = plan.data.shard != "nothing" or plan.axes.tensor > 1
-    problems = check(
-        plan,
-        num_ranks=world.size,
-        optimizer=class_name(optimizer, world.device),
-        elementwise=is_elementwise(optimizer, world.device) if gets_parts else None,
-        global_batch=global_batch,
-        local_batch_statistics=has_batch_norms(named_model),
-    )
-    require(problems)
+    if world.rank == 0:
+        warn_of_microbatches(named_model, plan.step.microbatches)
     resolved_loss = resolve_loss(loss, compiled=plan.compile.blocks)
-    if model is not named_model and plan.axes.pipeline * plan.axes.tensor * plan.axes.sequence > 1:
-        raise ModelError(COMPILED_AS_A_WHOLE.message())
     mesh = make_mesh(plan, world, batch_norms=has_batch_norms(named_model), sharing=mesh)
     try:
         with agreed_seed(named_model, mesh):
@@ -90,15 +114,17 @@ def parallelize(
                 mesh=mesh,
                 example=example,
                 keep_output=resolved_loss.counts_targets,
-                initialise=weights is None,
+                draws=new.draws,
             )
             apply_plan(parts)
         made = optimizer(_optimizer_arguments(parts.sync.pieces, groups))
         if world.is_fake:
             return cast(Trainer, MetaTrainer(parts, made))
-        trainer = Trainer(model, parts, loss=resolved_loss, optimizer=made, schedule=schedule)
+        trainer = Trainer(
+            model, parts, loss=resolved_loss, optimizer=made, schedule=schedule, skip_at_most=skip_at_most
+        )
         if weights is not None:
-            load_weights(trainer, Path(weights))
+            load_weights(trainer, Path(weights), new_layers=new.names)
         return trainer
     except BaseException:
         mesh.close(failed=True)
@@ -116,16 +142,3 @@ def _optimizer_arguments(pieces: Sequence[Piece], groups: ParameterGroups | None
         together.append(piece.tensor)
     # A stage may have nothing to train; torch refuses an empty list, but not an empty group.
     return [{"params": tensors, **settings} for settings, tensors in made] or [{"params": []}]
-
-
-def _refuse_model(model: nn.Module) -> None:
-    problems = []
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        problems.append("the model has no parameter to train: every one is frozen; set requires_grad on some")
-    problems += [
-        f'embedding "{name}" makes sparse gradients, which weft does not exchange; build it with sparse=False'
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-    ]
-    if problems:
-        raise ModelError(problems)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -23,6 +24,7 @@ from torch import nn
 from weft.checkpoint import load as checkpoint
 from weft.checkpoint.save import Saving
 from weft.comm.collectives import all_reduce, broadcast
+from weft.comm.failures.activity import collective_call
 from weft.comm.objects import gather_values
 from weft.errors import DataError
 from weft.parallel.pipeline.cut_model import tied_groups
@@ -35,16 +37,19 @@ from weft.plan.pipeline.timeline import Timeline
 from weft.plan.plan import Plan
 from weft.training.data.batches import Batches
 from weft.training.data.split_tokens import SequenceSplit
-from weft.training.data.trees import forward
+from weft.training.data.trees import forward, num_samples
 from weft.training.describe import describe
-from weft.training.setup.probe_loss import probed
+from weft.training.setup.own_loss import OwnLoss
 from weft.training.setup.split_layers import KeepingShares
+from weft.training.setup.unshifted import warn_of_unshifted
+from weft.training.step.average import make_average, require_average
 from weft.training.step.divergence import DivergenceCheck, require_same_batch
 from weft.training.step.evaluating import evaluating
 from weft.training.step.generate import generate_tokens, pick_token
 from weft.training.step.loss import Count, Loss, loss_terms
 from weft.training.step.microbatch_loop import MicrobatchLoop
 from weft.training.step.microbatches import Microbatches
+from weft.training.step.not_finite import SKIP_AT_MOST, NotFiniteWatch
 from weft.training.step.parallel_model import ParallelModel
 from weft.training.step.pipeline_step import PipelineStep
 from weft.training.step.pipeline_stream import PipelineStream
@@ -65,6 +70,7 @@ class Trainer:
         loss: Loss,
         optimizer: torch.optim.Optimizer,
         schedule: Callable[[int], float] | None,
+        skip_at_most: int | None = SKIP_AT_MOST,
     ) -> None:
         """`model`: the one to call, which may be a compiled wrapper of the one in `parts`."""
         mesh, sync, cut, tensor, sample_split = parts.mesh, parts.sync, parts.cut, parts.tensor, parts.sample_split
@@ -85,16 +91,23 @@ class Trainer:
         """Samples handed out so far, over all ranks and epochs; kept by `weft.batches`."""
         self.counts = TargetCount(mesh.batch_group("control"))
         self.seeds = parts.seeds
-        self.update = Update(optimizer, sync, plan, schedule=schedule, is_first_rank=mesh.world.rank == 0)
+        self.average = make_average(sync.pieces, plan)
+        """The average of the weights, where the plan keeps one."""
+        self.extra_state: dict[str, Any] = {}
+        """State of your own for checkpoints, the same on all ranks: objects with `state_dict`, or plain values."""
+        self.companions: dict[str, bytes] = {}
+        """Files beside pretrained weights that checkpoints repeat (a tokenizer's), by name; on rank 0."""
+        self.update = Update(optimizer, sync, plan, schedule=schedule, average=self.average)
+        self.not_finite = NotFiniteWatch(parts.model, self.update, sync, mesh, skip_at_most=skip_at_most)
         self.replacements = parts.make_replacements()
         """Functions of torch and transformers that are replaced while a step runs."""
         self._recording = Recording(mesh.index("pipeline"))
         if tensor is not None and tensor.output is not None:
             split_loss = functools.partial(split_cross_entropy_sum, vocabulary=tensor.output, group=tensor.group)
             loss = replace(loss, function=split_loss)
-        if isinstance(sample_split, SequenceSplit):
-            loss = probed(loss, mesh.group("ring+ulysses", "control"), self.replacements.paused)
-        self._loss = loss
+        cuts_tokens = isinstance(sample_split, SequenceSplit)
+        self.own_loss = OwnLoss(loss, mesh, outside=self.replacements.paused if cuts_tokens else None)
+        self._loss = loss = self.own_loss.loss
         call: Callable[[Any], Any] = Caller(model, plan, widens=not loss.counts_targets)
         if tensor is not None and tensor.output is not None:
             call = KeepingShares(call, tensor.output_mode)
@@ -106,7 +119,7 @@ class Trainer:
         self._has_compared = False
         self._has_failed = False
         tied = tied_groups(cut, mesh) if cut is not None else {}
-        self._divergence = DivergenceCheck(self.named_model, optimizer, sync, mesh, self.layouts, tied)
+        self._divergence = DivergenceCheck(self.named_model, optimizer, sync, mesh, self.layouts, tied, self.average)
         self.num_parameters = parts.num_parameters
         """Elements of the whole model's parameters."""
         self._microbatches = Microbatches(
@@ -145,7 +158,7 @@ class Trainer:
 
     @property
     def num_skipped(self) -> int:
-        """Number of updates skipped so far, because a gradient was not finite."""
+        """Number of updates skipped so far, because the loss or a gradient was not finite."""
         return self.update.num_skipped
 
     @property
@@ -159,31 +172,44 @@ class Trainer:
         original: nn.Module = getattr(self.model, "_orig_mod", self.model)
         return original
 
+    @collective_call("trainer.step")
     def step(self, inputs: Any, targets: Any) -> torch.Tensor:
         """Forward, backward, exchange, update; returns the mean loss over the global batch.
 
         `inputs` and `targets` are this rank's part of the batch, possibly empty. The loss is the same on every rank,
-        and a tensor that does not block until it is read.
+        and a tensor that does not block until it is read. A loss that is not finite skips the update, with a warning;
+        too many of these in a row raise a NotFiniteError on every rank, after which the trainer can still be used.
         """
+        self._require_weights("step()")
         if not self._has_compared:
             require_same_batch(self.mesh, inputs, targets)
             self._has_compared = True
+            if self.mesh.world.rank == 0 and self._loss.counts_targets:
+                warn_of_unshifted(inputs, targets)
         microbatches = self._microbatches.cut(inputs, targets)
-        if self.seeds.base is None and self.parts.needs_seeds:
+        self.not_finite.keep(self.steps_done, inputs, targets)
+        if self.seeds.base is None:
             self.seeds.base = self._draw_seed()
+        self.own_loss.begin(inputs)
         self._has_failed = True  # until the step is over
-        with self.replacements:
+        with self.replacements, self.own_loss.gathering.during("model"):
             loss = self._steps.step(microbatches, step=self.steps_done)
+        self.own_loss.settle()
         self._end_step()
         self._has_failed = False
+        self.not_finite.look()
         return loss
 
     def flush(self) -> None:
         """Finish the batches that flush-free schedules have in flight, and the last update's gathers; collective."""
+        if self.average is not None:
+            self.average.publish_weights(self.sync)
         if self.pipeline_step is not None:
             with self.replacements:
                 self.pipeline_step.flush()
+            self.own_loss.settle()  # flush-free schedules may reach the first loss here
         self.sync.settle()
+        self.not_finite.look_at_all()
 
     def describe(self) -> str:
         """A text of this rank's wrapped modules, parameter placements, process groups and replaced functions."""
@@ -200,11 +226,24 @@ class Trainer:
         rows = [row for part in gather_values(mine.as_rows(), group) for row in part]
         return Timeline.from_rows(rows, num_ranks=group.size)
 
-    def evaluate(self, batches: Iterable[tuple[Any, Any]]) -> float:
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Context in which the model has its averaged weights (`[average]`), to evaluate or generate; collective."""
+        average = require_average(self.average)
+        self.flush()
+        with average.in_place_of_weights(self.sync, self.mesh.everyone("control")):
+            yield
+
+    @collective_call("trainer.evaluate")
+    def evaluate(self, batches: Iterable[tuple[Any, Any]], *, average: bool = False) -> float:
         """The mean loss over the batches of all ranks, without training; collective.
 
         An iterator of `weft.batches` is read from its start, and the position of the training data does not change.
+        With `average`, that of the averaged weights.
         """
+        if average:
+            with self.averaged():
+                return self.evaluate(batches)
         if isinstance(batches, Batches):
             batches = batches.from_start()
         self.flush()
@@ -215,11 +254,12 @@ class Trainer:
             totals[0] += terms.value * terms.multiplier
             totals[1] += terms.count
 
-        with evaluating(self.model), self.replacements:
+        with evaluating(self.model), self.replacements, self.own_loss.gathering.during("model"):
             for number, batch in enumerate(self._in_step(batches)):
                 if number == 0:
                     require_same_batch(self.mesh, *batch)
                 self._steps.evaluate(self._microbatches.cut(*batch), add)
+        self.own_loss.settle()
         # In a pipeline only the last stage has outputs; along other axes data ranks have the same ones.
         totals = totals.cpu()
         all_reduce(totals, self.mesh.batch_group("control"))
@@ -228,6 +268,7 @@ class Trainer:
             raise DataError("nothing to evaluate: the batches hold no targets; give at least one sample")
         return float(totals[0] / totals[1])
 
+    @collective_call("trainer.generate")
     def generate(
         self, tokens: Sequence[int], *, num_tokens: int, context: int, temperature: float = 1.0, seed: int = 0
     ) -> list[int]:
@@ -245,21 +286,41 @@ class Trainer:
             return self.pipeline_step.token(inputs, pick)
         return pick(forward(self.model, inputs))
 
+    @collective_call("trainer.save")
     def save(self, directory: str | Path, *, wait: bool = True) -> None:
         """Write a checkpoint; collective. The directory appears only when it is whole: when this returns, or later
         without `wait`, while training goes on."""
+        self._require_weights("save()")
         self.flush()
         self.saving.save(self, Path(directory), wait=wait)
+
+    @collective_call("trainer.export")
+    def export(self, directory: str | Path, *, average: bool = False) -> None:
+        """Write the weights alone, or their average, as a folder that transformers and safetensors read; collective."""
+        self._require_weights("export()")
+        self.flush()
+        self.saving.export(self, Path(directory), require_average(self.average) if average else None)
 
     def wait_for_save(self) -> None:
         """Wait until the last checkpoint is whole; raises the error of one that failed."""
         self.saving.wait()
 
-    def load(self, directory: str | Path) -> None:
-        """Continue from a checkpoint of this model, written under any plan; collective."""
+    @collective_call("trainer.load")
+    def load(self, directory: str | Path, *, extra_state: bool = True) -> None:
+        """Continue from a checkpoint of this model, written under any plan; collective.
+
+        Without `extra_state`, that of the checkpoint is left alone, and `trainer.extra_state` stays as it is.
+        """
+        self._require_weights("load()")
         self.flush()
         self.wait_for_save()
-        checkpoint.load(self, Path(directory))
+        checkpoint.load(self, Path(directory), extra_state=extra_state)
+        self.not_finite.restart()
+
+    def _require_weights(self, what: str) -> None:
+        if self.average is not None:
+            self.average.refuse_use(what)
+            self.average.publish_weights(self.sync)
 
     def __enter__(self) -> Self:
         return self
@@ -270,6 +331,7 @@ class Trainer:
         else:  # that error is the one to be seen, and other ranks may wait in an exchange
             self.mesh.close(failed=True)
 
+    @collective_call("trainer.close")
     def close(self) -> None:
         """Flush, wait for a background save, then give back process groups, threads and shared memory. All ranks do it.
 
@@ -286,6 +348,7 @@ class Trainer:
         finally:
             self.mesh.close(failed=failed)
 
+    @collective_call("trainer.check_divergence")
     def check_divergence(self) -> None:
         """Compare weights, optimizer state and buffers of all replicas now; collective."""
         self._divergence.run(self.steps_done)
@@ -297,19 +360,19 @@ class Trainer:
         return int(drawn)
 
     def _in_step(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-        """The batches; where forward passes exchange, a rank without more of them takes part until no rank has any."""
-        if not self.sync.exchanges_in_forward:
+        """The batches; where passes or losses exchange, a rank without more of them takes part until none has any."""
+        if not (self.sync.exchanges_in_forward or self.own_loss.may_gather):
             yield from batches
             return
-        group, own = self.mesh.batch_group("control"), iter(batches)
+        own = iter(batches)
         while True:
             batch = next(own, None)
-            some = torch.tensor([batch is not None], dtype=torch.int32)
-            all_reduce(some, group, op="max")
-            if not some.item():
+            if not any(self.own_loss.take_sizes(0 if batch is None else num_samples(batch[0]))):
                 return
             if batch is not None:
                 yield batch
+                continue
+            if not self.sync.exchanges_in_forward:
                 continue
             if self.pipeline_step is not None:
                 self.pipeline_step.skip_microbatch(self.plan.step.microbatches)

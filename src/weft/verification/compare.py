@@ -1,4 +1,4 @@
-"""This rank's gradients, weights and buffers against those of one process, which rank 0 broadcasts one by one.
+"""This rank's gradients, weights and buffers against those of one process, which rank 0 broadcasts bucket by bucket.
 
 Only errors are kept: a right plan, the usual case, must not pay for what only a wrong one needs (`examine.py`).
 """
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from weft.checkpoint.local_parts import held_parameters
+from weft.comm.broadcast_many import float64_of_first
 from weft.comm.collectives import broadcast
 from weft.comm.objects import gather_values
 from weft.layout import Layout, part_of
@@ -47,7 +48,7 @@ class LocalTensor:
 
 
 def local_tensors(trainer: Trainer, *, is_drained: bool) -> Iterator[LocalTensor]:
-    """Gradients and weights as the optimizer has them, weights as the model uses them, buffers.
+    """Gradients and weights as the optimizer has them, weights as the model uses them, averages, buffers.
 
     While microbatches are in flight, gradients and buffers may be of any step, and are left out.
     """
@@ -62,6 +63,9 @@ def local_tensors(trainer: Trainer, *, is_drained: bool) -> Iterator[LocalTensor
         for name, parameter in trainer.named_model.named_parameters():
             layout = dataclasses.replace(trainer.layouts[name], flat_range=None)
             yield LocalTensor(key=Key("weight", name, version), tensor=parameter.detach(), layout=layout, is_copy=True)
+    if trainer.average is not None and trainer.average.has_begun:
+        for name, mean in trainer.average.means.items():
+            yield LocalTensor(key=Key("average", name, version), tensor=mean, layout=held[name].layout)
     if is_drained and trainer.plan.data.buffers == "synchronise":
         for name, buffer in trainer.named_model.named_buffers():
             yield LocalTensor(key=Key("buffer", name, version), tensor=buffer.double(), layout=trainer.layouts[name])
@@ -104,17 +108,12 @@ def compare_tensors(trainer: Trainer, oracle: Oracle | None, *, step: int, is_dr
 
 
 def broadcast_tensors(sent: Mapping[Key, torch.Tensor], mesh: Mesh) -> Iterator[tuple[Key, torch.Tensor]]:
-    """Rank 0's tensors on every rank, one at a time, in float64; collective."""
+    """Rank 0's tensors on every rank, a few at a time, in float64; collective."""
     group, device = mesh.everyone("control"), mesh.world.device
     listed = gather_values([[*key, list(tensor.shape)] for key, tensor in sent.items()], group)[0]
-    for what, name, version, shape in listed:
-        key = Key(what, name, version)
-        if key in sent:
-            tensor = sent[key].detach().to(group.device, torch.float64, copy=True).contiguous()
-        else:
-            tensor = torch.empty(shape, dtype=torch.float64, device=group.device)
-        broadcast(tensor, group)
-        yield key, tensor.to(device)
+    true = float64_of_first(list(sent.values()), [shape for *_, shape in listed], group)
+    for (what, name, version, _), tensor in zip(listed, true, strict=True):
+        yield Key(what, name, version), tensor.to(device)
 
 
 def from_first(values: list[float], mesh: Mesh) -> list[float]:

@@ -59,6 +59,8 @@ class DelayedVersions:
         self.model = model
         self.num_targets = 0.0
         self.losses: list[float] = []
+        self.whole_loss: float | None = None
+        """Not computed: microbatches of one step may have different weights."""
         trained = trained_parameters(model)
         self.backward_order = list(reversed(trained))
         self._plan, self._loss, self._stage_of = plan, resolve_loss(recipe.loss), stage_of
@@ -71,6 +73,7 @@ class DelayedVersions:
         )
         self._newest = 0
         self._weights: dict[int, Weights] = {0: self._copies()}
+        self._averages: dict[int, Weights] = {}
         self._gradients: dict[int, Weights] = {}
         """By the version they made; a weight that was not used is left out."""
         # A stage may be as many updates behind as there are others, and is compared with the version before its own.
@@ -97,6 +100,8 @@ class DelayedVersions:
             if not is_drained or version == self._newest:
                 for name, weight in {**weights, **frozen}.items():
                     yield Key("weight", name, version), weight
+                for name, mean in self._averages.get(version, {}).items():
+                    yield Key("average", name, version), mean
         if is_drained:
             for name, gradient in self._gradients.get(self._newest, {}).items():
                 yield Key("gradient", name, self._newest), gradient
@@ -132,7 +137,8 @@ class DelayedVersions:
         self._newest += 1
         self._gradients[self._newest] = {n: head.grad for n, head in self._heads.items() if head.grad is not None}
         self._weights[self._newest] = self._copies()
-        for kept in (self._gradients, self._weights):
+        self._averages[self._newest] = dict(self._updates.means)
+        for kept in (self._gradients, self._weights, self._averages):
             kept.pop(self._newest - self._num_kept, None)
         self._means.append(loss_sum / count_sum if count_sum else None)
         self.num_targets += count_sum

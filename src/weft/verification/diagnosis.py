@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from weft.plan.partition.grid import Grid
 from weft.plan.plan import Plan
@@ -28,6 +28,12 @@ _INSIDE = ("tensor", "ulysses", "ring", "pipeline")
 
 _SUMMED = ("data", "replicate", "ring", "ulysses", "microbatches")
 """Axes, and microbatches, over which gradients are summed after a backward pass."""
+
+NOT_A_MEAN = (
+    "is no mean over its targets (those other than -100 if they are integers, else samples), so that parts of a batch "
+    "do not add up to the whole: let it return (sum, count), see docs/losses.md"
+)
+"""What a loss of the user's own may be, which explains any difference."""
 
 _DEGREES = {
     "targets": "the targets in the batch, over which the mean is taken",
@@ -105,9 +111,16 @@ def diagnose(
 
 
 def diagnose_loss(
-    mine: Sequence[float], true: float, before: float | None, gradients: GradientErrors, plan: Plan
+    mine: Sequence[float],
+    true: float,
+    before: float | None,
+    gradients: GradientErrors,
+    plan: Plan,
+    *,
+    is_own_loss: bool = False,
 ) -> Cause:
-    """The likely cause of a loss's error: `mine` by rank, `before` the true one of the step before."""
+    """The likely cause of a loss's error: `mine` by rank, `before` the true one of the step before. `is_own_loss`: it
+    is the user's, computed on parts of the batch."""
     if not math.isfinite(true):
         return _cause_of_state("nowhere a number", "loss")
     if not all(math.isfinite(one) for one in mine):
@@ -116,15 +129,18 @@ def diagnose_loss(
         return Cause(kind="unknown", text="ranks return different losses, so it was not summed over all of them")
     if before is not None and _is_same(mine[0], before):
         return Cause(kind="stale", text="it is stale: exactly the loss of the step before")
+    num_parts = plan.axes.data_ranks * plan.step.microbatches * plan.axes.sequence
+    own = f"; or the loss {NOT_A_MEAN}" if is_own_loss and num_parts > 1 else ""
     if true and (candidates := _factors(mine[0] / true, plan, num_targets=math.nan)):
-        return _say_factor(mine[0] / true, candidates, plan, "")
+        cause = _say_factor(mine[0] / true, candidates, plan, "")
+        return replace(cause, text=cause.text + own)
     inside = tuple(axis for axis in _INSIDE if plan.axes.sizes[axis] > 1)
     if any(gradients.right.values()) and not any(gradients.off.values()):
         return Cause(kind="unknown", text="no simple one; gradients are right, so only what is reported is off")
     text = f"no simple one: the forward pass computes something else ({mine[0]:.9g} for {true:.9g})"
     if inside:
         text += f"; of this plan's axes, these exchange in a forward pass: {', '.join(inside)}"
-    return Cause(kind="unknown", text=text, axes=inside)
+    return Cause(kind="unknown", text=text + own, axes=inside)
 
 
 def places(ranks: Sequence[int], holders: Sequence[int], plan: Plan) -> str:

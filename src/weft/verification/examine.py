@@ -20,12 +20,15 @@ from weft.mesh import Mesh
 from weft.parallel.tensor.shares import local_part
 from weft.training.trainer import Trainer
 from weft.verification.compare import LocalTensor, broadcast_tensors, local_tensors
-from weft.verification.diagnosis import EXPLAINED, Evidence, GradientErrors, diagnose, diagnose_loss, places
+from weft.verification.diagnosis import EXPLAINED, NOT_A_MEAN, Evidence, GradientErrors, diagnose, diagnose_loss, places
 from weft.verification.oracles import Oracle
 from weft.verification.verdict import Cause, Difference, Finding
 
-_PHASES = {"loss": "forward", "gradient": "backward", "weight": "update", "buffer": "buffers"}
+_PHASES = {"loss": "forward", "gradient": "backward", "weight": "update", "average": "update", "buffer": "buffers"}
 """The phase in which each kind of value is computed, in the order of a step."""
+
+WHOLE_BATCH = "of the whole batch"
+"""Name of the loss that one process computes on all microbatches at once."""
 
 Rows = tuple[int, int, int, int]
 """A dim, the first and the last index along it, and its length."""
@@ -48,6 +51,7 @@ class Examination:
         is_drained: bool,
     ) -> None:
         """`found` are this rank's differences; on some rank one is above the tolerance."""
+        self._trainer = trainer
         self._mesh, self._oracle, self._tolerance, self._step = trainer.mesh, oracle, tolerance, step
         self._reference = dict(oracle.tensors(is_drained=is_drained)) if oracle else {}
         self._held: dict[tuple[str, str], list[LocalTensor]] = {}
@@ -64,8 +68,11 @@ class Examination:
         order, num_targets = facts[0]
         what, name = first = self._first(order)
         gradients = self._gradient_errors() if what in ("loss", "gradient") else GradientErrors()
+        if first == ("loss", WHOLE_BATCH):
+            return self._finding(first, Cause(kind="loss", text=f"the loss {NOT_A_MEAN}"))
         if what == "loss":
-            cause = diagnose_loss(self._gather(mine), true, before, gradients, self._mesh.plan)
+            is_own = not self._trainer.own_loss.loss.counts_targets
+            cause = diagnose_loss(self._gather(mine), true, before, gradients, self._mesh.plan, is_own_loss=is_own)
             return self._finding(first, cause)
         evidence = self._collect(what, name)
         return self._finding(first, diagnose(evidence, gradients, self._mesh.plan, what=what, num_targets=num_targets))

@@ -15,8 +15,9 @@ from torch import nn
 
 from weft.layout import part_of
 from weft.plan.plan import Plan
-from weft.training.data.trees import forward, map_tensors, num_samples
+from weft.training.data.trees import forward, map_output, map_tensors, num_samples, output_tensors
 from weft.training.parallelize import ParameterGroups
+from weft.training.setup.probe_loss import state_kept
 from weft.training.setup.probe_optimizer import OptimizerFactory
 from weft.training.step.loss import LossFunction, count_targets, loss_terms, resolve_loss
 
@@ -25,7 +26,7 @@ class Key(NamedTuple):
     """Identifies a tensor that is compared."""
 
     what: str
-    """gradient, weight or buffer."""
+    """gradient, weight, average or buffer."""
     name: str
     version: int = 0
     """Number of updates that made it, where ranks may have done different numbers of them."""
@@ -42,13 +43,18 @@ class Recipe:
 
 
 class Updates:
-    """A torch optimizer with one parameter group per parameter, torch's own clipping, and the recipe's schedule."""
+    """A torch optimizer with one parameter group per parameter, torch's own clipping, the recipe's schedule, and the
+    plan's average of the weights."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], plan: Plan, recipe: Recipe) -> None:
         groups = recipe.groups or (lambda name, shape: {})
         self.optimizer = recipe.optimizer(
             [{"params": [p], **groups(name, tuple(p.shape))} for name, p in parameters.items()]
         )
+        self._named = dict(parameters)
+        self._average = plan.average
+        self.means: dict[str, torch.Tensor] = {}
+        """The averages so far; none where the plan keeps none, or before they begin."""
         self._parameters, self._clip_norm = list(parameters.values()), plan.step.clip_norm
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self._schedule = recipe.schedule or (lambda step: 1.0)
@@ -58,7 +64,12 @@ class Updates:
             nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * self._schedule(steps_done)
+        decay = self._average.decay
+        if decay and not self.means and steps_done >= self._average.start:
+            self.means = {name: parameter.detach().clone() for name, parameter in self._named.items()}
         self.optimizer.step()
+        for name, mean in self.means.items():
+            self.means[name] = decay * mean + (1 - decay) * self._named[name].detach()
 
 
 class OneProcess:
@@ -71,6 +82,7 @@ class OneProcess:
         self.model = model
         self.num_targets = 0.0
         self.losses: list[float] = []
+        self.whole_loss: float | None = None
         self.backward_order: list[str] = []
         self._plan, self._loss = plan, resolve_loss(recipe.loss)
         self._trained = trained_parameters(model)
@@ -90,11 +102,13 @@ class OneProcess:
         }
         self._updates.optimizer.zero_grad(set_to_none=True)
         loss_sum, count_sum = 0.0, 0.0
-        for rows in microbatch_rows(self._plan, num_samples(inputs)):
-            if not rows:
-                continue
+        outputs: list[Any] = []
+        used = [rows for rows in microbatch_rows(self._plan, num_samples(inputs)) if rows]
+        for rows in used:
             part, target_part = take_rows((inputs, targets), rows)
-            terms = loss_terms(self._loss, forward(self.model, part), target_part, count_targets(target_part))
+            output = forward(self.model, part)
+            outputs.append(map_output(torch.Tensor.detach, output))
+            terms = loss_terms(self._loss, output, target_part, count_targets(target_part))
             loss = terms.value * terms.multiplier
             loss.backward()
             for hook in self._hooks:
@@ -105,10 +119,25 @@ class OneProcess:
             if parameter.grad is not None:
                 parameter.grad /= count_sum
         self.num_targets = count_sum
+        self.whole_loss = self._loss_of_all(outputs, used, targets)
         if update:
             self._updates.step(len(self.losses))
         self.losses.append(loss_sum / count_sum)
         return self.losses[-1]
+
+    @torch.no_grad()
+    def _loss_of_all(self, outputs: list[Any], used: list[list[int]], targets: Any) -> float | None:
+        """The loss of all microbatches at once, where it is a user's own; None where there is one microbatch."""
+        if len(outputs) < 2 or self._loss.counts_targets:
+            return None
+        target_all = take_rows(targets, [row for rows in used for row in rows])
+        try:
+            with state_kept(self._loss.function):
+                joined = _join_samples(outputs, list(map(len, used)))
+                terms = loss_terms(self._loss, joined, target_all, count_targets(target_all))
+        except Exception:  # it takes batches of one size only, or outputs that have no samples to join
+            return None
+        return float(terms.value * terms.multiplier) / float(terms.count)
 
     def tensors(self, *, is_drained: bool = True) -> Iterator[tuple[Key, torch.Tensor]]:
         """All that can be compared after a step. A gradient that is None is left out."""
@@ -117,6 +146,8 @@ class OneProcess:
             if parameter.grad is not None:
                 yield Key("gradient", name), parameter.grad
             yield Key("weight", name), parameter.detach()
+        for name, mean in self._updates.means.items():
+            yield Key("average", name), mean
         for name, buffer in self.model.named_buffers():
             yield Key("buffer", name), buffer.double()
 
@@ -130,7 +161,7 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def microbatch_rows(plan: Plan, total: int) -> list[list[int]]:
     """The rows of each microbatch: the union of what every data rank has in its microbatch of that number."""
-    num_ranks, num_microbatches = plan.axes.replicate * plan.axes.data, plan.step.microbatches
+    num_ranks, num_microbatches = plan.axes.data_ranks, plan.step.microbatches
     rows: list[list[int]] = [[] for _ in range(num_microbatches)]
     for rank in range(num_ranks):
         start, stop = part_of(total, rank, num_ranks)
@@ -142,3 +173,15 @@ def microbatch_rows(plan: Plan, total: int) -> list[list[int]]:
 
 def take_rows(tree: Any, rows: list[int]) -> Any:
     return map_tensors(lambda tensor: tensor[rows] if tensor.dim() else tensor, tree)
+
+
+def _join_samples(outputs: list[Any], sizes: list[int]) -> Any:
+    """One output of several: tensors of samples are joined, others (a term of the loss) averaged by samples."""
+    parts = [output_tensors(output) for output in outputs]
+    joined = iter(
+        torch.cat(alike)
+        if all(one.dim() and one.shape[0] == size for one, size in zip(alike, sizes, strict=True))
+        else sum(one * size for one, size in zip(alike, sizes, strict=True)) / sum(sizes)
+        for alike in zip(*parts, strict=True)
+    )
+    return map_output(lambda _: next(joined), outputs[0])

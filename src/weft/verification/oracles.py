@@ -21,6 +21,7 @@ rule            its name in messages
 is_exact        its answer is that of plain training; otherwise the stages of a pipeline update independently
 step            trains on a whole global batch; returns what the plan's step must, None where there is no loss yet
 losses          mean loss of each batch, in the passes that computed it
+whole_loss      loss of the last step's microbatches all at once; None where that is no other number, or not computed
 num_targets     number of targets in the last step
 backward_order  parameters in the order in which a backward pass finishes their gradients
 tensors         what a rank may hold after the step; `is_drained`: no microbatch is in flight

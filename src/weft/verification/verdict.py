@@ -24,7 +24,7 @@ class Difference:
     """The largest error of one tensor, or of the loss."""
 
     what: str
-    """loss, gradient, weight or buffer."""
+    """loss, gradient, weight, average or buffer."""
     name: str
     error: float
     """The largest difference, relative to the largest entry of the reference tensor (see `compare.relative_error`)."""
@@ -131,6 +131,8 @@ class Verification:
     """The first error; None where everything is equal."""
     deviation: Deviation | None = None
     """The deviation of a lossy plan."""
+    notes: tuple[str, ...] = ()
+    """What was computed otherwise than in training, on both sides, so that it could be compared; sentences."""
 
     @property
     def is_equal(self) -> bool:

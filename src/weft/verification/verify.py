@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +23,12 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from weft.comm.collectives import all_reduce
 from weft.comm.objects import gather_values
-from weft.mesh import Mesh
+from weft.mesh import Mesh, join_world
 from weft.parallel.state.materialise import draw_seed, fill_alone, is_on_meta
+from weft.plan.all_ranks import with_ranks
 from weft.plan.plan import Plan, Precision
-from weft.training.data.trees import map_tensors, split_tree
+from weft.plan.text import as_plan
+from weft.training.data.trees import map_tensors, num_samples, split_microbatches, split_tree
 from weft.training.parallelize import ParameterGroups, parallelize
 from weft.training.setup.probe_optimizer import OptimizerFactory
 from weft.training.step.loss import LossFunction
@@ -39,23 +42,26 @@ from weft.verification.compare import (
     step_on_part,
 )
 from weft.verification.deviation import measure_rounding, measure_rule
-from weft.verification.examine import Examination
+from weft.verification.examine import WHOLE_BATCH, Examination
+from weft.verification.float64_products import Float64Products
 from weft.verification.keep_float64 import keep_float64
 from weft.verification.one_process import Key, OneProcess, Recipe
 from weft.verification.oracles import Oracle, find_stages, rule_of
+from weft.verification.silence import Silence
 from weft.verification.verdict import Cause, Deviation, Difference, Finding, Verification
+from weft.verification.widen import widened
 from weft.verification.zero_noise import ZeroNoise
 
 _RANDOM = Cause(
     kind="random",
-    text="the model draws random numbers in its passes, as a dropout that is no module does; every rank draws others, "
-    "and it cannot be switched off from here: do so in the model, then verify again",
+    text="the model draws random numbers in its passes, by a function that verify does not silence; every rank draws "
+    "others: switch it off in the model, then verify again",
 )
 
 
 def verify(
     model: nn.Module,
-    plan: Plan,
+    plan: Plan | str | Path,
     *,
     loss: str | LossFunction,
     optimizer: OptimizerFactory,
@@ -74,7 +80,8 @@ def verify(
     the plan is then run as it stands and its deviation from float32 reported. `on_step` is called with the number of
     every step that is done.
     """
-    recipe = Recipe(loss=loss, optimizer=optimizer, schedule=schedule, groups=groups)
+    plan = with_ranks(as_plan(plan), join_world(device).size)
+    recipe = Recipe(loss=widened(loss), optimizer=optimizer, schedule=schedule, groups=groups)
     if is_on_meta(model):  # one process needs all of it, and the model's own casts are detected by running it
         model = copy.deepcopy(model)
         fill_alone(model, draw_seed(), torch.device("cpu"))
@@ -83,12 +90,23 @@ def verify(
 
     def make_trainer(model: nn.Module, plan: Plan, recipe: Recipe, batches: Sequence[Any]) -> Trainer:
         given = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
-        return parallelize(model, plan, **given, device=device, mesh=mesh, example=batches[0][0])
+        # One microbatch, so that pipelines need not trace the model again in the first step.
+        of_one_rank = max(split_microbatches(batches[0][0], plan.axes.data_ranks), key=num_samples)
+        example = max(split_microbatches(of_one_rank, plan.step.microbatches), key=num_samples)
+        return parallelize(model, plan, **given, device=device, mesh=mesh, example=example)
 
-    outcome, deviation = _prove(model, exact, recipe, cast, make_trainer, dtype=dtype, on_step=on_step)
+    silence, products = Silence(model), Float64Products(model)
+
+    def make_notes() -> list[str]:
+        return [*silence.notes(), *products.notes()]
+
+    with silence.replacements, products.replacements:
+        outcome, deviation = _prove(
+            model, exact, recipe, cast, make_trainer, dtype=dtype, on_step=on_step, make_notes=make_notes
+        )
     if any(getattr(plan.precision, name) != getattr(Precision(), name) for name in ("compute", "reduce", "accumulate")):
         single = _cast(batches, torch.float32)
-        with make_trainer(_copy_without_dropout(model), plan, recipe, single) as trainer:
+        with silence.replacements, make_trainer(_copy_without_dropout(model), plan, recipe, single) as trainer:
             reference, place = None, trainer.mesh.world.device
             if trainer.mesh.world.rank == 0:
                 reference = OneProcess(_copy_without_dropout(model, torch.float32, place), plan, recipe)
@@ -105,13 +123,14 @@ def _prove(
     *,
     dtype: torch.dtype,
     on_step: Callable[[int], object] | None,
+    make_notes: Callable[[], list[str]],
 ) -> tuple[Verification, Deviation | None]:
     """Compare a plan with one process under its rule, and an inexact rule with plain training."""
     rule = rule_of(plan)
     parallel = _copy_without_dropout(model, dtype)
     zero_noise = ZeroNoise(recipe.optimizer, by_stage=not rule.is_exact)
     silent = dataclasses.replace(recipe, optimizer=zero_noise)
-    casts = _without_casts(parallel, plan, batches[0][0], dtype)
+    casts = _without_casts(parallel, batches[0][0], dtype)
     with casts, make_trainer(parallel, plan, silent, batches) as trainer:
         zero_noise.mesh = trainer.mesh
         stage_of = {} if rule.is_exact else find_stages(trainer)
@@ -134,7 +153,7 @@ def _prove(
         if not rule.is_exact:
             trainer.flush()
             comparison.compare([], len(batches), is_drained=True)
-        outcome = comparison.outcome(rule.rule, num_steps=len(batches))
+        outcome = comparison.outcome(rule.rule, num_steps=len(batches), notes=make_notes())
         return outcome, None if rule.is_exact else measure_rule(oracle, plain, batches, trainer.mesh)
 
 
@@ -153,19 +172,23 @@ class _Comparison:
     def step(self, number: int, batch: tuple[Any, Any], *, is_drained: bool) -> None:
         device = self._mesh.world.device
         mine = step_on_part(self._trainer, batch)
-        facts = [0.0, 0.0, 0.0]
+        facts = [0.0] * 5
         if self._oracle is not None:
             random_state = _random_state(device)
             expected = self._oracle.step(*map_tensors(lambda tensor: tensor.to(device), batch))
             is_drawn = not torch.equal(random_state, _random_state(device))
-            facts = [expected or 0.0, float(expected is not None), float(is_drawn)]
-        true, is_known, is_random = from_first(facts, self._mesh)
+            whole = self._oracle.whole_loss
+            facts = [expected or 0.0, float(expected is not None), float(is_drawn), whole or 0.0, whole is not None]
+        true, is_known, is_random, whole, has_whole = from_first(facts, self._mesh)
         self._is_random = bool(is_random)
         self._losses = {"mine": mine, "true": true, "before": self._losses.get("true")}
         error = loss_error(mine, true)
         if not is_known:  # then the plan must return none either
             error = 0.0 if math.isnan(mine) else math.inf
         found = [difference(Key("loss", ""), number, self._mesh.world.rank, error)]
+        if has_whole:  # microbatches are compared with themselves, and it is not
+            off = loss_error(self._losses["true"], whole)
+            found.append(difference(Key("loss", WHOLE_BATCH), number, self._mesh.world.rank, off))
         self.compare(found, number, is_drained=is_drained)
 
     def compare(self, found: list[Difference], number: int, *, is_drained: bool) -> None:
@@ -185,7 +208,7 @@ class _Comparison:
             if self._is_random:
                 self._first = dataclasses.replace(self._first, cause=_RANDOM)
 
-    def outcome(self, rule: str, *, num_steps: int) -> Verification:
+    def outcome(self, rule: str, *, num_steps: int, notes: list[str]) -> Verification:
         mine = [asdict(one) for one in _worst(self._found)]
         gathered = gather_values(mine, self._group)
         worst = _worst(Difference(**entry) for part in gathered for entry in part)
@@ -195,6 +218,7 @@ class _Comparison:
             differences=tuple(sorted(worst, key=lambda one: -one.error)),
             rule=rule,
             first=self._first,
+            notes=tuple(gather_values(notes, self._group)[0]),  # the first rank has run the whole model
         )
 
 
@@ -221,7 +245,7 @@ def _copy_without_dropout(
     for module in made.modules():
         if isinstance(module, _DropoutNd):
             module.p = 0.0
-        if isinstance(module, nn.MultiheadAttention):
+        if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
             module.dropout = 0.0
     return made
 
@@ -230,10 +254,9 @@ def _cast(batches: Sequence[tuple[Any, Any]], dtype: torch.dtype) -> list[Any]:
     return [map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch) for batch in batches]
 
 
-def _without_casts(model: nn.Module, plan: Plan, inputs: Any, dtype: torch.dtype) -> AbstractContextManager[object]:
+def _without_casts(model: nn.Module, inputs: Any, dtype: torch.dtype) -> AbstractContextManager[object]:
     """Context in which a float64 model's own casts to float32 are no-ops."""
-    # torch's selective checkpoint counts operators, and does not work beside another dispatch mode.
-    if dtype != torch.float64 or plan.recompute.policy == "selective":
+    if dtype != torch.float64:
         return nullcontext()
     place = next(model.parameters()).device
     # A copy, because a model may keep state of its own when it runs.

@@ -1,7 +1,8 @@
-"""Gradients that consist of rounding errors are set to zero on both sides of a comparison, before the update.
+"""Entries of gradients that are rounding errors are set to zero on both sides of a comparison, before the update.
 
 A bias in front of BatchNorm has a gradient of zero by the maths; what is computed for it is noise, different in every
-order of additions. Adam divides by its size, and would turn two different noises into two different weights.
+order of additions. Adam divides by its size, and would turn two different noises into two different weights. It may be
+so for some entries of a tensor only: a bias of keys whose second half is not rotated shifts all scores alike there.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from weft.mesh import Mesh
 from weft.training.setup.probe_optimizer import OptimizerFactory
 
 _NOISE = 1e-12
-"""A gradient all of whose entries are below this part of the model's largest is rounding."""
+"""An entry below this part of the model's largest gradient is rounding."""
 
 
 class ZeroNoise:
-    """A factory of the same optimizer, with noise gradients set to zero before each update."""
+    """A factory of the same optimizer, with noise in gradients set to zero before each update."""
 
     def __init__(self, optimizer: OptimizerFactory, *, stages: Sequence[int] = (), by_stage: bool = False) -> None:
         """`by_stage`: pipeline stages update independently, so each compares only with its own gradients; `stages`
@@ -29,7 +30,7 @@ class ZeroNoise:
         self._stages = stages
         self._by_stage = by_stage
         self.mesh: Mesh | None = None
-        """The mesh of ranks that share gradients: a part may be all noise where the whole is not."""
+        """The mesh of ranks that share gradients: another rank may have the largest."""
 
     def __call__(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
         made = self._optimizer(parameters)
@@ -49,10 +50,8 @@ class ZeroNoise:
         largest.scatter_reduce_(0, stages, sizes, "amax")
         if self.mesh is not None:
             sharing = (self.mesh.batch_group("control"), self.mesh.group("tensor", "control"))
-            for group in sharing:
-                all_reduce(sizes, group, op="max")
             for group in sharing if self._by_stage else (self.mesh.everyone("control"),):
                 all_reduce(largest, group, op="max")
-        for gradient, is_noise in zip(gradients, (sizes < _NOISE * largest[stages]).tolist(), strict=True):
-            if gradient is not None and is_noise:
-                gradient.zero_()
+        for gradient, limit in zip(gradients, (_NOISE * largest[stages]).tolist(), strict=True):
+            if gradient is not None:
+                gradient.masked_fill_(gradient.abs() < limit, 0.0)

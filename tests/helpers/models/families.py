@@ -29,6 +29,10 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", "ForCausalLM", GROUPED | {"head_dim": 8}),
     "mistral": ("Mistral", "ForCausalLM", GROUPED | {"head_dim": 8, "sliding_window": None}),
     "windowed mistral": ("Mistral", "ForCausalLM", GROUPED | {"head_dim": 8, "sliding_window": 3}),
+    "gemma 2": (
+        "Gemma2", "ForCausalLM",
+        GROUPED | {"head_dim": 8, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
     "gpt2": ("GPT2", "LMHeadModel", GPT2),
     "untied gpt2": ("GPT2", "LMHeadModel", GPT2 | {"tie_word_embeddings": False}),
     "gpt-neox": ("GPTNeoX", "ForCausalLM", SIZES),

@@ -15,7 +15,7 @@ from weft.models.hugging_face_inputs import inputs_of
 from weft.parallel.attention.attention import Pass
 from weft.parallel.sequence.hugging_face import use_registry
 from weft.parallel.wrapping.replacements import Replacements
-from weft.plan.partition.sequence import make_places
+from weft.plan.partition.sequence import Band, make_places
 
 NUM_TOKENS, VOCABULARY = 12, 30
 ORDER = torch.tensor([0, 1, 2, 9, 10, 11, 3, 4, 5, 6, 7, 8])
@@ -31,6 +31,7 @@ GPT2_SIZES: dict[str, Any] = dict(
     vocab_size=VOCABULARY, n_embd=24, n_layer=2, n_head=4, n_positions=NUM_TOKENS, resid_pdrop=0.0, embd_pdrop=0.0,
     attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
 )  # fmt: skip
+LAYERS = ["sliding_attention", "full_attention"]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("ForCausalLM", GROUPED),
     "Qwen3": ("ForCausalLM", GROUPED | {"use_sliding_window": True, "max_window_layers": 1,
@@ -43,7 +44,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "OPT": ("ForCausalLM", SIZES | {"ffn_dim": 20, "word_embed_proj_dim": 24, "dropout": 0.0}),
     "Bert": ("ForMaskedLM", SIZES),
     "Roberta": ("ForMaskedLM", SIZES | {"max_position_embeddings": NUM_TOKENS + 1}),
-    "Gemma2": ("ForCausalLM", GROUPED),
+    "Gemma2": ("ForCausalLM", GROUPED | {"sliding_window": 4, "layer_types": LAYERS, "attn_logit_softcapping": 2.0}),
+    "Gemma3": ("ForCausalLM", GROUPED | {"sliding_window": 4, "layer_types": LAYERS}),
+    "Cohere2": ("ForCausalLM", GROUPED | {"sliding_window": 4, "layer_types": LAYERS}),
+    "Bloom": ("ForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 24, "n_layer": 2, "n_head": 4}),
+    "Mpt": ("ForCausalLM", {"vocab_size": VOCABULARY, "d_model": 24, "n_layers": 2, "n_heads": 4, "max_seq_len": 16}),
     "GptOss": ("ForCausalLM", GROUPED | {"num_local_experts": 2, "num_experts_per_tok": 1,
                                          "sliding_window": NUM_TOKENS}),
     "GPTJ": ("ForCausalLM", GPT2_SIZES | {"rotary_dim": 4}),
@@ -55,7 +60,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def build(kind: str, **changes: Any) -> Any:
     torch.manual_seed(0)
     purpose, sizes = MODELS[kind]
-    model = getattr(transformers, kind + purpose)(getattr(transformers, f"{kind}Config")(**sizes | changes)).double()
+    config = getattr(transformers, f"{kind}{'Text' * (kind == 'Gemma3')}Config")(**sizes | changes)
+    model = getattr(transformers, kind + purpose)(config).double()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)
     return model.train()
@@ -71,8 +77,19 @@ class Shuffled:
     def __init__(self, now: Pass) -> None:
         self.now = now
         self.num_calls = 0
+        self.bands: list[Band] = []
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool,
+        scale: float | None,
+        band: Band | None,
+        softcap: float | None,
+    ) -> Tensor:
         assert query.shape[2] == key.shape[2] == NUM_TOKENS
         self.num_calls += 1
         back = ORDER.argsort()
@@ -83,8 +100,18 @@ class Shuffled:
             mask = mask & self.now.key_mask_BS[:, None, None, :]
         if self.now.documents_BS is not None:
             mask = mask & (self.now.documents_BS[:, None, :, None] == self.now.documents_BS[:, None, None, :])
-        ordered = (t[:, :, back] for t in (query, key, value))
-        mixed = F.scaled_dot_product_attention(*ordered, attn_mask=mask, scale=scale, enable_gqa=True)
+        if band is not None:
+            self.bands.append(band)
+            behind = torch.arange(NUM_TOKENS)[:, None] - torch.arange(NUM_TOKENS)
+            mask = mask & (behind <= band.before) & (behind >= -band.after)
+        q, k, v = (t[:, :, back] for t in (query, key, value))
+        if softcap is None:
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        else:
+            repeats = q.shape[1] // k.shape[1]
+            k, v = (t.repeat_interleave(repeats, 1) for t in (k, v))
+            scores = softcap * (q @ k.mT * scale / softcap).tanh()
+            mixed = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
         return mixed[:, :, ORDER]
 
 

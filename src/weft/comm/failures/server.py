@@ -3,15 +3,18 @@
 Connections instead of messages in the store, because the kernel closes them when a process ends, however it ends and
 whatever its Python threads were doing; no heartbeat can be late. What a rank sends is one JSON object per line:
 
-    {"token", "rank", "host", "host_name"}   first, once
-    {"failure": {...}}                       an error is ending this rank
-    {"stuck": {...}}                         an exchange is about to time out, and this rank's exchanges
-    {"status": {...}}                        this rank's exchanges, the answer to {"ask": true}
-    {"left": true}                           this rank ends normally; its connection will close
+    {"token", "rank", "host", "host_name", "pid"}   first, once
+    {"failure": {...}, "status": {...}}      an error is ending this rank
+    {"stuck": {...}, "urgency": "late"}      this rank has waited for long (`inquiries.py`), and where it is
+    {"status": {...}}                        where this rank is, the answer to {"ask": true}
+    {"went_on": seconds}                     a wait that was told is over
+    {"left": {...}}                          this rank ends normally; its connection will close
 
 and what it receives is {"joined": token} first, then any of
 
-    {"ask": true}                            what are your exchanges?
+    {"ask": true}                            where are you?
+    {"asked": true}                          all ranks were asked already about your wait
+    {"stacks": reason}                       write the stacks of your threads to a file
     {"closed": true}                         rank 0 ends normally
     {"failure": {...}, "printed_by": [...]}  the first failure, and the ranks that have to print it, one per host
 
@@ -31,25 +34,23 @@ import threading
 import time
 import uuid
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from weft.comm.failures.stuck_exchanges import ExchangeStatus, describe_stuck_exchange
+from weft.comm.failures.inquiries import Inquiries, RankProcess
+from weft.comm.failures.limits import Limits
+from weft.comm.failures.lines import as_line, keep_alive, print_line
+from weft.comm.failures.rank_status import RankStatus
 from weft.hosts import host_id
 
 _DECISION_DELAY_S = 0.2
 """Seconds to wait after an error for the end of another process that may have caused it: both are noticed at about the
 same time."""
-_ANSWER_WAIT_S = 2.0
-"""Seconds to wait for the exchange status of all ranks."""
 _CONNECT_S = 5.0
 _MOST_UNKNOWN_BYTES = 4096
 """Bytes taken from a connection that has not shown the token: any program may reach an open port."""
-_KEEPALIVE_S = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
-"""A host that is gone is noticed after a minute; a switch that restarts is not."""
-
 log = logging.getLogger("weft")
 
 
@@ -78,23 +79,17 @@ class _Client:
     rank: int = -1
     host: str = ""
     host_name: str = ""
+    pid: int = 0
     received: bytes = b""
     has_left: bool = False
-
-
-@dataclass(slots=True, kw_only=True)
-class _Inquiry:
-    """A stuck exchange that ranks are asked about."""
-
-    rank: int
-    until_s: float
-    statuses: dict[int, ExchangeStatus] = field(default_factory=dict)
 
 
 class FailureServer:
     """Accepts the ranks' connections and decides which failure was the first."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.stacks_folder = ""
+        """Where ranks write their stacks, as it is told."""
         self.token = uuid.uuid4().hex
         is_dual = socket.has_dualstack_ipv6()
         self._listener = socket.create_server(
@@ -105,7 +100,7 @@ class FailureServer:
         self._clients: dict[socket.socket, _Client] = {}
         self._reported: list[Failure] = []
         self._decide_at_s = 0.0
-        self._inquiry: _Inquiry | None = None
+        self._inquiries = Inquiries(limits or Limits())
         self._is_decided = False
         self._thread = threading.Thread(target=self._run, name="weft-failure-server", daemon=True)
         self._thread.start()
@@ -126,7 +121,7 @@ class FailureServer:
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(self._wake_receiver, selectors.EVENT_READ)
             while True:
-                is_busy = bool(self._reported or self._inquiry)
+                is_busy = bool(self._reported or self._inquiries.is_open)
                 for key, _ in selector.select(0.02 if is_busy else None):
                     if key.fileobj is self._wake_receiver:
                         self._send_all({"closed": True})
@@ -185,18 +180,23 @@ class FailureServer:
                 raise ValueError
             client.connection.sendall(as_line({"joined": self.token}))
             client.rank, client.host, client.host_name = message["rank"], message["host"], message["host_name"]
+            client.pid = message.get("pid", 0)
         elif "left" in message:
             client.has_left = True
+            self._inquiries.leave(client.rank, RankStatus.from_json(message["left"]))
         elif "failure" in message:
-            self._report(
-                self._failure_of(client, message["failure"]["kind"], message["failure"]["message"], prints_itself=True)
-            )
-        elif "stuck" in message and self._inquiry is None and not self._is_decided:
-            self._inquiry = _Inquiry(rank=client.rank, until_s=time.monotonic() + _ANSWER_WAIT_S)
-            self._inquiry.statuses[client.rank] = ExchangeStatus.from_json(message["stuck"])
-            self._send_all({"ask": True})
-        elif "status" in message and self._inquiry is not None:
-            self._inquiry.statuses.setdefault(client.rank, ExchangeStatus.from_json(message["status"]))
+            kind, text = message["failure"]["kind"], message["failure"]["message"]
+            self._inquiries.leave(client.rank, RankStatus.from_json(message["status"]))
+            self._report(self._failure_of(client, kind, text, prints_itself=True))
+        elif "stuck" in message and not self._is_decided:
+            if self._inquiries.begin(client.rank, RankStatus.from_json(message["stuck"]), message["urgency"]):
+                self._send_all({"ask": True})
+            else:
+                client.connection.sendall(as_line({"asked": True}))
+        elif "status" in message:
+            self._inquiries.answer(client.rank, RankStatus.from_json(message["status"]))
+        elif "went_on" in message:
+            print_line(self._inquiries.go_on(client.rank, message["went_on"]))
 
     def _failure_of(self, client: _Client, kind: str, message: str, *, prints_itself: bool = False) -> Failure:
         return Failure(
@@ -214,23 +214,32 @@ class FailureServer:
         if self._is_decided:
             self._reported.clear()
             return
-        if self._inquiry is not None:
-            if now < self._inquiry.until_s and len(self._inquiry.statuses) < len(self._clients):
+        found = self._inquiries.decide(self._processes()) if self._inquiries.is_open else None
+        if found is not None:
+            self._send_all({"stacks": found.text})
+            text = f"{found.text}. Stacks of all ranks: {self.stacks_folder}"
+            if not found.ends:
+                print_line(f"{text}; the run waits on")
                 return
-            first = self._stuck(self._inquiry)
-            self._inquiry = None
-        elif self._reported and now >= self._decide_at_s:
+            host_name = next((one.host_name for one in self._clients.values() if one.rank == found.rank), "")
+            first = Failure(rank=found.rank, host_name=host_name, kind="", message=text, prints_itself=False)
+        elif self._reported and now >= self._decide_at_s and not self._inquiries.is_open:
             first = next((one for one in self._reported if not one.kind), self._reported[0])
+            if why := self._inquiries.explain_error():
+                first = replace(first, message=f"{first.message}; {why}")
         else:
             return
         self._is_decided = True
         self._reported.clear()
         self._send_all({"failure": asdict(first), "printed_by": self._printing_ranks(first)})
 
-    def _stuck(self, inquiry: _Inquiry) -> Failure:
-        host_name = next((one.host_name for one in self._clients.values() if one.rank == inquiry.rank), "")
-        message = describe_stuck_exchange(inquiry.rank, inquiry.statuses)
-        return Failure(rank=inquiry.rank, host_name=host_name, kind="", message=message, prints_itself=False)
+    def _processes(self) -> dict[int, RankProcess]:
+        here = host_id()
+        return {
+            one.rank: RankProcess(host_name=one.host_name, pid=one.pid, is_here=one.host == here)
+            for one in self._clients.values()
+            if one.rank >= 0 and not one.has_left
+        }
 
     def _printing_ranks(self, failure: Failure) -> list[int]:
         """The ranks that print a failure: the first one of each host, unless the failed rank does it there."""
@@ -249,25 +258,31 @@ class FailureServer:
 
 
 def connect_to_failure_server(
-    store: Store, rank: int
+    store: Store, rank: int, limits: Limits | None = None
 ) -> tuple[socket.socket, dict[str, Any], FailureServer | None] | None:
     """This rank's connection, the address, and on rank 0 the server; None, with a warning, where it cannot be
     reached. Rank 0 gives the address in the store; collective."""
     server, host = None, host_id()
     if rank == 0:
         try:
-            server = FailureServer()
+            server = FailureServer(limits)
             said = {"port": server.port, "token": server.token}
         except OSError as error:
             said = {"problem": str(error)}
-        place = {"host": host, "host_name": socket.gethostname(), "ip": _own_ip()}
+        place = {"host": host, "host_name": socket.gethostname(), "ip": _own_ip(), "pid": os.getpid()}
         store.set("address", json.dumps({**said, **place}))
     address = json.loads(store.get("address"))
     problem = address.get("problem")
     # torchrun's rendezvous may be on another host than rank 0, and a host's name known to that host only.
     outside = os.environ.get("MASTER_ADDR"), address["host_name"], address["ip"]
     names = ["127.0.0.1"] if address["host"] == host else list(dict.fromkeys(filter(None, outside)))
-    who = {"token": address.get("token"), "rank": rank, "host": host, "host_name": socket.gethostname()}
+    who = {
+        "token": address.get("token"),
+        "rank": rank,
+        "host": host,
+        "host_name": socket.gethostname(),
+        "pid": os.getpid(),
+    }
     for name in names if problem is None else ():
         try:
             return _connect(name, address, who), address, server
@@ -307,15 +322,3 @@ def _own_ip() -> str | None:
         probe.connect(("192.0.2.1", 9))  # reserved for documentation: only the route matters
         return str(probe.getsockname()[0])
     return None
-
-
-def as_line(message: dict[str, Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
-
-
-def keep_alive(connection: socket.socket) -> None:
-    """Let the kernel notice that the other host is gone."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE_S.items():
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

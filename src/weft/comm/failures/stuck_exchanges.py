@@ -1,9 +1,8 @@
-"""Which exchanges this rank is in, and since when: read from torch's flight recorder, so that a step pays nothing.
+"""Which exchanges this rank is in, and since when: what weft notes itself, and what torch's flight recorder knows.
 
-torch keeps the latest 2,000 operations of NCCL's groups and of gloo's collectives, with their group, number, size and
-timeout. From them a rank finds an exchange that is about to time out, and the statuses of all ranks say who waits for
-whom (`describe_stuck_exchange`), before torch's own watchdog ends the process with a text that names neither axis nor
-ranks. Messages over gloo are not recorded; a wait for one raises in the rank itself.
+weft notes where a host waits (`activity.py`): through shared memory and over gloo. Over NCCL hosts do not wait, and
+scripts have exchanges of their own; torch keeps the latest 2,000 operations of NCCL's groups and of gloo's collectives,
+with their group, number and size. Asking it how far they are takes a few microseconds and no CUDA call.
 """
 
 from __future__ import annotations
@@ -11,19 +10,16 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.distributed_c10d import _world
 
+from weft.comm.failures.activity import exchange_records
 from weft.units import format_bytes
 
-ALARM_FRACTION = 0.9
-"""Part of its timeout after which an exchange counts as stuck."""
-_READ_FRACTION = 0.7
-"""Part of the timeout without progress after which the recorder itself is read, which queries CUDA events."""
 _MOST_DESCRIBED = 8
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
@@ -42,11 +38,17 @@ class Exchange:
     """The operation's number in its group."""
     num_bytes: int
     waited_s: float
-    timeout_s: float
+    timeout_s: float = math.inf
+    """Of torch's own watchdog; none where weft waits itself."""
+    awaits: tuple[int, ...] = ()
+    """Ranks that a message comes from, or goes to; none: all of `ranks`."""
 
     def __str__(self) -> str:
         size = f" of {format_bytes(self.num_bytes)}" if self.num_bytes else ""
-        return f"{self.kind}{size} (number {self.number} along {self.name}, ranks {_join(self.ranks)})"
+        if self.awaits:
+            way = "to" if self.kind == "send" else "from"
+            return f"{self.kind}{size} {way} {name_ranks(self.awaits)} (along {self.name})"
+        return f"{self.kind}{size} (number {self.number} along {self.name}, {name_ranks(self.ranks)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,41 +65,39 @@ class ExchangeStatus:
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> ExchangeStatus:
-        waiting = (Exchange(**{**one, "ranks": tuple(one["ranks"])}) for one in fields["waiting"])
+        waiting = (
+            Exchange(**{**one, "ranks": tuple(one["ranks"]), "awaits": tuple(one["awaits"])})
+            for one in fields["waiting"]
+        )
         return ExchangeStatus(waiting=tuple(waiting), latest=fields["latest"])
 
 
-class StuckExchanges:
-    """Checks from time to time whether an exchange of this rank is about to time out."""
+class RecorderWatch:
+    """Sees from time to time whether the operations that torch records still move."""
 
-    def __init__(self, timeout_s: float) -> None:
-        """`timeout_s`: of the groups of this run."""
-        self._timeout_s = timeout_s
-        self.poll_interval_s = min(max(timeout_s / 40, 0.05), 30.0)
+    def __init__(self) -> None:
         self._last_progress: dict[str, Any] = {}
         self._last_progress_s = time.monotonic()
 
-    def is_found(self) -> bool:
-        """True if an exchange has lasted nearly as long as it may."""
-        status = _progress()
+    def waited_s(self) -> float:
+        """Seconds since an operation began or ended, if one is under way; else 0."""
+        status, now = _progress(), time.monotonic()
         if status != self._last_progress or not _has_unfinished(status):
-            self._last_progress, self._last_progress_s = status, time.monotonic()
-            return False
-        if time.monotonic() - self._last_progress_s < _READ_FRACTION * self._timeout_s:
-            return False
-        return any(one.waited_s > ALARM_FRACTION * one.timeout_s for one in exchange_status().waiting)
+            self._last_progress, self._last_progress_s = status, now
+        return now - self._last_progress_s
 
 
 def exchange_status() -> ExchangeStatus:
     """The exchanges that this rank is in now."""
-    waiting: list[Exchange] = []
+    waiting = _noted()
+    known, noted = {one.group for one in waiting}, {one.group: one.begun for one in exchange_records() if one.begun}
     latest: dict[str, int] = {}
     members = {name: tuple(_world.pg_group_ranks.get(group, ())) for group, name in list(_world.pg_names.items())}
     for entry in _entries():
         group, name = entry["process_group"]
         number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
         latest[group] = max(number, latest.get(group, 0))
-        if entry["retired"] or entry["state"] == "completed":
+        if entry["retired"] or entry["state"] == "completed" or group in known:
             continue
         exchange = Exchange(
             group=group,
@@ -110,42 +110,29 @@ def exchange_status() -> ExchangeStatus:
             timeout_s=entry["timeout_ms"] / 1e3 or math.inf,
         )
         waiting.append(exchange)
+    latest |= noted  # which counts messages too, and must be compared with itself on other ranks
     return ExchangeStatus(waiting=tuple(sorted(waiting, key=lambda one: -one.waited_s)), latest=latest)
 
 
-def describe_stuck_exchange(rank: int, statuses: Mapping[int, ExchangeStatus]) -> str:
-    """The message about a stuck exchange: where its ranks are, then the ranks that those wait for.
-
-    `rank`: the one that noticed; `statuses`: of each rank that answered.
-    """
-    stuck = statuses[rank].waiting[0]
-    by_status: dict[str, list[int]] = {}
-    to_explain, seen = [(one, stuck) for one in stuck.ranks], {rank}
-    while to_explain:
-        other, missed = to_explain.pop(0)
-        if other in seen:
-            continue
-        seen.add(other)
-        status = statuses.get(other)
-        by_status.setdefault(_describe_status(status, stuck, missed), []).append(other)
-        if status is not None and status.waiting:
-            to_explain += [(one, status.waiting[0]) for one in status.waiting[0].ranks]
-    parts = [f"rank {rank} has waited {stuck.waited_s:,.0f} s in {stuck}"]
-    for text, ranks in list(by_status.items())[:_MOST_DESCRIBED]:
-        parts.append(f"{'rank' if len(ranks) == 1 else 'ranks'} {_join(ranks)}: {text}")
-    return "; ".join(parts)
-
-
-def _describe_status(status: ExchangeStatus | None, stuck: Exchange, missed: Exchange) -> str:
-    """Where a rank is that others wait for in the exchange it missed."""
-    if status is None:
-        return "no answer"
-    if any((one.group, one.number) == (stuck.group, stuck.number) for one in status.waiting):
-        return "waiting in it too"
-    if status.waiting:
-        return f"waiting in {status.waiting[0]}"
-    last = status.latest.get(missed.group)
-    return "in no exchange" + (f", the last one along {missed.name} was number {last}" if last else "")
+def _noted() -> list[Exchange]:
+    """The exchanges that weft itself waits in."""
+    found, now = [], time.perf_counter()
+    for record in exchange_records():
+        if (what := record.waiting) is not None:
+            kind, num_bytes, number, awaits = what
+            found.append(
+                Exchange(
+                    group=record.group,
+                    name=record.name,
+                    ranks=record.ranks,
+                    kind=kind,
+                    number=number,
+                    num_bytes=num_bytes,
+                    waited_s=now - record.since_s,
+                    awaits=awaits,
+                )
+            )
+    return found
 
 
 def _entries() -> Iterator[dict[str, Any]]:
@@ -195,5 +182,13 @@ _ITEM_BYTES = {
 """Bytes per element, by the names the recorder uses."""
 
 
-def _join(ranks: tuple[int, ...] | list[int]) -> str:
-    return ", ".join(map(str, ranks))
+def name_ranks(ranks: Sequence[int]) -> str:
+    """ "rank 3", "ranks 0, 1, 4 to 7"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(parts)}"

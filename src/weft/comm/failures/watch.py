@@ -5,6 +5,8 @@ until torch's timeout of half an hour; and a launcher's SIGTERM does not end a r
 So a thread per rank listens to the failure server (`server.py`), and an exception that leaves the main module
 is reported there before it is printed. Ranks that are still alive a few seconds later are ended here.
 
+The same thread sees when this rank has waited for long in an exchange (`wait_reports.py`).
+
 Only errors that end a process count: one that the script catches is its own. Processes that no launcher started as
 ranks (`RANK` and `WORLD_SIZE`) are never watched, because nobody expects a notebook to be ended by its peers.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import multiprocessing.util
 import os
 import signal
@@ -21,6 +24,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -29,8 +33,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from weft import errors
-from weft.comm.failures.server import Failure, FailureServer, as_line, connect_to_failure_server
-from weft.comm.failures.stuck_exchanges import StuckExchanges, exchange_status
+from weft.comm.failures.limits import Limits
+from weft.comm.failures.lines import as_line, print_line
+from weft.comm.failures.rank_status import failed_status, own_status
+from weft.comm.failures.server import Failure, FailureServer, connect_to_failure_server
+from weft.comm.failures.user_traceback import print_user_traceback
+from weft.comm.failures.wait_reports import WaitReports
 from weft.errors import LaunchError
 from weft.hosts import host_id
 
@@ -39,6 +47,7 @@ PEER_GRACE_S = 3.0
 EXIT_GRACE_S = 5
 """Seconds that a process gets to end after its own error; destroying a communicator may never return."""
 _DECISION_WAIT_S = 3.0
+limits = Limits()
 
 
 class FailureWatch:
@@ -61,8 +70,8 @@ class FailureWatch:
         self._address = address
         self._server = server
         self._sending = threading.Lock()
-        self._stuck = StuckExchanges(timeout_s)
-        self._connection.settimeout(self._stuck.poll_interval_s)
+        self.waits = WaitReports(rank, address, server, self.send, limits=limits, timeout_s=timeout_s)
+        self._connection.settimeout(self.waits.stalls.poll_s)
         self._first: Failure | None = None
         self._prints = False
         self._is_known = threading.Event()
@@ -85,10 +94,13 @@ class FailureWatch:
         rank of this host does."""
         self._is_over.set()
         if self._first is None:
-            self.send({"failure": {"kind": type(error).__name__, "message": str(error)}})
+            failure = {"kind": type(error).__name__, "message": str(error)}
+            self.send({"failure": failure, "status": failed_status(error).as_json()})
             self._is_known.wait(_DECISION_WAIT_S)
         first = self._first
         if first is None or (self.is_first and first.prints_itself):
+            if first is not None and first.message != str(error):  # the server knows more
+                print_line(first.message.removeprefix(f"{error}; "))
             return True
         self._print_once(first)
         return False
@@ -96,7 +108,7 @@ class FailureWatch:
     def stop(self) -> None:
         """This rank ends normally."""
         self._is_over.set()
-        self.send({"left": True})
+        self.send({"left": own_status(has_ended=True).as_json()})
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)  # not more: the server would lose what was sent
         if self._server is not None:
@@ -136,48 +148,63 @@ class FailureWatch:
                 os.write(2, f"weft: {first}\n".encode())
 
     def _listen(self) -> None:
-        received = b""
-        while True:
+        received, checked_s = b"", 0.0
+        while self._first is None:
+            more: bytes | None = None
             try:
                 more = self._connection.recv(65536)
             except OSError as error:
-                if isinstance(error, TimeoutError) and error.errno is None:  # our own, not the kernel's
-                    self._check_progress()
-                    continue
-                more = b""
-            if not more:
+                if not (isinstance(error, TimeoutError) and error.errno is None):  # the kernel's, not our own
+                    more = b""
+            if more == b"":
                 if self._is_over.is_set():
                     return
-                message = "its process ended without an error message, or its host is unreachable"
-                lost = Failure(
-                    rank=0, host_name=self._address["host_name"], kind="", message=message, prints_itself=False
-                )
-                is_first = int(os.environ.get("LOCAL_RANK", "0")) == (self._address["host"] == host_id())
-                self._set_first(lost, prints=is_first)
+                self._lose_server()
                 break
-            *lines, received = (received + more).split(b"\n")
+            *lines, received = (received + (more or b"")).split(b"\n")
             for message in map(json.loads, lines):
                 if "closed" in message:
-                    return
-                if "ask" in message:
-                    self.send({"status": exchange_status().as_json()})
-                elif "failure" in message:
-                    self._set_first(Failure(**message["failure"]), prints=self._rank in message["printed_by"])
-            if self._first is not None:
-                break
+                    if self._first is None:
+                        self._stay_alone()
+                    if self._first is None or self._is_over.is_set():
+                        return
+                    break
+                self._obey(message)
+            is_time = time.monotonic() - checked_s >= self.waits.stalls.poll_s
+            if is_time and self._first is None and not self._is_over.is_set():
+                checked_s = time.monotonic()
+                self._end_with(self.waits.check())
         # Where an exchange is stuck, the rank that noticed it ends first: a launcher asks that one for the reason.
         if not self._is_over.wait(0 if self.is_first else PEER_GRACE_S) and self.group in (None, dist.group.WORLD):
             self.end()
 
+    def _stay_alone(self) -> None:
+        """Rank 0 has ended in order, and its server with it."""
+        while not self._is_over.wait(self.waits.stalls.poll_s) and self._first is None:
+            self._end_with(self.waits.check_alone())
+
+    def _end_with(self, failure: Failure | None) -> None:
+        if failure is not None:
+            self._set_first(failure, prints=True)
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        self.waits.hear()
+        if "ask" in message:
+            self.send({"status": own_status().as_json()})
+        elif "stacks" in message:
+            self.waits.write_stacks(message["stacks"])
+        elif "failure" in message:
+            self._set_first(Failure(**message["failure"]), prints=self._rank in message["printed_by"])
+
+    def _lose_server(self) -> None:
+        message = "its process ended without an error message, or its host is unreachable"
+        lost = Failure(rank=0, host_name=self._address["host_name"], kind="", message=message, prints_itself=False)
+        is_first = int(os.environ.get("LOCAL_RANK", "0")) == (self._address["host"] == host_id())
+        self._set_first(lost, prints=is_first)
+
     def _set_first(self, failure: Failure, *, prints: bool) -> None:
         self._first, self._prints = failure, prints
         self._is_known.set()
-
-    def _check_progress(self) -> None:
-        if self._stuck.is_found():
-            where = exchange_status()
-            if where.waiting:
-                self.send({"stuck": where.as_json()})
 
 
 _watch: FailureWatch | None = None
@@ -212,7 +239,7 @@ def watch_world(store: Store, rank: int, size: int, *, timeout_s: float) -> None
     _num_watches += 1
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     own = PrefixStore(f"weft/watch/{attempt}/{_num_watches}", store)
-    reached = connect_to_failure_server(own, rank)
+    reached = connect_to_failure_server(own, rank, limits)
     if reached is None:
         return
     _watch = FailureWatch(*reached, rank=rank, timeout_s=_timeout_of(dist.group.WORLD, timeout_s))
@@ -226,6 +253,19 @@ def leave_watch() -> None:
     if _watch is not None:
         _watch.stop()
     _watch, _is_joined = None, False
+
+
+def set_step_timeout(timeout_s: float) -> None:
+    """End the run once ranks have waited this long in a steady step; 0: at the process group's timeout only."""
+    if _watch is not None:
+        _watch.waits.stalls.step_timeout_s = timeout_s or math.inf
+        _watch.waits.stalls.timeout_s = max(_watch.waits.stalls.timeout_s, timeout_s)
+
+
+def write_stacks_to(folder: Path) -> None:
+    """Where the stacks of ranks that wait for long are written from now on."""
+    if _watch is not None:
+        _watch.waits.write_stacks_to(folder)
 
 
 def is_watched() -> bool:
@@ -297,5 +337,6 @@ def _close_after_fork() -> None:
 def _report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """`sys.excepthook` of a watched rank: only the run's first error has its traceback printed."""
     if report(error):
-        _previous_hook(kind, error, trace)
+        is_default = _previous_hook in (sys.__excepthook__, errors.print_in_turn)
+        (print_user_traceback if is_default else _previous_hook)(kind, error, trace)
     force_exit_if_stuck()

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from weft.comm.world.agreement import own_versions, require_same_plans, require_same_versions
 from weft.errors import LaunchError
 
 SHARE_GPUS = "WEFT_SHARE_GPUS"
@@ -36,6 +37,8 @@ class RankLocation:
     """GPUs that the rank sees."""
     nccl_host_id: str | None = None
     """`NCCL_HOSTID`: NCCL takes ranks with the same value for ranks of one host; None: not set."""
+    plan: str = ""
+    """The text of the plan that the rank was given, if it has one yet."""
 
     @property
     def machine(self) -> str:
@@ -71,11 +74,14 @@ def exchange_locations(store: Store, rank: int, size: int, location: RankLocatio
     """Every rank's location, through the store; collective."""
     number = store.add(f"weft/joined/{rank}", 1)  # a process may join more than once
     keys = [f"weft/locations/{number}/{other}" for other in range(size)]
-    store.set(keys[rank], json.dumps(asdict(location)))
+    store.set(keys[rank], json.dumps({**asdict(location), "versions": own_versions()}))
     store.wait(keys)
     can_get_all: bool = store.has_extended_api()  # type: ignore[attr-defined]
     texts = store.multi_get(keys) if can_get_all else [store.get(key) for key in keys]
-    return tuple(RankLocation(**json.loads(text)) for text in texts)
+    said = [json.loads(text) for text in texts]
+    require_same_versions([one.pop("versions", {}) for one in said])  # first: others may say other things
+    require_same_plans([one["plan"] for one in said])
+    return tuple(RankLocation(**one) for one in said)
 
 
 def require_own_gpus(locations: Sequence[RankLocation]) -> None:

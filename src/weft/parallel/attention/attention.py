@@ -18,6 +18,7 @@ from weft.parallel.attention.attention_call import (
     FORWARDS,
     Call,
     Results,
+    Scoring,
     SequenceAxes,
     backward,
     empty_gradients,
@@ -29,7 +30,7 @@ from weft.parallel.attention.attention_call import (
 from weft.parallel.attention.kernels import Gradients
 from weft.parallel.attention.masks import Pass
 from weft.parallel.tracing.handles import handle_of, object_of
-from weft.plan.partition.sequence import Places
+from weft.plan.partition.sequence import Band, Places
 
 __all__ = ["Pass", "SequenceAxes", "UnderWay", "attend", "attend_traced"]
 
@@ -55,10 +56,13 @@ def attend(
     now: Pass,
     is_causal: bool,
     scale: float | None = None,
+    band: Band | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """[B, H, T, E]: attention of this rank's queries to the whole sequence. Collective over both axes."""
     q, k, v = _cast(q_BHTD, k_BGTD, v_BGTE)
-    call = make_call((q, k, v), (q.shape[1], k.shape[1]), axes, now, is_causal, scale)
+    scoring = Scoring(is_causal=is_causal, scale=scale, band=band, softcap=softcap)
+    call = make_call((q, k, v), (q.shape[1], k.shape[1]), axes, now, scoring)
     made: Tensor = _Attend.apply(q, k, v, call)  # type: ignore[no-untyped-call]
     return made
 
@@ -92,7 +96,15 @@ class _Attend(torch.autograd.Function):
 
 
 def attend_traced(
-    q_BHTD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, under_way: UnderWay, *, is_causal: bool, scale: float | None = None
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTE: Tensor,
+    under_way: UnderWay,
+    *,
+    is_causal: bool,
+    scale: float | None = None,
+    band: Band | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """`attend` as an operator; the pass is the one under way when this is called."""
     now, axes = under_way.now, under_way.axes
@@ -102,13 +114,15 @@ def attend_traced(
     # These decide the shapes of results and must be in the graph: compilers cache code on disk by the graph, and would
     # use that of another plan for this one.
     counts += [axes.ring.size, axes.ulysses.size, axes.ulysses.index, list(FORWARDS).index(axes.variant)]
-    settings = (now.key_mask_BS, now.documents_BS, counts, now.places.layout, under_way.handle, is_causal, scale)
-    made: Tensor = attention(q, k, v, *settings)[0]
+    window = [] if band is None else [band.before, band.after]
+    of_pass = (now.key_mask_BS, now.documents_BS, counts, now.places.layout, under_way.handle)
+    made: Tensor = attention(q, k, v, *of_pass, is_causal, scale, window, softcap)[0]
     return made
 
 
 _SETTINGS = (
-    "Tensor? key_mask, Tensor? documents, SymInt[] counts, str layout, SymInt under_way, bool is_causal, float? scale"
+    "Tensor? key_mask, Tensor? documents, SymInt[] counts, str layout, SymInt under_way, bool is_causal, "
+    "float? scale, SymInt[] window, float? softcap"
 )
 """`counts`: real tokens, padded tokens, query heads, key heads, and what else decides the shapes of results."""
 
@@ -155,7 +169,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    return *attention_backward(grad, *ctx.saved_tensors, *ctx.rest), *[None] * 7
+    return *attention_backward(grad, *ctx.saved_tensors, *ctx.rest), *[None] * 9
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)
@@ -170,9 +184,13 @@ def _call(
     under_way: int,
     is_causal: bool,
     scale: float | None,
+    window: list[int],
+    softcap: float | None,
 ) -> Call:
     axes: SequenceAxes = object_of(under_way).axes
     num_tokens, padded, num_queries, num_keys, *_ = counts
     places = Places(num_tokens=num_tokens, padded=padded, ring=axes.ring.size, ulysses=axes.ulysses.size, layout=layout)
     now = Pass(places=places, key_mask_BS=key_mask, documents_BS=documents)
-    return make_call(tensors, (num_queries, num_keys), axes, now, is_causal, scale)
+    band = Band(before=window[0], after=window[1]) if window else None
+    scoring = Scoring(is_causal=is_causal, scale=scale, band=band, softcap=softcap)
+    return make_call(tensors, (num_queries, num_keys), axes, now, scoring)

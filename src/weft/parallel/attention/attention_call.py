@@ -20,6 +20,7 @@ from torch import Tensor
 
 from weft.comm.group import Group
 from weft.dtypes import accumulator_dtype
+from weft.errors import ModelError
 from weft.mesh import Mesh
 from weft.parallel.attention.kernels import Gradients
 from weft.parallel.attention.masks import Pass
@@ -28,7 +29,8 @@ from weft.parallel.attention.ring_exchange import Ring
 from weft.parallel.attention.ring_self_attention import self_attention_backward, self_attention_forward
 from weft.parallel.attention.ring_shared_memory import SharedBlocks
 from weft.parallel.attention.ulysses import heads_of, to_heads, to_tokens
-from weft.plan.partition.sequence import HeadShares, share_heads
+from weft.plan.model_refusals import SOFT_CAPS_OF_WHOLE_ROWS
+from weft.plan.partition.sequence import Band, HeadShares, share_heads
 
 FORWARDS = {"ring": ring_forward, "ring-self-attention": self_attention_forward}
 BACKWARDS = {"ring": ring_backward, "ring-self-attention": self_attention_backward}
@@ -96,14 +98,35 @@ def _sum_repeated(heads_BHTX: Tensor, repeats: list[int]) -> Tensor:
     return torch.cat([of_one.sum(1, keepdim=True) for of_one in heads_BHTX.split(repeats, 1)], 1)
 
 
-def make_call(
-    tensors: Gradients, num_heads: tuple[int, int], axes: SequenceAxes, now: Pass, is_causal: bool, scale: float | None
-) -> Call:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """How queries and keys become weights."""
+
+    is_causal: bool
+    scale: float | None = None
+    """None: one over the square root of a head's entries."""
+    band: Band | None = None
+    """A window; it says what is causal, too."""
+    softcap: float | None = None
+    """Scores s are softcap · tanh(s / softcap)."""
+
+
+def make_call(tensors: Gradients, num_heads: tuple[int, int], axes: SequenceAxes, now: Pass, scoring: Scoring) -> Call:
     """`num_heads`: heads of queries and of keys, before ulysses splits them."""
     q, k, v = tensors
     widths = (q.shape[3], k.shape[3], v.shape[3])
-    scale = 1.0 / math.sqrt(widths[0]) if scale is None else scale
-    ring = Ring(group=axes.ring, shared=axes.blocks, now=now, is_causal=is_causal, scale=scale)
+    scale = 1.0 / math.sqrt(widths[0]) if scoring.scale is None else scoring.scale
+    if scoring.softcap is not None and axes.variant != "ring":
+        raise ModelError(SOFT_CAPS_OF_WHOLE_ROWS.message(softcap=scoring.softcap, variant=axes.variant))
+    ring = Ring(
+        group=axes.ring,
+        shared=axes.blocks,
+        now=now,
+        is_causal=scoring.is_causal,
+        scale=scale,
+        band=scoring.band,
+        softcap=scoring.softcap,
+    )
     heads = share_heads(*num_heads, ulysses=axes.ulysses.size, ring=axes.ring.size)
     return Call(axes=axes, ring=ring, heads=heads, widths=widths)
 

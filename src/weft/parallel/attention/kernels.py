@@ -7,7 +7,7 @@ adds are exact when `out` and `lse` are those of *all* keys. Sequence parallelis
     CPU                                  flash for CPU
     CUDA, 16 bits, no mask, head <= 256  flash
     CUDA, other than float64             memory-efficient; it has no grouped heads, so keys are repeated for it
-    all else                             matrix products, which hold a whole block of scores
+    all else, and any soft cap           matrix products, which hold a whole block of scores
 
 A query that sees no key has output 0, log-sum-exp -inf and no gradients. There is no dropout.
 
@@ -47,6 +47,8 @@ class Block:
     is_causal: bool
     """Only without `allowed`."""
     scale: float
+    softcap: float | None
+    """Scores s are softcap · tanh(s / softcap), which only matrix products can compute."""
 
     def bias(self, multiple: int = 1) -> Tensor | None:
         """The term that kernels add to scores. Not -inf: a row of nothing else would be NaN in some of them."""
@@ -86,15 +88,22 @@ class Kernel:
 
 
 def attend_block(
-    q_BHTD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, *, is_causal: bool, scale: float, mask: Tensor | None = None
+    q_BHTD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSE: Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+    mask: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out_BHTE, lse_BHT); the latter is float32, or float64 for inputs in float64.
 
     `mask`: bool, broadcastable to [B, 1, T, S], True where a query may attend. `is_causal` is for T = S only.
     """
-    kernel = choose_kernel(q_BHTD, v_BGSE, has_mask=mask is not None)
+    kernel = PRODUCTS if softcap is not None else choose_kernel(q_BHTD, v_BGSE, has_mask=mask is not None)
     q, k, v = kernel.pad(q_BHTD, k_BGSD, v_BGSE)
-    block = _make_block(q, k, v, is_causal, scale, mask)
+    block = _make_block(q, k, v, is_causal, scale, mask, softcap)
     out, lse = kernel.forward(block)
     out = out[..., : v_BGSE.shape[-1]]
     if block.allowed is None:
@@ -114,22 +123,25 @@ def attend_block_backward(
     is_causal: bool,
     scale: float,
     mask: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Gradients:
     """(dq, dk, dv) that this block adds, where `out` and `lse` are those of all keys."""
     if mask is not None:  # exp(score - inf) is 0, exp(score + inf) would be infinite
         lse_BHT = lse_BHT.masked_fill(lse_BHT == -math.inf, math.inf)
-    kernel = choose_kernel(q_BHTD, v_BGSE, has_mask=mask is not None)
+    kernel = PRODUCTS if softcap is not None else choose_kernel(q_BHTD, v_BGSE, has_mask=mask is not None)
     q, k, v, grad, out = kernel.pad(q_BHTD, k_BGSD, v_BGSE, grad_BHTE, out_BHTE)
-    dq, dk, dv = kernel.backward(_make_block(q, k, v, is_causal, scale, mask), grad, out, lse_BHT)
+    dq, dk, dv = kernel.backward(_make_block(q, k, v, is_causal, scale, mask, softcap), grad, out, lse_BHT)
     width = q_BHTD.shape[-1]
     return dq[..., :width], dk[..., :width], dv[..., : v_BGSE.shape[-1]]
 
 
-def _make_block(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None) -> Block:
+def _make_block(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None, softcap: float | None
+) -> Block:
     """Causality goes into the mask if there is one, for kernels take one or the other."""
     if mask is not None and is_causal:
         mask = mask & mask.new_ones(q.shape[2], q.shape[2]).tril()
-    return Block(q=q, k=k, v=v, allowed=mask, is_causal=is_causal and mask is None, scale=scale)
+    return Block(q=q, k=k, v=v, allowed=mask, is_causal=is_causal and mask is None, scale=scale, softcap=softcap)
 
 
 def choose_kernel(q: Tensor, v: Tensor, *, has_mask: bool) -> Kernel:
@@ -220,7 +232,7 @@ def _expanded(block: Block) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _products_forward(block: Block) -> tuple[Tensor, Tensor]:
-    scores = _scores(block)
+    scores = hide(_scores(block), block.is_causal, block.allowed)
     lse = scores.logsumexp(-1)
     probabilities = scores.sub_(lse.masked_fill(lse == -math.inf, math.inf).unsqueeze(-1)).exp_()
     out = probabilities @ block.v.unsqueeze(2).to(scores.dtype)
@@ -230,22 +242,26 @@ def _products_forward(block: Block) -> tuple[Tensor, Tensor]:
 def _products_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
     num_groups, dtype = block.k.shape[1], block.k.dtype
     wide = accumulator_dtype(dtype)
-    probabilities = _scores(block)
+    scores = _scores(block)
+    slope = None if block.softcap is None else (scores / block.softcap).square_().neg_().add_(1.0)
+    probabilities = hide(scores, block.is_causal, block.allowed)
     probabilities.sub_(by_group(lse, num_groups).to(wide).unsqueeze(-1)).exp_()
     grad, out, q = (by_group(one, num_groups).to(wide) for one in (grad, out, block.q))
     dv = (probabilities.mT @ grad).sum(2)
     of_probabilities = grad @ block.v.unsqueeze(2).to(wide).mT
     of_scores = probabilities.mul_(of_probabilities.sub_((grad * out).sum(-1, keepdim=True))).mul_(block.scale)
+    if slope is not None:  # of softcap · tanh(s / softcap): 1 - tanh²
+        of_scores.mul_(slope)
     dq, dk = of_scores @ block.k.unsqueeze(2).to(wide), (of_scores.mT @ q).sum(2)
     return dq.flatten(1, 2).to(dtype), dk.to(dtype), dv.to(dtype)
 
 
 def _scores(block: Block) -> Tensor:
-    """[B, G, H / G, T, S], -inf where a query may not attend."""
+    """[B, G, H / G, T, S], capped."""
     q, k = block.q, block.k
     wide = accumulator_dtype(q.dtype)
     scores = (by_group(q, k.shape[1]).to(wide) @ k.unsqueeze(2).to(wide).mT).mul_(block.scale)
-    return hide(scores, block.is_causal, block.allowed)
+    return scores if block.softcap is None else scores.div_(block.softcap).tanh_().mul_(block.softcap)
 
 
 def hide(scores_BGRTS: Tensor, is_causal: bool, mask_B1TS: Tensor | None) -> Tensor:

@@ -17,6 +17,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from weft.dtypes import accumulator_dtype
+
 log = logging.getLogger("weft")
 
 Fused = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
@@ -26,17 +28,24 @@ Fused = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 class Merged:
     """Output and log-sum-exp of the keys seen so far."""
 
-    def __init__(self, *, is_masked: bool) -> None:
+    def __init__(self, *, num_queries: int, is_masked: bool) -> None:
         """`is_masked`: some queries may see none of a block's keys."""
         self.out = self.lse = torch.empty(0)
+        self._num_queries = num_queries
         self._is_masked = is_masked
         self._is_empty = True
 
     def add(self, out_BHQE: Tensor, lse_BHQ: Tensor, queries: tuple[int, int]) -> None:
         """Merge the output of some queries over a further block."""
-        if self._is_empty:  # every query sees the first block
-            self.out, self.lse, self._is_empty = out_BHQE, lse_BHQ, False
-            return
+        if self._is_empty:
+            self._is_empty = False
+            if out_BHQE.shape[2] == self._num_queries:
+                self.out, self.lse = out_BHQE, lse_BHQ
+                return
+            # Through a window, not every query sees the first block. What has seen nothing is replaced when merged.
+            batch, heads, _, width = out_BHQE.shape
+            self.out = lse_BHQ.new_zeros(batch, heads, self._num_queries, width)
+            self.lse = lse_BHQ.new_full((batch, heads, self._num_queries), -math.inf)
         fused = _fused_merge() if self.out.is_cuda and self.lse.dtype == torch.float32 else None
         if fused is not None and self.out.dtype != self.lse.dtype and queries == (0, self.out.shape[2]):
             wide = torch.empty_like(self.out, dtype=self.lse.dtype)
@@ -53,6 +62,13 @@ class Merged:
             difference.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
         out.lerp_(out_BHQE.to(out.dtype), difference.sigmoid_().unsqueeze(-1))
         torch.logaddexp(lse, lse_BHQ, out=lse)
+
+    def finish(self, q_BHTD: Tensor, *, width: int) -> tuple[Tensor, Tensor]:
+        """(output of all keys in the dtype of the queries, its log-sum-exp); no keys: 0 and -inf."""
+        if self._is_empty:
+            self.out = q_BHTD.new_zeros(*q_BHTD.shape[:3], width)
+            self.lse = self.out[..., 0].to(accumulator_dtype(q_BHTD.dtype)).fill_(-math.inf)
+        return self.out.to(q_BHTD.dtype), self.lse
 
 
 @functools.cache

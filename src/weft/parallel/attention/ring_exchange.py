@@ -26,9 +26,10 @@ from torch import Tensor
 from weft.comm.group import Group
 from weft.comm.p2p import exchange
 from weft.dtypes import accumulator_dtype
-from weft.parallel.attention.masks import Pass
+from weft.parallel.attention.masks import Pass, window_mask
 from weft.parallel.attention.ring_shared_memory import SharedBlocks
-from weft.plan.partition.sequence import Rectangle, rectangles
+from weft.plan.partition.sequence import Band, Rectangle, rectangles
+from weft.plan.partition.window import window_rectangles
 
 BLOCKS, SUMS = 0, 1
 """Tags of the two kinds of messages, which are under way at the same time."""
@@ -44,6 +45,10 @@ class Ring:
     now: Pass
     is_causal: bool
     scale: float
+    band: Band | None = None
+    """The window that queries look through; it says what is causal, too."""
+    softcap: float | None = None
+    """Scores s are softcap · tanh(s / softcap)."""
 
     @property
     def size(self) -> int:
@@ -55,10 +60,18 @@ class Ring:
 
     def rectangles(self, keys: int) -> tuple[Rectangle, ...]:
         """The work of this rank's queries with the keys of ring rank `keys`."""
+        if self.band is not None:
+            return window_rectangles(self.now.places, self.index, keys, self.band)
         return rectangles(self.now.places, self.index, keys, is_causal=self.is_causal)
 
-    def mask(self, keys: int, one: Rectangle) -> Tensor | None:
-        return self.now.mask(self.index, keys, one)
+    def mask(self, keys: int, one: Rectangle, device: torch.device) -> Tensor | None:
+        mask, window = self.now.mask(self.index, keys, one), window_mask(one, device)
+        return mask if window is None else window if mask is None else mask & window
+
+    @property
+    def may_see_nothing(self) -> bool:
+        """True if a query may see no key of a block that it is compared with, or of all blocks."""
+        return self.now.is_masked or (self.band is not None and self.band.after > 0)
 
     def pass_on(self, outgoing: Tensor, incoming: Tensor, tag: int) -> Callable[[], Tensor]:
         """Start sending what is no longer written here. The function returned waits for what comes, in `incoming`."""
@@ -72,8 +85,8 @@ class Ring:
         return wait
 
 
-Part = tuple[Tensor, Tensor]
-"""Gradients of the first keys and values of a block."""
+Part = tuple[int, Tensor, Tensor]
+"""A key's number in a block, and the gradients of some keys and values from there on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,17 +111,18 @@ class Pair:
 
     def total(self, parts: Sequence[Part], like: Tensor) -> Tensor:
         flat = torch.empty_like(like, dtype=accumulator_dtype(like.dtype))
-        if len(parts) == 1 and parts[0][0].shape[2] == self.k_shape[2]:
-            for whole, part in zip(self.unpack(flat), parts[0], strict=True):
+        if len(parts) == 1 and parts[0][1].shape[2] == self.k_shape[2]:
+            for whole, part in zip(self.unpack(flat), parts[0][1:], strict=True):
                 whole.copy_(part)
         else:
             self.add(flat.zero_(), parts)
         return flat
 
     def add(self, flat: Tensor, parts: Sequence[Part]) -> None:
-        for whole, *firsts in zip(self.unpack(flat), *parts, strict=True):
-            for first in firsts:
-                whole[:, :, : first.shape[2]] += first
+        k, v = self.unpack(flat)
+        for first, of_k, of_v in parts:
+            k[:, :, first : first + of_k.shape[2]] += of_k
+            v[:, :, first : first + of_v.shape[2]] += of_v
 
 
 def rotate(block: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor]]:

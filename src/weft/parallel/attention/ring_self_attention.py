@@ -30,10 +30,10 @@ def self_attention_forward(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTE: Tensor, ring:
     for keys, k in rotate(k_BGTD.clone(memory_format=torch.contiguous_format), ring):
         for one in ring.rectangles(keys):
             found = q_BGRTD[..., slice(*one.q), :] @ k[:, :, None, slice(*one.k)].to(wide).mT
-            hide(found.mul_(ring.scale), one.is_causal, ring.mask(keys, one))
+            hide(found.mul_(ring.scale), one.is_causal, ring.mask(keys, one, found.device))
             _block(scores_BGRTS, keys, one, tokens).copy_(found)
     probabilities = scores_BGRTS.softmax(-1)
-    if ring.now.is_masked:  # a row of nothing but -inf
+    if ring.may_see_nothing:  # a row of nothing but -inf
         probabilities.nan_to_num_(nan=0.0)
     del scores_BGRTS
     out = q_BGRTD.new_zeros((*q_BGRTD.shape[:-1], v_BGTE.shape[-1]))
@@ -62,7 +62,8 @@ def self_attention_backward(
             of_shares = grad[..., rows, :] @ v[:, :, None, columns].to(wide).mT
             of_scores = shares * of_shares.sub_(delta[..., rows, :]).mul_(ring.scale)
             dq[..., rows, :] += of_scores @ k[:, :, None, columns].to(wide)
-            parts.append(((of_scores.mT @ q[..., rows, :]).sum(2), (shares.mT @ grad[..., rows, :]).sum(2)))
+            of_k, of_v = (of_scores.mT @ q[..., rows, :]).sum(2), (shares.mT @ grad[..., rows, :]).sum(2)
+            parts.append((one.k[0], of_k, of_v))
         return parts
 
     dk, dv = rotate_with_gradients(k_BGTD, v_BGTE, ring, find_parts)

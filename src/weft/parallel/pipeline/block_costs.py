@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
+from weft.parallel.wrapping.host_random import HostRandom
 from weft.plan.pipeline.stage_cuts import BlockCost
 
 log = logging.getLogger("weft")
@@ -108,7 +109,8 @@ def _shape(tensor: torch.Tensor) -> Hashable:
 def _time_unit(unit: Unit, device: torch.device) -> BlockCost:
     devices = [device] if device.type == "cuda" else []
     # Dropout draws from the global random state, and so may anything else a module does.
-    with torch.random.fork_rng(devices=devices), torch.enable_grad(), _copied(unit.module, device) as module:
+    ours = torch.random.fork_rng(devices=devices)
+    with ours, HostRandom().kept(), torch.enable_grad(), _copied(unit.module, device) as module:
         arguments = tree_map_only(torch.Tensor, lambda leaf: _make_input(leaf, device), (unit.args, dict(unit.kwargs)))
         run = _Run(module, *arguments)
         activation_bytes = run.warm_up()  # the first run takes longer than those after it

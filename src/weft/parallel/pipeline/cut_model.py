@@ -24,6 +24,7 @@ from weft.parallel.pipeline.stages import Stages, assign_stages, stage_of_blocks
 from weft.parallel.state.batchnorm import has_batch_norms
 from weft.parallel.tracing.dataflow import Flow, find_units, follow
 from weft.parallel.tracing.meta_copy import make_meta_copy
+from weft.parallel.wrapping.wrap import add_hook
 from weft.parallel.zero.grouping import cast_between_layers, compute_dtypes
 from weft.plan.model_refusals import BLOCKS_NEEDED, STATISTICS_ON_SEVERAL_STAGES
 from weft.plan.plan import Plan
@@ -123,6 +124,8 @@ class CutModel:
     def wrap_units(self) -> None:
         """Let units compute only when their stage runs; after everything else has been done to the model."""
         wrap_units(self.model, self._is_here(), self.runner)
+        why = "refuses to save one rank's stages as if they were the model"
+        add_hook(self.model, "state_dict_pre", _refuse_state_dict, by="pipeline", why=why)
 
     def _is_here(self) -> dict[str, bool]:
         return {unit: not on.isdisjoint(self.my_stages) for unit, on in self.stage_of_unit.items()}
@@ -194,6 +197,13 @@ def _refuse_shared_statistics(model: nn.Module, stage_of_unit: Mapping[str, froz
     ]
     if problems:
         raise ModelError(problems)
+
+
+def _refuse_state_dict(*_: object) -> None:
+    raise ModelError(
+        "with [axes] pipeline > 1 a rank has the parameters of its own stages only, so state_dict() would save a part "
+        "of the model; call trainer.save(directory) on every rank, which writes the whole of it"
+    )
 
 
 def _signature(inputs: Any) -> Any:

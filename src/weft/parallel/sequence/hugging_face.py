@@ -4,8 +4,9 @@ Their models name their attention in their configuration, look it up in one regi
 During a pass both contain an entry of ours, which the configuration names; between passes nothing of it is left, and
 generation or evaluation of whole sequences works as usual. transformers is not imported here.
 
-No mask of the local tokens is made: `attend` knows causality, padding and documents of the whole sequence. Whatever
-else would affect attention (windows, dropout, sinks, biases, caches, the user's masks) is refused, never ignored.
+No mask of the local tokens is made: `attend` knows causality, padding and documents of the whole sequence. In place of
+the mask of a window the model passes on its numbers (`Band`), so that each layer has its own. Whatever else would
+affect attention (chunks, dropout, sinks, biases, caches, the user's masks) is refused, never ignored.
 Their detection of packed documents would be misled by the position_ids of some of the tokens: it is replaced meanwhile,
 and applied to the whole sequence instead (`models/hugging_face_inputs.py`).
 """
@@ -29,11 +30,19 @@ from weft.models.hugging_face_inputs import (
 )
 from weft.parallel.attention.attention import Pass
 from weft.parallel.sequence.device_assertion import DeviceAssertion
+from weft.parallel.sequence.hugging_face_models import (
+    REMEDY,
+    find_band,
+    is_plain,
+    longest_rotation,
+    model_problems,
+    uses_registry,
+)
 from weft.parallel.wrapping.replacements import Replacement, hugging_face_attention
 from weft.parallel.wrapping.wrap import add_hook
+from weft.plan.partition.sequence import Band
 
 NAME = "weft_sequence"
-_REMEDY = "or set [axes] ring and ulysses to 1"
 _HARMLESS = frozenset(
     {
         "position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits", "return_dict",
@@ -47,7 +56,16 @@ class Attend(Protocol):
     """Attention of this rank's queries to the keys of all ranks; (samples, heads, tokens, entries)."""
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, /, *, is_causal: bool, scale: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        /,
+        *,
+        is_causal: bool,
+        scale: float | None,
+        band: Band | None,
+        softcap: float | None,
     ) -> Tensor: ...
 
 
@@ -65,36 +83,15 @@ def use_registry(
     models = [module for module in model.modules() if kind is not None and isinstance(module, kind)]
     if not models:
         return None
-    problems = [problem for module in models for problem in _model_problems(module)]
+    problems: list[str] = []
+    named: set[nn.Module] = set()  # parts of a model that is named already have its problem
+    for module in models:
+        if module not in named and (found := model_problems(module)):
+            problems += found
+            named.update(module.modules())
     if problems:
-        raise ModelError(list(dict.fromkeys(problems)))
+        raise ModelError(problems)
     return _Switch(model, models, attend, now, numbers).replacements
-
-
-def _model_problems(model: Any) -> list[str]:
-    name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
-        return [
-            f"{name} is an encoder and a decoder, with sequences of two lengths, which weft does not split; set [axes] "
-            "ring and ulysses to 1"
-        ]
-    if _uses_registry(model):
-        return []
-    attention = model.config._attn_implementation
-    if not model._supports_sdpa or attention != "sdpa":
-        instead = 'load it with attn_implementation="sdpa"' if model._supports_sdpa else "use another model"
-        return [
-            f'{name} attends in code of its own (attn_implementation = "{attention}"), which weft cannot '
-            f"distribute; {instead}, {_REMEDY}"
-        ]
-    return []
-
-
-def _uses_registry(model: Any) -> bool:
-    """transformers decides by the source of a class, which a class that a user derived may lack; so bases count too."""
-    base = hugging_face_class()
-    kinds: list[Any] = [kind for kind in type(model).__mro__ if issubclass(kind, base) and kind is not base]
-    return any(kind._can_set_attn_implementation() for kind in kinds)
 
 
 class _Switch:
@@ -114,7 +111,7 @@ class _Switch:
         self._now = now
         self._numbers = numbers
         self._outermost = list(outermost_models(model, "position_ids"))
-        self._longest = _longest_rotation(model)
+        self._longest = longest_rotation(model)
         self._asked_for_documents = False
         self._mask_assertion = DeviceAssertion(
             "an attention_mask given inside another module hides a token; give weft the Hugging Face model itself"
@@ -124,7 +121,7 @@ class _Switch:
         )
 
     def replacements(self) -> list[Replacement]:
-        switched = [module for model in filter(_uses_registry, self._models) for module in model.modules()]
+        switched = [module for model in filter(uses_registry, self._models) for module in model.modules()]
         found = (getattr(module, "config", None) for module in switched)  # also those of parts of composite models
         configs = {id(config): config for config in found if hasattr(config, "_attn_implementation_internal")}
         why = "gives it the positions of this rank's tokens, and no cache"
@@ -136,6 +133,7 @@ class _Switch:
                 mask=self._mask,
                 find_documents=self._no_documents,
                 configs=tuple(configs.values()),
+                calls_torch=not all(map(uses_registry, self._models)),
             ),
             *(
                 Replacement(what=f"hook on {type(outer).__name__}", why=why, apply=partial(add, outer))
@@ -149,26 +147,30 @@ class _Switch:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Tensor | Band | None,
         dropout: float = 0.0,
         scaling: float | None = None,
         is_causal: bool | None = None,
         sliding_window: int | None = None,
+        softcap: float | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """Our entry in the registry of attention."""
+        """Our entry in the registry of attention. What `_mask` returned comes back as `attention_mask`."""
         problems = []
-        if attention_mask is not None:
+        band = attention_mask if isinstance(attention_mask, Band) else None
+        if band is not None and band.before < 0:
+            problems.append("a window of 0, through which a query sees no key; use a model without windows")
+        elif isinstance(attention_mask, Tensor):
             problems.append(
                 f"a mask of {tuple(attention_mask.shape)}, which says nothing about other ranks' tokens; give "
                 "the model padding as an attention_mask (samples, tokens)"
             )
         if dropout > 0:
             problems.append(f"dropout = {dropout:g}; set the model's attention dropout to 0")
-        if sliding_window is not None and sliding_window < self._num_tokens:
+        if band is None and sliding_window and sliding_window < self._num_tokens:
             problems.append(
-                f"sliding_window = {sliding_window}, less than the sequence's {self._num_tokens} tokens; use shorter "
-                "sequences, or a model without windows"
+                f"sliding_window = {sliding_window}, less than the sequence's {self._num_tokens} tokens, but no mask "
+                "of that window, so that backends of attention would differ; use shorter sequences, or another model"
             )
         if self._longest is not None and self._num_tokens > self._longest:
             problems.append(
@@ -181,9 +183,17 @@ class _Switch:
             if name not in _HARMLESS and given is not None and given is not False
         ]
         if problems:
-            raise ModelError([f"{type(module).__name__} gives attention {problem}, {_REMEDY}" for problem in problems])
+            raise ModelError([f"{type(module).__name__} gives attention {problem}, {REMEDY}" for problem in problems])
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        mixed = self._attend(query, key, value, is_causal=causal, scale=scaling)
+        mixed = self._attend(
+            query,
+            key,
+            value,
+            is_causal=causal if band is None else band.after == 0,
+            scale=scaling,
+            band=band,
+            softcap=softcap,
+        )
         return mixed.transpose(1, 2).contiguous(), None
 
     def _mask(
@@ -191,23 +201,30 @@ class _Switch:
         *,
         q_length: int,
         attention_mask: Tensor | None = None,
+        mask_function: Callable[..., Any] | None = None,
         local_size: int | None = None,
         allow_is_causal_skip: bool = True,
         allow_is_bidirectional_skip: bool = False,
         **others: Any,
-    ) -> None:
-        """Our entry in the registry of masks: makes none, and refuses masks that `attend` does not know of."""
+    ) -> Band | None:
+        """Our entry in the registry of masks: makes none, and refuses masks that `attend` does not know of.
+
+        In place of the mask of a window it returns the window, which reaches `_attention` in the layers that use it.
+        """
         del others
         now, asked = self._now(), self._asked_for_documents
         self._asked_for_documents = False
         problems = []
-        if not allow_is_causal_skip and not allow_is_bidirectional_skip:
+        if not (allow_is_causal_skip or allow_is_bidirectional_skip or is_plain(mask_function)):
             problems.append("by more than causality, padding and documents; use a model that does not")
+        band = None
         if local_size is not None and local_size < self._num_tokens:
-            problems.append(
-                f"all but {local_size} tokens (a window or chunk), less than the sequence's {self._num_tokens}; use "
-                "shorter sequences, or a model without windows"
-            )
+            band = find_band(mask_function, local_size)
+            if band is None:
+                problems.append(
+                    f"all but {local_size} tokens in a way of its own (chunks), less than the sequence's "
+                    f"{self._num_tokens}; use shorter sequences, or a model without"
+                )
         if attention_mask is not None and not self._sees_all(attention_mask, q_length):
             problems.append(
                 f"by an attention_mask of {tuple(attention_mask.shape)} that reaches it inside another module; give "
@@ -219,7 +236,8 @@ class _Switch:
                 "as well to confirm it"
             )
         if problems:
-            raise ModelError([f"the model masks {problem}, {_REMEDY}" for problem in problems])
+            raise ModelError([f"the model masks {problem}, {REMEDY}" for problem in problems])
+        return band
 
     def _sees_all(self, mask: Tensor, num_tokens: int) -> bool:
         """True if a mask lets every local token see every other."""
@@ -261,21 +279,6 @@ class _Switch:
                 "positions of this rank's tokens; leave them out there, or give weft the model itself"
             )
         return (), without_cache(model, {**named, "position_ids": numbers})
-
-
-def _longest_rotation(model: nn.Module) -> int | None:
-    """The length beyond which rotary angles depend on the length of the sequence; None: they never do."""
-    lengths = []
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        for layer, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
-            if not isinstance(kind, str) or not ("dynamic" in kind or kind == "longrope"):
-                continue
-            parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
-            parameters = parameters.get(layer, parameters)
-            known = (parameters.get("original_max_position_embeddings"), getattr(module, "original_max_seq_len", None))
-            lengths.append(min((length for length in known if length is not None), default=0))
-    return min(lengths, default=None)
 
 
 def _said(value: object) -> str:

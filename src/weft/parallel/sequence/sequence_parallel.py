@@ -10,6 +10,7 @@ process, which the probe finds before the first step (`training/setup/probe.py`)
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from weft.parallel.sequence.positions import Numbered, Tables
 from weft.parallel.wrapping.replacements import WHOLE_ATTENTION, Replacements, torch_attention
 from weft.parallel.wrapping.wrap import add_hook
 from weft.plan.model_refusals import ATTENTION_THAT_DROPS, CROSS_ATTENTION, MASKS_OF_ITS_OWN, TOKENS_OF_ITS_OWN
-from weft.plan.partition.sequence import Places, make_places
+from weft.plan.partition.sequence import Band, Places, make_places
 from weft.plan.partition.tensor import Range
 
 
@@ -111,10 +112,21 @@ class SequenceParallel:
         assert self.now is not None, "attention outside of a pass"
         return self.now
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool,
+        scale: float | None,
+        band: Band | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
         """Attention of this rank's queries to the keys of all ranks."""
+        scoring: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "band": band, "softcap": softcap}
         if torch.compiler.is_compiling():
-            return attend_traced(query, key, value, self._under_way, is_causal=is_causal, scale=scale)
+            return attend_traced(query, key, value, self._under_way, **scoring)
         with _hidden():
             if key.shape[2] != query.shape[2]:
                 raise ModelError(CROSS_ATTENTION.message(num_queries=query.shape[2], num_keys=key.shape[2]))
@@ -125,8 +137,8 @@ class SequenceParallel:
             if query.shape[2] != num_mine:
                 raise ModelError(TOKENS_OF_ITS_OWN.message(num_tokens=query.shape[2], num_mine=num_mine))
             if self._is_traced:
-                return attend_traced(query, key, value, self._under_way, is_causal=is_causal, scale=scale)
-            return attend(query, key, value, axes=self.axes, now=self._now, is_causal=is_causal, scale=scale)
+                return attend_traced(query, key, value, self._under_way, **scoring)
+            return attend(query, key, value, axes=self.axes, now=self._now, **scoring)
 
     def stand_in(
         self,

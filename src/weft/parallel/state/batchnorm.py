@@ -11,6 +11,7 @@ divergence check names those if ranks drift apart.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from weft.comm.group import Group
 from weft.errors import ModelError
 from weft.parallel.wrapping.wrap import Change, record_change
 from weft.plan.model_refusals import STATISTICS_OF_ITS_OWN
+
+log = logging.getLogger("weft")
 
 
 class SynchronisedBatchNorm(_BatchNorm):
@@ -82,13 +85,32 @@ def synchronise_batch_norms(model: nn.Module, group: Group) -> None:
     classes = {kind: type(f"Synchronised{kind.__name__}", (SynchronisedBatchNorm, kind), {}) for kind in kinds}
     for module in others.values():
         module.__class__ = classes[type(module)]
-        record_change(module, Change(kind="class", by="data", why="takes its statistics over the whole batch"))
+        record_change(
+            module, Change(kind="class", by="data", why="takes its statistics over the microbatch of all data ranks")
+        )
     for module in found.values():
         module.weft_group = group  # type: ignore[assignment]
 
 
 def has_batch_norms(model: nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
+def warn_of_microbatches(model: nn.Module, num_microbatches: int) -> None:
+    """Warn that a BatchNorm in training normalises each microbatch, which another number of them would change.
+
+    Statistics of the whole step would need all its activations at once: each layer's depend on the layers before it.
+    """
+    found = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and module.training]
+    if found and num_microbatches > 1:
+        log.warning(
+            "[step] microbatches = %d: %d BatchNorm layers (%s first) normalise each microbatch by its own samples, as "
+            "any accumulation of gradients does, so this run is not that of one whole batch. For the statistics of the "
+            'whole step set microbatches = 1, and for memory use more data ranks or [recompute] policy = "full"',
+            num_microbatches,
+            len(found),
+            found[0],
+        )
 
 
 def _merged_statistics(input: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

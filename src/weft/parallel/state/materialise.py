@@ -26,6 +26,8 @@ _PORTION_BYTES = 256 * 2**20
 
 Replacements = dict[nn.Parameter, nn.Parameter]
 Cut = Callable[[str, torch.Tensor], torch.Tensor]
+Draws = Callable[[str], bool]
+"""Tells by a parameter's name whether it gets first values; others are read from a file later."""
 
 
 def model_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -82,18 +84,18 @@ class Materialiser:
         cut: Cut | None = None,
         *,
         seed: int | None = None,
-        initialise: bool = True,
+        draws: Draws = lambda name: True,
         with_buffers: bool = True,
     ) -> None:
         """Give buffers memory and values, unless `with_buffers` leaves them to a second materialiser.
 
         `cut` takes this rank's part of a whole tensor, by name. The seed, by default torch's, must be the same on all
-        ranks. Without `initialise` parameters are zero until they are read from a file.
+        ranks. Parameters of which `draws` says no are zero until they are read from a file.
         """
         self._cut = cut
         self._model = model
         self._device = device
-        self._initialises = initialise
+        self._draws = draws
         self._made: Replacements = {}
         self._buffers: dict[str, torch.Tensor] = {}
         is_fake = device.type == "meta"
@@ -156,10 +158,14 @@ class Materialiser:
         empty = [parameter for parameter in parameters if self._is_needed and parameter.is_meta]
         if not empty:
             return {}
-        if not self._initialises:
-            made = {p: self._make_share(p) for p in empty}
-            self._install(made)
-            return made
+        made = self._fill_drawn([p for p in empty if self._draws(self._names[p])])
+        read = {p: self._make_share(p) for p in empty if p not in made}
+        self._install(read)
+        return made | read
+
+    def _fill_drawn(self, empty: list[nn.Parameter]) -> Replacements:
+        if not empty:
+            return {}
         made = {p: _make_like(p, self._device) for p in empty}
         self._install(made)
         self._install(self._placeholders)

@@ -101,6 +101,9 @@ class _Group:
         return all(type(part.thing) is nn.Linear for part in (*self.layers, self.row))
 
 
+_DECLARE = "give the model a weft_blueprint() that declares its regions, if it is of your own making"
+
+
 class _Unclear(Exception):
     """A reason why a plan cannot be used."""
 
@@ -123,7 +126,7 @@ def _for_all(model: nn.Module, work: Callable[[_Item], _Made], items: Iterable[_
         try:
             made.append(work(item))
         except _Unclear as error:
-            problems.append(f"{type(model).__name__}: {error}; declare the regions of the model in weft_blueprint()")
+            problems.append(f"{type(model).__name__}: {error}; set [axes] tensor = 1, or {_DECLARE}")
     if problems:
         raise ModelError(list(dict.fromkeys(problems)))
     return made

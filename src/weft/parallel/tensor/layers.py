@@ -17,15 +17,19 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_map_only
 
 from weft.comm.group import Group
+from weft.errors import ModelError
 from weft.parallel.state.rng import ShareDraws
 from weft.parallel.tensor.cross_entropy import Share, gather_logits
 from weft.parallel.tensor.discovery.layer_rules import is_transposed
 from weft.parallel.tensor.functions import add, columns, row, spread
 from weft.parallel.tensor.megatron_sequence import TokenSplit
 from weft.parallel.tensor.operators import kept_row, traced_add, traced_gather, traced_scatter, traced_spread
+from weft.plan.model_refusals import TOKENS_FLATTENED
 from weft.plan.partition.tensor import Range
 
 Forward = Callable[..., Any]
+_FEWEST_DIMS = 3
+"""Of activations whose tokens are split: samples, tokens, features."""
 _EXCHANGED = "weft_exchanged"
 """Attribute of the common input of several layers in a compiled graph: its exchanged form, and how many layers still
 need it."""
@@ -92,6 +96,8 @@ class ColumnGroup:
         elif axis.shows_all_tokens:
             return F.linear(x, self.layers[number].weight, self.layers[number].bias)
         else:
+            if axis.splits_tokens and x.dim() < _FEWEST_DIMS:
+                raise ModelError(TOKENS_FLATTENED.message(shape=tuple(x.shape)))
             outputs = columns(x, axis.group, axis.splits_tokens, None, *parameters)
         if len(outputs) > 1:
             self._given, self._version = x, version

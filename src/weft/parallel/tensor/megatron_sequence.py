@@ -6,12 +6,16 @@ Code outside the brackets treats every token by itself, so each rank runs it on 
 activations. Gathers and reduce-scatters replace all-reduces and move as many bytes. Activations are split before the
 first block of a stage and joined after its last.
 
+Attention that no region shards (norms over all heads, as in OLMo 2; one key head of multi-query Falcon) mixes tokens as
+well. It runs whole on every rank, on all tokens, and each rank keeps its own of the result: exact, but each rank does
+all of its work.
+
 A sequence whose length does not divide is left whole in evaluation, which costs only memory, and refused in training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +43,8 @@ class TokenSplit:
         """Stays set after the last block, for blocks may be recomputed in the backward pass."""
         self._local: Tensor | None = None
         self._shown: Tensor | None = None
+        self._num_local = 0
+        """Tokens of this rank."""
 
     def split(self, block: str, arguments: tuple[Any, Any], *, is_training: bool) -> tuple[Any, Any]:
         """The arguments of the first block, with this rank's tokens of the activations."""
@@ -47,7 +53,8 @@ class TokenSplit:
         if place is None:
             raise ModelError(
                 f'[tensor] sequence = true splits what block "{block}" is given along its tokens, and among its '
-                "arguments is no floating-point tensor of three dims (samples, tokens, features); set it to false"
+                "arguments is no floating-point tensor of three dims (samples, tokens, features); set sequence "
+                "= false"
             )
         num_tokens, size = leaves[place].shape[TOKEN_DIM], self.group.size
         self.is_split = num_tokens % size == 0
@@ -59,6 +66,7 @@ class TokenSplit:
                     f"sequences of {f'{below} or {above}' if below else above} tokens"
                 )
             return arguments
+        self._num_local = num_tokens // size
         leaves[place] = split_tokens(leaves[place], self.group)
         if self.draws is not None and is_training:
             self.draws.split_tokens()
@@ -92,6 +100,29 @@ class TokenSplit:
             leaves[place] = self._shown = join_tokens(self._local, self.group, True)
         shown: tuple[Any, Any] = tree_unflatten(leaves, tree)
         return shown
+
+    def gather(self, arguments: tuple[Any, Any]) -> tuple[Any, Any]:
+        """The arguments of a module that mixes tokens and runs whole, with all tokens of all activations."""
+        leaves, tree = tree_flatten(arguments)
+        for place, leaf in enumerate(leaves):
+            if _has_tokens(leaf, self._num_local):
+                is_traced = torch.compiler.is_compiling()
+                leaves[place] = traced_gather(leaf, self._handle) if is_traced else join_tokens(leaf, self.group, True)
+        if self.draws is not None:
+            self.draws.join_tokens()
+        gathered: tuple[Any, Any] = tree_unflatten(leaves, tree)
+        return gathered
+
+    def keep_own(self, output: Any, *, is_training: bool) -> Any:
+        """The output of such a module, with this rank's tokens: only they have gradients here, which ranks add up."""
+        if self.draws is not None and is_training:
+            self.draws.split_tokens()
+        start, num_all = self.group.index * self._num_local, self.group.size * self._num_local
+        leaves, tree = tree_flatten(output)
+        own = [
+            leaf.narrow(TOKEN_DIM, start, self._num_local) if _has_tokens(leaf, num_all) else leaf for leaf in leaves
+        ]
+        return tree_unflatten(own, tree)
 
     def local_of(self, x: Tensor) -> Tensor | None:
         """This rank's tokens of x, if x is the tensor that `show` made."""
@@ -147,6 +178,52 @@ class Shown:
         return output
 
 
+class WholeAttention:
+    """Replaces the `forward` of a module that mixes tokens and that no region shards."""
+
+    def __init__(self, module: nn.Module, tokens: TokenSplit) -> None:
+        self.module = module
+        self.inner: Callable[..., Any] = module.forward
+        self.tokens = tokens
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.tokens.is_split:
+            return self.inner(*args, **kwargs)
+        args, kwargs = self.tokens.gather((args, kwargs))
+        return self.tokens.keep_own(self.inner(*args, **kwargs), is_training=self.module.training)
+
+
+def innermost_attention(model: nn.Module, holder: str, layer: str) -> str:
+    """The innermost attention in a module that contains a layer; the module itself if there is none.
+
+    The outer one of two (BERT) adds a residual, of which it should have this rank's tokens.
+    """
+    path = layer
+    while (path := path.rpartition(".")[0]) != holder:
+        if _is_attention(model.get_submodule(path)):
+            return path
+    return holder
+
+
+def _is_attention(module: nn.Module) -> bool:
+    """Found by the name of its class. A mixture of tokens that has another name is refused by the probe."""
+    return "attention" in type(module).__name__.lower()
+
+
+def gather_for_attention(model: nn.Module, blocks: Sequence[str], sharded: Collection[str], tokens: TokenSplit) -> None:
+    """Let attention in blocks that has no layer among the sharded ones see all tokens."""
+    for block in blocks:
+        outermost: list[str] = []
+        for path, module in model.get_submodule(block).named_modules(prefix=block):
+            if path == block or not _is_attention(module) or any(path.startswith(f"{outer}.") for outer in outermost):
+                continue
+            outermost.append(path)
+            if any(name.startswith(f"{path}.") for name in sharded):
+                continue
+            why = "runs on all tokens, because it mixes them and no rank has a share of it; keeps this rank's"
+            wrap_forward(module, WholeAttention(module, tokens).forward, by="tensor", why=why)
+
+
 def split_between(
     model: nn.Module, blocks: Sequence[str], tokens: TokenSplit, stage_of: Mapping[str, int] | None = None
 ) -> None:
@@ -163,6 +240,16 @@ def split_between(
             wrap_forward(
                 block, edge, by="tensor", why="splits tokens before the first block, joins them after the last"
             )
+
+
+def _has_tokens(leaf: object, num_tokens: int) -> bool:
+    """True for activations (samples, tokens, features) of so many tokens."""
+    return (
+        isinstance(leaf, Tensor)
+        and leaf.dim() == 3
+        and leaf.is_floating_point()
+        and leaf.shape[TOKEN_DIM] == num_tokens
+    )
 
 
 def _activations(leaves: Sequence[object]) -> int | None:

@@ -38,7 +38,13 @@ from weft.parallel.tensor.layers import (
     WholeOutput,
 )
 from weft.parallel.tensor.local_sizes import LocalSizes
-from weft.parallel.tensor.megatron_sequence import Shown, TokenSplit, split_between
+from weft.parallel.tensor.megatron_sequence import (
+    Shown,
+    TokenSplit,
+    gather_for_attention,
+    innermost_attention,
+    split_between,
+)
 from weft.parallel.tensor.replicated_gradients import (
     add_early_sum_hooks,
     find_misaligned,
@@ -145,6 +151,9 @@ class TensorParallel:
     def split_tokens(self, stage_of: Mapping[str, int] | None) -> None:
         """Split activations between regions by tokens, if the plan says so; after all other wrapping of blocks."""
         if self.tokens is not None:
+            blocks = [name for name in self._blueprint.blocks if self._has(name)]
+            sharded = [name for region in self.shares.regions for name in (*chain(*region.columns), *region.rows)]
+            gather_for_attention(self.model, blocks, sharded, self.tokens)
             split_between(self.model, self._blueprint.blocks, self.tokens, stage_of)
 
     def _install(self, region: Region) -> None:
@@ -241,7 +250,9 @@ class TensorParallel:
         """The module whose code should see all tokens where they are split, if it contains this region alone."""
         holder = _holder(region)
         is_inside = any(holder.startswith(f"{block}.") for block in self._blueprint.blocks)
-        return holder if is_inside and self._num_held[holder] == 1 and len(region.columns) == 1 else None
+        if not (is_inside and self._num_held[holder] == 1 and len(region.columns) == 1):
+            return None
+        return innermost_attention(self.model, holder, region.columns[0][0])
 
     def _share(self, region: Region) -> tuple[Range, int]:
         """(this rank's units of a region, number of units of all ranks)."""

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from weft.blueprint import Blueprint
+from weft.comm.failures.user_traceback import place_in_user_code
 from weft.errors import ModelError
 from weft.parallel.tracing.meta_copy import freeze_batch_norms
 from weft.parallel.tracing.meta_kernels import call_in_unit
@@ -34,6 +35,7 @@ from weft.parallel.tracing.placeholder import (
     tensor_leaves,
     to_meta,
 )
+from weft.parallel.wrapping.host_random import HostRandom
 from weft.parallel.wrapping.replacements import Replacements, reentrant_checkpoints
 from weft.parallel.wrapping.wrap import wrap_forward
 from weft.plan.model_refusals import (
@@ -105,7 +107,7 @@ class Flow:
     written: Mapping[Value, int]
     """Values that are written into after they were made, each with the id of its storage."""
     is_random: bool
-    """True if some operator draws random numbers."""
+    """True if an operator draws random numbers, or the code does from numpy or the standard library."""
     by_name: Mapping[tuple[str, int], Call] = field(repr=False)
     """Calls by unit and number."""
 
@@ -137,8 +139,8 @@ def follow(meta_copy: nn.Module, units: Sequence[str], call: Callable[[nn.Module
     follower = _Follower(meta_copy, units, device)
     kept = [(buffer, buffer.clone()) for buffer in meta_copy.buffers() if not buffer.is_meta]
     ours = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    around = Replacements(reentrant_checkpoints())
-    with ours, around, follower.watching(), torch.no_grad(), _Randomness() as randomness, follower:
+    around, host = Replacements(reentrant_checkpoints()), HostRandom()
+    with ours, around, host.kept(), follower.watching(), torch.no_grad(), _Randomness() as randomness, follower:
         output = call(meta_copy)
     for buffer, before in kept:  # buffers and random states are the user's own
         buffer.copy_(before)
@@ -154,7 +156,7 @@ def follow(meta_copy: nn.Module, units: Sequence[str], call: Callable[[nn.Module
         output_needs=needs,
         output_parameters=parameters,
         written={v: storage_id(made) for v, (made, n) in follower.versions.items() if made.meta._version > n},
-        is_random=randomness.is_random,
+        is_random=randomness.is_random or host.is_used,
         by_name={(made.unit, made.number): made for made in follower.calls},
     )
 
@@ -298,7 +300,7 @@ class _Follower(TorchFunctionMode):
         try:
             output = forward(*arguments[0], **arguments[1])
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
+            said = f"{type(error).__name__}: {error}{place_in_user_code(error)}"
             raise ModelError(BLOCKS_THAT_ASK_FOR_VALUES.message(name=name, error=said)) from error
         known = set(map(id, before_call))
         if any(isinstance(one, torch.Tensor) and id(one) not in known for one in tree_leaves(arguments)):

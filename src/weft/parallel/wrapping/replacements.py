@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequen
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -104,17 +105,43 @@ class Replacements:
 
 def torch_attention(model: nn.Module, attend: Callable[..., torch.Tensor], *, why: str) -> list[Replacement]:
     """torch's attention, in torch and under the names by which the modules of a model have imported it."""
-    places = {(F.__name__, WHOLE_ATTENTION.__name__)}
-    for name in {kind.__module__ for module in model.modules() for kind in type(module).__mro__}:
-        if name in sys.modules:
-            places |= {(name, key) for key, value in vars(sys.modules[name]).items() if value is WHOLE_ATTENTION}
-    found = [
-        _entry(vars(sys.modules[name]), key, attend, what=f"{name}.{key}", why=why) for name, key in sorted(places)
-    ]
+    found = functions(model, [(F, WHOLE_ATTENTION.__name__, attend)], why=why, original=WHOLE_ATTENTION)
     enable = torch.backends.mha.set_fastpath_enabled
     why_slow = "makes torch's layers call the attention function in evaluation too"
     fast_path = partial(_set, torch.backends.mha.get_fastpath_enabled, enable, False)
     return [*found, Replacement(what="torch.backends.mha fast path", why=why_slow, apply=fast_path)]
+
+
+def functions(
+    model: nn.Module,
+    replaced: Iterable[tuple[ModuleType, str, Callable[..., Any]]],
+    *,
+    why: str,
+    original: Callable[..., Any] | None = None,
+) -> list[Replacement]:
+    """Functions of a module (torch, numpy), also under the names by which the modules of a model have imported them.
+
+    Given are the module, the function's name there and what takes its place; `original` where that may be replaced
+    already.
+    """
+    replaced = list(replaced)
+    places = {(holder.__name__, key): value for holder, key, value in replaced}
+    by_function = {id(getattr(holder, key)): value for holder, key, value in replaced}
+    if original is not None:
+        by_function[id(original)] = replaced[0][2]
+    for user in {kind.__module__ for module in model.modules() for kind in type(module).__mro__}:
+        for name, one in vars(sys.modules[user]).items() if user in sys.modules else ():
+            if id(one) in by_function:
+                places.setdefault((user, name), by_function[id(one)])
+    return [
+        _entry(vars(sys.modules[holder]), key, value, what=f"{holder}.{key}", why=why)
+        for (holder, key), value in sorted(places.items(), key=lambda one: one[0])
+    ]
+
+
+def tensor_method(name: str, value: Callable[..., Any], *, why: str) -> Replacement:
+    """A method of all tensors."""
+    return _attribute(torch.Tensor, name, value, of="torch.Tensor", why=why)
 
 
 def hugging_face_attention(
@@ -124,13 +151,20 @@ def hugging_face_attention(
     mask: Callable[..., Any],
     find_documents: Callable[..., Any],
     configs: Sequence[Any],
+    calls_torch: bool,
 ) -> list[Replacement]:
-    """Attention and masks in the registries of transformers, and the name by which configurations choose them."""
+    """Attention and masks in the registries of transformers, and the name by which configurations choose them.
+
+    `calls_torch`: some models call torch's attention themselves, with a mask from the registry.
+    """
     masks, models = (sys.modules[f"transformers.{module}"] for module in ("masking_utils", "modeling_utils"))
     documents, chosen = "find_packed_sequence_indices", "_attn_implementation_internal"
     writes = [
         (models.AttentionInterface._global_mapping, name, attention, f"transformers.AttentionInterface[{name!r}]"),
-        (masks.AttentionMaskInterface._global_mapping, name, mask, f"transformers.AttentionMaskInterface[{name!r}]"),
+        *(
+            (masks.AttentionMaskInterface._global_mapping, key, mask, f"transformers.AttentionMaskInterface[{key!r}]")
+            for key in ((name, "sdpa") if calls_torch else (name,))
+        ),
         (vars(masks), documents, find_documents, f"transformers.masking_utils.{documents}"),
         *((vars(config), chosen, name, f"{type(config).__name__}.{chosen}") for config in configs),
     ]

@@ -14,7 +14,8 @@ divided, each with the query heads that attend to it; with fewer, query heads ar
 heads that its query heads attend to.
 
 In both layouts a rank's tokens ascend, so that the causal mask within one rank is the ordinary triangle, the keys of
-another rank that a run of queries may attend to are a prefix, and padding is a suffix.
+another rank that a run of queries may attend to are a prefix, and padding is a suffix. Where attention has a window,
+`window.py` finds the blocks.
 """
 
 from __future__ import annotations
@@ -93,21 +94,39 @@ def make_places(num_tokens: int, *, ring: int, ulysses: int, layout: str, multip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Band:
+    """A window of attention: a query sees the keys at most so many places before and after itself."""
+
+    before: int
+    """-1: a query does not even see itself."""
+    after: int
+    """0: causal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rectangle:
     """Queries of one ring rank that attend to the same keys of another, both numbered within their rank."""
 
     q: Range
     k: Range
-    """A prefix of the keys."""
+    """A prefix of the keys, unless attention has a window."""
     is_causal: bool
     """True for a square of which only the lower triangle counts."""
+    band: Band | None = None
+    """The window, where it hides some of these keys from some of these queries; then `is_causal` is False."""
+    distance: int = 0
+    """With `band`: how many places the first query is behind the first key in the sequence."""
 
     @property
     def num_pairs(self) -> int:
         """Pairs of a query and a key that it attends to."""
         (first, last), (start, stop) = self.q, self.k
-        length = last - first
-        return length * (length + 1) // 2 if self.is_causal else length * (stop - start)
+        length, num_keys = last - first, stop - start
+        if self.band is not None:
+            places = range(self.distance, self.distance + length)
+            before, after = self.band.before, self.band.after
+            return sum(max(min(place + after + 1, num_keys) - max(place - before, 0), 0) for place in places)
+        return length * (length + 1) // 2 if self.is_causal else length * num_keys
 
 
 @functools.lru_cache(maxsize=4096)  # asked for every block of every layer

@@ -197,6 +197,8 @@ class SplitLayers:
     """Bytes of the whole activation between two regions: samples × tokens × features."""
     num_regions: int
     """Split regions in the blocks: two per transformer block."""
+    num_whole_attentions: int = 0
+    """Attention modules that no region shards; with split tokens they run on all tokens."""
     num_embeddings: int = 0
     num_outputs: int = 0
     """1 if the last layer is split."""
@@ -230,6 +232,7 @@ def tensor_bytes(layers: SplitLayers, plan: Plan) -> int:
     if plan.tensor.sequence:
         # Outside the regions tokens are split once, which costs a gather backward, and gathered once.
         sent += layers.num_regions * (forwards * 2 + 3) * gathered + 2 * gathered
+        sent += layers.num_whole_attentions * (forwards + 1) * gathered
     else:
         sent += layers.num_regions * (forwards + 1) * reduced
     loss_bytes = layers.num_targets * layers.loss_item_bytes

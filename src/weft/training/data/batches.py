@@ -27,10 +27,13 @@ from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
 import numpy as np
+from torch.utils.data import DataLoader
 
 from weft.errors import DataError
 from weft.layout import part_of
+from weft.mesh import Mesh
 from weft.training.data.datasets import Batch, Dataset, Indices, fetch
+from weft.training.data.same_data import require_same_data
 from weft.training.data.to_device import pin
 
 Item = TypeVar("Item")
@@ -59,6 +62,7 @@ Slice = tuple[int, int, int]
 class batches:
     """This rank's (inputs, targets) of each global batch, step by step, from `trainer.data_position` on.
 
+    All ranks make it, with the same dataset: they compare what they were given, and refuse different data.
     Step k covers samples kB to (k+1)B-1 of the order, whatever the plan. The last batch of an epoch may be short, and
     a rank's part of it empty (0 samples, right shapes and dtypes), since that rank must still join the exchange.
     To go over the data several times give `epochs`; do not loop around `batches`, which goes on where the trainer is.
@@ -82,6 +86,11 @@ class batches:
     def __post_init__(self) -> None:
         problems = []
         total = len(self.dataset) if hasattr(self.dataset, "__len__") else None
+        if isinstance(self.dataset, DataLoader):
+            raise DataError(
+                "a DataLoader makes batches itself, the same ones on every rank; give its dataset, of which weft makes "
+                f"each rank's batches: weft.batches(loader.dataset, trainer, global_batch={self.global_batch})"
+            )
         if total is None:
             problems.append(
                 f"a {type(self.dataset).__name__} has no len(); give a dataset with len(dataset) and dataset[index], "
@@ -98,7 +107,11 @@ class batches:
             problems.append(f"epochs is {self.epochs}; give at least 1, or None to go on for ever")
         if self.shuffle_seed is not None and self.shuffle_seed < 0:
             problems.append(f"shuffle_seed is {self.shuffle_seed}; give 0 or more, or None for dataset order")
-        if problems:
+        mesh = getattr(self.trainer, "mesh", None)
+        if isinstance(mesh, Mesh) and mesh.world.size > 1 and not mesh.world.is_fake:
+            names = ("global_batch", "shuffle_seed", "epochs", "drop_last")
+            require_same_data(mesh, self.dataset, problems, {name: getattr(self, name) for name in names})
+        elif problems:
             raise DataError(problems)
 
     @property

@@ -113,13 +113,21 @@ def fetch(dataset: Dataset, indices: Indices) -> Batch:
         return inputs, targets
     if isinstance(dataset, BatchDataset):
         return dataset.take(indices)
-    samples = [dataset[int(index)] for index in indices]
+    samples = [_read(dataset, int(index)) for index in indices]
     for index, sample in zip(indices, samples, strict=True):
         if not isinstance(sample, tuple | list) or len(sample) != 2:
             length = f" of {len(sample)}" if isinstance(sample, tuple | list) else ""
             raise DataError(f"sample {index} is a {type(sample).__name__}{length}; give a pair (inputs, targets)")
     inputs, targets = stack_samples(samples)
     return inputs, targets
+
+
+def _read(dataset: Dataset, index: int) -> Any:
+    try:
+        return dataset[index]
+    except Exception as error:  # the user's own, raised as it is: only where it happened is added
+        error.add_note(f"while sample {index} of the {type(dataset).__name__} was read")
+        raise
 
 
 def fingerprint(dataset: Dataset) -> int:

@@ -95,9 +95,17 @@ def tensors_of(tree: Tree) -> list[torch.Tensor]:
     return [tensor for _, tensor in named_tensors(tree)]
 
 
-def num_samples(tree: Tree) -> int:
-    """The size of dim 0, which all tensors of the tree share."""
-    sizes = [(path, tensor.shape[0]) for path, tensor in named_tensors(tree) if tensor.dim()]
+def num_samples(tree: Tree, what: str = "batch") -> int:
+    """The size of dim 0, which all tensors of the tree share; `what` names it in messages."""
+    if untensored := list(_tables(tree, what)):
+        raise DataError(
+            [
+                f"{path} is a list of lists of numbers, as a tokenizer returns it; give a tensor: tokenizer(..., "
+                'padding=True, return_tensors="pt"), or torch.tensor(...)'
+                for path in untensored
+            ]
+        )
+    sizes = [(path, tensor.shape[0]) for path, tensor in named_tensors(tree, what) if tensor.dim()]
     if not sizes:
         raise DataError(
             "a batch has no tensor with a dim of samples; inputs and targets hold their samples along dim 0"
@@ -111,6 +119,22 @@ def num_samples(tree: Tree) -> int:
     if problems:
         raise DataError(problems)
     return first
+
+
+def _tables(tree: Tree, path: str) -> Iterator[str]:
+    """The paths of lists of lists of numbers, which are a batch's samples in no form that can be cut."""
+    if isinstance(tree, Mapping):
+        for key, branch in tree.items():
+            yield from _tables(branch, f"{path}[{key!r}]")
+    elif isinstance(tree, list) and tree and all(map(_are_numbers, tree)):
+        yield path
+    elif isinstance(tree, tuple | list):
+        for index, branch in enumerate(tree):
+            yield from _tables(branch, f"{path}[{index}]")
+
+
+def _are_numbers(tree: Tree) -> bool:
+    return isinstance(tree, list) and bool(tree) and all(isinstance(number, int | float) for number in tree)
 
 
 def split_tree(tree: Tree, start: int, stop: int) -> Tree:
@@ -127,11 +151,20 @@ def split_microbatches(tree: Tree, num: int) -> list[Tree]:
 def stack_samples(samples: Sequence[Tree]) -> Tree:
     """One batch of single samples: leaves joined as by torch's DataLoader, containers of the same kind.
 
-    torch's own `default_collate` turns tuples into lists; here a tuple means `*args`, so it must stay one.
+    torch's own `default_collate` turns tuples into lists; here a tuple means `*args`, so it must stay one. A list of
+    numbers, such as a tokenizer returns, is a row of them.
     """
     first = samples[0]
     if isinstance(first, Mapping):
         return {key: stack_samples([sample[key] for sample in samples]) for key in first}
+    if all(map(_are_numbers, samples)):
+        most, fewest = (choose(len(sample) for sample in samples) for choose in (max, min))
+        if most != fewest:
+            raise DataError(
+                f"samples of one batch hold lists of {most} and {fewest} numbers; pad or crop them to one length in "
+                "the dataset"
+            )
+        return torch.tensor(samples)
     if isinstance(first, tuple | list):
         lengths = {len(sample) for sample in samples}
         if len(lengths) > 1:

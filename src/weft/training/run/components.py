@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from weft.checkpoint.new_layers import NewLayers
 from weft.errors import DataError, JobError, ModelError, WeftError, nearest
 from weft.models.convnet import ConvNet, ConvNetConfig
 from weft.models.gpt import GPT, GPTConfig
@@ -34,6 +35,7 @@ _MODELS: dict[str, tuple[type[nn.Module], Callable[..., Any]]] = {
     "gpt": (GPT, GPTConfig),
     "convnet": (ConvNet, ConvNetConfig),
 }
+_NEW_LAYERS = "new_layers"
 _USUAL_CONTEXT = 256
 """Tokens per sample for a Hugging Face model, which may have positions for far more."""
 _DATASET_SETTINGS: dict[str, tuple[Any, str]] = {
@@ -53,6 +55,8 @@ class Prepared:
     """Makes the model for `parallelize`, which fills it: a Hugging Face model is on the meta device."""
     weights: Path | None
     """Folder of pretrained weights."""
+    new_layers: tuple[str, ...]
+    """Layers that are not in that folder."""
     loss: str | LossFunction
     train_data: Dataset
     held_out: Dataset | None
@@ -64,44 +68,76 @@ class Prepared:
 
 def prepare(job: Job, *, besides: Sequence[str] = ()) -> Prepared:
     """Build what a job names; raises one error with all its problems, and those found `besides`."""
-    problems = list(besides)
-
-    def attempt(build: Callable[[], Any]) -> Any:
-        try:
-            return build()
-        except WeftError as error:
-            problems.extend(error.problems)
-            return None
-
-    described = attempt(lambda: _hugging_face(job.model))
-    make_model: Any = None
-    data: Any = None
-    if described is not None or job.model.key == "name":
-        make_model = attempt(lambda: _model(job.model) if described is None else functools.partial(_filled, described))
-        data = attempt(lambda: _data(job))  # which needs the model's sizes
-    loss = attempt(lambda: _loss(job.loss))
-    optimizer = attempt(lambda: _optimizer(job.optimizer))
-    schedule = attempt(lambda: _schedule(job))
-    if data is not None and len(data[0]) < job.steps.global_batch:
-        problems.append(
-            f"the training data holds {len(data[0])} samples, one global batch needs {job.steps.global_batch}; "
-            "give more data, a smaller [steps] global_batch or a smaller context"
-        )
-    if problems:
+    parts, problems = build(job)
+    if problems := [*besides, *problems]:
         raise JobError(problems)
+    described = parts.described
     return Prepared(
-        make_model=make_model,
-        make_empty=make_model if described is None else described.build,
+        make_model=parts.make_model,
+        make_empty=parts.make_empty,
         weights=None if described is None else described.weights,
-        loss=loss,
-        train_data=data[0],
-        held_out=data[1],
-        optimizer=optimizer,
-        schedule=schedule,
+        new_layers=tuple(job.model.settings.get(_NEW_LAYERS, ())),
+        loss=parts.loss,
+        train_data=parts.data[0],
+        held_out=parts.data[1],
+        optimizer=parts.optimizer,
+        schedule=parts.schedule,
         writes_text=(job.model.name == "gpt" or (described is not None and described.continues_text))
         and job.dataset.name in ("standard-library", "text")
         and (_sizes_of(job.model)[2] or 0) >= 128,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The parts of a job that could be built; None for the others."""
+
+    described: HuggingFaceModel | None
+    make_model: Any
+    loss: Any
+    data: Any
+    optimizer: Any
+    schedule: Any
+
+    @property
+    def make_empty(self) -> Any:
+        return self.make_model if self.described is None else self.described.build
+
+
+def build(job: Job, *, doubtful: Collection[str] = ()) -> tuple[Parts, list[str]]:
+    """Build what a job names, as far as that goes, and every problem. Nothing is made of `doubtful` sections."""
+    problems: list[str] = []
+
+    def attempt(make: Callable[[], Any], *sections: str) -> Any:
+        try:
+            return make() if not set(sections) & set(doubtful) else None
+        except WeftError as error:
+            problems.extend(error.problems)
+            return None
+
+    described = attempt(lambda: _hugging_face(job.model), "model")
+    make_model: Any = None
+    data: Any = None
+    if described is not None or job.model.key == "name":
+        make: Any = _model if described is None else lambda _: functools.partial(_filled, described)
+        make_model = attempt(lambda: make(job.model), "model")
+        data = attempt(lambda: _data(job), "model", "dataset")  # which needs the model's sizes
+    loss = attempt(lambda: _loss(job.loss), "model")
+    optimizer = attempt(lambda: _optimizer(job.optimizer), "optimizer")
+    schedule = attempt(lambda: _schedule(job), "optimizer", "steps")
+    if data is not None and "steps" not in doubtful and len(data[0]) < job.steps.global_batch:
+        problems.append(
+            f"the training data holds {len(data[0])} samples, one global batch needs {job.steps.global_batch}; "
+            "give more data, a smaller [steps] global_batch or a smaller context"
+        )
+    if job.steps.evaluate_average and "steps" not in doubtful and not (job.plan and job.plan.average.decay):
+        problems.append(
+            "[steps] evaluate_average = true needs an average of the weights, and the plan keeps none; set [average] "
+            "decay in the plan, such as 0.999"
+        )
+    return Parts(
+        described=described, make_model=make_model, loss=loss, data=data, optimizer=optimizer, schedule=schedule
+    ), problems
 
 
 def context_of(job: Job) -> int:
@@ -130,7 +166,15 @@ def _filled(described: HuggingFaceModel) -> nn.Module:
 
 def _hugging_face(part: Part) -> HuggingFaceModel | None:
     """The description of a Hugging Face model; None for any other model."""
-    return read_hugging_face(Path(part.name), part.settings) if part.key == "hf" else None
+    if part.key != "hf":
+        return None
+    changes = {name: value for name, value in part.settings.items() if name != _NEW_LAYERS}
+    described = read_hugging_face(Path(part.name), changes)
+    if (new := part.settings.get(_NEW_LAYERS)) is not None:
+        if not isinstance(new, list) or not all(isinstance(name, str) for name in new):
+            raise ModelError(f'{statement("model", _NEW_LAYERS, new)} must be a list of names, such as ["score"]')
+        NewLayers(described.build(), new, has_weights=described.weights is not None)
+    return described
 
 
 def _model(part: Part) -> Callable[[], nn.Module]:
@@ -199,7 +243,10 @@ def _windows(job: Job, tokens: np.ndarray[Any, Any], held_out: float) -> tuple[D
     context, (_, longest, known), problems = context_of(job), _sizes_of(job.model), []
     if isinstance(longest, int) and context > longest:
         name = "context" if job.model.key == "name" else "max_position_embeddings"
-        problems.append(f"[dataset] context = {context} is longer than [model] {name} = {longest}; make them equal")
+        problems.append(
+            f"[dataset] context = {context} is longer than [model] {name} = {longest}; set [dataset] context to "
+            f"{longest} or less, or [model] {name} to {context}"
+        )
     if isinstance(known, int) and (largest := datasets.max_token(tokens)) >= known:
         problems.append(
             f"the data holds token {largest}, [model] vocab_size = {known} knows 0 to {known - 1}; "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from weft.errors import JobError, WeftError, nearest
-from weft.plan.fields import Section, Whole, accept_values, declare, facts_of, statement, toml, toml_key
+from weft.plan.fields import Flag, Section, Whole, accept_values, declare, facts_of, statement, toml, toml_key
 from weft.plan.plan import Plan
 from weft.plan.text import parse_toml, read_plan, read_text
 
@@ -40,6 +40,17 @@ class Steps(Section):
     keep: int = declare(3, Whole(minimum=1), "Checkpoints to keep; older ones are deleted.")
     evaluate_every: int = declare(0, Whole(minimum=0), "Steps between evaluations; 0: only at the end.")
     evaluate_batches: int = declare(16, Whole(minimum=1), "Global batches of held-out data to evaluate on.")
+    evaluate_average: bool = declare(
+        False,
+        Flag(),
+        "Evaluate the averaged weights, which the plan's [average] keeps, not the weights themselves.",
+    )
+    skip_at_most: int = declare(
+        5, Whole(minimum=0), "Steps in a row that are skipped because loss or gradients are not finite."
+    )
+    roll_back_at_most: int = declare(
+        2, Whole(minimum=0), "Times that a run goes back to its last good checkpoint after more of them; then it ends."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,33 +77,67 @@ def default_job() -> Job:
     return parse_job((resources.files("weft.training") / "default.toml").read_text("utf-8"), source="the default job")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """A job as far as it could be read: what is wrong with it, and which sections that leaves in doubt."""
+
+    job: Job
+    problems: tuple[str, ...] = ()
+    doubtful: frozenset[str] = frozenset()
+    """Sections with a problem, or "plan": defaults stand in their place, from which nothing follows."""
+
+
 def read_job(path: str | os.PathLike[str]) -> Job:
     """The job in a file; a plan that it names is relative to that file."""
-    text = read_text(path, kind=JobError)
-    return parse_job(text, source=os.fspath(path), directory=Path(path).parent)
+    return _require(examine_job(path))
 
 
 def parse_job(text: str, *, source: str = "job", directory: Path | None = None) -> Job:
     """The job in a text; `source` names it in messages, and its plan is in `directory`."""
+    return _require(_examine(text, source, directory or Path()))
+
+
+def examine_job(path: str | os.PathLike[str]) -> Reading:
+    """The job in a file, also one with problems, so that those of its model and plan can be found too."""
+    return _examine(read_text(path, kind=JobError), os.fspath(path), Path(path).parent)
+
+
+def _require(reading: Reading) -> Job:
+    if reading.problems:
+        raise JobError(reading.problems)
+    return reading.job
+
+
+def _examine(text: str, source: str, directory: Path) -> Reading:
     tables = parse_toml(text, source=source, kind=JobError)
+    doubtful: set[str] = set()
     problems: list[str] = []
     for name, table in tables.items():
         if name not in (*_SECTIONS, "plan"):
             problems.append(f'"{name}" is not a part of a job; {nearest(name, (*_SECTIONS, "plan"))}')
         elif name != "plan" and not isinstance(table, dict):
             problems.append(f"{name} must be a section: write [{name}], and its settings on the lines below")
-    sections = {name: table for name in _SECTIONS if isinstance(table := tables.get(name, {}), dict)}
-    problems += accept_values(Steps, sections.get("steps", {}))[1]
+            doubtful.add(name)
+    sections = {name: table if isinstance(table := tables.get(name, {}), dict) else {} for name in _SECTIONS}
+    sections["steps"], wrong_steps = accept_values(Steps, sections["steps"])
+    problems += wrong_steps
+    doubtful |= {"steps"} if wrong_steps else set()
     for section, names in _TEXTS.items():
-        values = {name: sections.get(section, {}).get(name, "") for name in names}
-        wrong = [statement(section, name, value) for name, value in values.items() if not isinstance(value, str)]
-        problems += [f"{written} must be text, in quotes" for written in wrong]
-    if {"name", "hf"} <= sections.get("model", {}).keys():
+        wrong = {name: value for name in names if not isinstance(value := sections[section].get(name, ""), str)}
+        problems += [f"{statement(section, *entry)} must be text, in quotes" for entry in wrong.items()]
+        sections[section] = {name: value for name, value in sections[section].items() if name not in wrong}
+        doubtful |= {section} if wrong else set()
+    if {"name", "hf"} <= sections["model"].keys():
         problems.append("[model] has both a name and hf; a Hugging Face model needs no name, leave one of them out")
-    plan = _plan_of(tables.get("plan"), directory or Path(), problems)
-    if problems:
-        raise JobError([f"{source}: {problem}" for problem in problems])
-    return _assemble(sections, plan, directory or Path())
+        doubtful.add("model")
+    before = len(problems)
+    plan = _plan_of(tables.get("plan"), directory, problems)
+    doubtful |= {"plan"} if len(problems) > before else set()
+    return Reading(
+        job=_assemble(sections, plan, directory),
+        problems=tuple(f"{source}: {problem}" for problem in problems),
+        doubtful=frozenset(doubtful),
+    )
 
 
 def format_job(job: Job, *, plan: str) -> str:

@@ -4,8 +4,8 @@
     for each batch:  step ─ record ─ every n steps: save, evaluate ─ stop?
     evaluate on held-out data ─ a sample of text ─ save
 
-A run's directory holds `job.toml` and `plan.toml`, `metrics.jsonl` and `checkpoints/`. Every rank runs this file; only
-rank 0 writes metrics and calls the observer.
+A run's directory holds `job.toml` and `plan.toml`, `metrics.jsonl` and `checkpoints/`, and `stacks/` once ranks have
+waited for long. Every rank runs this file; only rank 0 writes metrics and calls the observer.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,23 +23,30 @@ import numpy as np
 import torch
 
 from weft.checkpoint.folders import all_checkpoints, prune
+from weft.comm.failures.watch import write_stacks_to
 from weft.comm.objects import gather_values
-from weft.errors import CheckpointError, DataError, JobError, ModelError
+from weft.errors import CheckpointError, JobError, ModelError, NotFiniteError
 from weft.mesh import join_world
+from weft.plan.all_ranks import with_ranks
 from weft.plan.check import check
-from weft.plan.plan import Axes, Plan
+from weft.plan.plan import ALL, Axes, Plan
 from weft.plan.text import read_plan, write_plan, write_text
 from weft.report.trace import write as write_trace
-from weft.training.data.batches import batches
-from weft.training.data.datasets import fetch, fingerprint
+from weft.training.data.batches import Batches, batches
+from weft.training.data.datasets import fetch
 from weft.training.parallelize import parallelize
 from weft.training.run.components import Prepared, context_of, prepare
+from weft.training.run.folder_probe import require_usable, room_for
 from weft.training.run.job import Job, default_job, format_job, read_job
 from weft.training.run.metrics import MetricsFile, Recorder, StepRecord, units_of
+from weft.training.run.naming_step import naming_step
+from weft.training.run.newest import load_newest_whole
+from weft.training.run.roll_back import RollBack
 from weft.training.run.stop import StopRequest
 from weft.training.trainer import Trainer
 
 JOB_FILE, PLAN_FILE, METRICS_FILE, CHECKPOINTS = "job.toml", "plan.toml", "metrics.jsonl", "checkpoints"
+STACKS = "stacks"
 log = logging.getLogger("weft")
 _PROMPT, _SAMPLE_TOKENS, _TEMPERATURE = b"def ", 256, 0.7
 
@@ -86,18 +95,20 @@ def train(
     observer: Observer | None = None,
     stop_file: Path | None = None,
     trace_file: Path | None = None,
+    on_open: Callable[[Path], None] | None = None,
 ) -> Summary:
     """Run a job to its end on the ranks that call this; collective.
 
     `job` is a Job, the path of a job file, or None for the embedded default. With `resume` the run in `directory` goes
     on from its newest checkpoint (or from the start, if it has none yet); otherwise `directory` must hold no run. With
-    `trace_file`, a timeline of the ranks of rank 0's pipeline is written there at the end.
+    `trace_file`, a timeline of the ranks of rank 0's pipeline is written there at the end. `on_open` is called on every
+    rank once the run's directory is there.
     """
     world = join_world()
     if job is None:
         job = default_job()
     wanted = job if isinstance(job, Job) else read_job(job)
-    plan = wanted.plan or Plan(axes=Axes(data=world.size))
+    plan = with_ranks(wanted.plan or Plan(axes=Axes(data=ALL)), world.size)
     wanted = replace(wanted, plan=plan)
     prepared = prepare(wanted, besides=check(plan, num_ranks=world.size, global_batch=wanted.steps.global_batch))
     torch.manual_seed(wanted.steps.seed)
@@ -110,15 +121,20 @@ def train(
         global_batch=wanted.steps.global_batch,
         example=_example(prepared, plan, wanted.steps.global_batch),
         weights=prepared.weights,
+        new_layers=prepared.new_layers,
+        skip_at_most=wanted.steps.skip_at_most,
     )
     torch.manual_seed(wanted.steps.seed + 1 + world.rank)  # dropout must differ between ranks, weights must not
     directory = Path(gather_values(str(directory), trainer.mesh.everyone("control"))[0])
-    _refuse_different_data(trainer, prepared)
+    write_stacks_to(directory / STACKS)
     run = _Run(wanted, prepared, trainer, directory, observer if observer and world.rank == 0 else Observer())
     run.open(resume)
+    if on_open is not None:
+        on_open(directory)
     if trace_file is not None:
         trainer.keep_trace()
-    summary = run.go(stop_file)
+    with naming_step(trainer):
+        summary = run.go(stop_file)
     if trace_file is not None:
         trace = trainer.trace()
         if world.rank == 0:
@@ -130,7 +146,7 @@ def _example(prepared: Prepared, plan: Plan, global_batch: int) -> Any:
     """The inputs of one microbatch, by which a model is split; None if the plan splits none."""
     if plan.axes.pipeline * plan.axes.tensor * plan.axes.sequence == 1:
         return None
-    parts = plan.axes.data * plan.axes.replicate * plan.step.microbatches
+    parts = plan.axes.data_ranks * plan.step.microbatches
     return fetch(prepared.train_data, np.arange(max(global_batch // parts, 1)))[0]
 
 
@@ -153,21 +169,29 @@ class _Run:
         self.is_first = trainer.mesh.world.rank == 0
         self.metrics: MetricsFile | None = None
         self.recorder = Recorder(trainer.mesh)
+        size, seed = job.steps.global_batch, job.steps.seed
+        self.samples = batches(prepared.train_data, trainer, global_batch=size, shuffle_seed=seed, epochs=None)
+        self.held_out: Batches | None = None
+        if prepared.held_out is not None:
+            self.held_out = batches(prepared.held_out, trainer, global_batch=min(size, len(prepared.held_out)))
         self.last_loss: float | None = None
+        self.roll_backs = RollBack(trainer, directory / CHECKPOINTS, at_most=job.steps.roll_back_at_most)
         self.being_saved: Path | None = None
         """The checkpoint not yet reported to the observer."""
 
     def open(self, resume: bool) -> None:
         """Make the run's directory, or go on from what is in it."""
         # Agreed on by all ranks before anything is written: hosts may not yet see the same files in a shared folder.
-        mine = [path.name for path in all_checkpoints(self.directory / CHECKPOINTS)[-1:]]
+        mine = [path.name for path in all_checkpoints(self.directory / CHECKPOINTS)]
         looked = [(self.directory / JOB_FILE).exists(), mine]
         seen = gather_values(looked, self.trainer.mesh.everyone("control"))
-        newest = max((name for _, names in seen for name in names), key=lambda name: int(name[5:]), default=None)
+        saved = sorted({name for _, names in seen for name in names}, key=lambda name: int(name[5:]))
         if not resume and any(holds_run for holds_run, _ in seen):
             raise JobError(f"{self.directory} holds a run already; resume it, or give another directory")
-        if resume and newest is not None:
-            self.trainer.load(self.directory / CHECKPOINTS / newest)
+        there = max(len(names) for _, names in seen)
+        require_usable(self.directory, self.trainer, room_for(self.job.steps, self.prepared.optimizer, there=there))
+        if resume:
+            load_newest_whole(self.trainer, self.directory / CHECKPOINTS, saved)
         if self.is_first:
             try:
                 (self.directory / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
@@ -184,26 +208,28 @@ class _Run:
         """Train to the end, or until a stop is asked for."""
         steps, started_s = self.job.steps, time.perf_counter()
         self.recorder.restart_clock()
-        with StopRequest(self.trainer.mesh, file=stop_file) as stop:
-            stopped = False
-            size, seed = steps.global_batch, steps.seed
-            endless = batches(self.prepared.train_data, self.trainer, global_batch=size, shuffle_seed=seed, epochs=None)
-            for inputs, targets in endless if self.trainer.steps_done < steps.total else ():
-                self._step(inputs, targets)
-                self._note_saved()
-                stopped = stop.agreed()
-                done = self.trainer.steps_done
-                if stopped or done == steps.total:
-                    break
-                if steps.evaluate_every and done % steps.evaluate_every == 0:
-                    self._evaluate()
-                if steps.save_every and done % steps.save_every == 0:
-                    self._save(wait=False)
+        with StopRequest(self.trainer.mesh, file=stop_file) as stop, closing(self):
+            stopped, checkpoint = False, None
+            for inputs, targets in self.samples if self.trainer.steps_done < steps.total else ():
+                try:
+                    self._step(inputs, targets)
+                    self._note_saved()
+                    stopped = stop.agreed()
+                    done = self.trainer.steps_done
+                    if stopped:
+                        break
+                    if done == steps.total:
+                        checkpoint = self._save(wait=True)
+                        break
+                    if steps.evaluate_every and done % steps.evaluate_every == 0:
+                        self._evaluate()
+                    if steps.save_every and done % steps.save_every == 0:
+                        self._save(wait=False)
+                except NotFiniteError as error:  # on all ranks alike
+                    self._go_back(error)
             seconds = time.perf_counter() - started_s
-            checkpoint = self._save(wait=True)
+            checkpoint = checkpoint or self._save(wait=True)
             held_out, sample = (None, None) if stopped else (self._evaluate(), self._sample())
-        if self.metrics is not None:
-            self.metrics.close()
         return Summary(
             directory=self.directory,
             steps_done=self.trainer.steps_done,
@@ -214,6 +240,10 @@ class _Run:
             sample=sample,
             checkpoint=checkpoint,
         )
+
+    def close(self) -> None:
+        if self.metrics is not None:
+            self.metrics.close()
 
     def _step(self, inputs: Any, targets: Any) -> None:
         loss = self.trainer.step(inputs, targets)
@@ -230,10 +260,32 @@ class _Run:
         )
         self._tell(record)
 
+    def _go_back(self, error: NotFiniteError) -> None:
+        """Load the last good checkpoint, or end the run with this error."""
+        self._tell(self.recorder.flush())
+        failed_at = self.trainer.steps_done
+        checkpoint = self.roll_backs.run(error)
+        self.being_saved = None
+        if self.metrics is not None:
+            self.metrics.close()
+            self.metrics = MetricsFile(self.directory / METRICS_FILE, steps_done=self.trainer.steps_done)
+            self.metrics.write(
+                {
+                    "step": self.trainer.steps_done,
+                    "rolled_back_from": failed_at,
+                    "data_position": self.trainer.data_position,
+                    "checkpoint": checkpoint.name,
+                    "problem": str(error),
+                }
+            )
+        self.recorder.restart_clock()
+
     def _tell(self, record: StepRecord | None) -> None:
         if record is None:
             return
         self.last_loss = record.loss
+        if record.spike is not None and self.is_first:
+            log.warning("the loss of step %d, %.4g, is a spike: %.4g is usual", record.step, record.loss, record.spike)
         if self.metrics is not None:
             self.metrics.write(asdict(record))
             self.observer.stepped(record)
@@ -265,13 +317,11 @@ class _Run:
         self.being_saved = None
 
     def _evaluate(self) -> float | None:
-        if self.prepared.held_out is None:
+        if self.held_out is None:
             return None
         self._tell(self.recorder.flush())
-        steps = self.job.steps
-        size = min(steps.global_batch, len(self.prepared.held_out))
-        held_out = batches(self.prepared.held_out, self.trainer, global_batch=size).from_start()
-        loss = self.trainer.evaluate(itertools.islice(held_out, steps.evaluate_batches))
+        some = itertools.islice(self.held_out.from_start(), self.job.steps.evaluate_batches)
+        loss = self.trainer.evaluate(some, average=self.job.steps.evaluate_average)
         if self.metrics is not None:
             self.metrics.write({"step": self.trainer.steps_done, "held_out_loss": loss})
         self.observer.evaluated(self.trainer.steps_done, loss)
@@ -292,13 +342,3 @@ class _Run:
             return None
         # The vocabulary may be larger than a byte, and an untrained model samples from all of it.
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
-
-
-def _refuse_different_data(trainer: Trainer, prepared: Prepared) -> None:
-    """Refuse ranks on hosts with other files, or with another Python's standard library."""
-    seen = gather_values(fingerprint(prepared.train_data), trainer.mesh.everyone("control"))
-    odd = [rank for rank, value in enumerate(seen) if value != seen[0]]
-    if odd:
-        raise DataError(
-            f"rank {', '.join(map(str, odd))} reads other training data than rank 0; give every host the same files"
-        )

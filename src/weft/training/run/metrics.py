@@ -22,6 +22,7 @@ from weft.errors import JobError
 from weft.mesh import Mesh
 from weft.plan.text import write_text
 from weft.training.data.trees import tensors_of
+from weft.training.run.spikes import SpikeRule
 from weft.training.step.async_scalars import AsyncScalars
 
 
@@ -53,9 +54,11 @@ class StepRecord:
     grad_norm: float | None
     """Norm before clipping; None if the plan neither clips nor computes in 16 bits."""
     num_skipped: int
-    """Number of steps skipped so far because a gradient was not finite."""
+    """Number of steps skipped so far because the loss or a gradient was not finite."""
     loss_scale: float | None
     """Factor of the loss; None unless the plan computes in fp16."""
+    spike: float | None
+    """The usual loss, at the step with which a loss spike begins; else None."""
 
 
 class Recorder:
@@ -63,6 +66,7 @@ class Recorder:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
+        self._spikes = SpikeRule()
         self._waiting: tuple[dict[str, Any], AsyncScalars] | None = None
         """Fields in which `...` stands for a number that the device may still compute, and those numbers."""
         self.restart_clock()
@@ -107,7 +111,8 @@ class Recorder:
         self._waiting = None
         numbers = iter(scalars.read())
         complete: dict[str, Any] = {name: next(numbers) if value is ... else value for name, value in measured.items()}
-        return StepRecord(**{**complete, "num_skipped": int(complete["num_skipped"])})
+        spike = self._spikes.add(complete["loss"])
+        return StepRecord(**{**complete, "num_skipped": int(complete["num_skipped"]), "spike": spike})
 
     def _traffic(self) -> dict[str, tuple[int, float]]:
         return {axis: (traffic.sent_bytes, traffic.wait_s) for axis, traffic in self._mesh.traffic.items()}

@@ -19,7 +19,7 @@ from weft.training.data.sample_split import SampleSplit
 from weft.training.data.split_rows import RowSplit
 from weft.training.data.split_tokens import SequenceSplit
 from weft.training.data.trees import tensors_of
-from weft.training.setup.split_layers import left_out
+from weft.training.setup.split_layers import DRAWS_FOR_ITS_TOKENS, left_out
 
 log = logging.getLogger("weft")
 
@@ -42,7 +42,9 @@ def choose_sample_split(mesh: Mesh, blueprint: Blueprint, example: Any) -> Calla
     axes, has_example = make_axes(mesh), example is not None
 
     def cut_tokens(model: nn.Module) -> SampleSplit:
-        problems = left_out(model, "[axes] ring or ulysses > 1", "set them to 1")
+        problems = left_out(
+            model, "[axes] ring or ulysses > 1", "set [axes] ring and ulysses to 1", reason=DRAWS_FOR_ITS_TOKENS
+        )
         if problems:
             raise ModelError(problems)
         sequence = SequenceParallel(model, mesh, blueprint.positions, axes)

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from weft.blueprint import Blueprint
+from weft.comm.broadcast_many import copy_from_first
 from weft.comm.objects import value_of_first
 from weft.errors import ModelError, PlanError
 from weft.mesh import Mesh
+from weft.models.hugging_face_inputs import encoder_decoders
 from weft.parallel.pipeline.block_costs import Unit, time_units
 from weft.parallel.pipeline.cut_model import CutModel, Outline, cut, make_tied_groups, outline, tied_groups
 from weft.parallel.state.materialise import Materialiser, model_tensors
@@ -20,7 +22,7 @@ from weft.plan.model_refusals import PIPEDREAM_WITH_SHARED_WEIGHTS, VERSIONS_OF_
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.pipeline.stage_cuts import FREE, BlockCost, balance, check_cuts, stage_problem
 from weft.plan.plan import Plan
-from weft.sync.make import copy_from_first, needs_flats
+from weft.sync.make import needs_flats
 from weft.training.data.trees import map_tensors
 from weft.training.setup.probe_stages import probe_stages
 from weft.training.step.precision import Caller
@@ -51,7 +53,16 @@ def cut_model(
         return torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
     example = map_tensors(with_values, example)
-    whole = outline(model, blueprint, plan, example, call=call, device=device)
+    try:
+        whole = outline(model, blueprint, plan, example, call=call, device=device)
+    except ModelError as error:
+        blocks = blueprint.blocks[0].rpartition(".")[0] if blueprint.blocks else "none"
+        causes = [
+            f"{kind} is an encoder and a decoder: a pipeline cuts the layers of one ({blocks}), the other stays one "
+            "piece, which it must be able to follow; set [axes] pipeline = 1"
+            for kind in encoder_decoders(model)
+        ]
+        raise ModelError([*error.problems, *causes]) from error
     num_stages = plan.axes.pipeline * plan.pipeline.chunks
     problem = stage_problem(len(blueprint.blocks), pipeline=plan.axes.pipeline, chunks=plan.pipeline.chunks)
     if problem:
@@ -119,12 +130,13 @@ def _in_flight(plan: Plan, num_stages: int) -> list[int]:
 
 def _begin_alike(model: nn.Module, mesh: Mesh) -> None:
     """Give every rank rank 0's weights, before it drops those of other stages."""
-    for _, tensor in model_tensors(model):
-        if not tensor.is_meta:
-            there = tensor.detach().to(mesh.world.device)
+    own = [tensor.detach() for _, tensor in model_tensors(model) if not tensor.is_meta]
+    copy_from_first([tensor for tensor in own if tensor.device == mesh.world.device], mesh.axis_groups)
+    for tensor in own:
+        if tensor.device != mesh.world.device:  # one at a time: the whole model may not fit there
+            there = tensor.to(mesh.world.device)
             copy_from_first([there], mesh.axis_groups)
-            with torch.no_grad():
-                tensor.copy_(there)
+            tensor.copy_(there)
 
 
 def _materialise_shared(made: CutModel, mesh: Mesh) -> None:

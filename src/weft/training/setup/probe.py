@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.comm.collectives import all_reduce, broadcast
+from weft.comm.broadcast_many import copy_from_first, float64_of_first
+from weft.comm.collectives import all_reduce
 from weft.comm.objects import gather_values, value_of_first
 from weft.comm.shared_gradients import SharedGradientExchange
 from weft.errors import ModelError, WeftError
@@ -25,7 +26,6 @@ from weft.mesh import Mesh
 from weft.parallel.state.materialise import fill_alone, is_on_meta, model_tensors
 from weft.parallel.tensor.shares import local_part
 from weft.parallel.tensor.tensor_parallel import TensorParallel
-from weft.sync.make import copy_from_first
 from weft.training.data.sample_split import SampleSplit
 from weft.training.data.trees import forward, map_tensors, num_samples, split_tree
 from weft.training.setup.probe_pass import (
@@ -198,7 +198,9 @@ def _cut_copy(model: nn.Module, tried: nn.Module, parts: ParallelModel, *, is_wi
     cutting = TensorParallel(model, mesh, parts.blueprint, parts.regions)
     memo: dict[int, Any] = {}
     for name, tensor in model_tensors(model):
-        there = widened(tensors[name].detach().to(mesh.world.device, copy=True), is_wide)
+        # The trial changed nothing but weights on purpose, and a pass may leave buffers of another dtype or shape.
+        before = tensors[name] if isinstance(tensor, nn.Parameter) else tensor
+        there = widened(before.detach().to(mesh.world.device, copy=True), is_wide)
         copy_from_first([there], mesh.axis_groups)
         share = cutting.cut_one(name, there)
         is_parameter = isinstance(tensor, nn.Parameter)
@@ -240,12 +242,9 @@ def _compare(
     everyone, device = mesh.everyone("control"), mesh.world.device
     listed = gather_values([[what, list(t.shape)] for what, t in whole.items()], everyone)[0]
     measured = torch.zeros(len(listed), 2, dtype=torch.float64)
-    for number, (what, shape) in enumerate(listed):
-        true = torch.empty(shape, dtype=torch.float64)
-        if what in whole:
-            true.copy_(whole[what])
-        broadcast(true, everyone)
-        true = true.to(device)
+    first = float64_of_first(list(whole.values()), [shape for _, shape in listed], everyone)
+    for number, ((what, shape), sent) in enumerate(zip(listed, first, strict=True)):
+        true = sent.to(device)
         if what.startswith(GRADIENT):
             layout = tensor.shares.layout(what.removeprefix(GRADIENT), shape)
             expected = local_part(true, layout, mesh.grid, mesh.world.rank)

@@ -48,6 +48,20 @@ def class_name(make_optimizer: OptimizerFactory, device: torch.device) -> str | 
         return None
 
 
+@torch.no_grad()
+def num_states(make_optimizer: OptimizerFactory) -> int:
+    """Values that the optimizer keeps per element of a parameter: 2 for Adam; 0 if it cannot be tried."""
+    parameter = nn.Parameter(torch.zeros(6, 4))
+    try:
+        optimizer = make_optimizer([{"params": [parameter]}])
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    except Exception:
+        return 0
+    kept = optimizer.state.get(parameter, {}).values()
+    return sum(isinstance(value, torch.Tensor) and value.shape == parameter.shape for value in kept)
+
+
 def _change(make_optimizer: OptimizerFactory, start: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
     """The change of a tensor in a few steps."""
     parameter = nn.Parameter(start.clone())

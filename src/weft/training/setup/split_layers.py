@@ -26,6 +26,8 @@ from weft.training.step.precision import Caller
 _LEAVES_OUT = frozenset({"layerdrop", "stochasticdepth", "stochasticdepthprob", "dropblock", "dropblocks"})
 """Names that models give to the probability of leaving out a block, without underscores."""
 
+DRAWS_FOR_ITS_TOKENS = "each rank draws for its own tokens"
+
 
 def split_regions(model: nn.Module, mesh: Mesh, blueprint: Blueprint, example: Any) -> tuple[Region, ...]:
     """The regions that the plan's tensor axis splits; the same on all ranks."""
@@ -56,7 +58,7 @@ def _refuse_unsplittable(model: nn.Module, blueprint: Blueprint) -> None:
         for name, module in block.named_modules()
         if isinstance(module, _NormBase)
     ]
-    problems += left_out(model, "[tensor] sequence = true", "sequence = false")
+    problems += left_out(model, "[tensor] sequence = true", "sequence = false", reason=DRAWS_FOR_ITS_TOKENS)
     inside = {parameter for block in blocks.values() for parameter in block.parameters()}
     prefixes = tuple(f"{name}." for name in blocks)
     problems += [
@@ -70,16 +72,31 @@ def _refuse_unsplittable(model: nn.Module, blueprint: Blueprint) -> None:
         raise ModelError(problems)
 
 
-def left_out(model: nn.Module, asked: str, instead: str) -> list[str]:
-    """Problems with leaving out blocks at random, which ranks that draw for their own tokens cannot do alike."""
-    return [
-        BLOCKS_LEFT_OUT_AT_RANDOM.message(
-            module=path or type(model).__name__, name=name, value=value, asked=asked, instead=instead
-        )
+def left_out(model: nn.Module, asked: str, instead: str, *, reason: str) -> list[str]:
+    """Problems with leaving out blocks at random, which not all ranks can do alike."""
+    found = {
+        path or type(model).__name__: (name, value)
         for path, module in model.named_modules()
         for name, value in vars(module).items()
         if name.replace("_", "") in _LEAVES_OUT and isinstance(value, float) and value > 0
+    }
+    config = getattr(model, "config", None)
+    if not found and isinstance(rate := getattr(config, "layerdrop", 0.0), float) and rate > 0:
+        found[type(config).__name__] = ("layerdrop", rate)  # read where it is used (wav2vec 2's family)
+    return [
+        BLOCKS_LEFT_OUT_AT_RANDOM.message(
+            module=place, name=name, value=value, asked=asked, instead=instead, reason=reason
+        )
+        for place, (name, value) in found.items()
     ]
+
+
+def refuse_left_out_stages(model: nn.Module) -> None:
+    """Refuse a pipeline of a model that leaves out blocks at random: a batch takes one path through the stages."""
+    reason = "every batch takes the same way through the stages"
+    problems = left_out(model, "[axes] pipeline > 1", "set pipeline = 1", reason=reason)
+    if problems:
+        raise ModelError(problems)
 
 
 class KeepingShares:

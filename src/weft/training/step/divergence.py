@@ -23,6 +23,7 @@ from weft.layout import Layout
 from weft.mesh import Mesh
 from weft.sync.base import Sync
 from weft.training.data.trees import tensors_of
+from weft.training.step.average import WeightAverage
 
 _ROW = 64
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -39,6 +40,7 @@ class DivergenceCheck:
     layouts: Mapping[str, Layout]
     tied: Mapping[str, Group]
     """Ranks that hold each parameter shared by several stages of a pipeline."""
+    average: WeightAverage | None = None
 
     @torch.no_grad()
     def run(self, step: int) -> None:
@@ -107,6 +109,8 @@ class DivergenceCheck:
             for key, value in sorted(self.optimizer.state.get(piece.tensor, {}).items()):
                 if isinstance(value, torch.Tensor):
                     yield f"optimizer state {piece.name}.{key}", value
+            if self.average is not None and self.average.has_begun:
+                yield f"average {piece.name}", self.average.means[piece.name]
 
 
 def _text(step: int, what: str, values: list[int], group: Group, *, others: int = 0) -> str:

@@ -6,7 +6,7 @@ targets other than −100 if they are integers, else samples), or one that retur
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,8 @@ def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tens
 
 def loss_terms(loss: Loss, output: Any, targets: Any, count: Count) -> LossTerms:
     """Call a loss whose targets number `count`."""
+    if loss.counts_targets and not (isinstance(output, torch.Tensor) and output.dim()):
+        raise ModelError(_not_logits(output))
     result = loss.function(output, targets)
     if loss.counts_targets:
         assert isinstance(result, torch.Tensor)
@@ -104,6 +106,25 @@ def are_samples_counted(targets: Any) -> bool:
     """True if a mean over these targets is one over samples, since they are not integers."""
     first = tensors_of(targets)[0]
     return first.is_floating_point() or first.is_complex() or first.dtype == torch.bool
+
+
+def _not_logits(output: Any) -> str:
+    """What a model returned that the built-in loss cannot take, and how to take it."""
+
+    def shown(value: Any) -> str:
+        return f"a tensor of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+
+    kind, which = type(output).__name__, "output"
+    what = shown(output)
+    if isinstance(output, tuple | list):
+        what, which = f"a {kind} of {len(output)} ({', '.join(map(shown, output))})", "output[0]"
+    elif isinstance(output, Mapping):
+        what = f"a {kind} of {' and '.join(f'{name} ({shown(value)})' for name, value in output.items())}"
+        which = f'output["{"logits" if "logits" in output else next(iter(output), "logits")}"]'
+    return (
+        f'the model returns {what}, and loss="cross-entropy" takes logits alone, a tensor of (samples, ..., classes); '
+        f"return them alone, or give a loss of your own: loss=lambda output, targets: F.cross_entropy({which}, targets)"
+    )
 
 
 def _refuse_unless_scalar(value: object) -> None:

@@ -60,7 +60,8 @@ class MicrobatchLoop:
             totals = join_norm(totals, self._mesh.group("tensor", "activations"))
         refuse_no_targets(totals.count)
         with self._recording.during("update"):
-            self._update.run(totals.norm, self._counts.correction(shared, totals.count), step=step)
+            correction = self._counts.correction(shared, totals.count)
+            self._update.run(totals, correction, step=step, own_loss=loss_sum)
         return totals.loss_sum / totals.count
 
     def _run_empty(self, inputs: Any) -> None:

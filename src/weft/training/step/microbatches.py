@@ -31,10 +31,9 @@ class Microbatches:
 
     def cut(self, inputs: Any, targets: Any) -> list[CountedBatch]:
         """The microbatches of a batch, each with its number of targets."""
-        if num_samples(inputs) != num_samples(targets):
-            raise DataError(
-                f"inputs hold {num_samples(inputs)} samples, targets {num_samples(targets)}; dim 0 is samples"
-            )
+        num_inputs, num_targets = num_samples(inputs, "inputs"), num_samples(targets, "targets")
+        if num_inputs != num_targets:
+            raise DataError(f"inputs hold {num_inputs} samples, targets {num_targets}; dim 0 is samples")
         parts = self._split(inputs, targets)
         if self.sample_split is None:  # one copy of the whole, of which microbatches are views
             there = self._split(self._to_device(inputs), self._to_device(targets))

@@ -15,6 +15,7 @@ from weft.layout import Layout
 from weft.mesh import Mesh
 from weft.parallel.pipeline.cut_model import CutModel
 from weft.parallel.state.batchnorm import has_batch_norms
+from weft.parallel.state.materialise import Draws
 from weft.parallel.state.rng import PlaceSeeds, Seeds
 from weft.parallel.tensor.tensor_parallel import TensorParallel
 from weft.parallel.wrapping.replacements import Replacements, donated_buffers, reentrant_checkpoints
@@ -25,7 +26,7 @@ from weft.training.data.sample_split import SampleSplit
 
 @dataclass(slots=True, kw_only=True)
 class ParallelModel:
-    """A model on this rank; the steps of `apply_plan` fill in the fields after `initialise`."""
+    """A model on this rank; the steps of `apply_plan` fill in the fields after `draws`."""
 
     model: nn.Module
     mesh: Mesh
@@ -35,8 +36,8 @@ class ParallelModel:
     """The example with whole samples, once samples are split."""
     keep_output: bool = False
     """The loss can take shares of the output features."""
-    initialise: bool = True
-    """Parameters on the meta device get first values, instead of zeros until weights are read."""
+    draws: Draws = lambda name: True
+    """Which parameters on the meta device get first values, instead of zeros until weights are read."""
 
     blueprint: Blueprint = field(init=False)
     has_batch_norms: bool = field(init=False)
@@ -81,15 +82,6 @@ class ParallelModel:
         """True if layers exchange in their forward pass, so that a microbatch without samples must run too."""
         return self.has_batch_norms and self.mesh.data_size > 1 and self.mesh.plan.data.buffers == "synchronise"
 
-    @property
-    def needs_seeds(self) -> bool:
-        """True if passes draw from the run's own seed.
-
-        Ranks that share layers or samples must drop the same entries, also in code without an attribute for the rate.
-        """
-        is_shared = self.tensor is not None or self.sample_split is not None
-        return self.place_seeds is None or self.place_seeds.is_needed or is_shared
-
     def enter(self, inputs: Any) -> None:
         """Begin a forward or backward pass of a microbatch."""
         if self.sample_split is not None:
@@ -97,7 +89,7 @@ class ParallelModel:
 
     def random_states(self, step: int, microbatch: int) -> AbstractContextManager[None]:
         """Context of the random states of one microbatch's forward pass, the same for any number of stages."""
-        if self.place_seeds is None or not self.needs_seeds:
+        if self.place_seeds is None:
             return nullcontext()
         draws_alike = self.sample_split is None or self.sample_split.draws_alike
         data_rank = self.mesh.data_rank if draws_alike else self.mesh.sample_rank

@@ -143,7 +143,7 @@ class PipelineStep(MicrobatchPasses):
                 self._refusal = error  # raised on all stages, once nothing is under way
                 return
             self._mean = totals.loss_sum / totals.count
-            self._update.run(totals.norm, correction, step=self._batch.step)
+            self._update.run(totals, correction, step=self._batch.step, own_loss=self._own_loss(self._batch))
         else:
             super().exchange(action)
 
@@ -151,6 +151,9 @@ class PipelineStep(MicrobatchPasses):
         counted = scalar_on_device(batch.count, self._mesh.world.device)
         totals = self._sync.finish(batch.loss_sum, counted, with_norm=self._update.needs_norm)
         return join_norm(totals, self._mesh.group("tensor", "activations"))
+
+    def _own_loss(self, batch: UpdateBatch) -> torch.Tensor | None:
+        return batch.loss_sum if self._is_last else None
 
     def _hand_over(self) -> None:
         """Let all gradients go to the other data ranks."""

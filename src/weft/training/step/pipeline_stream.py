@@ -111,6 +111,7 @@ class PipelineStream(PipelineStep):
         done = max(num_microbatches, 0) // self._at_once
         for number in [number for number in self._ended if number < done]:
             totals = self._ended.pop(number)
+            self._update.close_oldest()
             self._latest = torch.where(totals.count > 0, totals.loss_sum / totals.count, self._latest)
             self._counted = totals.count + self._counted
             if (number + 1) * self._at_once % self._mesh.plan.step.microbatches == 0:
@@ -164,7 +165,8 @@ class PipelineStream(PipelineStep):
         if action.kind == "update":
             self._ended[number], correction = self._agree(self._sum_over_data(batch), batch.divisor)
             with self.versions.advance():
-                self._update.run(self._ended[number].norm, correction, step=batch.step)
+                own_loss = self._own_loss(batch)
+                self._update.run(self._ended[number], correction, step=batch.step, own_loss=own_loss, closes=False)
             del self._batches[number]
             for microbatch in range(number * self._at_once, (number + 1) * self._at_once):
                 del self.microbatches[microbatch]

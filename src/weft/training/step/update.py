@@ -1,21 +1,23 @@
 """From exchanged gradients to updated weights: scale, check, clip, update, publish.
 
-Where the plan clips or computes in 16 bits, a norm that is not finite skips the update on every rank at once: the sum
-over ranks is not finite as soon as one rank's part is not.
+A loss that is not finite skips the update on every rank at once, and so does a norm that is not, where the plan clips
+or computes in 16 bits: the sum over ranks is not finite as soon as one rank's part is not. What follows from skipped
+updates is decided in `not_finite.py`.
 
 Where the optimizer accepts a flag on the GPU, as torch's fused ones do, the GPU decides by itself: these optimizers
-leave weights and state as they are where `found_inf` is 1. Then the host does not wait, publishing unchanged weights
-does no harm, and the warning of the skip comes when it is known. The first update is waited for, because torch's fused
-SGD would never initialise its momentum if that one were skipped.
+leave weights and state as they are where `found_inf` is 1. Then the host does not wait, and publishing unchanged
+weights does no harm. The first update is waited for, because torch's fused SGD would never initialise its momentum if
+that one were skipped. Other optimizers on a GPU are waited for where the plan has a norm; where it has none nobody
+waits, and their update takes place whatever the loss is.
 """
 
 from __future__ import annotations
 
-import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,9 +28,36 @@ from weft.plan.partition.wire import needs_norm
 from weft.plan.plan import Plan
 from weft.sync.base import Sync, Totals
 from weft.training.step.async_scalars import AsyncScalars
+from weft.training.step.average import WeightAverage
 from weft.training.step.precision import LossScale
 
-log = logging.getLogger("weft")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What is known of one update, as numbers that a device may still compute."""
+
+    step: int
+    """Number of its step, from 0."""
+    overflow: bool | AsyncScalars
+    """True, or 1.0, if the loss or the norm is not finite."""
+    is_left_out: bool
+    """Such an update was skipped; False where that would have made the host wait in every step."""
+    own_loss: torch.Tensor | None
+    """This rank's part of the loss; None where it computes none."""
+    loss: torch.Tensor
+    norm: torch.Tensor | None
+    scale_before: float | torch.Tensor
+    scale_after: float | torch.Tensor
+    num_skipped: int | torch.Tensor
+
+    @property
+    def is_known(self) -> bool:
+        """True if the host waited for this update when it was made."""
+        return isinstance(self.overflow, bool)
+
+    def is_bad(self) -> bool:
+        """True if the loss or the norm is not finite; waits for this update alone."""
+        return bool(self.overflow.read()[0]) if isinstance(self.overflow, AsyncScalars) else self.overflow
 
 
 class Update:
@@ -41,13 +70,13 @@ class Update:
         plan: Plan,
         *,
         schedule: Callable[[int], float] | None,
-        is_first_rank: bool,
+        average: WeightAverage | None = None,
     ) -> None:
+        self._average = average
         self._optimizer = optimizer
         self._sync = sync
         self._clip_norm = plan.step.clip_norm
         self._schedule = schedule
-        self._is_first_rank = is_first_rank
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
         self.needs_norm = needs_norm(plan)
         self.loss_scale = LossScale.of(plan)
@@ -56,31 +85,46 @@ class Update:
         self.skipped: int | torch.Tensor = 0
         """`num_skipped`, or a tensor that will be that number: a new one at every step, which no rank has to wait for.
         """
-        self._skips_on_device = self.needs_norm and can_skip_on_device(optimizer)
+        self._skips_on_device = can_skip_on_device(optimizer)
+        self._waits_anyway = plan.data.offload
+        """The host waits for the gradients in every step, because it updates with them."""
         self._has_updated = False
-        self._unreported: deque[tuple[int, AsyncScalars]] = deque()
-        """Steps of which it is not yet known whether they were skipped: number, and the scalars of the warning."""
+        self._open: deque[Outcome] = deque()
+        self.closed: deque[Outcome] = deque()
+        """Updates that all ranks have made, in their order and the same on every rank, until someone takes them."""
 
     @property
     def num_skipped(self) -> int:
-        """Number of steps skipped because a gradient was not finite; waits for the last step."""
-        self._report_skips(wait=True)
+        """Number of steps skipped because the loss or a gradient was not finite; waits for the last step."""
         return int(self.skipped)
 
     @torch.no_grad()
-    def run(self, norm: torch.Tensor | None, correction: float | torch.Tensor | None, *, step: int) -> None:
-        """Update with gradients still to be multiplied by a correction; `step` counts from 0."""
-        self._report_skips(wait=False)
-        scale = self.loss_scale.factor
+    def run(
+        self,
+        totals: Totals,
+        correction: float | torch.Tensor | None,
+        *,
+        step: int,
+        own_loss: torch.Tensor | None,
+        closes: bool = True,
+    ) -> None:
+        """Update with gradients still to be multiplied by a correction; `step` counts from 0.
+
+        `closes`: all ranks make this update in the same step, so that its outcome is known to all of them after it.
+        """
+        norm, scale = totals.norm, self.loss_scale.factor
         is_scaled = isinstance(scale, torch.Tensor) or scale != 1.0
         factor = (1.0 if correction is None else correction) / scale if is_scaled else correction
-        overflow = None
+        decided = self._decide(totals, step, own_loss)
+        if closes:
+            self.close_oldest()
         if norm is not None:
             self.grad_norm = norm if factor is None else norm * factor
-            if self._skips_on_device and self._has_updated:
-                overflow = self._find_overflow(norm, step)
-            elif not self._is_finite(norm, step):
-                return
+        if decided is True:
+            return
+        overflow = decided if isinstance(decided, torch.Tensor) else None
+        if norm is not None:
+            assert self.grad_norm is not None
             factor = _clipping(self.grad_norm, factor=factor, clip_norm=self._clip_norm)
         if factor is not None:
             _multiply([p.tensor.grad for p in self._sync.pieces if p.tensor.grad is not None], factor)
@@ -88,8 +132,12 @@ class Update:
             rate = self._schedule(step)
             for group, base in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
                 group["lr"] = base * rate
+        if self._average is not None:
+            self._average.begin(step=step)
         with _skipping(self._optimizer, overflow):
             self._optimizer.step()
+        if self._average is not None:
+            self._average.add(overflow)
         self._has_updated = True
         self._sync.publish()
 
@@ -100,41 +148,48 @@ class Update:
     def load_state(self, state: dict[str, Any]) -> None:
         self.loss_scale.load_state(state["loss_scale"])
         self.skipped = int(state["num_skipped"])
-        self._unreported.clear()
+        self._open.clear()
+        self.closed.clear()
         self._has_updated = False  # the optimizer's state may be from before its first update
 
-    def _is_finite(self, norm: torch.Tensor, step: int) -> bool:
-        """Wait for whether the gradients are finite, and note it."""
-        is_finite, before = bool(torch.isfinite(norm)), self.loss_scale.value
-        self.loss_scale.update(is_finite=is_finite)
-        if not is_finite:
-            self.skipped = self.num_skipped + 1
-            self._warn(step, before, self.loss_scale.value, self.skipped)
-        return is_finite
+    def close_oldest(self) -> None:
+        """The oldest open update has been made by all ranks; they call this in the same step, and in the same order."""
+        self.closed.append(self._open.popleft())
 
-    def _find_overflow(self, norm: torch.Tensor, step: int) -> torch.Tensor:
-        """1.0 on the device if the gradients are not finite, else 0.0."""
-        overflow, before = 1.0 - torch.isfinite(norm).float(), self.loss_scale.factor
-        self.loss_scale.update_on_device(overflow)
-        self.skipped = self.skipped + overflow
-        if self._is_first_rank:
-            self._unreported.append((step, AsyncScalars(overflow, before, self.loss_scale.factor, self.skipped)))
-        return overflow
+    def _decide(self, totals: Totals, step: int, own_loss: torch.Tensor | None) -> bool | torch.Tensor:
+        """Whether the update must be skipped, as a number on the device where nobody waits for it; notes the outcome.
 
-    def _report_skips(self, *, wait: bool) -> None:
-        """Warn of steps that are now known to have been skipped; `wait`: of all."""
-        while self._unreported and (wait or self._unreported[0][1].is_ready):
-            step, numbers = self._unreported.popleft()
-            overflow, before, after, num_skipped = numbers.read()
+        False also where it could only be skipped by waiting.
+        """
+        loss, norm, before = totals.loss_sum, totals.norm, self.loss_scale.factor
+        on_device = self._skips_on_device and self._has_updated
+        waits = not on_device and (self._waits_anyway or not loss.is_cuda or norm is not None or self._skips_on_device)
+        overflow: bool | torch.Tensor
+        if waits:
+            overflow = not (math.isfinite(float(loss)) and (norm is None or math.isfinite(float(norm))))
+            self.loss_scale.update(is_finite=not overflow)
             if overflow:
-                self._warn(step, before, after, int(num_skipped))
-
-    def _warn(self, step: int, before: float, after: float, num_skipped: int) -> None:
-        if self._is_first_rank:
-            change = f"; the loss scale goes from {before:g} to {after:g}" if after != before else ""
-            log.warning(
-                "step %d is skipped: a gradient is not finite%s (%d skipped so far)", step + 1, change, num_skipped
+                self.skipped = self.num_skipped + 1
+        else:
+            is_finite = torch.isfinite(loss) if norm is None else torch.isfinite(loss) & torch.isfinite(norm)
+            overflow = 1.0 - is_finite.float()
+            if on_device:
+                self.loss_scale.update_on_device(overflow)
+                self.skipped = self.skipped + overflow
+        self._open.append(
+            Outcome(
+                step=step,
+                overflow=overflow if isinstance(overflow, bool) else AsyncScalars(overflow),
+                is_left_out=waits or on_device,
+                own_loss=own_loss,
+                loss=loss,
+                norm=norm,
+                scale_before=before,
+                scale_after=self.loss_scale.factor,
+                num_skipped=self.skipped,
             )
+        )
+        return overflow if waits or on_device else False
 
 
 def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
