@@ -32,6 +32,11 @@ CHECKPOINTS = (
     "use_reentrant=True"
 )
 
+CHECKPOINTS = (
+    "torch.utils.checkpoint.CheckpointFunction: recomputes in the schedule's own backward pass, also with "
+    "use_reentrant=True"
+)
+
 
 def step(trainer: Trainer, batch: Any) -> torch.Tensor:
     return trainer.step(*cut_evenly(batch, trainer.data_size)[trainer.data_rank])
