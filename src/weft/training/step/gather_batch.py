@@ -54,12 +54,12 @@ class BatchGathering:
         plan = self.mesh.plan
         if self.mesh.data_size * plan.step.microbatches * plan.axes.sequence == 1:
             return tensor
+        if plan.axes.sequence > 1:
+            raise PlanError(GATHERED_TOKENS.message(plan))
         if self.where == "model":
             raise ModelError("gather_batch was called by the model; call it in the loss, which is given its outputs")
         if plan.step.microbatches > 1:
             raise PlanError(GATHERED_MICROBATCHES.message(plan))
-        if plan.axes.sequence > 1:
-            raise PlanError(GATHERED_TOKENS.message(plan))
         refuse_empty(self.sizes)
         mine = self.sizes[self.mesh.data_rank]
         if not tensor.dim() or tensor.shape[0] != mine:
