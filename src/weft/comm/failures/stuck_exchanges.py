@@ -149,7 +149,11 @@ def _noted() -> list[Exchange]:
 def _entries() -> Iterator[dict[str, Any]]:
     for dump in _RECORDERS:
         if hasattr(c10d, dump):
-            yield from json.loads(getattr(c10d, dump)(includeCollectives=True, onlyActive=False)).get("entries", ())
+            try:
+                text = getattr(c10d, dump)(includeCollectives=True, onlyActive=False)
+            except RuntimeError:  # a device that has failed; the watch must live on
+                continue
+            yield from json.loads(text).get("entries", ())
 
 
 def _progress() -> dict[str, Any]:
