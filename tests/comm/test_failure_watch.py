@@ -286,6 +286,14 @@ def test_what_is_under_way_is_read_from_the_recorder(monkeypatch: pytest.MonkeyP
     assert 99 < first.waited_s < 160
 
 
+def test_a_recorder_that_a_broken_device_makes_raise_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dump(**_: bool) -> bytes:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(stuck_exchanges, "c10d", SimpleNamespace(_dump_nccl_trace_json=dump))
+    assert stuck_exchanges.exchange_status().waiting == ()
+
+
 def exchange(group: str, number: int, ranks: tuple[int, ...], *, kind: str = "all-gather") -> Exchange:
     return Exchange(
         group=group,

@@ -279,6 +279,25 @@ def test_skipped_steps_leave_it_alone(on_device: bool) -> None:
     assert all(torch.equal(mean, before[name]) for name, mean in trainer.average.means.items())
 
 
+def test_loading_its_kernels_leaves_everything_as_it_was() -> None:
+    """As is done for pipelines on GPUs, before messages are under way."""
+    torch.manual_seed(0)
+    trainer = make_trainer(small_gpt(), averaging(Plan(), start=1))
+    assert trainer.average is not None
+    weights = {name: p.detach().clone() for name, p in trainer.named_model.named_parameters()}
+    trainer.average.warm_up()
+    trainer.not_finite.warm_up()
+    assert not trainer.average.has_begun
+    assert all(torch.equal(p, weights[name]) for name, p in trainer.named_model.named_parameters())
+    go_on(trainer, 2)
+    torch.manual_seed(0)
+    expected = make_trainer(small_gpt(), averaging(Plan(), start=1))
+    go_on(expected, 2)
+    assert expected.average is not None
+    for name, mean in expected.average.means.items():
+        assert torch.equal(trainer.average.means[name], mean)
+
+
 @ranks(2)
 def test_running_statistics_are_the_models_own(tmp_path: Path) -> None:
     torch.manual_seed(0)
