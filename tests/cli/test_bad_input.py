@@ -249,8 +249,8 @@ def test_an_exception_of_the_users_own_code(
         r"rank [01] ended with code 1: KeyError: 'weights.bin'; all ranks are started again \(restart 1 of 3\)", said
     )
     assert re.fullmatch(
-        r"weft: rank [01] ended with code 1 and was started again once in vain \(the same came again, so that was the "
-        r"last time\): KeyError: 'weights.bin' \(--traceback shows where\)",
+        r"weft: rank [01] ended with code 1 and was started again once in vain \(the same error came again, so there "
+        r"are no more restarts\): KeyError: 'weights.bin' \(--traceback shows where\)",
         message,
     )
 

@@ -30,7 +30,7 @@ from weft.comm.failures.inquiries import Inquiries, RankProcess
 from weft.comm.failures.limits import Limits
 from weft.comm.failures.places import Place
 from weft.comm.failures.rank_status import RankStatus
-from weft.comm.failures.stuck_exchanges import Exchange, ExchangeStatus, name_ranks
+from weft.comm.failures.stuck_exchanges import Exchange, ExchangeStatus
 from weft.plan.plan import Axes, Comm, Plan
 from weft.training.parallelize import parallelize
 from weft.training.trainer import Trainer
@@ -303,11 +303,3 @@ def test_waits_are_told_within_twice_the_usual_step_and_five_seconds(monkeypatch
     assert limits.told_after_s("trainer.evaluate") == 2 * 30.0 + limits.slack_s
     calls.forget_durations()
     assert limits.told_after_s("trainer.step") == 300.0
-
-
-def test_many_ranks_are_named_as_ranges() -> None:
-    assert [name_ranks(ranks) for ranks in ((3,), (0, 1), (9, 0, 1, 2, 5))] == [
-        "rank 3",
-        "ranks 0, 1",
-        "ranks 0 to 2, 5, 9",
-    ]

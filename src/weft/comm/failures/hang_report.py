@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from weft.comm.failures.rank_status import RankStatus
-from weft.comm.failures.stuck_exchanges import Exchange, name_ranks
+from weft.comm.failures.stuck_exchanges import Exchange
+from weft.units import name_ranks
 
 _MOST_DESCRIBED = 8
 

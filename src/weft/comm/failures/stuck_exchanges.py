@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.distributed_c10d import _world
 
 from weft.comm.failures.activity import exchange_records
-from weft.units import format_bytes
+from weft.units import format_bytes, name_ranks
 
 _MOST_DESCRIBED = 8
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
@@ -180,15 +180,3 @@ _ITEM_BYTES = {
     "Double": 8,
 }
 """Bytes per element, by the names the recorder uses."""
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0, 1, 4 to 7"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(parts)}"

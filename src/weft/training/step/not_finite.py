@@ -28,6 +28,7 @@ from weft.parallel.state.finite import not_finite, shown, spoilt_buffers
 from weft.sync.base import Sync
 from weft.training.data.trees import named_tensors
 from weft.training.step.update import Outcome, Update
+from weft.units import name_ranks
 
 log = logging.getLogger("weft")
 
@@ -168,4 +169,4 @@ def _describe(findings: list[dict[str, list[str]]]) -> str:
 def _on(ranks: list[int], num_ranks: int) -> str:
     if len(ranks) == num_ranks:
         return "every rank" if num_ranks > 1 else "rank 0"
-    return f"rank {', '.join(map(str, ranks))}"
+    return name_ranks(ranks)
