@@ -25,7 +25,7 @@ def describe_different_calls(statuses: Mapping[int, RankStatus]) -> str | None:
         made_then = names[rank]
         at = f" ({status.place.line})" if status.place.user else ""
         if made_then == "ended":
-            text = "{ranks} ended in order"
+            text = "{ranks} ended normally"
         elif status.call:
             text = "{ranks} {is_in} " + status.call + at
         elif made_then:
