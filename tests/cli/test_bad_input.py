@@ -139,7 +139,13 @@ def test_directories_that_are_in_the_way(refuse: Refusal, workspace: Workspace, 
     assert f"go on with --resume {directory}, or give another --output" in message
     refuse("train", "--resume", refuse.folder, words=("holds no run: there is no job.toml in it",))
     refuse("train", "--resume", refuse.folder / "nowhere", words=("holds no run",))
-    refuse("train", workspace.job, "--resume", directory, words=("--resume takes the job and the output from",))
+    refuse(
+        "train",
+        workspace.job,
+        "--resume",
+        directory,
+        words=("--resume DIR takes job and output directory from the run in DIR",),
+    )
 
 
 def test_a_run_whose_files_are_damaged(refuse: Refusal, reference: Reference) -> None:
