@@ -1,4 +1,4 @@
-"""Finds out, a few times a second and from a thread of its own, that this rank has waited for long."""
+"""The waits of this rank, looked at a few times per second from a thread of its own: which are too long?"""
 
 from __future__ import annotations
 
