@@ -2,13 +2,15 @@
 
     python examples/newcomer_dict_batches.py
     torchrun --nproc-per-node 2 examples/newcomer_dict_batches.py
+    torchrun --nproc-per-node 2 examples/newcomer_dict_batches.py examples/plans/zero.toml checkpoint
 
 A tagger reads padded sentences and says the tag of each word; beside it a small head guesses the sentence's length,
 which is the auxiliary loss. Padding has the target -1. Such a mean has a denominator of its own, so the loss returns
 (sum, count): weft adds both over ranks and microbatches and divides once.
 
 The plan keeps an exponential average of the weights (EMA). `trainer.extra_state` puts the script's own state, the best
-loss so far, into checkpoints.
+loss so far, into checkpoints. With a folder as the second argument the script saves there, and goes on from there when
+it is started again, also on another number of ranks.
 """
 
 from __future__ import annotations
@@ -72,11 +74,14 @@ def loss(output: Batch, targets: Batch) -> tuple[Tensor, Tensor]:
     return tags + AUXILIARY * lengths, num_words_B.sum()
 
 
-def main(plan: Plan | str | Path | None = None, *, steps: int = 40) -> list[float]:
+def main(
+    plan: Plan | str | Path | None = None, checkpoint: str | Path | None = None, *, steps: int = 40
+) -> list[float]:
     """Train, and return the loss of every step, then those of the last weights and of their average."""
     torch.manual_seed(0)
     data = Sentences()
-    chosen = replace(as_plan(plan or Plan(axes=Axes(data="all"))), average=Average(decay=0.9))
+    chosen = as_plan(plan or Plan(axes=Axes(data="all")))  # a plan, or the path of its file
+    chosen = replace(chosen, average=Average(decay=0.9))  # in a plan file: [average] decay = 0.9
     with weft.parallelize(
         Tagger(),
         chosen,
@@ -85,18 +90,24 @@ def main(plan: Plan | str | Path | None = None, *, steps: int = 40) -> list[floa
         global_batch=BATCH,
     ) as trainer:
         losses: list[float] = []
-        trainer.extra_state["best"] = float("inf")
+        trainer.extra_state["best"] = float("inf")  # named before load(), which replaces it
+        if checkpoint is not None and Path(checkpoint).exists():
+            trainer.load(checkpoint)
+        last_step = trainer.steps_done + steps
         for inputs, targets in weft.batches(data, trainer, global_batch=BATCH, shuffle_seed=0, epochs=None):
             losses.append(trainer.step(inputs, targets).item())
             trainer.extra_state["best"] = min(trainer.extra_state["best"], losses[-1])
-            if trainer.steps_done == steps:
+            if trainer.steps_done == last_step:
                 break
         held_out = weft.batches(data, trainer, global_batch=BATCH)
         last, average = trainer.evaluate(held_out), trainer.evaluate(held_out, average=True)
         if trainer.mesh.world.rank == 0:
-            print(f"loss of the last weights {last:.4f}, of their average {average:.4f}")
+            best = trainer.extra_state["best"]
+            print(f"loss of the last weights {last:.4f}, of their average {average:.4f}; best of a batch {best:.4f}")
+        if checkpoint is not None:
+            trainer.save(checkpoint)  # on every rank
     return [*losses, last, average]
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main(*sys.argv[1:3])

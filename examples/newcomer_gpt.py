@@ -116,7 +116,7 @@ def main(plan: Plan | str | Path | None = None, *, steps: int = 50) -> list[floa
         schedule=functools.partial(learning_rate, steps=steps),
         groups=lambda name, shape: {"weight_decay": 0.1 if len(shape) > 1 else 0.0},  # matrices, not biases and norms
         global_batch=BATCH,
-        example=data[0][0][None],
+        example=data[0][0][None],  # inputs of one sample, by which pipelines and split layers are cut
     ) as trainer:
         losses: list[float] = []
         for inputs, targets in weft.batches(data, trainer, global_batch=BATCH, shuffle_seed=0, epochs=None):

@@ -77,7 +77,7 @@ def main(plan: Plan | str | Path | None = None, *, steps: int = 48) -> list[floa
         loss="cross-entropy",
         optimizer=functools.partial(torch.optim.SGD, lr=LEARNING_RATE, momentum=0.9, weight_decay=1e-4),
         global_batch=BATCH,
-        example=data[:2][0],
+        example=data[:2][0],  # inputs of two samples, by which pipelines and split layers are cut
     ) as trainer:
         losses: list[float] = []
         for images, labels in weft.batches(data, trainer, global_batch=BATCH, shuffle_seed=0, epochs=None):

@@ -8,7 +8,7 @@ import pytest
 
 from weft import errors
 from weft.errors import JobError, PlanError, WeftError, nearest
-from weft.units import format_bytes, format_count, format_seconds
+from weft.units import format_bytes, format_count, format_seconds, name_ranks
 
 
 @pytest.mark.parametrize(
@@ -92,3 +92,11 @@ def test_nearest() -> None:
     assert nearest("xyz", ["data", "pipeline"]) == "known: data, pipeline"
     assert nearest("", ["data"]) == "known: data"
     assert nearest("data", {"data": 1}) == 'did you mean "data"?'
+
+
+def test_many_ranks_are_named_as_ranges() -> None:
+    assert [name_ranks(ranks) for ranks in ((3,), (0, 1), (9, 0, 1, 2, 5))] == [
+        "rank 3",
+        "ranks 0, 1",
+        "ranks 0 to 2, 5, 9",
+    ]

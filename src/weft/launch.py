@@ -239,7 +239,7 @@ def _describe(failure: RankFailure, restarts: Restarts) -> LaunchError:
     times = "once" if restarts.done == 1 else f"{restarts.done} times"
     again = f" and was started again {times} in vain" if restarts.done else ""
     if restarts.came_again:
-        again += " (the same came again, so that was the last time)"
+        again += " (the same error came again, so there are no more restarts)"
     where = "" if failure.step is None else f" in step {failure.step}"
     if not failure.error:
         return LaunchError(f"rank {failure.rank} {failure.how}{where}{again}")

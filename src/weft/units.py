@@ -1,6 +1,8 @@
-"""Bytes, seconds and counts as people read them: one spelling of every unit weft prints."""
+"""Bytes, seconds, counts and ranks as people read them: one spelling of everything weft prints."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -33,3 +35,15 @@ def format_count(number: float) -> str:
             return f"{number:.0f}" if unit == "" else f"{number:.1f}{unit}"
         number /= 1000
     return f"{number:.1f} T"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """(3,) -> 'rank 3'; (7, 0, 1, 4, 5, 6) -> 'ranks 0, 1, 4 to 7'."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(parts)}"

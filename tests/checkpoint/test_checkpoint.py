@@ -165,6 +165,24 @@ class Sometimes(nn.Module):
         return self.late(logits) if self.calls > 3 else logits
 
 
+def test_a_loss_with_a_count_of_its_own_goes_on_to_the_bit(tmp_path: Path) -> None:
+    """One data rank knows the number of targets beforehand, but not the count that such a loss returns."""
+
+    def loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        weight = 1.0 + targets.flatten() % 3
+        terms = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        return (terms * weight).sum(), weight.sum()
+
+    whole, first, second = (make_trainer(small_gpt(), data_plan(1), loss=loss, optimizer=ADAMW) for _ in range(3))
+    for other in (first, second):
+        other.named_model.load_state_dict(whole.named_model.state_dict())
+    train(first, 2)
+    first.save(tmp_path / "two")
+    second.load(tmp_path / "two")
+    assert train(second, 3) == train(whole, 5)[2:]
+    assert_equal(*({**state(trainer), "rng": torch.zeros(0)} for trainer in (second, whole)))  # nothing is drawn
+
+
 @ranks(2)
 def test_parameters_without_optimizer_state_stay_without(tmp_path: Path) -> None:
     unbroken = make_trainer(Sometimes(), data_plan(2), optimizer=ADAMW)

@@ -139,7 +139,13 @@ def test_directories_that_are_in_the_way(refuse: Refusal, workspace: Workspace, 
     assert f"go on with --resume {directory}, or give another --output" in message
     refuse("train", "--resume", refuse.folder, words=("holds no run: there is no job.toml in it",))
     refuse("train", "--resume", refuse.folder / "nowhere", words=("holds no run",))
-    refuse("train", workspace.job, "--resume", directory, words=("--resume takes the job and the output from",))
+    refuse(
+        "train",
+        workspace.job,
+        "--resume",
+        directory,
+        words=("--resume DIR takes job and output directory from the run in DIR",),
+    )
 
 
 def test_a_run_whose_files_are_damaged(refuse: Refusal, reference: Reference) -> None:
@@ -249,8 +255,8 @@ def test_an_exception_of_the_users_own_code(
         r"rank [01] ended with code 1: KeyError: 'weights.bin'; all ranks are started again \(restart 1 of 3\)", said
     )
     assert re.fullmatch(
-        r"weft: rank [01] ended with code 1 and was started again once in vain \(the same came again, so that was the "
-        r"last time\): KeyError: 'weights.bin' \(--traceback shows where\)",
+        r"weft: rank [01] ended with code 1 and was started again once in vain \(the same error came again, so there "
+        r"are no more restarts\): KeyError: 'weights.bin' \(--traceback shows where\)",
         message,
     )
 

@@ -62,7 +62,12 @@ def fail(*, folder: Path, attempt: int, kind: str, notes: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "attempts", "said", "message"),
     [
-        ("same", 2, ["ended with code 1 in step 7: ValueError: planted"], "again once in vain .the same came again"),
+        (
+            "same",
+            2,
+            ["ended with code 1 in step 7: ValueError: planted"],
+            "again once in vain .the same error came again",
+        ),
         (
             "killed",
             3,

@@ -58,8 +58,8 @@ def test_all_differing_versions_are_named_at_once_and_a_rank_that_says_none_is_o
     with pytest.raises(LaunchError) as refusal:
         agreement.require_same_versions([{"weft": "2", "torch": "2.13"}, {"weft": "2", "torch": "2.11"}, {}])
     assert refusal.value.problems == (
-        "ranks have different versions of weft (ranks 0, 1: 2; rank 2: of long ago); install the same on every host",
-        "ranks have different versions of torch (rank 0: 2.13; rank 1: 2.11; rank 2: of long ago); "
+        "ranks have different versions of weft (ranks 0, 1: 2; rank 2: an older one); install the same on every host",
+        "ranks have different versions of torch (rank 0: 2.13; rank 1: 2.11; rank 2: an older one); "
         "install the same on every host",
     )
 

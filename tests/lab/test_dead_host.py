@@ -38,4 +38,4 @@ def test_a_host_that_is_cut_off_is_named(tmp_path: Path) -> None:
     for line in (told, last):
         assert " along data/gradients, ranks 0, 1), in trainer.step (" in line
         assert "rank 1: does not answer (on " in line and "it is stopped, or its host cannot be reached" in line
-    assert told.endswith("; the run waits on") and " failed, and ends this run: rank 0 has waited " in last
+    assert told.endswith("; the run keeps waiting") and " failed, and ends this run: rank 0 has waited " in last

@@ -67,9 +67,9 @@ def refused(make: Callable[[], object], *parts: str, kind: type[WeftError] = Mod
 @pytest.mark.parametrize(
     ("way", "where", "parts"),
     [
-        ("causal", "hidden", ("ring = 2", "computes something else than whole", "Positions")),
-        ("by hand", "none", ("computes something else than whole", "scaled_dot_product_attention")),
-        ("causal", "shift", ("computes something else than whole",)),
+        ("causal", "hidden", ("ring = 2", "computes something else than the whole one", "Positions")),
+        ("by hand", "none", ("computes something else than the whole one", "scaled_dot_product_attention")),
+        ("causal", "shift", ("computes something else than the whole one",)),
         ("causal", "pooled", (r"\(2, 17\)", "without a dim of tokens")),
         ("dropout", "none", ("drops 0.1", "attention dropout to 0")),
         ("triangle", "none", (r"mask of \(4, 4\)", "is_causal=True")),
@@ -84,9 +84,9 @@ def test_what_would_be_wrong_is_refused(way: str, where: str, parts: tuple[str, 
 def test_what_a_model_that_has_learned_nothing_hides_is_seen() -> None:
     """Its scores are near 0, so that it hardly matters which places tokens are taken to have."""
     tokens = batch(2, 64)[0]
-    refused(lambda: make_trainer(RotaryInside(), RING, example=tokens), "computes something else than whole")
+    refused(lambda: make_trainer(RotaryInside(), RING, example=tokens), "computes something else than the whole one")
     both = {"tokens": batch(2, 256)[0], "lengths": torch.tensor([256, 200])}
-    refused(lambda: make_trainer(Lengths(), RING, example=both), "computes something else than whole")
+    refused(lambda: make_trainer(Lengths(), RING, example=both), "computes something else than the whole one")
 
 
 @ranks(2)

@@ -112,7 +112,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Plan, str]] = {
     "a declaration that is wrong": (
         lambda: Misdeclared(small_gpt().config),
         tensor_plan(2),
-        "the model computes something else than whole",
+        "the model computes something else than the whole one",
     ),
     "one of two names": (half_tied, tensor_plan(2), "are one parameter, and are not to be cut alike"),
     "compiled as a whole": (lambda: torch.compile(small_gpt()), tensor_plan(2), "set [compile] blocks = true"),

@@ -42,8 +42,8 @@ def test_an_optimizer_that_is_made_already() -> None:
     with pytest.raises(ModelError) as caught:
         parallelize(model, optimizer=torch.optim.AdamW(model.parameters(), lr=3e-4))
     assert str(caught.value) == (
-        "the optimizer is an AdamW that is made already, of the whole model's parameters, and weft makes one of each "
-        "rank's part of them; give what makes it: functools.partial(torch.optim.AdamW, lr=0.0003)"
+        "the optimizer is an AdamW that was already made, for the whole model's parameters, and weft makes one for "
+        "each rank's part of them; give what makes it: functools.partial(torch.optim.AdamW, lr=0.0003)"
     )
     with pytest.raises(ModelError, match="the optimizer is a str; give a function that makes one"):
         parallelize(model, optimizer="adamw")

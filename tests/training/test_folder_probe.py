@@ -43,7 +43,7 @@ def test_a_folder_of_each_host_is_refused_by_all(tmp_path: Path) -> None:
     with mock.patch.object(folder_probe, "_SECONDS_UNTIL_SEEN", 0.1):
         told = refusal(tmp_path / f"of rank {rank}")
     assert len(set(gathered(told))) == 1 and str(told).startswith("rank 1 on ")
-    assert "what rank 0 wrote there is not to be seen here: give a folder that all hosts share" in str(told)
+    assert "does not show the file that rank 0 wrote there; give a folder that all hosts share" in str(told)
 
 
 def test_a_folder_is_waited_for_that_appears_late_with_its_parents(tmp_path: Path) -> None:

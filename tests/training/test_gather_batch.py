@@ -115,7 +115,7 @@ def test_one_process_has_all_samples() -> None:
 
 def test_microbatches_are_refused() -> None:
     trainer = make_trainer(Towers().double(), data_plan(1, microbatches=2), loss=whole_batch)
-    with pytest.raises(PlanError, match=r"microbatches = 2 computes it on some.*microbatches = 1"):
+    with pytest.raises(PlanError, match=r"microbatches = 2 computes a part of them.*microbatches = 1"):
         trainer.step(*pairs(4))
 
 
@@ -142,7 +142,21 @@ def test_refusals_on_all_ranks() -> None:
         trainer.step(torch.randn(2, 4), torch.zeros(2, dtype=torch.int64))
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     trainer = make_trainer(small_gpt(), sequence_plan(ring=2), loss=lambda o, t: weft.gather_batch(o).mean())
-    with pytest.raises(PlanError, match="no rank has a whole one"):
+    with pytest.raises(PlanError, match="ring = 2 .* each rank has only a part of every sample"):
+        trainer.step(tokens, tokens)
+    images = torch.randn(2, 3, 8, 8)  # split by rows, where the loss is that of one process and is not tried
+    rows = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    trainer = make_trainer(rows, sequence_plan(ring=2), loss=lambda o, t: weft.gather_batch(o).mean(), example=images)
+    with pytest.raises(PlanError, match="ring = 2 .* each rank has only a part of every sample"):
+        trainer.step(images, torch.zeros(2, dtype=torch.int64))
+
+
+@ranks(2)
+def test_a_refusal_in_the_loss_is_the_same_on_ranks_that_have_no_loss() -> None:
+    """Only the last stage calls the loss; the first is told what to do, not that a rank failed."""
+    tokens, plan = torch.zeros(4, 8, dtype=torch.int64), pipeline_plan(2, microbatches=2)
+    trainer = make_trainer(small_gpt(), plan, loss=lambda o, t: weft.gather_batch(o).mean(), example=tokens[:2])
+    with pytest.raises((PlanError, ModelError), match=r"^the loss calls weft.gather_batch.*microbatches = 2"):
         trainer.step(tokens, tokens)
 
 

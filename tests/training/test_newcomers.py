@@ -67,6 +67,15 @@ def test_a_newcomers_script_gives_the_losses_of_one_process(script: str, name: s
     check_on_two(script=script, plan=plan, expected=alone(script, "clip_norm" in text, tmp_path))
 
 
+def test_a_script_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    script = "newcomer_dict_batches"
+    whole = alone(script, clipped=False, folder=tmp_path)
+    main = importlib.import_module(script).main
+    plan, checkpoint = tmp_path / "alone.toml", tmp_path / "checkpoint"
+    first, second = (main(plan, checkpoint, steps=STEPS // 2) for _ in range(2))
+    assert first[:-2] + second == whole, "three steps and three more are six"
+
+
 @pytest.mark.long
 def test_a_script_runs_by_torchrun_as_it_says(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -78,7 +78,7 @@ def test_a_plan_without_a_norm_skips_by_its_loss(caplog: pytest.LogCaptureFixtur
     (told,) = [record.getMessage() for record in caplog.records]
     assert told.startswith(
         "step 2 is skipped: the loss is not finite (1 skipped so far); not finite: the loss of its samples (rank 0); "
-        'the given "inputs" (rank 0); gradients of "'
+        'the batch\'s "inputs" (rank 0); gradients of "'
     )
     trainer.step(inputs, targets)
     assert not same(masters(trainer), before) and trainer.not_finite.in_a_row == 0

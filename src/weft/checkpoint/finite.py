@@ -15,6 +15,7 @@ from weft.checkpoint.state import TrainerState
 from weft.comm.objects import gather_values
 from weft.errors import NotFiniteError
 from weft.parallel.state.finite import not_finite, shown, spoilt_buffers
+from weft.units import name_ranks
 
 
 def refuse_not_finite(trainer: TrainerState, directory: Path) -> None:
@@ -24,7 +25,7 @@ def refuse_not_finite(trainer: TrainerState, directory: Path) -> None:
     if found:
         ranks = [rank for rank, names in enumerate(findings) if names]
         raise NotFiniteError(
-            f"{directory} is not saved, because training is not finite on rank {', '.join(map(str, ranks))}: "
+            f"{directory} is not saved, because training is not finite on {name_ranks(ranks)}: "
             f"{shown(found)}; older checkpoints are untouched: load the newest"
         )
 

@@ -37,7 +37,12 @@ def take_rank_part(trainer: TrainerState) -> tuple[dict[str, torch.Tensor], dict
         kept, in_flight = trainer.pipeline_step.state()
         tensors |= {f"{_PIPELINE}{name}": tensor for name, tensor in kept.items()}
     shared = None if trainer.counts.shared is None else float(trainer.counts.shared)
-    values = {"sync": trainer.sync.state(), "shared_count": shared, "pipeline": in_flight}
+    values = {
+        "sync": trainer.sync.state(),
+        "shared_count": shared,
+        "has_own_count": trainer.counts.is_own,
+        "pipeline": in_flight,
+    }
     extra, stored = take_extra(trainer.extra_state, trainer.mesh.everyone("control"))
     return {**tensors, **extra}, {"values": json.dumps(values), **stored}
 
@@ -58,4 +63,5 @@ def load_rank_part(trainer: TrainerState, directory: Path) -> None:
             older = {entry.removeprefix(_PIPELINE): reader.read_whole(entry) for entry in kept}
             trainer.pipeline_step.load_state(older, values["pipeline"])
     trainer.counts.shared = values["shared_count"]
+    trainer.counts.is_own = values.get("has_own_count", False)  # older checkpoints do not say
     trainer.sync.load_state(values["sync"])

@@ -33,6 +33,8 @@ class InFlight(Protocol):
 class Counting(Protocol):
     shared: float | torch.Tensor | None
     """The number of targets that gradients are divided by, of the last step."""
+    is_own: bool
+    """The loss returned its own count in the last step."""
 
 
 class Averaging(Protocol):

@@ -22,7 +22,7 @@ SECONDS_BETWEEN_LINES = 5.0
 Traceback = Annotated[bool, typer.Option("--traceback", help="Show where in the code an error arose.")]
 """Read by `main()`, because an error may arise anywhere."""
 JobFile = Annotated[
-    Path | None, typer.Argument(metavar="[JOB.toml]", help="The job to run; without it, the embedded default.")
+    Path | None, typer.Argument(metavar="JOB.toml", help="The job to run; without it, the embedded default.")
 ]
 
 PlanFile = Annotated[

@@ -26,8 +26,8 @@ def command(
         str | None,
         typer.Option(
             metavar="DIR|auto",
-            help="Continue the run in this directory; auto: the one in --output, or the newest of runs/, if there is "
-            "one, else begin it.",
+            help="Continue the run in this directory; auto: continue the run in --output, by default the newest in "
+            "runs/, or begin it if there is none.",
         ),
     ] = None,
     plan_file: PlanFile = None,
@@ -38,7 +38,12 @@ def command(
     ] = None,
     timeout: Annotated[
         float | None,
-        typer.Option(min=0, metavar="SECONDS", help="End the run when ranks wait this long in a step; the plan's."),
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="End the run when ranks wait this long for each other in a step; default: the plan's [comm] "
+            "timeout_s, or half an hour.",
+        ),
     ] = None,
     traceback: Traceback = False,
 ) -> None:

@@ -47,10 +47,10 @@ def command(
     Example:  weft verify run.toml --plan plan.toml
     """
     del traceback  # read by main()
-    from weft.cli.which_run import read
+    from weft.cli.which_run import read_given_job
     from weft.training.run.preview import require_sound
 
-    reading = read(job_file, plan_file)
+    reading = read_given_job(job_file, plan_file)
     job = reading.job
     global_batch = batch or job.steps.global_batch
     arguments: dict[str, Any] = {"num_steps": steps, "global_batch": global_batch, "dtype_name": dtype.value}

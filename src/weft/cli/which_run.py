@@ -41,7 +41,9 @@ def which_run(
         run = _begun_or_new(job_file, output)
     elif resume is not None:
         if job_file is not None or output is not None:
-            raise JobError("--resume takes the job and the output from the run's directory; leave the others out")
+            raise JobError(
+                "--resume DIR takes job and output directory from the run in DIR; leave JOB.toml and --output out"
+            )
         run = Run(reading=Reading(job=read_run(resume)), directory=Path(resume), resumes=True)
     else:
         run = _new(job_file, output, restarted=restarted)
@@ -54,11 +56,14 @@ def which_run(
 
 def _new(job_file: Path | None, output: Path | None, *, restarted: bool) -> Run:
     if restarted and output is None:
-        raise JobError("ranks were started again, and nothing says in which directory; give --output from the start")
+        raise JobError(
+            "the launcher started the ranks again, and only --output says in which directory the run began; give it "
+            "from the first start"
+        )
     directory = output or _next_free(RUNS)
     if (directory / JOB_FILE).exists() and not restarted:
         raise JobError(f"{directory} holds a run already; go on with --resume {directory}, or give another --output")
-    return Run(reading=read(job_file), directory=directory, resumes=False)
+    return Run(reading=read_given_job(job_file), directory=directory, resumes=False)
 
 
 def _begun_or_new(job_file: Path | None, output: Path | None) -> Run:
@@ -70,7 +75,7 @@ def _begun_or_new(job_file: Path | None, output: Path | None) -> Run:
     begun = read_run(directory)
     if job_file is None:
         return Run(reading=Reading(job=begun), directory=directory, resumes=True)
-    reading = read(job_file)
+    reading = read_given_job(job_file)
     if not reading.problems:
         differs = [name for name in ("model", "loss", "dataset") if getattr(begun, name) != getattr(reading.job, name)]
         if differs:
@@ -82,7 +87,7 @@ def _begun_or_new(job_file: Path | None, output: Path | None) -> Run:
     return Run(reading=reading, directory=directory, resumes=True)
 
 
-def read(job_file: Path | None, plan_file: Path | None = None) -> Reading:
+def read_given_job(job_file: Path | None, plan_file: Path | None = None) -> Reading:
     """The job of a file, or the default one, under the plan of another file where one is given."""
     reading = Reading(job=default_job()) if job_file is None else examine_job(job_file)
     return reading if plan_file is None else _with_plan(reading, plan_file)

@@ -58,9 +58,9 @@ COMPILED_AS_A_WHOLE = Refusal(
 BALANCE_LOSS_LEFT_OUT = Refusal(
     combination='loss = "cross-entropy" with output_router_logits = true (mixture of experts)',
     why="{model} has output_router_logits = true, which asks for a loss that balances its experts, and weft's "
-    "cross-entropy is taken of the logits alone",
+    "cross-entropy is that of the logits alone",
     remedy="set output_router_logits = false to train without it, or give a loss of your own that adds "
-    "output.aux_loss, for which the batch must be in one part",
+    "output.aux_loss, which needs the whole batch on one data rank and in one microbatch",
 )
 BALANCE_LOSS_OF_PARTS = Refusal(
     combination="output_router_logits = true (mixture of experts) with a batch in several parts ([axes] data, "
@@ -117,8 +117,8 @@ LOSS_OF_OTHER_STAGES = Refusal(
 )
 CUT_CHANGES_THE_MODEL = Refusal(
     combination="[axes] pipeline > 1 with a model that computes something else when it is cut, as the example shows",
-    why="cut into the stages of {axes.pipeline}, the model computes something else than whole, as a pass of the "
-    "example shows",
+    why="cut into the stages of {axes.pipeline}, the model computes something else than the whole one, as a "
+    "pass of the example shows",
     remedy="let blocks return whatever later blocks use, instead of keeping it, and let no function of your own run "
     "blocks without gradients and their backward pass by itself (a checkpoint of another library; torch's is fine); or "
     "train without a pipeline",
@@ -188,7 +188,7 @@ ATTENTION_THAT_DROPS = Refusal(
 SOFT_CAPS_OF_WHOLE_ROWS = Refusal(
     combination='[sequence] variant = "ring-self-attention" with a model that caps its attention scores (Gemma 2)',
     why='attention caps its scores at {softcap:g}, and [sequence] variant = "{variant}" keeps no scores, which the '
-    "slope of the cap needs",
+    "gradient of the cap needs",
     remedy='use variant = "ring", or a model without attn_logit_softcapping',
 )
 CROSS_ATTENTION = Refusal(
@@ -212,7 +212,7 @@ TOKENS_OF_ITS_OWN = Refusal(
 LOSS_OVER_TOKENS = Refusal(
     combination="[axes] ring or ulysses > 1 with a loss of a token that depends on other tokens",
     why="the loss of some tokens and that of the others do not add up to the loss of all: {whole:.6g} for all of them "
-    "against {parts:.6g}. So ranks that share a sequence cannot each take it of their own",
+    "against {parts:.6g}. So ranks that share a sequence cannot each compute it on their own tokens",
     remedy="let every token's part of it depend on that token only (shift targets in the data, take means over "
     "tokens), return (sum, count) where it divides by a number of its own, or set [axes] ring and ulysses to 1",
 )
@@ -225,14 +225,14 @@ LOSS_OF_PARTS = Refusal(
     "other than -100 where they are integers, else samples): {seen}. So data ranks and microbatches ([axes] data = "
     "{axes.data:value}, {step.microbatches}) would train another loss than one process",
     remedy="let it return (sum, count): the sum over what it averages, and the number that it divides by "
-    "(docs/losses.md). A loss that compares samples with each other takes those of all ranks by weft.gather_batch, "
+    "(docs/losses.md). A loss that compares samples with each other gets those of all ranks from weft.gather_batch, "
     "with microbatches = 1",
 )
 LOSS_OF_SOME_TARGETS = Refusal(
     combination="[axes] data or replicate > 1, or [step] microbatches > 1, with a loss that is a mean over targets "
     "only while none of them is -100, and one is",
-    why="a target is -100, and the loss is no mean over the others: with some left out, the losses of parts of a batch "
-    "do not add up to that of the whole ([axes] data = {axes.data:value}, {step.microbatches})",
+    why="a target is -100, and the loss is not a mean over the other targets: with some left out, the losses of parts "
+    "of a batch do not add up to that of the whole ([axes] data = {axes.data:value}, {step.microbatches})",
     remedy="let it return (sum, count), and shift targets in the data, not in the loss (docs/losses.md)",
 )
 COUNTS_OF_PARTS = Refusal(
@@ -240,24 +240,25 @@ COUNTS_OF_PARTS = Refusal(
     why="the sums and counts that the loss returns for parts of a batch do not add up to those of the whole: {seen}. "
     "So data ranks and microbatches ([axes] data = {axes.data:value}, {step.microbatches}) would train another loss "
     "than one process",
-    remedy="return the plain sum and the number of what it runs over, not a mean or a number that is always the same. "
-    "A loss that compares samples with each other takes those of all ranks by weft.gather_batch, with microbatches = 1",
+    remedy="return the plain sum and the number of its terms, not a mean or a constant (docs/losses.md). A loss that "
+    "compares samples with each other gets those of all ranks from weft.gather_batch, with microbatches = 1",
 )
 LOSS_FAILED = Refusal(
     combination="a loss that fails on some ranks' parts of a batch, and not on others'",
-    why="the loss failed on rank {ranks} with its part of the batch: {error}",
-    remedy="it is given the samples of one data rank and microbatch at a time; if its targets are places in the whole "
-    "batch, take the outputs of all ranks by weft.gather_batch (docs/losses.md)",
+    why="the loss failed on {ranks} with its part of the batch ({error})",
+    remedy="it is called with the samples of one data rank and microbatch at a time; if its targets are indices into "
+    "the whole batch, gather the outputs of all ranks with weft.gather_batch (docs/losses.md)",
 )
 GATHERED_MICROBATCHES = Refusal(
     combination="[step] microbatches > 1 with a loss that calls weft.gather_batch",
-    why="the loss gathers the samples of all ranks (gather_batch), and {step.microbatches} computes it on some at a "
-    "time, the others not being there",
+    why="the loss calls weft.gather_batch, which needs all samples of the batch at once, and {step.microbatches} "
+    "computes a part of them at a time",
     remedy='set [step] microbatches = 1; for memory, [recompute] policy = "full" or more data ranks',
 )
 GATHERED_TOKENS = Refusal(
     combination="[axes] ring or ulysses > 1 with a loss that calls weft.gather_batch",
-    why="the loss gathers samples (gather_batch), of which with {axes.ring} and {axes.ulysses} no rank has a whole one",
+    why="the loss calls weft.gather_batch, which joins whole samples, and with {axes.ring} and {axes.ulysses} each "
+    "rank has only a part of every sample",
     remedy="set [axes] ring and ulysses to 1",
 )
 

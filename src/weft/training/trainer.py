@@ -37,14 +37,14 @@ from weft.plan.pipeline.timeline import Timeline
 from weft.plan.plan import Plan
 from weft.training.data.batches import Batches
 from weft.training.data.split_tokens import SequenceSplit
-from weft.training.data.trees import forward, num_samples
+from weft.training.data.trees import forward
 from weft.training.describe import describe
 from weft.training.setup.own_loss import OwnLoss
 from weft.training.setup.split_layers import KeepingShares
 from weft.training.setup.unshifted import warn_of_unshifted
 from weft.training.step.average import make_average, require_average
 from weft.training.step.divergence import DivergenceCheck, require_same_batch
-from weft.training.step.evaluating import evaluating
+from weft.training.step.evaluating import evaluating, together
 from weft.training.step.generate import generate_tokens, pick_token
 from weft.training.step.loss import Count, Loss, loss_terms
 from weft.training.step.microbatch_loop import MicrobatchLoop
@@ -251,6 +251,8 @@ class Trainer:
         if isinstance(batches, Batches):
             batches = batches.from_start()
         self.flush()
+        if self.sync.exchanges_in_forward or self.own_loss.may_gather:
+            batches = together(batches, self.own_loss.take_sizes, self._skip_evaluation)
         totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.world.device)
 
         def add(output: Any, targets: Any, count: Count) -> None:
@@ -259,7 +261,7 @@ class Trainer:
             totals[1] += terms.count
 
         with evaluating(self.model), self.replacements, self.own_loss.gathering.during("model"):
-            for number, batch in enumerate(self._in_step(batches)):
+            for number, batch in enumerate(batches):
                 if number == 0:
                     require_same_batch(self.mesh, *batch)
                 self._steps.evaluate(self._microbatches.cut(*batch), add)
@@ -363,26 +365,9 @@ class Trainer:
         broadcast(drawn, self.mesh.everyone("control"))
         return int(drawn)
 
-    def _in_step(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-        """The batches; where passes or losses exchange, a rank without more of them takes part until none has any."""
-        if not (self.sync.exchanges_in_forward or self.own_loss.may_gather):
-            yield from batches
-            return
-        own = iter(batches)
-        while True:
-            batch = next(own, None)
-            if not any(self.own_loss.take_sizes(0 if batch is None else num_samples(batch[0]))):
-                return
-            if batch is not None:
-                yield batch
-                continue
-            if not self.sync.exchanges_in_forward:
-                continue
-            if self.pipeline_step is not None:
-                self.pipeline_step.skip_microbatch(self.plan.step.microbatches)
-                continue
-            for _ in range(self.plan.step.microbatches):
-                self.sync.skip_microbatch()
+    def _skip_evaluation(self) -> None:
+        if self.sync.exchanges_in_forward:
+            self._steps.skip_evaluation(self.plan.step.microbatches)
 
     def _end_step(self) -> None:
         self.steps_done += 1

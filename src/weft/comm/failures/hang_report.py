@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from weft.comm.failures.rank_status import RankStatus
-from weft.comm.failures.stuck_exchanges import Exchange, name_ranks
+from weft.comm.failures.stuck_exchanges import Exchange
+from weft.units import name_ranks
 
 _MOST_DESCRIBED = 8
 
@@ -27,7 +28,7 @@ def describe_different_calls(statuses: Mapping[int, RankStatus]) -> str | None:
         made_then = names[rank]
         at = f" ({status.place.line})" if status.place.user else ""
         if made_then == "ended":
-            text = "{ranks} ended in order"
+            text = "{ranks} ended normally"
         elif status.call:
             text = "{ranks} {is_in} " + status.call + at
         elif made_then:

@@ -1,13 +1,14 @@
 """The failure server's questions to all ranks when one of them has waited for long, and what is said then.
 
     look     a rank has waited some seconds: do ranks make different calls? If not, nothing is said
-    late     it has waited longer than is usual: who waits for whom is told, and again when it has lasted much longer
+    late     it has waited longer than is usual: who waits for whom is reported, and again much later
     final    the wait is over its timeout: the same message ends the run
 
 Looks are frequent where steps are long, so ranks are asked only what they note themselves (`own_status`); torch's
-recorder is read when something may be told.
+recorder is read when something may be reported.
 
-A rank that does not answer is the likeliest cause: it was stopped, its host is gone, or code that keeps Python's lock.
+A rank that does not answer is the likeliest cause: it was stopped, its host is gone, or its code holds Python's
+global lock.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from weft.comm.failures.limits import Limits
 from weft.comm.failures.rank_status import RankStatus
 
 Urgency = Literal["look", "late", "final"]
-_ORDER: tuple[Urgency, ...] = ("look", "late", "final")
+URGENCIES: tuple[Urgency, ...] = ("look", "late", "final")
+"""In ascending order."""
 _SHORTEST_REPEAT_S = 10.0
 _STATES = {
     "T": "it is stopped by a signal (SIGCONT lets it go on)",
     "t": "a debugger holds it",
     "D": "it waits for a disk or a file server",
     "Z": "it has ended",
-    "R": "it runs, in code that keeps Python's lock",
+    "R": "it runs, in code that holds Python's global lock (the GIL)",
 }
 
 
@@ -84,7 +86,7 @@ class Inquiries:
         self._current: _Inquiry | None = None
         self._ended: dict[int, RankStatus] = {}
         self._told = ""
-        """The kind of what was told last, as long as it lasts."""
+        """The kind of what was reported last, as long as it lasts."""
         self._repeat_s = 0.0
 
     @property
@@ -114,7 +116,7 @@ class Inquiries:
             return True
         if urgency != "look" or current.urgency == "look":
             current.statuses[rank] = status
-        if _ORDER.index(urgency) > _ORDER.index(current.urgency):
+        if URGENCIES.index(urgency) > URGENCIES.index(current.urgency):
             current.rank, current.urgency = rank, urgency
         return False
 
@@ -124,7 +126,7 @@ class Inquiries:
             self._current.statuses.setdefault(rank, status)
 
     def leave(self, rank: int, status: RankStatus) -> None:
-        """A rank ends, in order or by an error; others may still wait for it."""
+        """A rank ends, normally or by an error; others may still wait for it."""
         self._ended[rank] = status
 
     def explain_error(self) -> str | None:
@@ -132,11 +134,11 @@ class Inquiries:
         return describe_different_calls(self._ended) if self._ended else None
 
     def go_on(self, rank: int, waited_s: float) -> str | None:
-        """A rank's wait, which was told, is over: what to say."""
+        """What to say when a rank's wait, which was reported, is over."""
         if not self._told:
             return None
         self._told, self._repeat_s = "", 0.0
-        return f"rank {rank} goes on, after {waited_s:,.1f} s"
+        return f"rank {rank} goes on after waiting {waited_s:,.1f} s"
 
     def decide(self, processes: Mapping[int, RankProcess]) -> Finding | None:
         """What the answers say, once all ranks have answered or had the time to."""

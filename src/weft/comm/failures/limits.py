@@ -1,9 +1,9 @@
-"""How long ranks may wait for each other: until it is told, and until it ends the run.
+"""How long ranks may wait for each other: until that is reported, and until it ends the run.
 
-    steady step        told after twice the usual step and 2.5 s; ends after `[comm] timeout_s`
-    first steps        told after 5 minutes: compiling, allocating and measuring take long on some ranks
-    saving, loading    told after 2 minutes, or twice the usual duration
-    other calls        told after twice their usual duration and 2.5 s; the first time after 5 minutes
+    steady step        reported after twice the usual step and 2.5 s; ends after `[comm] timeout_s`
+    first steps        reported after 5 minutes: compiling, allocating and measuring take long on some ranks
+    saving, loading    reported after 2 minutes, or twice the usual duration
+    other calls        reported after twice their usual duration and 2.5 s; the first time after 5 minutes
 
 All but steady steps end at the timeout of the process group, half an hour unless the script made it with another.
 """
@@ -20,15 +20,15 @@ class Limits:
     """Seconds of waiting."""
 
     slack_s: float = 2.5
-    """Added to twice the usual duration: with a look every `poll_s` and the answers of all ranks, a wait is told within
-    5 s more than that. Also the wait after which ranks are asked whether they make the same calls."""
+    """Added to twice the usual duration: with a look every `poll_s` and the answers of all ranks, a wait is
+    reported within 5 s more than that. Also the wait after which ranks are asked whether they make the same calls."""
     first_s: float = 300.0
     checkpoint_s: float = 120.0
     poll_s: float = 0.25
     answer_s: float = 1.5
     """For the answers of all ranks."""
 
-    def told_after_s(self, call: str, *, is_saving: bool = False) -> float:
+    def reported_after_s(self, call: str, *, is_saving: bool = False) -> float:
         """`call`: the public call that a rank waits in; `is_saving`: or a save in the background."""
         name = call or STEP
         usual_s = calls.usual_s("trainer.save" if is_saving else name)

@@ -26,7 +26,7 @@ class RankStatus:
     """The names of the latest ones, the last begun last."""
     place: Place = Place()
     has_ended: bool = False
-    """The rank has ended in order."""
+    """The rank has ended normally."""
 
     def as_json(self) -> dict[str, Any]:
         own = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -56,7 +56,7 @@ class RankStatus:
         """The call and the place: "in trainer.save (train.py:31)"."""
         user, inner = self.place.user, self.place.inner
         if self.has_ended:
-            return f"has ended in order, after {self.num_calls:,} collective calls"
+            return f"has ended normally, after {self.num_calls:,} collective calls"
         if self.place.in_debugger:
             return f"in a debugger at {user or inner}"
         if self.call:

@@ -7,7 +7,7 @@ whatever its Python threads were doing; no heartbeat can be late. What a rank se
     {"failure": {...}, "status": {...}}      an error is ending this rank
     {"stuck": {...}, "urgency": "late"}      this rank has waited for long (`inquiries.py`), and where it is
     {"status": {...}, "asked": "late"}       where this rank is, the answer to {"ask": "late"}
-    {"went_on": seconds}                     a wait that was told is over
+    {"went_on": seconds}                     a wait that was reported is over
     {"left": {...}}                          this rank ends normally; its connection will close
 
 and what it receives is {"joined": token} first, then any of
@@ -89,7 +89,7 @@ class FailureServer:
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.stacks_folder = ""
-        """Where ranks write their stacks, as it is told."""
+        """Where ranks write their stacks, as messages say."""
         self.token = uuid.uuid4().hex
         is_dual = socket.has_dualstack_ipv6()
         self._listener = socket.create_server(
@@ -220,7 +220,7 @@ class FailureServer:
             self._send_all({"stacks": found.text})
             text = f"{found.text}. Stacks of all ranks: {self.stacks_folder}"
             if not found.ends:
-                print_line(f"{text}; the run waits on")
+                print_line(f"{text}; the run keeps waiting")
                 return
             host_name = next((one.host_name for one in self._clients.values() if one.rank == found.rank), "")
             first = Failure(rank=found.rank, host_name=host_name, kind="", message=text, prints_itself=False)

@@ -1,4 +1,4 @@
-"""Finds out, a few times a second and from a thread of its own, that this rank has waited for long."""
+"""The waits of this rank, looked at a few times per second from a thread of its own: which are too long?"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from weft.comm.failures.activity import WAITING_CALLS, calls, exchange_records
-from weft.comm.failures.inquiries import Urgency
+from weft.comm.failures.inquiries import URGENCIES, Urgency
 from weft.comm.failures.limits import Limits, is_steady_step
 from weft.comm.failures.stuck_exchanges import RecorderWatch, exchange_status
 
@@ -25,13 +25,13 @@ class _Wait:
     """Something that this rank waits for."""
 
     waited_s: float
-    told_after_s: float
+    reported_after_s: float
     ends_after_s: float
 
     def urgency(self, look_after_s: float) -> Urgency | None:
         if self.waited_s > self.ends_after_s:
             return "final"
-        if self.waited_s > self.told_after_s:
+        if self.waited_s > self.reported_after_s:
             return "late"
         return "look" if self.waited_s > look_after_s else None
 
@@ -62,13 +62,13 @@ class StallWatch:
         found = [(one, urgency) for one in self._waits(now) if (urgency := one.urgency(look_s)) is not None]
         if not found:
             return None
-        worst, urgency = max(found, key=lambda pair: (_RANKING[pair[1]], pair[0].waited_s))
+        worst, urgency = max(found, key=lambda pair: (URGENCIES.index(pair[1]), pair[0].waited_s))
         since_s = now - worst.waited_s
         is_same = self._reported is not None and abs(since_s - self._since_s) < self.poll_s
         if (
             is_same
             and self._reported is not None
-            and _RANKING[urgency] <= _RANKING[self._reported]
+            and URGENCIES.index(urgency) <= URGENCIES.index(self._reported)
             and worst.waited_s < self._repeat_after_s
         ):
             return None
@@ -90,7 +90,7 @@ class StallWatch:
         call, ends_s = calls.name, ALARM_FRACTION * self.timeout_s
         if is_steady_step():
             ends_s = min(ends_s, self.step_timeout_s)
-        told_s = self.limits.told_after_s(call)
+        reported_after_s = self.limits.reported_after_s(call)
         noted = [
             (now - record.since_s, record.name.endswith("/saving"))
             for record in exchange_records()
@@ -99,17 +99,14 @@ class StallWatch:
         for waited_s, is_saving in noted:
             yield _Wait(
                 waited_s=waited_s,
-                told_after_s=self.limits.told_after_s(call, is_saving=is_saving),
+                reported_after_s=self.limits.reported_after_s(call, is_saving=is_saving),
                 ends_after_s=ALARM_FRACTION * self.timeout_s if is_saving else ends_s,
             )
         if not noted and call in WAITING_CALLS:
-            yield _Wait(waited_s=now - calls.since_s, told_after_s=told_s, ends_after_s=math.inf)
+            yield _Wait(waited_s=now - calls.since_s, reported_after_s=reported_after_s, ends_after_s=math.inf)
         recorded_s = self._recorder.waited_s()
         if recorded_s > 0.0 and not noted:
             is_over = recorded_s > _READ_FRACTION * self.timeout_s and any(
                 one.waited_s > ALARM_FRACTION * one.timeout_s for one in exchange_status().waiting
             )
-            yield _Wait(waited_s=recorded_s, told_after_s=told_s, ends_after_s=0.0 if is_over else ends_s)
-
-
-_RANKING: dict[Urgency, int] = {"look": 0, "late": 1, "final": 2}
+            yield _Wait(waited_s=recorded_s, reported_after_s=reported_after_s, ends_after_s=0.0 if is_over else ends_s)

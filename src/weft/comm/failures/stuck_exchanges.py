@@ -18,7 +18,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.distributed_c10d import _world
 
 from weft.comm.failures.activity import exchange_records
-from weft.units import format_bytes
+from weft.units import format_bytes, name_ranks
 
 _MOST_DESCRIBED = 8
 _QUIET = 100
@@ -211,15 +211,3 @@ def as_runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
 
 def from_runs(runs: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
     return tuple(first + step * place for first, step, number in runs for place in range(number))
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0, 1, 4 to 7"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(parts)}"

@@ -1,6 +1,6 @@
 """Reports of this rank's waits: to the server, which asks all ranks, and by itself where the server is silent.
 
-The server is a thread of rank 0. Where that process is stopped, its host is gone, or it has ended in order while others
+The server is a thread of rank 0. Where that process is stopped, its host is gone, or it has ended normally while others
 still wait for it, nobody asks: then this rank says what it knows.
 """
 
@@ -110,11 +110,11 @@ class WaitReports:
         return None
 
     def check_alone(self) -> Failure | None:
-        """The same, once rank 0 has ended in order: a wait for it will not end."""
+        """The same, once rank 0 has ended normally: a wait for it will not end."""
         urgency = self.stalls.check()
         waiting = own_status().exchanges.waiting if urgency is not None else ()
         if waiting and 0 in (waiting[0].awaits or waiting[0].ranks):
-            return self._tell("has ended in order", ends=urgency == "final")
+            return self._tell("has ended normally", ends=urgency == "final")
         return None
 
     def _tell(self, first: str, *, ends: bool) -> Failure | None:
@@ -125,7 +125,7 @@ class WaitReports:
         if ends:
             return Failure(rank=self._rank, host_name=socket.gethostname(), kind="", message=text, prints_itself=False)
         if self._is_first_to_tell():
-            print_line(f"{text}; the run waits on")
+            print_line(f"{text}; the run keeps waiting")
         return None
 
     def _is_first_to_tell(self) -> bool:

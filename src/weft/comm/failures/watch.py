@@ -179,7 +179,7 @@ class FailureWatch:
             self.end()
 
     def _stay_alone(self) -> None:
-        """Rank 0 has ended in order, and its server with it."""
+        """Rank 0 has ended normally, and its server with it."""
         while not self._is_over.wait(self.waits.stalls.poll_s) and self._first is None:
             self._end_with(self.waits.check_alone())
 

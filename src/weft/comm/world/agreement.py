@@ -15,6 +15,7 @@ from weft.errors import LaunchError, PlanError
 from weft.plan.fields import facts_of, statement
 from weft.plan.plan import SECTIONS, Plan
 from weft.plan.text import parse_plan
+from weft.units import name_ranks
 
 
 def own_versions() -> dict[str, str]:
@@ -35,9 +36,9 @@ def require_same_versions(versions: Sequence[Mapping[str, str]]) -> None:
     for package in own_versions():
         ranks: dict[str, list[int]] = {}
         for rank, one in enumerate(versions):
-            ranks.setdefault(one.get(package, "of long ago"), []).append(rank)
+            ranks.setdefault(one.get(package, "an older one"), []).append(rank)
         if len(ranks) > 1:
-            found = "; ".join(f"{_name(some)}: {version}" for version, some in ranks.items())
+            found = "; ".join(f"{name_ranks(some)}: {version}" for version, some in ranks.items())
             problems.append(f"ranks have different versions of {package} ({found}); install the same on every host")
     if problems:
         raise LaunchError(problems)
@@ -61,14 +62,10 @@ def require_same_plans(plans: Sequence[str]) -> None:
                 for text, value in values.items():
                     said.setdefault(value, []).extend(ranks[text])
                 differing.append(
-                    "; ".join(f"{_name(some)}: {statement(section, name, value)}" for value, some in said.items())
+                    "; ".join(f"{name_ranks(some)}: {statement(section, name, value)}" for value, some in said.items())
                 )
     raise PlanError(f"ranks were given different plans ({', and '.join(differing)}); give every rank the same one")
 
 
 def _value(plan: Plan, section: str, name: str) -> object:
     return getattr(getattr(plan, section), name)
-
-
-def _name(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"

@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import Store
 
 from weft.comm.world.agreement import own_versions, require_same_plans, require_same_versions
 from weft.errors import LaunchError
+from weft.units import name_ranks
 
 SHARE_GPUS = "WEFT_SHARE_GPUS"
 """The variable that lets several ranks use one GPU."""
@@ -101,7 +102,7 @@ def require_own_gpus(locations: Sequence[RankLocation]) -> None:
     for rank, location in enumerate(locations):
         kinds.setdefault(location.device.partition(":")[0], []).append(rank)
     if len(kinds) > 1:
-        found = "; ".join(f"{_name(ranks)} on {kind}" for kind, ranks in kinds.items())
+        found = "; ".join(f"{name_ranks(ranks)} on {kind}" for kind, ranks in kinds.items())
         raise LaunchError(f"ranks compute on different kinds of devices ({found}); give all of them the same one")
     together: dict[tuple[str, str], list[int]] = {}
     for rank, location in enumerate(locations):
@@ -122,7 +123,7 @@ def require_own_gpus(locations: Sequence[RankLocation]) -> None:
 def _shared_gpu_problem(locations: Sequence[RankLocation], machine: str, gpu_uuid: str, ranks: Sequence[int]) -> str:
     here = [location for location in locations if location.machine == machine]
     num_gpus = max(max(location.num_gpus for location in here), len({location.gpu_uuid for location in here}))
-    found = f"{_name(ranks)} use the same GPU ({gpu_uuid})"
+    found = f"{name_ranks(ranks)} use the same GPU ({gpu_uuid})"
     if len(here) > num_gpus:
         return (
             f"{found}: their host has {len(here)} ranks and {num_gpus} GPU{'s' if num_gpus > 1 else ''}; start "
@@ -171,7 +172,3 @@ def request_hardware_queues(environment: MutableMapping[str, str]) -> None:
     """
     if not torch.cuda.is_initialized():
         environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-
-
-def _name(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

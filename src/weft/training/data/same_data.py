@@ -19,6 +19,7 @@ from weft.comm.objects import gather_values
 from weft.errors import DataError
 from weft.mesh import Mesh
 from weft.training.data.datasets import Dataset, fingerprint
+from weft.units import name_ranks
 
 
 @collective_call("weft.batches")
@@ -50,10 +51,10 @@ def _differences(data: list[list[int]], settings: list[dict[str, int | bool | No
     if odd:
         sizes = "" if data[odd[0]][0] == data[0][0] else f" ({data[odd[0]][0]} samples there, {data[0][0]} on rank 0)"
         problems.append(
-            f"rank {', '.join(map(str, odd))} has other data than rank 0{sizes}, and weft.batches gives each rank its "
-            "part of one dataset that all ranks have; read the same files in the same order on every host, and seed "
-            "what is drawn before it is drawn (torch.manual_seed(0)). Ranks with data of their own need no "
-            "weft.batches: give their batches to trainer.step"
+            f"{name_ranks(odd)} {'has' if len(odd) == 1 else 'have'} other data than rank 0{sizes}, and "
+            "weft.batches gives each rank its part of one dataset that all ranks have; read the same files in the same "
+            "order on every host, and seed random data before drawing it (torch.manual_seed(0)). Ranks with data of "
+            "their own need no weft.batches: give their batches to trainer.step"
         )
     for name, value in settings[0].items():
         others = {rank: given[name] for rank, given in enumerate(settings) if given[name] != value}

@@ -9,7 +9,6 @@ All problems of all ranks are raised on every rank, once per host. Without this,
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import shutil
@@ -25,11 +24,15 @@ from weft.errors import JobError
 from weft.training.run.job import Steps
 from weft.training.setup.probe_optimizer import OptimizerFactory, num_states
 from weft.training.trainer import Trainer
-from weft.units import format_bytes
+from weft.units import format_bytes, name_ranks
 
 _NAME = ".weft-probe"
 _SECONDS_UNTIL_SEEN = 5.0
 """Shared file systems may show a new file to other hosts some seconds late."""
+
+
+class _NotSharedError(Exception):
+    """What rank 0 wrote is not there for this rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +59,7 @@ def require_usable(directory: Path, trainer: Trainer, room: Room) -> None:
     (token, failed), *_ = gather_values([drawn, problem], everyone)
     if failed is not None:
         raise JobError(failed)
-    problem = _attempt(directory, lambda: _look(directory, token, rank))
+    problem = _attempt(directory, lambda: _read_and_write(directory, token, rank))
     found = gather_values([socket.gethostname(), problem], everyone)
     if rank == 0:
         (directory / _NAME).unlink(missing_ok=True)
@@ -64,7 +67,7 @@ def require_usable(directory: Path, trainer: Trainer, room: Room) -> None:
     for number, (host, text) in enumerate(found):
         if text is not None:
             hosts.setdefault((host, text), []).append(number)
-    problems = [f"rank {', '.join(map(str, ranks))} on {host}: {text}" for (host, text), ranks in hosts.items()]
+    problems = [f"{name_ranks(ranks)} on {host}: {text}" for (host, text), ranks in hosts.items()]
     free = gather_values(_free_bytes(directory) if rank == 0 else None, everyone)[0]
     item_bytes = max((piece.tensor.element_size() for piece in trainer.sync.pieces), default=4)
     values = room.values_per_parameter + (trainer.average is not None)
@@ -89,14 +92,12 @@ def _make(directory: Path, token: str) -> None:
     (directory / _NAME).write_text(token)
 
 
-def _look(directory: Path, token: str, rank: int) -> None:
+def _read_and_write(directory: Path, token: str, rank: int) -> None:
     deadline = time.monotonic() + _SECONDS_UNTIL_SEEN
     while not (directory / _NAME).is_file() or (directory / _NAME).read_text() != token:
         if time.monotonic() > deadline:
-            raise FileNotFoundError(
-                errno.ENOENT,
-                "what rank 0 wrote there is not to be seen here: give a folder that all hosts share",
-                directory,
+            raise _NotSharedError(
+                f"{directory} does not show the file that rank 0 wrote there; give a folder that all hosts share"
             )
         _ask_anew(directory)
         time.sleep(0.05)
@@ -117,6 +118,8 @@ def _attempt(directory: Path, action: Callable[[], None]) -> str | None:
     """What went wrong in an action on the folder."""
     try:
         action()
+    except _NotSharedError as error:
+        return str(error)
     except OSError as error:
         return f"cannot write to {error.filename or directory}: {error.strerror or error}"
     return None

@@ -1,4 +1,4 @@
-"""An exception of a run names the step: in its traceback, and for the launcher, which compares it with the last one."""
+"""The step in which an exception of a run arose, noted in its traceback: the launcher compares it with the last one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Takes a run back to its last good checkpoint when training is no longer finite, and ends it when that does not help.
 
-Weights, optimizer and the number of steps are the checkpoint's; the position in the data is not: the run goes on behind
-the batches after which it failed. The same batches on the same weights would fail again, and so a roll-back leaves the
+Weights, optimizer and the number of steps are the checkpoint's; the position in the data is not: the run goes on after
+the batches at which it failed. The same batches on the same weights would fail again, and so a roll-back leaves the
 data between the checkpoint and the failure out. The learning rate follows the number of steps, which goes back.
 """
 
@@ -41,7 +41,7 @@ class RollBack:
         self.num_done += 1
         if trainer.mesh.world.rank == 0:
             log.warning(
-                "%s; going back from step %d to %s (roll-back %d of at most %d), and on with the data behind the bad "
+                "%s; going back from step %d to %s (roll-back %d of at most %d), and on with the data after the bad "
                 "batches, at sample %d",
                 error,
                 failed_at,

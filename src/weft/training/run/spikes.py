@@ -1,7 +1,7 @@
 """Loss spikes: a loss far above those of the last steps, by their median and their median deviation from it.
 
-Both ignore single outliers, so that one spike does not hide the next. A spike is told at its first step, and is over
-when a loss is ordinary again; a level that stays is ordinary once it fills half of the window.
+Both ignore single outliers, so that one spike does not hide the next. A spike is reported at its first step, and is
+over when a loss is ordinary again; a level that stays is ordinary once it fills half of the window.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SpikeRule:
 
     def add(self, loss: float) -> float | None:
         """The usual loss, if a spike begins with this one; else None."""
-        if not math.isfinite(loss):  # told as such
+        if not math.isfinite(loss):  # reported as such
             return None
         usual = None
         if len(self._losses) >= _FEWEST:

@@ -24,6 +24,7 @@ from weft.training.setup.probe_loss import LossFinding, can_be_tried, probe_loss
 from weft.training.setup.trial_batch import SAMPLES, TOKENS
 from weft.training.step.gather_batch import BatchGathering, GatheringError, refuse_empty
 from weft.training.step.loss import Loss, no_loss
+from weft.units import name_ranks
 
 log = logging.getLogger("weft")
 
@@ -124,7 +125,7 @@ class OwnLoss:
             "known": found is not None,
             "needs_all": found is not None and found.needs_all_targets,
             "error": None if self._error is None else f"{type(self._error).__name__}: {self._error}",
-            "refusal": "; ".join(self._error.problems) if isinstance(self._error, WeftError) else None,
+            "refused": list(self._error.problems) if isinstance(self._error, WeftError) else [],
         }
         everyone = gather_values(mine, self._mesh.everyone("control"))
         self._raise_alike(everyone)
@@ -139,8 +140,9 @@ class OwnLoss:
             self._is_settled = True
             if not is_known and self._mesh.world.rank == 0:
                 log.warning(
-                    "the loss could not be tried on parts of a batch (it takes no drawn outputs, or draws random "
-                    "numbers), so weft does not know whether its parts add up; see docs/losses.md, and verify the plan"
+                    "the loss could not be tried on parts of a batch (it does not accept outputs drawn at random, or "
+                    "draws random numbers itself), so weft does not know whether parts add up to the whole; run weft "
+                    "verify (docs/losses.md)"
                 )
 
     def _raise_alike(self, everyone: list[dict[str, Any]]) -> None:
@@ -150,13 +152,12 @@ class OwnLoss:
         failed = {rank: one["error"] for rank, one in enumerate(everyone) if one["error"] is not None}
         if not failed:
             return
-        refusals = [one["refusal"] for one in everyone if one["refusal"] is not None]
         if self._error is not None and (isinstance(self._error, WeftError) or len(failed) == len(everyone)):
             raise self._error
-        if refusals:  # weft's own words, which say all of it
-            raise ModelError(refusals[0])
-        ranks, texts = ", ".join(map(str, failed)), "; ".join(sorted(set(failed.values())))
-        raise ModelError(LOSS_FAILED.message(ranks=ranks, error=texts)) from self._error
+        if refused := [problem for one in everyone for problem in one["refused"]]:
+            raise ModelError(list(dict.fromkeys(refused)))
+        texts = "; ".join(sorted(set(failed.values())))
+        raise ModelError(LOSS_FAILED.message(ranks=name_ranks([*failed]), error=texts)) from self._error
 
     def _refusal(self, found: LossFinding) -> str:
         if found.along == TOKENS:

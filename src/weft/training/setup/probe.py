@@ -277,8 +277,8 @@ def _compare(
     if problems:
         raise ModelError(
             [
-                f"split over {_axes(mesh)}, the model computes something else than whole, as a pass of the example "
-                f"shows{_advice(mesh)}",
+                f"split over {_axes(mesh)}, the model computes something else than the whole one, as a pass of the "
+                f"example shows{_advice(mesh)}",
                 *problems[:8],
             ]
         )

@@ -91,7 +91,7 @@ def _a(kind: type) -> str:
 def _not_a_factory(optimizer: object) -> str:
     if not isinstance(optimizer, torch.optim.Optimizer):
         return (
-            f"the optimizer is {_a(type(optimizer))}; give a function that makes one of parameters, such as "
+            f"the optimizer is {_a(type(optimizer))}; give a function that makes one from parameters, such as "
             "functools.partial(torch.optim.AdamW, lr=3e-4)"
         )
     kind = type(optimizer)
@@ -99,6 +99,6 @@ def _not_a_factory(optimizer: object) -> str:
     rate = optimizer.defaults.get("lr")
     lr = f", lr={rate:g}" if isinstance(rate, int | float) else ""
     return (
-        f"the optimizer is {_a(kind)} that is made already, of the whole model's parameters, and weft makes one "
-        f"of each rank's part of them; give what makes it: functools.partial({where}{lr})"
+        f"the optimizer is {_a(kind)} that was already made, for the whole model's parameters, and weft makes one "
+        f"for each rank's part of them; give what makes it: functools.partial({where}{lr})"
     )

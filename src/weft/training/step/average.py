@@ -97,7 +97,9 @@ class WeightAverage:
     def in_place_of_weights(self, sync: Sync, everyone: Group) -> Iterator[None]:
         """Context in which the model computes with the average; collective."""
         if self.is_in_use:
-            raise ModelError("the model has its averaged weights already: trainer.averaged() is entered twice")
+            raise ModelError(
+                "the model has its averaged weights already: trainer.averaged() is entered twice; leave one out"
+            )
         if not self.has_begun:
             yield
             return

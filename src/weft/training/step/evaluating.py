@@ -1,15 +1,19 @@
-"""Evaluation mode for a while, after which each module has the mode it had.
+"""Evaluation: the mode of the model, and batches of which ranks may have different numbers.
 
-`model.train()` would also change modules that the user set to evaluation, such as a frozen BatchNorm.
+Afterwards each module has the mode it had: `model.train()` would also change modules that the user set to evaluation,
+such as a frozen BatchNorm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
+
+from weft.training.data.trees import num_samples
 
 
 @contextmanager
@@ -23,3 +27,22 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def together(
+    batches: Iterable[tuple[Any, Any]], take_sizes: Callable[[int], Sequence[int]], skip: Callable[[], None]
+) -> Iterator[tuple[Any, Any]]:
+    """This rank's batches, where passes or losses exchange: once it has no more, it skips until no rank has any.
+
+    `take_sizes`: given this rank's number of samples, returns those of every data rank, collectively; `skip`: takes
+    part in what the others exchange for one batch.
+    """
+    own = iter(batches)
+    while True:
+        batch = next(own, None)
+        if not any(take_sizes(0 if batch is None else num_samples(batch[0]))):
+            return
+        if batch is None:
+            skip()
+        else:
+            yield batch

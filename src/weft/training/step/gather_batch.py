@@ -21,6 +21,7 @@ from weft.comm.group import Group
 from weft.errors import DataError, ModelError, PlanError
 from weft.mesh import Mesh
 from weft.plan.model_refusals import GATHERED_MICROBATCHES, GATHERED_TOKENS
+from weft.units import name_ranks
 
 
 class GatheringError(BaseException):
@@ -54,18 +55,20 @@ class BatchGathering:
         plan = self.mesh.plan
         if self.mesh.data_size * plan.step.microbatches * plan.axes.sequence == 1:
             return tensor
-        if plan.axes.sequence > 1:
+        if plan.axes.sequence > 1:  # first: a loss that is not tried there is not told from the model
             raise PlanError(GATHERED_TOKENS.message(plan))
         if self.where == "model":
-            raise ModelError("gather_batch was called by the model; call it in the loss, which is given its outputs")
+            raise ModelError(
+                "weft.gather_batch was called by the model; call it in the loss, which is given the model's outputs"
+            )
         if plan.step.microbatches > 1:
             raise PlanError(GATHERED_MICROBATCHES.message(plan))
         refuse_empty(self.sizes)
         mine = self.sizes[self.mesh.data_rank]
         if not tensor.dim() or tensor.shape[0] != mine:
             raise ModelError(
-                f"gather_batch was given a tensor of shape {tuple(tensor.shape)}, and this rank has {mine} samples; "
-                "give one with the samples along dim 0"
+                f"weft.gather_batch was given a tensor of shape {tuple(tensor.shape)}, and this rank has {mine} "
+                "samples; give one with the samples along dim 0"
             )
         num_data, replica = self.mesh.size("data"), self.mesh.index("replicate")
         inside = self.sizes[replica * num_data : (replica + 1) * num_data]
@@ -93,10 +96,11 @@ def gather_batch(tensor: torch.Tensor) -> torch.Tensor:
 def refuse_empty(sizes: Sequence[int]) -> None:
     """Refuse a batch in which some data rank has no samples, since it cannot call the loss."""
     if not all(sizes):
-        empty = ", ".join(str(rank) for rank, size in enumerate(sizes) if not size)
+        empty = [rank for rank, size in enumerate(sizes) if not size]
         raise DataError(
-            f"data rank {empty} has no samples in this batch of {sum(sizes)}, and the loss gathers those of all ranks "
-            "(gather_batch); give every rank at least one, in every step and evaluation"
+            f"data {name_ranks(empty)} {'has' if len(empty) == 1 else 'have'} no samples in this batch of "
+            f"{sum(sizes)}, and the loss gathers those of all ranks (weft.gather_batch); give every rank at least one, "
+            "in every step and evaluation"
         )
 
 

@@ -81,3 +81,8 @@ class MicrobatchLoop:
                 continue
             self._model.enter(inputs)
             add(self._call(inputs), targets, count)
+
+    def skip_evaluation(self, num_microbatches: int) -> None:
+        """Take part in the parameter gathers of the other data ranks' forward passes."""
+        for _ in range(num_microbatches):
+            self._sync.skip_microbatch()

@@ -7,10 +7,10 @@
 
 After the error the trainer can be used: a loop may load a checkpoint and go on, as `weft train` does
 (`training/run/roll_back.py`). An overflow for which a dynamic loss scale falls is the scale's ordinary work: it is
-told, and neither counted nor examined, as long as the loss is finite and the scale can fall.
+logged, and neither counted nor examined, as long as the loss is finite and the scale can fall.
 
 No step waits for this. On a GPU an update is looked at after the next step was launched, on all ranks alike; by then
-its gradients are gone, and their names are not told.
+its gradients are gone, and cannot be named.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from weft.parallel.state.finite import not_finite, shown, spoilt_buffers
 from weft.sync.base import Sync
 from weft.training.data.trees import named_tensors
 from weft.training.step.update import Outcome, Update
+from weft.units import name_ranks
 
 log = logging.getLogger("weft")
 
@@ -36,7 +37,7 @@ SKIP_AT_MOST = 5
 
 _WORDS = {
     "loss": "the loss of its samples",
-    "inputs": "the given",
+    "inputs": "the batch's",
     "gradients": "gradients of",
     "weights": "weights",
     "buffers": "buffers",
@@ -79,7 +80,7 @@ class NotFiniteWatch:
             self._look_at(closed.popleft(), may_raise=True)
 
     def look_at_all(self) -> None:
-        """Look at all updates that all ranks have made, and tell what is found; waits for the device."""
+        """Look at all updates that all ranks have made, and warn of what is found; waits for the device."""
         while self._update.closed:
             self._look_at(self._update.closed.popleft(), may_raise=False)
 
@@ -96,22 +97,22 @@ class NotFiniteWatch:
             return
         loss, before, after = float(outcome.loss), float(outcome.scale_before), float(outcome.scale_after)
         what = "a gradient is" if math.isfinite(loss) else "the loss is"
-        told = f"step {outcome.step + 1} is skipped: {what} not finite"
+        warning = f"step {outcome.step + 1} is skipped: {what} not finite"
         if not outcome.is_left_out:
-            told = f"step {outcome.step + 1}: {what} not finite, and the weights were updated all the same"
+            warning = f"step {outcome.step + 1}: {what} not finite, and the weights were updated all the same"
         if after != before:
-            told += f"; the loss scale goes from {before:g} to {after:g}"
+            warning += f"; the loss scale goes from {before:g} to {after:g}"
         if outcome.is_left_out:
-            told += f" ({int(outcome.num_skipped)} skipped so far)"
+            warning += f" ({int(outcome.num_skipped)} skipped so far)"
         if math.isfinite(loss) and after < before:
-            self._warn(told)
+            self._warn(warning)
             return
         self.in_a_row += 1
         if self.in_a_row == 1:
             findings = gather_values(self._find(outcome), self._mesh.everyone("control"))
             self._first_found = _describe(findings)
             self._is_lost = any(found["weights"] or found["buffers"] for found in findings)
-        self._warn(f"{told}; not finite: {self._first_found}" if self.in_a_row == 1 else told)
+        self._warn(f"{warning}; not finite: {self._first_found}" if self.in_a_row == 1 else warning)
         if may_raise and self._skip_at_most is not None and (self._is_lost or self.in_a_row > self._skip_at_most):
             raise NotFiniteError(self._error(outcome))
 
@@ -174,4 +175,4 @@ def _describe(findings: list[dict[str, list[str]]]) -> str:
 def _on(ranks: list[int], num_ranks: int) -> str:
     if len(ranks) == num_ranks:
         return "every rank" if num_ranks > 1 else "rank 0"
-    return f"rank {', '.join(map(str, ranks))}"
+    return name_ranks(ranks)

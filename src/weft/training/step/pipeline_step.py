@@ -205,7 +205,7 @@ class PipelineStep(MicrobatchPasses):
         self.pipeline.recording.begin_step()
         self.pipeline.run(self._evaluation(len(microbatches)), evaluation)
 
-    def skip_microbatch(self, num_microbatches: int) -> None:
+    def skip_evaluation(self, num_microbatches: int) -> None:
         """Take part in the parameter gathers of the other data ranks' forward passes."""
         self.pipeline.run([a for a in self._evaluation(num_microbatches) if a.kind in ("gather", "release")], self)
 
