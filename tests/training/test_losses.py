@@ -94,6 +94,27 @@ def test_dicts_objects_and_losses_of_many_tokens() -> None:
     assert tried(F.binary_cross_entropy, probabilities, torch.rand(3, 4))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_loss_in_16_bits_is_right_within_its_rounding(dtype: torch.dtype) -> None:
+    for size in (1, 2, 6):
+        output, targets = torch.randn(size, 7), torch.randn(size, 7)
+        assert tried(lambda o, t: F.mse_loss(o.to(dtype), t.to(dtype)), output, targets)
+        assert tried(lambda o, t: F.mse_loss(o.to(dtype), t.to(dtype), reduction="sum"), output, targets) is False
+
+
+def test_a_compiled_loss_is_tried_as_it_is_written() -> None:
+    compiled = []
+
+    def note(graph: Any, _: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    loss = torch.compile(lambda o, t: F.cross_entropy(o, t, ignore_index=9), backend=note)
+    assert tried(loss, torch.randn(4, 7), torch.randint(7, (4,))) is False and not compiled
+    loss(torch.randn(4, 7), torch.randint(7, (4,)))
+    assert compiled
+
+
 def test_a_trial_leaves_no_trace() -> None:
     class Centred(nn.Module):
         def __init__(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,7 +36,8 @@ from weft.training.setup.trial_batch import (
 from weft.training.step.loss import Loss, are_samples_counted, count_targets, loss_terms
 
 _ALLOWED = {torch.float64: 1e-5, torch.float32: 1e-4}
-"""Allowed relative difference, by the format of the outputs, which losses may narrow; 0.01 for 16 bits."""
+"""Allowed relative difference, by the format of the outputs, which losses may narrow; 0.01 for 16 bits, also where the
+loss itself is in these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +67,8 @@ def probe_loss(loss: Loss, output: Any, targets: Any, alongs: tuple[int, ...]) -
     """Whether the losses of parts, cut along each of these dims, add up to that of the whole; None if not seen."""
     devices = sorted({tensor.device.index or 0 for tensor in output_tensors(output) if tensor.device.type == "cuda"})
     conclusive = None
-    with torch.random.fork_rng(devices), state_kept(loss.function):
+    with torch.random.fork_rng(devices), state_kept(loss.function), warnings.catch_warnings(), _uncompiled():
+        warnings.simplefilter("ignore")  # of drawn values; the real call comes next
         try:
             for along in alongs:
                 found = _probe_along(loss, output, targets, along)
@@ -75,6 +78,13 @@ def probe_loss(loss: Loss, output: Any, targets: Any, alongs: tuple[int, ...]) -
         except _DrawsRandomNumbers:
             return None
     return conclusive
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Context in which a compiled loss runs as it is written: each trial would compile it for another shape."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def _probe_along(loss: Loss, output: Any, targets: Any, along: int) -> LossFinding | None:
@@ -136,7 +146,8 @@ def _compare(loss: Loss, batch: TrialBatch, *, is_strict: bool = False) -> LossF
         return None
     off = [abs(mean - whole.mean) / scale for mean in means]
     floats = [tensor.dtype for tensor in output_tensors(batch.output) if tensor.is_floating_point()]
-    allowed = _ALLOWED.get(floats[0], 1e-2) if floats else 1e-5
+    formats = (*floats[:1], whole.dtype) if floats else (torch.float64, whole.dtype)
+    allowed = max(_ALLOWED.get(one, 1e-2) for one in formats)
     return LossFinding(
         is_additive=min(off) <= allowed,
         along=batch.along,
@@ -156,6 +167,8 @@ class _Terms:
     """Number of samples or tokens."""
     is_own: bool
     """The loss counts for itself."""
+    dtype: torch.dtype
+    """The format of what it returned."""
 
     @property
     def mean(self) -> float:
@@ -172,10 +185,11 @@ def _terms(loss: Loss, batch: TrialBatch, start: int, stop: int) -> _Terms:
         raise _DrawsRandomNumbers
     return _Terms(
         value=float(terms.value),
-        sum=float(terms.value * terms.multiplier),
+        sum=float(terms.value) * float(terms.multiplier),
         count=float(terms.count),
         size=stop - start,
         is_own=terms.own_count,
+        dtype=terms.value.dtype,
     )
 
 
