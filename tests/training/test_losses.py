@@ -94,6 +94,14 @@ def test_dicts_objects_and_losses_of_many_tokens() -> None:
     assert tried(F.binary_cross_entropy, probabilities, torch.rand(3, 4))
 
 
+def test_images_are_tried_by_some_of_their_rows() -> None:
+    """Classes before rows: as a whole they would be too large, and an ignored class that is not there not found."""
+    for size in (1, 2):
+        output, targets = torch.randn(1, 1, 1, 1).expand(size, 21, 512, 512), torch.randint(21, (size, 512, 512))
+        assert tried(F.cross_entropy, output, targets)
+        assert tried(nn.CrossEntropyLoss(ignore_index=255), output, targets) is False
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_loss_in_16_bits_is_right_within_its_rounding(dtype: torch.dtype) -> None:
     for size in (1, 2, 6):
