@@ -129,14 +129,18 @@ def test_a_trial_leaves_no_trace() -> None:
             super().__init__()
             self.register_buffer("center", torch.zeros(4))
             self.latest: Tensor | None = None
+            self.seen: list[float] = [0.5]
 
         def forward(self, output: Tensor, targets: Tensor) -> Tensor:
             self.center.mul_(0.9).add_(output.detach().float().mean(0))
             self.latest = output
+            self.seen.append(float(output.mean()))
             return F.cross_entropy(output, targets)
 
     loss, state = Centred(), torch.get_rng_state()
-    assert tried(loss, *batch_of(4))
+    seen: list[int] = []
+    assert tried(loss, *batch_of(4)) and loss.seen == [0.5]
+    assert tried(lambda output, targets: seen.append(1) or F.cross_entropy(output, targets), *batch_of(4)) and not seen
     assert not loss.center.any() and loss.latest is None and torch.equal(torch.get_rng_state(), state)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -83,6 +84,9 @@ def probe_loss(loss: Loss, output: Any, targets: Any, alongs: tuple[int, ...]) -
 @contextmanager
 def _uncompiled() -> Iterator[None]:
     """Context in which a compiled loss runs as it is written: each trial would compile it for another shape."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
+        yield
+        return
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -226,15 +230,20 @@ def state_kept(function: Any) -> Iterator[None]:
     """Context after which objects and tensors that a loss holds are what they were: running means, for example."""
     kept: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
     tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+    lists: list[tuple[list[Any], list[Any]]] = []
     for held in _held_by(function):
         inside = held.modules() if isinstance(held, nn.Module) else [held]
         for one in inside:
             if isinstance(one, torch.Tensor):
                 tensors.append((one, one.detach().clone()))
                 continue
+            if isinstance(one, list):
+                lists.append((one, list(one)))
+                continue
             dicts = [vars(one)] if hasattr(one, "__dict__") else []
             dicts += [one._buffers] if isinstance(one, nn.Module) else []
             kept += [(own, dict(own)) for own in dicts]
+            lists += [(value, list(value)) for own in dicts for value in own.values() if type(value) is list]
             tensors += [
                 (value, value.detach().clone())
                 for own in dicts
@@ -248,14 +257,16 @@ def state_kept(function: Any) -> Iterator[None]:
             for own, before in kept:
                 own.clear()
                 own.update(before)
+            for entries, entries_before in lists:
+                entries[:] = entries_before
             for tensor, value in tensors:
                 if not torch.equal(tensor, value):
                     tensor.copy_(value)
 
 
 def _held_by(function: Any, depth: int = 3) -> Iterator[Any]:
-    """Modules, objects and tensors that a callable refers to by itself, its arguments or its closure."""
-    if isinstance(function, torch.Tensor | nn.Module):
+    """Modules, objects, tensors and lists that a callable refers to by itself, its arguments or its closure."""
+    if isinstance(function, torch.Tensor | nn.Module | list):
         yield function
     elif isinstance(function, functools.partial):
         for one in (function.func, *function.args, *function.keywords.values()):
