@@ -40,6 +40,7 @@ VALUES: dict[str, Any] = {
     "seen": 2**70,
     "generator": np.random.default_rng(3).bit_generator.state,
     "weights": np.arange(6, dtype=np.uint32).reshape(2, 3),
+    "same path": {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, 0: torch.ones(2), "0": torch.zeros(2)},
     "masks": {"all": torch.tensor([True, False]), "none": torch.zeros(0, 2)},
 }
 

@@ -94,20 +94,53 @@ def test_dicts_objects_and_losses_of_many_tokens() -> None:
     assert tried(F.binary_cross_entropy, probabilities, torch.rand(3, 4))
 
 
+def test_images_are_tried_by_some_of_their_rows() -> None:
+    """Classes before rows: as a whole they would be too large, and an ignored class that is not there not found."""
+    for size in (1, 2):
+        output, targets = torch.randn(1, 1, 1, 1).expand(size, 21, 512, 512), torch.randint(21, (size, 512, 512))
+        assert tried(F.cross_entropy, output, targets)
+        assert tried(nn.CrossEntropyLoss(ignore_index=255), output, targets) is False
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_loss_in_16_bits_is_right_within_its_rounding(dtype: torch.dtype) -> None:
+    for size in (1, 2, 6):
+        output, targets = torch.randn(size, 7), torch.randn(size, 7)
+        assert tried(lambda o, t: F.mse_loss(o.to(dtype), t.to(dtype)), output, targets)
+        assert tried(lambda o, t: F.mse_loss(o.to(dtype), t.to(dtype), reduction="sum"), output, targets) is False
+
+
+def test_a_compiled_loss_is_tried_as_it_is_written() -> None:
+    compiled = []
+
+    def note(graph: Any, _: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    loss = torch.compile(lambda o, t: F.cross_entropy(o, t, ignore_index=9), backend=note)
+    assert tried(loss, torch.randn(4, 7), torch.randint(7, (4,))) is False and not compiled
+    loss(torch.randn(4, 7), torch.randint(7, (4,)))
+    assert compiled
+
+
 def test_a_trial_leaves_no_trace() -> None:
     class Centred(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("center", torch.zeros(4))
             self.latest: Tensor | None = None
+            self.seen: list[float] = [0.5]
 
         def forward(self, output: Tensor, targets: Tensor) -> Tensor:
             self.center.mul_(0.9).add_(output.detach().float().mean(0))
             self.latest = output
+            self.seen.append(float(output.mean()))
             return F.cross_entropy(output, targets)
 
     loss, state = Centred(), torch.get_rng_state()
-    assert tried(loss, *batch_of(4))
+    seen: list[int] = []
+    assert tried(loss, *batch_of(4)) and loss.seen == [0.5]
+    assert tried(lambda output, targets: seen.append(1) or F.cross_entropy(output, targets), *batch_of(4)) and not seen
     assert not loss.center.any() and loss.latest is None and torch.equal(torch.get_rng_state(), state)
 
 

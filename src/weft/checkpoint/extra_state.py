@@ -113,6 +113,8 @@ def _encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
             raise _CannotSaveError(
                 f"trainer.extra_state: {name} is a tensor of dtype {tensor.dtype}, which safetensors cannot hold"
             )
+        while name in tensors:  # ["a.b"] and ["a"]["b"], or the keys 0 and "0"
+            name += "'"
         tensors[name] = tensor.clone().contiguous()
         return {"array" if isinstance(value, np.ndarray) else "tensor": name}
     if isinstance(value, list | tuple):

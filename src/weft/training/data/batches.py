@@ -110,7 +110,12 @@ class batches:
         mesh = getattr(self.trainer, "mesh", None)
         if isinstance(mesh, Mesh) and mesh.world.size > 1 and not mesh.world.is_fake:
             names = ("global_batch", "shuffle_seed", "epochs", "drop_last")
-            require_same_data(mesh, self.dataset, problems, {name: getattr(self, name) for name in names})
+            settings = {name: getattr(self, name) for name in names}
+            plain = {
+                name: value if value is None or value is True or value is False else int(value)
+                for name, value in settings.items()
+            }
+            require_same_data(mesh, self.dataset, problems, plain)
         elif problems:
             raise DataError(problems)
 

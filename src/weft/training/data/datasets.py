@@ -13,7 +13,7 @@ import os
 import sysconfig
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -130,11 +130,11 @@ def _read(dataset: Dataset, index: int) -> Any:
         raise
 
 
-def fingerprint(dataset: Dataset) -> int:
+def fingerprint(dataset: Dataset, *, before: Callable[[], None] = lambda: None) -> int:
     """A checksum of the length and of evenly spaced samples, by which ranks compare their data.
 
     About 1 MB of samples are read, at most 1024 and at least 2. If they differ when read again (random augmentation),
-    the length alone counts.
+    the length alone counts. `before` is called before each reading.
     """
     total = len(dataset)
     length_checksum = zlib.crc32(f"{total} samples".encode())
@@ -144,9 +144,11 @@ def fingerprint(dataset: Dataset) -> int:
     sample_bytes = sum(tensor.nbytes for _, tensor in named_tensors(first))
     wanted = min(max(FINGERPRINT_BYTES // max(sample_bytes, 1), 2), FINGERPRINT_SAMPLES, total)
     indices = np.arange(wanted, dtype=np.int64) * (total - 1) // max(wanted - 1, 1)
-    checksum = _checksum(fetch(dataset, indices), length_checksum)
-    again = _checksum(fetch(dataset, indices), length_checksum)
-    return checksum if checksum == again else length_checksum
+    checksums = []
+    for _ in range(2):
+        before()
+        checksums.append(_checksum(fetch(dataset, indices), length_checksum))
+    return checksums[0] if checksums[0] == checksums[1] else length_checksum
 
 
 def _checksum(tree: Tree, checksum: int) -> int:

@@ -2,7 +2,8 @@
 
 Ranks that make data of their own (`torch.randn` without a seed, a shuffled list of files, another host's copy) would
 train on samples that no single process ever sees together, without an error. About 1 MB of samples are compared by
-checksum. Reading them leaves the random states as they are, so that nothing that is drawn later depends on it.
+checksum. They are read from the same random states on every rank: samples that are flipped at random would otherwise
+be alike on one rank by chance. Then the states are what they were, so that nothing that is drawn later depends on it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def require_same_data(
     if not found:
         try:
             with _random_states_kept():
-                mine = [len(dataset), fingerprint(dataset)]
+                mine = [len(dataset), fingerprint(dataset, before=_seed_alike)]
         except Exception as error:  # whatever it is: the other ranks wait for this one's answer
             where = f"rank {mesh.world.rank} cannot read a sample of its {type(dataset).__name__}"
             found = (
@@ -63,6 +64,12 @@ def _differences(data: list[list[int]], settings: list[dict[str, int | bool | No
             for rank, other in others.items()
         ]
     return problems
+
+
+def _seed_alike() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.default_generator.manual_seed(0)
 
 
 @contextmanager

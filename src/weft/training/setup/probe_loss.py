@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,7 +37,8 @@ from weft.training.setup.trial_batch import (
 from weft.training.step.loss import Loss, are_samples_counted, count_targets, loss_terms
 
 _ALLOWED = {torch.float64: 1e-5, torch.float32: 1e-4}
-"""Allowed relative difference, by the format of the outputs, which losses may narrow; 0.01 for 16 bits."""
+"""Allowed relative difference, by the format of the outputs, which losses may narrow; 0.01 for 16 bits, also where the
+loss itself is in these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +68,8 @@ def probe_loss(loss: Loss, output: Any, targets: Any, alongs: tuple[int, ...]) -
     """Whether the losses of parts, cut along each of these dims, add up to that of the whole; None if not seen."""
     devices = sorted({tensor.device.index or 0 for tensor in output_tensors(output) if tensor.device.type == "cuda"})
     conclusive = None
-    with torch.random.fork_rng(devices), state_kept(loss.function):
+    with torch.random.fork_rng(devices), state_kept(loss.function), warnings.catch_warnings(), _uncompiled():
+        warnings.simplefilter("ignore")  # of drawn values; the real call comes next
         try:
             for along in alongs:
                 found = _probe_along(loss, output, targets, along)
@@ -75,6 +79,16 @@ def probe_loss(loss: Loss, output: Any, targets: Any, alongs: tuple[int, ...]) -
         except _DrawsRandomNumbers:
             return None
     return conclusive
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Context in which a compiled loss runs as it is written: each trial would compile it for another shape."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def _probe_along(loss: Loss, output: Any, targets: Any, along: int) -> LossFinding | None:
@@ -136,7 +150,8 @@ def _compare(loss: Loss, batch: TrialBatch, *, is_strict: bool = False) -> LossF
         return None
     off = [abs(mean - whole.mean) / scale for mean in means]
     floats = [tensor.dtype for tensor in output_tensors(batch.output) if tensor.is_floating_point()]
-    allowed = _ALLOWED.get(floats[0], 1e-2) if floats else 1e-5
+    formats = (*floats[:1], whole.dtype) if floats else (torch.float64, whole.dtype)
+    allowed = max(_ALLOWED.get(one, 1e-2) for one in formats)
     return LossFinding(
         is_additive=min(off) <= allowed,
         along=batch.along,
@@ -156,6 +171,8 @@ class _Terms:
     """Number of samples or tokens."""
     is_own: bool
     """The loss counts for itself."""
+    dtype: torch.dtype
+    """The format of what it returned."""
 
     @property
     def mean(self) -> float:
@@ -172,10 +189,11 @@ def _terms(loss: Loss, batch: TrialBatch, start: int, stop: int) -> _Terms:
         raise _DrawsRandomNumbers
     return _Terms(
         value=float(terms.value),
-        sum=float(terms.value * terms.multiplier),
+        sum=float(terms.value) * float(terms.multiplier),
         count=float(terms.count),
         size=stop - start,
         is_own=terms.own_count,
+        dtype=terms.value.dtype,
     )
 
 
@@ -212,15 +230,20 @@ def state_kept(function: Any) -> Iterator[None]:
     """Context after which objects and tensors that a loss holds are what they were: running means, for example."""
     kept: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
     tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+    lists: list[tuple[list[Any], list[Any]]] = []
     for held in _held_by(function):
         inside = held.modules() if isinstance(held, nn.Module) else [held]
         for one in inside:
             if isinstance(one, torch.Tensor):
                 tensors.append((one, one.detach().clone()))
                 continue
+            if isinstance(one, list):
+                lists.append((one, list(one)))
+                continue
             dicts = [vars(one)] if hasattr(one, "__dict__") else []
             dicts += [one._buffers] if isinstance(one, nn.Module) else []
             kept += [(own, dict(own)) for own in dicts]
+            lists += [(value, list(value)) for own in dicts for value in own.values() if type(value) is list]
             tensors += [
                 (value, value.detach().clone())
                 for own in dicts
@@ -234,14 +257,16 @@ def state_kept(function: Any) -> Iterator[None]:
             for own, before in kept:
                 own.clear()
                 own.update(before)
+            for entries, entries_before in lists:
+                entries[:] = entries_before
             for tensor, value in tensors:
                 if not torch.equal(tensor, value):
                     tensor.copy_(value)
 
 
 def _held_by(function: Any, depth: int = 3) -> Iterator[Any]:
-    """Modules, objects and tensors that a callable refers to by itself, its arguments or its closure."""
-    if isinstance(function, torch.Tensor | nn.Module):
+    """Modules, objects, tensors and lists that a callable refers to by itself, its arguments or its closure."""
+    if isinstance(function, torch.Tensor | nn.Module | list):
         yield function
     elif isinstance(function, functools.partial):
         for one in (function.func, *function.args, *function.keywords.values()):

@@ -145,8 +145,11 @@ def _drawn(
         if not tensor.dim() or tensor.shape[0] != total:
             return tensor
         kept = tensor.detach().index_select(0, rows.to(tensor.device))
-        has_tokens = window is not None and tensor.dim() > TOKENS and tensor.shape[TOKENS] == num_tokens
-        return kept[:, window[0] : window[1]].contiguous() if has_tokens and window is not None else kept
+        # Outputs may have their classes before the tokens, or the rows of an image.
+        dims = [dim for dim in range(TOKENS, tensor.dim()) if tensor.shape[dim] == num_tokens]
+        if window is None or not dims or (along == TOKENS and dims[0] != TOKENS):
+            return kept
+        return kept.narrow(dims[0], window[0], window[1] - window[0]).contiguous()
 
     def draw(tensor: torch.Tensor) -> torch.Tensor:
         kept = few(tensor).to(place)
