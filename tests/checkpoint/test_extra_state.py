@@ -94,6 +94,11 @@ def test_names_that_differ_are_refused_before_anything_changes(tmp_path: Path) -
     assert other.steps_done == 1 and other.extra_state == {"epoch": 0, "new": 2}
 
 
+class Unsaveable(Curriculum):
+    def state_dict(self) -> dict[str, Any]:
+        raise ValueError("planted")
+
+
 @ranks(2)
 def test_what_cannot_be_saved_is_refused_on_all_ranks(tmp_path: Path) -> None:
     trainer = make(data_plan(2))
@@ -104,6 +109,9 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks(tmp_path: Path) -> None:
     assert "keys has a key of type tuple" in str(caught.value)
     trainer.extra_state = {f"rank {dist.get_rank()}": 1}
     with pytest.raises(CheckpointError, match='has the names "rank 1" on rank 1 and "rank 0" on rank 0'):
+        trainer.save(tmp_path / "saved")
+    trainer.extra_state = {"broken": Unsaveable()}
+    with pytest.raises(CheckpointError, match=r'state_dict\(\) of "broken" raised ValueError on rank 0: planted'):
         trainer.save(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 

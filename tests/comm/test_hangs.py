@@ -7,6 +7,7 @@ limits themselves are arithmetic, tested below. A test ends when the message is 
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import pdb
 import signal
@@ -29,8 +30,8 @@ from weft.comm.failures.hang_report import describe_different_calls
 from weft.comm.failures.inquiries import Inquiries, RankProcess
 from weft.comm.failures.limits import Limits
 from weft.comm.failures.places import Place
-from weft.comm.failures.rank_status import RankStatus
-from weft.comm.failures.stuck_exchanges import Exchange, ExchangeStatus
+from weft.comm.failures.rank_status import RankStatus, own_status
+from weft.comm.failures.stuck_exchanges import Exchange, ExchangeStatus, as_runs, from_runs
 from weft.plan.plan import Axes, Comm, Plan
 from weft.training.parallelize import parallelize
 from weft.training.trainer import Trainer
@@ -307,3 +308,46 @@ def test_waits_are_told_within_twice_the_usual_step_and_five_seconds(monkeypatch
     assert limits.reported_after_s("trainer.evaluate") == 2 * 30.0 + limits.slack_s
     calls.forget_durations()
     assert limits.reported_after_s("trainer.step") == 300.0
+
+
+def test_ranks_of_a_status_travel_as_runs() -> None:
+    """A status of a thousand ranks would otherwise be as long as all of theirs together."""
+    for ranks in ((), (5,), (0, 1), tuple(range(0, 4096, 8)), (0, 1, 4, 5, 8, 9), (3, 2, 9)):
+        assert from_runs(as_runs(ranks)) == ranks
+    one = Exchange(
+        group="1", name="data", ranks=tuple(range(4096)), kind="all-reduce", number=7, num_bytes=64, waited_s=5
+    )
+    sent = json.dumps(status("trainer.step", exchanges=ExchangeStatus(waiting=(one,) * 8, latest={})).as_json())
+    assert len(sent) < 4096
+    assert RankStatus.from_json(json.loads(sent)).exchanges.waiting[0] == one
+
+
+def test_a_look_becomes_a_question_with_the_recorder_once_something_may_be_told() -> None:
+    inquiries = Inquiries(Limits())
+    ranks = {rank: RankProcess(host_name="a", pid=10 + rank, is_here=False) for rank in range(3)}
+    wait = Exchange(group="1", name="data", ranks=(0, 1, 2), kind="all-reduce", number=7, num_bytes=64, waited_s=5)
+    waiting = status("trainer.step", exchanges=ExchangeStatus(waiting=(wait,), latest={}))
+    light = status("trainer.step")
+    assert inquiries.begin(0, light, "look") and inquiries.urgency == "look"
+    assert inquiries.begin(1, waiting, "late") and inquiries.urgency == "late", "all ranks are asked again"
+    inquiries.answer(0, light, "look")
+    inquiries.answer(2, light, "look")
+    assert not inquiries.may_decide(3) and inquiries.decide(ranks) is None, "these answer the earlier question"
+    assert not inquiries.begin(2, light, "look"), "which tells less than the answer that is to come"
+    inquiries.answer(0, waiting, "late")
+    assert not inquiries.may_decide(3)
+    inquiries.answer(2, light, "late")
+    assert inquiries.may_decide(3)
+    found = inquiries.decide(ranks)
+    assert found is not None
+    assert found.text.startswith("rank 1 has waited 5 s in all-reduce") and "rank 0: waiting in it too" in found.text
+
+
+def test_a_look_does_not_read_the_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read() -> Iterator[Any]:
+        raise AssertionError("a look reads 2,000 operations, and queries CUDA events")
+
+    monkeypatch.setattr("weft.comm.failures.stuck_exchanges._entries", read)
+    assert own_status(reads_recorder=False).exchanges.latest is not None
+    with pytest.raises(AssertionError):
+        own_status()

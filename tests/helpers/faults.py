@@ -68,7 +68,7 @@ MOMENTS = {
     "first tensor": (saving, "write_runs", 1),
     "later tensor": (saving, "write_runs", 20),
     "checksums": (saving, "checksums", 1),
-    "index": (saving, "_write_others", 1),
+    "index": (saving, "_write_index", 1),
     "before the renames": (checkpoint_folders, "force_to_disk", 1),
     "after the renames": (checkpoint_folders, "force_to_disk", 2),
 }

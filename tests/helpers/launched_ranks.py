@@ -80,6 +80,7 @@ def run(
     deadline, ended = time.monotonic() + END_S, []
     while time.monotonic() < deadline and any(process.is_alive() for process in processes):
         if until and any(until in _stderr(folder, rank) for rank in range(world)):
+            time.sleep(0.5)  # stacks are written beside the message
             break
         time.sleep(_LOOK_S)
     for rank, process in enumerate(processes):

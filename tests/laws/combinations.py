@@ -55,6 +55,7 @@ PLAN_FIELDS: dict[str, tuple[object, ...]] = {
 }
 
 OTHERWISE = {
+    "comm.timeout_s": "how long ranks wait, not what they compute: tests/comm/test_hangs.py",
     "comm.transport": "exchanges are tested through sockets by make test-long",
     "compile.blocks": "seconds of compiling per row; tests/zero/test_gather.py and others",
     "precision.loss_scale": "only for fp16: tests/training/test_loss_scale.py",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from families import make_family, text_batch, verified
 from meshes import kept_mesh
@@ -134,3 +135,27 @@ def test_what_hooks_keep_or_change_is_the_same_on_every_stage(kind: type[Stack])
 def test_what_leaves_a_block_beside_its_output_is_refused(make: type[Stack]) -> None:
     with pytest.raises(ModelError, match=BESIDE):
         stepped(make().double())
+
+
+class KeepingBlock(Block):
+    """A block that keeps a loss of its own for later."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.auxiliary = x.square().mean()
+        return x
+
+
+@ranks(2)
+def test_what_blocks_keep_is_warned_of_where_a_loss_could_read_it() -> None:
+    model = Stack().double()
+    for block in model.blocks:
+        block.__class__ = KeepingBlock
+    inputs, _ = vector_batch(4)
+    with pytest.MonkeyPatch.context() as patch:
+        told: list[str] = []
+        patch.setattr("weft.parallel.apply.log.warning", lambda text, *values: told.append(text % values))
+        given: dict[str, Any] = {"optimizer": SGD, "example": inputs[:2], "device": "cpu", "mesh": kept_mesh(PLAN)}
+        parallelize(model, PLAN, loss=F.mse_loss, **given).close()
+    assert len(told) == (1 if dist.get_rank() == 0 else 0)
+    assert all("(blocks.0.auxiliary, blocks.1.auxiliary" in text for text in told)

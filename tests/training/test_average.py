@@ -38,6 +38,8 @@ from torch import Tensor, nn
 from weft.checkpoint import load as load_file_of_weft
 from weft.errors import ModelError, PlanError
 from weft.plan.plan import Average, Plan
+from weft.training.run.components import build
+from weft.training.run.job import parse_job
 from weft.training.step.average import WeightAverage
 from weft.training.trainer import Trainer
 
@@ -277,6 +279,25 @@ def test_skipped_steps_leave_it_alone(on_device: bool) -> None:
     assert all(torch.equal(mean, before[name]) for name, mean in trainer.average.means.items())
 
 
+def test_loading_its_kernels_leaves_everything_as_it_was() -> None:
+    """As is done for pipelines on GPUs, before messages are under way."""
+    torch.manual_seed(0)
+    trainer = make_trainer(small_gpt(), averaging(Plan(), start=1))
+    assert trainer.average is not None
+    weights = {name: p.detach().clone() for name, p in trainer.named_model.named_parameters()}
+    trainer.average.warm_up()
+    trainer.not_finite.warm_up()
+    assert not trainer.average.has_begun
+    assert all(torch.equal(p, weights[name]) for name, p in trainer.named_model.named_parameters())
+    go_on(trainer, 2)
+    torch.manual_seed(0)
+    expected = make_trainer(small_gpt(), averaging(Plan(), start=1))
+    go_on(expected, 2)
+    assert expected.average is not None
+    for name, mean in expected.average.means.items():
+        assert torch.equal(trainer.average.means[name], mean)
+
+
 @ranks(2)
 def test_running_statistics_are_the_models_own(tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -315,3 +336,10 @@ def test_a_plan_without_one_says_so() -> None:
     for action in (lambda: trainer.evaluate([batch_of(0)], average=True), lambda: trainer.export("x", average=True)):
         with pytest.raises(PlanError, match=r"the plan keeps no average of the weights; set \[average\] decay"):
             action()
+
+
+def test_a_job_that_evaluates_it_needs_a_plan_that_keeps_it() -> None:
+    job = parse_job('[dataset]\nname = "digits"\n[model]\nname = "convnet"\n[steps]\nevaluate_average = true\n')
+    words = "evaluate_average = true needs an average of the weights, and the plan keeps none"
+    assert [words in problem for problem in build(job)[1]].count(True) == 1
+    assert not any(words in problem for problem in build(dataclasses.replace(job, plan=averaging(Plan())))[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,16 @@ def test_a_folder_of_each_host_is_refused_by_all(tmp_path: Path) -> None:
         told = refusal(tmp_path / f"of rank {rank}")
     assert len(set(gathered(told))) == 1 and str(told).startswith("rank 1 on ")
     assert "does not show the file that rank 0 wrote there; give a folder that all hosts share" in str(told)
+
+
+def test_a_folder_is_waited_for_that_appears_late_with_its_parents(tmp_path: Path) -> None:
+    """As on NFS, which may show none of them at first."""
+    late = tmp_path / "runs" / "of today" / "first"
+    maker = threading.Timer(0.3, folder_probe._make, [late, "token"])
+    maker.start()
+    folder_probe._look(late, "token", 1)
+    maker.join()
+    assert [path.name for path in late.iterdir()] == [folder_probe._NAME]
 
 
 @ranks(2)

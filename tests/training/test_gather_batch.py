@@ -161,6 +161,19 @@ def test_a_refusal_in_the_loss_is_the_same_on_ranks_that_have_no_loss() -> None:
 
 
 @ranks(2)
+def test_places_in_the_batch_are_refused_on_all_stages_alike() -> None:
+    """Only the last stage calls the loss, and every stage has the refusal."""
+
+    def places(output: Tensor, targets: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(output[:, 0] @ output[:, 0].mT, torch.arange(4) + 0 * targets[:, 0])
+
+    inputs = torch.zeros(4, 8, dtype=torch.int64)
+    trainer = make_trainer(small_gpt(), pipeline_plan(2, microbatches=2), loss=places, example=inputs[:2])
+    with pytest.raises(ModelError, match="the loss failed on rank 1 with its part of the batch"):
+        trainer.step(inputs, inputs)
+
+
+@ranks(2)
 def test_evaluation() -> None:
     trainer = make_trainer(Towers().double(), data_plan(2), loss=whole_batch)
     rank = dist.get_rank()

@@ -16,6 +16,7 @@ from ranks import ranks
 from strict_plans import weft_over_strict
 from torch import Tensor, nn
 
+from weft.errors import NotFiniteError
 from weft.parallel.zero.flat_parameters import FlatParameters
 from weft.training.trainer import Trainer
 
@@ -185,7 +186,8 @@ def test_a_rank_without_samples_and_a_skipped_update() -> None:
         assert on_their_way(model) == []
         num_gathers = len(gathers)
         model.head.weight.data[0, 0] = torch.inf
-        trainer.step(*batches[0])
+        with pytest.raises(NotFiniteError, match="weights"):
+            trainer.step(*batches[0])
         assert trainer.num_skipped == 1 and len(gathers) == num_gathers and on_their_way(model) == []
 
 

@@ -4,8 +4,9 @@
     trainer.extra_state["best_loss"] = 0.71             a plain value: replaced by load()
 
 Every rank registers the same names and holds the same state: rank 0's is saved, and every rank loads it, under any
-plan. Plain values are None, booleans, numbers, texts, tensors, NumPy arrays, and lists, tuples and dicts of these. They
-are stored as JSON and safetensors, never as pickles, which could run any code when they are read.
+plan; `state_dict()` is called on rank 0 alone, and must not wait for other ranks. Plain values are None, booleans,
+numbers, texts, tensors, NumPy arrays, and lists, tuples and dicts of these. They are stored as JSON and safetensors,
+never as pickles, which could run any code when they are read.
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ def take_extra(registered: Mapping[str, Any], everyone: Group) -> tuple[dict[str
                 tree[name] = _encode(value.state_dict() if _has_state(value) else value, name, tensors)
             except _CannotSaveError as error:
                 problems.append(str(error))
+            except Exception as error:  # of the user's own code; the other ranks wait for this one
+                problems.append(
+                    f'trainer.extra_state: state_dict() of "{name}" raised {type(error).__name__} on rank 0: {error}'
+                )
     problems = gather_values(problems, everyone)[0]
     if problems:
         raise CheckpointError(problems)

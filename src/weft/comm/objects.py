@@ -26,7 +26,7 @@ def gather_values(value: Any, group: Group) -> list[Any]:
     table = torch.empty(group.size * longest, dtype=torch.uint8, device=group.device)
     all_gather(table, padded, group)
     rows = table.view(group.size, longest).cpu()
-    return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths.tolist(), strict=True)]
+    return [json.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths.tolist(), strict=True)]
 
 
 def value_of_first(make: Callable[[], Any], group: Group) -> Any:

@@ -27,6 +27,6 @@ def balance_problems(model: nn.Module, plan: Plan, *, own_loss: bool) -> Iterato
         return
     parts = plan.axes.data_ranks * plan.axes.sequence * plan.step.microbatches
     if not own_loss:
-        yield BALANCE_LOSS_LEFT_OUT.message(plan, model=type(model).__name__)
+        yield BALANCE_LOSS_LEFT_OUT.message(model=type(model).__name__)
     elif parts > 1:
-        yield BALANCE_LOSS_OF_PARTS.message(plan, model=type(model).__name__, parts=parts)
+        yield BALANCE_LOSS_OF_PARTS.message(model=type(model).__name__, parts=parts)

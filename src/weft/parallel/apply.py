@@ -11,6 +11,7 @@ The steps need `sync/` and `training/setup/`, so in the import order this file c
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -35,6 +36,8 @@ from weft.training.setup.cut_stages import cut_model
 from weft.training.setup.probe import probe_split
 from weft.training.setup.split_layers import refuse_left_out_stages, split_regions
 from weft.training.step.parallel_model import ParallelModel
+
+log = logging.getLogger("weft")
 
 
 def apply_plan(parts: ParallelModel) -> None:
@@ -124,6 +127,13 @@ def _cut_stages(parts: ParallelModel) -> None:
         parts.model, parts.mesh, parts.blueprint, parts.example, whole_example=parts.whole_example
     )
     parts.blueprint = parts.cut.blueprint
+    kept = parts.cut.kept_by_units
+    if kept and not parts.keep_output and parts.mesh.world.rank == 0:  # a loss of the user's own, which may read them
+        log.warning(
+            "blocks keep tensors as attributes (%s); the loss runs on the last stage of the pipeline and finds there "
+            "only those of its own blocks: if it adds them up (an auxiliary loss), let blocks return them instead",
+            ", ".join(kept[:4]) + (", ..." if len(kept) > 4 else ""),
+        )
 
 
 def _cut_layers(parts: ParallelModel) -> None:

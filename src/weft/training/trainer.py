@@ -99,6 +99,10 @@ class Trainer:
         """Files beside pretrained weights that checkpoints repeat (a tokenizer's), by name; on rank 0."""
         self.update = Update(optimizer, sync, plan, schedule=schedule, average=self.average)
         self.not_finite = NotFiniteWatch(parts.model, self.update, sync, mesh, skip_at_most=skip_at_most)
+        if mesh.world.device.type == "cuda" and plan.axes.pipeline > 1:
+            self.not_finite.warm_up()
+            if self.average is not None:
+                self.average.warm_up()
         self.replacements = parts.make_replacements()
         """Functions of torch and transformers that are replaced while a step runs."""
         self._recording = Recording(mesh.index("pipeline"))

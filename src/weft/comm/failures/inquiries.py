@@ -4,6 +4,9 @@
     late     it has waited longer than is usual: who waits for whom is reported, and again much later
     final    the wait is over its timeout: the same message ends the run
 
+Looks are frequent where steps are long, so ranks are asked only what they note themselves (`own_status`); torch's
+recorder is read when something may be reported.
+
 A rank that does not answer is the likeliest cause: it was stopped, its host is gone, or its code holds Python's
 global lock.
 """
@@ -90,10 +93,20 @@ class Inquiries:
     def is_open(self) -> bool:
         return self._current is not None
 
+    @property
+    def urgency(self) -> Urgency | None:
+        """Of the present question."""
+        return None if self._current is None else self._current.urgency
+
+    def may_decide(self, num_ranks: int) -> bool:
+        """False as long as `decide` would wait for more answers of this many ranks."""
+        current = self._current
+        return current is not None and (len(current.statuses) >= num_ranks or time.monotonic() >= current.until_s)
+
     def begin(self, rank: int, status: RankStatus, urgency: Urgency) -> bool:
         """A rank has waited for long. True if all ranks have to be asked now."""
         current = self._current
-        if current is None:
+        if current is None or (current.urgency == "look" and urgency != "look"):
             self._current = _Inquiry(
                 rank=rank,
                 urgency=urgency,
@@ -101,13 +114,15 @@ class Inquiries:
                 statuses={rank: status},
             )
             return True
-        current.statuses[rank] = status
+        if urgency != "look" or current.urgency == "look":
+            current.statuses[rank] = status
         if URGENCIES.index(urgency) > URGENCIES.index(current.urgency):
             current.rank, current.urgency = rank, urgency
         return False
 
-    def answer(self, rank: int, status: RankStatus) -> None:
-        if self._current is not None:
+    def answer(self, rank: int, status: RankStatus, asked: Urgency) -> None:
+        """`asked`: the urgency of the question that this answers, which may be an earlier one."""
+        if self._current is not None and (asked != "look" or self._current.urgency == "look"):
             self._current.statuses.setdefault(rank, status)
 
     def leave(self, rank: int, status: RankStatus) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from weft.comm.failures.activity import WAITING_CALLS, calls
@@ -29,7 +29,8 @@ class RankStatus:
     """The rank has ended normally."""
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "exchanges": self.exchanges.as_json()}
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**own, "exchanges": self.exchanges.as_json(), "place": asdict(self.place)}
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> RankStatus:
@@ -71,11 +72,14 @@ def failed_status(error: BaseException) -> RankStatus:
     return replace(own_status(), place=place_of_error(error), exchanges=ExchangeStatus(waiting=(), latest={}))
 
 
-def own_status(*, has_ended: bool = False) -> RankStatus:
-    """The status of this rank, now."""
+def own_status(*, has_ended: bool = False, reads_recorder: bool = True) -> RankStatus:
+    """The status of this rank, now. Reading torch's recorder takes up to half a second of Python's lock, and queries
+    CUDA events, which a graph that is being captured does not survive."""
     name = calls.name
     return RankStatus(
-        exchanges=ExchangeStatus(waiting=(), latest={}) if has_ended else exchange_status(),
+        exchanges=ExchangeStatus(waiting=(), latest={})
+        if has_ended
+        else exchange_status(reads_recorder=reads_recorder),
         call=name,
         call_s=time.perf_counter() - calls.since_s if name else 0.0,
         num_calls=calls.number,

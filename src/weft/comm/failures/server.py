@@ -6,13 +6,13 @@ whatever its Python threads were doing; no heartbeat can be late. What a rank se
     {"token", "rank", "host", "host_name", "pid"}   first, once
     {"failure": {...}, "status": {...}}      an error is ending this rank
     {"stuck": {...}, "urgency": "late"}      this rank has waited for long (`inquiries.py`), and where it is
-    {"status": {...}}                        where this rank is, the answer to {"ask": true}
+    {"status": {...}, "asked": "late"}       where this rank is, the answer to {"ask": "late"}
     {"went_on": seconds}                     a wait that was reported is over
     {"left": {...}}                          this rank ends normally; its connection will close
 
 and what it receives is {"joined": token} first, then any of
 
-    {"ask": true}                            where are you?
+    {"ask": "late"}                          where are you? "look": as far as can be said at once
     {"asked": true}                          all ranks were asked already about your wait
     {"stacks": reason}                       write the stacks of your threads to a file
     {"closed": true}                         rank 0 ends normally
@@ -190,11 +190,11 @@ class FailureServer:
             self._report(self._failure_of(client, kind, text, prints_itself=True))
         elif "stuck" in message and not self._is_decided:
             if self._inquiries.begin(client.rank, RankStatus.from_json(message["stuck"]), message["urgency"]):
-                self._send_all({"ask": True})
+                self._send_all({"ask": self._inquiries.urgency})
             else:
                 client.connection.sendall(as_line({"asked": True}))
         elif "status" in message:
-            self._inquiries.answer(client.rank, RankStatus.from_json(message["status"]))
+            self._inquiries.answer(client.rank, RankStatus.from_json(message["status"]), message["asked"])
         elif "went_on" in message:
             print_line(self._inquiries.go_on(client.rank, message["went_on"]))
 
@@ -214,7 +214,8 @@ class FailureServer:
         if self._is_decided:
             self._reported.clear()
             return
-        found = self._inquiries.decide(self._processes()) if self._inquiries.is_open else None
+        num_ranks = sum(one.rank >= 0 and not one.has_left for one in self._clients.values())
+        found = self._inquiries.decide(self._processes()) if self._inquiries.may_decide(num_ranks) else None
         if found is not None:
             self._send_all({"stacks": found.text})
             text = f"{found.text}. Stacks of all ranks: {self.stacks_folder}"

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch._C import _distributed_c10d as c10d
@@ -21,6 +21,9 @@ from weft.comm.failures.activity import exchange_records
 from weft.units import format_bytes, name_ranks
 
 _MOST_DESCRIBED = 8
+_QUIET = 100
+"""Times as long as asking the recorder took, it is left alone: its answer lists all ranks of all groups."""
+_LONGEST_QUIET_S = 1.0
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
@@ -61,12 +64,16 @@ class ExchangeStatus:
     """The number of the last operation begun in each group."""
 
     def as_json(self) -> dict[str, Any]:
-        return {"waiting": [asdict(one) for one in self.waiting[:_MOST_DESCRIBED]], "latest": dict(self.latest)}
+        names = [field.name for field in fields(Exchange)]
+        waiting = [{name: getattr(one, name) for name in names} for one in self.waiting[:_MOST_DESCRIBED]]
+        for one in waiting:
+            one["ranks"] = as_runs(one["ranks"])
+        return {"waiting": waiting, "latest": dict(self.latest)}
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> ExchangeStatus:
         waiting = (
-            Exchange(**{**one, "ranks": tuple(one["ranks"]), "awaits": tuple(one["awaits"])})
+            Exchange(**{**one, "ranks": from_runs(one["ranks"]), "awaits": tuple(one["awaits"])})
             for one in fields["waiting"]
         )
         return ExchangeStatus(waiting=tuple(waiting), latest=fields["latest"])
@@ -78,22 +85,26 @@ class RecorderWatch:
     def __init__(self) -> None:
         self._last_progress: dict[str, Any] = {}
         self._last_progress_s = time.monotonic()
+        self._next_s = 0.0
 
     def waited_s(self) -> float:
         """Seconds since an operation began or ended, if one is under way; else 0."""
-        status, now = _progress(), time.monotonic()
-        if status != self._last_progress or not _has_unfinished(status):
-            self._last_progress, self._last_progress_s = status, now
-        return now - self._last_progress_s
+        now = time.monotonic()
+        if now >= self._next_s:
+            begun_s, status = time.thread_time(), _progress()
+            self._next_s = now + min(_QUIET * (time.thread_time() - begun_s), _LONGEST_QUIET_S)
+            if status != self._last_progress or not _has_unfinished(status):
+                self._last_progress, self._last_progress_s = status, now
+        return now - self._last_progress_s if _has_unfinished(self._last_progress) else 0.0
 
 
-def exchange_status() -> ExchangeStatus:
-    """The exchanges that this rank is in now."""
+def exchange_status(*, reads_recorder: bool = True) -> ExchangeStatus:
+    """The exchanges that this rank is in now; without the recorder, those that its host waits in."""
     waiting = _noted()
     known, noted = {one.group for one in waiting}, {one.group: one.begun for one in exchange_records() if one.begun}
     latest: dict[str, int] = {}
     members = {name: tuple(_world.pg_group_ranks.get(group, ())) for group, name in list(_world.pg_names.items())}
-    for entry in _entries():
+    for entry in _entries() if reads_recorder else ():
         group, name = entry["process_group"]
         number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
         latest[group] = max(number, latest.get(group, 0))
@@ -138,7 +149,11 @@ def _noted() -> list[Exchange]:
 def _entries() -> Iterator[dict[str, Any]]:
     for dump in _RECORDERS:
         if hasattr(c10d, dump):
-            yield from json.loads(getattr(c10d, dump)(includeCollectives=True, onlyActive=False)).get("entries", ())
+            try:
+                text = getattr(c10d, dump)(includeCollectives=True, onlyActive=False)
+            except RuntimeError:  # a device that has failed; the watch must live on
+                continue
+            yield from json.loads(text).get("entries", ())
 
 
 def _progress() -> dict[str, Any]:
@@ -180,3 +195,19 @@ _ITEM_BYTES = {
     "Double": 8,
 }
 """Bytes per element, by the names the recorder uses."""
+
+
+def as_runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Ranks as (first, step, number) of evenly spaced ones: however many a group has, these are few."""
+    runs: list[tuple[int, int, int]] = []
+    for rank in ranks:
+        first, step, number = runs[-1] if runs else (0, 0, 0)
+        if number == 1 or (number > 1 and rank == first + step * number):
+            runs[-1] = first, rank - first if number == 1 else step, number + 1
+        else:
+            runs.append((rank, 1, 1))
+    return runs
+
+
+def from_runs(runs: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
+    return tuple(first + step * place for first, step, number in runs for place in range(number))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,7 +22,7 @@ from weft.comm.failures.inquiries import RankProcess, Urgency
 from weft.comm.failures.limits import Limits
 from weft.comm.failures.lines import print_line
 from weft.comm.failures.places import write_stacks
-from weft.comm.failures.rank_status import own_status
+from weft.comm.failures.rank_status import RankStatus, own_status
 from weft.comm.failures.server import Failure, FailureServer
 from weft.comm.failures.stall_watch import StallWatch
 from weft.hosts import host_id
@@ -30,6 +31,12 @@ STACKS = "WEFT_STACKS"
 """The variable that names the folder for the stacks of ranks that wait for long, outside of `weft train`."""
 _SERVER_WAIT_S = 1.5
 """Seconds that the server may take to ask all ranks about a wait; then rank 0 counts as silent."""
+_WRITE_S = 1.0
+"""Seconds that this rank waits for its stacks to be written."""
+
+
+def _seen(urgency: Urgency) -> RankStatus:
+    return own_status(reads_recorder=urgency != "look")
 
 
 class WaitReports:
@@ -53,6 +60,7 @@ class WaitReports:
         self._send = send
         self._unanswered: tuple[float, Urgency] | None = None
         """When the server was told of a wait, and how urgent it is, until it answers."""
+        self._writer: threading.Thread | None = None
         temporary = Path(tempfile.gettempdir()) / f"weft-stacks-{address['token'][:8]}"
         self.write_stacks_to(Path(os.environ.get(STACKS) or temporary))
 
@@ -62,8 +70,21 @@ class WaitReports:
             self._server.stacks_folder = str(folder)
 
     def write_stacks(self, reason: str) -> None:
-        with suppress(OSError):
-            write_stacks(self._folder, self._rank, reason)
+        """Write the stacks of this rank. By a thread of its own: a file server that does not answer, which may be why
+        ranks wait, must not keep this rank from hearing that the run has ended."""
+
+        def write() -> None:
+            with suppress(OSError):
+                write_stacks(self._folder, self._rank, reason)
+
+        if not self._is_writing:
+            self._writer = threading.Thread(target=write, name="weft-stacks", daemon=True)
+            self._writer.start()
+            self._writer.join(_WRITE_S)
+
+    @property
+    def _is_writing(self) -> bool:
+        return self._writer is not None and self._writer.is_alive()
 
     def hear(self) -> None:
         """The server has sent something."""
@@ -75,7 +96,7 @@ class WaitReports:
             self._unanswered = None
             self._send({"went_on": waited_s})
         urgency, now = self.stalls.check(), time.monotonic()
-        if urgency is not None and (status := own_status()).is_waiting:  # still
+        if urgency is not None and ((status := _seen(urgency)).is_waiting or urgency == "look"):  # still
             self._send({"stuck": status.as_json(), "urgency": urgency})
             self._unanswered = self._unanswered or (now, urgency)
         elif self._unanswered is not None and now - self._unanswered[0] > _SERVER_WAIT_S:
@@ -109,6 +130,8 @@ class WaitReports:
 
     def _is_first_to_tell(self) -> bool:
         """True for one of the ranks that see the folder and are in the same call; they cannot ask each other."""
+        if self._is_writing:  # still: the folder cannot be asked
+            return True
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             try:

@@ -190,7 +190,8 @@ class FailureWatch:
     def _obey(self, message: dict[str, Any]) -> None:
         self.waits.hear()
         if "ask" in message:
-            self.send({"status": own_status().as_json()})
+            urgency = message["ask"]
+            self.send({"status": own_status(reads_recorder=urgency != "look").as_json(), "asked": urgency})
         elif "stacks" in message:
             self.waits.write_stacks(message["stacks"])
         elif "failure" in message:

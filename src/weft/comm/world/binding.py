@@ -9,6 +9,7 @@ how fast it is.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
@@ -75,14 +76,24 @@ def exchange_locations(store: Store, rank: int, size: int, location: RankLocatio
     """Every rank's location, through the store; collective."""
     number = store.add(f"weft/joined/{rank}", 1)  # a process may join more than once
     keys = [f"weft/locations/{number}/{other}" for other in range(size)]
-    store.set(keys[rank], json.dumps({**asdict(location), "versions": own_versions()}))
+    # Every rank reads what every rank says, so a plan is told by its checksum, and its text is there once.
+    plan = hashlib.sha256(location.plan.encode()).hexdigest() if location.plan else ""
+    if plan:
+        store.set(_plan_key(plan), location.plan)
+    store.set(keys[rank], json.dumps({**asdict(location), "plan": plan, "versions": own_versions()}))
     store.wait(keys)
     can_get_all: bool = store.has_extended_api()  # type: ignore[attr-defined]
     texts = store.multi_get(keys) if can_get_all else [store.get(key) for key in keys]
     said = [json.loads(text) for text in texts]
     require_same_versions([one.pop("versions", {}) for one in said])  # first: others may say other things
-    require_same_plans([one["plan"] for one in said])
-    return tuple(RankLocation(**one) for one in said)
+    told = [one.pop("plan") for one in said]
+    plans = {plan: store.get(_plan_key(plan)).decode() if plan else "" for plan in dict.fromkeys(told)}
+    require_same_plans([plans[plan] for plan in told])
+    return tuple(RankLocation(**one, plan=plans[plan]) for one, plan in zip(said, told, strict=True))
+
+
+def _plan_key(checksum: str) -> str:
+    return f"weft/plans/{checksum}"
 
 
 def require_own_gpus(locations: Sequence[RankLocation]) -> None:

@@ -117,6 +117,11 @@ class CutModel:
         return self._stages[key]
 
     @property
+    def kept_by_units(self) -> tuple[str, ...]:
+        """Attributes in which blocks keep what they computed: a rank has those of its own blocks only."""
+        return self._outline.flow.kept_by_units
+
+    @property
     def whole(self) -> nn.Module:
         """The whole model on the meta device."""
         return self._outline.meta_copy

@@ -40,8 +40,10 @@ def spoilt_buffers(model: nn.Module) -> list[str]:
     """
     buffers = persistent_buffers(model)
     statistics = {name: one for name, one in buffers.items() if name.rpartition(".")[2].startswith("running_")}
-    others = [(name, torch.isnan(one).any()) for name, one in buffers.items() if name not in statistics]
-    return not_finite(statistics.items()) + [name for name, is_spoilt in others if is_spoilt]
+    others = {name: one for name, one in buffers.items() if name not in statistics}
+    infinite = set(not_finite(others.items()))  # waits once, and only then per buffer
+    spoilt = [name for name, one in others.items() if name in infinite and torch.isnan(one).any()]
+    return not_finite(statistics.items()) + spoilt
 
 
 def shown(names: list[str]) -> str:

@@ -108,6 +108,8 @@ class Flow:
     """Values that are written into after they were made, each with the id of its storage."""
     is_random: bool
     """True if an operator draws random numbers, or the code does from numpy or the standard library."""
+    kept_by_units: tuple[str, ...]
+    """Attributes in which units keep tensors that they made in the pass, by their full names."""
     by_name: Mapping[tuple[str, int], Call] = field(repr=False)
     """Calls by unit and number."""
 
@@ -157,6 +159,7 @@ def follow(meta_copy: nn.Module, units: Sequence[str], call: Callable[[nn.Module
         output_parameters=parameters,
         written={v: storage_id(made) for v, (made, n) in follower.versions.items() if made.meta._version > n},
         is_random=randomness.is_random or host.is_used,
+        kept_by_units=tuple(follower.kept_by_units(meta_copy)),
         by_name={(made.unit, made.number): made for made in follower.calls},
     )
 
@@ -286,6 +289,12 @@ class _Follower(TorchFunctionMode):
         for leaf in tensor_leaves(tree):
             if id(leaf) in self._made_in and id(leaf) not in self._sources:
                 raise ModelError(VALUES_BESIDE_OUTPUTS.message(name=self._made_in[id(leaf)]))
+
+    def kept_by_units(self, meta_copy: nn.Module) -> Iterator[str]:
+        for path, module in meta_copy.named_modules():
+            for name, value in vars(module).items():
+                if isinstance(value, torch.Tensor) and value.is_floating_point() and id(value) in self._made_in:
+                    yield f"{path}.{name}" if path else name
 
     def _note(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         sources = self.sources((args, kwargs))

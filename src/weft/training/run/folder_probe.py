@@ -15,6 +15,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,11 +99,19 @@ def _read_and_write(directory: Path, token: str, rank: int) -> None:
             raise _NotSharedError(
                 f"{directory} does not show the file that rank 0 wrote there; give a folder that all hosts share"
             )
-        os.listdir(directory.parent if not directory.is_dir() else directory)  # asks the file system anew
+        _ask_anew(directory)
         time.sleep(0.05)
     own = directory / f"{_NAME}-{rank}"
     own.write_text(token)
     own.unlink()
+
+
+def _ask_anew(directory: Path) -> None:
+    """Let the file system look for a folder again, of whose parents several may be new: NFS remembers that something
+    was not there until the folder above it is opened."""
+    seen = next((folder for folder in (directory, *directory.parents) if folder.is_dir()), directory)
+    with suppress(OSError):
+        os.listdir(seen)
 
 
 def _attempt(directory: Path, action: Callable[[], None]) -> str | None:

@@ -125,7 +125,7 @@ class OwnLoss:
             "known": found is not None,
             "needs_all": found is not None and found.needs_all_targets,
             "error": None if self._error is None else f"{type(self._error).__name__}: {self._error}",
-            "refused": list(self._error.problems) if isinstance(self._error, WeftError) else [],
+            "refusal": "; ".join(self._error.problems) if isinstance(self._error, WeftError) else None,
         }
         everyone = gather_values(mine, self._mesh.everyone("control"))
         self._raise_alike(everyone)
@@ -149,16 +149,16 @@ class OwnLoss:
         problems = [one["problem"] for one in everyone if one["problem"] is not None]
         if problems:
             raise ModelError(problems[0])
-        failed = [rank for rank, one in enumerate(everyone) if one["error"] is not None]
+        failed = {rank: one["error"] for rank, one in enumerate(everyone) if one["error"] is not None}
         if not failed:
             return
-        has_called = [rank for rank, one in enumerate(everyone) if one["tried"]]
-        if self._error is not None and (isinstance(self._error, WeftError) or failed == has_called):
+        refusals = [one["refusal"] for one in everyone if one["refusal"] is not None]
+        if self._error is not None and (isinstance(self._error, WeftError) or len(failed) == len(everyone)):
             raise self._error
-        if refused := [problem for one in everyone for problem in one["refused"]]:
-            raise ModelError(list(dict.fromkeys(refused)))
-        texts = {one["error"] for one in everyone if one["error"] is not None}
-        raise ModelError(LOSS_FAILED.message(ranks=name_ranks(failed), error="; ".join(sorted(texts)))) from self._error
+        if refusals:  # weft's own words, which say all of it
+            raise ModelError(refusals[0])
+        texts = "; ".join(sorted(set(failed.values())))
+        raise ModelError(LOSS_FAILED.message(ranks=name_ranks(list(failed)), error=texts)) from self._error
 
     def _refusal(self, found: LossFinding) -> str:
         if found.along == TOKENS:

@@ -70,6 +70,8 @@ def probe_stages(whole: Outline, mesh: Mesh, plan: Plan, example: Any, *, is_tra
             return {"problems": [], "untried": "the memory does not suffice for a copy of it"}
 
     told = value_of_first(find, mesh.everyone("control"))
+    if whole.device.type == "cuda":
+        torch.cuda.empty_cache()  # what the copies had is not for torch alone: NCCL allocates too
     if told["problems"]:
         raise ModelError(told["problems"])
     if told.get("untried") and mesh.world.rank == 0:

@@ -49,6 +49,14 @@ class WeightAverage:
         self._together = list(kinds.values())
         """Names of the pieces that one call averages: alike in device and dtype."""
 
+    def warm_up(self) -> None:
+        """Load the kernels of the average, which may begin late; as `NotFiniteWatch.warm_up`."""
+        self.begin(step=self._start)
+        self.add()
+        for device in {mean.device for mean in self.means.values()}:
+            self.add(torch.ones((), device=device))
+        self.has_begun = False
+
     @torch.no_grad()
     def begin(self, *, step: int) -> None:
         """Before the update of this step, counted from 0: take over the weights, if the average begins here."""

@@ -62,6 +62,12 @@ class NotFiniteWatch:
         self._is_lost = False
         """Weights or running statistics were not finite, then."""
 
+    def warm_up(self) -> None:
+        """Load the kernels that look for tensors. A host that loads one may wait until its GPU is idle, which it never
+        is while messages of a pipeline are under way between steps."""
+        not_finite((piece.name, piece.tensor) for piece in self._sync.pieces)
+        spoilt_buffers(self._model)
+
     def keep(self, step: int, inputs: Any, targets: Any) -> None:
         """Remember what a step was given, in case its loss is not finite."""
         named = [*named_tensors(inputs, "inputs"), *named_tensors(targets, "targets")]
