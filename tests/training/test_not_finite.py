@@ -155,9 +155,10 @@ def test_running_statistics_that_one_batch_spoilt_are_told_and_not_saved(tmp_pat
     trainer.close()
 
 
-def test_a_mask_of_infinities_is_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [-float("inf"), NAN])
+def test_a_buffer_that_was_made_so_is_saved(tmp_path: Path, value: float) -> None:
     model = MLP()
-    model.register_buffer("mask", torch.full((2, 2), float("-inf")))
+    model.register_buffer("mask", torch.full((2, 2), value))
     trainer = make_trainer(model, Plan(), optimizer=adamw)
     trainer.step(*batch_of(4))
     trainer.save(tmp_path / "last")

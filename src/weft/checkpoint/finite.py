@@ -41,4 +41,5 @@ def _find(trainer: TrainerState) -> list[str]:
         named += [(f"{name}/{key}", value) for key, value in state.items() if isinstance(value, torch.Tensor)]
     if trainer.average is not None and trainer.average.has_begun:
         named += [(f"average of {name}", mean) for name, mean in trainer.average.means.items()]
-    return not_finite(named) + spoilt_buffers(trainer.named_model)
+    spoilt = [name for name in spoilt_buffers(trainer.named_model) if name not in trainer.nan_from_start]
+    return not_finite(named) + spoilt

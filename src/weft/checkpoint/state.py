@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Protocol
 
 import torch
@@ -60,6 +61,10 @@ class TrainerState(Protocol):
     """State of the user's own, by name."""
     companions: dict[str, bytes]
     """Files that every checkpoint repeats, by name; on rank 0."""
+
+    @property
+    def nan_from_start(self) -> Collection[str]:
+        """Names of buffers that the user made not finite."""
 
     @property
     def average(self) -> Averaging | None: ...

@@ -12,7 +12,7 @@ with a pipeline `step/pipeline_step.py` and `step/pipeline_stream.py`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -175,6 +175,10 @@ class Trainer:
         """The model under its own names, also where the user wrapped it with `torch.compile`."""
         original: nn.Module = getattr(self.model, "_orig_mod", self.model)
         return original
+
+    @property
+    def nan_from_start(self) -> Collection[str]:
+        return self.not_finite.nan_from_start
 
     @collective_call("trainer.step")
     def step(self, inputs: Any, targets: Any) -> torch.Tensor:

@@ -61,6 +61,8 @@ class NotFiniteWatch:
         """What was not finite in the first of these."""
         self._is_lost = False
         """Weights or running statistics were not finite, then."""
+        self.nan_from_start = frozenset(spoilt_buffers(model))
+        """Buffers that the user made so, which says nothing of the training."""
 
     def warm_up(self) -> None:
         """Load the kernels that look for tensors. A host that loads one may wait until its GPU is idle, which it never
@@ -126,7 +128,7 @@ class NotFiniteWatch:
             "inputs": not_finite(self._batches.get(outcome.step, ())),
             "gradients": not_finite(gradients) if outcome.is_known else [],
             "weights": not_finite((piece.name, piece.tensor) for piece in pieces),
-            "buffers": spoilt_buffers(self._model),
+            "buffers": [name for name in spoilt_buffers(self._model) if name not in self.nan_from_start],
         }
         assert tuple(found) == _KINDS
         return found
