@@ -22,8 +22,8 @@ ROOMS = (
     "dtypes comm.shared_memory comm.failures comm.world comm mesh parallel.wrapping blueprint models layout "
     "parallel.tracing parallel.zero parallel.state parallel.attention parallel.sequence parallel.spatial "
     "parallel.tensor.discovery parallel.tensor parallel.pipeline "
-    "codecs sync server checkpoint optim "
-    "training.data training.step training.setup parallel training training.run verification "
+    "codecs sync server checkpoint.files checkpoint optim "
+    "training.data training.loss training.step training.setup parallel training training.run verification "
     "measure lab restarts launch cli __main__"
 ).split()
 """Packages in import order; a sub-package may stand above or below the package that holds it."""

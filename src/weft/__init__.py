@@ -16,9 +16,9 @@ from weft.profiles.model import ModelProfile
 
 if TYPE_CHECKING:
     from weft.training.data.batches import batches
+    from weft.training.loss.gather_batch import gather_batch
     from weft.training.parallelize import parallelize
     from weft.training.run.loop import train
-    from weft.training.step.gather_batch import gather_batch
     from weft.training.trainer import Trainer
     from weft.verification.verify import verify
 
@@ -42,7 +42,7 @@ __all__ = [
 _NEED_TORCH = {
     "Trainer": "weft.training.trainer",
     "batches": "weft.training.data.batches",
-    "gather_batch": "weft.training.step.gather_batch",
+    "gather_batch": "weft.training.loss.gather_batch",
     "parallelize": "weft.training.parallelize",
     "train": "weft.training.run.loop",
     "verify": "weft.verification.verify",

@@ -14,11 +14,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from weft.checkpoint import file_io as tensor_bytes
-from weft.checkpoint.checksums import FileRecord, checksums, find_damage, pieces_of
-from weft.checkpoint.file_io import Staging, write_runs
+from weft.checkpoint.files import file_io as tensor_bytes
+from weft.checkpoint.files.checksums import FileRecord, checksums, find_damage, pieces_of
+from weft.checkpoint.files.file_io import Staging, write_runs
+from weft.checkpoint.files.safetensors import Entry, TensorFile, TensorReader, pack
 from weft.checkpoint.portable import share_of_replica
-from weft.checkpoint.safetensors import Entry, TensorFile, TensorReader, pack
 from weft.errors import CheckpointError
 from weft.layout import Layout, Runs, Split
 

@@ -19,7 +19,7 @@ from weft.models.gpt import GPT, GPTConfig
 from weft.parallel.recompute import recompute_blocks
 from weft.plan.partition.flat_buffers import ParameterSpec
 from weft.profiles.model import ModelProfile, Segment, Size
-from weft.training.step.loss import cross_entropy_sum
+from weft.training.loss.loss import cross_entropy_sum
 
 B, T, C, V, L = 3, 8, 16, 17, 2  # samples, and small_gpt's sizes
 HEADS, MLP_WIDTH = 2, 24

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from weft.errors import ModelError, VerifyError
 from weft.plan.plan import Plan
+from weft.training.loss.loss import Loss
 from weft.training.setup.probe_loss import LossFinding, probe_loss
-from weft.training.step.loss import Loss
 
 FIRST = (0,)
 """Cut along the samples."""

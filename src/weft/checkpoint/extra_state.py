@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.checkpoint.safetensors import DTYPE_WORDS, TensorReader
+from weft.checkpoint.files.safetensors import DTYPE_WORDS, TensorReader
 from weft.comm.group import Group
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from weft.checkpoint.file_io import force_to_disk
+from weft.checkpoint.files.file_io import force_to_disk
 from weft.checkpoint.hugging_face import CONFIG, GENERATION_CONFIG, is_companion
 from weft.errors import CheckpointError
 

@@ -16,17 +16,17 @@ from typing import Any
 
 import torch
 
-from weft.checkpoint.checksums import FileRecord, find_damage
 from weft.checkpoint.extra_state import load_extra, read_extra, refuse_other_names
+from weft.checkpoint.files.agree import try_on_files
+from weft.checkpoint.files.checksums import FileRecord, find_damage
+from weft.checkpoint.files.safetensors import TensorReader
 from weft.checkpoint.folders import INDEX, restore
 from weft.checkpoint.hugging_face import companion_files
 from weft.checkpoint.portable import AVERAGE, MODEL, OPTIMIZER, Portable
 from weft.checkpoint.rank_state import load_rank_part, rank_file
-from weft.checkpoint.safetensors import TensorReader
 from weft.checkpoint.save import index_checksum
 from weft.checkpoint.snapshot import FORMAT
 from weft.checkpoint.state import TrainerState
-from weft.comm.agree import try_on_files
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError, DamagedCheckpointError
 from weft.mesh import Mesh

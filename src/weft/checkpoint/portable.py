@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from weft.checkpoint.files.safetensors import DTYPE_WORDS, Entry, TensorReader
 from weft.checkpoint.local_parts import held_parameters
-from weft.checkpoint.safetensors import DTYPE_WORDS, Entry, TensorReader
 from weft.checkpoint.state import Averaging, TrainerState
 from weft.checkpoint.tied_names import further_names
 from weft.comm.objects import gather_values

@@ -15,14 +15,14 @@ from typing import Any
 
 from torch import nn
 
+from weft.checkpoint.files.agree import try_on_files
+from weft.checkpoint.files.safetensors import TensorReader
 from weft.checkpoint.folders import INDEX, restore
 from weft.checkpoint.hugging_face import companion_files, weight_files
 from weft.checkpoint.load import first_of, read_index, require_undamaged
 from weft.checkpoint.new_layers import is_inside, layers_without_weights
 from weft.checkpoint.portable import Portable
-from weft.checkpoint.safetensors import TensorReader
 from weft.checkpoint.state import TrainerState
-from weft.comm.agree import try_on_files
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError, LaunchError
 from weft.parallel.state.buffers import persistent_buffers

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from weft.checkpoint.extra_state import take_extra
-from weft.checkpoint.safetensors import TensorReader
+from weft.checkpoint.files.safetensors import TensorReader
 from weft.checkpoint.state import TrainerState
 from weft.parallel.state.buffers import persistent_buffers
 

@@ -26,14 +26,14 @@ from typing import Any
 
 import torch
 
-from weft.checkpoint.checksums import FileRecord, checksums, num_pieces, pieces_of
-from weft.checkpoint.file_io import Staging, flat_range, force_to_disk, write_runs
+from weft.checkpoint.files.agree import try_on_files
+from weft.checkpoint.files.checksums import FileRecord, checksums, num_pieces, pieces_of
+from weft.checkpoint.files.file_io import Staging, flat_range, force_to_disk, write_runs
+from weft.checkpoint.files.safetensors import TensorFile
 from weft.checkpoint.finite import refuse_not_finite
 from weft.checkpoint.folders import INDEX, publish, refuse_foreign, restore
-from weft.checkpoint.safetensors import TensorFile
 from weft.checkpoint.snapshot import Snapshot, take, take_weights
 from weft.checkpoint.state import Averaging, TrainerState
-from weft.comm.agree import try_on_files
 from weft.comm.group import Group, Traffic
 from weft.errors import CheckpointError
 

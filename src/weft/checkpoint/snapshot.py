@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from weft.checkpoint.file_io import Staging, flat_range
+from weft.checkpoint.files.file_io import Staging, flat_range
+from weft.checkpoint.files.safetensors import MOST_FILE_BYTES, Entry, TensorFile, pack
 from weft.checkpoint.hugging_face import WEIGHTS_INDEX, config_files, weights_index
 from weft.checkpoint.portable import KINDS, MODEL, Part, Portable
 from weft.checkpoint.rank_state import rank_file, take_rank_part
-from weft.checkpoint.safetensors import MOST_FILE_BYTES, Entry, TensorFile, pack
 from weft.checkpoint.state import Averaging, TrainerState
 from weft.layout import Runs
 from weft.plan.text import format_plan

@@ -30,7 +30,7 @@ from weft.parallel.zero.grouping import cast_between_layers, compute_dtypes, des
 from weft.plan.plan import Plan, Precision
 from weft.profiles.model import ModelProfile, Segment, Size
 from weft.training.data.trees import map_tensors, num_samples, tensors_of
-from weft.training.step.loss import Loss, LossFunction, resolve_loss
+from weft.training.loss.loss import Loss, LossFunction, resolve_loss
 from weft.training.step.precision import Caller
 
 _VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)

@@ -21,10 +21,10 @@ from weft.parallel.zero.flat_parameters import Piece
 from weft.plan.all_ranks import with_ranks
 from weft.plan.plan import Plan
 from weft.plan.text import as_plan
+from weft.training.loss.loss import LossFunction, resolve_loss
 from weft.training.meta_trainer import MetaTrainer, refuse_memory
 from weft.training.setup.probe_optimizer import OptimizerFactory
 from weft.training.setup.setup_problems import raise_together, setup_problems
-from weft.training.step.loss import LossFunction, resolve_loss
 from weft.training.step.not_finite import SKIP_AT_MOST
 from weft.training.step.parallel_model import ParallelModel
 from weft.training.trainer import Trainer

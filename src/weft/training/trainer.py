@@ -4,7 +4,7 @@
                      ├─ microbatch 1: ...                      ├─ sync.finish ─ scale, clip ─ optimizer ─ checks
                      └─ last one: exchange overlaps backward ───┘
 
-Gradients are sums over targets divided by one number that all ranks share (`training/step/target_count.py`), so the
+Gradients are sums over targets divided by one number that all ranks share (`training/loss/target_count.py`), so the
 mean over the global batch is exact for unequal, short and empty parts. The drawing is `step/microbatch_loop.py`, or
 with a pipeline `step/pipeline_step.py` and `step/pipeline_stream.py`.
 """
@@ -39,6 +39,8 @@ from weft.training.data.batches import Batches
 from weft.training.data.split_tokens import SequenceSplit
 from weft.training.data.trees import forward
 from weft.training.describe import describe
+from weft.training.loss.loss import Count, Loss, loss_terms
+from weft.training.loss.target_count import TargetCount
 from weft.training.setup.own_loss import OwnLoss
 from weft.training.setup.split_layers import KeepingShares
 from weft.training.setup.unshifted import warn_of_unshifted
@@ -46,7 +48,6 @@ from weft.training.step.average import make_average, require_average
 from weft.training.step.divergence import DivergenceCheck, require_same_batch
 from weft.training.step.evaluating import evaluating, together
 from weft.training.step.generate import generate_tokens, pick_token
-from weft.training.step.loss import Count, Loss, loss_terms
 from weft.training.step.microbatch_loop import MicrobatchLoop
 from weft.training.step.microbatches import Microbatches
 from weft.training.step.not_finite import SKIP_AT_MOST, NotFiniteWatch
@@ -55,7 +56,6 @@ from weft.training.step.pipeline_step import PipelineStep
 from weft.training.step.pipeline_stream import PipelineStream
 from weft.training.step.precision import Caller
 from weft.training.step.step_parts import StepParts
-from weft.training.step.target_count import TargetCount
 from weft.training.step.update import Update
 
 

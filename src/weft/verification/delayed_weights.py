@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from weft.plan.plan import Plan
 from weft.training.data.trees import forward, num_samples
-from weft.training.step.loss import count_targets, loss_terms, resolve_loss
+from weft.training.loss.loss import count_targets, loss_terms, resolve_loss
 from weft.verification.one_process import Key, Recipe, Updates, microbatch_rows, take_rows, trained_parameters
 
 Weights = dict[str, Tensor]

@@ -16,10 +16,10 @@ from torch import nn
 from weft.layout import part_of
 from weft.plan.plan import Plan
 from weft.training.data.trees import forward, map_output, map_tensors, num_samples, output_tensors
+from weft.training.loss.loss import LossFunction, count_targets, loss_terms, resolve_loss
 from weft.training.parallelize import ParameterGroups
 from weft.training.setup.probe_loss import state_kept
 from weft.training.setup.probe_optimizer import OptimizerFactory
-from weft.training.step.loss import LossFunction, count_targets, loss_terms, resolve_loss
 
 
 class Key(NamedTuple):

@@ -29,9 +29,9 @@ from weft.plan.all_ranks import with_ranks
 from weft.plan.plan import Plan, Precision
 from weft.plan.text import as_plan
 from weft.training.data.trees import map_tensors, num_samples, split_microbatches, split_tree
+from weft.training.loss.loss import LossFunction
 from weft.training.parallelize import ParameterGroups, parallelize
 from weft.training.setup.probe_optimizer import OptimizerFactory
-from weft.training.step.loss import LossFunction
 from weft.training.trainer import Trainer
 from weft.verification.compare import (
     TOLERANCES,

@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any_only, tree_map
 
-from weft.training.step.loss import LossFunction
+from weft.training.loss.loss import LossFunction
 
 
 def widened(loss: str | LossFunction) -> str | LossFunction:

@@ -27,9 +27,9 @@ from weft.parallel.state.materialise import draw_seed, fill_alone
 from weft.plan.fields import statement, toml
 from weft.training.data import datasets
 from weft.training.data.datasets import Dataset
+from weft.training.loss.loss import LossFunction, resolve_loss
 from weft.training.run.imports import call_function, load_function, setting_problems
 from weft.training.run.job import Job, Part
-from weft.training.step.loss import LossFunction, resolve_loss
 
 _MODELS: dict[str, tuple[type[nn.Module], Callable[..., Any]]] = {
     "gpt": (GPT, GPTConfig),

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from weft.comm.agree import try_on_files
+from weft.checkpoint.files.agree import try_on_files
 from weft.errors import DamagedCheckpointError
 from weft.training.trainer import Trainer
 

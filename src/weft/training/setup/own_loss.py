@@ -20,10 +20,10 @@ from weft.parallel.sequence.device_assertion import DeviceAssertion
 from weft.parallel.tensor.cross_entropy import IGNORED_TARGET
 from weft.plan.model_refusals import COUNTS_OF_PARTS, LOSS_FAILED, LOSS_OF_PARTS, LOSS_OF_SOME_TARGETS, LOSS_OVER_TOKENS
 from weft.training.data.trees import num_samples, tensors_of
+from weft.training.loss.gather_batch import BatchGathering, GatheringError, refuse_empty
+from weft.training.loss.loss import Loss, no_loss
 from weft.training.setup.probe_loss import LossFinding, can_be_tried, probe_loss
 from weft.training.setup.trial_batch import SAMPLES, TOKENS
-from weft.training.step.gather_batch import BatchGathering, GatheringError, refuse_empty
-from weft.training.step.loss import Loss, no_loss
 from weft.units import name_ranks
 
 log = logging.getLogger("weft")

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from weft.parallel.tensor.cross_entropy import IGNORED_TARGET
 from weft.training.data.trees import num_samples, output_tensors, tensors_of
+from weft.training.loss.loss import Loss, are_samples_counted, count_targets, loss_terms
 from weft.training.setup.trial_batch import (
     TOKENS,
     Hints,
@@ -34,7 +35,6 @@ from weft.training.setup.trial_batch import (
     varied,
     with_minus_one,
 )
-from weft.training.step.loss import Loss, are_samples_counted, count_targets, loss_terms
 
 _ALLOWED = {torch.float64: 1e-5, torch.float32: 1e-4}
 """Allowed relative difference, by the format of the outputs, which losses may narrow; 0.01 for 16 bits, also where the

@@ -17,8 +17,8 @@ from weft.parallel.state.batchnorm import has_batch_norms
 from weft.plan.check import check
 from weft.plan.model_refusals import COMPILED_AS_A_WHOLE
 from weft.plan.plan import Plan
+from weft.training.loss.loss import resolve_loss
 from weft.training.setup.probe_optimizer import class_name, is_elementwise
-from weft.training.step.loss import resolve_loss
 
 
 def setup_problems(

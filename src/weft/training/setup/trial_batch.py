@@ -15,7 +15,7 @@ import torch
 
 from weft.parallel.tensor.cross_entropy import IGNORED_TARGET
 from weft.training.data.trees import map_output, map_tensors, num_samples, output_tensors, tensors_of
-from weft.training.step.loss import are_samples_counted
+from weft.training.loss.loss import are_samples_counted
 
 SAMPLES, TOKENS = 0, 1
 """The dims along which batches are cut."""

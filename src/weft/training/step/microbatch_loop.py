@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from weft.training.data.trees import num_samples
+from weft.training.loss.loss import Count, loss_terms, no_loss
+from weft.training.loss.target_count import refuse_no_targets
 from weft.training.step.async_scalars import scalar_on_device
-from weft.training.step.loss import Count, loss_terms, no_loss
 from weft.training.step.microbatches import CountedBatch
 from weft.training.step.step_parts import StepParts
-from weft.training.step.target_count import refuse_no_targets
 from weft.training.step.update import join_norm
 
 

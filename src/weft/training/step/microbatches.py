@@ -11,7 +11,7 @@ from weft.errors import DataError
 from weft.training.data.sample_split import SampleSplit
 from weft.training.data.to_device import to_device
 from weft.training.data.trees import map_tensors, num_samples, split_microbatches
-from weft.training.step.loss import Count, are_samples_counted, count_targets
+from weft.training.loss.loss import Count, are_samples_counted, count_targets
 
 CountedBatch = tuple[Any, Any, Count]
 """The inputs, the targets and the number of targets of one microbatch."""

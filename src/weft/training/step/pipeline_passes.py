@@ -16,7 +16,7 @@ from weft.parallel.zero.gather_by_stage import StageGathering
 from weft.plan.pipeline.actions import Action
 from weft.sync.base import PipelineSync
 from weft.training.data.trees import num_samples
-from weft.training.step.loss import Count
+from weft.training.loss.loss import Count
 from weft.training.step.microbatches import CountedBatch
 from weft.training.step.step_parts import StepParts
 

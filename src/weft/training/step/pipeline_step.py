@@ -25,12 +25,12 @@ from weft.parallel.tensor.cross_entropy import gather_logits
 from weft.plan.pipeline.actions import Action
 from weft.plan.pipeline.communication import FLUSH_FREE, evaluation_of, schedule_of
 from weft.sync.base import Totals
+from weft.training.loss.loss import Count, loss_terms, no_loss
+from weft.training.loss.target_count import refuse_no_targets
 from weft.training.step.async_scalars import scalar_on_device
-from weft.training.step.loss import Count, loss_terms, no_loss
 from weft.training.step.microbatches import CountedBatch
 from weft.training.step.pipeline_passes import Evaluation, MicrobatchPasses
 from weft.training.step.step_parts import StepParts
-from weft.training.step.target_count import refuse_no_targets
 from weft.training.step.update import join_norm
 
 _GRADIENTS = ("backward", "weight-grad")

@@ -23,10 +23,10 @@ from weft.plan.pipeline.actions import EVERY, Action
 from weft.plan.pipeline.communication import schedule_of
 from weft.plan.pipeline.schedules import version_slots
 from weft.sync.base import Totals
+from weft.training.loss.target_count import refuse_no_targets
 from weft.training.step.microbatches import CountedBatch
 from weft.training.step.pipeline_step import PipelineStep, UpdateBatch
 from weft.training.step.step_parts import StepParts
-from weft.training.step.target_count import refuse_no_targets
 
 _FIRST_ROUNDS = 3
 """Number of times that the pipeline is filled until every stage has certainly updated once."""

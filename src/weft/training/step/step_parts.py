@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.parallel.pipeline.recording import Recording
-from weft.training.step.loss import Loss
+from weft.training.loss.loss import Loss
+from weft.training.loss.target_count import TargetCount
 from weft.training.step.parallel_model import ParallelModel
-from weft.training.step.target_count import TargetCount
 from weft.training.step.update import Update
 
 

@@ -15,7 +15,7 @@ import torch
 from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
 from weft.errors import DataError
-from weft.training.step.loss import Count
+from weft.training.loss.loss import Count
 
 
 @dataclass

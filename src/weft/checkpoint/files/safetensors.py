@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from weft.checkpoint.file_io import Staging, read_at, read_runs, write_at
+from weft.checkpoint.files.file_io import Staging, read_at, read_runs, write_at
 from weft.errors import CheckpointError
 from weft.layout import Runs
 

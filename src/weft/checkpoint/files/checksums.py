@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.checkpoint.file_io import read_at
+from weft.checkpoint.files.file_io import read_at
 from weft.layout import part_of
 
 PIECE_BYTES = 16 << 20

@@ -1,0 +1,1 @@
+"""The files of a checkpoint: their format and checksums, written and read so that all ranks agree."""
