@@ -401,7 +401,8 @@ def check(name: str, dtype: torch.dtype) -> None:
         return
     assert outcome.tolerance == 1e-10
     model = MODELS[case.model][0]()
-    assert kinds == {"loss", "gradient", "weight"} | ({"buffer"} if list(model.buffers()) else set())
+    averages = {"average"} if case.plan.average.decay else set()
+    assert kinds == {"loss", "gradient", "weight"} | averages | ({"buffer"} if list(model.buffers()) else set())
     weights = {difference.name for difference in outcome.differences if difference.what == "weight"}
     assert weights == {parameter_name for parameter_name, _ in model.named_parameters()}, "nothing was left out"
 
