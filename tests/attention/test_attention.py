@@ -52,7 +52,12 @@ def on_4(check: str, **settings: Any) -> None:
 
 
 SHAPES = [(on_2, 2, 1), (on_2, 1, 2), (on_3, 3, 1), (on_3, 1, 3), (on_4, 4, 1), (on_4, 2, 2), (on_4, 1, 4)]
-shapes = pytest.mark.parametrize(("on", "ring", "ulysses"), SHAPES, ids=lambda one: one if type(one) is int else "")
+SELDOM = [(on_3, 1, 3), (on_4, 4, 1), (on_4, 1, 4)]
+shapes = pytest.mark.parametrize(
+    ("on", "ring", "ulysses"),
+    [pytest.param(*shape, marks=[pytest.mark.long] * (shape in SELDOM)) for shape in SHAPES],
+    ids=lambda one: one if type(one) is int else "",
+)
 
 
 @pytest.mark.parametrize("variant", ["ring", "ring-self-attention"])

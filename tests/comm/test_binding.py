@@ -39,7 +39,7 @@ def test_the_same_gpu_number_on_another_host_is_another_gpu() -> None:
 
 
 def test_more_ranks_than_gpus_says_both_numbers_and_how_to_go_on() -> None:
-    words = r"ranks 0, 1, 2 use the same GPU \(GPU-a\).* 3 ranks and 1 GPU; start 1"
+    words = r"ranks 0 to 2 use the same GPU \(GPU-a\).* 3 ranks and 1 GPU; start 1"
     with pytest.raises(LaunchError, match=words) as found:
         require_own_gpus(locations("aaa"))
     assert SHARE_GPUS in str(found.value)

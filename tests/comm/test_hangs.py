@@ -189,6 +189,7 @@ def loads_data_slowly(rank: int) -> None:
     if rank == 1:
         time.sleep(2.5)
     train_some(trainer)
+    time.sleep(0.5)  # a run goes on, and its watch with it
 
 
 def test_a_wait_that_ends_is_told_too_and_ends_nothing(tmp_path: Path) -> None:

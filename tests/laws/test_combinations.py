@@ -66,8 +66,8 @@ def on_8(row: Row) -> None:
 ON_RANKS = dict(zip(NUM_RANKS, (on_4, on_8), strict=True))
 
 
-NUM_EVERY_TIME = 42
-OVER_STRICT = sorted(ROWS, key=cost_of)[:42:3]
+NUM_EVERY_TIME = 30
+OVER_STRICT = sorted(ROWS, key=cost_of)[:NUM_EVERY_TIME:3]
 """Rows that `make test` runs over the strict stand-in for NCCL (`test_strict_combinations.py`) instead of here."""
 SELDOM = [*OVER_STRICT, *sorted(ROWS, key=cost_of)[NUM_EVERY_TIME:]]
 """Rows that only `make test-long` runs here."""

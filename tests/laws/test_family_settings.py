@@ -72,7 +72,7 @@ def balance_loss(output: Any, targets: Any) -> Any:
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        ("cross-entropy", "taken of the logits alone; set output_router_logits = false"),
+        ("cross-entropy", "that of the logits alone; set output_router_logits = false"),
         (balance_loss, "2 parts of a batch, of which each makes its own, do not add up"),
     ],
     ids=["left out", "of parts"],

@@ -127,7 +127,8 @@ def test_every_tensor_that_is_kept_over_microbatches(shard: str, reshard: str) -
 
 
 @ranks(4)
-@pytest.mark.parametrize("shard", [pytest.param(s, marks=[pytest.mark.long] * (s != "parameters")) for s in SHARDS[1:]])
+@pytest.mark.long
+@pytest.mark.parametrize("shard", SHARDS[1:])
 def test_every_tensor_of_hybrid_sharding(shard: str) -> None:
     plan = Plan(axes=Axes(data=2, replicate=2), data=Data(shard=shard), precision=Precision(compute="bf16"))
     check_account(lambda: GPT(SMALL), plan, *text_batch(SMALL, 2))

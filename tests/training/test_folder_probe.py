@@ -51,7 +51,7 @@ def test_a_folder_is_waited_for_that_appears_late_with_its_parents(tmp_path: Pat
     late = tmp_path / "runs" / "of today" / "first"
     maker = threading.Timer(0.3, folder_probe._make, [late, "token"])
     maker.start()
-    folder_probe._look(late, "token", 1)
+    folder_probe._read_and_write(late, "token", 1)
     maker.join()
     assert [path.name for path in late.iterdir()] == [folder_probe._NAME]
 

@@ -78,6 +78,7 @@ def test_two_data_ranks(shard: str) -> None:
     check(data_plan(2, shard=shard))
 
 
+@pytest.mark.long
 @ranks(4)
 def test_four_ranks() -> None:
     hybrid = data_plan(2, replicate=2, shard="parameters")

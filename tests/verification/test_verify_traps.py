@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from weft.verification import compare as comparing
 from weft.verification import examine as examining
 from weft.verification.compare import LocalTensor
+from weft.verification.silence import Silence
 from weft.verification.verdict import Verification
 
 
@@ -90,3 +91,11 @@ def test_a_model_that_draws_random_numbers_is_named_as_the_cause() -> None:
     torch.manual_seed(3)
     outcome = run(Drops("normal"))
     assert not outcome.ok and outcome.first is not None and outcome.first.cause.kind == "random"
+
+
+def test_a_compiler_that_first_looked_while_functions_were_silent_knows_them_afterwards() -> None:
+    rules = pytest.importorskip("torch._dynamo.trace_rules")
+    rules.clear_lru_cache()
+    with Silence(nn.Linear(1, 1)).replacements:
+        rules.get_torch_obj_rule_map()
+    assert torch.dropout in rules.get_torch_obj_rule_map()

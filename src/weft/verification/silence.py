@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,7 @@ class Silence:
             ),
             tensor_method("bernoulli", self._bernoulli(torch.Tensor.bernoulli), why=_WHY),
             tensor_method("bernoulli_", self._bernoulli_in_place(torch.Tensor.bernoulli_), why=_WHY),
+            on_leave=_forget_compiler_tables,
         )
 
     def notes(self) -> list[str]:
@@ -113,6 +115,13 @@ class Silence:
 
     def _bernoulli_in_place(self, original: Function) -> Function:
         return self._noted(original, lambda input, *_, **__: input.fill_(1))
+
+
+def _forget_compiler_tables() -> None:
+    """Dynamo lists torch's functions at its first use: if that was while they were replaced, it knows none of these."""
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None:
+        rules.clear_lru_cache()
 
 
 _WHY = "draws nothing, so that plans can be compared"
