@@ -3,9 +3,9 @@
     python benchmarks/local_exchange.py [--ranks 2 4] [--every 2 8] [--rounds 20]
 
 All sides have the GPT, optimizer and batches of `data_parallel.py`. A round is `every` steps and the exchange of
-weights after them, from a barrier until the slowest rank is done; sides alternate, in an order that rotates every round. The
-table gives each side's median time per step, and the median over rounds of weft's divided by torch's, with the 95 %
-interval of that median. DiLoCo has no counterpart in torch: its side shows what the outer step adds to an average.
+weights after them, from a barrier until the slowest rank is done; sides alternate, in an order that rotates every
+round. The table gives each side's median time per step, and the median over rounds of weft's divided by torch's, with
+the 95 % interval of that median. DiLoCo has no counterpart in torch: its side shows what the outer step adds.
 """
 
 from __future__ import annotations
