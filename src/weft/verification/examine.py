@@ -21,6 +21,7 @@ from weft.parallel.tensor.shares import local_part
 from weft.training.trainer import Trainer
 from weft.verification.compare import LocalTensor, broadcast_tensors, local_tensors
 from weft.verification.diagnosis import EXPLAINED, NOT_A_MEAN, Evidence, GradientErrors, diagnose, diagnose_loss, places
+from weft.verification.one_process import Key
 from weft.verification.oracles import Oracle
 from weft.verification.verdict import Cause, Difference, Finding
 
@@ -33,8 +34,8 @@ WHOLE_BATCH = "of the whole batch"
 Rows = tuple[int, int, int, int]
 """A dim, the first and the last index along it, and its length."""
 
-Compared = tuple[LocalTensor, torch.Tensor | None, torch.Tensor | None]
-"""A tensor of this rank, the whole true one, and the whole true one of the step before."""
+Compared = tuple[LocalTensor, torch.Tensor | None, torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]
+"""A tensor of this rank, the whole true one, that of the step before, and `Oracle.before_exchange`."""
 
 
 class Examination:
@@ -65,16 +66,21 @@ class Examination:
     def run(self, *, mine: float, true: float, before: float | None) -> Finding:
         """Given the loss that the step returned here, and the true one of this step and of the one before."""
         facts = self._gather(None if self._oracle is None else [self._oracle.backward_order, self._oracle.num_targets])
-        order, num_targets = facts[0]
+        order, targets_of = facts[0]
         what, name = first = self._first(order)
+        ranks = self._replica_of_first(first)
         gradients = self._gradient_errors() if what in ("loss", "gradient") else GradientErrors()
         if first == ("loss", WHOLE_BATCH):
             return self._finding(first, Cause(kind="loss", text=f"the loss {NOT_A_MEAN}"))
         if what == "loss":
             is_own = not self._trainer.own_loss.loss.counts_targets
-            cause = diagnose_loss(self._gather(mine), true, before, gradients, self._mesh.plan, is_own_loss=is_own)
+            losses = [one for rank, one in enumerate(self._gather([mine, true, before])) if rank in ranks]
+            cause = diagnose_loss(
+                [one[0] for one in losses], *losses[0][1:], gradients, self._mesh.plan, is_own_loss=is_own
+            )
             return self._finding(first, cause)
         evidence = self._collect(what, name)
+        num_targets = targets_of[self._gather(self._mesh.replica)[ranks[0]]]
         return self._finding(first, diagnose(evidence, gradients, self._mesh.plan, what=what, num_targets=num_targets))
 
     def _gather(self, value: Any) -> list[Any]:
@@ -92,6 +98,13 @@ class Examination:
         order = [*backward_order, *reversed(listed)] if what == "gradient" else listed
         return what, next(name for name in order if name in names)
 
+    def _replica_of_first(self, first: tuple[str, str]) -> list[int]:
+        """The ranks of a replica on which this error is; all ranks where replicas never differ."""
+        replicas = self._gather(self._mesh.replica)
+        is_off = [any((w, n) == first and self._is_off(error) for w, n, error in mine) for mine in self._errors]
+        chosen = replicas[is_off.index(True)]
+        return [rank for rank, replica in enumerate(replicas) if replica == chosen]
+
     def _finding(self, first: tuple[str, str], cause: Cause) -> Finding:
         what, name = first
         errors = {
@@ -102,7 +115,7 @@ class Examination:
         ranks = tuple(rank for rank, error in errors.items() if self._is_off(error))
         return Finding(
             step=self._step,
-            phase="exchange" if cause.kind == "not summed" else _PHASES[what],
+            phase="exchange" if cause.kind in ("not summed", "not exchanged", "outer") else _PHASES[what],
             what=what,
             name=name,
             error=max(errors.values()),
@@ -116,7 +129,7 @@ class Examination:
         errors = [{name: error for what, name, error in mine if what == "gradient"} for mine in self._errors]
         ratios: dict[str, float] = {}
         for name in sorted({name for mine in errors for name, error in mine.items() if self._is_off(error)}):
-            for local, true, _ in self._compared("gradient", name):
+            for local, true, *_ in self._compared("gradient", name):
                 if local.tensor is not None and true is not None:
                     ratio, left = ratio_of(local.tensor, self._part(true, local.layout))
                     ratios[name] = ratio if left <= EXPLAINED else math.nan
@@ -131,15 +144,24 @@ class Examination:
         return local_part(whole, layout, self._mesh.grid, self._mesh.world.rank if rank is None else rank)
 
     def _compared(self, what: str, name: str) -> list[Compared]:
-        """This rank's tensors of a name, each with its whole true one, and the true one of the step before."""
-        true, before = {}, {}
+        """This rank's tensors of a name, each with what the oracle knows of it."""
+        known: list[dict[Key, torch.Tensor]] = [{}, {}, {}, {}]
         for key, tensor in self._reference.items():
             if self._oracle is not None and (key.what, key.name) == (what, name):
-                true[key] = tensor
-                if (previous := self._oracle.previous(key)) is not None:
-                    before[key] = previous
-        true, before = (dict(broadcast_tensors(tensors, self._mesh)) for tensors in (true, before))
-        return [(local, true.get(local.key), before.get(local.key)) for local in self._held.get((what, name), [])]
+                exchange = self._oracle.before_exchange(key) or (None, None)
+                for found, one in zip(known, (tensor, self._oracle.previous(key), *exchange), strict=True):
+                    if one is not None:
+                        found[key] = one
+        true, before, own, anchor = (dict(broadcast_tensors(tensors, self._mesh)) for tensors in known)
+        return [
+            (
+                local,
+                true.get(local.key),
+                before.get(local.key),
+                (own[local.key], anchor[local.key]) if local.key in own else None,
+            )
+            for local in self._held.get((what, name), [])
+        ]
 
     def _collect(self, what: str, name: str) -> list[Evidence]:
         """The evidence of every rank, in order."""
@@ -154,7 +176,7 @@ class Examination:
         if worst is None and is_off:
             found["state"] = "missing"
         if worst is not None and is_off:
-            others = [(other, true) for other, true, _ in compared if not other.is_copy]
+            others = [(other, true) for other, true, *_ in compared if not other.is_copy]
             found["is_copy"] = worst[0].is_copy and not any(self._is_far(*other) for other in others)
             found |= self._measure(*worst, sums, held)
         gathered = self._gather(asdict(Evidence(**found)))
@@ -178,6 +200,7 @@ class Examination:
         local: LocalTensor,
         whole: torch.Tensor | None,
         whole_before: torch.Tensor | None,
+        exchange: tuple[torch.Tensor, torch.Tensor] | None,
         sums: Mapping[str, tuple[torch.Tensor, int]],
         held: Sequence[Any],
     ) -> dict[str, Any]:
@@ -206,6 +229,10 @@ class Examination:
         }
         if before is not None:
             measured["previous_left"] = float((mine - before).abs().max()) / error
+        if exchange is not None:
+            own, anchor = (self._part(one, local.layout) for one in exchange)
+            measured["own_left"] = float((mine - own).abs().max()) / error
+            measured["outer_ratio"], measured["outer_left"] = ratio_of(mine - anchor, true - anchor)
         rows = rows_off(off > EXPLAINED * error)
         if rows is not None:
             inside = [one.narrow(rows[0], rows[1], rows[2] - rows[1] + 1) for one in (mine, true, start)]

@@ -47,6 +47,7 @@ from weft.verification.float64_products import Float64Products
 from weft.verification.keep_float64 import keep_float64
 from weft.verification.one_process import Key, OneProcess, Recipe
 from weft.verification.oracles import Oracle, find_stages, rule_of
+from weft.verification.replicas import LocalReplicas
 from weft.verification.silence import Silence
 from weft.verification.verdict import Cause, Deviation, Difference, Finding, Verification
 from weft.verification.widen import widened
@@ -109,7 +110,8 @@ def verify(
         with silence.replacements, make_trainer(_copy_without_dropout(model), plan, recipe, single) as trainer:
             reference, place = None, trainer.mesh.world.device
             if trainer.mesh.world.rank == 0:
-                reference = OneProcess(_copy_without_dropout(model, torch.float32, place), plan, recipe)
+                alone = _copy_without_dropout(model, torch.float32, place)
+                reference = (OneProcess if plan.replica_axis is None else LocalReplicas)(alone, plan, recipe)
             deviation = measure_rounding(trainer, reference, single)
     return dataclasses.replace(outcome, deviation=deviation)
 
@@ -128,12 +130,12 @@ def _prove(
     """Compare a plan with one process under its rule, and an inexact rule with plain training."""
     rule = rule_of(plan)
     parallel = _copy_without_dropout(model, dtype)
-    zero_noise = ZeroNoise(recipe.optimizer, by_stage=not rule.is_exact)
+    zero_noise = ZeroNoise(recipe.optimizer, by_stage=rule.is_streamed)
     silent = dataclasses.replace(recipe, optimizer=zero_noise)
     casts = _without_casts(parallel, batches[0][0], dtype)
     with casts, make_trainer(parallel, plan, silent, batches) as trainer:
         zero_noise.mesh = trainer.mesh
-        stage_of = {} if rule.is_exact else find_stages(trainer)
+        stage_of = find_stages(trainer) if rule.is_streamed else {}
         oracle: Oracle | None = None
         plain = None
         if trainer.mesh.world.rank == 0:
@@ -147,14 +149,16 @@ def _prove(
                 plain = OneProcess(_copy_without_dropout(model, dtype, place), plan, recipe)
         comparison = _Comparison(trainer, oracle, dtype)
         for number, batch in enumerate(batches, start=1):
-            comparison.step(number, batch, is_drained=rule.is_exact)
+            comparison.step(number, batch, is_drained=not rule.is_streamed)
             if on_step is not None:
                 on_step(number)
-        if not rule.is_exact:
+        if rule.is_streamed:
             trainer.flush()
             comparison.compare([], len(batches), is_drained=True)
         outcome = comparison.outcome(rule.rule, num_steps=len(batches), notes=make_notes())
-        return outcome, None if rule.is_exact else measure_rule(oracle, plain, batches, trainer.mesh)
+        if rule.is_exact:
+            return outcome, None
+        return outcome, measure_rule(oracle, plain, batches, trainer.mesh, against=rule.instead_of)
 
 
 class _Comparison:
@@ -172,24 +176,31 @@ class _Comparison:
     def step(self, number: int, batch: tuple[Any, Any], *, is_drained: bool) -> None:
         device = self._mesh.world.device
         mine = step_on_part(self._trainer, batch)
-        facts = [0.0] * 5
-        if self._oracle is not None:
-            random_state = _random_state(device)
-            expected = self._oracle.step(*map_tensors(lambda tensor: tensor.to(device), batch))
-            is_drawn = not torch.equal(random_state, _random_state(device))
-            whole = self._oracle.whole_loss
-            facts = [expected or 0.0, float(expected is not None), float(is_drawn), whole or 0.0, whole is not None]
-        true, is_known, is_random, whole, has_whole = from_first(facts, self._mesh)
-        self._is_random = bool(is_random)
+        is_random, (true, is_known, whole, has_whole) = self._expect(map_tensors(lambda one: one.to(device), batch))
+        self._is_random = is_random
         self._losses = {"mine": mine, "true": true, "before": self._losses.get("true")}
         error = loss_error(mine, true)
         if not is_known:  # then the plan must return none either
             error = 0.0 if math.isnan(mine) else math.inf
         found = [difference(Key("loss", ""), number, self._mesh.world.rank, error)]
         if has_whole:  # microbatches are compared with themselves, and it is not
-            off = loss_error(self._losses["true"], whole)
+            off = loss_error(true, whole)
             found.append(difference(Key("loss", WHOLE_BATCH), number, self._mesh.world.rank, off))
         self.compare(found, number, is_drained=is_drained)
+
+    def _expect(self, batch: tuple[Any, Any]) -> tuple[bool, list[float]]:
+        """Let the oracle do the same step. Returns whether it drew random numbers, and of this rank's replica: the true
+        loss, whether there is one, that of the whole batch, and whether that is known."""
+        facts = [0.0] * (1 + 4 * self._mesh.num_replicas)
+        if self._oracle is not None:
+            device = self._mesh.world.device
+            random_state = _random_state(device)
+            self._oracle.step(*batch)
+            facts = [float(not torch.equal(random_state, _random_state(device)))]
+            for one in zip(self._oracle.returned, self._oracle.whole_losses, strict=True):
+                facts += [value for loss in one for value in (loss or 0.0, float(loss is not None))]
+        is_random, *facts = from_first(facts, self._mesh)
+        return bool(is_random), facts[4 * self._mesh.replica :][:4]
 
     def compare(self, found: list[Difference], number: int, *, is_drained: bool) -> None:
         """Compare all tensors, and examine the first error of the run."""
