@@ -7,8 +7,19 @@ import functools
 from typing import Any
 
 import torch
-from oracle import ADAMW, MLP, SGD, MakeOptimizer, Seen, assert_same, batches_of, cut_evenly, data_plan, make_trainer
-from oracle import train_alone, train_parallel
+from oracle import (
+    ADAMW,
+    MLP,
+    MakeOptimizer,
+    Seen,
+    assert_same,
+    batches_of,
+    cut_evenly,
+    data_plan,
+    make_trainer,
+    train_alone,
+    train_parallel,
+)
 from ranks import gathered, ranks
 
 from weft.plan.plan import Axes, Data, Plan
@@ -52,12 +63,6 @@ def test_one_replica_is_the_inner_optimizer() -> None:
     alone = copy.deepcopy(model)
     expected = train_alone(alone, batches_of(6, 5, 7, 6), optimizer=lambda model: ADAMW(model.parameters()))
     assert_same(train(local_plan(1, every=2), ADAMW, 6, 5, 7, 6), expected)
-
-
-@ranks(2)
-def test_one_replica_of_several_ranks_is_the_inner_optimizer() -> None:
-    plan = Plan(axes=Axes(data=2), data=Data(sync="local", every=2, shard="optimizer"))
-    assert_same_weights(train(plan, SGD, 6, 5, 7, 6), train(data_plan(2), SGD, 6, 5, 7, 6))
 
 
 @ranks(3)

@@ -223,14 +223,14 @@ def test_a_skipped_update_and_what_was_before_an_exchange() -> None:
     start = [weight.clone() for weight in weights_of(oracle, 0)]
     oracle.step(*batch_of(6), updates=[False, True])
     key = Key("weight", "first.weight", replica=1)
-    assert all(map(torch.equal, weights_of(oracle, 0), start)) and oracle.before_exchange(key) is None
+    assert all(map(torch.equal, weights_of(oracle, 0), start)) and oracle.at_exchange(key).keys() == {"mean"}
     assert not torch.equal(weights_of(oracle, 1)[0], start[0])
     own = weights_of(oracle, 1)[0].clone()
     oracle.step(*batch_of(6), updates=[False, False])
-    found = oracle.before_exchange(key)
-    assert found is not None and torch.equal(found[0], own) and torch.equal(found[1], start[0])
+    found = oracle.at_exchange(key)
+    assert torch.equal(found["own"], own) and torch.equal(found["anchor"], start[0])
     assert_near(weights_of(oracle, 0)[0], (start[0] + own) / 2)
-    assert oracle.before_exchange(Key("gradient", "first.weight")) is None
+    assert not oracle.at_exchange(Key("gradient", "first.weight"))
 
 
 def test_the_rule_is_chosen_by_the_plan() -> None:

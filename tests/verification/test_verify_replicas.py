@@ -125,7 +125,7 @@ def test_batch_norms_inside(shard: str) -> None:
 @pytest.mark.long
 def test_one_replica_is_verified_too() -> None:
     """With a rate other than 1 or momentum an outer step is no identity, even alone."""
-    check(local_plan({"replicate": 1, "data": 2}, shard="optimizer", **DILOCO), 6, 7, 5, 6)
+    check(local_plan({"data": 1, "tensor": 2}, **DILOCO), 6, 7, 5, 6)
 
 
 @ranks(4)

@@ -119,8 +119,9 @@ class DelayedVersions:
         kept = {"gradient": self._gradients, "weight": self._weights}.get(key.what, {})
         return kept.get(key.version - 1, {}).get(key.name)
 
-    def before_exchange(self, key: Key) -> None:
-        """There is no exchange of weights."""
+    def at_exchange(self, key: Key) -> dict[str, Tensor]:
+        del key  # there is no exchange of weights
+        return {}
 
     def _update(self, parts: list[tuple[Any, Any]]) -> float:
         """Returns the sum of the loss over the parts."""

@@ -60,6 +60,8 @@ class Evidence:
     """Explanation: the sum over the ranks of some axes is the true tensor, or their mean; by axes, joined by "+"."""
     own_left: float = math.inf
     """Explanation: a weight is the replica's own, as it was before the exchange that ended this step."""
+    mean_left: float = math.inf
+    """Explanation: a weight is the mean of the replicas, and no exchange was due."""
     outer_ratio: float = math.nan
     """Least-squares factor from the true change since the exchange before to this rank's."""
     outer_left: float = math.inf
@@ -104,6 +106,9 @@ def diagnose(
             "it is the replica's own: replicas exchange their weights after this step, and this one did not take part"
         )
         return Cause(kind="not exchanged", text=text, axes=_replica_axes(plan))
+    if all(one.mean_left <= EXPLAINED for one in off):
+        text = "it is the mean over replicas, and an exchange is not due after this step"
+        return Cause(kind="exchanged", text=text, axes=_replica_axes(plan))
     if all(one.previous_left <= EXPLAINED for one in off):
         stale = "it did not move in this step: the update left it out"
         text = stale if what == "weight" else "it is stale: exactly what it should have been one update before"

@@ -28,14 +28,18 @@ from weft.verification.verdict import Cause, Difference, Finding
 _PHASES = {"loss": "forward", "gradient": "backward", "weight": "update", "average": "update", "buffer": "buffers"}
 """The phase in which each kind of value is computed, in the order of a step."""
 
+_OF_EXCHANGES = ("not summed", "not exchanged", "exchanged", "outer")
+"""Kinds of causes that lie in an exchange."""
+
 WHOLE_BATCH = "of the whole batch"
 """Name of the loss that one process computes on all microbatches at once."""
 
 Rows = tuple[int, int, int, int]
 """A dim, the first and the last index along it, and its length."""
 
-Compared = tuple[LocalTensor, torch.Tensor | None, torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]
-"""A tensor of this rank, the whole true one, that of the step before, and `Oracle.before_exchange`."""
+Compared = tuple[LocalTensor, dict[str, torch.Tensor]]
+"""A tensor of this rank, and whole tensors to compare it with: the "true" one, the "previous" one of the step before,
+and those of `Oracle.at_exchange`, where they are known."""
 
 
 class Examination:
@@ -115,7 +119,7 @@ class Examination:
         ranks = tuple(rank for rank, error in errors.items() if self._is_off(error))
         return Finding(
             step=self._step,
-            phase="exchange" if cause.kind in ("not summed", "not exchanged", "outer") else _PHASES[what],
+            phase="exchange" if cause.kind in _OF_EXCHANGES else _PHASES[what],
             what=what,
             name=name,
             error=max(errors.values()),
@@ -129,9 +133,9 @@ class Examination:
         errors = [{name: error for what, name, error in mine if what == "gradient"} for mine in self._errors]
         ratios: dict[str, float] = {}
         for name in sorted({name for mine in errors for name, error in mine.items() if self._is_off(error)}):
-            for local, true, *_ in self._compared("gradient", name):
-                if local.tensor is not None and true is not None:
-                    ratio, left = ratio_of(local.tensor, self._part(true, local.layout))
+            for local, known in self._compared("gradient", name):
+                if local.tensor is not None and "true" in known:
+                    ratio, left = ratio_of(local.tensor, self._part(known["true"], local.layout))
                     ratios[name] = ratio if left <= EXPLAINED else math.nan
         off: dict[int, dict[str, float]] = {}
         right: dict[int, list[str]] = {}
@@ -144,29 +148,23 @@ class Examination:
         return local_part(whole, layout, self._mesh.grid, self._mesh.world.rank if rank is None else rank)
 
     def _compared(self, what: str, name: str) -> list[Compared]:
-        """This rank's tensors of a name, each with what the oracle knows of it."""
-        known: list[dict[Key, torch.Tensor]] = [{}, {}, {}, {}]
+        """This rank's tensors of a name, each with what is known of it."""
+        sent: dict[Key, torch.Tensor] = {}
         for key, tensor in self._reference.items():
             if self._oracle is not None and (key.what, key.name) == (what, name):
-                exchange = self._oracle.before_exchange(key) or (None, None)
-                for found, one in zip(known, (tensor, self._oracle.previous(key), *exchange), strict=True):
-                    if one is not None:
-                        found[key] = one
-        true, before, own, anchor = (dict(broadcast_tensors(tensors, self._mesh)) for tensors in known)
-        return [
-            (
-                local,
-                true.get(local.key),
-                before.get(local.key),
-                (own[local.key], anchor[local.key]) if local.key in own else None,
-            )
-            for local in self._held.get((what, name), [])
-        ]
+                previous = self._oracle.previous(key)
+                found = {"true": tensor, **({} if previous is None else {"previous": previous})}
+                found |= self._oracle.at_exchange(key)
+                sent |= {key._replace(what=kind): one for kind, one in found.items()}
+        known: dict[Key, dict[str, torch.Tensor]] = {}
+        for key, tensor in broadcast_tensors(sent, self._mesh):
+            known.setdefault(key._replace(what=what), {})[key.what] = tensor
+        return [(local, known.get(local.key, {})) for local in self._held.get((what, name), [])]
 
     def _collect(self, what: str, name: str) -> list[Evidence]:
         """The evidence of every rank, in order."""
         compared = self._compared(what, name)
-        worst = max(compared, key=lambda one: self._largest_error(*one[:2]), default=None)
+        worst = max(compared, key=lambda one: self._largest_error(one[0], one[1].get("true")), default=None)
         errors = self._errors[self._mesh.world.rank]
         is_off = any(self._is_off(error) for w, n, error in errors if (w, n) == (what, name))
         local = None if worst is None else worst[0]
@@ -176,7 +174,7 @@ class Examination:
         if worst is None and is_off:
             found["state"] = "missing"
         if worst is not None and is_off:
-            others = [(other, true) for other, true, *_ in compared if not other.is_copy]
+            others = [(other, known.get("true")) for other, known in compared if not other.is_copy]
             found["is_copy"] = worst[0].is_copy and not any(self._is_far(*other) for other in others)
             found |= self._measure(*worst, sums, held)
         gathered = self._gather(asdict(Evidence(**found)))
@@ -198,19 +196,18 @@ class Examination:
     def _measure(
         self,
         local: LocalTensor,
-        whole: torch.Tensor | None,
-        whole_before: torch.Tensor | None,
-        exchange: tuple[torch.Tensor, torch.Tensor] | None,
+        known: Mapping[str, torch.Tensor],
         sums: Mapping[str, tuple[torch.Tensor, int]],
         held: Sequence[Any],
     ) -> dict[str, Any]:
         """All explanations tried on this rank's tensor."""
+        whole = known.get("true")
         if whole is None or local.tensor is None:
             return {"state": "missing" if local.tensor is None else "extra"}
         if not (whole.isfinite().all() and local.tensor.isfinite().all()):
             return {"state": "not a number" if whole.isfinite().all() else "nowhere a number"}
-        mine, true = local.tensor.to(whole), self._part(whole, local.layout)
-        before = None if whole_before is None else self._part(whole_before, local.layout)
+        parts = {kind: self._part(one, local.layout) for kind, one in known.items()}
+        mine, true, before = local.tensor.to(whole), parts["true"], parts.get("previous")
         off = (mine - true).abs()
         error, place = float(off.max()), int(off.argmax())
         start = before if local.key.what == "weight" and before is not None else torch.zeros_like(true)
@@ -227,12 +224,11 @@ class Examination:
             "mine": float(mine.flatten()[place]),
             "true": float(true.flatten()[place]),
         }
-        if before is not None:
-            measured["previous_left"] = float((mine - before).abs().max()) / error
-        if exchange is not None:
-            own, anchor = (self._part(one, local.layout) for one in exchange)
-            measured["own_left"] = float((mine - own).abs().max()) / error
-            measured["outer_ratio"], measured["outer_left"] = ratio_of(mine - anchor, true - anchor)
+        for kind in ("previous", "own", "mean"):
+            if kind in parts:
+                measured[f"{kind}_left"] = float((mine - parts[kind]).abs().max()) / error
+        if "anchor" in parts:
+            measured["outer_ratio"], measured["outer_left"] = ratio_of(mine - parts["anchor"], true - parts["anchor"])
         rows = rows_off(off > EXPLAINED * error)
         if rows is not None:
             inside = [one.narrow(rows[0], rows[1], rows[2] - rows[1] + 1) for one in (mine, true, start)]

@@ -179,8 +179,9 @@ class OneProcess:
     def previous(self, key: Key) -> torch.Tensor | None:
         return self._previous.get(key.what, {}).get(key.name)
 
-    def before_exchange(self, key: Key) -> None:
-        """There is no exchange of weights."""
+    def at_exchange(self, key: Key) -> dict[str, torch.Tensor]:
+        del key  # there is no exchange of weights
+        return {}
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -18,22 +18,21 @@ from weft.verification.replicas import LocalReplicas
 Oracle = OneProcess | DelayedVersions | LocalReplicas
 """One process that computes what a plan must. It lives on rank 0.
 
-rule             its name in messages
-is_exact         its answer is that of plain training
-is_streamed      microbatches are in flight between steps, and the stages of a pipeline update independently
-instead_of       plain training as messages name it, where that is another answer
-step             trains on a whole global batch; returns a mean loss
-returned         what the plan's last step must return, by replica; None where there is no loss (yet)
-losses           mean loss of each batch, in the passes that computed it
-whole_losses     loss of the last step's microbatches all at once, by replica; None where that is no other number, or
-                 not computed
-num_targets      number of targets in the last step, by replica
-backward_order   parameters in the order in which a backward pass finishes their gradients
-tensors          what a rank may hold after the step; `is_drained`: no microbatch is in flight
-previous         the same tensor one update earlier, if it is kept
-before_exchange  where the last step ended with an exchange of weights: the replica's own weight before it, and the one
-                 that all replicas had after the exchange before
-final_weights    those that a run would end with
+rule            its name in messages
+is_exact        its answer is that of plain training
+is_streamed     microbatches are in flight between steps, and the stages of a pipeline update independently
+instead_of      plain training as messages name it, where that is another answer
+step            trains on a whole global batch; returns a mean loss
+returned        what the plan's last step must return, by replica; None where there is no loss (yet)
+losses          mean loss of each batch, in the passes that computed it
+whole_losses    loss of the last step's microbatches all at once, by replica; None where that is no other number, or
+                not computed
+num_targets     number of targets in the last step, by replica
+backward_order  parameters in the order in which a backward pass finishes their gradients
+tensors         what a rank may hold after the step; `is_drained`: no microbatch is in flight
+previous        the same tensor one update earlier, if it is kept
+at_exchange     where replicas exchange weights: tensors that an exchange that went wrong would give, by name
+final_weights   those that a run would end with
 """
 
 

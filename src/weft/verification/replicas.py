@@ -114,12 +114,14 @@ class LocalReplicas:
     def previous(self, key: Key) -> Tensor | None:
         return self.replicas[key.replica].previous(key)
 
-    def before_exchange(self, key: Key) -> tuple[Tensor, Tensor] | None:
-        """Where the last step ended with an exchange: a replica's own weight before it, and the weight that all of them
-        had after the exchange before."""
-        if key.what != "weight" or not self._own or key.name not in self._own[key.replica]:
-            return None
-        return self._own[key.replica][key.name], self._before[key.name]
+    def at_exchange(self, key: Key) -> dict[str, Tensor]:
+        """Of a weight, where the last step ended with an exchange: the replica's "own" before it, and the "anchor",
+        what all of them had after the exchange before. Otherwise the "mean", which no replica should have."""
+        if key.what != "weight" or key.name not in self._anchor:
+            return {}
+        if not self._own:
+            return {"mean": _mean([trained[key.name].detach() for trained in self._trained])}
+        return {"own": self._own[key.replica][key.name], "anchor": self._before[key.name]}
 
     @torch.no_grad()
     def _exchange(self, *, is_plain: bool) -> None:
