@@ -151,13 +151,13 @@ def test_an_average_of_every_step() -> None:
         assert average is not None
         patch.setattr(update, "_add_exchanged", average.add)
 
-    first = find(plan_of(average=0.5), plant, num_steps=1)
+    first = find(plan_of(average=0.5), plant, num_steps=2)
     assert (first.step, first.what) == (1, "average"), first
 
 
 @ranks(2)
 def test_gradients_of_a_replica_are_its_own_and_not_a_sum() -> None:
-    first = find(plan_of(), scaled(2.0))
+    first = find(plan_of(), scaled(2.0), num_steps=2)
     assert (first.what, first.phase, first.cause.kind, first.cause.axes) == (
         "gradient",
         "backward",
@@ -178,6 +178,6 @@ def test_the_loss_of_one_replica_is_off() -> None:
 
         trainer.sync.finish = finish_twice_the_loss  # type: ignore[method-assign]
 
-    first = find(plan_of(), plant)
+    first = find(plan_of(), plant, num_steps=2)
     assert (first.what, first.ranks, first.places) == ("loss", (1,), "replica 1, data 1 (rank 1)"), first
     assert first.cause.kind == "factor" and "too large by exactly 2" in first.cause.text

@@ -10,8 +10,11 @@ from meshes import verify
 from oracle import ADAMW, SGD, image_batch, small_convnet, small_gpt, token_batch
 from ranks import gathered, ranks
 
+from weft.plan.check import check as check_plan
+from weft.plan.partition.replicas import exchanges_after
 from weft.plan.plan import Average, Axes, Data, Pipeline, Plan, Precision, Step
 from weft.plan.plan import Tensor as TensorSection
+from weft.verification.replicas import with_an_exchange
 from weft.verification.verdict import Verification
 
 DILOCO = {"every": 2, "outer": "nesterov", "outer_lr": 0.7, "outer_momentum": 0.9}
@@ -79,7 +82,8 @@ def test_sharded_inside(shard: str) -> None:
 )
 def test_split_inside(axes: dict[str, int], outer: str) -> None:
     settings = DILOCO if outer == "nesterov" else {"every": 3, "switch_step": 1}
-    check(local_plan({"data": 2, **axes}, **settings, clip_norm=0.5), 6, 8, 5, 6, 7)
+    outcome = check(local_plan({"data": 2, **axes}, **settings, clip_norm=0.5), 6, 8, 5, 6, 7)
+    assert not outcome.notes, "exchanges were as the plan says"
 
 
 @ranks(4)
@@ -143,6 +147,29 @@ def test_bf16_is_left_out_and_its_deviation_reported(shard: str) -> None:
     deviation = check(plan, 8, 8, 8, 8, optimizer=SGD).deviation
     assert deviation is not None and deviation.gradient is not None and 0 < deviation.gradient < 0.1
     assert deviation.against == "one process that plays all replicas, in float32"
+
+
+def test_few_steps_show_an_exchange_all_the_same() -> None:
+    """The rule is compared, not the number: every 500 steps, 3 of them would compare no exchange."""
+    cases = {
+        # steps, every, switch_step: every, switch_step
+        (3, 500, 0): (2, 0),
+        (1, 500, 0): (1, 0),
+        (2, 50, 10): (2, 0),
+        (3, 50, 10): (2, 1),
+        (5, 4, 2): (2, 1),
+        (5, 4, 1): (4, 1),
+        (9, 4, 0): (4, 0),
+    }
+    for (num_steps, every, switch_step), expected in cases.items():
+        plan = local_plan({"data": 2}, every=every, switch_step=switch_step)
+        changed, notes = with_an_exchange(plan, num_steps=num_steps)
+        assert (changed.data.every, changed.data.switch_step) == expected
+        assert check_plan(changed, num_ranks=2) == [] and bool(notes) == (changed != plan)
+        assert any(exchanges_after(changed.data, step) for step in range(1, num_steps + 1))
+    (note,) = with_an_exchange(local_plan({"data": 2}, every=500, switch_step=9), num_steps=3)[1]
+    assert note == "replicas exchanged every 2 steps instead of 500 after step 1 instead of 9, to be seen in 3 steps"
+    assert with_an_exchange(Plan(), num_steps=1) == (Plan(), [])
 
 
 @ranks(2)

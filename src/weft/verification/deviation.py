@@ -34,6 +34,7 @@ def measure_rounding(
     """A plan as it stands against one process in float32, which rank 0 has; collective."""
     mesh, device = trainer.mesh, trainer.mesh.world.device
     loss, gradient = 0.0, 0.0
+    start = {} if reference is None else {name: one.clone() for name, one in reference.final_weights.items()}
     for batch in batches:
         skipped = trainer.num_skipped
         mine = step_on_part(trainer, batch)
@@ -49,6 +50,7 @@ def measure_rounding(
             loss = max(loss, loss_error(mine, true[mesh.replica]))
         if all(updated.values()):
             gradient = max(gradient, not_nan(_gradient_deviation(trainer, reference)))
+    movement = None if trainer.plan.codec.name == "none" else not_nan(_movement_deviation(trainer, reference, start))
     # Replicas that differ have losses, and loss scales, of their own.
     worst = torch.tensor([loss, gradient, trainer.num_skipped], dtype=torch.float64)
     all_reduce(worst, mesh.everyone("control"), op="max")
@@ -57,6 +59,7 @@ def measure_rounding(
         against="one process in float32" if mesh.num_replicas == 1 else f"{LocalReplicas.rule}, in float32",
         loss=loss,
         gradient=gradient,
+        movement=movement,
         limit=LARGEST_LOSS_DEVIATION,
         num_skipped=int(num_skipped),
         num_steps=len(batches),
@@ -87,7 +90,28 @@ def measure_rule(
 
 
 @torch.no_grad()
-def _gradient_deviation(trainer: Trainer, reference: OneProcess | None) -> float:
+def _movement_deviation(
+    trainer: Trainer, reference: OneProcess | LocalReplicas | None, start: dict[str, torch.Tensor]
+) -> float:
+    """Distance of all ranks' weights from the reference's, relative to the distance that those moved; collective."""
+    mesh = trainer.mesh
+    moved = torch.zeros(2, dtype=torch.float64, device=mesh.world.device)
+    ends = {key: t for key, t in reference.tensors() if key.what == "weight"} if reference else {}
+    begins = {key._replace(what="start"): start[key.name] for key in ends}
+    held = {local.key: local for local in local_tensors(trainer, is_drained=True) if not local.is_copy}
+    known = dict(broadcast_tensors({**ends, **begins}, mesh))
+    for key, local in held.items():
+        if key.what == "weight" and local.tensor is not None:
+            whole = (known[key], known[key._replace(what="start")])
+            true, begin = (local_part(one, local.layout, mesh.grid, mesh.world.rank) for one in whole)
+            moved += torch.stack([(local.tensor.to(true) - true).square().sum(), (true - begin).square().sum()])
+    moved = moved.cpu()
+    all_reduce(moved, mesh.everyone("control"))
+    return float((moved[0] / moved[1].clamp(min=1e-300)).sqrt())
+
+
+@torch.no_grad()
+def _gradient_deviation(trainer: Trainer, reference: OneProcess | LocalReplicas | None) -> float:
     """Relative deviation of all ranks' gradients together; a replicated gradient counts once per replica."""
     mesh = trainer.mesh
     sent = {key: t for key, t in reference.tensors() if key.what == "gradient"} if reference else {}

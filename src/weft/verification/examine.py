@@ -79,9 +79,9 @@ class Examination:
         if what == "loss":
             is_own = not self._trainer.own_loss.loss.counts_targets
             losses = [one for rank, one in enumerate(self._gather([mine, true, before])) if rank in ranks]
-            cause = diagnose_loss(
-                [one[0] for one in losses], *losses[0][1:], gradients, self._mesh.plan, is_own_loss=is_own
-            )
+            _, true, before = losses[0]
+            everybodys = [one[0] for one in losses]
+            cause = diagnose_loss(everybodys, true, before, gradients, self._mesh.plan, is_own_loss=is_own)
             return self._finding(first, cause)
         evidence = self._collect(what, name)
         num_targets = targets_of[self._gather(self._mesh.replica)[ranks[0]]]

@@ -17,9 +17,9 @@ Nothing here is shared with `sync/`, so a mistake there cannot hide in its own a
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class LocalReplicas:
         self._data, self._average = plan.data, plan.average
         num_replicas = plan.num_replicas
         # The average is of what replicas exchange, so none of them keeps one of its own.
-        alone, each = dataclasses.replace(plan, average=Average()), plan.axes.data_ranks // num_replicas
+        alone, each = replace(plan, average=Average()), plan.axes.data_ranks // num_replicas
         models = [model, *(copy.deepcopy(model) for _ in range(num_replicas - 1))]
         self.replicas = [
             OneProcess(one, alone, recipe, data_ranks=range(number * each, (number + 1) * each))
@@ -145,6 +145,18 @@ class LocalReplicas:
 
     def _weights_of(self, number: int) -> Weights:
         return {name: parameter.detach().clone() for name, parameter in self._trained[number].items()}
+
+
+def with_an_exchange(plan: Plan, *, num_steps: int) -> tuple[Plan, list[str]]:
+    """A plan whose replicas exchange by their outer rule within so few steps, and a note if that is another plan."""
+    data = plan.data
+    if plan.replica_axis is None or data.switch_step + data.every <= num_steps:
+        return plan, []
+    switch_step = min(data.switch_step, 1 if num_steps > 2 else 0)
+    every = min(data.every, 2, num_steps - switch_step)
+    after = f" after step {switch_step} instead of {data.switch_step}" if data.switch_step else ""
+    note = f"replicas exchanged every {every} steps instead of {data.every}{after}, to be seen in {num_steps} steps"
+    return replace(plan, data=replace(data, every=every, switch_step=switch_step)), [note]
 
 
 def _mean(tensors: Sequence[Tensor]) -> Tensor:

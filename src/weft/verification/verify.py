@@ -26,7 +26,7 @@ from weft.comm.objects import gather_values
 from weft.mesh import Mesh, join_world
 from weft.parallel.state.materialise import draw_seed, fill_alone, is_on_meta
 from weft.plan.all_ranks import with_ranks
-from weft.plan.plan import Plan, Precision
+from weft.plan.plan import Codec, Plan, Precision
 from weft.plan.text import as_plan
 from weft.training.data.trees import map_tensors, num_samples, split_microbatches, split_tree
 from weft.training.loss.loss import LossFunction
@@ -47,7 +47,7 @@ from weft.verification.float64_products import Float64Products
 from weft.verification.keep_float64 import keep_float64
 from weft.verification.one_process import Key, OneProcess, Recipe
 from weft.verification.oracles import Oracle, find_stages, rule_of
-from weft.verification.replicas import LocalReplicas
+from weft.verification.replicas import LocalReplicas, with_an_exchange
 from weft.verification.silence import Silence
 from weft.verification.verdict import Cause, Deviation, Difference, Finding, Verification
 from weft.verification.widen import widened
@@ -77,16 +77,17 @@ def verify(
     """Train copies of a model under a plan and in one process, and compare them after every step; collective.
 
     `batches` are whole global batches, the same on every rank; the rest is as for `parallelize`. The model given is not
-    changed. The plan's `[precision]` is left out, because both sides compute in `dtype`; where it rounds to 16 bits,
-    the plan is then run as it stands and its deviation from float32 reported. `on_step` is called with the number of
-    every step that is done.
+    changed. The plan's `[precision]` and `[codec]` are left out, because both sides compute in `dtype`; where these
+    round to 16 bits, the plan is then run as it stands and its deviation from float32 reported. Replicas that would not
+    exchange in so few steps exchange sooner. `on_step` is called with the number of every step that is done.
     """
     plan = with_ranks(as_plan(plan), join_world(device).size)
     recipe = Recipe(loss=widened(loss), optimizer=optimizer, schedule=schedule, groups=groups)
     if is_on_meta(model):  # one process needs all of it, and the model's own casts are detected by running it
         model = copy.deepcopy(model)
         fill_alone(model, draw_seed(), torch.device("cpu"))
-    exact = dataclasses.replace(plan, precision=Precision())
+    plan, notes = with_an_exchange(plan, num_steps=len(batches))
+    exact = dataclasses.replace(plan, precision=Precision(), codec=Codec())
     cast = _cast(batches, dtype)
 
     def make_trainer(model: nn.Module, plan: Plan, recipe: Recipe, batches: Sequence[Any]) -> Trainer:
@@ -99,13 +100,15 @@ def verify(
     silence, products = Silence(model), Float64Products(model)
 
     def make_notes() -> list[str]:
-        return [*silence.notes(), *products.notes()]
+        return [*silence.notes(), *products.notes(), *notes]
 
     with silence.replacements, products.replacements:
         outcome, deviation = _prove(
             model, exact, recipe, cast, make_trainer, dtype=dtype, on_step=on_step, make_notes=make_notes
         )
-    if any(getattr(plan.precision, name) != getattr(Precision(), name) for name in ("compute", "reduce", "accumulate")):
+    if _rounds(plan):
+        if deviation is not None:
+            outcome = dataclasses.replace(outcome, notes=(*outcome.notes, str(deviation)))
         single = _cast(batches, torch.float32)
         with silence.replacements, make_trainer(_copy_without_dropout(model), plan, recipe, single) as trainer:
             reference, place = None, trainer.mesh.world.device
@@ -241,6 +244,14 @@ def _worst(found: Iterable[Difference]) -> list[Difference]:
         if key not in worst or not one.error <= worst[key].error:
             worst[key] = one
     return list(worst.values())
+
+
+def _rounds(plan: Plan) -> bool:
+    """True if the plan rounds to 16 bits, in its passes or on the wire."""
+    formats = ((plan.precision, "compute reduce accumulate"), (plan.codec, "name"))
+    return any(
+        getattr(section, name) != getattr(type(section)(), name) for section, names in formats for name in names.split()
+    )
 
 
 def _random_state(device: torch.device) -> torch.Tensor:
