@@ -74,8 +74,10 @@ def local_tensors(trainer: Trainer, *, is_drained: bool) -> Iterator[LocalTensor
 
 
 @torch.no_grad()
-def compare_tensors(trainer: Trainer, oracle: Oracle | None, *, step: int, is_drained: bool) -> list[Difference]:
-    """The errors of all tensors of this rank; collective."""
+def compare_tensors(
+    trainer: Trainer, oracle: Oracle | None, *, step: int, is_drained: bool, has_targets: bool = True
+) -> list[Difference]:
+    """The errors of all tensors of this rank; collective. `has_targets`: its replica has some in this step."""
     mesh, rank = trainer.mesh, trainer.mesh.world.rank
     unmatched: dict[Key, list[LocalTensor]] = {}
     for local in local_tensors(trainer, is_drained=is_drained):
@@ -102,7 +104,10 @@ def compare_tensors(trainer: Trainer, oracle: Oracle | None, *, step: int, is_dr
         compared = {tuple(one) for part in gathered for one in part}
         measured += [(key, math.inf, 0.0) for key in expected if (key.what, key.name, key.replica) not in compared]
     for key, unexpected in unmatched.items():  # a gradient where one process has none
-        measured += [(key, math.inf, 0.0) for local in unexpected if local.tensor is not None]
+        for local in unexpected:
+            # Without targets nothing is updated, and holders of a weight may have added up nothing.
+            is_nothing = local.tensor is None or not (has_targets or local.tensor.any())
+            measured += [] if is_nothing else [(key, math.inf, 0.0)]
     return [
         difference(key, step, rank, relative_error(key.what, off, scale, largest.get(key.what, 0.0)))
         for key, off, scale in measured

@@ -189,7 +189,7 @@ class _Comparison:
         if has_whole:  # microbatches are compared with themselves, and it is not
             off = loss_error(true, whole)
             found.append(difference(Key("loss", WHOLE_BATCH), number, self._mesh.world.rank, off))
-        self.compare(found, number, is_drained=is_drained)
+        self.compare(found, number, is_drained=is_drained, has_targets=bool(is_known))
 
     def _expect(self, batch: tuple[Any, Any]) -> tuple[bool, list[float]]:
         """Let the oracle do the same step. Returns whether it drew random numbers, and of this rank's replica: the true
@@ -205,10 +205,12 @@ class _Comparison:
         is_random, *facts = from_first(facts, self._mesh)
         return bool(is_random), facts[4 * self._mesh.replica :][:4]
 
-    def compare(self, found: list[Difference], number: int, *, is_drained: bool) -> None:
+    def compare(self, found: list[Difference], number: int, *, is_drained: bool, has_targets: bool = True) -> None:
         """Compare all tensors, and examine the first error of the run."""
         if self._compares_tensors:
-            found = found + compare_tensors(self._trainer, self._oracle, step=number, is_drained=is_drained)
+            found = found + compare_tensors(
+                self._trainer, self._oracle, step=number, is_drained=is_drained, has_targets=has_targets
+            )
         self._found += found
         if self._first is not None:
             return
