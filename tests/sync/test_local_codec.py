@@ -13,8 +13,10 @@ from ranks import ranks
 from torch import Tensor, nn
 
 from weft.comm.objects import gather_values
+from weft.errors import PlanError
 from weft.plan.plan import Axes, Codec, Comm, Data, Plan
 from weft.sync.outer import average_, nesterov_
+from weft.training.parallelize import parallelize
 
 HALF = Codec(name="half")
 AVERAGE = Data(sync="local", every=2, check_every=0)
@@ -79,3 +81,19 @@ def test_replicas_end_with_the_same_bits() -> None:
     pieces = [piece.tensor.tolist() for piece in trainer.sync.pieces]
     first, *others = gather_values(pieces, trainer.mesh.between_replicas("control"))
     assert others == [first]
+
+
+def test_complex_weights_are_refused() -> None:
+    class Waves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.phases = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+
+    with pytest.raises(PlanError) as refusal:
+        parallelize(
+            Waves(), Plan(data=AVERAGE, codec=HALF), loss="cross-entropy", optimizer=torch.optim.SGD, device="cpu"
+        )
+    assert list(refusal.value.problems) == [
+        '[codec] name = "half" makes messages of real numbers, and "phases" is complex; set [codec] name = "none", or '
+        "store real and imaginary parts"
+    ]

@@ -95,10 +95,10 @@ def exchange_buffer_bytes(buckets: Sequence[ExchangeBucket], plan: Plan) -> int:
     return values + MAX_EXCHANGES_IN_FLIGHT * _largest((form.dtype, form.num_bytes) for form in forms)
 
 
-def exchange_temporary_bytes(buckets: Sequence[ExchangeBucket], plan: Plan) -> int:
-    """Bytes of temporaries while replicas exchange: the distance of a bucket's weights from their mean, and the mean
-    itself where the change since the last exchange travels."""
-    return (1 + keeps_anchor(plan)) * max((one.num_bytes for one in buckets), default=0)
+def exchange_temporary_bytes(buckets: Sequence[ExchangeBucket], plan: Plan, *, on_host: bool) -> int:
+    """Bytes of temporaries while replicas exchange a bucket: the distance of its weights from their mean, and the mean
+    itself where the change since the last exchange travels; `on_host`: that is computed elsewhere, from a copy."""
+    return (1 + (keeps_anchor(plan) and not on_host)) * max((one.num_bytes for one in buckets), default=0)
 
 
 def _summed_in(dtype: str) -> str:
