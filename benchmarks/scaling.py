@@ -75,6 +75,7 @@ class Side:
     """Waits for what a step left under way."""
     waited_s: Callable[[], float] = lambda: 0.0
     """Seconds blocked in exchanges so far."""
+    close: Callable[[], None] = lambda: None
 
 
 def make_model(args: argparse.Namespace) -> GPT:
@@ -111,6 +112,7 @@ def make_side(name: str, num_ranks: int, args: argparse.Namespace) -> Side:
         step=trainer.step,
         settle=trainer.sync.settle,
         waited_s=lambda: sum(traffic.wait_s for traffic in trainer.mesh.traffic.values()),
+        close=trainer.close,
     )
 
 
@@ -180,6 +182,8 @@ def run_rank(rank: int, num_ranks: int, folder: str, args: argparse.Namespace) -
     measured = {mode: measure(mode, sides, args, args.limit_s * share[mode]) for mode in modes}
     if rank == 0:
         Path(folder, "measured").write_text(json.dumps(measured))
+    while sides:  # nothing is left of them then: DDP's destructor may hang once its process group is gone
+        sides.popitem()[1].close()
     dist.destroy_process_group()
 
 
