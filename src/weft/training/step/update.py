@@ -88,6 +88,8 @@ class Update:
         self._skips_on_device = can_skip_on_device(optimizer)
         self._waits_anyway = plan.data.offload
         """The host waits for the gradients in every step, because it updates with them."""
+        self._may_lack_targets = plan.num_replicas > 1
+        """One replica may have no targets in a step, and then makes no update."""
         self._has_updated = False
         self._open: deque[Outcome] = deque()
         self.closed: deque[Outcome] = deque()
