@@ -18,7 +18,7 @@ from weft.mesh import Mesh
 
 @torch.no_grad()
 def broadcast_buffers(model: nn.Module, mesh: Mesh) -> None:
-    """Give all data ranks of a replica its first one's buffers, in one message per dtype, if the plan says so; collective."""
+    """Give a replica's data ranks the first one's buffers, one message per dtype, if the plan says so; collective."""
     if mesh.plan.data.buffers != "broadcast" or mesh.num_batch_parts * mesh.sequence_size == 1:
         return
     # Looked up in every step, because a layer may replace its buffer instead of writing into it.
@@ -45,7 +45,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def consensus_buffers(model: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
-    """Buffers for a checkpoint: those that all ranks share, or the mean where each rank of a replica keeps its own; collective."""
+    """A replica's buffers for a checkpoint: those its ranks share, or the mean where each keeps its own; collective."""
     buffers = persistent_buffers(model)
     num_ranks = mesh.num_batch_parts * mesh.sequence_size
     if mesh.plan.data.buffers != "local" or num_ranks == 1:

@@ -19,6 +19,7 @@ import torch
 from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
 from weft.errors import DataError
+from weft.mesh import Mesh
 from weft.training.loss.loss import Count
 
 log = logging.getLogger("weft")
@@ -38,6 +39,12 @@ class TargetCount:
     """The loss returns its own count, which is not known before the forward pass."""
     warns: bool = True
     """This rank warns of a replica without targets."""
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> TargetCount:
+        """The targets of this rank's replica."""
+        replica = mesh.replica if mesh.num_replicas > 1 else None
+        return cls(mesh.batch_group("control"), replica=replica, warns=mesh.whole_replica("control").index == 0)
 
     @property
     def _is_known(self) -> bool:

@@ -58,7 +58,7 @@ class MicrobatchLoop:
             totals = self._sync.finish(loss_sum, counted, with_norm=self._update.needs_norm)
             totals = join_norm(totals, self._mesh.group("tensor", "activations"))
         if not self._counts.found_some(totals.count, step=step, own=count_sum):
-            self._sync.skip()
+            self._update.leave_out(step=step)
             return totals.loss_sum / totals.count
         with self._recording.during("update"):
             correction = self._counts.correction(shared, totals.count)

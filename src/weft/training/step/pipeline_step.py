@@ -143,7 +143,7 @@ class PipelineStep(MicrobatchPasses):
                 return
             self._mean = totals.loss_sum / totals.count
             if not has_targets:
-                self._sync.skip()
+                self._update.leave_out(step=self._batch.step)
                 return
             self._update.run(totals, correction, step=self._batch.step, own_loss=self._own_loss(self._batch))
         else:
