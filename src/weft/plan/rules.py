@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from weft.plan.plan import Plan
 from weft.plan.refusals import Optimizer, Rule
 
-# Class names in lower case. Their update of one element depends on other elements of the tensor, or on its shape.
+# Class names in lower case. Their update of one element depends on other elements of the tensor, or on its shape. LARS
+# and LAMB are those of other libraries: weft's own are recognised before names are looked at.
 _WHOLE_TENSOR_OPTIMIZERS = frozenset(
     "adafactor adam_mini came dion distributedshampoo lamb lars lbfgs muon novograd shampoo sm3 soap sparseadam".split()
 )
@@ -20,7 +21,8 @@ _WHOLE_TENSOR_OPTIMIZERS = frozenset(
 def combination_problems(plan: Plan, *, optimizer: str | None = None, elementwise: bool | None = None) -> Iterator[str]:
     """Every contradiction in this plan.
 
-    `optimizer` is its class name, if known; `elementwise`: it updates each element independently (None: not known).
+    `optimizer` is its class name, if known; `elementwise`: it updates each element independently, or takes the norms
+    of whole tensors from weft (None: not known).
     """
     if elementwise is None:
         elementwise = optimizer is None or optimizer.lower() not in _WHOLE_TENSOR_OPTIMIZERS
@@ -165,14 +167,15 @@ RULES: tuple[Rule, ...] = (
     Rule(
         combination="[axes] tensor > 1 with an optimizer that needs whole tensors (Muon, Adafactor, LBFGS, ...)",
         why="{optimizer} needs whole tensors, but with {axes.tensor} each rank has a part of most of them",
-        remedy="use an optimizer that treats each element by itself, such as AdamW or SGD, or set [axes] tensor = 1",
+        remedy="use an optimizer that treats each element by itself, such as AdamW or SGD, or weft.optim's LARS or "
+        "LAMB, which add up their norms over ranks, or set [axes] tensor = 1",
         broken=lambda plan, optimizer: plan.axes.tensor > 1 and not optimizer.elementwise,
     ),
     Rule(
         combination="[data] shard with an optimizer that needs whole tensors (Muon, Adafactor, LBFGS, ...)",
         why="{optimizer} needs whole tensors, but with {data.shard} each rank keeps a flat range of every tensor",
-        remedy="use an optimizer that treats each element by itself, such as AdamW or SGD, or set [data] shard = "
-        '"nothing"',
+        remedy="use an optimizer that treats each element by itself, such as AdamW or SGD, or weft.optim's LARS or "
+        'LAMB, which add up their norms over ranks, or set [data] shard = "nothing"',
         broken=lambda plan, optimizer: _is_sharded(plan) and not optimizer.elementwise,
     ),
     Rule(
