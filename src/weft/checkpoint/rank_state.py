@@ -1,6 +1,7 @@
 """The plan-specific part of a checkpoint: the state of one rank that an exact continuation under the same plan needs.
 
-Random states, the sync's state, buffers that differ between ranks, and weight versions that flush-free pipelines hold.
+Random states, the sync's state, shares of microbatches, buffers that differ between ranks, and weight versions that
+flush-free pipelines hold.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def take_rank_part(trainer: TrainerState) -> tuple[dict[str, torch.Tensor], dict
         "shared_count": shared,
         "has_own_count": trainer.counts.is_own,
         "pipeline": in_flight,
+        "balance": trainer.balance.state(),
     }
     extra, stored = take_extra(trainer.extra_state, trainer.mesh.everyone("control"))
     return {**tensors, **extra}, {"values": json.dumps(values), **stored}
@@ -65,3 +67,4 @@ def load_rank_part(trainer: TrainerState, directory: Path) -> None:
     trainer.counts.shared = values["shared_count"]
     trainer.counts.is_own = values.get("has_own_count", False)  # older checkpoints do not say
     trainer.sync.load_state(values["sync"])
+    trainer.balance.load_state(values.get("balance", {}))  # which are not in older ones either

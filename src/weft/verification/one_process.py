@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from weft.layout import part_of
+from weft.plan.partition.shares import Shares, even_shares, samples_of
 from weft.plan.plan import Plan
 from weft.training.data.trees import forward, map_output, map_tensors, num_samples, output_tensors
 from weft.training.loss.loss import LossFunction, count_targets, loss_terms, resolve_loss
@@ -84,6 +85,8 @@ class OneProcess:
         self.losses: list[float] = []
         self.whole_loss: float | None = None
         self.backward_order: list[str] = []
+        self.shares: Shares | None = None
+        """Microbatches of each data rank in the next step; None: as many for all."""
         self._plan, self._loss = plan, resolve_loss(recipe.loss)
         self._trained = trained_parameters(model)
         self._updates = Updates(self._trained, plan, recipe)
@@ -103,7 +106,7 @@ class OneProcess:
         self._updates.optimizer.zero_grad(set_to_none=True)
         loss_sum, count_sum = 0.0, 0.0
         outputs: list[Any] = []
-        used = [rows for rows in microbatch_rows(self._plan, num_samples(inputs)) if rows]
+        used = [rows for rows in microbatch_rows(self._plan, num_samples(inputs), self.shares) if rows]
         for rows in used:
             part, target_part = take_rows((inputs, targets), rows)
             output = forward(self.model, part)
@@ -159,12 +162,12 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def microbatch_rows(plan: Plan, total: int) -> list[list[int]]:
+def microbatch_rows(plan: Plan, total: int, shares: Shares | None = None) -> list[list[int]]:
     """The rows of each microbatch: the union of what every data rank has in its microbatch of that number."""
-    num_ranks, num_microbatches = plan.axes.data_ranks, plan.step.microbatches
-    rows: list[list[int]] = [[] for _ in range(num_microbatches)]
-    for rank in range(num_ranks):
-        start, stop = part_of(total, rank, num_ranks)
+    shares = shares or even_shares(plan.axes.data_ranks, plan.step.microbatches)
+    rows: list[list[int]] = [[] for _ in range(max(shares))]
+    for rank, num_microbatches in enumerate(shares):
+        start, stop = samples_of(total, rank, shares)
         for number in range(num_microbatches):
             first, last = part_of(stop - start, number, num_microbatches)
             rows[number].extend(range(start + first, start + last))

@@ -171,6 +171,8 @@ class _Comparison:
 
     def step(self, number: int, batch: tuple[Any, Any], *, is_drained: bool) -> None:
         device = self._mesh.world.device
+        if isinstance(self._oracle, OneProcess):
+            self._oracle.shares = self._trainer.shares
         mine = step_on_part(self._trainer, batch)
         facts = [0.0] * 5
         if self._oracle is not None:
