@@ -263,7 +263,11 @@ def test_a_sharded_tail_has_a_word_for_each_trainable_parameter() -> None:
     flats = [flat_of((16, 16), 2), flat_of((16,), 2, trainable=False)]
     plan = sharded_plan("parameters", replicate=2)
     sent, without = sharded_bytes(flats, plan), payload(flats, plan)
-    assert {axis: sent[axis] - without[axis] for axis in sent} == {"data": (3 + 2) * 8, "replicate": (3 + 2) * 8}
+    # and one for each of the four ranks
+    assert {axis: sent[axis] - without[axis] for axis in sent} == {
+        "data": (3 + 4 + 2) * 8,
+        "replicate": (3 + 4 + 2) * 8,
+    }
     # two gathers of both flats and one reduction of the first, whose part of 16 words the replicas exchange
     assert without == {"data": 2 * 64 + 64 + 2 * 64, "replicate": 64}
 

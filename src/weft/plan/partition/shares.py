@@ -5,7 +5,7 @@ one at least: the first ranks the first ones, so that every rank has a contiguou
 
     data rank       0   1   2   3          seconds per microbatch 1, 1, 3, 1, and 4 microbatches each
     even            4   4   4   4          a step takes 12 s, of which three ranks wait 8
-    by speed        5   5   2   4          6 s
+    by speed        5   5   1   5          5 s
 
 Every rank decides for itself, with the same numbers and these pure functions, so nothing has to be told. Times are
 medians of the last few steps: one step that was slow for another reason decides nothing.
