@@ -154,6 +154,20 @@ RULES: tuple[Rule, ...] = (
         broken=lambda plan, _: plan.codec.name != "none" and _is_one_replica(plan),
     ),
     Rule(
+        combination='[data] balance with another [data] sync than "all-reduce"',
+        why="{data.balance} gives a slow replica fewer samples, and where {data.sync} averages replicas it would count "
+        "as much as one with more",
+        remedy='set [data] sync = "all-reduce", or leave balance out',
+        broken=lambda plan, _: plan.data.balance and plan.data.sync != "all-reduce",
+    ),
+    Rule(
+        combination='[data] balance with [pipeline] schedule = "pipedream" or "2bw"',
+        why="{data.balance} changes the number of microbatches from step to step, and {pipeline.schedule} has those of "
+        "several steps in flight, with weight versions for a fixed number",
+        remedy='leave balance out, or use "1f1b"',
+        broken=lambda plan, _: plan.data.balance and _is_scheduled(plan, "pipedream", "2bw"),
+    ),
+    Rule(
         combination="[server] backups as many as [axes] data, or more",
         why="{server.backups} leaves none of the {axes.data:value} workers to wait for",
         remedy="backups are counted in [axes] data, so set backups to at most {most}, or data to {least} or more",

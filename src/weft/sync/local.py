@@ -102,6 +102,10 @@ class LocalSync(PipelineSync):
     def exchanges_in_forward(self) -> bool:
         return self.inner.exchanges_in_forward
 
+    @property
+    def exchanges_in_microbatches(self) -> bool:
+        return self.inner.exchanges_in_microbatches
+
     def begin(self) -> None:
         if self._is_unpublished:
             self._publish()
@@ -135,8 +139,8 @@ class LocalSync(PipelineSync):
     def ignoring(self) -> AbstractContextManager[object]:
         return self.inner.ignoring()
 
-    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool) -> Totals:
-        return self.inner.finish(loss_sum, count, with_norm=with_norm)
+    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool, compute_s: float = 0.0) -> Totals:
+        return self.inner.finish(loss_sum, count, with_norm=with_norm, compute_s=compute_s)
 
     def publish(self) -> None:
         self.inner.publish()
