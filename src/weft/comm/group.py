@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NoReturn, cast
 
 import torch
@@ -97,6 +97,11 @@ class Group:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def alone(self) -> Group:
+        """A group of this rank only."""
+        return replace(self, ranks=(self.ranks[self.index],), index=0, handle=None, shared=None, levels=None)
 
     @property
     def is_stream_ordered(self) -> bool:

@@ -21,11 +21,12 @@ from weft.plan.rules import combination_problems
 # Fields of which only the default is built. A new method moves its field from here to `_BUILT`, with the values that
 # work, or leaves it out when all do.
 _DEFAULT_ONLY = (
-    "data.sync data.every data.switch_step data.outer data.outer_lr data.outer_momentum data.delay data.balance "
+    "data.sync data.delay data.balance "
     "server.mode server.shards server.staleness server.backups server.compensation server.lr_scaling "
     "codec.name codec.density codec.rank codec.levels codec.clip codec.warmup_steps"
 )
 _BUILT: dict[str, tuple[object, ...]] = {path: (value_at(Plan(), path),) for path in _DEFAULT_ONLY.split()}
+_BUILT["data.sync"] = ("all-reduce", "local")
 
 
 @dataclass(frozen=True, slots=True)

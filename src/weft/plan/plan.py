@@ -304,6 +304,18 @@ class Plan:
         if problems:
             raise PlanError(problems)
 
+    @property
+    def replica_axis(self) -> str | None:
+        """The axis along which replicas differ between exchanges; None where all ranks hold the same weights."""
+        if self.data.sync == "all-reduce":
+            return None
+        return "data" if self.data.shard == "nothing" else "replicate"
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas that may differ."""
+        return 1 if self.replica_axis is None else self.axes.sizes[self.replica_axis]
+
 
 SECTIONS: dict[str, type[Section]] = {
     section.name: cast(type[Section], section.default_factory) for section in dataclasses.fields(Plan)

@@ -7,7 +7,8 @@
     skip_microbatch()            instead of a forward and backward pass, by a rank without samples in this microbatch
     end_microbatch()             after every microbatch
     finish(loss_sum, count)      after the last microbatch, also by a rank that had no data at all
-    publish()                    after the optimizer's update, unless it was skipped
+    end_update()                 after the optimizer's update: publish, or exchange weights with other replicas before
+    skip()                       instead, if the update was skipped
     settle()                     before anything but the next step
 
 In a pipeline (`PipelineSync`) the schedule says when a stage's gradients are complete: `arm_parameters(names)` comes
@@ -20,7 +21,7 @@ parameter that no rank used is None, one that only other ranks used has their su
 tensor ranks hold are then summed over these, or copied from the first (`comm/shared_gradients.py`), also in `finish`.
 
 Every bucket of gradients leaves through `BucketedSync._launch` (`sync/bucketed.py`): a codec hooks in there. A sync
-that exchanges among replicas, or not at every step, wraps another one and adds to its `finish` and `publish`.
+between replicas that differ (`sync/local.py`) wraps that of one replica and adds to its `end_update` and `skip`.
 """
 
 from __future__ import annotations
@@ -55,6 +56,9 @@ class Sync(Protocol):
     flats: Sequence[FlatParameters] = ()
     """The flat buffers that hold parameters; none where parameters stay the model's own tensors."""
 
+    agrees: bool = True
+    """All replicas hold the same weights."""
+
     @property
     def exchanges_in_forward(self) -> bool:
         """True if forward passes are collective, so that every rank must run as many as the others."""
@@ -85,6 +89,22 @@ class Sync(Protocol):
     def publish(self) -> None:
         """Copy what the optimizer updated to the model's parameters, on all ranks; gathers may still be running when it
         returns."""
+        return
+
+    def end_update(self) -> None:
+        """The optimizer has updated the pieces."""
+        self.publish()
+
+    def skip(self) -> None:
+        """This step's update was skipped, on all ranks of the replica."""
+        return
+
+    def consensus(self) -> AbstractContextManager[None]:
+        """Context in which the model has the average of all replicas; collective."""
+        return nullcontext()
+
+    def restart(self, *, steps_done: int) -> None:
+        """Weights were read that all replicas share: nothing of earlier exchanges is left."""
         return
 
     def settle(self) -> None:

@@ -86,6 +86,8 @@ class Update:
         """`num_skipped`, or a tensor that will be that number: a new one at every step, which no rank has to wait for.
         """
         self._skips_on_device = can_skip_on_device(optimizer)
+        self._is_local = plan.replica_axis is not None
+        """Replicas differ between exchanges, of which `sync.end_update` may make one."""
         self._waits_anyway = plan.data.offload
         """The host waits for the gradients in every step, because it updates with them."""
         self._has_updated = False
@@ -121,6 +123,7 @@ class Update:
         if norm is not None:
             self.grad_norm = norm if factor is None else norm * factor
         if decided is True:
+            self.leave_out(step=step)
             return
         overflow = decided if isinstance(decided, torch.Tensor) else None
         if norm is not None:
@@ -132,14 +135,34 @@ class Update:
             rate = self._schedule(step)
             for group, base in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
                 group["lr"] = base * rate
-        if self._average is not None:
-            self._average.begin(step=step)
+        self._begin_average(step)
         with _skipping(self._optimizer, overflow):
             self._optimizer.step()
+        self._has_updated = True
+        if self._is_local:
+            self._sync.end_update()
+            self._add_exchanged()
+            return
         if self._average is not None:
             self._average.add(overflow)
-        self._has_updated = True
-        self._sync.publish()
+        self._sync.end_update()
+
+    def leave_out(self, *, step: int) -> None:
+        """Make no update in a step: it would not be finite, or this replica has no targets in it."""
+        self._begin_average(step)
+        self._sync.skip()
+        if self._is_local:
+            self._add_exchanged()
+
+    def _begin_average(self, step: int) -> None:
+        # Of replicas that differ, from weights that all of them have, so that it is the same on all.
+        if self._average is not None and self._sync.agrees:
+            self._average.begin(step=step)
+
+    def _add_exchanged(self) -> None:
+        """Take the weights into the average if replicas have just exchanged them."""
+        if self._average is not None and self._sync.agrees:
+            self._average.add()
 
     def state(self) -> dict[str, Any]:
         """The state that a bit-exact resume needs."""

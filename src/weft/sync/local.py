@@ -1,0 +1,307 @@
+"""Local steps: each replica trains by itself, and every few steps replicas exchange their weights (local SGD, DiLoCo).
+
+    replica 0   step  step  step  step ┐          step  step ...
+    replica 1   step  step  step  step ┴ average  step  step ...
+
+Inside a replica gradients are exchanged by the sync of its own ranks, which this one wraps. After the updates of steps
+that `exchanges_after` names, each rank averages its own pieces with the ranks of other replicas that hold the same
+ones: bucket by bucket, two under way at a time. So what is exchanged, and what is kept for it, is sharded as the
+weights are. Running statistics of BatchNorm are averaged too; moments of the optimizer stay each replica's own.
+
+Where the outer step needs the weights of the last exchange (the *anchor*), or a codec makes messages small, the change
+since then travels; otherwise the weights themselves do. What one collective returns is the same on all its ranks, and
+the rest is elementwise: after an exchange replicas are equal to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from weft.comm.collectives import Pending, all_reduce
+from weft.comm.exchange_buffers import BufferAllocator, bytes_for
+from weft.comm.group import Group
+from weft.parallel.zero.flat_parameters import FlatParameters, Piece
+from weft.parallel.zero.gather import ParameterGathering
+from weft.plan.partition.replicas import exchanges_after, keeps_anchor
+from weft.plan.plan import Plan
+from weft.sync.base import PipelineSync, Totals
+from weft.sync.outer import average_, nesterov_
+from weft.sync.weight_buckets import WeightBucket, weight_buckets
+
+_MAX_IN_FLIGHT = 2
+
+Tensors = Callable[[], Sequence[torch.Tensor]]
+
+
+class LocalSync(PipelineSync):
+    """A replica's own sync, and the exchange of weights with other replicas."""
+
+    def __init__(
+        self,
+        inner: PipelineSync,
+        group: Group,
+        plan: Plan,
+        *,
+        device: torch.device,
+        statistics: Tensors = list,
+        meet: Callable[[LocalSync], None] | None = None,
+    ) -> None:
+        """`group`: the ranks that hold the same part of each replica. `statistics` looks up running statistics that are
+        averaged. `meet`: called when an exchange is due, instead of exchanging over the group."""
+        self.inner = inner
+        self.num_replicas = group.size if meet is None else plan.num_replicas
+        self.steps_done = 0
+        self.agrees = True
+        self.num_exchanges = 0
+        self.spread: torch.Tensor | None = None
+        """Distance of this rank's weights from the mean at the last exchange, relative to the norm of the mean."""
+        self._group, self._plan, self._device = group, plan, device
+        self._statistics, self._meet = statistics, meet
+        self._buckets = weight_buckets([(piece.name, piece.tensor) for piece in inner.pieces], plan.comm.bucket_bytes)
+        self._kept_on = torch.device("cpu") if plan.data.offload else device
+        self._anchors: list[torch.Tensor] = []
+        self._momenta: list[torch.Tensor] = []
+        if keeps_anchor(plan):
+            self._anchors = [bucket.read_into(self._keep(bucket)) for bucket in self._buckets]
+        if plan.data.outer == "nesterov":
+            self._momenta = [self._keep(bucket).zero_() for bucket in self._buckets]
+        largest = [max((one.numel for one in self._buckets if one.dtype == kind), default=0) for kind in self._dtypes]
+        sizes, dtypes = largest * _MAX_IN_FLIGHT, list(self._dtypes) * _MAX_IN_FLIGHT
+        allocator = BufferAllocator(group, device, num_bytes=bytes_for(sizes, dtypes))
+        self._buffers = [
+            {kind: allocator.empty(size, kind) for kind, size in zip(self._dtypes, largest, strict=True)}
+            for _ in range(_MAX_IN_FLIGHT)
+        ]
+        self._squares = torch.zeros(2, dtype=torch.float64, device=device)
+
+    @property
+    def _dtypes(self) -> list[torch.dtype]:
+        return list(dict.fromkeys(bucket.dtype for bucket in self._buckets))
+
+    def _keep(self, bucket: WeightBucket) -> torch.Tensor:
+        is_pinned = self._kept_on.type == "cpu" and self._device.type == "cuda"
+        return torch.empty(bucket.numel, dtype=bucket.dtype, device=self._kept_on, pin_memory=is_pinned)
+
+    # The sync of one replica.
+
+    @property
+    def pieces(self) -> Sequence[Piece]:  # type: ignore[override]
+        return self.inner.pieces
+
+    @property
+    def flats(self) -> Sequence[FlatParameters]:  # type: ignore[override]
+        return self.inner.flats
+
+    @property
+    def gathering(self) -> ParameterGathering | None:  # type: ignore[override]
+        return self.inner.gathering
+
+    @property
+    def exchanges_in_forward(self) -> bool:
+        return self.inner.exchanges_in_forward
+
+    def begin(self) -> None:
+        self.inner.begin()
+
+    def arm(self) -> None:
+        self.inner.arm()
+
+    def arm_parameters(self, names: Collection[str]) -> None:
+        self.inner.arm_parameters(names)
+
+    def complete(self, names: Collection[str]) -> None:
+        self.inner.complete(names)
+
+    def take_deferred(self) -> None:
+        self.inner.take_deferred()
+
+    def skip_microbatch(self) -> None:
+        self.inner.skip_microbatch()
+
+    def end_microbatch(self) -> None:
+        self.inner.end_microbatch()
+
+    def ignoring(self) -> AbstractContextManager[object]:
+        return self.inner.ignoring()
+
+    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool) -> Totals:
+        return self.inner.finish(loss_sum, count, with_norm=with_norm)
+
+    def publish(self) -> None:
+        self.inner.publish()
+
+    def settle(self) -> None:
+        self.inner.settle()
+
+    # The exchange.
+
+    def end_update(self) -> None:
+        if not self._exchange_if_due():
+            self.inner.publish()
+
+    def skip(self) -> None:
+        self._exchange_if_due()
+
+    def _exchange_if_due(self) -> bool:
+        self.steps_done += 1
+        self.agrees = False
+        if not exchanges_after(self._plan.data, self.steps_done):
+            return False
+        self.inner.settle()
+        if self._meet is not None:
+            self._meet(self)
+        else:
+            self._exchange()
+        return True
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        pending: list[tuple[int, Pending]] = []
+        for number in range(self.num_buckets):
+            if len(pending) == _MAX_IN_FLIGHT:
+                self._complete(*pending.pop(0))
+            pending.append((number, all_reduce(self.fill(number), self._group, wait=False)))
+        for one in pending:
+            self._complete(*one)
+        rest = self.fill_rest()
+        if rest is not None:
+            all_reduce(rest, self._group)
+            self.take_rest(rest)
+        self.finish_exchange()
+
+    def _complete(self, number: int, exchange: Pending) -> None:
+        exchange.wait()
+        self.take(number, self._buffer(number))
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self._buckets)
+
+    def _buffer(self, number: int) -> torch.Tensor:
+        bucket = self._buckets[number]
+        return self._buffers[number % _MAX_IN_FLIGHT][bucket.dtype][: bucket.numel]
+
+    @torch.no_grad()
+    def fill(self, number: int) -> torch.Tensor:
+        """This replica's part of a sum over replicas: its weights, or their change since the last exchange. The buffer
+        is that of the bucket before the last, which must have been taken."""
+        flat = self._buckets[number].read_into(self._buffer(number))
+        if self._anchors:
+            flat.neg_().add_(self._anchors[number].to(flat.device, non_blocking=True))
+        return flat
+
+    @torch.no_grad()
+    def take(self, number: int, total: torch.Tensor) -> None:
+        """Continue from the sum of what all replicas gave; `total` is overwritten."""
+        bucket, data = self._buckets[number], self._plan.data
+        mean = total.div_(self.num_replicas)
+        if not self._anchors:
+            self._add_squares(bucket, mean)
+            bucket.write_from(mean)
+            return
+        anchor = self._anchors[number]
+        if anchor.device != mean.device:
+            mean = mean.to(anchor.device)
+        self._add_squares(bucket, anchor - mean)
+        if data.outer == "nesterov" and self.steps_done > data.switch_step:
+            nesterov_(anchor, mean, self._momenta[number], rate=data.outer_lr, beta=data.outer_momentum)
+        else:
+            average_(anchor, mean)
+        bucket.write_from(anchor)
+
+    def _add_squares(self, bucket: WeightBucket, mean: torch.Tensor) -> None:
+        """Add to the squared distance from the mean, and to the squared norm of the mean."""
+        off = bucket.read_into(torch.empty_like(mean)).sub_(mean)
+        found = torch.stack([torch.linalg.vector_norm(off), torch.linalg.vector_norm(mean)])
+        self._squares += found.to(self._squares).square_()
+
+    @torch.no_grad()
+    def fill_rest(self) -> torch.Tensor | None:
+        """Running statistics, in float64, for a sum over replicas; None if there are none."""
+        statistics = self._statistics()
+        if not statistics:
+            return None
+        return torch.cat([one.detach().flatten().to(torch.float64) for one in statistics])
+
+    @torch.no_grad()
+    def take_rest(self, total: torch.Tensor) -> None:
+        statistics = self._statistics()
+        for one, mean in zip(statistics, total.split([one.numel() for one in statistics]), strict=True):
+            one.copy_(mean.view(one.shape) / self.num_replicas)
+
+    @torch.no_grad()
+    def finish_exchange(self) -> None:
+        """All buckets are taken: give the model its new weights."""
+        self.spread = (self._squares[0] / self._squares[1]).sqrt()
+        self._squares = torch.zeros_like(self._squares)
+        self.agrees = True
+        self.num_exchanges += 1
+        self.inner.publish()
+
+    # Between exchanges.
+
+    @torch.no_grad()
+    def mean_(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace tensors by their means over replicas; collective. Integers stay as they are."""
+        named = [("", tensor) for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+        for bucket in weight_buckets(named, self._plan.comm.bucket_bytes):
+            flat = bucket.read_into(torch.empty(bucket.numel, dtype=bucket.dtype, device=self._device))
+            all_reduce(flat, self._group)
+            bucket.write_from(flat.div_(self.num_replicas))
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Context in which the model, its pieces and running statistics are the mean over replicas; collective."""
+        if self.agrees or self.num_replicas == 1:
+            yield
+            return
+        self.inner.settle()
+        exchanged = [*(piece.tensor.detach() for piece in self.pieces), *self._statistics()]
+        own = [tensor.to(self._kept_on, copy=True) for tensor in exchanged]
+        self.mean_(exchanged)
+        self._publish()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(exchanged, own, strict=True):
+                    tensor.copy_(value)
+        self._publish()
+
+    def _publish(self) -> None:
+        self.inner.publish()
+        self.inner.settle()
+
+    @torch.no_grad()
+    def restart(self, *, steps_done: int) -> None:
+        self.steps_done, self.agrees = steps_done, True
+        for bucket, anchor in zip(self._buckets, self._anchors, strict=bool(self._anchors)):
+            bucket.read_into(anchor)
+        for momentum in self._momenta:
+            momentum.zero_()
+
+    def own_tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors that a replica has of its own, or that the next exchange needs, by name."""
+        found = {f"weight/{piece.name}": piece.tensor.detach() for piece in self.pieces}
+        for kind, flats in (("anchor", self._anchors), ("momentum", self._momenta)):
+            for bucket, flat in zip(self._buckets, flats, strict=bool(flats)):
+                views = zip(bucket.names, bucket.views(flat), strict=True)
+                found |= {f"{kind}/{name}": view for name, view in views}
+        return found
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "inner": self.inner.state(),
+            "steps_done": self.steps_done,
+            "agrees": self.agrees,
+            "num_exchanges": self.num_exchanges,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.inner.load_state(state["inner"])
+        self.steps_done, self.agrees = int(state["steps_done"]), bool(state["agrees"])
+        self.num_exchanges = int(state["num_exchanges"])
