@@ -29,6 +29,7 @@ from weft.parallel.zero.gather import ParameterGathering
 from weft.plan.partition.replicas import exchanges_after, keeps_anchor
 from weft.plan.plan import Plan
 from weft.sync.base import PipelineSync, Totals
+from weft.sync.meeting import Meeting
 from weft.sync.outer import average_, nesterov_
 from weft.sync.weight_buckets import WeightBucket, weight_buckets
 
@@ -48,19 +49,19 @@ class LocalSync(PipelineSync):
         *,
         device: torch.device,
         statistics: Tensors = list,
-        meet: Callable[[LocalSync], None] | None = None,
+        meeting: Meeting | None = None,
     ) -> None:
         """`group`: the ranks that hold the same part of each replica. `statistics` looks up running statistics that are
-        averaged. `meet`: called when an exchange is due, instead of exchanging over the group."""
+        averaged. `meeting`: where the replicas of one process exchange, instead of over the group."""
         self.inner = inner
-        self.num_replicas = group.size if meet is None else plan.num_replicas
+        self.num_replicas = group.size if meeting is None else plan.num_replicas
         self.steps_done = 0
         self.agrees = True
         self.num_exchanges = 0
         self.spread: torch.Tensor | None = None
         """Distance of this rank's weights from the mean at the last exchange, relative to the norm of the mean."""
         self._group, self._plan, self._device = group, plan, device
-        self._statistics, self._meet = statistics, meet
+        self._statistics, self._meeting = statistics, meeting
         self._buckets = weight_buckets([(piece.name, piece.tensor) for piece in inner.pieces], plan.comm.bucket_bytes)
         self._kept_on = torch.device("cpu") if plan.data.offload else device
         self._anchors: list[torch.Tensor] = []
@@ -152,8 +153,8 @@ class LocalSync(PipelineSync):
         if not exchanges_after(self._plan.data, self.steps_done):
             return False
         self.inner.settle()
-        if self._meet is not None:
-            self._meet(self)
+        if self._meeting is not None:
+            self._meeting.exchange()
         else:
             self._exchange()
         return True
@@ -248,6 +249,9 @@ class LocalSync(PipelineSync):
     def mean_(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace tensors by their means over replicas; collective. Integers stay as they are."""
         named = [("", tensor) for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+        if self._meeting is not None:
+            self._meeting.mean_([tensor for _, tensor in named])
+            return
         for bucket in weight_buckets(named, self._plan.comm.bucket_bytes):
             flat = bucket.read_into(torch.empty(bucket.numel, dtype=bucket.dtype, device=self._device))
             all_reduce(flat, self._group)
