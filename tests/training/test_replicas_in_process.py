@@ -13,7 +13,7 @@ from oracle import cut_evenly, image_batch, make_trainer, small_convnet, small_g
 from ranks import ranks
 from torch import Tensor, nn
 
-from weft.plan.plan import Axes, Codec, Data, Plan, Precision, Step
+from weft.plan.plan import Axes, Data, Plan, Precision, Step
 from weft.training.parallelize import parallelize
 from weft.training.replicas_in_process import ReplicasInProcess
 from weft.training.trainer import Trainer
@@ -54,7 +54,10 @@ CASES = {
         )
     ),
 }
-FOUR = {"DiLoCo": Case(plan=local(4, every=3, **DILOCO)), "BatchNorm": dataclasses.replace(CASES["BatchNorm"], plan=local(4, every=3))}
+FOUR = {
+    "DiLoCo": Case(plan=local(4, every=3, **DILOCO)),
+    "BatchNorm": dataclasses.replace(CASES["BatchNorm"], plan=local(4, every=3)),
+}
 
 
 def weights_of(trainer: Trainer) -> dict[str, Tensor]:

@@ -68,12 +68,12 @@ def in_process_problems(plan: Plan, *, num_processes: int = 1) -> Iterator[str]:
     """Every reason why the replicas of this plan cannot run in one process, one after the other."""
     if num_processes > 1:
         yield REPLICAS_IN_SEVERAL_PROCESSES.message(num_processes=num_processes)
+    if plan.replica_axis is None:
+        if plan.axes.data == ALL or plan.axes.num_ranks > 1:
+            yield REPLICAS_THAT_NEVER_DIFFER.message(plan)
+        return
     if plan.axes.data == ALL:
         yield UNCOUNTED_REPLICAS.message()
-        return
-    if plan.replica_axis is None:
-        if plan.axes.num_ranks > 1:
-            yield REPLICAS_THAT_NEVER_DIFFER.message(plan)
         return
     inside = {axis: size for axis, size in one_replica(plan).sizes.items() if size > 1}
     if inside:
