@@ -87,8 +87,8 @@ class Run:
             return "synchronous"
         return f"{self.num_replicas} replicas, every {self.every}" + (", after warm-up" if self.warm_up_steps else "")
 
-    def plan(self) -> Plan:
-        common = Plan(step=Step(clip_norm=1.0), precision=Precision(compute="bf16"))
+    def plan(self, precision: Precision) -> Plan:
+        common = Plan(step=Step(clip_norm=1.0), precision=precision)
         if self.num_replicas == 1:
             return common
         data = Data(
@@ -137,7 +137,7 @@ def train(run: Run, size: Size, data: tuple[TokenWindows, TokenWindows], device:
     fused = {"fused": True} if device == "cuda" else {}
     trainer = weft.parallelize(
         GPT(size.config),
-        run.plan(),
+        run.plan(Precision(compute="bf16" if device == "cuda" else "model")),
         loss="cross-entropy",
         optimizer=functools.partial(torch.optim.AdamW, lr=size.lr, betas=(0.9, 0.95), weight_decay=0.1, **fused),
         schedule=warmup_cosine(size.steps // 20, size.steps, 0.1),
@@ -228,8 +228,8 @@ def main() -> None:
     data = (TokenWindows(parts[0], size.config.context), TokenWindows(parts[1], size.config.context))
     with torch.device("meta"):
         num_parameters = sum(parameter.numel() for parameter in GPT(size.config).parameters())
-    where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    environment = f"{where}, torch {torch.__version__}, bf16 compute, {num_parameters / 1e6:.1f} M parameters"
+    where = f"{torch.cuda.get_device_name()}, bf16" if device == "cuda" else "CPU, float32"
+    environment = f"{where}, torch {torch.__version__}, {num_parameters / 1e6:.1f} M parameters"
     tokens = size.steps * size.global_batch * size.config.context
     print(
         f"{environment}\n"
