@@ -24,6 +24,7 @@ import torch
 from weft.comm.collectives import Pending, all_reduce
 from weft.comm.exchange_buffers import BufferAllocator, bytes_for
 from weft.comm.group import Group
+from weft.comm.objects import gather_values
 from weft.parallel.zero.flat_parameters import FlatParameters, Piece
 from weft.parallel.zero.gather import ParameterGathering
 from weft.plan.partition.replicas import exchanges_after, keeps_anchor
@@ -48,11 +49,13 @@ class LocalSync(PipelineSync):
         plan: Plan,
         *,
         device: torch.device,
+        replica: Group,
         statistics: Tensors = list,
         meeting: Meeting | None = None,
     ) -> None:
-        """`group`: the ranks that hold the same part of each replica. `statistics` looks up running statistics that are
-        averaged. `meeting`: where the replicas of one process exchange, instead of over the group."""
+        """`group`: the ranks that hold the same part of each replica; `replica`: all ranks of this one. `statistics`
+        looks up running statistics that are averaged. `meeting`: where the replicas of one process exchange, instead
+        of over the group."""
         self.inner = inner
         self.num_replicas = group.size if meeting is None else plan.num_replicas
         self.steps_done = 0
@@ -61,11 +64,13 @@ class LocalSync(PipelineSync):
         self.spread: torch.Tensor | None = None
         """Distance of this rank's weights from the mean at the last exchange, relative to the norm of the mean."""
         self._group, self._plan, self._device = group, plan, device
-        self._statistics, self._meeting = statistics, meeting
+        self._replica, self._statistics, self._meeting = replica, statistics, meeting
         self._buckets = weight_buckets([(piece.name, piece.tensor) for piece in inner.pieces], plan.comm.bucket_bytes)
         self._kept_on = torch.device("cpu") if plan.data.offload else device
         self._anchors: list[torch.Tensor] = []
         self._momenta: list[torch.Tensor] = []
+        self._has_begun = False
+        """The anchor is what training began from."""
         if keeps_anchor(plan):
             self._anchors = [bucket.read_into(self._keep(bucket)) for bucket in self._buckets]
         if plan.data.outer == "nesterov":
@@ -106,7 +111,14 @@ class LocalSync(PipelineSync):
         return self.inner.exchanges_in_forward
 
     def begin(self) -> None:
+        if not self._has_begun:  # weights may have been read since this was made
+            self._has_begun = True
+            self._read_anchors()
         self.inner.begin()
+
+    def _read_anchors(self) -> None:
+        for bucket, anchor in zip(self._buckets, self._anchors, strict=bool(self._anchors)):
+            bucket.read_into(anchor)
 
     def arm(self) -> None:
         self.inner.arm()
@@ -192,7 +204,7 @@ class LocalSync(PipelineSync):
         is that of the bucket before the last, which must have been taken."""
         flat = self._buckets[number].read_into(self._buffer(number))
         if self._anchors:
-            flat.neg_().add_(self._anchors[number].to(flat.device, non_blocking=True))
+            torch.sub(self._anchors[number].to(flat.device, non_blocking=True), flat, out=flat)
         return flat
 
     @torch.no_grad()
@@ -266,10 +278,13 @@ class LocalSync(PipelineSync):
         self.inner.settle()
         exchanged = [*(piece.tensor.detach() for piece in self.pieces), *self._statistics()]
         own = [tensor.to(self._kept_on, copy=True) for tensor in exchanged]
+        # Ranks may share memory: none may write while another still reads what was there.
+        gather_values(None, self._replica)
         self.mean_(exchanged)
         self._publish()
         try:
             yield
+            gather_values(None, self._replica)
         finally:
             with torch.no_grad():
                 for tensor, value in zip(exchanged, own, strict=True):
@@ -282,9 +297,7 @@ class LocalSync(PipelineSync):
 
     @torch.no_grad()
     def restart(self, *, steps_done: int) -> None:
-        self.steps_done, self.agrees = steps_done, True
-        for bucket, anchor in zip(self._buckets, self._anchors, strict=bool(self._anchors)):
-            bucket.read_into(anchor)
+        self.steps_done, self.agrees, self._has_begun = steps_done, True, False
         for momentum in self._momenta:
             momentum.zero_()
 
@@ -302,10 +315,11 @@ class LocalSync(PipelineSync):
             "inner": self.inner.state(),
             "steps_done": self.steps_done,
             "agrees": self.agrees,
+            "has_begun": self._has_begun,
             "num_exchanges": self.num_exchanges,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.inner.load_state(state["inner"])
         self.steps_done, self.agrees = int(state["steps_done"]), bool(state["agrees"])
-        self.num_exchanges = int(state["num_exchanges"])
+        self._has_begun, self.num_exchanges = bool(state["has_begun"]), int(state["num_exchanges"])

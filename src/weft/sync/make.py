@@ -76,6 +76,7 @@ def place(
         mesh.between_replicas("weights"),
         mesh.plan,
         device=mesh.world.device,
+        replica=mesh.whole_replica("control"),
         statistics=functools.partial(running_statistics, model) if mesh.plan.data.buffers != "local" else list,
         meeting=meeting,
     )
