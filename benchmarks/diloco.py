@@ -134,7 +134,7 @@ class Outcome:
 
 def train(run: Run, size: Size, data: tuple[TokenWindows, TokenWindows], device: str) -> Outcome:
     torch.manual_seed(0)
-    fused = {"fused": True} if device == "cuda" else {}
+    fused: dict[str, Any] = {"fused": True} if device == "cuda" else {}
     trainer = weft.parallelize(
         GPT(size.config),
         run.plan(Precision(compute="bf16" if device == "cuda" else "model")),

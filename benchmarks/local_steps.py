@@ -268,46 +268,63 @@ def measure_quality(args: argparse.Namespace) -> list[Row]:
 
 
 def pictures(rows: list[Row]) -> list[dict[str, Any]]:
-    """One picture per measurement, a line per task."""
-    names = list(dict.fromkeys(row.task for row in rows))
-    local = {name: [row for row in rows if row.task == name and row.every != SYNCHRONOUS] for name in names}
+    """One picture per measurement, a line per task and, of the loss, per seed: as `plots.py` reads them."""
+    local = [row for row in rows if row.every != SYNCHRONOUS]
     base = {row.task: row for row in rows if row.every == SYNCHRONOUS}
+    names = list(dict.fromkeys(row.task for row in rows))
 
-    def picture(
-        title: str, y_label: str, value: Callable[[Row], float | None], x: Callable[[Row], float | None], x_label: str
-    ) -> dict[str, Any]:
-        series = []
-        for name in names:
-            points = [(x(row), value(row)) for row in local[name]]
-            known = [point for point in points if None not in point]
-            series.append({"name": name, "x": [p[0] for p in known], "y": [p[1] for p in known]})
-        return {"title": title, "x_label": x_label, "y_label": y_label, "series": series}
+    def line(name: str, value: Callable[[Row], float | None], **more: Any) -> dict[str, Any]:
+        known = [(row.every, found) for row in local if row.task == name and (found := value(row)) is not None]
+        return {"name": name, **more, "x": [x for x, _ in known], "y": [y for _, y in known]}
 
-    def relative(row: Row) -> float:
-        return 100 * (row.loss / base[row.task].loss - 1)
+    def over_synchronous(row: Row, seed: int) -> float:
+        return 100 * (row.held_out_losses[seed] / base[row.task].held_out_losses[seed] - 1)
 
-    def interval(row: Row) -> float:
-        return row.every
+    def picture(title: str, y_label: str, series: list[dict[str, Any]], *, log_y: bool) -> dict[str, Any]:
+        return {
+            "title": title,
+            "x_label": "steps between exchanges",
+            "y_label": y_label,
+            "log_x": True,
+            "log_y": log_y,
+            "series": series,
+        }
 
-    def speed_up(row: Row) -> float | None:
-        synchronous = base[row.task].step_s
-        return None if row.step_s is None or synchronous is None else synchronous / row.step_s
-
-    steps, loss = "steps between exchanges", "held-out loss over synchronous, %"
-    return [
-        picture("Speed against staleness", loss, relative, speed_up, "speed-up over synchronous"),
-        picture("Held-out loss", loss, relative, interval, steps),
-        picture("Spread of the replicas", "distance from the average / its norm", lambda r: r.spread, interval, steps),
-        picture("Time", "seconds per step", lambda r: r.step_s, interval, steps),
-        picture("Bytes sent by a rank", "bytes per step", lambda r: r.sent_bytes, interval, steps),
+    num_seeds = len(rows[0].held_out_losses)
+    losses = [
+        line(name, functools.partial(over_synchronous, seed=seed), seed=seed)
+        for name in names
+        for seed in range(num_seeds)
     ]
+    found = [
+        picture("Held-out loss", "over synchronous, %", losses, log_y=False),
+        picture(
+            "Spread of replicas", "distance from the mean / its norm", [line(n, spread_of) for n in names], log_y=True
+        ),
+    ]
+    if local[0].step_s is not None:
+        found += [
+            picture("Time", "ms per step", [line(n, ms_of) for n in names], log_y=False),
+            picture("Sent by a rank", "bytes per step", [line(n, bytes_of) for n in names], log_y=True),
+        ]
+    return found
+
+
+def spread_of(row: Row) -> float | None:
+    return row.spread
+
+
+def ms_of(row: Row) -> float | None:
+    return None if row.step_s is None else 1e3 * row.step_s
+
+
+def bytes_of(row: Row) -> float | None:
+    return row.sent_bytes
 
 
 def write(path: Path, rows: list[Row], environment: str) -> None:
-    first, *more = pictures(rows)
-    path.write_text(
-        json.dumps({**first, "more": more, "environment": environment, "rows": [asdict(r) for r in rows]}, indent=1)
-    )
+    found = {"panels": pictures(rows), "environment": environment, "rows": [asdict(row) for row in rows]}
+    path.write_text(json.dumps(found, indent=1))
 
 
 def read_arguments() -> argparse.Namespace:
