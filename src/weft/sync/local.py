@@ -61,6 +61,8 @@ class LocalSync(PipelineSync):
         self.steps_done = 0
         self.agrees = True
         self.num_exchanges = 0
+        self._is_unpublished = False
+        """An error ended a context of the mean, and the model may still have it."""
         self.spread: torch.Tensor | None = None
         """Distance of this rank's weights from the mean at the last exchange, relative to the norm of the mean."""
         self._group, self._plan, self._device = group, plan, device
@@ -111,6 +113,8 @@ class LocalSync(PipelineSync):
         return self.inner.exchanges_in_forward
 
     def begin(self) -> None:
+        if self._is_unpublished:
+            self._publish()
         if not self._has_begun:  # weights may have been read since this was made
             self._has_begun = True
             self._read_anchors()
@@ -271,17 +275,20 @@ class LocalSync(PipelineSync):
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Context in which the model, its pieces and running statistics are the mean over replicas; collective."""
+        """Context in which the model, its pieces and running statistics are the mean over replicas; collective.
+
+        After an error the model has its own weights again from the next step, which all ranks begin together."""
         if self.agrees or self.num_replicas == 1:
             yield
             return
         self.inner.settle()
-        exchanged = [*(piece.tensor.detach() for piece in self.pieces), *self._statistics()]
+        exchanged = self._exchanged()
         own = [tensor.to(self._kept_on, copy=True) for tensor in exchanged]
         # Ranks may share memory: none may write while another still reads what was there.
         gather_values(None, self._replica)
         self.mean_(exchanged)
         self._publish()
+        self.agrees = True
         try:
             yield
             gather_values(None, self._replica)
@@ -289,9 +296,22 @@ class LocalSync(PipelineSync):
             with torch.no_grad():
                 for tensor, value in zip(exchanged, own, strict=True):
                     tensor.copy_(value)
+            self.agrees, self._is_unpublished = False, True
         self._publish()
 
+    def conclude(self) -> None:
+        if self.agrees or self.num_replicas == 1:
+            return
+        self.inner.settle()
+        self.mean_(self._exchanged())
+        self._publish()
+        self.agrees = True
+
+    def _exchanged(self) -> list[torch.Tensor]:
+        return [*(piece.tensor.detach() for piece in self.pieces), *self._statistics()]
+
     def _publish(self) -> None:
+        self._is_unpublished = False
         self.inner.publish()
         self.inner.settle()
 

@@ -222,7 +222,7 @@ class _Run:
                 try:
                     self._step(inputs, targets)
                     self._note_saved()
-                    stopped = stop.agreed()
+                    stopped = stop.agreed(step=self.trainer.steps_done)
                     done = self.trainer.steps_done
                     if stopped:
                         break

@@ -83,7 +83,7 @@ class ParallelModel:
     @property
     def runs_empty(self) -> bool:
         """True if layers exchange in their forward pass, so that a microbatch without samples must run too."""
-        return self.has_batch_norms and self.mesh.data_size > 1 and self.mesh.plan.data.buffers == "synchronise"
+        return self.has_batch_norms and self.mesh.num_batch_parts > 1 and self.mesh.plan.data.buffers == "synchronise"
 
     def enter(self, inputs: Any) -> None:
         """Begin a forward or backward pass of a microbatch."""
