@@ -31,6 +31,7 @@ from weft.plan.partition.exchange import MAX_EXCHANGES_IN_FLIGHT
 from weft.plan.partition.replicas import exchanges_after, keeps_anchor
 from weft.plan.plan import Plan
 from weft.sync.base import PipelineSync, Totals
+from weft.sync.meeting import Meeting
 from weft.sync.outer import average_, nesterov_
 from weft.sync.weight_buckets import ExchangeBuffers, WeightBucket, weight_buckets
 
@@ -49,13 +50,13 @@ class LocalSync(PipelineSync):
         device: torch.device,
         replica: Group,
         statistics: Tensors = list,
-        meet: Callable[[LocalSync], None] | None = None,
+        meeting: Meeting | None = None,
     ) -> None:
         """`group`: the ranks that hold the same part of each replica; `replica`: all ranks of this one. `statistics`
-        looks up running statistics that are averaged. `meet`: called when an exchange is due, instead of exchanging
-        over the group."""
+        looks up running statistics that are averaged. `meeting`: where the replicas of one process exchange, instead
+        of over the group."""
         self.inner = inner
-        self.num_replicas = group.size if meet is None else plan.num_replicas
+        self.num_replicas = group.size if meeting is None else plan.num_replicas
         self.steps_done = 0
         self.agrees = True
         self.num_exchanges = 0
@@ -64,7 +65,7 @@ class LocalSync(PipelineSync):
         self.spread: torch.Tensor | None = None
         """Distance of this rank's weights from the mean at the last exchange, relative to the norm of the mean."""
         self._group, self._plan, self._device = group, plan, device
-        self._replica, self._statistics, self._meet = replica, statistics, meet
+        self._replica, self._statistics, self._meeting = replica, statistics, meeting
         self._buckets = weight_buckets([(piece.name, piece.tensor) for piece in inner.pieces], plan.comm.bucket_bytes)
         # What has no memory has none anywhere.
         self._kept_on = torch.device("cpu") if plan.data.offload and device.type != "meta" else device
@@ -163,8 +164,8 @@ class LocalSync(PipelineSync):
         if not exchanges_after(self._plan.data, self.steps_done):
             return False
         self.inner.settle()
-        if self._meet is not None:
-            self._meet(self)
+        if self._meeting is not None:
+            self._meeting.exchange()
         else:
             self._exchange()
         return True
@@ -263,6 +264,9 @@ class LocalSync(PipelineSync):
     def mean_(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace tensors by their means over replicas; collective. Integers stay as they are."""
         named = [("", tensor) for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+        if self._meeting is not None:
+            self._meeting.mean_([tensor for _, tensor in named])
+            return
         for bucket in weight_buckets(named, self._plan.comm.bucket_bytes):
             flat = bucket.read_into(torch.empty(bucket.numel, dtype=bucket.dtype, device=self._device))
             all_reduce(flat, self._group)

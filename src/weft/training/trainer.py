@@ -182,9 +182,14 @@ class Trainer:
         return self.update.grad_norm
 
     @property
+    def skipped(self) -> int | torch.Tensor:
+        """`num_skipped`, as a number that may still be computed."""
+        return self.update.skipped
+
+    @property
     def num_skipped(self) -> int:
         """Number of updates skipped so far, because the loss or a gradient was not finite."""
-        return self.update.num_skipped
+        return int(self.skipped)
 
     @property
     def loss_scale(self) -> float | None:
