@@ -1,4 +1,4 @@
-"""Checkpoints of replicas that differ: the same plan goes on to the bit, also between exchanges; others get the mean."""
+"""Checkpoints of replicas that differ: the same plan goes on to the bit, between exchanges too; others get the mean."""
 
 from __future__ import annotations
 

@@ -110,8 +110,9 @@ class NotFiniteWatch:
         """Raise on every rank if some replica has told in an exchange that it cannot go on."""
         heard, self._heard = self._heard, None
         if self._sync.troubles is not None:
-            self._heard, self._sync.troubles = AsyncScalars(self._sync.troubles.amax()), None
-            if self._mesh.world.device.type != "cuda":
+            told, self._sync.troubles = self._sync.troubles, None
+            self._heard = AsyncScalars(told.amax())
+            if not told.is_cuda:
                 heard, self._heard = self._heard, None
         if heard is None or not heard.read()[0]:
             return
