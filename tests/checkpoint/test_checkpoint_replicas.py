@@ -120,7 +120,11 @@ def test_the_same_plan_goes_on_to_the_bit(tmp_path: Path, name: str) -> None:
 @ranks(2)
 def test_and_from_a_save_right_after_an_exchange(tmp_path: Path) -> None:
     goes_on_to_the_bit(tmp_path, "diloco", before=3)
-    weights = [path for path in tmp_path.glob("*/rank-*") if any(name.startswith("replica/weight/") for name in load_file(path))]
+    weights = [
+        path
+        for path in tmp_path.glob("*/rank-*")
+        if any(name.startswith("replica/weight/") for name in load_file(path))
+    ]
     assert weights == []  # replicas agree, so theirs are the portable ones
 
 
