@@ -16,7 +16,7 @@ from oracle import cut_evenly, image_batch, make_trainer, small_convnet, small_g
 from ranks import ranks
 from torch import Tensor, nn
 
-from weft.errors import NotFiniteError, PlanError
+from weft.errors import DamagedCheckpointError, NotFiniteError, PlanError
 from weft.mesh import World
 from weft.plan.plan import ALL, Average, Axes, Data, Plan, Precision, Step
 from weft.training.parallelize import parallelize
