@@ -95,6 +95,7 @@ def load(trainer: TrainerState, directory: Path, *, extra_state: bool = True) ->
     trainer.sync.restart(steps_done=trainer.steps_done)
     if trainer.pipeline_step is not None:
         trainer.pipeline_step.load_state({}, {})
+    trainer.balance.load_state({})
     torch.manual_seed(index["seed"] + world.rank)
     if world.rank == 0:
         log.warning("%s was written under another plan: weights, optimizer and data position are used, to rounding; "

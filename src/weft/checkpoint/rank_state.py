@@ -1,7 +1,7 @@
 """The plan-specific part of a checkpoint: the state of one rank that an exact continuation under the same plan needs.
 
-Random states, the sync's state, buffers that differ between ranks, weight versions that flush-free pipelines hold, and
-all that replicas have of their own which differ between exchanges (`replicas.py`).
+Random states, the sync's state, shares of microbatches, buffers that differ between ranks, weight versions that
+flush-free pipelines hold, and all that replicas have of their own which differ between exchanges (`replicas.py`).
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def take_rank_part(trainer: TrainerState) -> tuple[dict[str, torch.Tensor], dict
         "has_own_count": trainer.counts.is_own,
         "pipeline": in_flight,
         "replica": own_values,
+        "balance": trainer.balance.state(),
     }
     extra, stored = take_extra(trainer.extra_state, trainer.mesh.everyone("control"))
     return {**tensors, **own, **extra}, {"values": json.dumps(values), **stored}
@@ -70,3 +71,4 @@ def load_rank_part(trainer: TrainerState, directory: Path) -> None:
     trainer.counts.shared = values["shared_count"]
     trainer.counts.is_own = values.get("has_own_count", False)  # older checkpoints do not say
     trainer.sync.load_state(values["sync"])
+    trainer.balance.load_state(values.get("balance", {}))  # which are not in older ones either

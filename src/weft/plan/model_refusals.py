@@ -38,6 +38,12 @@ SHARED_MEMORY_ON_A_DEVICE = Refusal(
     remedy='use "auto" or "c10d"',
 )
 
+CODEC_OF_COMPLEX_WEIGHTS = Refusal(
+    combination="[codec] name with complex weights",
+    why='{codec.name} makes messages of real numbers, and "{name}" is complex',
+    remedy='set [codec] name = "none", or store real and imaginary parts',
+)
+
 # --- replicas in one process ------------------------------------------------------------------------------------------
 
 REPLICAS_THAT_NEVER_DIFFER = Refusal(

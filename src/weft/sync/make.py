@@ -149,10 +149,12 @@ def _place_in_flats(
             )
     materialiser.finish()
     _place_rest(model, mesh, flats)
+    everyone = mesh.batch_group("control")
     sync = ZeroSync(
         flats,
         group=reductions,
         replicas=replicas,
+        place=(everyone.index, everyone.size),
         sharding=sharding,
         device=device,
         waits_in_backward=plan.data.buffers == "synchronise" and has_batch_norms(model),

@@ -15,9 +15,11 @@ from weft.checkpoint.pretrained import load_weights
 from weft.comm.failures.activity import calls, collective_call
 from weft.comm.failures.watch import set_step_timeout
 from weft.mesh import DEFAULT_TIMEOUT_S, Mesh, join_world, make_mesh
+from weft.optim.tensor_norms import give_norms
 from weft.parallel.apply import apply_plan
 from weft.parallel.state.batchnorm import has_batch_norms, warn_of_microbatches
 from weft.parallel.state.materialise import agreed_seed
+from weft.parallel.tensor.shares import counted_elements
 from weft.parallel.zero.flat_parameters import Piece
 from weft.plan.all_ranks import with_ranks
 from weft.plan.check import require
@@ -133,6 +135,8 @@ def parallelize(
                 )
                 apply_plan(parts)
             made = optimizer(_optimizer_arguments(parts.sync.pieces, groups))
+            counted = {} if parts.tensor is None else counted_elements(parts.tensor.shares, parts.layouts, mesh)
+            give_norms(made, parts.sync.pieces, mesh, counted=counted)
             if world.is_fake:
                 return cast(Trainer, MetaTrainer(parts, made))
             trainer = kind(

@@ -37,10 +37,11 @@ from weft.plan.pipeline.timeline import Timeline
 from weft.plan.plan import Plan
 from weft.training.data.batches import Batches
 from weft.training.data.split_tokens import SequenceSplit
-from weft.training.data.trees import forward
+from weft.training.data.trees import forward, num_samples
 from weft.training.describe import describe
 from weft.training.loss.loss import Count, Loss, loss_terms
 from weft.training.loss.target_count import TargetCount
+from weft.training.pace import Pace
 from weft.training.setup.own_loss import OwnLoss
 from weft.training.setup.split_layers import KeepingShares
 from weft.training.setup.unshifted import warn_of_unshifted
@@ -93,6 +94,10 @@ class Trainer:
         self.data_position = 0
         """Samples handed out so far, over all ranks and epochs; kept by `weft.batches`."""
         self.counts = TargetCount.of(mesh)
+        self.pace = Pace(mesh)
+        """How fast the ranks compute, and which of them is slow."""
+        self.balance = self.pace.balance
+        parts.balance = self.balance
         self.seeds = parts.seeds
         self.average = make_average(sync.pieces, plan)
         """The average of the weights, where the plan keeps one."""
@@ -137,7 +142,13 @@ class Trainer:
             counts_targets=loss.counts_targets,
         )
         inside = StepParts(
-            model=parts, update=self.update, loss=loss, call=call, counts=self.counts, recording=self._recording
+            model=parts,
+            update=self.update,
+            loss=loss,
+            call=call,
+            counts=self.counts,
+            recording=self._recording,
+            clock=self.pace.clock,
         )
         self.pipeline_step: PipelineStep | None = None
         if cut is not None:
@@ -157,6 +168,16 @@ class Trainer:
     @property
     def data_size(self) -> int:
         return self.mesh.data_size
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Microbatches of each data rank in the next step: as many for all, or by speed with `[data] balance`."""
+        return self.balance.shares
+
+    def batch_range(self, num_samples: int) -> tuple[int, int]:
+        """This rank's part of the next step's global batch: its first sample, and the one after its last.
+        `weft.batches` hands it out; a loop of your own takes it from a batch of so many samples."""
+        return self.balance.range(num_samples)
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
@@ -203,7 +224,8 @@ class Trainer:
             self._has_compared = True
             if self.mesh.world.rank == 0 and self._loss.counts_targets:
                 warn_of_unshifted(inputs, targets)
-        microbatches = self._microbatches.cut(inputs, targets)
+        exchanges = self.sync.exchanges_in_microbatches or self.parts.runs_empty
+        microbatches = self._microbatches.cut(inputs, targets, self.balance.share(exchanges=exchanges))
         self.not_finite.keep(self.steps_done, inputs, targets)
         if self.seeds.base is None:
             self.seeds.base = self._draw_seed()
@@ -212,7 +234,7 @@ class Trainer:
         with self.replacements, self.own_loss.gathering.during("model"):
             loss = self._steps.step(microbatches, step=self.steps_done)
         self.own_loss.settle()
-        self._end_step()
+        self._end_step(num_samples(inputs))
         self._has_failed = False
         self.not_finite.look()
         return loss
@@ -336,6 +358,7 @@ class Trainer:
         self.wait_for_save()
         checkpoint.load(self, Path(directory), extra_state=extra_state)
         self.not_finite.restart()
+        self.pace.restart()
 
     def _require_weights(self, what: str) -> None:
         if self.average is not None:
@@ -385,8 +408,9 @@ class Trainer:
         if self.sync.exchanges_in_forward:
             self._steps.skip_evaluation(self.plan.step.microbatches)
 
-    def _end_step(self) -> None:
+    def _end_step(self, num_samples: int) -> None:
         self.steps_done += 1
+        self.pace.end_step(self.steps_done, num_samples)
         for traffic in self.mesh.traffic.values():
             traffic.collect_stream_waits()
         if self.tensor is not None:

@@ -125,6 +125,7 @@ def train(
         loss=prepared.loss,
         optimizer=prepared.optimizer,
         schedule=prepared.schedule,
+        groups=prepared.groups,
         global_batch=wanted.steps.global_batch,
         example=_example(prepared, plan, wanted.steps.global_batch),
         weights=prepared.weights,
