@@ -281,6 +281,10 @@ class LocalSync(PipelineSync):
             all_reduce(flat, self._group)
             bucket.write_from(flat.div_(self.num_replicas))
 
+    def gather(self, value: Any, group: Group) -> list[Any]:
+        """Every replica's value, over a group of hosts between replicas; collective."""
+        return gather_values(value, group) if self._meeting is None else self._meeting.gather(value)
+
     @contextmanager
     def consensus(self) -> Iterator[None]:
         """Context in which the model, its pieces and running statistics are the mean over replicas; collective.
