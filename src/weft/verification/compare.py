@@ -18,7 +18,7 @@ from weft.checkpoint.local_parts import held_parameters
 from weft.comm.broadcast_many import float64_of_first
 from weft.comm.collectives import broadcast
 from weft.comm.objects import gather_values
-from weft.layout import Layout, part_of
+from weft.layout import Layout
 from weft.mesh import Mesh
 from weft.parallel.tensor.shares import local_part
 from weft.training.data.trees import num_samples, split_tree
@@ -136,7 +136,7 @@ def loss_error(mine: float, true: float) -> float:
 
 def step_on_part(trainer: Trainer, batch: tuple[Any, Any]) -> float:
     """The loss of one step of the trainer on its part of a global batch."""
-    start, stop = part_of(num_samples(batch[0]), trainer.data_rank, trainer.data_size)
+    start, stop = trainer.batch_range(num_samples(batch[0]))
     inputs, targets = (split_tree(tree, start, stop) for tree in batch)
     return float(trainer.step(inputs, targets))
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from weft.layout import part_of
+from weft.plan.partition.shares import Shares, even_shares, samples_of
 from weft.plan.plan import Plan
 from weft.training.data.trees import forward, map_output, map_tensors, num_samples, output_tensors
 from weft.training.loss.loss import LossFunction, count_targets, loss_terms, resolve_loss
@@ -98,6 +99,8 @@ class OneProcess:
         self.whole_losses: list[float | None] = [None]
         self._data_ranks = data_ranks
         self.backward_order: list[str] = []
+        self.shares: Shares | None = None
+        """Microbatches of each data rank in the next step; None: as many for all."""
         self._plan, self._loss = plan, resolve_loss(recipe.loss)
         self._trained = trained_parameters(model)
         self._updates = Updates(self._trained, plan, recipe)
@@ -120,7 +123,8 @@ class OneProcess:
         self._updates.optimizer.zero_grad(set_to_none=True)
         loss_sum, count_sum = 0.0, 0.0
         outputs: list[Any] = []
-        used = [rows for rows in microbatch_rows(self._plan, num_samples(inputs), self._data_ranks) if rows]
+        rows_of_all = microbatch_rows(self._plan, num_samples(inputs), self._data_ranks, shares=self.shares)
+        used = [rows for rows in rows_of_all if rows]
         for rows in used:
             part, target_part = take_rows((inputs, targets), rows)
             output = forward(self.model, part)
@@ -188,13 +192,16 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def microbatch_rows(plan: Plan, total: int, data_ranks: Sequence[int] | None = None) -> list[list[int]]:
+def microbatch_rows(
+    plan: Plan, total: int, data_ranks: Sequence[int] | None = None, *, shares: Shares | None = None
+) -> list[list[int]]:
     """The rows of each microbatch: the union of what the data ranks, all unless given, have in their microbatches of
-    that number."""
-    num_ranks, num_microbatches = plan.axes.data_ranks, plan.step.microbatches
-    rows: list[list[int]] = [[] for _ in range(num_microbatches)]
-    for rank in range(num_ranks) if data_ranks is None else data_ranks:
-        start, stop = part_of(total, rank, num_ranks)
+    that number. `shares`: microbatches of each data rank, unless all have as many."""
+    shares = shares or even_shares(plan.axes.data_ranks, plan.step.microbatches)
+    rows: list[list[int]] = [[] for _ in range(max(shares))]
+    for rank in range(len(shares)) if data_ranks is None else data_ranks:
+        num_microbatches = shares[rank]
+        start, stop = samples_of(total, rank, shares)
         for number in range(num_microbatches):
             first, last = part_of(stop - start, number, num_microbatches)
             rows[number].extend(range(start + first, start + last))

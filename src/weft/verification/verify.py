@@ -178,6 +178,8 @@ class _Comparison:
 
     def step(self, number: int, batch: tuple[Any, Any], *, is_drained: bool) -> None:
         device = self._mesh.world.device
+        if isinstance(self._oracle, OneProcess):
+            self._oracle.shares = self._trainer.shares
         mine = step_on_part(self._trainer, batch)
         is_random, (true, is_known, whole, has_whole) = self._expect(map_tensors(lambda one: one.to(device), batch))
         self._is_random = is_random
