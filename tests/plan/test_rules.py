@@ -218,8 +218,8 @@ def test_sharding_refuses_an_optimizer_that_needs_whole_tensors(shard):
     plan = Plan(axes=Axes(data=2), data=Data(shard=shard))
     assert check(plan, optimizer="Whitening", elementwise=False) == [
         f'Whitening needs whole tensors, but with [data] shard = "{shard}" each rank keeps a flat range of every '
-        "tensor; use an optimizer that treats each element by itself, such as AdamW or SGD, or set [data] shard = "
-        '"nothing"'
+        "tensor; use an optimizer that treats each element by itself, such as AdamW or SGD, or weft.optim's LARS or "
+        'LAMB, which add up their norms over ranks, or set [data] shard = "nothing"'
     ]
     assert check(plan, elementwise=False)[0].startswith("this optimizer needs whole tensors")
     assert check(Plan(axes=Axes(data=2)), optimizer="Whitening", elementwise=False) == []

@@ -22,7 +22,7 @@ from weft.plan.rules import combination_problems
 # Fields of which only the default is built. A new method moves its field from here to `_BUILT`, with the values that
 # work, or leaves it out when all do.
 _DEFAULT_ONLY = (
-    "data.delay data.balance "
+    "data.delay "
     "server.mode server.shards server.staleness server.backups server.compensation server.lr_scaling "
     "codec.density codec.rank codec.levels codec.clip codec.warmup_steps"
 )
@@ -103,7 +103,14 @@ _DEPENDENT: tuple[tuple[str, _Switch], ...] = (
     ("data.switch_step", _Switch("data.every", at_least=2, alternative=_Switch("data.outer", ("nesterov",)))),
     ("data.outer_lr data.outer_momentum", _Switch("data.outer", ("nesterov",))),
     ("data.delay", _Switch("data.sync", ("delayed",))),
-    ("data.balance", _Switch("step.microbatches", at_least=2)),  # one cannot be distributed
+    (
+        "data.balance",
+        _Switch(
+            "step.microbatches",
+            at_least=2,
+            instead="every rank computes one at least, so none can be given to a faster one: leave it out",
+        ),
+    ),
     ("server.mode server.shards server.staleness server.backups", _Switch("data.sync", ("server",))),
     ("server.compensation server.lr_scaling", _Switch("data.sync", ("server",))),
     ("server.staleness", _Switch("server.mode", ("bounded",))),

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from weft.plan.plan import Plan
 from weft.plan.refusals import Optimizer, Rule
 
-# Class names in lower case. Their update of one element depends on other elements of the tensor, or on its shape.
+# Class names in lower case. Their update of one element depends on other elements of the tensor, or on its shape. LARS
+# and LAMB are those of other libraries: weft's own are recognised before names are looked at.
 _WHOLE_TENSOR_OPTIMIZERS = frozenset(
     "adafactor adam_mini came dion distributedshampoo lamb lars lbfgs muon novograd shampoo sm3 soap sparseadam".split()
 )
@@ -20,7 +21,8 @@ _WHOLE_TENSOR_OPTIMIZERS = frozenset(
 def combination_problems(plan: Plan, *, optimizer: str | None = None, elementwise: bool | None = None) -> Iterator[str]:
     """Every contradiction in this plan.
 
-    `optimizer` is its class name, if known; `elementwise`: it updates each element independently (None: not known).
+    `optimizer` is its class name, if known; `elementwise`: it updates each element independently, or takes the norms
+    of whole tensors from weft (None: not known).
     """
     if elementwise is None:
         elementwise = optimizer is None or optimizer.lower() not in _WHOLE_TENSOR_OPTIMIZERS
@@ -152,6 +154,20 @@ RULES: tuple[Rule, ...] = (
         broken=lambda plan, _: plan.codec.name != "none" and _is_one_replica(plan),
     ),
     Rule(
+        combination='[data] balance with another [data] sync than "all-reduce"',
+        why="{data.balance} gives a slow replica fewer samples, and where {data.sync} averages replicas it would count "
+        "as much as one with more",
+        remedy='set [data] sync = "all-reduce", or leave balance out',
+        broken=lambda plan, _: plan.data.balance and plan.data.sync != "all-reduce",
+    ),
+    Rule(
+        combination='[data] balance with [pipeline] schedule = "pipedream" or "2bw"',
+        why="{data.balance} changes the number of microbatches from step to step, and {pipeline.schedule} has those of "
+        "several steps in flight, with weight versions for a fixed number",
+        remedy='leave balance out, or use "1f1b"',
+        broken=lambda plan, _: plan.data.balance and _is_scheduled(plan, "pipedream", "2bw"),
+    ),
+    Rule(
         combination="[server] backups as many as [axes] data, or more",
         why="{server.backups} leaves none of the {axes.data:value} workers to wait for",
         remedy="backups are counted in [axes] data, so set backups to at most {most}, or data to {least} or more",
@@ -165,14 +181,15 @@ RULES: tuple[Rule, ...] = (
     Rule(
         combination="[axes] tensor > 1 with an optimizer that needs whole tensors (Muon, Adafactor, LBFGS, ...)",
         why="{optimizer} needs whole tensors, but with {axes.tensor} each rank has a part of most of them",
-        remedy="use an optimizer that treats each element by itself, such as AdamW or SGD, or set [axes] tensor = 1",
+        remedy="use an optimizer that treats each element by itself, such as AdamW or SGD, or weft.optim's LARS or "
+        "LAMB, which add up their norms over ranks, or set [axes] tensor = 1",
         broken=lambda plan, optimizer: plan.axes.tensor > 1 and not optimizer.elementwise,
     ),
     Rule(
         combination="[data] shard with an optimizer that needs whole tensors (Muon, Adafactor, LBFGS, ...)",
         why="{optimizer} needs whole tensors, but with {data.shard} each rank keeps a flat range of every tensor",
-        remedy="use an optimizer that treats each element by itself, such as AdamW or SGD, or set [data] shard = "
-        '"nothing"',
+        remedy="use an optimizer that treats each element by itself, such as AdamW or SGD, or weft.optim's LARS or "
+        'LAMB, which add up their norms over ranks, or set [data] shard = "nothing"',
         broken=lambda plan, optimizer: _is_sharded(plan) and not optimizer.elementwise,
     ),
     Rule(

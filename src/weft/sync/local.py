@@ -31,6 +31,7 @@ from weft.plan.partition.exchange import MAX_EXCHANGES_IN_FLIGHT
 from weft.plan.partition.replicas import exchanges_after, keeps_anchor
 from weft.plan.plan import Plan
 from weft.sync.base import PipelineSync, Totals
+from weft.sync.meeting import Meeting
 from weft.sync.outer import average_, nesterov_
 from weft.sync.weight_buckets import ExchangeBuffers, WeightBucket, weight_buckets
 
@@ -49,20 +50,22 @@ class LocalSync(PipelineSync):
         device: torch.device,
         replica: Group,
         statistics: Tensors = list,
-        meet: Callable[[LocalSync], None] | None = None,
+        meeting: Meeting | None = None,
     ) -> None:
         """`group`: the ranks that hold the same part of each replica; `replica`: all ranks of this one. `statistics`
-        looks up running statistics that are averaged. `meet`: called when an exchange is due, instead of exchanging
-        over the group."""
+        looks up running statistics that are averaged. `meeting`: where the replicas of one process exchange, instead
+        of over the group."""
         self.inner = inner
-        self.num_replicas = group.size if meet is None else plan.num_replicas
+        self.num_replicas = group.size if meeting is None else plan.num_replicas
         self.steps_done = 0
         self.agrees = True
         self.num_exchanges = 0
+        self._is_unpublished = False
+        """An error ended a context of the mean, and the model may still have it."""
         self.spread: torch.Tensor | None = None
         """Distance of this rank's weights from the mean at the last exchange, relative to the norm of the mean."""
         self._group, self._plan, self._device = group, plan, device
-        self._replica, self._statistics, self._meet = replica, statistics, meet
+        self._replica, self._statistics, self._meeting = replica, statistics, meeting
         self._buckets = weight_buckets([(piece.name, piece.tensor) for piece in inner.pieces], plan.comm.bucket_bytes)
         # What has no memory has none anywhere.
         self._kept_on = torch.device("cpu") if plan.data.offload and device.type != "meta" else device
@@ -100,7 +103,13 @@ class LocalSync(PipelineSync):
     def exchanges_in_forward(self) -> bool:
         return self.inner.exchanges_in_forward
 
+    @property
+    def exchanges_in_microbatches(self) -> bool:
+        return self.inner.exchanges_in_microbatches
+
     def begin(self) -> None:
+        if self._is_unpublished:
+            self._publish()
         if not self._has_begun:  # weights may have been read since this was made
             self._has_begun = True
             self._read_anchors()
@@ -131,8 +140,8 @@ class LocalSync(PipelineSync):
     def ignoring(self) -> AbstractContextManager[object]:
         return self.inner.ignoring()
 
-    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool) -> Totals:
-        return self.inner.finish(loss_sum, count, with_norm=with_norm)
+    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool, compute_s: float = 0.0) -> Totals:
+        return self.inner.finish(loss_sum, count, with_norm=with_norm, compute_s=compute_s)
 
     def publish(self) -> None:
         self.inner.publish()
@@ -155,8 +164,8 @@ class LocalSync(PipelineSync):
         if not exchanges_after(self._plan.data, self.steps_done):
             return False
         self.inner.settle()
-        if self._meet is not None:
-            self._meet(self)
+        if self._meeting is not None:
+            self._meeting.exchange()
         else:
             self._exchange()
         return True
@@ -255,6 +264,9 @@ class LocalSync(PipelineSync):
     def mean_(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace tensors by their means over replicas; collective. Integers stay as they are."""
         named = [("", tensor) for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+        if self._meeting is not None:
+            self._meeting.mean_([tensor for _, tensor in named])
+            return
         for bucket in weight_buckets(named, self._plan.comm.bucket_bytes):
             flat = bucket.read_into(torch.empty(bucket.numel, dtype=bucket.dtype, device=self._device))
             all_reduce(flat, self._group)
@@ -262,17 +274,20 @@ class LocalSync(PipelineSync):
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Context in which the model, its pieces and running statistics are the mean over replicas; collective."""
+        """Context in which the model, its pieces and running statistics are the mean over replicas; collective.
+
+        After an error the model has its own weights again from the next step, which all ranks begin together."""
         if self.agrees or self.num_replicas == 1:
             yield
             return
         self.inner.settle()
-        exchanged = [*(piece.tensor.detach() for piece in self.pieces), *self._statistics()]
+        exchanged = self._exchanged()
         own = [tensor.to(self._kept_on, copy=True) for tensor in exchanged]
         # Ranks may share memory: none may write while another still reads what was there.
         gather_values(None, self._replica)
         self.mean_(exchanged)
         self._publish()
+        self.agrees = True
         try:
             yield
             gather_values(None, self._replica)
@@ -280,9 +295,23 @@ class LocalSync(PipelineSync):
             with torch.no_grad():
                 for tensor, value in zip(exchanged, own, strict=True):
                     tensor.copy_(value)
+            self.agrees, self._is_unpublished = False, True
         self._publish()
 
+    def conclude(self) -> None:
+        if self.agrees or self.num_replicas == 1:
+            return
+        self.inner.settle()
+        gather_values(None, self._replica)
+        self.mean_(self._exchanged())
+        self._publish()
+        self.agrees = True
+
+    def _exchanged(self) -> list[torch.Tensor]:
+        return [*(piece.tensor.detach() for piece in self.pieces), *self._statistics()]
+
     def _publish(self) -> None:
+        self._is_unpublished = False
         self.inner.publish()
         self.inner.settle()
 
