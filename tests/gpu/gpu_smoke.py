@@ -2,14 +2,15 @@
 
     torchrun --nproc-per-node 4 tests/gpu/gpu_smoke.py                      # as many GPUs as ranks
     WEFT_SHARE_GPUS=1 torchrun --nproc-per-node 4 tests/gpu/gpu_smoke.py    # NCCL ranks that share one GPU
-    torchrun --nproc-per-node 4 tests/gpu/gpu_smoke.py ring   # only what has this in its name; "compiled" only so
+    torchrun --nproc-per-node 4 tests/gpu/gpu_smoke.py ring local   # only what has one of these in its name
     torchrun --nproc-per-node 4 tests/gpu/gpu_smoke.py --eager    # under a process group that the user made so
 
 On 2 ranks every axis is run, on 4 pairs of axes, too, on 6 and 8 a few plans of more (`gpu_cases.py`). Of each plan:
 float64 against one process (`weft.verify`), unequal parts included; the plan in its own number format against a plain
-loop; a checkpoint, which goes on to the bit. Then checkpoints of one plan under another. One line each; what failed is
-told again at the end. A rank that fails alone leaves others waiting for it, so then the run ends. Without a GPU it runs
-on the CPU.
+loop; a checkpoint, which goes on to the bit. Then checkpoints of one plan under another, and single methods
+(`gpu_methods.py`). What has "compiled" in its name is run by this word only. One line each; what failed is told again
+at the end. A rank that fails alone leaves others waiting for it, so then the run ends. Without a GPU it runs on the
+CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gpu_cases import COMPILED, DRIFTS, ELSEWHERE, all_plans
+from gpu_cases import COMPILED, DRIFTS, ELSEWHERE, LARGE, all_plans, averaged_plans, local_plans
+from gpu_methods import check_average, check_local, check_not_finite, check_windows
 
 import weft
 from weft.comm import collectives, p2p
@@ -231,10 +233,26 @@ def all_checks(world: World, folder: Path) -> dict[str, Callable[[], str]]:
             given = (plans[saved], plans[loaded], folder / f"pair-{number}")
             checks[f"saved under {saved}, loaded under {loaded}"] = functools.partial(check_elsewhere, *given)
     checks["overflow in fp16"] = functools.partial(check_overflow, world)
-    wanted = next((word for word in sys.argv[1:] if word != EAGER), "")
+    if world.size not in LARGE:
+        checks |= method_checks(world)
+    wanted = [word for word in sys.argv[1:] if word != EAGER]
     return {
-        name: one for name, one in checks.items() if wanted in name and (COMPILED not in name or COMPILED in wanted)
+        name: one
+        for name, one in checks.items()
+        if (not wanted or any(word in name for word in wanted)) and (COMPILED not in name or COMPILED in wanted)
     }
+
+
+def method_checks(world: World) -> dict[str, Callable[[], str]]:
+    checks: dict[str, Callable[[], str]] = {
+        "not finite": functools.partial(check_not_finite, world),
+        "windows in 16 bits": functools.partial(check_windows, world),
+    }
+    checks |= {name: functools.partial(check_average, plan) for name, plan in averaged_plans(world.size).items()}
+    local = local_plans(world.size)
+    checks |= {name: functools.partial(check_local, plan) for name, plan in local.items()}
+    poisoned = functools.partial(check_local, local["local, nesterov"], is_poisoned=True)
+    return checks | {"poisoned replica under local steps": poisoned}
 
 
 class Outcomes:
