@@ -30,7 +30,7 @@ from ranks import ranks
 from torch import nn
 
 from weft.parallel.sequence.device_assertion import DeviceAssertion
-from weft.plan.plan import Average, Data, Plan, Recompute
+from weft.plan.plan import Average, Axes, Data, Plan, Recompute, Step
 from weft.training.step import precision, update
 from weft.training.step.async_scalars import AsyncScalars
 from weft.training.step.precision import LossScale
@@ -42,6 +42,7 @@ AVERAGE = Average(decay=0.9)
 NESTEROV: dict[str, Any] = {"outer": "nesterov", "outer_lr": 0.7, "outer_momentum": 0.9}
 PLANS: dict[str, Plan] = {
     "data": dataclasses.replace(data_plan(2, **CLIPPED), average=AVERAGE),
+    "data, balanced": Plan(axes=Axes(data=2), step=Step(microbatches=2), data=Data(balance=True)),
     "zero 1, bf16": mixed(data_plan(2, shard="optimizer", **CLIPPED), compute="bf16"),
     "zero 3, fp16": dataclasses.replace(
         mixed(data_plan(2, shard="parameters", **CLIPPED), compute="fp16"), average=AVERAGE

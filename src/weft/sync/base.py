@@ -6,7 +6,7 @@
     arm()                        before the last microbatch's forward pass: from now on gradients may leave when ready
     skip_microbatch()            instead of a forward and backward pass, by a rank without samples in this microbatch
     end_microbatch()             after every microbatch
-    finish(loss_sum, count)      after the last microbatch, also by a rank that had no data at all
+    finish(loss_sum, count, ...) after the last microbatch, also by a rank that had no data at all
     end_update()                 after the optimizer's update: publish, or exchange weights with other replicas before
     skip()                       instead, if the update was skipped
     settle()                     before anything but the next step
@@ -45,6 +45,8 @@ class Totals:
     count: torch.Tensor
     norm: torch.Tensor | None = None
     """The 2-norm of all gradients together, where it was asked for."""
+    compute_s: torch.Tensor | None = None
+    """What each rank of the exchange gave as its compute time, in the order of `mesh.batch_group`; None without one."""
 
 
 class Sync(Protocol):
@@ -63,6 +65,11 @@ class Sync(Protocol):
     def exchanges_in_forward(self) -> bool:
         """True if forward passes are collective, so that every rank must run as many as the others."""
         return False
+
+    @property
+    def exchanges_in_microbatches(self) -> bool:
+        """True if ranks exchange in every microbatch, so that all must have as many; some of them may be empty."""
+        return self.exchanges_in_forward
 
     def begin(self) -> None:
         """Drop the last step's gradients."""
@@ -83,8 +90,8 @@ class Sync(Protocol):
         """Context of backward passes that only keep ranks in step: their gradients are dropped."""
         return nullcontext()
 
-    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool) -> Totals:
-        """Complete the exchange."""
+    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool, compute_s: float = 0.0) -> Totals:
+        """Complete the exchange. `compute_s` is a time of this rank that all ranks are told (`compute_clock.py`)."""
 
     def publish(self) -> None:
         """Copy what the optimizer updated to the model's parameters, on all ranks; gathers may still be running when it
@@ -102,6 +109,10 @@ class Sync(Protocol):
     def consensus(self) -> AbstractContextManager[None]:
         """Context in which the model has the average of all replicas; collective."""
         return nullcontext()
+
+    def conclude(self) -> None:
+        """No step follows: give the model the average of all replicas for good; collective."""
+        return
 
     def restart(self, *, steps_done: int) -> None:
         """Weights were read that all replicas share: nothing of earlier exchanges is left."""

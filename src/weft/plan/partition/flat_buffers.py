@@ -222,7 +222,8 @@ def sharded_bytes(buffers: Sequence[FlatBuffer], plan: Plan) -> dict[str, int]:
     """
     axes = one_replica(plan)
     sharding, data, replicate = Sharding.of(plan), axes.state, axes.replicate
-    tail_words = SHARDED_TAIL_WORDS + sum(len(one.flat.numels) for one in buffers if one.trainable)
+    num_flags = sum(len(one.flat.numels) for one in buffers if one.trainable)
+    tail_words = SHARDED_TAIL_WORDS + data * replicate + num_flags
     tail_bytes = tail_words * SHARDED_TAIL_ITEM_BYTES
     over_data = sent_bytes("all-reduce", tail_bytes, data)
     over_replicate = sent_bytes("all-reduce", tail_bytes, replicate)

@@ -22,10 +22,12 @@ FIRST_BUCKET_BYTES = 1 << 20
 """The first bucket is small, so that its exchange starts soon after the backward pass does."""
 
 TAIL_WORDS = 3
-"""Words of the tail before its flags: the loss sum, and the count of targets in two parts."""
+"""First words of the tail: the loss sum, and the count of targets in two parts. One word per rank follows, for its
+compute time, then the flags."""
 
 SHARDED_TAIL_WORDS = 3
-"""Words of a sharded step's tail before its flags: the loss sum, the count of targets, the gradient's squared norm."""
+"""First words of a sharded step's tail: the loss sum, the count of targets, the gradient's squared norm. One word per
+rank follows, for its compute time, then the flags."""
 
 SHARDED_TAIL_ITEM_BYTES = 8
 """That tail is float64 for any dtype of gradients, so that the count of targets is exact."""
@@ -38,6 +40,9 @@ SMALLEST_SLICED_BYTES = 1 << 20
 
 NORM_BYTES = 8
 """The squared norm of a rank's part of the gradient, in float64."""
+
+NUM_TENSOR_SUMS = 2
+"""Squares that LARS and LAMB sum per tensor: of the weight, and of what its norm is compared with; in float64."""
 
 
 def sent_bytes(collective: Collective, buffer_bytes: int, group_size: int) -> int:
@@ -124,14 +129,15 @@ def assign_buckets(
     return tuple(sorted(closed, key=lambda bucket: bucket[-1]))
 
 
-def tail_of(members: Sequence[Member]) -> Member:
-    """The tail of a gradient exchange: loss, count, and one flag per parameter that a rank used.
+def tail_of(members: Sequence[Member], *, num_ranks: int) -> Member:
+    """The tail of a gradient exchange: loss, count, each rank's compute time, and one flag per parameter that a rank
+    used.
 
     It travels with the gradients, so that a step needs no collective for it. It has at least 32 bits per word, whatever
     the gradients have.
     """
     widest = max(members, key=lambda member: member.item_bytes)
-    numel = TAIL_WORDS + len(members)
+    numel = TAIL_WORDS + num_ranks + len(members)
     if widest.item_bytes >= 4:
         return Member(numel=numel, item_bytes=widest.item_bytes, kind=widest.kind)
     return Member(numel=numel, item_bytes=4, kind="tail")
@@ -139,7 +145,7 @@ def tail_of(members: Sequence[Member]) -> Member:
 
 def gradient_all_reduce_bytes(members: Sequence[Member], *, bucket_bytes: int, data: int) -> int:
     """Bytes that a rank sends over the data axis in one step of all-reduce data parallelism."""
-    everything = [*members, tail_of(members)]
+    everything = [*members, tail_of(members, num_ranks=data)]
     buckets = assign_buckets(everything, bucket_bytes)
     sizes = (sum(everything[index].num_bytes for index in bucket) for bucket in buckets)
     return sum(sent_bytes("all-reduce", size, data) for size in sizes)
@@ -182,6 +188,15 @@ def num_slices(numel: int, item_bytes: int, num_ranks: int) -> int:
     """The number of slices in which tensor ranks send a tensor that all of them hold to the next stage; 1: whole."""
     is_worth_it = numel * item_bytes >= SMALLEST_SLICED_BYTES and numel % num_ranks == 0
     return num_ranks if is_worth_it else 1
+
+
+def tensor_norm_bytes(num_tensors: int, num_ranks: int) -> int:
+    """Bytes that a rank sends in one step to ranks that hold other parts of the same tensors, for LARS and LAMB.
+
+    Every rank gathers the sums of all (`optim/tensor_norms.py`), once over the ranks that share the state and once over
+    those that split layers.
+    """
+    return sent_bytes("all-gather", num_ranks * NUM_TENSOR_SUMS * NORM_BYTES * num_tensors, num_ranks)
 
 
 def needs_norm(plan: Plan) -> bool:
