@@ -158,6 +158,8 @@ def resume(plan: Plan, model: GPT, trainer: weft.Trainer, tokens: torch.Tensor, 
     trainer.check_divergence()
     if plan.axes.data < trainer.mesh.world.size or plan.axes.data == 1 or plan.data.shard == "parameters":
         return "resumes"
+    if plan.replica_axis is not None and not (trainer.sync.agrees and plan.precision == Precision()):
+        return "resumes"  # replicas differ, or are compared by their master weights
     if trainer.mesh.world.rank == 1:
         with torch.no_grad():
             next(model.parameters()).view(-1)[0] += 1
@@ -234,7 +236,7 @@ def all_checks(world: World, folder: Path) -> dict[str, Callable[[], str]]:
             checks[f"saved under {saved}, loaded under {loaded}"] = functools.partial(check_elsewhere, *given)
     checks["overflow in fp16"] = functools.partial(check_overflow, world)
     if world.size not in LARGE:
-        checks |= method_checks(world)
+        checks |= method_checks(world, folder)
     wanted = [word for word in sys.argv[1:] if word != EAGER]
     return {
         name: one
@@ -243,14 +245,20 @@ def all_checks(world: World, folder: Path) -> dict[str, Callable[[], str]]:
     }
 
 
-def method_checks(world: World) -> dict[str, Callable[[], str]]:
+def check_local_plan(plan: Plan, folder: Path) -> str:
+    """Local steps by their rule, on an MLP by hand and on a GPT by `weft.verify`; and a checkpoint."""
+    return ", ".join([check_local(plan), check_same_answer(plan, with_images=False), check_state(plan, folder)])
+
+
+def method_checks(world: World, folder: Path) -> dict[str, Callable[[], str]]:
     checks: dict[str, Callable[[], str]] = {
         "not finite": functools.partial(check_not_finite, world),
         "windows in 16 bits": functools.partial(check_windows, world),
     }
     checks |= {name: functools.partial(check_average, plan) for name, plan in averaged_plans(world.size).items()}
     local = local_plans(world.size)
-    checks |= {name: functools.partial(check_local, plan) for name, plan in local.items()}
+    for number, (name, plan) in enumerate(local.items()):
+        checks[name] = functools.partial(check_local_plan, plan, folder / f"local-{number}")
     poisoned = functools.partial(check_local, local["local, nesterov"], is_poisoned=True)
     return checks | {"poisoned replica under local steps": poisoned}
 
