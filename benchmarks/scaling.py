@@ -212,6 +212,25 @@ def report(mode: str, num_ranks: int, found: dict[str, dict[str, Any]], num_roun
         )
 
 
+def tables(results: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
+    """Speed-ups and waiting as tables for a page: a row per method, a column per number of ranks."""
+    lines = []
+    for mode, by_ranks in results.items():
+        columns = sorted(by_ranks)
+        rule = "|---" * (len(columns) + 1) + "|"
+        lines += [f"\n| {mode}: speed-up | " + " | ".join(map(str, columns)) + " |", rule]
+        for name in by_ranks[columns[0]]:
+            found = [by_ranks[ranks][name] for ranks in columns]
+            cells = [f"{one['speed_up']:.2f} ({one['lowest']:.2f} to {one['highest']:.2f})" for one in found]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines += [f"\n| {mode}: waiting, median and most of all ranks | " + " | ".join(map(str, columns)) + " |", rule]
+        for name in (name for name in by_ranks[columns[0]] if name in DATA_OF):
+            waits = [by_ranks[ranks][name]["waits_by_rank"] for ranks in columns]
+            cells = [f"{statistics.median(shares):.1%}, {max(shares):.1%}" for shares in waits]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
 def verdicts(results: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
     """Up to how many ranks each method is near-linear, and what there is of the ideal and of the machine at 8."""
     lines = []
@@ -306,6 +325,7 @@ def main() -> None:
             results[mode][num_ranks] = found
             report(mode, num_ranks, found, len(rounds))
     results = {mode: by_ranks for mode, by_ranks in results.items() if by_ranks}
+    print("\n".join(tables(results)), end="\n\n")
     print("\n".join([f"near-linear: at least {NEAR_LINEAR:.0%} of the ideal speed-up", *verdicts(results)]))
     if args.json:
         args.json.write_text(json.dumps(picture(results, title)))
