@@ -49,11 +49,11 @@ from weft.plan.partition.groups import (
     HOST_PURPOSES,
     WORLD,
     GroupKey,
-    batch_axes,
     num_communicators,
     num_ranks_along,
     plan_groups,
 )
+from weft.plan.partition.replicas import batch_axes, one_replica, replica_axes, state_axes
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Plan
 from weft.plan.text import format_plan
@@ -162,11 +162,25 @@ class Mesh:
 
     def state_group(self, purpose: str) -> Group:
         """The ranks of one replica that have the same parameters: along data, and along the axes of the sequence."""
-        return self.group(self.grid.axes.state_axes, purpose)
+        return self.group(state_axes(self.plan), purpose)
 
     def batch_group(self, purpose: str) -> Group:
-        """The ranks that share one global batch and have the same parameters, over all replicas; ordered by rank."""
-        return self.group(batch_axes(self.grid.axes), purpose)
+        """The ranks that share one batch and have the same parameters, ordered by rank. With `[data] sync =
+        "all-reduce"` that batch is the global one; otherwise each replica has its part of it to itself."""
+        return self.group(batch_axes(self.plan), purpose)
+
+    def between_replicas(self, purpose: str) -> Group:
+        """The ranks that hold the same part of each replica, where replicas differ between exchanges; else this rank
+        alone."""
+        if self.plan.replica_axis is not None:
+            return self.group(self.plan.replica_axis, purpose)
+        return self.group(batch_axes(self.plan), "control").alone
+
+    def whole_replica(self, purpose: str) -> Group:
+        """All ranks of this rank's replica."""
+        return (
+            self.everyone(purpose) if self.plan.replica_axis is None else self.group(replica_axes(self.plan), purpose)
+        )
 
     def everyone(self, purpose: str) -> Group:
         """All ranks of the run as one group; its traffic is counted under "world"."""
@@ -176,13 +190,40 @@ class Mesh:
     def axis_groups(self) -> tuple[Group, ...]:
         """One group of device tensors per axis. A broadcast in each of them, one after the other, takes a tensor from
         rank 0 to all ranks, without a communicator of all ranks."""
-        return (*self.batch_groups, self.group("pipeline", "totals"), self.group("tensor", "activations"))
+        return (*self.copy_groups, self.group("pipeline", "totals"), self.group("tensor", "activations"))
+
+    @property
+    def copy_groups(self) -> tuple[Group, ...]:
+        """Groups of device tensors of which a broadcast in each gives all replicas the first one's weights."""
+        between = (self.between_replicas("weights"),) if self.num_replicas > 1 else ()
+        return (*between, *self.batch_groups)
 
     @property
     def batch_groups(self) -> tuple[Group, ...]:
         """Groups of device tensors of which a broadcast, or a sum, in each covers the ranks of `batch_group`."""
-        replicas = (self.group("replicate", "gradients"),) if self.size("replicate") > 1 else ()
+        is_hybrid = self.size("replicate") > 1 and self.plan.replica_axis is None
+        replicas = (self.group("replicate", "gradients"),) if is_hybrid else ()
         return (*replicas, self.state_group("gradients"))
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas that differ between exchanges; 1 where all ranks hold the same weights."""
+        return self.plan.num_replicas
+
+    @property
+    def replica(self) -> int:
+        """The number of this rank's replica."""
+        return 0 if self.plan.replica_axis is None else self.index(self.plan.replica_axis)
+
+    @property
+    def num_batch_parts(self) -> int:
+        """Parts that the batch of one replica is cut into."""
+        return one_replica(self.plan).data_ranks
+
+    @property
+    def batch_part(self) -> int:
+        """The number of this rank's part of its replica's batch."""
+        return self.data_rank % self.num_batch_parts
 
     def size(self, axis: str) -> int:
         return self.grid.axes.sizes[axis]
@@ -208,8 +249,12 @@ class Mesh:
     @property
     def sample_rank(self) -> int:
         """The number of this rank's part of the batch and of its sequences: ranks with different tokens differ."""
+        return self.sample_rank_of(self.data_rank)
+
+    def sample_rank_of(self, data_rank: int) -> int:
+        """The `sample_rank` of the rank that has this one's part of the sequences on another data rank."""
         part = self.index("ring") * self.size("ulysses") + self.index("ulysses")
-        return self.data_rank * self.sequence_size + part
+        return data_rank * self.sequence_size + part
 
 
 def make_mesh(

@@ -64,8 +64,8 @@ class Between:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inside, name)
 
-    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool) -> Totals:
-        totals = self.inside.finish(loss_sum, count, with_norm=with_norm)
+    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool, compute_s: float = 0.0) -> Totals:
+        totals = self.inside.finish(loss_sum, count, with_norm=with_norm, compute_s=compute_s)
         sums = torch.stack([totals.loss_sum.double(), totals.count.double()])
         all_reduce(sums, self.replicas)
         return Totals(loss_sum=sums[0], count=sums[1], norm=totals.norm)
@@ -88,8 +88,8 @@ class Averaging(Between):
 class Rounding(Between):
     """Replicas that sum rounded gradients."""
 
-    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool) -> Totals:
-        totals = super().finish(loss_sum, count, with_norm=with_norm)
+    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool, compute_s: float = 0.0) -> Totals:
+        totals = super().finish(loss_sum, count, with_norm=with_norm, compute_s=compute_s)
         for piece in self.inside.pieces:
             assert piece.tensor.grad is not None
             rounded(piece.tensor.grad)

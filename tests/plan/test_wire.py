@@ -121,27 +121,27 @@ def test_one_byte_a_bucket_gives_every_member_its_own() -> None:
 @pytest.mark.parametrize(
     ("item_bytes", "kinds", "tail"),
     [
-        ([4, 4], ["a", "a"], Member(numel=TAIL_WORDS + 2, item_bytes=4, kind="a")),
-        ([4, 8, 4], ["a", "b", "a"], Member(numel=TAIL_WORDS + 3, item_bytes=8, kind="b")),
+        ([4, 4], ["a", "a"], Member(numel=TAIL_WORDS + 5 + 2, item_bytes=4, kind="a")),
+        ([4, 8, 4], ["a", "b", "a"], Member(numel=TAIL_WORDS + 5 + 3, item_bytes=8, kind="b")),
         # 16 bits cannot count: a word of its own
-        ([2], ["h"], Member(numel=TAIL_WORDS + 1, item_bytes=4, kind="tail")),
-        ([2, 4], ["h", "a"], Member(numel=TAIL_WORDS + 2, item_bytes=4, kind="a")),
+        ([2], ["h"], Member(numel=TAIL_WORDS + 5 + 1, item_bytes=4, kind="tail")),
+        ([2, 4], ["h", "a"], Member(numel=TAIL_WORDS + 5 + 2, item_bytes=4, kind="a")),
     ],
 )
-def test_the_tail_has_a_word_a_parameter_and_never_16_bits(item_bytes, kinds, tail) -> None:
+def test_the_tail_has_a_word_per_rank_and_parameter_and_never_16_bits(item_bytes, kinds, tail) -> None:
     given = [Member(numel=10, item_bytes=size, kind=kind) for size, kind in zip(item_bytes, kinds, strict=True)]
-    assert tail_of(given) == tail
+    assert tail_of(given, num_ranks=5) == tail
 
 
 def test_gradient_bytes_written_out() -> None:
-    # two parameters of 10 and 20 words and a tail of 3 + 2 words: 35 words of 4 bytes
+    # two parameters of 10 and 20 words and a tail of 3 + 2 words, and 1 per rank: 35 words of 4 bytes, and those
     given = [Member(numel=10, item_bytes=4), Member(numel=20, item_bytes=4)]
     assert gradient_all_reduce_bytes(given, bucket_bytes=MB, data=1) == 0
-    assert gradient_all_reduce_bytes(given, bucket_bytes=MB, data=2) == 140
-    assert gradient_all_reduce_bytes(given, bucket_bytes=MB, data=4) == 210
-    # on three ranks 4/3 of 140 is no whole number of bytes, and each bucket rounds up
-    assert gradient_all_reduce_bytes(given, bucket_bytes=MB, data=3) == 187
-    assert gradient_all_reduce_bytes(given, bucket_bytes=1, data=3) == 54 + 107 + 27
+    assert gradient_all_reduce_bytes(given, bucket_bytes=MB, data=2) == 140 + 8
+    assert gradient_all_reduce_bytes(given, bucket_bytes=MB, data=4) == 210 + 24
+    # on three ranks 4/3 of 152 is no whole number of bytes, and each bucket rounds up
+    assert gradient_all_reduce_bytes(given, bucket_bytes=MB, data=3) == 203
+    assert gradient_all_reduce_bytes(given, bucket_bytes=1, data=3) == 54 + 107 + 43
 
 
 def test_batch_norm_bytes_written_out() -> None:
@@ -172,7 +172,8 @@ def flat_of(numels: tuple[int, ...], num_parts: int, **facts) -> FlatBuffer:
 def payload(flats: list[FlatBuffer], plan: Plan) -> dict[str, int]:
     """What a step sends besides its tail."""
     num_parameters = sum(len(one.flat.numels) for one in flats if one.trainable)
-    tail_bytes = (SHARDED_TAIL_WORDS + num_parameters) * SHARDED_TAIL_ITEM_BYTES
+    num_ranks = plan.axes.num_ranks
+    tail_bytes = (SHARDED_TAIL_WORDS + num_ranks + num_parameters) * SHARDED_TAIL_ITEM_BYTES
     sent = sharded_bytes(flats, plan)
     return {axis: sent[axis] - sent_bytes("all-reduce", tail_bytes, getattr(plan.axes, axis)) for axis in sent}
 
@@ -181,7 +182,7 @@ def all_reduce_payload(numels: list[int], *, bucket_bytes: int, data: int) -> in
     """What plain data parallelism sends of these float32 gradients besides its tail."""
     given = [Member(numel=numel, item_bytes=4) for numel in numels]
     whole = gradient_all_reduce_bytes(given, bucket_bytes=bucket_bytes, data=data)
-    return whole - sent_bytes("all-reduce", tail_of(given).num_bytes, data)
+    return whole - sent_bytes("all-reduce", tail_of(given, num_ranks=data).num_bytes, data)
 
 
 NUMELS = [256 * number for number in (1, 3, 40, 2, 7, 1, 12)]  # divide by 16 ranks × 16 elements
@@ -262,7 +263,11 @@ def test_a_sharded_tail_has_a_word_for_each_trainable_parameter() -> None:
     flats = [flat_of((16, 16), 2), flat_of((16,), 2, trainable=False)]
     plan = sharded_plan("parameters", replicate=2)
     sent, without = sharded_bytes(flats, plan), payload(flats, plan)
-    assert {axis: sent[axis] - without[axis] for axis in sent} == {"data": (3 + 2) * 8, "replicate": (3 + 2) * 8}
+    # and one for each of the four ranks
+    assert {axis: sent[axis] - without[axis] for axis in sent} == {
+        "data": (3 + 4 + 2) * 8,
+        "replicate": (3 + 4 + 2) * 8,
+    }
     # two gathers of both flats and one reduction of the first, whose part of 16 words the replicas exchange
     assert without == {"data": 2 * 64 + 64 + 2 * 64, "replicate": 64}
 

@@ -30,7 +30,7 @@ from ranks import ranks
 from torch import nn
 
 from weft.parallel.sequence.device_assertion import DeviceAssertion
-from weft.plan.plan import Average, Plan, Recompute
+from weft.plan.plan import Average, Axes, Data, Plan, Recompute, Step
 from weft.training.step import precision, update
 from weft.training.step.async_scalars import AsyncScalars
 from weft.training.step.precision import LossScale
@@ -39,8 +39,10 @@ from weft.training.trainer import Trainer
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
 CLIPPED: dict[str, Any] = {"microbatches": 2, "clip_norm": 1.0}
 AVERAGE = Average(decay=0.9)
+NESTEROV: dict[str, Any] = {"outer": "nesterov", "outer_lr": 0.7, "outer_momentum": 0.9}
 PLANS: dict[str, Plan] = {
     "data": dataclasses.replace(data_plan(2, **CLIPPED), average=AVERAGE),
+    "data, balanced": Plan(axes=Axes(data=2), step=Step(microbatches=2), data=Data(balance=True)),
     "zero 1, bf16": mixed(data_plan(2, shard="optimizer", **CLIPPED), compute="bf16"),
     "zero 3, fp16": dataclasses.replace(
         mixed(data_plan(2, shard="parameters", **CLIPPED), compute="fp16"), average=AVERAGE
@@ -56,10 +58,15 @@ PLANS: dict[str, Plan] = {
     "1f1b": pipeline_plan(2, **CLIPPED),
     "zero-bubble, not clipped": pipeline_plan(2, schedule="zero-bubble", microbatches=2),
     "2bw": pipeline_plan(2, schedule="2bw", **CLIPPED),
+    "local": dataclasses.replace(data_plan(2, **CLIPPED), data=Data(sync="local", every=2), average=AVERAGE),
+    "local, nesterov, fp16": mixed(
+        dataclasses.replace(data_plan(2, **CLIPPED), data=Data(sync="local", every=2, **NESTEROV)), compute="fp16"
+    ),
 }
+"""Of local steps the fourth exchanges, and is looked at as the others are."""
 
 
-QUICK = ("zero 3, fp16", "tensor, split tokens", "ulysses", "1f1b")
+QUICK = ("zero 3, fp16", "tensor, split tokens", "ulysses", "1f1b", "local, nesterov, fp16")
 
 
 @ranks(2)

@@ -1,7 +1,7 @@
 """Flat buffers for gradients: many tensors are exchanged as a few, and each is a view into one of them.
 
-The last member is the tail (`plan/partition/wire.py`): the loss, the count of targets and the flags of used parameters,
-which go with the gradients instead of costing a collective of their own.
+The last member is the tail (`plan/partition/wire.py`): the loss, the count of targets, the compute time of each rank
+and the flags of used parameters, which go with the gradients instead of costing a collective of their own.
 """
 
 from __future__ import annotations
@@ -32,18 +32,24 @@ def member_of(tensor: torch.Tensor) -> Member:
     return Member(numel=tensor.numel(), item_bytes=tensor.element_size(), kind=str(tensor.dtype))
 
 
-def bucket_memory_bytes(tensors: Sequence[torch.Tensor]) -> int:
+def bucket_memory_bytes(tensors: Sequence[torch.Tensor], *, num_ranks: int) -> int:
     """Bytes that buckets of tensors like these take, in whatever order they are filled."""
-    tail_bytes = 8 * tail_of([member_of(tensor) for tensor in tensors]).numel  # at the widest
+    tail_bytes = 8 * tail_of([member_of(tensor) for tensor in tensors], num_ranks=num_ranks).numel  # at the widest
     return tail_bytes + bytes_for([tensor.numel() for tensor in tensors], [tensor.dtype for tensor in tensors])
 
 
 def make_buckets(
-    tensors: Sequence[torch.Tensor], order: Sequence[int], *, bucket_bytes: int, allocator: BufferAllocator
+    tensors: Sequence[torch.Tensor],
+    order: Sequence[int],
+    *,
+    bucket_bytes: int,
+    num_ranks: int,
+    allocator: BufferAllocator,
 ) -> Buckets:
-    """Allocate buckets for tensors like these, filled in the given order (the order in which gradients get ready)."""
+    """Allocate buckets for tensors like these, filled in the given order (the order in which gradients get ready), and
+    exchanged by `num_ranks`."""
     members = [member_of(tensors[index]) for index in order]
-    members.append(tail_of(members))
+    members.append(tail_of(members, num_ranks=num_ranks))
     dtypes = {str(tensor.dtype): tensor.dtype for tensor in tensors}
     flats: list[torch.Tensor] = []
     places: dict[int, tuple[int, torch.Tensor]] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NoReturn, cast
 
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from weft.comm.failures.activity import ExchangeRecord
 from weft.comm.shared_memory.connect import Connection
 from weft.comm.shared_memory.transport import SharedTransport
-from weft.comm.stream_waits import StreamWaits
+from weft.comm.stream_waits import StreamWaits, WaitWindow
 from weft.comm.two_level import TwoLevel
 
 
@@ -30,6 +30,8 @@ class Traffic:
     wait_s: float = 0.0
     """Seconds this rank was blocked in exchanges; what computation hid is not in it. On a GPU they are added a step
     later."""
+    window: WaitWindow | None = None
+    """Whoever measures a spell of time has the waits of it added here too."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
     _stream_waits: StreamWaits | None = field(default=None, repr=False, compare=False)
 
@@ -38,12 +40,14 @@ class Traffic:
         with self._lock:
             if self._stream_waits is None:
                 self._stream_waits = StreamWaits()
-        return self._stream_waits.measure()
+        return self._stream_waits.measure(self.window)
 
     def collect_stream_waits(self) -> None:
         """Add the waits of streams that are over by now, without waiting for any."""
         if self._stream_waits is not None:
-            self.add(wait_s=self._stream_waits.take_finished_s())
+            finished_s = self._stream_waits.take_finished_s()  # which are in their windows already
+            with self._lock:
+                self.wait_s += finished_s
 
     def add(self, *, num_calls: int = 0, sent_bytes: int = 0, wait_s: float = 0.0) -> None:
         """Add to the totals; groups of several threads share the traffic of their axis."""
@@ -51,6 +55,8 @@ class Traffic:
             self.num_calls += num_calls
             self.sent_bytes += sent_bytes
             self.wait_s += wait_s
+            if self.window is not None:
+                self.window.wait_s += wait_s
 
 
 class _Closed:
@@ -97,6 +103,11 @@ class Group:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def alone(self) -> Group:
+        """A group of this rank only."""
+        return replace(self, ranks=(self.ranks[self.index],), index=0, handle=None, shared=None, levels=None)
 
     @property
     def is_stream_ordered(self) -> bool:

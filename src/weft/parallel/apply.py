@@ -27,6 +27,7 @@ from weft.parallel.state.rng import PlaceSeeds
 from weft.parallel.tensor.shares import counted_elements
 from weft.parallel.tensor.tensor_parallel import TensorParallel
 from weft.plan.partition.flat_buffers import Sharding
+from weft.plan.partition.replicas import shares_batch
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Plan
 from weft.sync.make import place, reduction_groups
@@ -93,7 +94,7 @@ _CONDITIONS: dict[str, Callable[[Plan], bool]] = {
     "[axes] tensor > 1": lambda plan: plan.axes.tensor > 1,
     "[axes] tensor, ring or ulysses > 1": lambda plan: plan.axes.tensor * plan.axes.sequence > 1,
     "[axes] pipeline > 1": lambda plan: plan.axes.pipeline > 1,
-    "[data] buffers": lambda plan: plan.data.buffers == "synchronise" and plan.axes.replicate * plan.axes.state > 1,
+    "[data] buffers": lambda plan: plan.data.buffers == "synchronise" and shares_batch(plan),
     "[recompute] policy": lambda plan: plan.recompute.policy != "none",
     "[compile] blocks": lambda plan: plan.compile.blocks,
     "[tensor] sequence": lambda plan: plan.tensor.sequence,
@@ -155,6 +156,7 @@ def _place_parameters(parts: ParallelModel) -> None:
         rules=_gradient_rules(parts),
         stage_of=parts.stage_of,
         draws=parts.draws,
+        meeting=parts.meeting,
     )
     parts.layouts |= {name: flat.layout(number) for flat in parts.sync.flats for number, name in enumerate(flat.names)}
 

@@ -43,6 +43,11 @@ def _is_one_replica(plan: Plan) -> bool:
     return _is_sharded(plan) and plan.axes.replicate == 1
 
 
+def _sums_nothing(plan: Plan) -> bool:
+    """True if no two ranks of a replica have gradients of the same parameters to sum, where replicas differ."""
+    return not _is_sharded(plan) and plan.axes.sequence == 1
+
+
 def _cuts(plan: Plan, _: Optimizer) -> bool | Mapping[str, object]:
     num_stages, needed = len(plan.pipeline.cuts) + 1, plan.axes.pipeline * plan.pipeline.chunks
     is_broken = plan.axes.pipeline > 1 and num_stages > 1 and num_stages != needed
@@ -120,11 +125,47 @@ RULES: tuple[Rule, ...] = (
         remedy='set [axes] replicate to 2 or more, or [data] shard = "nothing"',
         broken=lambda plan, _: plan.data.sync in ("local", "delayed") and _is_one_replica(plan),
     ),
+    # Gradients of the old weights are in flight, and would be applied to the average, which they were not made for.
+    Rule(
+        combination='[data] sync = "local" with [pipeline] schedule = "pipedream" or "2bw"',
+        why="{data.sync} replaces the weights by their average over replicas, and with {pipeline.schedule} "
+        "microbatches of older weight versions are still under way then",
+        remedy='use a schedule that flushes, such as "1f1b"',
+        broken=lambda plan, _: plan.data.sync == "local" and _is_scheduled(plan, "pipedream", "2bw"),
+    ),
+    Rule(
+        combination='[data] sync = "local" with [precision] reduce where no ranks of a replica sum gradients',
+        why="{precision.reduce} has no effect with {data.sync} here: a replica has one rank for each gradient, and "
+        "what replicas exchange is weights",
+        remedy='leave it out; set [codec] name = "half" to exchange in 16 bits',
+        broken=lambda plan, _: plan.data.sync == "local" and plan.precision.reduce != "fp32" and _sums_nothing(plan),
+    ),
+    Rule(
+        combination='[codec] name = "half" with [data] sync = "all-reduce"',
+        why="{codec.name} is for what replicas exchange when they differ, and with {data.sync} gradients are summed in "
+        "the format of [precision] reduce",
+        remedy='set [precision] reduce = "bf16" and leave out the codec',
+        broken=lambda plan, _: (plan.codec.name, plan.data.sync) == ("half", "all-reduce"),
+    ),
     Rule(
         combination="[codec] name with [data] shard and [axes] replicate = 1",
         why="{codec.name} acts between replicas, but with {data.shard} the data axis shares one replica",
         remedy='set [axes] replicate to 2 or more, [data] shard = "nothing", or [codec] name = "none"',
         broken=lambda plan, _: plan.codec.name != "none" and _is_one_replica(plan),
+    ),
+    Rule(
+        combination='[data] balance with another [data] sync than "all-reduce"',
+        why="{data.balance} gives a slow replica fewer samples, and where {data.sync} averages replicas it would count "
+        "as much as one with more",
+        remedy='set [data] sync = "all-reduce", or leave balance out',
+        broken=lambda plan, _: plan.data.balance and plan.data.sync != "all-reduce",
+    ),
+    Rule(
+        combination='[data] balance with [pipeline] schedule = "pipedream" or "2bw"',
+        why="{data.balance} changes the number of microbatches from step to step, and {pipeline.schedule} has those of "
+        "several steps in flight, with weight versions for a fixed number",
+        remedy='leave balance out, or use "1f1b"',
+        broken=lambda plan, _: plan.data.balance and _is_scheduled(plan, "pipedream", "2bw"),
     ),
     Rule(
         combination="[server] backups as many as [axes] data, or more",
@@ -167,7 +208,13 @@ RULES: tuple[Rule, ...] = (
         combination='[codec] name with [precision] reduce and [data] shard = "nothing"',
         why="{precision.reduce} has no effect with {codec.name}, which decides what travels",
         remedy='leave it out, or set [codec] name = "none"',
-        broken=lambda plan, _: plan.codec.name != "none" and not _is_sharded(plan) and plan.precision.reduce != "fp32",
+        # Where replicas differ the codec acts on weights, and gradients are summed inside a replica.
+        broken=lambda plan, _: (
+            plan.codec.name not in ("none", "half")
+            and plan.data.sync != "local"
+            and not _is_sharded(plan)
+            and plan.precision.reduce != "fp32"
+        ),
     ),
     Rule(
         combination='[precision] compute = "fp16" with loss_scale = 0 or 1',

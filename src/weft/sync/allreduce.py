@@ -7,8 +7,8 @@
 
 (1) A parameter's gradient moves into its view of a flat bucket as soon as autograd has accumulated it, and from then on
 *is* that view. (2) A bucket leaves when it is full and all buckets before it have left. (3) The last bucket waits for
-the end of the backward pass, because the tail (loss, count, flags of used parameters) travels in it. (4) `finish` waits
-for all of them. Then gradients that other stages or tensor ranks hold too are exchanged with these.
+the end of the backward pass, because the tail (loss, count, times, flags of used parameters) travels in it. (4)
+`finish` waits for all of them. Then gradients that other stages or tensor ranks hold too are exchanged with these.
 
 Buckets start in the reverse order of registration and are laid out anew after the first step in the order in which
 gradients really became ready on rank 0, parameters it did not use last, so that these never hold up a full bucket. If
@@ -47,7 +47,7 @@ class AllReduce(BucketedSync, WholeParameters):
         self._has_versions = rules.defers
         self._group = group
         self._bucket_bytes = bucket_bytes
-        num_bytes = bucket_memory_bytes(self._parameters)
+        num_bytes = bucket_memory_bytes(self._parameters, num_ranks=group.size)
         self._allocator = BufferAllocator(group, self._parameters[0].device, num_bytes=num_bytes)
         self._pending: list[Pending] = []
         self._ready_order: list[int] = []
@@ -80,13 +80,13 @@ class AllReduce(BucketedSync, WholeParameters):
             else:
                 self._take(index, parameter)
 
-    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool) -> Totals:
+    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool, compute_s: float = 0.0) -> Totals:
         views = self._buckets.views
         unused = [index for index, used in enumerate(self._used) if not used]
         for index in unused:
             if self._bucket_of[index] >= self._turn:  # else the others' sum is in there by now
                 views[index].zero_()
-        self._fill_tail(loss_sum, count, unused)
+        self._fill_tail(loss_sum, count, unused, compute_s)
         while self._turn < len(self._buckets.buckets):
             self._launch_next()
         for pending in self._pending:
@@ -95,15 +95,16 @@ class AllReduce(BucketedSync, WholeParameters):
         self._exchanged = True
         self._disarm()  # a backward pass of the user's own must not start an exchange
         if unused:  # a rank that used everything knows that nothing is globally unused, and need not look
-            flags = self._buckets.tail[TAIL_WORDS:].tolist()
+            flags = self._buckets.tail[TAIL_WORDS + self._group.size :].tolist()
             for index in unused:
                 name = self._names[index]
                 is_used = flags[index] or name in self._tied or self._shared.came_from_others(name, views[index])
                 self._parameters[index].grad = views[index] if is_used else None
-        totals = self._buckets.tail[:TAIL_WORDS].clone()  # the tail's memory is the next step's too
+        # A copy, for the tail's memory is the next step's too.
+        totals = self._buckets.tail[: TAIL_WORDS + self._group.size].clone()
         exact_count = totals[1].double() * _COUNT_RADIX + totals[2]
         norm = self._norm_parts.norm(totals.device) if with_norm else None
-        return Totals(loss_sum=totals[0], count=exact_count, norm=norm)
+        return Totals(loss_sum=totals[0], count=exact_count, norm=norm, compute_s=totals[TAIL_WORDS:])
 
     def state(self) -> dict[str, Any]:
         # The layout decides the order of additions inside a ring all-reduce, so it is part of "to the bit".
@@ -120,7 +121,11 @@ class AllReduce(BucketedSync, WholeParameters):
         if hasattr(self, "_buckets"):
             del self._buckets  # before there are new ones: gradients must not be held twice
         self._buckets: Buckets = make_buckets(
-            self._parameters, order, bucket_bytes=self._bucket_bytes, allocator=self._allocator
+            self._parameters,
+            order,
+            bucket_bytes=self._bucket_bytes,
+            num_ranks=self._group.size,
+            allocator=self._allocator,
         )
         self._set_buckets(self._buckets.bucket_of, num_early=len(self._buckets.buckets) - 1)
         self._all_used = torch.ones(len(order), dtype=self._buckets.tail.dtype, device=self._buckets.tail.device)
@@ -165,14 +170,17 @@ class AllReduce(BucketedSync, WholeParameters):
     def _launch(self, bucket: int) -> None:
         self._pending.append(all_reduce(self._buckets.buckets[bucket], self._group, wait=False))
 
-    def _fill_tail(self, loss_sum: torch.Tensor, count: torch.Tensor, unused: list[int]) -> None:
+    def _fill_tail(self, loss_sum: torch.Tensor, count: torch.Tensor, unused: list[int], compute_s: float) -> None:
         tail = self._buckets.tail
         high = torch.div(count, _COUNT_RADIX, rounding_mode="floor")
         tail[0] = loss_sum
         tail[1] = high
         tail[2] = count - high * _COUNT_RADIX
+        times, flags_of_all = tail[TAIL_WORDS:].split([self._group.size, len(self._names)])
+        times.zero_()
+        times[self._group.index].fill_(compute_s)  # an assignment would be a copy from the host, which waits
         flags = self._all_used
         if unused:
             flags = flags.clone()
             flags[unused] = 0
-        tail[TAIL_WORDS:] = flags
+        flags_of_all.copy_(flags)

@@ -6,8 +6,9 @@
     arm()                        before the last microbatch's forward pass: from now on gradients may leave when ready
     skip_microbatch()            instead of a forward and backward pass, by a rank without samples in this microbatch
     end_microbatch()             after every microbatch
-    finish(loss_sum, count)      after the last microbatch, also by a rank that had no data at all
-    publish()                    after the optimizer's update, unless it was skipped
+    finish(loss_sum, count, ...) after the last microbatch, also by a rank that had no data at all
+    end_update()                 after the optimizer's update: publish, or exchange weights with other replicas before
+    skip()                       instead, if the update was skipped
     settle()                     before anything but the next step
 
 In a pipeline (`PipelineSync`) the schedule says when a stage's gradients are complete: `arm_parameters(names)` comes
@@ -20,7 +21,7 @@ parameter that no rank used is None, one that only other ranks used has their su
 tensor ranks hold are then summed over these, or copied from the first (`comm/shared_gradients.py`), also in `finish`.
 
 Every bucket of gradients leaves through `BucketedSync._launch` (`sync/bucketed.py`): a codec hooks in there. A sync
-that exchanges among replicas, or not at every step, wraps another one and adds to its `finish` and `publish`.
+between replicas that differ (`sync/local.py`) wraps that of one replica and adds to its `end_update` and `skip`.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class Totals:
     count: torch.Tensor
     norm: torch.Tensor | None = None
     """The 2-norm of all gradients together, where it was asked for."""
+    compute_s: torch.Tensor | None = None
+    """What each rank of the exchange gave as its compute time, in the order of `mesh.batch_group`; None without one."""
 
 
 class Sync(Protocol):
@@ -55,10 +58,18 @@ class Sync(Protocol):
     flats: Sequence[FlatParameters] = ()
     """The flat buffers that hold parameters; none where parameters stay the model's own tensors."""
 
+    agrees: bool = True
+    """All replicas hold the same weights."""
+
     @property
     def exchanges_in_forward(self) -> bool:
         """True if forward passes are collective, so that every rank must run as many as the others."""
         return False
+
+    @property
+    def exchanges_in_microbatches(self) -> bool:
+        """True if ranks exchange in every microbatch, so that all must have as many; some of them may be empty."""
+        return self.exchanges_in_forward
 
     def begin(self) -> None:
         """Drop the last step's gradients."""
@@ -79,12 +90,32 @@ class Sync(Protocol):
         """Context of backward passes that only keep ranks in step: their gradients are dropped."""
         return nullcontext()
 
-    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool) -> Totals:
-        """Complete the exchange."""
+    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool, compute_s: float = 0.0) -> Totals:
+        """Complete the exchange. `compute_s` is a time of this rank that all ranks are told (`compute_clock.py`)."""
 
     def publish(self) -> None:
         """Copy what the optimizer updated to the model's parameters, on all ranks; gathers may still be running when it
         returns."""
+        return
+
+    def end_update(self) -> None:
+        """The optimizer has updated the pieces."""
+        self.publish()
+
+    def skip(self) -> None:
+        """This step's update was skipped, on all ranks of the replica."""
+        return
+
+    def consensus(self) -> AbstractContextManager[None]:
+        """Context in which the model has the average of all replicas; collective."""
+        return nullcontext()
+
+    def conclude(self) -> None:
+        """No step follows: give the model the average of all replicas for good; collective."""
+        return
+
+    def restart(self, *, steps_done: int) -> None:
+        """Weights were read that all replicas share: nothing of earlier exchanges is left."""
         return
 
     def settle(self) -> None:

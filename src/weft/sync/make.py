@@ -3,11 +3,13 @@
 one data rank, the model's own precision        `NoSync`; also a stage of a pipeline with nothing to train
 several, the model's own precision               `AllReduce`
 anything sharded, cast, narrowed or offloaded    `ZeroSync`, with as many parts as ranks share one copy
+replicas that differ between exchanges           `LocalSync` around the one of these that fits one replica
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 
@@ -20,7 +22,7 @@ from weft.comm.group import Group
 from weft.errors import ModelError
 from weft.layout import Layout
 from weft.mesh import Mesh
-from weft.parallel.state.batchnorm import has_batch_norms
+from weft.parallel.state.batchnorm import has_batch_norms, running_statistics
 from weft.parallel.state.materialise import Cut, Draws, Materialiser
 from weft.parallel.wrapping.wrap import add_hook
 from weft.parallel.zero.flat_parameters import FlatParameters, Piece
@@ -33,6 +35,8 @@ from weft.plan.partition import flat_buffers
 from weft.plan.partition.flat_buffers import Sharding
 from weft.sync.allreduce import AllReduce
 from weft.sync.base import PipelineSync
+from weft.sync.local import LocalSync
+from weft.sync.meeting import Meeting
 from weft.sync.norm import GradientRules
 from weft.sync.whole_parameters import NoSync
 from weft.sync.zero import ZeroSync
@@ -55,18 +59,44 @@ def place(
     rules: GradientRules,
     stage_of: Mapping[str, int] | None,
     draws: Draws = lambda name: True,
+    meeting: Meeting | None = None,
 ) -> PipelineSync:
     """Put a model on this rank's device, its parameters where its plan wants them, equal on all ranks; collective.
 
     `layouts` say which part of the whole each parameter is, and `cut` makes that part of one that still has no memory.
     `stage_of` is the stage of every block in a pipeline. Parameters that are not drawn get values later.
+    `meeting`: where the replicas of one process exchange.
     """
     materialiser = Materialiser(model, mesh.world.device, cut, draws=draws)
+    inside = _place_inside(model, mesh, blueprint, layouts, materialiser, rules, stage_of)
+    if mesh.plan.replica_axis is None:
+        return inside
+    return LocalSync(
+        inside,
+        mesh.between_replicas("weights"),
+        mesh.plan,
+        device=mesh.world.device,
+        replica=mesh.whole_replica("control"),
+        statistics=functools.partial(running_statistics, model) if mesh.plan.data.buffers != "local" else list,
+        meeting=meeting,
+    )
+
+
+def _place_inside(
+    model: nn.Module,
+    mesh: Mesh,
+    blueprint: Blueprint,
+    layouts: Mapping[str, Layout],
+    materialiser: Materialiser,
+    rules: GradientRules,
+    stage_of: Mapping[str, int] | None,
+) -> PipelineSync:
+    """The sync of one replica."""
     if needs_flats(model, mesh):
         return _place_in_flats(model, mesh, blueprint, layouts, materialiser, rules, stage_of)
     materialiser.fill_all()
     model.to(mesh.world.device)
-    copy_from_first([*model.parameters(), *model.buffers()], mesh.batch_groups)
+    copy_from_first([*model.parameters(), *model.buffers()], mesh.copy_groups)
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     pieces = [Piece(name=name, tensor=parameter, layout=layouts[name]) for name, parameter in trainable]
     group = mesh.state_group("gradients")
@@ -111,7 +141,7 @@ def _place_in_flats(
                     parameters,
                     layouts=[layouts[name] for name in buffer.names],
                     group=group,
-                    source=mesh.batch_groups,
+                    source=mesh.copy_groups,
                     keep_whole=sharding.stage < 3,
                     device=device,
                     master_device=torch.device("cpu") if plan.data.offload else device,
@@ -119,10 +149,12 @@ def _place_in_flats(
             )
     materialiser.finish()
     _place_rest(model, mesh, flats)
+    everyone = mesh.batch_group("control")
     sync = ZeroSync(
         flats,
         group=reductions,
         replicas=replicas,
+        place=(everyone.index, everyone.size),
         sharding=sharding,
         device=device,
         waits_in_backward=plan.data.buffers == "synchronise" and has_batch_norms(model),
@@ -149,7 +181,7 @@ def _place_rest(model: nn.Module, mesh: Mesh, flats: Sequence[FlatParameters]) -
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
-    copy_from_first([*rest, *model.buffers()], mesh.batch_groups)
+    copy_from_first([*rest, *model.buffers()], mesh.copy_groups)
     if mesh.plan.precision.compute != "model":
         cast_between_layers(model)
 
@@ -158,9 +190,8 @@ def reduction_groups(mesh: Mesh) -> tuple[Group, list[Group]]:
     """The ranks that share one copy of the state, and those that keep the same part of it."""
     sharing = mesh.state_group("gradients")
     if mesh.plan.data.shard == "nothing":
-        alone = dataclasses.replace(sharing, ranks=(mesh.world.rank,), index=0, handle=None, shared=None)
-        return alone, [sharing]
-    return sharing, [mesh.group("replicate", "gradients")]
+        return sharing.alone, [sharing]
+    return sharing, [mesh.group("replicate", "gradients")] if mesh.plan.replica_axis is None else []
 
 
 def _add_gathering(

@@ -36,7 +36,7 @@ class NoSync(WholeParameters):
         super().__init__(pieces, rules, bucket_bytes=bucket_bytes)
         self._group = group
 
-    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool) -> Totals:
+    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool, compute_s: float = 0.0) -> Totals:
         shared = {
             piece.name: torch.zeros_like(piece.tensor) if piece.tensor.grad is None else piece.tensor.grad
             for piece in self.pieces
@@ -51,6 +51,8 @@ class NoSync(WholeParameters):
         norm = self._norm_parts.norm(loss_sum.device) if with_norm else None
         if self._group.size == 1:
             return Totals(loss_sum=loss_sum, count=count, norm=norm)
-        totals = torch.stack([loss_sum.double(), count.double()])
+        totals = loss_sum.new_zeros(2 + self._group.size, dtype=torch.float64)
+        totals[0], totals[1] = loss_sum, count
+        totals[2 + self._group.index].fill_(compute_s)
         all_reduce(totals, self._group)
-        return Totals(loss_sum=totals[0], count=totals[1], norm=norm)
+        return Totals(loss_sum=totals[0], count=totals[1], norm=norm, compute_s=totals[2:])

@@ -11,7 +11,7 @@ rank's part of every parameter; (4) parameters are gathered again, beside the ne
 
 With one part only and several replicas this is plain data parallelism, in any mix of number formats: gradients add up
 over microbatches in `accumulate`, travel in `reduce`, and are given to the optimizer in the master's dtype.
-The tail (loss, count, squared norm, flags of used parameters) is a message of its own: all ranks need all of it.
+The tail (loss, count, squared norm, times, flags of used parameters) is a message of its own: all ranks need all of it.
 """
 
 from __future__ import annotations
@@ -45,13 +45,15 @@ class ZeroSync(BucketedSync):
         *,
         group: Group,
         replicas: Sequence[Group],
+        place: tuple[int, int],
         sharding: Sharding,
         device: torch.device,
         waits_in_backward: bool,
         bucket_bytes: int,
         rules: GradientRules,
     ) -> None:
-        """`flats` in the order of use; `group` shares them out, `replicas` are groups that keep the same part.
+        """`flats` in the order of use; `group` shares them out, `replicas` are groups that keep the same part. `place`
+        is this rank's among all of these together, and their number.
 
         `waits_in_backward`: layers exchange inside the backward pass (BatchNorm). A rank that waited there for a
         reduction could keep such a layer on another rank waiting, which has not started that reduction; so none does.
@@ -62,6 +64,8 @@ class ZeroSync(BucketedSync):
         self.overlapped_gathers: OverlappedGathers | None = None
         """Gathers parameters after an update (below stage 3)."""
         self._group = group
+        self._place, self._num_ranks = place
+        self._num_words = SHARDED_TAIL_WORDS + self._num_ranks
         self._replicas = tuple(replica for replica in replicas if replica.size > 1)
         self._every_microbatch = sharding.every_microbatch
         self._device = device
@@ -88,13 +92,17 @@ class ZeroSync(BucketedSync):
         )
         buckets = [bucket for bucket, flat in enumerate(trainable) for _ in flat.names]
         self._set_buckets(buckets, num_early=len(trainable))
-        self._all_used = torch.ones(SHARDED_TAIL_WORDS + len(buckets), dtype=torch.float64, device=device)
+        self._all_used = torch.ones(self._num_words + len(buckets), dtype=torch.float64, device=device)
         self._reset()
         self._in_step = False
 
     @property
     def exchanges_in_forward(self) -> bool:
         return self.gathering is not None
+
+    @property
+    def exchanges_in_microbatches(self) -> bool:
+        return self.exchanges_in_forward or self._every_microbatch
 
     def close(self, flats: Sequence[FlatParameters]) -> None:
         """No more gradients will come for these in this backward pass."""
@@ -146,7 +154,7 @@ class ZeroSync(BucketedSync):
                 gradients.begin_microbatch()
 
     @torch.no_grad()
-    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool) -> Totals:
+    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool, compute_s: float = 0.0) -> Totals:
         self.settle()  # of parameters that no microbatch used: the update must not change what is sent
         self._wait_for_all()
         self._is_armed = self._in_step = False  # a backward pass of the user's own must not start an exchange
@@ -161,15 +169,16 @@ class ZeroSync(BucketedSync):
             for index, (gradients, member) in enumerate(self._slots)
             if not gradients.used[member] and self._names[index] not in self._tied
         ]
-        tail = self._exchange_tail(loss_sum, count, unused, with_norm=with_norm)
+        tail = self._exchange_tail(loss_sum, count, unused, with_norm=with_norm, compute_s=compute_s)
         if unused:  # a rank that used everything knows that nothing is globally unused, and need not look
-            flags = tail[SHARDED_TAIL_WORDS:].tolist()
+            flags = tail[self._num_words :].tolist()
             for index in unused:
                 gradients, member = self._slots[index]
                 part = gradients.part_views[member]
                 if not flags[index] and not self._shared.came_from_others(self._names[index], part):
                     gradients.pieces[member].tensor.grad = None
-        return Totals(loss_sum=tail[0], count=tail[1], norm=tail[2].sqrt() if with_norm else None)
+        times = tail[SHARDED_TAIL_WORDS : self._num_words]
+        return Totals(loss_sum=tail[0], count=tail[1], norm=tail[2].sqrt() if with_norm else None, compute_s=times)
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -228,16 +237,19 @@ class ZeroSync(BucketedSync):
             pending.wait()
 
     def _exchange_tail(
-        self, loss_sum: torch.Tensor, count: torch.Tensor, unused: list[int], *, with_norm: bool
+        self, loss_sum: torch.Tensor, count: torch.Tensor, unused: list[int], *, with_norm: bool, compute_s: float
     ) -> torch.Tensor:
-        """Losses, counts and squared norms summed over all ranks, then one flag per parameter that some rank used."""
+        """Losses, counts and squared norms summed over all ranks, then each rank's time, then one flag per parameter
+        that some rank used."""
         tail = self._all_used.clone()
         norm = self._norm_parts.norm(self._device) if with_norm else torch.zeros_like(tail[0])
         # As tensors: a plain number would make the host wait for the device.
         words = (loss_sum, count, norm**2)
         tail[:SHARDED_TAIL_WORDS] = torch.stack([word.to(torch.float64) for word in words])
+        tail[SHARDED_TAIL_WORDS : self._num_words].zero_()
+        tail[SHARDED_TAIL_WORDS + self._place].fill_(compute_s)
         for index in unused:  # one by one: a list of indices would be copied to the device, and the host wait for it
-            tail[SHARDED_TAIL_WORDS + index].zero_()
+            tail[self._num_words + index].zero_()
         all_reduce(tail, self._group)
         for group in self._replicas:
             # Replicas of a part have the same squares already; what they add is their losses and counts.

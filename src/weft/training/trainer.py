@@ -37,10 +37,11 @@ from weft.plan.pipeline.timeline import Timeline
 from weft.plan.plan import Plan
 from weft.training.data.batches import Batches
 from weft.training.data.split_tokens import SequenceSplit
-from weft.training.data.trees import forward
+from weft.training.data.trees import forward, num_samples
 from weft.training.describe import describe
 from weft.training.loss.loss import Count, Loss, loss_terms
 from weft.training.loss.target_count import TargetCount
+from weft.training.pace import Pace
 from weft.training.setup.own_loss import OwnLoss
 from weft.training.setup.split_layers import KeepingShares
 from weft.training.setup.unshifted import warn_of_unshifted
@@ -89,7 +90,11 @@ class Trainer:
         self.steps_done = 0
         self.data_position = 0
         """Samples handed out so far, over all ranks and epochs; kept by `weft.batches`."""
-        self.counts = TargetCount(mesh.batch_group("control"))
+        self.counts = TargetCount.of(mesh)
+        self.pace = Pace(mesh)
+        """How fast the ranks compute, and which of them is slow."""
+        self.balance = self.pace.balance
+        parts.balance = self.balance
         self.seeds = parts.seeds
         self.average = make_average(sync.pieces, plan)
         """The average of the weights, where the plan keeps one."""
@@ -134,7 +139,13 @@ class Trainer:
             counts_targets=loss.counts_targets,
         )
         inside = StepParts(
-            model=parts, update=self.update, loss=loss, call=call, counts=self.counts, recording=self._recording
+            model=parts,
+            update=self.update,
+            loss=loss,
+            call=call,
+            counts=self.counts,
+            recording=self._recording,
+            clock=self.pace.clock,
         )
         self.pipeline_step: PipelineStep | None = None
         if cut is not None:
@@ -156,14 +167,29 @@ class Trainer:
         return self.mesh.data_size
 
     @property
+    def shares(self) -> tuple[int, ...]:
+        """Microbatches of each data rank in the next step: as many for all, or by speed with `[data] balance`."""
+        return self.balance.shares
+
+    def batch_range(self, num_samples: int) -> tuple[int, int]:
+        """This rank's part of the next step's global batch: its first sample, and the one after its last.
+        `weft.batches` hands it out; a loop of your own takes it from a batch of so many samples."""
+        return self.balance.range(num_samples)
+
+    @property
     def grad_norm(self) -> torch.Tensor | None:
         """The latest step's gradient norm before clipping, where the plan clips or computes in 16 bits."""
         return self.update.grad_norm
 
     @property
+    def skipped(self) -> int | torch.Tensor:
+        """`num_skipped`, as a number that may still be computed."""
+        return self.update.skipped
+
+    @property
     def num_skipped(self) -> int:
         """Number of updates skipped so far, because the loss or a gradient was not finite."""
-        return self.update.num_skipped
+        return int(self.skipped)
 
     @property
     def loss_scale(self) -> float | None:
@@ -187,6 +213,7 @@ class Trainer:
         `inputs` and `targets` are this rank's part of the batch, possibly empty. The loss is the same on every rank,
         and a tensor that does not block until it is read. A loss that is not finite skips the update, with a warning;
         too many of these in a row raise a NotFiniteError on every rank, after which the trainer can still be used.
+        With `[data] sync = "local"` the loss is that of this replica's samples.
         """
         self._require_weights("step()")
         if not self._has_compared:
@@ -194,7 +221,8 @@ class Trainer:
             self._has_compared = True
             if self.mesh.world.rank == 0 and self._loss.counts_targets:
                 warn_of_unshifted(inputs, targets)
-        microbatches = self._microbatches.cut(inputs, targets)
+        exchanges = self.sync.exchanges_in_microbatches or self.parts.runs_empty
+        microbatches = self._microbatches.cut(inputs, targets, self.balance.share(exchanges=exchanges))
         self.not_finite.keep(self.steps_done, inputs, targets)
         if self.seeds.base is None:
             self.seeds.base = self._draw_seed()
@@ -203,7 +231,7 @@ class Trainer:
         with self.replacements, self.own_loss.gathering.during("model"):
             loss = self._steps.step(microbatches, step=self.steps_done)
         self.own_loss.settle()
-        self._end_step()
+        self._end_step(num_samples(inputs))
         self._has_failed = False
         self.not_finite.look()
         return loss
@@ -239,7 +267,7 @@ class Trainer:
         """Context in which the model has its averaged weights (`[average]`), to evaluate or generate; collective."""
         average = require_average(self.average)
         self.flush()
-        with average.in_place_of_weights(self.sync, self.mesh.everyone("control")):
+        with self.sync.consensus(), average.in_place_of_weights(self.sync, self.mesh.everyone("control")):
             yield
 
     @collective_call("trainer.evaluate")
@@ -247,7 +275,7 @@ class Trainer:
         """The mean loss over the batches of all ranks, without training; collective.
 
         An iterator of `weft.batches` is read from its start, and the position of the training data does not change.
-        With `average`, that of the averaged weights.
+        With `average`, that of the averaged weights. Replicas that differ are one model, with their average.
         """
         if average:
             with self.averaged():
@@ -264,7 +292,7 @@ class Trainer:
             totals[0] += terms.value * terms.multiplier
             totals[1] += terms.count
 
-        with evaluating(self.model), self.replacements, self.own_loss.gathering.during("model"):
+        with evaluating(self.model, self.sync), self.replacements, self.own_loss.gathering.during("model"):
             for number, batch in enumerate(batches):
                 if number == 0:
                     require_same_batch(self.mesh, *batch)
@@ -273,6 +301,7 @@ class Trainer:
         # In a pipeline only the last stage has outputs; along other axes data ranks have the same ones.
         totals = totals.cpu()
         all_reduce(totals, self.mesh.batch_group("control"))
+        all_reduce(totals, self.mesh.between_replicas("control"))
         all_reduce(totals, self.mesh.group("pipeline", "control"))
         if float(totals[1]) == 0:
             raise DataError("nothing to evaluate: the batches hold no targets; give at least one sample")
@@ -284,7 +313,7 @@ class Trainer:
     ) -> list[int]:
         """Continue a sequence of tokens with a language model. Every rank calls it and gets the same answer."""
         self.flush()
-        with evaluating(self.model):
+        with evaluating(self.model, self.sync):
             return generate_tokens(
                 self._next_token, tokens, num_tokens=num_tokens, context=context, temperature=temperature, seed=seed
             )
@@ -326,6 +355,7 @@ class Trainer:
         self.wait_for_save()
         checkpoint.load(self, Path(directory), extra_state=extra_state)
         self.not_finite.restart()
+        self.pace.restart()
 
     def _require_weights(self, what: str) -> None:
         if self.average is not None:
@@ -345,12 +375,14 @@ class Trainer:
     def close(self) -> None:
         """Flush, wait for a background save, then give back process groups, threads and shared memory. All ranks do it.
 
-        The trainer cannot be used any more. The model keeps its values, unless parameters are sharded.
+        The trainer cannot be used any more. The model keeps its values, those of replicas that differ their average,
+        unless parameters are sharded.
         """
         failed = self._has_failed or (self.pipeline_step is not None and self.pipeline_step.pipeline.has_failed)
         try:
             if not failed:
                 self.flush()
+                self.sync.conclude()
             self.wait_for_save()
         except BaseException:
             failed = True
@@ -373,12 +405,13 @@ class Trainer:
         if self.sync.exchanges_in_forward:
             self._steps.skip_evaluation(self.plan.step.microbatches)
 
-    def _end_step(self) -> None:
+    def _end_step(self, num_samples: int) -> None:
         self.steps_done += 1
+        self.pace.end_step(self.steps_done, num_samples)
         for traffic in self.mesh.traffic.values():
             traffic.collect_stream_waits()
         if self.tensor is not None:
             self.tensor.look_at_draws(self.seeds)
         broadcast_buffers(self.named_model, self.mesh)
-        if self.plan.data.check_every and self.steps_done % self.plan.data.check_every == 0:
+        if self._divergence.is_due(self.steps_done):
             self._divergence.run(self.steps_done)

@@ -96,6 +96,13 @@ def has_batch_norms(model: nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
+def running_statistics(model: nn.Module) -> list[torch.Tensor]:
+    """The running means and variances of all BatchNorms, which may be other tensors after every step."""
+    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    found = [one for layer in layers for one in (layer.running_mean, layer.running_var)]
+    return [one for one in found if one is not None]
+
+
 def warn_of_microbatches(model: nn.Module, num_microbatches: int) -> None:
     """Warn that a BatchNorm in training normalises each microbatch, which another number of them would change.
 

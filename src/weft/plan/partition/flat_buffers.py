@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from weft.plan.partition.replicas import one_replica, shares_batch, state_axes
 from weft.plan.partition.wire import (
     SHARDED_TAIL_ITEM_BYTES,
     SHARDED_TAIL_WORDS,
@@ -78,7 +79,7 @@ class Sharding:
 
     @classmethod
     def of(cls, plan: Plan) -> Sharding:
-        stage, axes = _STAGES.index(plan.data.shard), plan.axes
+        stage, axes = _STAGES.index(plan.data.shard), one_replica(plan)
         num_parts = axes.state if stage else 1
         stays_whole = stage == 3 and plan.data.reshard == "step" and plan.step.microbatches > 1
         # With one part the whole is the part: nothing is gained by giving it back.
@@ -143,7 +144,7 @@ def offloads(plan: Plan, device: str) -> bool:
 def needs_flats(plan: Plan, parameters: Iterable[ParameterSpec], *, device: str) -> bool:
     """True if parameters move into flat buffers, instead of staying the model's own tensors."""
     is_half = any(one.dtype in ("float16", "bfloat16") for one in parameters if one.trainable)
-    is_summed = plan.axes.state * plan.axes.replicate > 1 or plan.step.microbatches > 1
+    is_summed = shares_batch(plan) or plan.step.microbatches > 1
     return (
         plan.data.shard != "nothing"
         or plan.precision.compute != "model"
@@ -219,8 +220,10 @@ def sharded_bytes(buffers: Sequence[FlatBuffer], plan: Plan) -> dict[str, int]:
 
     With nothing sharded each buffer has one part: its gradient is all-reduced, and nothing is gathered.
     """
-    sharding, data, replicate = Sharding.of(plan), plan.axes.state, plan.axes.replicate
-    tail_words = SHARDED_TAIL_WORDS + sum(len(one.flat.numels) for one in buffers if one.trainable)
+    axes = one_replica(plan)
+    sharding, data, replicate = Sharding.of(plan), axes.state, axes.replicate
+    num_flags = sum(len(one.flat.numels) for one in buffers if one.trainable)
+    tail_words = SHARDED_TAIL_WORDS + data * replicate + num_flags
     tail_bytes = tail_words * SHARDED_TAIL_ITEM_BYTES
     over_data = sent_bytes("all-reduce", tail_bytes, data)
     over_replicate = sent_bytes("all-reduce", tail_bytes, replicate)
@@ -231,7 +234,7 @@ def sharded_bytes(buffers: Sequence[FlatBuffer], plan: Plan) -> dict[str, int]:
         if one.trainable:
             over_data += num_reductions * sent_bytes(reduction, one.whole_bytes(one.reduce), data)
             over_replicate += sent_bytes("all-reduce", one.part_bytes(one.reduce), replicate)
-    return {plan.axes.state_axes: over_data, "replicate": over_replicate}
+    return {state_axes(plan): over_data, "replicate": over_replicate}
 
 
 def _num_gathers(one: FlatBuffer, plan: Plan, sharding: Sharding) -> int:

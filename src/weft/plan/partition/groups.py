@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from weft.plan.partition.replicas import batch_axes, replica_axes, state_axes
 from weft.plan.plan import Axes, Plan
 
 GroupKey = tuple[str, str]
@@ -40,10 +41,14 @@ def message_group(source: int, target: int, num_ranks: int) -> GroupKey:
 
 def plan_groups(plan: Plan, *, batch_norms: bool) -> tuple[GroupKey, ...]:
     """The groups a plan uses; those of weights that several stages or tensor ranks hold depend on the model."""
-    state, batch = plan.axes.state_axes, batch_axes(plan.axes)
+    state, batch = state_axes(plan), batch_axes(plan)
     keys = [(WORLD, "control"), (WORLD, "saving"), (batch, "control"), (state, "gradients")]
     if plan.data.shard != "nothing":
-        keys += [(state, "parameters"), ("replicate", "gradients"), ("replicate", "control")]
+        keys.append((state, "parameters"))
+        if plan.replica_axis is None:
+            keys += [("replicate", "gradients"), ("replicate", "control")]
+    if plan.replica_axis is not None:
+        keys += [(plan.replica_axis, "weights"), (plan.replica_axis, "control"), (replica_axes(plan), "control")]
     if batch_norms and plan.data.buffers == "synchronise":
         keys.append((batch, "statistics"))
     keys += [("pipeline+ring+ulysses+tensor", "control"), ("tensor", "control"), ("tensor", "activations")]
@@ -66,13 +71,6 @@ def num_communicators(plan: Plan, *, batch_norms: bool = False) -> int:
             for stage in map(int, places.split(",")) if places else counts:
                 counts[stage] += 1
     return max(counts.values())
-
-
-def batch_axes(axes: Axes) -> str:
-    """The axes of the ranks that share one global batch and have the same parameters."""
-    if axes.replicate == 1:
-        return axes.state_axes
-    return f"replicate+{axes.state_axes}" if axes.state > 1 else "replicate"
 
 
 def num_ranks_along(axes: Axes, names: str) -> int:

@@ -22,10 +22,12 @@ FIRST_BUCKET_BYTES = 1 << 20
 """The first bucket is small, so that its exchange starts soon after the backward pass does."""
 
 TAIL_WORDS = 3
-"""Words of the tail before its flags: the loss sum, and the count of targets in two parts."""
+"""First words of the tail: the loss sum, and the count of targets in two parts. One word per rank follows, for its
+compute time, then the flags."""
 
 SHARDED_TAIL_WORDS = 3
-"""Words of a sharded step's tail before its flags: the loss sum, the count of targets, the gradient's squared norm."""
+"""First words of a sharded step's tail: the loss sum, the count of targets, the gradient's squared norm. One word per
+rank follows, for its compute time, then the flags."""
 
 SHARDED_TAIL_ITEM_BYTES = 8
 """That tail is float64 for any dtype of gradients, so that the count of targets is exact."""
@@ -127,14 +129,15 @@ def assign_buckets(
     return tuple(sorted(closed, key=lambda bucket: bucket[-1]))
 
 
-def tail_of(members: Sequence[Member]) -> Member:
-    """The tail of a gradient exchange: loss, count, and one flag per parameter that a rank used.
+def tail_of(members: Sequence[Member], *, num_ranks: int) -> Member:
+    """The tail of a gradient exchange: loss, count, each rank's compute time, and one flag per parameter that a rank
+    used.
 
     It travels with the gradients, so that a step needs no collective for it. It has at least 32 bits per word, whatever
     the gradients have.
     """
     widest = max(members, key=lambda member: member.item_bytes)
-    numel = TAIL_WORDS + len(members)
+    numel = TAIL_WORDS + num_ranks + len(members)
     if widest.item_bytes >= 4:
         return Member(numel=numel, item_bytes=widest.item_bytes, kind=widest.kind)
     return Member(numel=numel, item_bytes=4, kind="tail")
@@ -142,7 +145,7 @@ def tail_of(members: Sequence[Member]) -> Member:
 
 def gradient_all_reduce_bytes(members: Sequence[Member], *, bucket_bytes: int, data: int) -> int:
     """Bytes that a rank sends over the data axis in one step of all-reduce data parallelism."""
-    everything = [*members, tail_of(members)]
+    everything = [*members, tail_of(members, num_ranks=data)]
     buckets = assign_buckets(everything, bucket_bytes)
     sizes = (sum(everything[index].num_bytes for index in bucket) for bucket in buckets)
     return sum(sent_bytes("all-reduce", size, data) for size in sizes)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
+from weft.plan.partition.replicas import shares_batch
 from weft.plan.pipeline import schedules
 from weft.plan.pipeline.actions import Action, Schedule
 from weft.plan.plan import Plan
@@ -71,7 +72,7 @@ def schedule_of(
         order,
         num_stages=plan.axes.pipeline * plan.pipeline.chunks,
         gathers=_gathers(plan),
-        reduces_gradients=plan.axes.state * plan.axes.replicate > 1,
+        reduces_gradients=shares_batch(plan),
     )
 
 

@@ -9,8 +9,9 @@ the epochs one after another, each in dataset order or in a permutation of its o
     rank      0 0 1 1 0 0 1 1 0 1   0 0 1 1 0 0 1 1 0 1    2 ranks: contiguous parts, as even as can be
     position  0       4       8     10      14      18
 
-A position in this stream is all that a resume needs. An epoch is always as wide as the dataset, even when `drop_last`
-leaves its end out, so a position means the same under any global batch.
+With `[data] balance` parts follow the speed of the ranks (`balance.py`). A position in this stream is all that a resume
+needs. An epoch is always as wide as the dataset, even when `drop_last` leaves its end out, so a position means the same
+under any global batch.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from weft.errors import DataError
-from weft.layout import part_of
 from weft.mesh import Mesh
+from weft.plan.partition.shares import even_shares, samples_of
+from weft.training.data.balance import Balance
 from weft.training.data.datasets import Batch, Dataset, Indices, fetch
 from weft.training.data.same_data import require_same_data
 from weft.training.data.to_device import pin
@@ -56,6 +58,9 @@ class Reader(Protocol):
 
 Slice = tuple[int, int, int]
 """A global batch: epoch, start, stop. It holds samples `start` to `stop - 1` of the epoch's order."""
+
+Part = tuple[Slice, int, int]
+"""A global batch, and this rank's samples of it: `start` and `stop` in the epoch's order."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,7 +150,7 @@ class batches:
 
     def from_start(self) -> Generator[Batch, None, None]:
         """All batches, without using or moving the trainer's position: for evaluation during a run."""
-        with closing(self._fetched(0)) as fetched:
+        with closing(self._fetched(0, balanced=False)) as fetched:
             for _, batch in fetched:
                 yield batch
 
@@ -156,18 +161,32 @@ class batches:
                 self.trainer.data_position = epoch * len(self.dataset) + stop
                 yield batch
 
-    def _fetched(self, position: int) -> Generator[tuple[Slice, Batch], None, None]:
+    def _fetched(self, position: int, *, balanced: bool = True) -> Generator[tuple[Slice, Batch], None, None]:
         total, seed = len(self.dataset), self.shuffle_seed
-        rank, size = self.trainer.data_rank, self.trainer.data_size
         order = None if seed is None else lru_cache(maxsize=1)(partial(permutation, total, seed))
 
-        def fetch_part(piece: Slice) -> tuple[Slice, Batch]:
-            epoch, first, end = piece
-            start, stop = (first + offset for offset in part_of(end - first, rank, size))
+        def fetch_part(part: Part) -> tuple[Slice, Batch]:
+            piece, start, stop = part
+            epoch = piece[0]
             indices = np.arange(start, stop, dtype=np.int64) if order is None else order(epoch)[start:stop]
             return piece, pin(fetch(self.dataset, indices))
 
-        return prefetch(fetch_part, self._slices(position))
+        return prefetch(fetch_part, self._parts(position, self._balance() if balanced else None))
+
+    def _balance(self) -> Balance | None:
+        found: Balance | None = getattr(self.trainer, "balance", None)  # any reader will do for batches alone
+        return found
+
+    def _parts(self, position: int, balance: Balance | None) -> Iterator[Part]:
+        """This rank's part of every batch. All but the first are asked for one step early, when the batch before is
+        handed out: shares are known by then."""
+        even = even_shares(self.trainer.data_size, 1)
+        for number, (epoch, first, end) in enumerate(self._slices(position)):
+            if balance is None:
+                start, stop = samples_of(end - first, self.trainer.data_rank, even)
+            else:
+                start, stop = balance.range(end - first, ahead=min(number, 1))
+            yield (epoch, first, end), first + start, first + stop
 
     def _slices(self, position: int) -> Iterator[Slice]:
         total = len(self.dataset)

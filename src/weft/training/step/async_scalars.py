@@ -13,9 +13,9 @@ class AsyncScalars:
     """Scalars of a device that are being copied to the host."""
 
     def __init__(self, *numbers: torch.Tensor | float) -> None:
-        """At least one is a tensor; the others are put on its device."""
+        """At least one is a tensor, perhaps of several numbers; the others are put on its device."""
         device = next(number.device for number in numbers if isinstance(number, torch.Tensor))
-        self._host = torch.stack([scalar_on_device(number, device, torch.float64).reshape(()) for number in numbers])
+        self._host = torch.cat([scalar_on_device(number, device, torch.float64).reshape(-1) for number in numbers])
         self._arrived: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._host = torch.empty_like(self._host, device="cpu", pin_memory=True).copy_(

@@ -13,7 +13,6 @@ import torch
 
 from weft.training.data.trees import num_samples
 from weft.training.loss.loss import Count, loss_terms, no_loss
-from weft.training.loss.target_count import refuse_no_targets
 from weft.training.step.async_scalars import scalar_on_device
 from weft.training.step.microbatches import CountedBatch
 from weft.training.step.step_parts import StepParts
@@ -25,17 +24,18 @@ class MicrobatchLoop:
 
     def __init__(self, parts: StepParts) -> None:
         self._loss, self._call, self._counts = parts.loss, parts.call, parts.counts
-        self._update, self._recording = parts.update, parts.recording
+        self._update, self._recording, self._clock = parts.update, parts.recording, parts.clock
         self._model, self._mesh, self._sync = parts.model, parts.model.mesh, parts.model.sync
 
     def step(self, microbatches: list[CountedBatch], *, step: int) -> torch.Tensor:
-        """One step; returns the mean loss over the global batch."""
+        """One step; returns the mean loss over the batch, NaN where this replica has no targets."""
         shared = self._counts.share([count for _, _, count in microbatches])
         device = self._mesh.world.device
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         count_sum: Count = 0
         self._recording.begin_step()
         self._sync.begin()
+        self._clock.begin()
         for number, (inputs, targets, count) in enumerate(microbatches):
             if number == len(microbatches) - 1:
                 self._sync.arm()
@@ -55,10 +55,15 @@ class MicrobatchLoop:
             loss_sum += terms.value.detach() * terms.multiplier
             count_sum = count_sum + terms.count
         counted = scalar_on_device(count_sum, device)
+        self._clock.end(sum(num_samples(inputs) for inputs, _, _ in microbatches))
         with self._recording.during("reduce"):
-            totals = self._sync.finish(loss_sum, counted, with_norm=self._update.needs_norm)
+            needs_norm, own_s = self._update.needs_norm, self._clock.own_s
+            totals = self._sync.finish(loss_sum, counted, with_norm=needs_norm, compute_s=own_s)
+            self._clock.everyones_s = totals.compute_s
             totals = join_norm(totals, self._mesh.group("tensor", "activations"))
-        refuse_no_targets(totals.count)
+        if not self._counts.found_some(totals.count, step=step, own=count_sum):
+            self._update.leave_out(step=step)
+            return totals.loss_sum / totals.count
         with self._recording.during("update"):
             correction = self._counts.correction(shared, totals.count)
             self._update.run(totals, correction, step=step, own_loss=loss_sum)

@@ -21,12 +21,14 @@ from weft.parallel.tensor.tensor_parallel import TensorParallel
 from weft.parallel.wrapping.replacements import Replacements, donated_buffers, reentrant_checkpoints
 from weft.plan.partition.tensor import Region
 from weft.sync.base import Sync
+from weft.sync.meeting import Meeting
+from weft.training.data.balance import Balance
 from weft.training.data.sample_split import SampleSplit
 
 
 @dataclass(slots=True, kw_only=True)
 class ParallelModel:
-    """A model on this rank; the steps of `apply_plan` fill in the fields after `draws`."""
+    """A model on this rank; the steps of `apply_plan` fill in the fields after `meeting`."""
 
     model: nn.Module
     mesh: Mesh
@@ -38,6 +40,8 @@ class ParallelModel:
     """The loss can take shares of the output features."""
     draws: Draws = lambda name: True
     """Which parameters on the meta device get first values, instead of zeros until weights are read."""
+    meeting: Meeting | None = None
+    """Where replicas of one process exchange."""
 
     blueprint: Blueprint = field(init=False)
     has_batch_norms: bool = field(init=False)
@@ -57,6 +61,8 @@ class ParallelModel:
     seeds: Seeds = field(init=False)
     place_seeds: PlaceSeeds | None = None
     """Random states by place in the model, where it is in one piece."""
+    balance: Balance | None = None
+    """Which microbatches this rank computes, where it trains."""
 
     def __post_init__(self) -> None:
         self.blueprint = find_blueprint(self.model)
@@ -80,20 +86,27 @@ class ParallelModel:
     @property
     def runs_empty(self) -> bool:
         """True if layers exchange in their forward pass, so that a microbatch without samples must run too."""
-        return self.has_batch_norms and self.mesh.data_size > 1 and self.mesh.plan.data.buffers == "synchronise"
+        return self.has_batch_norms and self.mesh.num_batch_parts > 1 and self.mesh.plan.data.buffers == "synchronise"
 
     def enter(self, inputs: Any) -> None:
         """Begin a forward or backward pass of a microbatch."""
         if self.sample_split is not None:
             self.sample_split.enter(inputs)
 
+    def even_place(self, microbatch: int) -> tuple[int, int]:
+        """The data rank and number by which a microbatch of this rank draws random numbers: those that it has where
+        all ranks compute as many."""
+        return (self.mesh.data_rank, microbatch) if self.balance is None else self.balance.even_place(microbatch)
+
     def random_states(self, step: int, microbatch: int) -> AbstractContextManager[None]:
         """Context of the random states of one microbatch's forward pass, the same for any number of stages."""
         if self.place_seeds is None:
             return nullcontext()
         draws_alike = self.sample_split is None or self.sample_split.draws_alike
-        data_rank = self.mesh.data_rank if draws_alike else self.mesh.sample_rank
-        return self.place_seeds.during(step=step, microbatch=microbatch, data_rank=data_rank)
+        data_rank, number = self.even_place(microbatch)
+        if not draws_alike:
+            data_rank = self.mesh.sample_rank_of(data_rank)
+        return self.place_seeds.during(step=step, microbatch=number, data_rank=data_rank)
 
     def make_replacements(self) -> Replacements:
         """Context of the model's passes."""

@@ -80,8 +80,9 @@ class MicrobatchPasses(StepHooks):
         self._model.enter(microbatch.inputs)
         if not self.stages(action.microbatch).flow.is_random:
             return nullcontext()
-        data_rank = self._mesh.sample_rank
-        return self._model.seeds.during(step=microbatch.step, microbatch=microbatch.number, data_rank=data_rank)
+        data_rank, number = self._model.even_place(microbatch.number)
+        sample_rank = self._mesh.sample_rank_of(data_rank)
+        return self._model.seeds.during(step=microbatch.step, microbatch=number, data_rank=sample_rank)
 
     def call(self, microbatch: int) -> Any:
         return self._parts.call(self.microbatches[microbatch].inputs)

@@ -26,7 +26,6 @@ from weft.plan.pipeline.actions import Action
 from weft.plan.pipeline.communication import FLUSH_FREE, evaluation_of, schedule_of
 from weft.sync.base import Totals
 from weft.training.loss.loss import Count, loss_terms, no_loss
-from weft.training.loss.target_count import refuse_no_targets
 from weft.training.step.async_scalars import scalar_on_device
 from weft.training.step.microbatches import CountedBatch
 from weft.training.step.pipeline_passes import Evaluation, MicrobatchPasses
@@ -61,7 +60,7 @@ class PipelineStep(MicrobatchPasses):
         super().__init__(parts)
         cut, mesh = self._cut, self._mesh
         self._update = parts.update
-        self._counts = parts.counts
+        self._counts, self._clock = parts.counts, parts.clock
         self._control = mesh.group("pipeline", "control")
         self._is_last = self._control.index == self._control.size - 1
         trained = {name: parameter for name, parameter in cut.model.named_parameters() if parameter.requires_grad}
@@ -76,27 +75,35 @@ class PipelineStep(MicrobatchPasses):
         self._totals = mesh.group("pipeline", "totals") if self._update.needs_norm or is_tied else None
         """The group of all stages, where they update together."""
         self._names = _names_of_stages(cut, trained)
-        self._schedule: tuple[Action, ...] = ()
+        self._schedules: dict[int, tuple[Action, ...]] = {}
+        """By number of microbatches: data ranks may have different ones."""
         self._evaluations: dict[int, tuple[Action, ...]] = {}
         self._last: set[tuple[str, int, int]] = set()
         self._refusal: DataError | None = None
 
     def step(self, microbatches: list[CountedBatch], *, step: int) -> torch.Tensor:
-        """One step; returns the mean loss over the global batch."""
-        if not self._schedule:
-            self._schedule = schedule_of(self._mesh.plan)[self._control.index]
-            last = {a.stage: (a.kind, a.stage, a.microbatch) for a in self._schedule if a.kind in _GRADIENTS}
-            self._last = set(last.values())
+        """One step; returns the mean loss over the batch, NaN where this replica has no targets."""
+        schedule = self._schedule_for(len(microbatches))
+        last = {a.stage: (a.kind, a.stage, a.microbatch) for a in schedule if a.kind in _GRADIENTS}
+        self._last = set(last.values())
+        self.microbatches.clear()  # the last step may have had more
         self.take(microbatches, step=step)
         self._batch = self._make_batch(microbatches, step)
         self.pipeline.recording.begin_step()
         self._sync.begin()
-        self.pipeline.run(self._schedule, self)
+        self._clock.begin()
+        self.pipeline.run(schedule, self)
         self.pipeline.settle()  # free: no step starts before the first stage, which ends last, is done
         if self._refusal is not None:
             refusal, self._refusal = self._refusal, None
             raise refusal
         return self._mean
+
+    def _schedule_for(self, num_microbatches: int) -> tuple[Action, ...]:
+        if num_microbatches not in self._schedules:
+            schedule = schedule_of(self._mesh.plan, num_microbatches=num_microbatches)
+            self._schedules[num_microbatches] = schedule[self._control.index]
+        return self._schedules[num_microbatches]
 
     def _make_batch(self, microbatches: list[CountedBatch], step: int) -> UpdateBatch:
         # Only the last stage has losses, and counts its targets.
@@ -135,21 +142,27 @@ class PipelineStep(MicrobatchPasses):
         if action.kind == "reduce":
             self._sync.complete(self._names[action.stage])
         elif action.kind == "update":
+            self._clock.end(sum(part.num_samples for part in self.microbatches.values()))
             self._hand_over()
             totals, correction = self._agree(self._sum_over_data(self._batch), self._batch.divisor)
             try:
-                refuse_no_targets(totals.count)
+                has_targets = self._counts.found_some(totals.count, step=self._batch.step)
             except DataError as error:
                 self._refusal = error  # raised on all stages, once nothing is under way
                 return
             self._mean = totals.loss_sum / totals.count
+            if not has_targets:
+                self._update.leave_out(step=self._batch.step)
+                return
             self._update.run(totals, correction, step=self._batch.step, own_loss=self._own_loss(self._batch))
         else:
             super().exchange(action)
 
     def _sum_over_data(self, batch: UpdateBatch) -> Totals:
         counted = scalar_on_device(batch.count, self._mesh.world.device)
-        totals = self._sync.finish(batch.loss_sum, counted, with_norm=self._update.needs_norm)
+        needs_norm, own_s = self._update.needs_norm, self._clock.own_s
+        totals = self._sync.finish(batch.loss_sum, counted, with_norm=needs_norm, compute_s=own_s)
+        self._clock.everyones_s = totals.compute_s
         return join_norm(totals, self._mesh.group("tensor", "activations"))
 
     def _own_loss(self, batch: UpdateBatch) -> torch.Tensor | None:

@@ -23,6 +23,7 @@ from weft.plan.pipeline.actions import EVERY, Action
 from weft.plan.pipeline.communication import schedule_of
 from weft.plan.pipeline.schedules import version_slots
 from weft.sync.base import Totals
+from weft.training.data.trees import num_samples
 from weft.training.loss.target_count import refuse_no_targets
 from weft.training.step.microbatches import CountedBatch
 from weft.training.step.pipeline_step import PipelineStep, UpdateBatch
@@ -69,7 +70,9 @@ class PipelineStream(PipelineStep):
         self.pipeline.recording.begin_step()
         if self._first_passes_end is None:
             self._first_passes_end = self._fed + _FIRST_ROUNDS * (self._control.size + self._at_once)
+        self._clock.begin()
         self.pipeline.run(self._steps_schedule(len(microbatches)), self, first_passes_end=self._first_passes_end)
+        self._clock.end(sum(num_samples(inputs) for inputs, _, _ in microbatches))
         self._fed += len(microbatches)
         return self._finished(self._fed - (self._control.size - 1))
 

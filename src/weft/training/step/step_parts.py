@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.parallel.pipeline.recording import Recording
+from weft.sync.compute_clock import ComputeClock
 from weft.training.loss.loss import Loss
 from weft.training.loss.target_count import TargetCount
 from weft.training.step.parallel_model import ParallelModel
@@ -24,3 +25,4 @@ class StepParts:
     """Calls the model with a microbatch's inputs."""
     counts: TargetCount
     recording: Recording
+    clock: ComputeClock

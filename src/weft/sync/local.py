@@ -1,0 +1,345 @@
+"""Local steps: each replica trains by itself, and every few steps replicas exchange their weights (local SGD, DiLoCo).
+
+    replica 0   step  step  step  step ┐          step  step ...
+    replica 1   step  step  step  step ┴ average  step  step ...
+
+Inside a replica gradients are exchanged by the sync of its own ranks, which this one wraps. After the updates of steps
+that `exchanges_after` names, each rank averages its own pieces with the ranks of other replicas that hold the same
+ones: bucket by bucket, two under way at a time. So what is exchanged, and what is kept for it, is sharded as the
+weights are. Running statistics of BatchNorm are averaged too; moments of the optimizer stay each replica's own.
+
+Where the outer step needs the weights of the last exchange (the *anchor*), or a codec makes messages small, the change
+since then travels; otherwise the weights themselves do. What one collective returns is the same on all its ranks, and
+the rest is elementwise: after an exchange replicas are equal to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from weft.codecs.make import make_codec
+from weft.comm.collectives import Pending, all_reduce
+from weft.comm.group import Group
+from weft.comm.objects import gather_values
+from weft.parallel.zero.flat_parameters import FlatParameters, Piece
+from weft.parallel.zero.gather import ParameterGathering
+from weft.plan.partition.exchange import MAX_EXCHANGES_IN_FLIGHT
+from weft.plan.partition.replicas import exchanges_after, keeps_anchor
+from weft.plan.plan import Plan
+from weft.sync.base import PipelineSync, Totals
+from weft.sync.meeting import Meeting
+from weft.sync.outer import average_, nesterov_
+from weft.sync.weight_buckets import ExchangeBuffers, WeightBucket, weight_buckets
+
+Tensors = Callable[[], Sequence[torch.Tensor]]
+
+
+class LocalSync(PipelineSync):
+    """A replica's own sync, and the exchange of weights with other replicas."""
+
+    def __init__(
+        self,
+        inner: PipelineSync,
+        group: Group,
+        plan: Plan,
+        *,
+        device: torch.device,
+        replica: Group,
+        statistics: Tensors = list,
+        meeting: Meeting | None = None,
+    ) -> None:
+        """`group`: the ranks that hold the same part of each replica; `replica`: all ranks of this one. `statistics`
+        looks up running statistics that are averaged. `meeting`: where the replicas of one process exchange, instead
+        of over the group."""
+        self.inner = inner
+        self.num_replicas = group.size if meeting is None else plan.num_replicas
+        self.steps_done = 0
+        self.agrees = True
+        self.num_exchanges = 0
+        self._is_unpublished = False
+        """An error ended a context of the mean, and the model may still have it."""
+        self.spread: torch.Tensor | None = None
+        """Distance of this rank's weights from the mean at the last exchange, relative to the norm of the mean."""
+        self._group, self._plan, self._device = group, plan, device
+        self._replica, self._statistics, self._meeting = replica, statistics, meeting
+        self._buckets = weight_buckets([(piece.name, piece.tensor) for piece in inner.pieces], plan.comm.bucket_bytes)
+        # What has no memory has none anywhere.
+        self._kept_on = torch.device("cpu") if plan.data.offload and device.type != "meta" else device
+        self._anchors: list[torch.Tensor] = []
+        self._momenta: list[torch.Tensor] = []
+        self._has_begun = False
+        """The anchor is what training began from."""
+        if keeps_anchor(plan):
+            self._anchors = [bucket.read_into(self._keep(bucket)) for bucket in self._buckets]
+        if plan.data.outer == "nesterov":
+            self._momenta = [self._keep(bucket).zero_() for bucket in self._buckets]
+        self._codecs = [make_codec(plan, bucket.numel) for bucket in self._buckets]
+        self._buffers = ExchangeBuffers(self._buckets, self._codecs, group, device)
+        self._squares = torch.zeros(2, dtype=torch.float64, device=device)
+
+    def _keep(self, bucket: WeightBucket) -> torch.Tensor:
+        is_pinned = self._kept_on.type == "cpu" and self._device.type == "cuda"
+        return torch.empty(bucket.numel, dtype=bucket.dtype, device=self._kept_on, pin_memory=is_pinned)
+
+    # The sync of one replica.
+
+    @property
+    def pieces(self) -> Sequence[Piece]:  # type: ignore[override]
+        return self.inner.pieces
+
+    @property
+    def flats(self) -> Sequence[FlatParameters]:  # type: ignore[override]
+        return self.inner.flats
+
+    @property
+    def gathering(self) -> ParameterGathering | None:  # type: ignore[override]
+        return self.inner.gathering
+
+    @property
+    def exchanges_in_forward(self) -> bool:
+        return self.inner.exchanges_in_forward
+
+    @property
+    def exchanges_in_microbatches(self) -> bool:
+        return self.inner.exchanges_in_microbatches
+
+    def begin(self) -> None:
+        if self._is_unpublished:
+            self._publish()
+        if not self._has_begun:  # weights may have been read since this was made
+            self._has_begun = True
+            self._read_anchors()
+        self.inner.begin()
+
+    def _read_anchors(self) -> None:
+        for bucket, anchor in zip(self._buckets, self._anchors, strict=bool(self._anchors)):
+            bucket.read_into(anchor)
+
+    def arm(self) -> None:
+        self.inner.arm()
+
+    def arm_parameters(self, names: Collection[str]) -> None:
+        self.inner.arm_parameters(names)
+
+    def complete(self, names: Collection[str]) -> None:
+        self.inner.complete(names)
+
+    def take_deferred(self) -> None:
+        self.inner.take_deferred()
+
+    def skip_microbatch(self) -> None:
+        self.inner.skip_microbatch()
+
+    def end_microbatch(self) -> None:
+        self.inner.end_microbatch()
+
+    def ignoring(self) -> AbstractContextManager[object]:
+        return self.inner.ignoring()
+
+    def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool, compute_s: float = 0.0) -> Totals:
+        return self.inner.finish(loss_sum, count, with_norm=with_norm, compute_s=compute_s)
+
+    def publish(self) -> None:
+        self.inner.publish()
+
+    def settle(self) -> None:
+        self.inner.settle()
+
+    # The exchange.
+
+    def end_update(self) -> None:
+        if not self._exchange_if_due():
+            self.inner.publish()
+
+    def skip(self) -> None:
+        self._exchange_if_due()
+
+    def _exchange_if_due(self) -> bool:
+        self.steps_done += 1
+        self.agrees = False
+        if not exchanges_after(self._plan.data, self.steps_done):
+            return False
+        self.inner.settle()
+        if self._meeting is not None:
+            self._meeting.exchange()
+        else:
+            self._exchange()
+        return True
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        pending: list[tuple[int, Pending]] = []
+        for number in range(self.num_buckets):
+            if len(pending) == MAX_EXCHANGES_IN_FLIGHT:
+                self._complete(*pending.pop(0))
+            pending.append((number, all_reduce(self.fill(number), self._group, wait=False)))
+        for one in pending:
+            self._complete(*one)
+        rest = self.fill_rest()
+        if rest is not None:
+            all_reduce(rest, self._group)
+            self.take_rest(rest)
+        self.finish_exchange()
+
+    def _complete(self, number: int, exchange: Pending) -> None:
+        exchange.wait()
+        self.take(number, self._buffers.sent(number))
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self._buckets)
+
+    @torch.no_grad()
+    def fill(self, number: int) -> torch.Tensor:
+        """This replica's part of a sum over replicas: its weights, or their change since the last exchange, or the
+        codec's message of that. The buffer is that of the bucket before the last, which must have been taken."""
+        flat, codec = self._buckets[number].read_into(self._buffers.values(number)), self._codecs[number]
+        if self._anchors:
+            torch.sub(self._anchors[number].to(flat.device, non_blocking=True), flat, out=flat)
+        if codec is None:
+            return flat
+        message = self._buffers.sent(number)
+        codec.encode(0, flat, message)
+        return message
+
+    @torch.no_grad()
+    def take(self, number: int, total: torch.Tensor) -> None:
+        """Continue from the sum of what all replicas gave; `total` is overwritten."""
+        bucket, data, codec = self._buckets[number], self._plan.data, self._codecs[number]
+        if codec is None:
+            mean = total.div_(self.num_replicas)
+        else:
+            mean = self._buffers.values(number)
+            codec.decode(0, total, self.num_replicas, mean)
+        if not self._anchors:
+            self._add_squares(bucket, mean)
+            bucket.write_from(mean)
+            return
+        anchor = self._anchors[number]
+        if anchor.device != mean.device:
+            mean = mean.to(anchor.device)
+        self._add_squares(bucket, anchor - mean)
+        if data.outer == "nesterov" and self.steps_done > data.switch_step:
+            nesterov_(anchor, mean, self._momenta[number], rate=data.outer_lr, beta=data.outer_momentum)
+        else:
+            average_(anchor, mean)
+        bucket.write_from(anchor)
+
+    def _add_squares(self, bucket: WeightBucket, mean: torch.Tensor) -> None:
+        """Add to the squared distance from the mean, and to the squared norm of the mean."""
+        off = bucket.read_into(torch.empty_like(mean)).sub_(mean)
+        found = torch.stack([torch.linalg.vector_norm(off), torch.linalg.vector_norm(mean)])
+        self._squares += found.to(self._squares).square_()
+
+    @torch.no_grad()
+    def fill_rest(self) -> torch.Tensor | None:
+        """Running statistics, in float64, for a sum over replicas; None if there are none."""
+        statistics = self._statistics()
+        if not statistics:
+            return None
+        return torch.cat([one.detach().flatten().to(torch.float64) for one in statistics])
+
+    @torch.no_grad()
+    def take_rest(self, total: torch.Tensor) -> None:
+        statistics = self._statistics()
+        for one, mean in zip(statistics, total.split([one.numel() for one in statistics]), strict=True):
+            one.copy_(mean.view(one.shape) / self.num_replicas)
+
+    @torch.no_grad()
+    def finish_exchange(self) -> None:
+        """All buckets are taken: give the model its new weights."""
+        self.spread = (self._squares[0] / self._squares[1]).sqrt()
+        self._squares = torch.zeros_like(self._squares)
+        self.agrees = True
+        self.num_exchanges += 1
+        self.inner.publish()
+
+    # Between exchanges.
+
+    @torch.no_grad()
+    def mean_(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace tensors by their means over replicas; collective. Integers stay as they are."""
+        named = [("", tensor) for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+        if self._meeting is not None:
+            self._meeting.mean_([tensor for _, tensor in named])
+            return
+        for bucket in weight_buckets(named, self._plan.comm.bucket_bytes):
+            flat = bucket.read_into(torch.empty(bucket.numel, dtype=bucket.dtype, device=self._device))
+            all_reduce(flat, self._group)
+            bucket.write_from(flat.div_(self.num_replicas))
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Context in which the model, its pieces and running statistics are the mean over replicas; collective.
+
+        After an error the model has its own weights again from the next step, which all ranks begin together."""
+        if self.agrees or self.num_replicas == 1:
+            yield
+            return
+        self.inner.settle()
+        exchanged = self._exchanged()
+        own = [tensor.to(self._kept_on, copy=True) for tensor in exchanged]
+        # Ranks may share memory: none may write while another still reads what was there.
+        gather_values(None, self._replica)
+        self.mean_(exchanged)
+        self._publish()
+        self.agrees = True
+        try:
+            yield
+            gather_values(None, self._replica)
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(exchanged, own, strict=True):
+                    tensor.copy_(value)
+            self.agrees, self._is_unpublished = False, True
+        self._publish()
+
+    def conclude(self) -> None:
+        if self.agrees or self.num_replicas == 1:
+            return
+        self.inner.settle()
+        gather_values(None, self._replica)
+        self.mean_(self._exchanged())
+        self._publish()
+        self.agrees = True
+
+    def _exchanged(self) -> list[torch.Tensor]:
+        return [*(piece.tensor.detach() for piece in self.pieces), *self._statistics()]
+
+    def _publish(self) -> None:
+        self._is_unpublished = False
+        self.inner.publish()
+        self.inner.settle()
+
+    @torch.no_grad()
+    def restart(self, *, steps_done: int) -> None:
+        self.steps_done, self.agrees, self._has_begun = steps_done, True, False
+        for momentum in self._momenta:
+            momentum.zero_()
+
+    def own_tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors that a replica has of its own, or that the next exchange needs, by name."""
+        found = {f"weight/{piece.name}": piece.tensor.detach() for piece in self.pieces}
+        for kind, flats in (("anchor", self._anchors), ("momentum", self._momenta)):
+            for bucket, flat in zip(self._buckets, flats, strict=bool(flats)):
+                views = zip(bucket.names, bucket.views(flat), strict=True)
+                found |= {f"{kind}/{name}": view for name, view in views}
+        return found
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "inner": self.inner.state(),
+            "steps_done": self.steps_done,
+            "agrees": self.agrees,
+            "has_begun": self._has_begun,
+            "num_exchanges": self.num_exchanges,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.inner.load_state(state["inner"])
+        self.steps_done, self.agrees = int(state["steps_done"]), bool(state["agrees"])
+        self._has_begun, self.num_exchanges = bool(state["has_begun"]), int(state["num_exchanges"])

@@ -1,0 +1,128 @@
+"""Finds the rank that the others wait for, since when, and what that cost.
+
+A rank is slow while its time per sample is at least 1.5 times the median of the ranks that compute the same part of the
+model. The median is the lower of the middle two, so that of two ranks the slower one is slow. Times are medians over
+the last few steps. This file is pure: it is given times, and returns what there is to say.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from weft.plan.partition.shares import FEWEST_STEPS, WINDOW_STEPS, median_times
+from weft.units import format_seconds
+
+SLOW_FACTOR = 1.5
+"""A rank that takes so many times as long as the median is slow."""
+
+WARN_AFTER_STEPS = 20
+"""Steps for which a rank has been slow when it is warned of."""
+
+FEWEST_SLOW_STEPS = 5
+"""A rank that was slow for fewer steps is not worth a word."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Straggler:
+    """A rank that the others waited for."""
+
+    rank: int
+    factor: float
+    """Its time per sample over the median's, at the latest step in which it was slow."""
+    since_step: int
+    """The first step in which it was slow."""
+    num_steps: int
+    """Steps in which it was slow."""
+    cost_s: float
+    """Seconds by which its passes ended after the median rank's, in all of these: the others waited so long."""
+
+    def as_row(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class StragglerWatch:
+    """Watches the times of ranks that compute the same part of the model, step by step."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = tuple(ranks)
+        self._window: deque[Sequence[float]] = deque(maxlen=WINDOW_STEPS)
+        self._now: dict[int, Straggler] = {}
+        """Those that are slow now, by rank."""
+        self._past: dict[int, Straggler] = {}
+        """The dearest time in which each other rank was slow, where it was long enough."""
+        self._warned: set[int] = set()
+
+    def add(self, step: int, times_s: Sequence[float], samples: Sequence[float]) -> list[str]:
+        """Take a step's times per sample and numbers of samples of all ranks; returns the warnings that are due."""
+        if len(self._ranks) < 2 or not all(times_s):
+            return []
+        self._window.append(tuple(times_s))
+        if len(self._window) < FEWEST_STEPS:
+            return []
+        usual = median_times(self._window)
+        median = _low_median(usual)
+        passes_s = [each * number for each, number in zip(times_s, samples, strict=True)]
+        ended_s = _low_median(passes_s)
+        texts = []
+        for rank, time_s, mine_s in zip(self._ranks, usual, passes_s, strict=True):
+            factor = time_s / median
+            if factor >= SLOW_FACTOR:
+                texts += self._note_slow(rank, step, factor, max(mine_s - ended_s, 0.0))
+            elif rank in self._now:
+                texts += self._note_recovered(rank, step, factor)
+        return texts
+
+    def _note_slow(self, rank: int, step: int, factor: float, cost_s: float) -> list[str]:
+        before = self._now.get(rank)
+        num_steps = 1 if before is None else before.num_steps + 1
+        self._now[rank] = Straggler(
+            rank=rank,
+            factor=factor,
+            since_step=step if before is None else before.since_step,
+            num_steps=num_steps,
+            cost_s=cost_s + (0.0 if before is None else before.cost_s),
+        )
+        if num_steps < WARN_AFTER_STEPS or rank in self._warned:
+            return []
+        self._warned.add(rank)
+        now = self._now[rank]
+        return [
+            f"rank {rank} takes {factor:.1f} times as long as the median rank for the same number of samples, since "
+            f"step {now.since_step}; the others have waited {format_seconds(now.cost_s)} for it so far "
+            "(docs/methods/stragglers.md)"
+        ]
+
+    def _note_recovered(self, rank: int, step: int, factor: float) -> list[str]:
+        was = self._now.pop(rank)
+        if was.num_steps >= FEWEST_SLOW_STEPS and (rank not in self._past or self._past[rank].cost_s < was.cost_s):
+            self._past[rank] = was
+        if rank not in self._warned:
+            return []
+        self._warned.remove(rank)
+        return [
+            f"rank {rank} has recovered at step {step}: it takes {factor:.1f} times as long as the median rank; the "
+            f"others have waited {format_seconds(was.cost_s)} for it since step {was.since_step}"
+        ]
+
+    @property
+    def now(self) -> Straggler | None:
+        """The rank that is slow now, for long enough; the dearest, if there are several."""
+        return dearest(one for one in self._now.values() if one.num_steps >= FEWEST_SLOW_STEPS)
+
+    @property
+    def worst(self) -> Straggler | None:
+        """The rank that has cost most so far."""
+        long_enough = (one for one in self._now.values() if one.num_steps >= FEWEST_SLOW_STEPS)
+        return dearest([*self._past.values(), *long_enough])
+
+
+def dearest(found: Any) -> Straggler | None:
+    """The straggler that cost most, if there is any."""
+    return max(found, key=lambda one: one.cost_s, default=None)
+
+
+def _low_median(numbers: Sequence[float]) -> float:
+    return sorted(numbers)[(len(numbers) - 1) // 2]
