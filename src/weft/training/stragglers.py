@@ -42,6 +42,14 @@ class Straggler:
     def as_row(self) -> dict[str, Any]:
         return asdict(self)
 
+    def in_words(self, run_s: float) -> str:
+        """What is said of it at the end of a run of so many seconds."""
+        return (
+            f"rank {self.rank} was slow for {self.num_steps} steps from step {self.since_step} on: it took "
+            f"{self.factor:.1f} times as long as the median rank for the same number of samples, and the others waited "
+            f"{format_seconds(self.cost_s)} for it, {100 * self.cost_s / run_s:.0f} % of this run"
+        )
+
 
 class StragglerWatch:
     """Watches the times of ranks that compute the same part of the model, step by step."""

@@ -24,6 +24,7 @@ from weft.plan.text import write_text
 from weft.training.data.trees import tensors_of
 from weft.training.run.spikes import SpikeRule
 from weft.training.step.async_scalars import AsyncScalars
+from weft.training.stragglers import Straggler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,10 @@ class StepRecord:
     """Factor of the loss; None unless the plan computes in fp16."""
     spike: float | None
     """The usual loss, at the step with which a loss spike begins; else None."""
+    shares: tuple[int, ...] | None = None
+    """Microbatches of each data rank; None unless the plan balances."""
+    straggler: Straggler | None = None
+    """The rank that the others wait for, as far as was known at the end of the step; None if there is none."""
 
 
 class Recorder:
