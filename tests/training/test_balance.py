@@ -286,8 +286,8 @@ def test_a_run_names_the_slow_rank(tmp_path: Path) -> None:
     [
         (
             Plan(axes=Axes(data=2), data=Data(balance=True)),
-            "[data] balance = true has no effect with [step] microbatches = 1; every rank computes one at least, so "
-            "none can be given to a faster one: leave it out, or set [step] microbatches to 2 or more",
+            "[data] balance = true has no effect with [step] microbatches = 1; leave it out (each rank computes one at "
+            "least, so none is left for a faster rank), or set [step] microbatches to 2 or more",
         ),
         (
             Plan(axes=Axes(data=2), step=Step(microbatches=2), data=Data(sync="local", every=4, balance=True)),

@@ -1,8 +1,9 @@
 """Finds the rank that the others wait for, since when, and what that cost.
 
 A rank is slow while its time per sample is at least 1.5 times the median of the ranks that compute the same part of the
-model. The median is the lower of the middle two, so that of two ranks the slower one is slow. Times are medians over
-the last few steps. This file is pure: it is given times, and returns what there is to say.
+model, and until it is less than 1.2 times. The median is the lower of the middle two, so that of two ranks the slower
+one is slow. Times are medians over the last few steps. This file is pure: it is given times, and returns what there is
+to say.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from weft.units import format_seconds
 
 SLOW_FACTOR = 1.5
 """A rank that takes so many times as long as the median is slow."""
+
+RECOVERED_FACTOR = 1.2
+"""It has recovered when it takes less than so many times as long."""
 
 WARN_AFTER_STEPS = 20
 """Steps for which a rank has been slow when it is warned of."""
@@ -77,7 +81,7 @@ class StragglerWatch:
         texts = []
         for rank, time_s, mine_s in zip(self._ranks, usual, passes_s, strict=True):
             factor = time_s / median
-            if factor >= SLOW_FACTOR:
+            if factor >= (RECOVERED_FACTOR if rank in self._now else SLOW_FACTOR):
                 texts += self._note_slow(rank, step, factor, max(mine_s - ended_s, 0.0))
             elif rank in self._now:
                 texts += self._note_recovered(rank, step, factor)
