@@ -65,7 +65,7 @@ REFUSED = [
             data=Data(balance=True),
             pipeline=Pipeline(schedule="pipedream"),
         ),
-        'has those of several steps in flight, with weight versions for a fixed number; leave balance out, or use "1f1b"',
+        'has those of several steps in flight, with weight versions for a fixed number; leave balance out, or use "1',
     ),
     (
         Plan(data=Data(sync="server", shard="optimizer")),
