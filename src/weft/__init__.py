@@ -15,6 +15,7 @@ from weft.profiles.cluster import Cluster
 from weft.profiles.model import ModelProfile
 
 if TYPE_CHECKING:
+    from weft import optim as optim
     from weft.training.data.batches import batches
     from weft.training.loss.gather_batch import gather_batch
     from weft.training.parallelize import parallelize
@@ -50,6 +51,8 @@ _NEED_TORCH = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "optim":
+        return importlib.import_module("weft.optim")
     if name not in _NEED_TORCH:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
     value = getattr(importlib.import_module(_NEED_TORCH[name]), name)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshes import verify
-from oracle import SGD, small_gpt, token_batch
+from oracle import SGD, image_batch, small_convnet, small_gpt, token_batch
 
 from weft.comm.collectives import Pending
 from weft.comm.group import Group, Traffic
@@ -29,12 +29,14 @@ Plant = Callable[[Patch, Trainer], None]
 """A change of the trainer that verify has made, or of weft itself."""
 
 
-def find(plan: Plan, plant: Plant, *, num_steps: int = 1, optimizer: Any = SGD, **model: Any) -> Finding:
-    """The verdict of verify on a plan with a plant; without the plant it passes."""
+def find(
+    plan: Plan, plant: Plant, *, num_steps: int = 1, optimizer: Any = SGD, images: bool = False, **model: Any
+) -> Finding:
+    """The verdict of verify on a plan with a plant; without the plant it passes. `images`: with batch norms."""
 
     def run() -> Any:
-        made = small_gpt(**{"num_layers": 2, **model})
-        batches = [token_batch(8, seed=seed) for seed in range(num_steps)]
+        made = small_convnet(**model) if images else small_gpt(**{"num_layers": 2, **model})
+        batches = [(image_batch if images else token_batch)(8, seed=seed) for seed in range(num_steps)]
         return verify(made, plan, loss="cross-entropy", optimizer=optimizer, batches=batches, device="cpu")
 
     assert run().require().first is None

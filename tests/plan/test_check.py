@@ -64,6 +64,15 @@ def test_the_default_plan_can_run():
         Plan(
             axes=Axes(ring=2, ulysses=2, data=2), sequence=Sequence(layout="contiguous", variant="ring-self-attention")
         ),
+        Plan(axes=Axes(data=2), data=Data(sync="local")),
+        Plan(data=Data(sync="local", every=3)),  # one replica
+        Plan(axes=Axes(data=4), data=Data(sync="local", every=8, switch_step=9), codec=Codec(name="half")),
+        Plan(
+            axes=Axes(replicate=2, data=2, pipeline=2),
+            data=Data(sync="local", shard="optimizer", every=8, outer="nesterov", outer_lr=0.7, outer_momentum=0.9),
+            precision=Precision(reduce="bf16"),
+        ),
+        Plan(data=Data(sync="local", outer="nesterov", switch_step=9)),
     ],
 )
 def test_what_is_built_can_run(plan):
@@ -73,8 +82,8 @@ def test_what_is_built_can_run(plan):
 @pytest.mark.parametrize(
     ("plan", "problem"),
     [
-        (Plan(data=Data(sync="server")), '[data] sync = "server" is not built yet; use "all-reduce"'),
-        (Plan(codec=Codec(name="half")), '[codec] name = "half" is not built yet; use "none"'),
+        (Plan(data=Data(sync="server")), '[data] sync = "server" is not built yet; use "all-reduce" or "local"'),
+        (Plan(codec=Codec(name="topk")), '[codec] name = "topk" is not built yet; use "none" or "half"'),
     ],
 )
 def test_what_is_not_built_is_refused(plan, problem):
@@ -84,7 +93,6 @@ def test_what_is_not_built_is_refused(plan, problem):
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan(data=Data(sync="local", every=8, outer="nesterov", outer_lr=0.7, outer_momentum=0.9, switch_step=9)),
         Plan(data=Data(sync="delayed", delay="auto", every=4)),
         Plan(data=Data(sync="server"), server=Server(mode="bounded", staleness=3)),
         Plan(codec=Codec(name="topk", density=0.1, warmup_steps=100)),
@@ -153,11 +161,13 @@ def test_a_field_has_an_effect_once_all_its_switches_are_on(path, all_built):
 
 def test_advice_names_only_what_is_built(monkeypatch):
     every, layout = Plan(data=Data(every=8)), Plan(sequence=Sequence(layout="contiguous"))
+    assert check(every) == [
+        '[data] every = 8 has no effect with [data] sync = "all-reduce"; leave it out, or set [data] sync to "local"'
+    ]
+    monkeypatch.setattr(check_file, "_BUILT", {"data.sync": ("all-reduce",), "axes.ring": (1,)})
     assert check(every) == ['[data] every = 8 has no effect with [data] sync = "all-reduce"; leave it out']
-    monkeypatch.setattr(check_file, "_BUILT", {"data.sync": ("all-reduce", "local"), "axes.ring": (1,)})
     assert check(layout) == ['[sequence] layout = "contiguous" has no effect with [axes] ring = 1; leave it out']
-    monkeypatch.setattr(check_file, "_BUILT", {"data.sync": ("all-reduce", "local"), "axes.ring": (1, 2)})
-    assert check(every)[0].endswith('; leave it out, or set [data] sync to "local"')
+    monkeypatch.setattr(check_file, "_BUILT", {"axes.ring": (1, 2)})
     assert check(layout)[0].endswith("; leave it out, or set [axes] ring to 2 or more")
     monkeypatch.setattr(check_file, "_BUILT", {})
     assert check(every)[0].endswith('; leave it out, or set [data] sync to "local" or "delayed"')
@@ -196,10 +206,73 @@ def test_only_an_fp16_loss_is_scaled(compute):
     assert check(Plan(precision=Precision(compute=compute, loss_scale="dynamic"))) == []
 
 
-def test_every_codec_but_none_warms_up(all_built):
+def test_every_codec_but_none_and_half_warms_up(all_built):
     for name in CODECS:
-        assert check(Plan(codec=Codec(name=name, warmup_steps=5))) == []
+        problems = check(Plan(data=Data(sync="local"), codec=Codec(name=name, warmup_steps=5)))
+        assert len(problems) == (name == "half")
     assert len(check(Plan(codec=Codec(warmup_steps=5)))) == 1
+
+
+def test_an_outer_rate_needs_nesterov():
+    assert check(Plan(data=Data(sync="local", every=2, outer_lr=0.7, outer_momentum=0.9))) == [
+        f'[data] {name} has no effect with [data] outer = "average"; leave it out, or set [data] outer to "nesterov"'
+        for name in ("outer_lr = 0.7", "outer_momentum = 0.9")
+    ]
+
+
+def test_a_switch_step_needs_something_to_switch_to():
+    assert check(Plan(data=Data(sync="local", switch_step=5))) == [
+        "[data] switch_step = 5 has no effect with [data] every = 1; leave it out, or set [data] every to 2 or more, "
+        'or set [data] outer to "nesterov"'
+    ]
+    assert check(Plan(data=Data(sync="local", switch_step=5, every=2))) == []
+    assert check(Plan(data=Data(sync="local", switch_step=5, outer="nesterov"))) == []
+
+
+def test_steps_between_exchanges_are_at_least_one():
+    with pytest.raises(PlanError) as refusal:
+        Data(sync="local", every=0)
+    assert list(refusal.value.problems) == [
+        "[data] every = 0 must be a whole number, at least 1; 1 exchanges after every step"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("axes", "shard", "num_ranks", "problem"),
+    [
+        (
+            Axes(data=2, pipeline=2, tensor=2),
+            "nothing",
+            6,
+            "a replica takes pipeline 2 × tensor 2 = 4 ranks, and 6 are not a multiple of that, so one replica would "
+            "be smaller than the others; start 8, or another multiple of 4 with [axes] data set to the number of "
+            "replicas",
+        ),
+        (
+            Axes(data="all", tensor=2),
+            "nothing",
+            3,
+            "a replica takes tensor 2 ranks, and 3 are not a multiple of that, so one replica would be smaller than "
+            "the others; start 2 or another multiple of 2",
+        ),
+        (
+            Axes(data=2, replicate=2, tensor=2),
+            "parameters",
+            6,
+            "a replica takes data 2 × tensor 2 = 4 ranks, and 6 are not a multiple of that, so one replica would be "
+            "smaller than the others; start 8, or another multiple of 4 with [axes] replicate set to the number of "
+            "replicas",
+        ),
+        (
+            Axes(data=2, tensor=2),
+            "nothing",
+            8,
+            "the axes need data 2 × tensor 2 = 4 ranks, 8 are running; set [axes] data = 4, or start 4",
+        ),
+    ],
+)
+def test_a_replica_of_another_size(axes, shard, num_ranks, problem):
+    assert check(Plan(axes=axes, data=Data(sync="local", shard=shard)), num_ranks=num_ranks) == [problem]
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,29 @@ REFUSED = [
         "[codec] clip = 1.0",
     ),
     (
-        Plan(codec=Codec(name="half"), precision=Precision(reduce="bf16")),
-        '[precision] reduce = "bf16" has no effect with [codec] name = "half"',
+        Plan(codec=Codec(name="topk"), precision=Precision(reduce="bf16")),
+        '[precision] reduce = "bf16" has no effect with [codec] name = "topk"',
+    ),
+    (
+        Plan(axes=Axes(data=2), codec=Codec(name="half")),
+        '[codec] name = "half" is for what replicas exchange when they differ, and with [data] sync = "all-reduce" '
+        'gradients are summed in the format of [precision] reduce; set [precision] reduce = "bf16" and leave out',
+    ),
+    (
+        Plan(
+            axes=Axes(pipeline=2, data=2),
+            step=Step(microbatches=2),
+            data=Data(sync="local", every=2),
+            pipeline=Pipeline(schedule="2bw"),
+        ),
+        '[data] sync = "local" replaces the weights by their average over replicas, and with [pipeline] schedule = '
+        '"2bw" microbatches of older weight versions are still under way then; use a schedule that flushes, such as '
+        '"1f1b"',
+    ),
+    (
+        Plan(axes=Axes(data=2, tensor=2), data=Data(sync="local", every=2), precision=Precision(reduce="bf16")),
+        '[precision] reduce = "bf16" has no effect with [data] sync = "local" here: a replica has one rank for each '
+        'gradient, and what replicas exchange is weights; leave it out; set [codec] name = "half" to exchange in 16',
     ),
     (
         Plan(precision=Precision(compute="fp16", loss_scale=0)),
@@ -167,6 +188,13 @@ def test_every_rule_is_broken_by_some_plan(rule):
         Plan(axes=Axes(data=2, replicate=2), data=SHARDED, codec=Codec(name="topk")),
         Plan(axes=Axes(data=2, replicate=2), data=SHARDED, codec=Codec(name="dgc"), precision=Precision(reduce="bf16")),
         Plan(axes=Axes(data=2, replicate=2), data=Data(sync="local", every=4, shard="parameters")),
+        Plan(
+            axes=Axes(data=2, ring=2),
+            data=Data(sync="local", every=4),
+            codec=Codec(name="half"),
+            precision=Precision(reduce="bf16"),
+        ),
+        Plan(axes=Axes(data=2, pipeline=2), data=Data(sync="local", every=4)),
         Plan(axes=Axes(data=4), data=Data(sync="server"), server=Server(backups=3)),
         Plan(axes=Axes(data=2), data=Data(sync="delayed", delay=3, every=2)),
         Plan(codec=Codec(name="dgc", density=0.001, clip=1.0)),
@@ -203,8 +231,8 @@ def test_sharding_refuses_an_optimizer_that_needs_whole_tensors(shard):
     plan = Plan(axes=Axes(data=2), data=Data(shard=shard))
     assert check(plan, optimizer="Whitening", elementwise=False) == [
         f'Whitening needs whole tensors, but with [data] shard = "{shard}" each rank keeps a flat range of every '
-        "tensor; use an optimizer that treats each element by itself, such as AdamW or SGD, or set [data] shard = "
-        '"nothing"'
+        "tensor; use an optimizer that treats each element by itself, such as AdamW or SGD, or weft.optim's LARS or "
+        'LAMB, which add up their norms over ranks, or set [data] shard = "nothing"'
     ]
     assert check(plan, elementwise=False)[0].startswith("this optimizer needs whole tensors")
     assert check(Plan(axes=Axes(data=2)), optimizer="Whitening", elementwise=False) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from weft.errors import PlanError
 from weft.plan.partition.flat_buffers import ParameterSpec
 from weft.plan.partition.groups import COMMUNICATOR_BYTES
-from weft.plan.plan import Average, Axes, Comm, Data, Plan, Precision, Recompute, Step
+from weft.plan.plan import Average, Axes, Codec, Comm, Data, Plan, Precision, Recompute, Step
 from weft.planning.memory import Memory, predict_memory
 from weft.profiles.model import ModelProfile, Segment, Size
 
@@ -261,6 +262,49 @@ def test_offloaded_state_is_counted_apart() -> None:
     assert memory.total == 3200 * (2 + 4) + memory.communicators
     on_host = predict_memory(plan, make_profile(3200, compute="bf16"))
     assert (on_host.host, on_host.master) == (0, 1600 * 4)
+
+
+LOCAL = Data(sync="local", every=2)
+DILOCO = Data(sync="local", every=2, outer="nesterov", outer_lr=0.7, outer_momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("data", "codec", "copies", "buffer_bytes"),
+    [
+        (LOCAL, "none", 0, 2 * 4 * 1600),
+        (DILOCO, "none", 2, 2 * 4 * 1600),
+        (LOCAL, "half", 1, 4 * 1600 + 2 * 2 * 1600),
+        (DILOCO, "half", 2, 4 * 1600 + 2 * 2 * 1600),
+    ],
+)
+def test_replicas_that_differ_keep_anchor_and_momentum(data: Data, codec: str, copies: int, buffer_bytes: int) -> None:
+    """Two buckets are under way at a time; with a codec their messages are, and the values of one bucket."""
+    profile = make_profile(1600, 1600, root=800)
+    plan = Plan(axes=Axes(data=4), data=data, codec=Codec(name=codec), comm=Comm(bucket_bytes=1))
+    memory, plain = predict_memory(plan, profile), predict_memory(Plan(), profile)
+    assert (memory.outer, memory.exchange_buffers) == (copies * 4 * 4000, buffer_bytes)
+    assert memory.state == plain.state + memory.outer
+    assert memory.gradient_buffers == 0
+
+
+def test_outer_state_is_sharded_like_the_weights_and_offloaded_with_them() -> None:
+    profile = make_profile(1600, root=1600)
+    plan = Plan(axes=Axes(replicate=2, data=4), data=dataclasses.replace(DILOCO, shard="parameters"))
+    assert predict_memory(plan, profile).outer == 2 * 4 * 3200 // 4
+    offloaded = dataclasses.replace(plan, data=dataclasses.replace(plan.data, offload=True))
+    on_gpu = make_profile(1600, root=1600, device="cuda")
+    kept, moved = predict_memory(plan, on_gpu), predict_memory(offloaded, on_gpu)
+    assert (kept.outer, moved.outer) == (6400, 0)
+    assert moved.host == 800 * (4 + 8 + 4) + 6400  # master, moments, gradients; anchor and momentum
+
+
+def test_an_exchange_is_a_moment_of_its_own() -> None:
+    profile = make_profile(160_000)
+    plan = Plan(axes=Axes(data=2), data=DILOCO)
+    memory = predict_memory(plan, profile, update_bytes_per_parameter=0)
+    assert (memory.moment, memory.update) == ("exchange", 2 * 4 * 160_000)
+    plan = Plan(axes=Axes(data=2), data=LOCAL)
+    assert predict_memory(plan, profile, update_bytes_per_parameter=0).update == 4 * 160_000
 
 
 def test_replicas_share_nothing() -> None:

@@ -20,7 +20,7 @@ from weft.comm.shared_memory.arena import Arena
 from weft.comm.shared_memory.barrier import Barrier
 from weft.measure.model import profile_model
 from weft.models.gpt import GPT, GPTConfig
-from weft.plan.plan import Axes, Comm, Data, Plan, Precision, Step
+from weft.plan.plan import Axes, Codec, Comm, Data, Plan, Precision, Step
 from weft.planning.memory import Memory, predict_memory
 from weft.training.parallelize import parallelize
 from weft.training.trainer import Trainer
@@ -71,14 +71,16 @@ def predict(model: nn.Module, plan: Plan, inputs: torch.Tensor, targets: torch.T
 
 
 def check_account(make: Callable[[], nn.Module], plan: Plan, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-    """What is there after a step and was not before is the state, and buffers kept for the next step's gradients."""
+    """What is there after a step and was not before is the state, and buffers kept for the next exchanges."""
     before = live_bytes()
     model = make()
     predicted = predict(model, plan, inputs, targets)
     trainer = train(model, plan, inputs, targets)
-    trainer.sync.begin()  # lets go of gradients that were cast for the update
+    if trainer.sync.flats:
+        trainer.sync.begin()  # lets go of gradients that were cast for the update
     found = live_bytes() - before
-    assert found == pytest.approx(predicted.state + predicted.gradient_buffers, rel=0.02), predicted.table()
+    kept = predicted.state + predicted.gradient_buffers + predicted.exchange_buffers
+    assert found == pytest.approx(kept, rel=0.02), predicted.table()
 
 
 SMALL = GPTConfig(vocab_size=64, context=16, num_layers=4, hidden=64, heads=2, mlp_hidden=200)
@@ -134,6 +136,28 @@ def test_every_tensor_of_hybrid_sharding(shard: str) -> None:
     check_account(lambda: GPT(SMALL), plan, *text_batch(SMALL, 2))
 
 
+DILOCO = Data(sync="local", every=2, outer="nesterov", outer_lr=0.7, outer_momentum=0.9)
+EXCHANGING = {
+    "average": Plan(axes=Axes(data=2), data=Data(sync="local", every=2)),
+    "nesterov": Plan(axes=Axes(data=2), data=DILOCO),
+    "half": Plan(axes=Axes(data=2), data=DILOCO, codec=Codec(name="half")),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "half" else LONG) for name in EXCHANGING])
+def test_every_tensor_of_replicas_that_differ(name: str) -> None:
+    plan = dataclasses.replace(EXCHANGING[name], comm=Comm(bucket_bytes=60_000))
+    check_account(lambda: GPT(SMALL), plan, *text_batch(SMALL, 2))
+
+
+@ranks(4)
+def test_every_tensor_of_sharded_replicas_that_differ() -> None:
+    data = dataclasses.replace(DILOCO, shard="parameters")
+    plan = Plan(axes=Axes(data=2, replicate=2), data=data, comm=Comm(bucket_bytes=60_000))
+    check_account(lambda: GPT(SMALL), plan, *text_batch(SMALL, 2))
+
+
 @pytest.mark.long
 @ranks(2)
 @pytest.mark.parametrize("shard", WAITING)
@@ -170,6 +194,13 @@ def check_peak(plan: Plan) -> None:
 @pytest.mark.parametrize("shard", [SHARDS[0], SHARDS[-1]])
 def test_the_peak_of_two_processes(shard: str) -> None:
     check_peak(Plan(axes=Axes(data=2), data=Data(shard=shard)))
+
+
+@pytest.mark.long
+@ranks(2, fresh=True, timeout_s=300)
+@pytest.mark.parametrize("name", ["average", "half"])
+def test_the_peak_of_two_replicas(name: str) -> None:
+    check_peak(EXCHANGING[name])
 
 
 @pytest.mark.long

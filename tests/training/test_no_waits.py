@@ -39,6 +39,7 @@ from weft.training.trainer import Trainer
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
 CLIPPED: dict[str, Any] = {"microbatches": 2, "clip_norm": 1.0}
 AVERAGE = Average(decay=0.9)
+NESTEROV: dict[str, Any] = {"outer": "nesterov", "outer_lr": 0.7, "outer_momentum": 0.9}
 PLANS: dict[str, Plan] = {
     "data": dataclasses.replace(data_plan(2, **CLIPPED), average=AVERAGE),
     "data, balanced": Plan(axes=Axes(data=2), step=Step(microbatches=2), data=Data(balance=True)),
@@ -57,10 +58,15 @@ PLANS: dict[str, Plan] = {
     "1f1b": pipeline_plan(2, **CLIPPED),
     "zero-bubble, not clipped": pipeline_plan(2, schedule="zero-bubble", microbatches=2),
     "2bw": pipeline_plan(2, schedule="2bw", **CLIPPED),
+    "local": dataclasses.replace(data_plan(2, **CLIPPED), data=Data(sync="local", every=2), average=AVERAGE),
+    "local, nesterov, fp16": mixed(
+        dataclasses.replace(data_plan(2, **CLIPPED), data=Data(sync="local", every=2, **NESTEROV)), compute="fp16"
+    ),
 }
+"""Of local steps the fourth exchanges, and is looked at as the others are."""
 
 
-QUICK = ("zero 3, fp16", "tensor, split tokens", "ulysses", "1f1b")
+QUICK = ("zero 3, fp16", "tensor, split tokens", "ulysses", "1f1b", "local, nesterov, fp16")
 
 
 @ranks(2)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weft.plan.plan import Axes, Plan, Step
+from weft.plan.plan import Axes, Data, Plan, Step
 from weft.verification.diagnosis import Evidence, GradientErrors, diagnose, diagnose_loss, places
 from weft.verification.verdict import Cause
 
@@ -181,3 +181,32 @@ def test_places_in_words() -> None:
     assert places([0, 3], everyone, plan) == "rank 0: pipeline 0, data 0; rank 3: pipeline 1, data 1"
     assert places([2, 3], [2, 3], plan) == "pipeline 1 (ranks 2, 3)"
     assert places([0, 3], [0, 3], plan).startswith("all ranks that have it (rank 0: pipeline 0, data 0")
+
+
+# ---- replicas that differ ----
+
+LOCAL = Plan(axes=Axes(data=2, tensor=2), data=Data(sync="local", every=2))
+
+
+def test_causes_of_a_wrong_exchange_between_replicas() -> None:
+    everyone = range(4)
+    cause = cause_of(*(off(rank, own_left=1e-6, previous_left=0.5) for rank in everyone), plan=LOCAL, what="weight")
+    assert (cause.kind, cause.axes) == ("not exchanged", ("data",)) and "did not take part" in cause.text
+    cause = cause_of(*(off(rank, mean_left=1e-6) for rank in everyone), plan=LOCAL, what="weight")
+    assert (cause.kind, cause.axes) == ("exchanged", ("data",)) and "not due" in cause.text
+    cause = cause_of(*(off(rank, outer_ratio=-1.0, outer_left=1e-6) for rank in everyone), plan=LOCAL, what="weight")
+    assert (cause.kind, cause.axes) == ("outer", ("data",)) and "moved -1 times as far" in cause.text
+
+
+def test_an_explanation_must_hold_on_all_ranks_that_are_off() -> None:
+    mixed = (off(0, own_left=1e-6), off(1, own_left=0.5))
+    assert cause_of(*mixed, plan=LOCAL, what="weight").kind == "unknown"
+    ratios = (off(0, outer_ratio=2.0, outer_left=1e-6), off(1, outer_ratio=3.0, outer_left=1e-6))
+    assert cause_of(*ratios, plan=LOCAL, what="weight").kind == "unknown"
+
+
+def test_places_name_a_replica() -> None:
+    assert places((2, 3), range(4), LOCAL) == "replica 1, data 1 (ranks 2, 3)"
+    assert places((0, 2), range(4), LOCAL) == "tensor 0 (ranks 0, 2)"
+    sharded = Plan(axes=Axes(replicate=2, data=2), data=Data(sync="local", every=2, shard="parameters"))
+    assert places((0, 1), range(4), sharded) == "replica 0, replicate 0 (ranks 0, 1)"

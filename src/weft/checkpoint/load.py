@@ -88,7 +88,10 @@ def load(trainer: TrainerState, directory: Path, *, extra_state: bool = True) ->
     trainer.update.load_state(index["update"])
     if index["plan"] == format_plan(trainer.plan):
         try_on_files(everyone, "read", directory, lambda: load_rank_part(trainer, directory))
+        if not trainer.sync.agrees:  # this replica has read weights of its own
+            trainer.sync.publish()
         return
+    trainer.sync.restart(steps_done=trainer.steps_done)
     if trainer.pipeline_step is not None:
         trainer.pipeline_step.load_state({}, {})
     trainer.balance.load_state({})

@@ -8,19 +8,21 @@ divide what they all hold, so that each byte is written once:
     data 2, ZeRO:     each writes its own range
     tensor 2:         each writes its rows or columns, and half of what the tensor axis does not split
     tied over stages: the earlier stage writes
+
+Replicas that differ between exchanges write parts of their mean (`replicas.py`).
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from weft.checkpoint.files.safetensors import DTYPE_WORDS, Entry, TensorReader
 from weft.checkpoint.local_parts import held_parameters
+from weft.checkpoint.replicas import Mean, State, counted_numbers, replica_means
 from weft.checkpoint.state import Averaging, TrainerState
 from weft.checkpoint.tied_names import further_names
 from weft.comm.objects import gather_values
@@ -30,10 +32,21 @@ from weft.parallel.state.buffers import consensus_buffers, persistent_buffers
 from weft.plan.partition.grid import Grid
 
 KINDS = MODEL, OPTIMIZER, AVERAGE = "model", "optimizer", "average"
-Stored = tuple[str, str, torch.Tensor, Layout]
-"""Kind, name, this rank's tensor and its place in the whole one."""
 _ALIGNED_NUMEL = 1024
 """Where replicas divide a tensor, their parts begin at multiples of this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A tensor that a checkpoint holds."""
+
+    kind: str
+    name: str
+    tensor: torch.Tensor
+    """This rank's part of it."""
+    layout: Layout
+    mean: Mean | None = None
+    """Where replicas have values of their own: how their mean is taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +62,9 @@ class Part:
     """The elements of that part, flattened, which it writes."""
     runs: tuple[Runs, ...]
     """Their places in the whole tensor; `here` is counted from the start of the span."""
+    mean: Mean | None = None
+    """Where the mean over replicas is written, instead of the tensor: how it is taken. Every replica needs all of these
+    parts, also those of which it writes nothing."""
 
 
 def share_of_replica(numel: int, place: int, num_replicas: int, number: int) -> Range:
@@ -74,6 +90,8 @@ class Portable:
     def __init__(self, trainer: TrainerState) -> None:
         """Collective."""
         self._trainer = trainer
+        self.means = replica_means(trainer)
+        """The means over replicas, where these differ."""
         self._held = held_parameters(trainer.named_model, trainer.sync, trainer.layouts)
         self._further = further_names(trainer.named_model)
         self._first = {name: owner for owner, names in self._further.items() for name in names}
@@ -97,7 +115,9 @@ class Portable:
 
     def _parts_of(self, tensors: Iterable[Stored], problems: list[str]) -> tuple[list[Part], dict[str, list[Entry]]]:
         kept = self._kept(tensors, problems)
-        mine = [(kind, entry.name, str(entry.dtype).removeprefix("torch."), entry.shape) for kind, entry, _, _ in kept]
+        mine = [
+            (one.kind, one.name, str(one.tensor.dtype).removeprefix("torch."), one.layout.global_shape) for one in kept
+        ]
         mesh = self._trainer.mesh
         found = gather_values(problems, mesh.everyone("control"))
         if any(found):
@@ -107,53 +127,60 @@ class Portable:
         for table in stages:
             for kind, name, dtype, shape in table:
                 whole[kind].append(Entry(name=name, dtype=getattr(torch, dtype), shape=tuple(shape)))
-        parts = [self._part(number, *one) for number, one in enumerate(kept)]
-        return [part for part in parts if part.runs], whole
+        parts = [self._part(number, one) for number, one in enumerate(kept)]
+        return [part for part in parts if part.runs or part.mean is not None], whole
 
-    def _kept(self, tensors: Iterable[Stored], problems: list[str]) -> list[tuple[str, Entry, torch.Tensor, Layout]]:
-        """(kind, whole tensor, this rank's part, layout) of all that this stage writes; notes what cannot be."""
+    def _kept(self, tensors: Iterable[Stored], problems: list[str]) -> list[Stored]:
+        """All that this stage writes; notes what cannot be."""
         kept = []
-        for kind, name, tensor, layout in tensors:
-            parameter = name.rsplit("/", 1)[0] if kind == OPTIMIZER else self._first.get(name, name)
+        for one in tensors:
+            parameter = one.name.rsplit("/", 1)[0] if one.kind == OPTIMIZER else self._first.get(one.name, one.name)
             if parameter in self._written_elsewhere:
                 continue
-            if tensor.dtype not in DTYPE_WORDS:
-                problems.append(f'"{name}" has dtype {tensor.dtype}, which safetensors cannot hold; use another')
-            kept.append((kind, Entry(name=name, dtype=tensor.dtype, shape=tuple(layout.global_shape)), tensor, layout))
+            if one.tensor.dtype not in DTYPE_WORDS:
+                problems.append(
+                    f'"{one.name}" has dtype {one.tensor.dtype}, which safetensors cannot hold; use another'
+                )
+            kept.append(one)
         return kept
 
     def _weights(self, means: Mapping[str, torch.Tensor]) -> list[Stored]:
         """Parameters, or `means` where there is one, and buffers."""
-        buffers = consensus_buffers(self._trainer.named_model, self._trainer.mesh)
-        found = [(MODEL, name, means.get(name, held.tensor), held.layout) for name, held in self._held.items()]
-        found += [(MODEL, name, buffer, self._trainer.layouts[name]) for name, buffer in buffers.items()]
+        model, layouts, found = self._trainer.named_model, self._trainer.layouts, []
+        for name, held in self._held.items():
+            mean = None if self.means is None or held.piece is None or name in means else self.means.of_weight
+            tensor = means.get(name, held.tensor)
+            found.append(Stored(kind=MODEL, name=name, tensor=tensor, layout=held.layout, mean=mean))
+        agreed = consensus_buffers(model, self._trainer.mesh)
+        for name, buffer in persistent_buffers(model).items():
+            mean = None if self.means is None else self.means.of_buffer(buffer)
+            found.append(Stored(kind=MODEL, name=name, tensor=agreed[name], layout=layouts[name], mean=mean))
         return self._under_all_names(found)
 
     def _averages(self) -> list[Stored]:
         average = self._trainer.average
         if average is None or not average.has_begun:
             return []
-        means = average.means.items()
-        return self._under_all_names([(AVERAGE, name, mean, self._held[name].layout) for name, mean in means])
+        found = [
+            Stored(kind=AVERAGE, name=name, tensor=mean, layout=self._held[name].layout)
+            for name, mean in average.means.items()
+        ]
+        return self._under_all_names(found)
 
     def _under_all_names(self, found: list[Stored]) -> list[Stored]:
-        further = [
-            (kind, other, tensor, layout)
-            for kind, name, tensor, layout in found
-            for other in self._further.get(name, ())
-        ]
-        return [*found, *further]
+        return [*found, *(replace(one, name=other) for one in found for other in self._further.get(one.name, ()))]
 
-    def _part(self, number: int, kind: str, entry: Entry, tensor: torch.Tensor, layout: Layout) -> Part:
-        grid, rank = self._trainer.mesh.grid, self._trainer.mesh.world.rank
-        replicas = replicas_of(layout, grid, rank)
+    def _part(self, number: int, one: Stored) -> Part:
+        grid, rank, tensor = self._trainer.mesh.grid, self._trainer.mesh.world.rank, one.tensor.detach()
+        replicas = replicas_of(one.layout, grid, rank)
         span = share_of_replica(tensor.numel(), replicas.index(rank), len(replicas), number)
-        if kind == MODEL and self._first.get(entry.name, entry.name) not in self._held:
+        if one.kind == MODEL and self._first.get(one.name, one.name) not in self._held:
             # A buffer may differ between replicas; a checkpoint then has one replica's, not pieces of several.
             is_mine = (replicas.index(rank) + number) % len(replicas) == 0
             span = (0, tensor.numel() if is_mine else 0)
-        runs = layout.runs(grid.axes.sizes, grid.coordinates(rank), span)
-        return Part(kind=kind, entry=entry, tensor=tensor.detach(), span=span, runs=tuple(runs))
+        runs = one.layout.runs(grid.axes.sizes, grid.coordinates(rank), span)
+        entry = Entry(name=one.name, dtype=tensor.dtype, shape=tuple(one.layout.global_shape))
+        return Part(kind=one.kind, entry=entry, tensor=tensor, span=span, runs=tuple(runs), mean=one.mean)
 
     @torch.no_grad()
     def read_model(self, reader: TensorReader, stored_as: Mapping[str, str] | None = None) -> None:
@@ -199,17 +226,10 @@ class Portable:
                 group.update(numbers.get(name, {}))
 
     def optimizer_numbers(self) -> dict[str, dict[str, float]]:
-        """Each parameter's numbers that the optimizer counts in its parameter groups, not in its state; collective.
-
-        These are numbers that are no arguments of its constructor, and hence not settings of the user.
-        """
-        optimizer, made_with = self._trainer.optimizer, {"lr", "initial_lr"}
-        for kind in type(optimizer).__mro__:
-            if "__init__" in vars(kind):
-                made_with |= set(inspect.signature(vars(kind)["__init__"]).parameters)
+        """Each parameter's numbers that the optimizer counts in its parameter groups, not in its state; collective."""
         mine: dict[str, dict[str, float]] = {}
-        for group, inside in self._named_groups():
-            own = {key: value for key, value in group.items() if key not in made_with and type(value) in (int, float)}
+        counted = counted_numbers(self._trainer.optimizer)
+        for own, (_, inside) in zip(counted, self._named_groups(), strict=True):
             mine |= {name: own for name in inside if own}
         stages = gather_values(mine, self._pipeline)
         return {name: own for part in stages for name, own in part.items()}
@@ -238,7 +258,7 @@ class Portable:
 
     def _states(self) -> tuple[list[Stored], list[str]]:
         """All that the optimizer keeps, and what cannot be saved."""
-        states: list[Stored] = []
+        own: dict[str, torch.Tensor] = {}
         problems = []
         kind = type(self._trainer.optimizer).__name__
         for name, held in self._held.items():
@@ -250,15 +270,22 @@ class Portable:
                         "use an optimizer whose state is tensors and numbers"
                     )
                     continue
-                tensor = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-                is_split = not held.layout.is_whole and tensor.shape == held.tensor.shape
-                layout = held.layout if is_split else Layout(global_shape=tensor.shape)
-                states.append((OPTIMIZER, f"{name}/{key}", tensor, layout))
-                if not (held.layout.is_whole or is_split or tensor.numel() == 1):
-                    problems.append(
-                        f'{kind} keeps "{key}" of shape {list(tensor.shape)} for a part of "{name}" of shape '
-                        f"{list(held.tensor.shape)}, which weft cannot put together; use an optimizer whose state "
-                        "has one value per element or per tensor, or a plan that does not split parameters "
-                        '([data] shard = "nothing", [axes] tensor = 1)'
-                    )
+                own[f"{name}/{key}"] = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        found = {entry: State(tensor=tensor, mean=None) for entry, tensor in own.items()}
+        if self.means is not None:
+            found = self.means.of_states(own, {name: held.tensor for name, held in self._held.items()})
+        states = []
+        for entry, state in found.items():
+            name, key = entry.rsplit("/", 1)
+            held, tensor = self._held[name], state.tensor
+            is_split = not held.layout.is_whole and tensor.shape == held.tensor.shape
+            layout = held.layout if is_split else Layout(global_shape=tensor.shape)
+            states.append(Stored(kind=OPTIMIZER, name=entry, tensor=tensor, layout=layout, mean=state.mean))
+            if not (held.layout.is_whole or is_split or tensor.numel() == 1):
+                problems.append(
+                    f'{kind} keeps "{key}" of shape {list(tensor.shape)} for a part of "{name}" of shape '
+                    f"{list(held.tensor.shape)}, which weft cannot put together; use an optimizer whose state "
+                    "has one value per element or per tensor, or a plan that does not split parameters "
+                    '([data] shard = "nothing", [axes] tensor = 1)'
+                )
         return states, problems

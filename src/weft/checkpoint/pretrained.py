@@ -63,6 +63,7 @@ def load_weights(trainer: TrainerState, folder: str | Path, *, new_layers: Seque
 
         try_on_files(everyone, "read", folder, read)
         trainer.sync.publish()
+        trainer.sync.restart(steps_done=trainer.steps_done)
         if trainer.pipeline_step is not None:
             trainer.pipeline_step.load_state({}, {})
 

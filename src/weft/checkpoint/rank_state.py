@@ -1,7 +1,7 @@
 """The plan-specific part of a checkpoint: the state of one rank that an exact continuation under the same plan needs.
 
-Random states, the sync's state, shares of microbatches, buffers that differ between ranks, and weight versions that
-flush-free pipelines hold.
+Random states, the sync's state, shares of microbatches, buffers that differ between ranks, weight versions that
+flush-free pipelines hold, and all that replicas have of their own which differ between exchanges (`replicas.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from weft.checkpoint.extra_state import take_extra
 from weft.checkpoint.files.safetensors import TensorReader
+from weft.checkpoint.replicas import load_own, take_own
 from weft.checkpoint.state import TrainerState
 from weft.parallel.state.buffers import persistent_buffers
 
@@ -37,16 +38,18 @@ def take_rank_part(trainer: TrainerState) -> tuple[dict[str, torch.Tensor], dict
     if trainer.pipeline_step is not None:
         kept, in_flight = trainer.pipeline_step.state()
         tensors |= {f"{_PIPELINE}{name}": tensor for name, tensor in kept.items()}
+    own, own_values = take_own(trainer)
     shared = None if trainer.counts.shared is None else float(trainer.counts.shared)
     values = {
         "sync": trainer.sync.state(),
         "shared_count": shared,
         "has_own_count": trainer.counts.is_own,
         "pipeline": in_flight,
+        "replica": own_values,
         "balance": trainer.balance.state(),
     }
     extra, stored = take_extra(trainer.extra_state, trainer.mesh.everyone("control"))
-    return {**tensors, **extra}, {"values": json.dumps(values), **stored}
+    return {**tensors, **own, **extra}, {"values": json.dumps(values), **stored}
 
 
 @torch.no_grad()
@@ -64,6 +67,7 @@ def load_rank_part(trainer: TrainerState, directory: Path) -> None:
             kept = [entry for entry in reader.entries if entry.startswith(_PIPELINE)]
             older = {entry.removeprefix(_PIPELINE): reader.read_whole(entry) for entry in kept}
             trainer.pipeline_step.load_state(older, values["pipeline"])
+        load_own(trainer, reader, values.get("replica", {}))  # older checkpoints have none
     trainer.counts.shared = values["shared_count"]
     trainer.counts.is_own = values.get("has_own_count", False)  # older checkpoints do not say
     trainer.sync.load_state(values["sync"])

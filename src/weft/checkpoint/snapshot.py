@@ -1,14 +1,15 @@
 """The content of a checkpoint at one moment: its files, and the parts of tensors that this rank writes into them.
 
 The files are the same under any plan: tensors in the order of their names, up to 5 GB per file. A snapshot with copies
-lets training continue while it is written; without copies it refers to the parameters themselves.
+lets training continue while it is written; without copies it refers to the parameters themselves. Means over replicas
+that differ are copies in any case.
 """
 
 from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,7 +62,7 @@ def take(trainer: TrainerState, copies: Staging | None) -> Snapshot:
     return Snapshot(
         files=tuple(file for kind in KINDS for file in files[kind]),
         own_file=own_file,
-        parts=_by_file({**files, _RANK: [own_file]}, parts if copies is None else _copied(parts, copies)),
+        parts=_by_file({**files, _RANK: [own_file]}, _settled(parts, portable, copies, world.device)),
         others=_other_files(trainer, maps[MODEL], whole[MODEL]),
         facts={
             "format": FORMAT,
@@ -82,13 +83,14 @@ def take(trainer: TrainerState, copies: Staging | None) -> Snapshot:
 
 def take_weights(trainer: TrainerState, average: Averaging | None) -> Snapshot:
     """A snapshot of the weights alone, or of their average; collective."""
-    parts, whole = Portable(trainer).weight_parts(average)
+    portable = Portable(trainer)
+    parts, whole = portable.weight_parts(average)
     files = pack(MODEL, whole[MODEL], MOST_FILE_BYTES)
     weight_map = {entry.name: file.name for file in files for entry in file.entries}
     return Snapshot(
         files=tuple(files),
         own_file=None,
-        parts=_by_file({MODEL: files}, parts),
+        parts=_by_file({MODEL: files}, _settled(parts, portable, None, trainer.mesh.world.device)),
         others=_other_files(trainer, weight_map, whole[MODEL]),
         facts=None,
         device=trainer.mesh.world.device,
@@ -103,15 +105,30 @@ def _other_files(trainer: TrainerState, weight_map: dict[str, str], entries: Seq
     return {**{name: text.encode() for name, text in texts.items()}, **trainer.companions}
 
 
+def _settled(parts: Sequence[Part], portable: Portable, copies: Staging | None, device: torch.device) -> list[Part]:
+    """The parts with values that do not change while they are written: means, and with `copies` all, are copied."""
+    averaged = [part for part in parts if part.mean is not None]
+    others = [part for part in parts if part.mean is None]
+    means: Iterator[torch.Tensor] = iter(())
+    if portable.means is not None:
+        means = portable.means.averaged([(part.tensor, part.mean) for part in parts if part.mean is not None])
+    if copies is None:
+        settled = [*others, *_copied(averaged, means, Staging(device))]
+    else:
+        values = itertools.chain((part.tensor for part in others), means)
+        settled = _copied([*others, *averaged], values, copies)
+    return [part for part in settled if part.runs]
+
+
 @torch.no_grad()
-def _copied(parts: Sequence[Part], staging: Staging) -> list[Part]:
-    """The parts with copies of their present values, which overwrite those of the last snapshot."""
+def _copied(parts: Sequence[Part], values: Iterable[torch.Tensor], staging: Staging) -> list[Part]:
+    """The parts with copies of these values, which overwrite those of the last snapshot."""
     sizes = [(part.span[1] - part.span[0]) * part.tensor.element_size() for part in parts]
     *places, end = itertools.accumulate((-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in sizes), initial=0)
     memory, copies = staging.take(end, torch.uint8), []
-    for part, place, size in zip(parts, places, sizes, strict=True):
+    for part, place, size, value in zip(parts, places, sizes, values, strict=True):
         copy = memory[place : place + size].view(part.tensor.dtype)
-        copy.copy_(flat_range(part.tensor, *part.span), non_blocking=True)
+        copy.copy_(flat_range(value, *part.span), non_blocking=True)
         copies.append(replace(part, tensor=copy, span=(0, copy.numel())))
     if staging.is_pinned:
         torch.cuda.synchronize()

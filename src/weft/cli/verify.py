@@ -100,6 +100,7 @@ def _run_rank(
             job.plan or Plan(axes=Axes(data=world.size)),
             loss=prepared.loss,
             optimizer=prepared.optimizer,
+            groups=prepared.groups,
             batches=[
                 fetch(prepared.train_data, np.arange(step * global_batch, (step + 1) * global_batch))
                 for step in range(num_steps)

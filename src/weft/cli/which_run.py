@@ -103,10 +103,11 @@ def _with_plan(reading: Reading, plan_file: Path) -> Reading:
 
 
 def _of_length(job: Job, num_steps: int) -> Job:
-    """The job with another number of steps; a warm-up longer than that is cut to a tenth."""
+    """The job with another number of steps; a warm-up or decay longer than that is cut to a tenth."""
     schedule = job.schedule
-    if schedule.settings.get("warmup_steps", 0) >= num_steps:
-        schedule = replace(schedule, settings={**schedule.settings, "warmup_steps": num_steps // 10})
+    for name, least in (("warmup_steps", 0), ("decay_steps", 1)):
+        if schedule.settings.get(name, 0) >= num_steps:
+            schedule = replace(schedule, settings={**schedule.settings, name: max(num_steps // 10, least)})
     return replace(job, schedule=schedule, steps=replace(job.steps, total=num_steps))
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from weft.models.hugging_face_inputs import hugging_face_class
 from weft.plan.model_refusals import BALANCE_LOSS_LEFT_OUT, BALANCE_LOSS_OF_PARTS
+from weft.plan.partition.replicas import one_replica
 from weft.plan.plan import Plan
 
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef")
@@ -25,7 +26,7 @@ def balance_problems(model: nn.Module, plan: Plan, *, own_loss: bool) -> Iterato
         return
     if not any(getattr(config, name, 0.0) for name in _COEFFICIENTS):
         return
-    parts = plan.axes.data_ranks * plan.axes.sequence * plan.step.microbatches
+    parts = one_replica(plan).data_ranks * plan.axes.sequence * plan.step.microbatches
     if not own_loss:
         yield BALANCE_LOSS_LEFT_OUT.message(model=type(model).__name__)
     elif parts > 1:

@@ -7,6 +7,7 @@ wrong answer. Values that are bad by themselves cannot occur: `Plan` refuses the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,18 +16,21 @@ from weft.errors import PlanError
 from weft.plan.all_ranks import with_ranks
 from weft.plan.fields import facts_of, one_of
 from weft.plan.model_refusals import SMALL_BATCH, UNEVEN_STATISTICS
-from weft.plan.plan import ALL, CODECS, SECTIONS, Axes, Plan, said, value_at
+from weft.plan.plan import ALL, AXES, CODECS, SECTIONS, Axes, Plan, said, value_at
 from weft.plan.rules import combination_problems
 
 # Fields of which only the default is built. A new method moves its field from here to `_BUILT`, with the values that
 # work, or leaves it out when all do.
 _DEFAULT_ONLY = (
-    "data.sync data.delay "
+    "data.delay "
     "server.mode server.shards server.staleness server.backups server.compensation server.lr_scaling "
-    "codec.name codec.density codec.rank codec.levels codec.clip codec.warmup_steps"
+    "codec.density codec.rank codec.levels codec.clip codec.warmup_steps"
 )
-_BUILT: dict[str, tuple[object, ...]] = {path: (value_at(Plan(), path),) for path in _DEFAULT_ONLY.split()}
-_BUILT["data.sync"] = ("all-reduce", "local")
+_BUILT: dict[str, tuple[object, ...]] = {
+    **{path: (value_at(Plan(), path),) for path in _DEFAULT_ONLY.split()},
+    "data.sync": ("all-reduce", "local"),
+    "codec.name": ("none", "half"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,12 @@ class _Switch:
     above: float | None = None
     instead: str = "leave it out"
     """Remedy for setting the fields while the switch is off."""
+    alternative: _Switch | None = None
+    """Another switch that is enough by itself."""
+
+    def is_on_in(self, plan: Plan) -> bool:
+        is_on = self.is_on(value_at(plan, self.path))
+        return is_on or (self.alternative is not None and self.alternative.is_on_in(plan))
 
     def is_on(self, value: object) -> bool:
         if self.above is not None:
@@ -50,12 +60,20 @@ class _Switch:
         """The condition in words."""
         section, name = self.path.split(".")
         if self.above is not None:
-            return f"[{section}] {name} > {self.above:g}"
-        return f"[{section}] {name} = {one_of(self.values)}" if self.values else f"[{section}] {name} ≥ {self.at_least}"
+            words = f"[{section}] {name} > {self.above:g}"
+        elif self.values:
+            words = f"[{section}] {name} = {one_of(self.values)}"
+        else:
+            words = f"[{section}] {name} ≥ {self.at_least}"
+        return words if self.alternative is None else f"({words} or {self.alternative.condition})"
 
     @property
     def advice(self) -> str:
-        """A built value that would give the fields an effect, in words; empty if there is none."""
+        """Built values that would give the fields an effect, in words; empty if there is none."""
+        return self._own_advice + ("" if self.alternative is None else self.alternative.advice)
+
+    @property
+    def _own_advice(self) -> str:
         section, name = self.path.split(".")
         built = _BUILT.get(self.path)
         if self.above is not None:
@@ -81,7 +99,8 @@ _DEPENDENT: tuple[tuple[str, _Switch], ...] = (
     ("data.offload", _Switch("data.sync", ("all-reduce", "local", "delayed"))),  # the server has the optimizer
     ("data.every", _Switch("data.sync", ("local", "delayed"))),
     ("data.switch_step data.outer data.outer_lr data.outer_momentum", _Switch("data.sync", ("local",))),
-    ("data.switch_step", _Switch("data.every", at_least=2)),
+    # After every step and with plain averages replicas do all along what they do until the switch.
+    ("data.switch_step", _Switch("data.every", at_least=2, alternative=_Switch("data.outer", ("nesterov",)))),
     ("data.outer_lr data.outer_momentum", _Switch("data.outer", ("nesterov",))),
     ("data.delay", _Switch("data.sync", ("delayed",))),
     (
@@ -101,7 +120,7 @@ _DEPENDENT: tuple[tuple[str, _Switch], ...] = (
     ("codec.rank", _Switch("codec.name", ("powersgd",))),
     ("codec.levels", _Switch("codec.name", ("qsgd",))),
     ("codec.clip", _Switch("codec.name", ("dgc",))),
-    ("codec.warmup_steps", _Switch("codec.name", CODECS)),
+    ("codec.warmup_steps", _Switch("codec.name", tuple(name for name in CODECS if name != "half"))),
     ("average.start", _Switch("average.decay", above=0.0)),
     ("precision.loss_scale", _Switch("precision.compute", ("fp16",))),
 )
@@ -136,7 +155,7 @@ def check(
     problems = [*idle.values(), *_unbuilt(plan, set(idle))]
     problems += combination_problems(plan, optimizer=optimizer, elementwise=elementwise)
     if num_ranks is not None:
-        problems += _rank_problems(plan.axes, num_ranks)
+        problems += _rank_problems(plan, num_ranks)
     if global_batch is not None and plan.axes.data != ALL:
         problems += _batch_problems(plan, global_batch, local_batch_statistics)
     return problems
@@ -153,7 +172,7 @@ def _idle(plan: Plan) -> dict[str, str]:
     problems: dict[str, str] = {}
     for path, switch in _SWITCHES:
         is_set = value_at(plan, path) != value_at(Plan(), path)
-        if is_set and path not in problems and not switch.is_on(value_at(plan, switch.path)):
+        if is_set and path not in problems and not switch.is_on_in(plan):
             problems[path] = (
                 f"{said(plan, path)} has no effect with {said(plan, switch.path)}; {switch.instead}{switch.advice}"
             )
@@ -167,8 +186,11 @@ def _unbuilt(plan: Plan, idle: set[str]) -> list[str]:
     return [f"{said(plan, path)} is not built yet; use {one_of(_BUILT[path])}" for path in paths if path not in behind]
 
 
-def _rank_problems(axes: Axes, num_ranks: int) -> Iterator[str]:
-    others = axes.besides_data
+def _rank_problems(plan: Plan, num_ranks: int) -> Iterator[str]:
+    axes, others = plan.axes, plan.axes.besides_data
+    if problem := _replica_problem(plan, num_ranks):
+        yield problem
+        return
     if axes.data == ALL:
         if num_ranks % others:
             product = f" = {others}" if " × " in (factors := _factors(axes, besides="data")) else ""
@@ -195,6 +217,26 @@ def _rank_problems(axes: Axes, num_ranks: int) -> Iterator[str]:
     yield (
         f"the axes need {_factors(axes)} = {needed} rank{'s' * (needed > 1)}, {num_ranks} "
         f"{'is' if num_ranks == 1 else 'are'} running{why}; {advice}"
+    )
+
+
+def _replica_problem(plan: Plan, num_ranks: int) -> str | None:
+    """The problem of ranks that are not whole replicas, where replicas differ from each other."""
+    axes, axis = plan.axes, "data" if plan.data.shard == "nothing" else "replicate"
+    if plan.data.sync != "local" or (axes.data == ALL and axis == "replicate"):
+        return None
+    size = math.prod(getattr(axes, name) for name in AXES if name != axis)
+    if num_ranks % size == 0:
+        return None
+    product = f" = {size}" if " × " in (factors := _factors(axes, besides=axis)) else ""
+    more = f"another multiple of {size}"
+    if axes.data == ALL:
+        advice = f"start {size} or {more}"
+    else:
+        advice = f"start {axes.num_ranks}, or {more} with [axes] {axis} set to the number of replicas"
+    return (
+        f"a replica takes {factors}{product} ranks, and {num_ranks} {'is' if num_ranks == 1 else 'are'} not a multiple "
+        f"of that, so one replica would be smaller than the others; {advice}"
     )
 
 

@@ -45,6 +45,8 @@ class Whole:
 
     minimum: int
     words: tuple[str, ...] = ()
+    hint: str = ""
+    """What to write instead of a number that is too small."""
 
     @property
     def allowed(self) -> str:
@@ -55,7 +57,7 @@ class Whole:
         if isinstance(value, str) and value in self.words:
             return value
         if not isinstance(value, int) or isinstance(value, bool) or value < self.minimum:
-            raise ValueError(f"must be {self.allowed}")
+            raise ValueError(f"must be {self.allowed}{self.hint and '; '}{self.hint}")
         if value > _LARGEST_WHOLE:
             raise ValueError(f"is too large; the largest whole number is {_LARGEST_WHOLE}")
         return int(value)

@@ -38,6 +38,36 @@ SHARED_MEMORY_ON_A_DEVICE = Refusal(
     remedy='use "auto" or "c10d"',
 )
 
+CODEC_OF_COMPLEX_WEIGHTS = Refusal(
+    combination="[codec] name with complex weights",
+    why='{codec.name} makes messages of real numbers, and "{name}" is complex',
+    remedy='set [codec] name = "none", or store real and imaginary parts',
+)
+
+# --- replicas in one process ------------------------------------------------------------------------------------------
+
+REPLICAS_THAT_NEVER_DIFFER = Refusal(
+    combination='replicas in process with [data] sync = "all-reduce"',
+    why="replicas in process are for replicas that differ between exchanges, and with {data.sync} nothing differs",
+    remedy='run the plan with fewer ranks, which gives the same answer, or set [data] sync = "local"',
+)
+REPLICAS_OF_SEVERAL_RANKS = Refusal(
+    combination="replicas in process whose replicas are several ranks ([axes] pipeline, tensor, ring, ulysses, or data "
+    "with [data] shard)",
+    why="one process can only be whole replicas, and with {axes} a replica is {num_ranks} ranks",
+    remedy="leave these out, which changes nothing about how replicas exchange, or start real ranks",
+)
+UNCOUNTED_REPLICAS = Refusal(
+    combination='replicas in process with [axes] data = "all"',
+    why='[axes] data = "all" counts the ranks that run, and replicas in process are not counted by any',
+    remedy="write their number",
+)
+REPLICAS_IN_SEVERAL_PROCESSES = Refusal(
+    combination="replicas in process on several ranks",
+    why="replicas in process are all in one, and {num_processes} were started",
+    remedy="start one process, or leave the replicas to the ranks",
+)
+
 # --- models without blocks, and models compiled as a whole ------------------------------------------------------------
 
 BLOCKS_NEEDED = Refusal(

@@ -164,13 +164,23 @@ class Data(Section):
         "step", Choice(("step", "microbatch")), "ZeRO-3: parameters are gathered once per step or once per microbatch."
     )
     offload: bool = declare(False, FLAG, "Keep the optimizer's state in host memory.")
-    every: int = declare(1, POSITIVE, "Steps between exchanges (local), or steps that are averaged together (delayed).")
-    switch_step: int = declare(0, NATURAL, "Post-local SGD: exchange every step until this one.")
+    every: int = declare(
+        1,
+        Whole(minimum=1, hint="1 exchanges after every step"),
+        "Steps between exchanges (local), or steps that are averaged together (delayed).",
+    )
+    switch_step: int = declare(
+        0, NATURAL, "Post-local SGD: plain averages after every step up to this one, and only then `every` and `outer`."
+    )
     outer: str = declare(
         "average", Choice(("average", "nesterov")), "Average of local replicas, or an outer Nesterov step (DiLoCo)."
     )
-    outer_lr: float = declare(1.0, Real(above=0), "Learning rate of the outer optimizer.")
-    outer_momentum: float = declare(0.0, Real(minimum=0, below=1), "Momentum of the outer optimizer.")
+    outer_lr: float = declare(
+        1.0, Real(above=0), "Learning rate of the outer optimizer; DiLoCo's published one is 0.7, with momentum 0.9."
+    )
+    outer_momentum: float = declare(
+        0.0, Real(minimum=0, below=1), "Momentum of the outer optimizer; 0 with a rate of 1 is the plain average."
+    )
     delay: int | str = declare(
         0, Whole(minimum=0, words=("auto",)), "Steps by which averages arrive late; auto measures how many are needed."
     )
@@ -201,7 +211,7 @@ class Server(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codec(Section):
-    """Compression of the gradients that replicas exchange."""
+    """Compression of what replicas exchange: gradients, or, where they differ, the change since the last exchange."""
 
     name: str = declare("none", Choice(("none", *CODECS)), "The compression method.")
     density: float = declare(0.01, Real(above=0, maximum=1), "Share of the entries that topk and dgc send.")

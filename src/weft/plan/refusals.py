@@ -43,7 +43,7 @@ class Optimizer:
     name: str | None = None
     """Name of its class."""
     elementwise: bool = True
-    """True if it updates each element independently of the others."""
+    """True if it updates each element independently of the others, or is told the norms of whole tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

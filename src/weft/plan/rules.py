@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from weft.plan.plan import Plan
 from weft.plan.refusals import Optimizer, Rule
 
-# Class names in lower case. Their update of one element depends on other elements of the tensor, or on its shape.
+# Class names in lower case. Their update of one element depends on other elements of the tensor, or on its shape. LARS
+# and LAMB are those of other libraries: weft's own are recognised before names are looked at.
 _WHOLE_TENSOR_OPTIMIZERS = frozenset(
     "adafactor adam_mini came dion distributedshampoo lamb lars lbfgs muon novograd shampoo sm3 soap sparseadam".split()
 )
@@ -20,7 +21,8 @@ _WHOLE_TENSOR_OPTIMIZERS = frozenset(
 def combination_problems(plan: Plan, *, optimizer: str | None = None, elementwise: bool | None = None) -> Iterator[str]:
     """Every contradiction in this plan.
 
-    `optimizer` is its class name, if known; `elementwise`: it updates each element independently (None: not known).
+    `optimizer` is its class name, if known; `elementwise`: it updates each element independently, or takes the norms
+    of whole tensors from weft (None: not known).
     """
     if elementwise is None:
         elementwise = optimizer is None or optimizer.lower() not in _WHOLE_TENSOR_OPTIMIZERS
@@ -39,6 +41,11 @@ def _is_sharded(plan: Plan) -> bool:
 
 def _is_one_replica(plan: Plan) -> bool:
     return _is_sharded(plan) and plan.axes.replicate == 1
+
+
+def _sums_nothing(plan: Plan) -> bool:
+    """True if no two ranks of a replica have gradients of the same parameters to sum, where replicas differ."""
+    return not _is_sharded(plan) and plan.axes.sequence == 1
 
 
 def _cuts(plan: Plan, _: Optimizer) -> bool | Mapping[str, object]:
@@ -118,6 +125,28 @@ RULES: tuple[Rule, ...] = (
         remedy='set [axes] replicate to 2 or more, or [data] shard = "nothing"',
         broken=lambda plan, _: plan.data.sync in ("local", "delayed") and _is_one_replica(plan),
     ),
+    # Gradients of the old weights are in flight, and would be applied to the average, which they were not made for.
+    Rule(
+        combination='[data] sync = "local" with [pipeline] schedule = "pipedream" or "2bw"',
+        why="{data.sync} replaces the weights by their average over replicas, and with {pipeline.schedule} "
+        "microbatches of older weight versions are still under way then",
+        remedy='use a schedule that flushes, such as "1f1b"',
+        broken=lambda plan, _: plan.data.sync == "local" and _is_scheduled(plan, "pipedream", "2bw"),
+    ),
+    Rule(
+        combination='[data] sync = "local" with [precision] reduce where no ranks of a replica sum gradients',
+        why="{precision.reduce} has no effect with {data.sync} here: a replica has one rank for each gradient, and "
+        "what replicas exchange is weights",
+        remedy='leave it out; set [codec] name = "half" to exchange in 16 bits',
+        broken=lambda plan, _: plan.data.sync == "local" and plan.precision.reduce != "fp32" and _sums_nothing(plan),
+    ),
+    Rule(
+        combination='[codec] name = "half" with [data] sync = "all-reduce"',
+        why="{codec.name} is for what replicas exchange when they differ, and with {data.sync} gradients are summed in "
+        "the format of [precision] reduce",
+        remedy='set [precision] reduce = "bf16" and leave out the codec',
+        broken=lambda plan, _: (plan.codec.name, plan.data.sync) == ("half", "all-reduce"),
+    ),
     Rule(
         combination="[codec] name with [data] shard and [axes] replicate = 1",
         why="{codec.name} acts between replicas, but with {data.shard} the data axis shares one replica",
@@ -152,14 +181,15 @@ RULES: tuple[Rule, ...] = (
     Rule(
         combination="[axes] tensor > 1 with an optimizer that needs whole tensors (Muon, Adafactor, LBFGS, ...)",
         why="{optimizer} needs whole tensors, but with {axes.tensor} each rank has a part of most of them",
-        remedy="use an optimizer that treats each element by itself, such as AdamW or SGD, or set [axes] tensor = 1",
+        remedy="use an optimizer that treats each element by itself, such as AdamW or SGD, or weft.optim's LARS or "
+        "LAMB, which add up their norms over ranks, or set [axes] tensor = 1",
         broken=lambda plan, optimizer: plan.axes.tensor > 1 and not optimizer.elementwise,
     ),
     Rule(
         combination="[data] shard with an optimizer that needs whole tensors (Muon, Adafactor, LBFGS, ...)",
         why="{optimizer} needs whole tensors, but with {data.shard} each rank keeps a flat range of every tensor",
-        remedy="use an optimizer that treats each element by itself, such as AdamW or SGD, or set [data] shard = "
-        '"nothing"',
+        remedy="use an optimizer that treats each element by itself, such as AdamW or SGD, or weft.optim's LARS or "
+        'LAMB, which add up their norms over ranks, or set [data] shard = "nothing"',
         broken=lambda plan, optimizer: _is_sharded(plan) and not optimizer.elementwise,
     ),
     Rule(
@@ -178,7 +208,13 @@ RULES: tuple[Rule, ...] = (
         combination='[codec] name with [precision] reduce and [data] shard = "nothing"',
         why="{precision.reduce} has no effect with {codec.name}, which decides what travels",
         remedy='leave it out, or set [codec] name = "none"',
-        broken=lambda plan, _: plan.codec.name != "none" and not _is_sharded(plan) and plan.precision.reduce != "fp32",
+        # Where replicas differ the codec acts on weights, and gradients are summed inside a replica.
+        broken=lambda plan, _: (
+            plan.codec.name not in ("none", "half")
+            and plan.data.sync != "local"
+            and not _is_sharded(plan)
+            and plan.precision.reduce != "fp32"
+        ),
     ),
     Rule(
         combination='[precision] compute = "fp16" with loss_scale = 0 or 1',

@@ -4,6 +4,7 @@ The peak is over all moments of a step. The state is the same at each of them; t
 
     forward and backward of each segment   activations kept so far, the segment's workspace, gathered parameters
     update                                 temporaries of the optimizer, gradients cast to the master's dtype
+    exchange                               temporaries of an exchange between replicas that differ
 
 State, gradient buffers and gathered parameters are counted as they are allocated, padding included. Activations are
 measured at the profile's microbatch and scaled to the plan's. Where a block is recomputed, its backward pass is taken
@@ -19,6 +20,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from weft.errors import PlanError
+from weft.plan.partition.exchange import (
+    ExchangeBucket,
+    exchange_buckets,
+    exchange_buffer_bytes,
+    exchange_temporary_bytes,
+    kept_weights,
+    outer_bytes,
+)
 from weft.plan.partition.flat_buffers import (
     FlatBuffer,
     Sharding,
@@ -34,7 +43,7 @@ from weft.planning.gradient_buffers import travelling_bytes
 from weft.profiles.model import ModelProfile
 from weft.units import format_bytes
 
-_STATE = ("parameters", "gradients", "master", "optimizer", "average", "buffers")
+_STATE = ("parameters", "gradients", "master", "optimizer", "average", "outer", "buffers")
 
 
 def _category(meaning: str) -> int:
@@ -53,12 +62,14 @@ class Memory:
     master: int = _category("what the optimizer updates, where it is not the parameters themselves")
     optimizer: int = _category("the optimizer's moments")
     average: int = _category("the average of the weights")
+    outer: int = _category("the weights that replicas last exchanged, and the outer momentum")
     buffers: int = _category("running statistics and tables of the model")
     gathered: int = _category("parameters of other ranks, whole for a while")
     gradient_buffers: int = _category("gradients on their way to other ranks")
+    exchange_buffers: int = _category("weights on their way to other replicas")
     activations: int = _category("kept from forward to backward")
     workspace: int = _category("what the segment needs beyond that, the loss included")
-    update: int = _category("temporaries of the update")
+    update: int = _category("temporaries of the update, or of an exchange between replicas")
     communicators: int = _category("what NCCL keeps for the plan's process groups")
     host: int = 0
     """With `[data] offload`: bytes in host memory, which the total does not count."""
@@ -81,7 +92,7 @@ class Memory:
     def table(self) -> str:
         """The categories as people read them, one per line."""
         rows = [*self._rows(), ("total", self.total, f"at its peak: {self.moment}")]
-        rows.append(("on the host", self.host, "masters, moments, averages and gradients of the update"))
+        rows.append(("on the host", self.host, "masters, moments, averages, outer state and gradients of the update"))
         return "\n".join(f"{name:17s} {format_bytes(num):>10s}  {what}" for name, num, what in rows if num)
 
 
@@ -116,7 +127,15 @@ def predict_memory(
     # Ranks that share memory have one copy of whole parameters among them.
     gathered = flats if plan.data.shard == "parameters" and not shares_memory else []
     update = _update_bytes(plan, flats, update_bytes_per_parameter, device=profile.device)
-    moments = [*_passes(plan, profile, samples, gathered), Memory(moment="update", update=update)]
+    buckets = weight_buckets(plan, flats)
+    moments = [
+        *_passes(plan, profile, samples, gathered),
+        Memory(moment="update", update=update),
+        Memory(
+            moment="exchange",
+            update=exchange_temporary_bytes(buckets, plan, on_host=offloads(plan, profile.device)),
+        ),
+    ]
     fullest = max(moments, key=lambda moment: moment.total)
     master_bytes = sum(flat.part_bytes(flat.master) for flat in flats if flat.trainable)
     state = state_memory(
@@ -136,6 +155,7 @@ def predict_memory(
             receives=on_host and not shares_memory,
             waits_in_backward=plan.data.buffers == "synchronise" and profile.batch_norms,
         ),
+        exchange_buffers=exchange_buffer_bytes(buckets, plan),
         activations=fullest.activations + plan.step.microbatches * profile.batch.at(samples),
         workspace=fullest.workspace,
         update=fullest.update,
@@ -167,6 +187,7 @@ def state_memory(
     master = sum(flat.part_bytes(flat.master) for flat in trainable if on_host or flat.master != flat.compute)
     handed_over = sum(flat.part_bytes(flat.master) for flat in trainable)
     average = sum(average_bytes(flat) for flat in trainable) if plan.average.decay > 0 else 0
+    outer = outer_bytes(weight_buckets(plan, flats), plan)
     return Memory(
         moment="between steps",
         parameters=sum(
@@ -179,9 +200,17 @@ def state_memory(
         master=0 if on_host else master,
         optimizer=0 if on_host else optimizer_bytes,
         average=0 if on_host else average,
+        outer=0 if on_host else outer,
         buffers=buffer_bytes,
-        host=master + optimizer_bytes + average + handed_over if on_host else 0,
+        host=master + optimizer_bytes + average + outer + handed_over if on_host else 0,
     )
+
+
+def weight_buckets(plan: Plan, flats: Sequence[FlatBuffer]) -> list[ExchangeBucket]:
+    """The buckets that a rank exchanges with other replicas, where there are any; the first part has no padding."""
+    if plan.replica_axis is None:
+        return []
+    return exchange_buckets(kept_weights(flats, 0), plan.comm.bucket_bytes)
 
 
 def average_bytes(flat: FlatBuffer) -> int:

@@ -110,6 +110,10 @@ class Sync(Protocol):
         """Context in which the model has the average of all replicas; collective."""
         return nullcontext()
 
+    def conclude(self) -> None:
+        """No step follows: give the model the average of all replicas for good; collective."""
+        return
+
     def restart(self, *, steps_done: int) -> None:
         """Weights were read that all replicas share: nothing of earlier exchanges is left."""
         return

@@ -21,19 +21,19 @@ from typing import Any
 
 import torch
 
+from weft.codecs.make import make_codec
 from weft.comm.collectives import Pending, all_reduce
-from weft.comm.exchange_buffers import BufferAllocator, bytes_for
 from weft.comm.group import Group
 from weft.comm.objects import gather_values
 from weft.parallel.zero.flat_parameters import FlatParameters, Piece
 from weft.parallel.zero.gather import ParameterGathering
+from weft.plan.partition.exchange import MAX_EXCHANGES_IN_FLIGHT
 from weft.plan.partition.replicas import exchanges_after, keeps_anchor
 from weft.plan.plan import Plan
 from weft.sync.base import PipelineSync, Totals
+from weft.sync.meeting import Meeting
 from weft.sync.outer import average_, nesterov_
-from weft.sync.weight_buckets import WeightBucket, weight_buckets
-
-_MAX_IN_FLIGHT = 2
+from weft.sync.weight_buckets import ExchangeBuffers, WeightBucket, weight_buckets
 
 Tensors = Callable[[], Sequence[torch.Tensor]]
 
@@ -50,22 +50,25 @@ class LocalSync(PipelineSync):
         device: torch.device,
         replica: Group,
         statistics: Tensors = list,
-        meet: Callable[[LocalSync], None] | None = None,
+        meeting: Meeting | None = None,
     ) -> None:
         """`group`: the ranks that hold the same part of each replica; `replica`: all ranks of this one. `statistics`
-        looks up running statistics that are averaged. `meet`: called when an exchange is due, instead of exchanging
-        over the group."""
+        looks up running statistics that are averaged. `meeting`: where the replicas of one process exchange, instead
+        of over the group."""
         self.inner = inner
-        self.num_replicas = group.size if meet is None else plan.num_replicas
+        self.num_replicas = group.size if meeting is None else plan.num_replicas
         self.steps_done = 0
         self.agrees = True
         self.num_exchanges = 0
+        self._is_unpublished = False
+        """An error ended a context of the mean, and the model may still have it."""
         self.spread: torch.Tensor | None = None
         """Distance of this rank's weights from the mean at the last exchange, relative to the norm of the mean."""
         self._group, self._plan, self._device = group, plan, device
-        self._replica, self._statistics, self._meet = replica, statistics, meet
+        self._replica, self._statistics, self._meeting = replica, statistics, meeting
         self._buckets = weight_buckets([(piece.name, piece.tensor) for piece in inner.pieces], plan.comm.bucket_bytes)
-        self._kept_on = torch.device("cpu") if plan.data.offload else device
+        # What has no memory has none anywhere.
+        self._kept_on = torch.device("cpu") if plan.data.offload and device.type != "meta" else device
         self._anchors: list[torch.Tensor] = []
         self._momenta: list[torch.Tensor] = []
         self._has_begun = False
@@ -74,18 +77,9 @@ class LocalSync(PipelineSync):
             self._anchors = [bucket.read_into(self._keep(bucket)) for bucket in self._buckets]
         if plan.data.outer == "nesterov":
             self._momenta = [self._keep(bucket).zero_() for bucket in self._buckets]
-        largest = [max((one.numel for one in self._buckets if one.dtype == kind), default=0) for kind in self._dtypes]
-        sizes, dtypes = largest * _MAX_IN_FLIGHT, list(self._dtypes) * _MAX_IN_FLIGHT
-        allocator = BufferAllocator(group, device, num_bytes=bytes_for(sizes, dtypes))
-        self._buffers = [
-            {kind: allocator.empty(size, kind) for kind, size in zip(self._dtypes, largest, strict=True)}
-            for _ in range(_MAX_IN_FLIGHT)
-        ]
+        self._codecs = [make_codec(plan, bucket.numel) for bucket in self._buckets]
+        self._buffers = ExchangeBuffers(self._buckets, self._codecs, group, device)
         self._squares = torch.zeros(2, dtype=torch.float64, device=device)
-
-    @property
-    def _dtypes(self) -> list[torch.dtype]:
-        return list(dict.fromkeys(bucket.dtype for bucket in self._buckets))
 
     def _keep(self, bucket: WeightBucket) -> torch.Tensor:
         is_pinned = self._kept_on.type == "cpu" and self._device.type == "cuda"
@@ -114,6 +108,8 @@ class LocalSync(PipelineSync):
         return self.inner.exchanges_in_microbatches
 
     def begin(self) -> None:
+        if self._is_unpublished:
+            self._publish()
         if not self._has_begun:  # weights may have been read since this was made
             self._has_begun = True
             self._read_anchors()
@@ -168,8 +164,8 @@ class LocalSync(PipelineSync):
         if not exchanges_after(self._plan.data, self.steps_done):
             return False
         self.inner.settle()
-        if self._meet is not None:
-            self._meet(self)
+        if self._meeting is not None:
+            self._meeting.exchange()
         else:
             self._exchange()
         return True
@@ -178,7 +174,7 @@ class LocalSync(PipelineSync):
     def _exchange(self) -> None:
         pending: list[tuple[int, Pending]] = []
         for number in range(self.num_buckets):
-            if len(pending) == _MAX_IN_FLIGHT:
+            if len(pending) == MAX_EXCHANGES_IN_FLIGHT:
                 self._complete(*pending.pop(0))
             pending.append((number, all_reduce(self.fill(number), self._group, wait=False)))
         for one in pending:
@@ -191,30 +187,34 @@ class LocalSync(PipelineSync):
 
     def _complete(self, number: int, exchange: Pending) -> None:
         exchange.wait()
-        self.take(number, self._buffer(number))
+        self.take(number, self._buffers.sent(number))
 
     @property
     def num_buckets(self) -> int:
         return len(self._buckets)
 
-    def _buffer(self, number: int) -> torch.Tensor:
-        bucket = self._buckets[number]
-        return self._buffers[number % _MAX_IN_FLIGHT][bucket.dtype][: bucket.numel]
-
     @torch.no_grad()
     def fill(self, number: int) -> torch.Tensor:
-        """This replica's part of a sum over replicas: its weights, or their change since the last exchange. The buffer
-        is that of the bucket before the last, which must have been taken."""
-        flat = self._buckets[number].read_into(self._buffer(number))
+        """This replica's part of a sum over replicas: its weights, or their change since the last exchange, or the
+        codec's message of that. The buffer is that of the bucket before the last, which must have been taken."""
+        flat, codec = self._buckets[number].read_into(self._buffers.values(number)), self._codecs[number]
         if self._anchors:
             torch.sub(self._anchors[number].to(flat.device, non_blocking=True), flat, out=flat)
-        return flat
+        if codec is None:
+            return flat
+        message = self._buffers.sent(number)
+        codec.encode(0, flat, message)
+        return message
 
     @torch.no_grad()
     def take(self, number: int, total: torch.Tensor) -> None:
         """Continue from the sum of what all replicas gave; `total` is overwritten."""
-        bucket, data = self._buckets[number], self._plan.data
-        mean = total.div_(self.num_replicas)
+        bucket, data, codec = self._buckets[number], self._plan.data, self._codecs[number]
+        if codec is None:
+            mean = total.div_(self.num_replicas)
+        else:
+            mean = self._buffers.values(number)
+            codec.decode(0, total, self.num_replicas, mean)
         if not self._anchors:
             self._add_squares(bucket, mean)
             bucket.write_from(mean)
@@ -264,6 +264,9 @@ class LocalSync(PipelineSync):
     def mean_(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace tensors by their means over replicas; collective. Integers stay as they are."""
         named = [("", tensor) for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+        if self._meeting is not None:
+            self._meeting.mean_([tensor for _, tensor in named])
+            return
         for bucket in weight_buckets(named, self._plan.comm.bucket_bytes):
             flat = bucket.read_into(torch.empty(bucket.numel, dtype=bucket.dtype, device=self._device))
             all_reduce(flat, self._group)
@@ -271,17 +274,20 @@ class LocalSync(PipelineSync):
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Context in which the model, its pieces and running statistics are the mean over replicas; collective."""
+        """Context in which the model, its pieces and running statistics are the mean over replicas; collective.
+
+        After an error the model has its own weights again from the next step, which all ranks begin together."""
         if self.agrees or self.num_replicas == 1:
             yield
             return
         self.inner.settle()
-        exchanged = [*(piece.tensor.detach() for piece in self.pieces), *self._statistics()]
+        exchanged = self._exchanged()
         own = [tensor.to(self._kept_on, copy=True) for tensor in exchanged]
         # Ranks may share memory: none may write while another still reads what was there.
         gather_values(None, self._replica)
         self.mean_(exchanged)
         self._publish()
+        self.agrees = True
         try:
             yield
             gather_values(None, self._replica)
@@ -289,9 +295,23 @@ class LocalSync(PipelineSync):
             with torch.no_grad():
                 for tensor, value in zip(exchanged, own, strict=True):
                     tensor.copy_(value)
+            self.agrees, self._is_unpublished = False, True
         self._publish()
 
+    def conclude(self) -> None:
+        if self.agrees or self.num_replicas == 1:
+            return
+        self.inner.settle()
+        gather_values(None, self._replica)
+        self.mean_(self._exchanged())
+        self._publish()
+        self.agrees = True
+
+    def _exchanged(self) -> list[torch.Tensor]:
+        return [*(piece.tensor.detach() for piece in self.pieces), *self._statistics()]
+
     def _publish(self) -> None:
+        self._is_unpublished = False
         self.inner.publish()
         self.inner.settle()
 

@@ -1,14 +1,20 @@
-"""The weights that a rank exchanges with other replicas, in flat buckets: many tensors travel as a few."""
+"""The weights that a rank exchanges with other replicas, in flat buckets: many tensors travel as a few.
+
+Which buckets there are, and how many bytes they and their buffers take, is `plan/partition/exchange.py`'s account.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from weft.dtypes import accumulator_dtype
-from weft.plan.partition.wire import Member, assign_buckets
+from weft.codecs.base import Codec
+from weft.comm.exchange_buffers import BufferAllocator, bytes_for
+from weft.comm.group import Group
+from weft.parallel.zero.grouping import torch_dtype
+from weft.plan.partition.exchange import MAX_EXCHANGES_IN_FLIGHT, Weight, exchange_buckets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +48,56 @@ class WeightBucket:
 
 def weight_buckets(named: Sequence[tuple[str, torch.Tensor]], bucket_bytes: int) -> list[WeightBucket]:
     """Buckets of these tensors, in their order; empty tensors are in none."""
-    there = [(name, tensor.detach()) for name, tensor in named if tensor.numel()]
-    members = []
-    for _, tensor in there:
-        dtype = accumulator_dtype(tensor.dtype)
-        members.append(Member(numel=tensor.numel(), item_bytes=dtype.itemsize, kind=str(tensor.dtype)))
+    weights = [Weight(numel=tensor.numel(), dtype=str(tensor.dtype).removeprefix("torch.")) for _, tensor in named]
     return [
         WeightBucket(
-            names=tuple(there[index][0] for index in inside),
-            tensors=tuple(there[index][1] for index in inside),
-            dtype=accumulator_dtype(there[inside[0]][1].dtype),
+            names=tuple(named[place][0] for place in bucket.members),
+            tensors=tuple(named[place][1].detach() for place in bucket.members),
+            dtype=torch_dtype(bucket.dtype),
         )
-        for inside in assign_buckets(members, bucket_bytes, first_bytes=bucket_bytes)
+        for bucket in exchange_buckets(weights, bucket_bytes)
     ]
+
+
+class ExchangeBuffers:
+    """The memory from which buckets are sent, kept from exchange to exchange: that of two buckets at a time."""
+
+    def __init__(
+        self, buckets: Sequence[WeightBucket], codecs: Sequence[Codec | None], group: Group, device: torch.device
+    ) -> None:
+        """Collective. With codecs messages travel, and one bucket's values are needed at a time."""
+        self._values_of = [(bucket.numel, bucket.dtype) for bucket in buckets]
+        self._sent_of = [
+            values if codec is None else (codec.messages[0].numel, torch_dtype(codec.messages[0].dtype))
+            for values, codec in zip(self._values_of, codecs, strict=True)
+        ]
+        largest = _largest(self._sent_of)
+        sizes = [*largest.values()] * MAX_EXCHANGES_IN_FLIGHT
+        num_bytes = bytes_for(sizes, [*largest] * MAX_EXCHANGES_IN_FLIGHT)
+        allocator = BufferAllocator(group, device, num_bytes=num_bytes)
+        self._sent = [
+            {dtype: allocator.empty(numel, dtype) for dtype, numel in largest.items()}
+            for _ in range(MAX_EXCHANGES_IN_FLIGHT)
+        ]
+        self._values: dict[torch.dtype, torch.Tensor] | None = None
+        if any(codecs):
+            plain = _largest(self._values_of)
+            self._values = {dtype: torch.empty(numel, dtype=dtype, device=device) for dtype, numel in plain.items()}
+
+    def values(self, number: int) -> torch.Tensor:
+        """The buffer for the values of a bucket; without a codec it is the one that is sent."""
+        numel, dtype = self._values_of[number]
+        return self.sent(number) if self._values is None else self._values[dtype][:numel]
+
+    def sent(self, number: int) -> torch.Tensor:
+        """The buffer that is sent for a bucket."""
+        numel, dtype = self._sent_of[number]
+        return self._sent[number % MAX_EXCHANGES_IN_FLIGHT][dtype][:numel]
+
+
+def _largest(sizes: Iterable[tuple[int, torch.dtype]]) -> dict[torch.dtype, int]:
+    """The largest number of elements by dtype."""
+    largest: dict[torch.dtype, int] = {}
+    for numel, dtype in sizes:
+        largest[dtype] = max(largest.get(dtype, 0), numel)
+    return largest

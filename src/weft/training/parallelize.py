@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,15 +15,21 @@ from weft.checkpoint.pretrained import load_weights
 from weft.comm.failures.activity import calls, collective_call
 from weft.comm.failures.watch import set_step_timeout
 from weft.mesh import DEFAULT_TIMEOUT_S, Mesh, join_world, make_mesh
+from weft.optim.tensor_norms import give_norms
 from weft.parallel.apply import apply_plan
 from weft.parallel.state.batchnorm import has_batch_norms, warn_of_microbatches
 from weft.parallel.state.materialise import agreed_seed
+from weft.parallel.tensor.shares import counted_elements
 from weft.parallel.zero.flat_parameters import Piece
 from weft.plan.all_ranks import with_ranks
+from weft.plan.check import require
+from weft.plan.partition.replicas import in_process_problems
 from weft.plan.plan import Plan
 from weft.plan.text import as_plan
+from weft.sync.meeting import Meeting
 from weft.training.loss.loss import LossFunction, resolve_loss
 from weft.training.meta_trainer import MetaTrainer, refuse_memory
+from weft.training.replicas_in_process import make_replicas
 from weft.training.setup.probe_optimizer import OptimizerFactory
 from weft.training.setup.setup_problems import raise_together, setup_problems
 from weft.training.step.not_finite import SKIP_AT_MOST
@@ -48,6 +55,7 @@ def parallelize(
     device: torch.device | str | None = None,
     mesh: Mesh | None = None,
     skip_at_most: int | None = SKIP_AT_MOST,
+    replicas_in_process: bool = False,
 ) -> Trainer:
     """Train a model as a plan says.
 
@@ -83,11 +91,17 @@ def parallelize(
     skip_at_most  steps in a row whose loss (or gradients, where the plan clips or computes in 16 bits) is not finite:
                 they change nothing, and a warning names the tensors; the next one raises a NotFiniteError on every
                 rank, after which a loop may `trainer.load` a checkpoint and go on. 0: the first one; None: none does
+    replicas_in_process  this one process is all replicas of a plan with `[data] sync = "local"`, one after the other on
+                one device, with the results of real ranks; `step` takes whole global batches
+                (docs/replicas-in-process.md)
     """
     calls.forget_durations()
     plan = as_plan(plan)
     world = join_world(device, plan=plan, timeout_s=max(DEFAULT_TIMEOUT_S, plan.comm.timeout_s))
     set_step_timeout(plan.comm.timeout_s)
+    if replicas_in_process:
+        require(list(in_process_problems(plan, num_processes=world.size)))
+        world = replace(world, size=plan.axes.num_ranks)
     plan = with_ranks(plan, world.size)
     if problems := setup_problems(
         model,
@@ -106,29 +120,38 @@ def parallelize(
     if world.rank == 0:
         warn_of_microbatches(named_model, plan.step.microbatches)
     resolved_loss = resolve_loss(loss, compiled=plan.compile.blocks)
-    mesh = make_mesh(plan, world, batch_norms=has_batch_norms(named_model), sharing=mesh)
-    try:
-        with agreed_seed(named_model, mesh):
-            parts = ParallelModel(
-                model=named_model,
-                mesh=mesh,
-                example=example,
-                keep_output=resolved_loss.counts_targets,
-                draws=new.draws,
+
+    def make(model: nn.Module, mesh: Mesh, meeting: Meeting | None = None, kind: type[Trainer] = Trainer) -> Trainer:
+        named_model: nn.Module = getattr(model, "_orig_mod", model)
+        try:
+            with agreed_seed(named_model, mesh):
+                parts = ParallelModel(
+                    model=named_model,
+                    mesh=mesh,
+                    example=example,
+                    keep_output=resolved_loss.counts_targets,
+                    draws=new.draws,
+                    meeting=meeting,
+                )
+                apply_plan(parts)
+            made = optimizer(_optimizer_arguments(parts.sync.pieces, groups))
+            counted = {} if parts.tensor is None else counted_elements(parts.tensor.shares, parts.layouts, mesh)
+            give_norms(made, parts.sync.pieces, mesh, counted=counted)
+            if world.is_fake:
+                return cast(Trainer, MetaTrainer(parts, made))
+            trainer = kind(
+                model, parts, loss=resolved_loss, optimizer=made, schedule=schedule, skip_at_most=skip_at_most
             )
-            apply_plan(parts)
-        made = optimizer(_optimizer_arguments(parts.sync.pieces, groups))
-        if world.is_fake:
-            return cast(Trainer, MetaTrainer(parts, made))
-        trainer = Trainer(
-            model, parts, loss=resolved_loss, optimizer=made, schedule=schedule, skip_at_most=skip_at_most
-        )
-        if weights is not None:
-            load_weights(trainer, Path(weights), new_layers=new.names)
-        return trainer
-    except BaseException:
-        mesh.close(failed=True)
-        raise
+            if weights is not None:
+                load_weights(trainer, Path(weights), new_layers=new.names)
+            return trainer
+        except BaseException:
+            mesh.close(failed=True)
+            raise
+
+    if replicas_in_process and plan.num_replicas > 1:
+        return make_replicas(model, plan, world, make)
+    return make(model, make_mesh(plan, world, batch_norms=has_batch_norms(named_model), sharing=mesh))
 
 
 def _optimizer_arguments(pieces: Sequence[Piece], groups: ParameterGroups | None) -> list[dict[str, Any]]:

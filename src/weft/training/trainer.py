@@ -90,7 +90,7 @@ class Trainer:
         self.steps_done = 0
         self.data_position = 0
         """Samples handed out so far, over all ranks and epochs; kept by `weft.batches`."""
-        self.counts = TargetCount(mesh.batch_group("control"))
+        self.counts = TargetCount.of(mesh)
         self.pace = Pace(mesh)
         """How fast the ranks compute, and which of them is slow."""
         self.balance = self.pace.balance
@@ -182,9 +182,14 @@ class Trainer:
         return self.update.grad_norm
 
     @property
+    def skipped(self) -> int | torch.Tensor:
+        """`num_skipped`, as a number that may still be computed."""
+        return self.update.skipped
+
+    @property
     def num_skipped(self) -> int:
         """Number of updates skipped so far, because the loss or a gradient was not finite."""
-        return self.update.num_skipped
+        return int(self.skipped)
 
     @property
     def loss_scale(self) -> float | None:
@@ -208,6 +213,7 @@ class Trainer:
         `inputs` and `targets` are this rank's part of the batch, possibly empty. The loss is the same on every rank,
         and a tensor that does not block until it is read. A loss that is not finite skips the update, with a warning;
         too many of these in a row raise a NotFiniteError on every rank, after which the trainer can still be used.
+        With `[data] sync = "local"` the loss is that of this replica's samples.
         """
         self._require_weights("step()")
         if not self._has_compared:
@@ -261,7 +267,7 @@ class Trainer:
         """Context in which the model has its averaged weights (`[average]`), to evaluate or generate; collective."""
         average = require_average(self.average)
         self.flush()
-        with average.in_place_of_weights(self.sync, self.mesh.everyone("control")):
+        with self.sync.consensus(), average.in_place_of_weights(self.sync, self.mesh.everyone("control")):
             yield
 
     @collective_call("trainer.evaluate")
@@ -269,7 +275,7 @@ class Trainer:
         """The mean loss over the batches of all ranks, without training; collective.
 
         An iterator of `weft.batches` is read from its start, and the position of the training data does not change.
-        With `average`, that of the averaged weights.
+        With `average`, that of the averaged weights. Replicas that differ are one model, with their average.
         """
         if average:
             with self.averaged():
@@ -286,7 +292,7 @@ class Trainer:
             totals[0] += terms.value * terms.multiplier
             totals[1] += terms.count
 
-        with evaluating(self.model), self.replacements, self.own_loss.gathering.during("model"):
+        with evaluating(self.model, self.sync), self.replacements, self.own_loss.gathering.during("model"):
             for number, batch in enumerate(batches):
                 if number == 0:
                     require_same_batch(self.mesh, *batch)
@@ -295,6 +301,7 @@ class Trainer:
         # In a pipeline only the last stage has outputs; along other axes data ranks have the same ones.
         totals = totals.cpu()
         all_reduce(totals, self.mesh.batch_group("control"))
+        all_reduce(totals, self.mesh.between_replicas("control"))
         all_reduce(totals, self.mesh.group("pipeline", "control"))
         if float(totals[1]) == 0:
             raise DataError("nothing to evaluate: the batches hold no targets; give at least one sample")
@@ -306,7 +313,7 @@ class Trainer:
     ) -> list[int]:
         """Continue a sequence of tokens with a language model. Every rank calls it and gets the same answer."""
         self.flush()
-        with evaluating(self.model):
+        with evaluating(self.model, self.sync):
             return generate_tokens(
                 self._next_token, tokens, num_tokens=num_tokens, context=context, temperature=temperature, seed=seed
             )
@@ -368,12 +375,14 @@ class Trainer:
     def close(self) -> None:
         """Flush, wait for a background save, then give back process groups, threads and shared memory. All ranks do it.
 
-        The trainer cannot be used any more. The model keeps its values, unless parameters are sharded.
+        The trainer cannot be used any more. The model keeps its values, those of replicas that differ their average,
+        unless parameters are sharded.
         """
         failed = self._has_failed or (self.pipeline_step is not None and self.pipeline_step.pipeline.has_failed)
         try:
             if not failed:
                 self.flush()
+                self.sync.conclude()
             self.wait_for_save()
         except BaseException:
             failed = True
@@ -404,5 +413,5 @@ class Trainer:
         if self.tensor is not None:
             self.tensor.look_at_draws(self.seeds)
         broadcast_buffers(self.named_model, self.mesh)
-        if self.plan.data.check_every and self.steps_done % self.plan.data.check_every == 0:
+        if self._divergence.is_due(self.steps_done):
             self._divergence.run(self.steps_done)

@@ -1,5 +1,6 @@
 """This rank's gradients, weights and buffers against those of one process, which rank 0 broadcasts bucket by bucket.
 
+Where replicas differ, a rank's tensors are compared with those of its own replica.
 Only errors are kept: a right plan, the usual case, must not pay for what only a wrong one needs (`examine.py`).
 """
 
@@ -53,27 +54,30 @@ def local_tensors(trainer: Trainer, *, is_drained: bool) -> Iterator[LocalTensor
     While microbatches are in flight, gradients and buffers may be of any step, and are left out.
     """
     version = trainer.pipeline_step.versions.newest if isinstance(trainer.pipeline_step, PipelineStream) else 0
+    place = {"version": version, "replica": trainer.mesh.replica}
     held = held_parameters(trainer.named_model, trainer.sync, trainer.layouts)
     for name, one in held.items():
         if is_drained:
             gradient = one.piece.grad if one.piece is not None else None
-            yield LocalTensor(key=Key("gradient", name, version), tensor=gradient, layout=one.layout)
-        yield LocalTensor(key=Key("weight", name, version), tensor=one.tensor, layout=one.layout)
+            yield LocalTensor(key=Key("gradient", name, **place), tensor=gradient, layout=one.layout)
+        yield LocalTensor(key=Key("weight", name, **place), tensor=one.tensor, layout=one.layout)
     if trainer.sync.flats and trainer.plan.data.shard != "parameters":
         for name, parameter in trainer.named_model.named_parameters():
             layout = dataclasses.replace(trainer.layouts[name], flat_range=None)
-            yield LocalTensor(key=Key("weight", name, version), tensor=parameter.detach(), layout=layout, is_copy=True)
+            yield LocalTensor(key=Key("weight", name, **place), tensor=parameter.detach(), layout=layout, is_copy=True)
     if trainer.average is not None and trainer.average.has_begun:
         for name, mean in trainer.average.means.items():
-            yield LocalTensor(key=Key("average", name, version), tensor=mean, layout=held[name].layout)
+            yield LocalTensor(key=Key("average", name, **place), tensor=mean, layout=held[name].layout)
     if is_drained and trainer.plan.data.buffers == "synchronise":
         for name, buffer in trainer.named_model.named_buffers():
-            yield LocalTensor(key=Key("buffer", name, version), tensor=buffer.double(), layout=trainer.layouts[name])
+            yield LocalTensor(key=Key("buffer", name, **place), tensor=buffer.double(), layout=trainer.layouts[name])
 
 
 @torch.no_grad()
-def compare_tensors(trainer: Trainer, oracle: Oracle | None, *, step: int, is_drained: bool) -> list[Difference]:
-    """The errors of all tensors of this rank; collective."""
+def compare_tensors(
+    trainer: Trainer, oracle: Oracle | None, *, step: int, is_drained: bool, has_targets: bool = True
+) -> list[Difference]:
+    """The errors of all tensors of this rank; collective. `has_targets`: its replica has some in this step."""
     mesh, rank = trainer.mesh, trainer.mesh.world.rank
     unmatched: dict[Key, list[LocalTensor]] = {}
     for local in local_tensors(trainer, is_drained=is_drained):
@@ -95,12 +99,15 @@ def compare_tensors(trainer: Trainer, oracle: Oracle | None, *, step: int, is_dr
                 measured.append((key, float(off.max()) if off.numel() else 0.0, scale))
     if is_drained:  # before, a stage may hold any version
         # A tensor that no rank could compare is missing on all of them.
-        mine = [[key.what, key.name] for key, _, _ in measured]
+        mine = [[key.what, key.name, key.replica] for key, _, _ in measured]
         gathered = gather_values(mine, mesh.everyone("control"))
         compared = {tuple(one) for part in gathered for one in part}
-        measured += [(key, math.inf, 0.0) for key in expected if (key.what, key.name) not in compared]
+        measured += [(key, math.inf, 0.0) for key in expected if (key.what, key.name, key.replica) not in compared]
     for key, unexpected in unmatched.items():  # a gradient where one process has none
-        measured += [(key, math.inf, 0.0) for local in unexpected if local.tensor is not None]
+        for local in unexpected:
+            # Without targets nothing is updated, and holders of a weight may have added up nothing.
+            is_nothing = local.tensor is None or not (has_targets or local.tensor.any())
+            measured += [] if is_nothing else [(key, math.inf, 0.0)]
     return [
         difference(key, step, rank, relative_error(key.what, off, scale, largest.get(key.what, 0.0)))
         for key, off, scale in measured
@@ -112,8 +119,8 @@ def broadcast_tensors(sent: Mapping[Key, torch.Tensor], mesh: Mesh) -> Iterator[
     group, device = mesh.everyone("control"), mesh.world.device
     listed = gather_values([[*key, list(tensor.shape)] for key, tensor in sent.items()], group)[0]
     true = float64_of_first(list(sent.values()), [shape for *_, shape in listed], group)
-    for (what, name, version, _), tensor in zip(listed, true, strict=True):
-        yield Key(what, name, version), tensor.to(device)
+    for (*key, _), tensor in zip(listed, true, strict=True):
+        yield Key(*key), tensor.to(device)
 
 
 def from_first(values: list[float], mesh: Mesh) -> list[float]:

@@ -52,14 +52,16 @@ def gradients_at(
 class DelayedVersions:
     """A model trained by one process under the version rule of its plan's pipeline."""
 
-    rule, is_exact = "one process with delayed weights", False
+    rule, is_exact, is_streamed = "one process with delayed weights", False, True
+    instead_of = "one process without delays"
 
     def __init__(self, model: nn.Module, plan: Plan, recipe: Recipe, stage_of: Mapping[str, int]) -> None:
         """`stage_of` maps every parameter to the first of the stages that have it."""
         self.model = model
-        self.num_targets = 0.0
+        self.num_targets = [0.0]
         self.losses: list[float] = []
-        self.whole_loss: float | None = None
+        self.returned: list[float | None] = [None]
+        self.whole_losses: list[float | None] = [None]
         """Not computed: microbatches of one step may have different weights."""
         trained = trained_parameters(model)
         self.backward_order = list(reversed(trained))
@@ -84,14 +86,19 @@ class DelayedVersions:
     def step(self, inputs: Any, targets: Any) -> float | None:
         """Feed a global batch; returns the latest loss that is through on all stages, None if none is."""
         rows, per_update = microbatch_rows(self._plan, num_samples(inputs)), self._microbatches_per_update
-        self.num_targets, loss_sum = 0.0, 0.0
+        self.num_targets, loss_sum = [0.0], 0.0
         for first in range(0, len(rows), per_update):
             parts = [inside for inside in rows[first : first + per_update] if inside]
             loss_sum += self._update([take_rows((inputs, targets), inside) for inside in parts])
-        self.losses.append(loss_sum / max(self.num_targets, 1.0))
+        self.losses.append(loss_sum / max(self.num_targets[0], 1.0))
         done = (len(self.losses) * len(rows) - (self._plan.axes.pipeline - 1)) // per_update
         known = [mean for mean in self._means[: max(done, 0)] if mean is not None]
-        return known[-1] if known else None
+        self.returned = [known[-1] if known else None]
+        return self.returned[0]
+
+    @property
+    def final_weights(self) -> Weights:
+        return {name: p.detach() for name, p in {**dict(self.model.named_parameters()), **self._heads}.items()}
 
     def tensors(self, *, is_drained: bool) -> Iterator[tuple[Key, Tensor]]:
         """Weights of all versions that a stage may have; once nothing is in flight, also gradients and buffers."""
@@ -111,6 +118,10 @@ class DelayedVersions:
     def previous(self, key: Key) -> Tensor | None:
         kept = {"gradient": self._gradients, "weight": self._weights}.get(key.what, {})
         return kept.get(key.version - 1, {}).get(key.name)
+
+    def at_exchange(self, key: Key) -> dict[str, Tensor]:
+        del key  # there is no exchange of weights
+        return {}
 
     def _update(self, parts: list[tuple[Any, Any]]) -> float:
         """Returns the sum of the loss over the parts."""
@@ -141,7 +152,7 @@ class DelayedVersions:
         for kept in (self._gradients, self._weights, self._averages):
             kept.pop(self._newest - self._num_kept, None)
         self._means.append(loss_sum / count_sum if count_sum else None)
-        self.num_targets += count_sum
+        self.num_targets[0] += count_sum
         return loss_sum
 
     def _copies(self) -> Weights:

@@ -58,6 +58,13 @@ class Evidence:
     """Explanation: the tensor is that of the step before."""
     sums_left: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Explanation: the sum over the ranks of some axes is the true tensor, or their mean; by axes, joined by "+"."""
+    own_left: float = math.inf
+    """Explanation: a weight is the replica's own, as it was before the exchange that ended this step."""
+    mean_left: float = math.inf
+    """Explanation: a weight is the mean of the replicas, and no exchange was due."""
+    outer_ratio: float = math.nan
+    """Least-squares factor from the true change since the exchange before to this rank's."""
+    outer_left: float = math.inf
     swapped_with: int | None = None
     """The rank whose true part this rank has."""
     rows: tuple[int, int, int, int] | None = None
@@ -94,12 +101,24 @@ def diagnose(
         late = " and are still those of the step before" if all(one.previous_left <= EXPLAINED for one in off) else ""
         text = f"what the optimizer updated is right, but the weights that the model computes with are not{late}"
         return Cause(kind="unpublished", text=f"{text}: they were not taken over after the update", axes=("data",))
+    if all(one.own_left <= EXPLAINED for one in off):
+        text = (
+            "it is the replica's own: replicas exchange their weights after this step, and this one did not take part"
+        )
+        return Cause(kind="not exchanged", text=text, axes=_replica_axes(plan))
+    if all(one.mean_left <= EXPLAINED for one in off):
+        text = "it is the mean over replicas, and an exchange is not due after this step"
+        return Cause(kind="exchanged", text=text, axes=_replica_axes(plan))
     if all(one.previous_left <= EXPLAINED for one in off):
         stale = "it did not move in this step: the update left it out"
         text = stale if what == "weight" else "it is stale: exactly what it should have been one update before"
         return Cause(kind="stale", text=text)
     if _common([(one.ratio, one.ratio_left) for one in off]):
         return _cause_of_factor(off[0].ratio, gradients, plan, what=what, num_targets=num_targets)
+    if _common([(one.outer_ratio, one.outer_left) for one in off]):
+        factor = off[0].outer_ratio
+        text = f"since the last exchange it moved {factor:.9g} times as far as it should: look at the outer rule"
+        return Cause(kind="outer", text=text, axes=_replica_axes(plan))
     for number, word in ((0, "sum"), (1, "mean")):
         for axes in _axes_that_add_up(off, number):
             text = f"it was not summed over [axes] {axes}: its ranks hold different ones, whose {word} is the true one"
@@ -143,6 +162,10 @@ def diagnose_loss(
     return Cause(kind="unknown", text=text + own, axes=inside)
 
 
+def _replica_axes(plan: Plan) -> tuple[str, ...]:
+    return () if plan.replica_axis is None else (plan.replica_axis,)
+
+
 def places(ranks: Sequence[int], holders: Sequence[int], plan: Plan) -> str:
     """The coordinates of ranks along the axes, in words; `holders` are all ranks that have the tensor."""
     grid, sizes = Grid(plan.axes), plan.axes.sizes
@@ -153,7 +176,8 @@ def places(ranks: Sequence[int], holders: Sequence[int], plan: Plan) -> str:
         for axis in (axis for axis, size in sizes.items() if size > 1):
             for place in range(sizes[axis]):
                 if {rank for rank in among if grid.coordinates(rank)[axis] == place} == set(ranks):
-                    return f"{axis} {place} (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})"
+                    named = f"replica {place}, {axis} {place}" if axis == plan.replica_axis else f"{axis} {place}"
+                    return f"{named} (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})"
     return f"all ranks that have it ({_listed(holders, grid)})" if set(ranks) == set(holders) else _listed(ranks, grid)
 
 

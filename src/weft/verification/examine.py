@@ -21,11 +21,15 @@ from weft.parallel.tensor.shares import local_part
 from weft.training.trainer import Trainer
 from weft.verification.compare import LocalTensor, broadcast_tensors, local_tensors
 from weft.verification.diagnosis import EXPLAINED, NOT_A_MEAN, Evidence, GradientErrors, diagnose, diagnose_loss, places
+from weft.verification.one_process import Key
 from weft.verification.oracles import Oracle
 from weft.verification.verdict import Cause, Difference, Finding
 
 _PHASES = {"loss": "forward", "gradient": "backward", "weight": "update", "average": "update", "buffer": "buffers"}
 """The phase in which each kind of value is computed, in the order of a step."""
+
+_OF_EXCHANGES = ("not summed", "not exchanged", "exchanged", "outer")
+"""Kinds of causes that lie in an exchange."""
 
 WHOLE_BATCH = "of the whole batch"
 """Name of the loss that one process computes on all microbatches at once."""
@@ -33,8 +37,9 @@ WHOLE_BATCH = "of the whole batch"
 Rows = tuple[int, int, int, int]
 """A dim, the first and the last index along it, and its length."""
 
-Compared = tuple[LocalTensor, torch.Tensor | None, torch.Tensor | None]
-"""A tensor of this rank, the whole true one, and the whole true one of the step before."""
+Compared = tuple[LocalTensor, dict[str, torch.Tensor]]
+"""A tensor of this rank, and whole tensors to compare it with: the "true" one, the "previous" one of the step before,
+and those of `Oracle.at_exchange`, where they are known."""
 
 
 class Examination:
@@ -65,16 +70,21 @@ class Examination:
     def run(self, *, mine: float, true: float, before: float | None) -> Finding:
         """Given the loss that the step returned here, and the true one of this step and of the one before."""
         facts = self._gather(None if self._oracle is None else [self._oracle.backward_order, self._oracle.num_targets])
-        order, num_targets = facts[0]
+        order, targets_of = facts[0]
         what, name = first = self._first(order)
+        ranks = self._replica_of_first(first)
         gradients = self._gradient_errors() if what in ("loss", "gradient") else GradientErrors()
         if first == ("loss", WHOLE_BATCH):
             return self._finding(first, Cause(kind="loss", text=f"the loss {NOT_A_MEAN}"))
         if what == "loss":
             is_own = not self._trainer.own_loss.loss.counts_targets
-            cause = diagnose_loss(self._gather(mine), true, before, gradients, self._mesh.plan, is_own_loss=is_own)
+            losses = [one for rank, one in enumerate(self._gather([mine, true, before])) if rank in ranks]
+            _, true, before = losses[0]
+            everybodys = [one[0] for one in losses]
+            cause = diagnose_loss(everybodys, true, before, gradients, self._mesh.plan, is_own_loss=is_own)
             return self._finding(first, cause)
         evidence = self._collect(what, name)
+        num_targets = targets_of[self._gather(self._mesh.replica)[ranks[0]]]
         return self._finding(first, diagnose(evidence, gradients, self._mesh.plan, what=what, num_targets=num_targets))
 
     def _gather(self, value: Any) -> list[Any]:
@@ -92,6 +102,13 @@ class Examination:
         order = [*backward_order, *reversed(listed)] if what == "gradient" else listed
         return what, next(name for name in order if name in names)
 
+    def _replica_of_first(self, first: tuple[str, str]) -> list[int]:
+        """The ranks of a replica on which this error is; all ranks where replicas never differ."""
+        replicas = self._gather(self._mesh.replica)
+        is_off = [any((w, n) == first and self._is_off(error) for w, n, error in mine) for mine in self._errors]
+        chosen = replicas[is_off.index(True)]
+        return [rank for rank, replica in enumerate(replicas) if replica == chosen]
+
     def _finding(self, first: tuple[str, str], cause: Cause) -> Finding:
         what, name = first
         errors = {
@@ -102,7 +119,7 @@ class Examination:
         ranks = tuple(rank for rank, error in errors.items() if self._is_off(error))
         return Finding(
             step=self._step,
-            phase="exchange" if cause.kind == "not summed" else _PHASES[what],
+            phase="exchange" if cause.kind in _OF_EXCHANGES else _PHASES[what],
             what=what,
             name=name,
             error=max(errors.values()),
@@ -116,9 +133,9 @@ class Examination:
         errors = [{name: error for what, name, error in mine if what == "gradient"} for mine in self._errors]
         ratios: dict[str, float] = {}
         for name in sorted({name for mine in errors for name, error in mine.items() if self._is_off(error)}):
-            for local, true, _ in self._compared("gradient", name):
-                if local.tensor is not None and true is not None:
-                    ratio, left = ratio_of(local.tensor, self._part(true, local.layout))
+            for local, known in self._compared("gradient", name):
+                if local.tensor is not None and "true" in known:
+                    ratio, left = ratio_of(local.tensor, self._part(known["true"], local.layout))
                     ratios[name] = ratio if left <= EXPLAINED else math.nan
         off: dict[int, dict[str, float]] = {}
         right: dict[int, list[str]] = {}
@@ -131,20 +148,23 @@ class Examination:
         return local_part(whole, layout, self._mesh.grid, self._mesh.world.rank if rank is None else rank)
 
     def _compared(self, what: str, name: str) -> list[Compared]:
-        """This rank's tensors of a name, each with its whole true one, and the true one of the step before."""
-        true, before = {}, {}
+        """This rank's tensors of a name, each with what is known of it."""
+        sent: dict[Key, torch.Tensor] = {}
         for key, tensor in self._reference.items():
             if self._oracle is not None and (key.what, key.name) == (what, name):
-                true[key] = tensor
-                if (previous := self._oracle.previous(key)) is not None:
-                    before[key] = previous
-        true, before = (dict(broadcast_tensors(tensors, self._mesh)) for tensors in (true, before))
-        return [(local, true.get(local.key), before.get(local.key)) for local in self._held.get((what, name), [])]
+                previous = self._oracle.previous(key)
+                found = {"true": tensor, **({} if previous is None else {"previous": previous})}
+                found |= self._oracle.at_exchange(key)
+                sent |= {key._replace(what=kind): one for kind, one in found.items()}
+        known: dict[Key, dict[str, torch.Tensor]] = {}
+        for key, tensor in broadcast_tensors(sent, self._mesh):
+            known.setdefault(key._replace(what=what), {})[key.what] = tensor
+        return [(local, known.get(local.key, {})) for local in self._held.get((what, name), [])]
 
     def _collect(self, what: str, name: str) -> list[Evidence]:
         """The evidence of every rank, in order."""
         compared = self._compared(what, name)
-        worst = max(compared, key=lambda one: self._largest_error(*one[:2]), default=None)
+        worst = max(compared, key=lambda one: self._largest_error(one[0], one[1].get("true")), default=None)
         errors = self._errors[self._mesh.world.rank]
         is_off = any(self._is_off(error) for w, n, error in errors if (w, n) == (what, name))
         local = None if worst is None else worst[0]
@@ -154,7 +174,7 @@ class Examination:
         if worst is None and is_off:
             found["state"] = "missing"
         if worst is not None and is_off:
-            others = [(other, true) for other, true, _ in compared if not other.is_copy]
+            others = [(other, known.get("true")) for other, known in compared if not other.is_copy]
             found["is_copy"] = worst[0].is_copy and not any(self._is_far(*other) for other in others)
             found |= self._measure(*worst, sums, held)
         gathered = self._gather(asdict(Evidence(**found)))
@@ -176,18 +196,18 @@ class Examination:
     def _measure(
         self,
         local: LocalTensor,
-        whole: torch.Tensor | None,
-        whole_before: torch.Tensor | None,
+        known: Mapping[str, torch.Tensor],
         sums: Mapping[str, tuple[torch.Tensor, int]],
         held: Sequence[Any],
     ) -> dict[str, Any]:
         """All explanations tried on this rank's tensor."""
+        whole = known.get("true")
         if whole is None or local.tensor is None:
             return {"state": "missing" if local.tensor is None else "extra"}
         if not (whole.isfinite().all() and local.tensor.isfinite().all()):
             return {"state": "not a number" if whole.isfinite().all() else "nowhere a number"}
-        mine, true = local.tensor.to(whole), self._part(whole, local.layout)
-        before = None if whole_before is None else self._part(whole_before, local.layout)
+        parts = {kind: self._part(one, local.layout) for kind, one in known.items()}
+        mine, true, before = local.tensor.to(whole), parts["true"], parts.get("previous")
         off = (mine - true).abs()
         error, place = float(off.max()), int(off.argmax())
         start = before if local.key.what == "weight" and before is not None else torch.zeros_like(true)
@@ -204,8 +224,11 @@ class Examination:
             "mine": float(mine.flatten()[place]),
             "true": float(true.flatten()[place]),
         }
-        if before is not None:
-            measured["previous_left"] = float((mine - before).abs().max()) / error
+        for kind in ("previous", "own", "mean"):
+            if kind in parts:
+                measured[f"{kind}_left"] = float((mine - parts[kind]).abs().max()) / error
+        if "anchor" in parts:
+            measured["outer_ratio"], measured["outer_left"] = ratio_of(mine - parts["anchor"], true - parts["anchor"])
         rows = rows_off(off > EXPLAINED * error)
         if rows is not None:
             inside = [one.narrow(rows[0], rows[1], rows[2] - rows[1] + 1) for one in (mine, true, start)]

@@ -6,7 +6,8 @@ loss and the split of a batch, so that a mistake in one does not hide in the oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,6 +32,8 @@ class Key(NamedTuple):
     name: str
     version: int = 0
     """Number of updates that made it, where ranks may have done different numbers of them."""
+    replica: int = 0
+    """The replica that has it, where replicas differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,14 +79,25 @@ class Updates:
 class OneProcess:
     """A model trained without any parallelism."""
 
-    rule, is_exact = "one process", True
+    rule, is_exact, is_streamed = "one process", True, False
+    instead_of = "one process"
 
-    def __init__(self, model: nn.Module, plan: Plan, recipe: Recipe, stage_of: object = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        recipe: Recipe,
+        stage_of: object = None,
+        *,
+        data_ranks: Sequence[int] | None = None,
+    ) -> None:
+        """`data_ranks`: those whose parts of every global batch it trains on; all unless given."""
         del stage_of  # there are no stages here
         self.model = model
-        self.num_targets = 0.0
+        self.num_targets = [0.0]
         self.losses: list[float] = []
-        self.whole_loss: float | None = None
+        self.whole_losses: list[float | None] = [None]
+        self._data_ranks = data_ranks
         self.backward_order: list[str] = []
         self.shares: Shares | None = None
         """Microbatches of each data rank in the next step; None: as many for all."""
@@ -96,8 +110,11 @@ class OneProcess:
             for name, p in self._trained.items()
         ]
 
-    def step(self, inputs: Any, targets: Any, *, update: bool = True) -> float:
-        """One step on a whole global batch; returns its mean loss. Gradients are kept for the comparison."""
+    def step(self, inputs: Any, targets: Any, *, updates: Sequence[bool] = (True,)) -> float:
+        """One step on a whole global batch; returns its mean loss. Gradients are kept for the comparison.
+
+        Without targets, or where `updates` says so, there is no update. Without targets the loss is not a number.
+        """
         named = dict(self.model.named_parameters())
         self._previous = {
             "gradient": {name: p.grad for name, p in named.items() if p.grad is not None},
@@ -106,7 +123,8 @@ class OneProcess:
         self._updates.optimizer.zero_grad(set_to_none=True)
         loss_sum, count_sum = 0.0, 0.0
         outputs: list[Any] = []
-        used = [rows for rows in microbatch_rows(self._plan, num_samples(inputs), self.shares) if rows]
+        rows_of_all = microbatch_rows(self._plan, num_samples(inputs), self._data_ranks, shares=self.shares)
+        used = [rows for rows in rows_of_all if rows]
         for rows in used:
             part, target_part = take_rows((inputs, targets), rows)
             output = forward(self.model, part)
@@ -120,13 +138,21 @@ class OneProcess:
             count_sum += float(terms.count)
         for parameter in self._trained.values():
             if parameter.grad is not None:
-                parameter.grad /= count_sum
-        self.num_targets = count_sum
-        self.whole_loss = self._loss_of_all(outputs, used, targets)
-        if update:
+                parameter.grad /= max(count_sum, 1.0)
+        self.num_targets = [count_sum]
+        self.whole_losses = [self._loss_of_all(outputs, used, targets)] if count_sum else [None]
+        if updates[0] and count_sum:
             self._updates.step(len(self.losses))
-        self.losses.append(loss_sum / count_sum)
+        self.losses.append(loss_sum / count_sum if count_sum else math.nan)
         return self.losses[-1]
+
+    @property
+    def returned(self) -> list[float | None]:
+        return [self.losses[-1] if self.num_targets[0] else None]
+
+    @property
+    def final_weights(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     @torch.no_grad()
     def _loss_of_all(self, outputs: list[Any], used: list[list[int]], targets: Any) -> float | None:
@@ -157,16 +183,24 @@ class OneProcess:
     def previous(self, key: Key) -> torch.Tensor | None:
         return self._previous.get(key.what, {}).get(key.name)
 
+    def at_exchange(self, key: Key) -> dict[str, torch.Tensor]:
+        del key  # there is no exchange of weights
+        return {}
+
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def microbatch_rows(plan: Plan, total: int, shares: Shares | None = None) -> list[list[int]]:
-    """The rows of each microbatch: the union of what every data rank has in its microbatch of that number."""
+def microbatch_rows(
+    plan: Plan, total: int, data_ranks: Sequence[int] | None = None, *, shares: Shares | None = None
+) -> list[list[int]]:
+    """The rows of each microbatch: the union of what the data ranks, all unless given, have in their microbatches of
+    that number. `shares`: microbatches of each data rank, unless all have as many."""
     shares = shares or even_shares(plan.axes.data_ranks, plan.step.microbatches)
     rows: list[list[int]] = [[] for _ in range(max(shares))]
-    for rank, num_microbatches in enumerate(shares):
+    for rank in range(len(shares)) if data_ranks is None else data_ranks:
+        num_microbatches = shares[rank]
         start, stop = samples_of(total, rank, shares)
         for number in range(num_microbatches):
             first, last = part_of(stop - start, number, num_microbatches)

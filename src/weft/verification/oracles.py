@@ -13,23 +13,32 @@ from weft.plan.plan import Plan
 from weft.training.trainer import Trainer
 from weft.verification.delayed_weights import DelayedVersions
 from weft.verification.one_process import OneProcess
+from weft.verification.replicas import LocalReplicas
 
-Oracle = OneProcess | DelayedVersions
+Oracle = OneProcess | DelayedVersions | LocalReplicas
 """One process that computes what a plan must. It lives on rank 0.
 
 rule            its name in messages
-is_exact        its answer is that of plain training; otherwise the stages of a pipeline update independently
-step            trains on a whole global batch; returns what the plan's step must, None where there is no loss yet
+is_exact        its answer is that of plain training
+is_streamed     microbatches are in flight between steps, and the stages of a pipeline update independently
+instead_of      plain training as messages name it, where that is another answer
+step            trains on a whole global batch; returns a mean loss
+returned        what the plan's last step must return, by replica; None where there is no loss (yet)
 losses          mean loss of each batch, in the passes that computed it
-whole_loss      loss of the last step's microbatches all at once; None where that is no other number, or not computed
-num_targets     number of targets in the last step
+whole_losses    loss of the last step's microbatches all at once, by replica; None where that is no other number, or
+                not computed
+num_targets     number of targets in the last step, by replica
 backward_order  parameters in the order in which a backward pass finishes their gradients
 tensors         what a rank may hold after the step; `is_drained`: no microbatch is in flight
 previous        the same tensor one update earlier, if it is kept
+at_exchange     where replicas exchange weights: tensors that an exchange that went wrong would give, by name
+final_weights   those that a run would end with
 """
 
 
-def rule_of(plan: Plan) -> type[DelayedVersions] | type[OneProcess]:
+def rule_of(plan: Plan) -> type[OneProcess] | type[DelayedVersions] | type[LocalReplicas]:
+    if plan.replica_axis is not None:
+        return LocalReplicas
     is_delayed = plan.axes.pipeline > 1 and plan.pipeline.schedule in FLUSH_FREE
     return DelayedVersions if is_delayed else OneProcess
 

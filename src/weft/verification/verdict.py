@@ -13,8 +13,8 @@ LARGEST_LOSS_DEVIATION = 0.05
 """Largest relative deviation of a 16-bit plan's loss from float32 that rounding explains."""
 
 LARGEST_GRADIENT_DEVIATION = 0.4
-"""The same for all gradients together: a factor of 2 deviates by 1, a factor of 0.5 by 0.5, and rounding to bf16 or
-fp16 by less than 0.01 in the models that were measured."""
+"""The same for all gradients together, and for the way that all weights went. A factor of 2 deviates by 1, a factor of
+0.5 by 0.5, and rounding to bf16 or fp16 by less than 0.01 in the models that were measured."""
 
 _MOST_LISTED = 10
 
@@ -37,7 +37,8 @@ class Cause:
     """The likely cause of an error."""
 
     kind: str
-    """factor, not summed, stale, missing, extra, not a number, swapped, rows, unpublished, random, or unknown."""
+    """factor, not summed, not exchanged, exchanged, outer, stale, missing, extra, not a number, swapped, rows,
+    unpublished, random, or unknown."""
     text: str
     """A sentence without a full stop."""
     axes: tuple[str, ...] = ()
@@ -101,11 +102,12 @@ class Deviation:
                 f"all {self.num_steps} steps of the plan as it stands were skipped, because a gradient was not finite, "
                 "so its gradients were not compared; give more steps, or a smaller [precision] loss_scale"
             )
-        if self.limit is not None and self.gradient is not None and not self.gradient <= LARGEST_GRADIENT_DEVIATION:
-            return (
-                f"the plan as it stands gives gradients that are {self.gradient:.1%} from {self.against}, and "
-                f"{LARGEST_GRADIENT_DEVIATION:.0%} is allowed; no rounding explains that"
-            )
+        for what, found in (("gradients", self.gradient), ("weights", self.movement)):
+            if self.limit is not None and found is not None and not found <= LARGEST_GRADIENT_DEVIATION:
+                return (
+                    f"the plan as it stands gives {what} that are {found:.1%} from {self.against}, and "
+                    f"{LARGEST_GRADIENT_DEVIATION:.0%} is allowed; no rounding explains that"
+                )
         return None
 
     def __str__(self) -> str:

@@ -26,7 +26,7 @@ from weft.comm.objects import gather_values
 from weft.mesh import Mesh, join_world
 from weft.parallel.state.materialise import draw_seed, fill_alone, is_on_meta
 from weft.plan.all_ranks import with_ranks
-from weft.plan.plan import Plan, Precision
+from weft.plan.plan import Codec, Plan, Precision
 from weft.plan.text import as_plan
 from weft.training.data.trees import map_tensors, num_samples, split_microbatches, split_tree
 from weft.training.loss.loss import LossFunction
@@ -47,6 +47,7 @@ from weft.verification.float64_products import Float64Products
 from weft.verification.keep_float64 import keep_float64
 from weft.verification.one_process import Key, OneProcess, Recipe
 from weft.verification.oracles import Oracle, find_stages, rule_of
+from weft.verification.replicas import LocalReplicas, with_an_exchange
 from weft.verification.silence import Silence
 from weft.verification.verdict import Cause, Deviation, Difference, Finding, Verification
 from weft.verification.widen import widened
@@ -76,16 +77,17 @@ def verify(
     """Train copies of a model under a plan and in one process, and compare them after every step; collective.
 
     `batches` are whole global batches, the same on every rank; the rest is as for `parallelize`. The model given is not
-    changed. The plan's `[precision]` is left out, because both sides compute in `dtype`; where it rounds to 16 bits,
-    the plan is then run as it stands and its deviation from float32 reported. `on_step` is called with the number of
-    every step that is done.
+    changed. The plan's `[precision]` and `[codec]` are left out, because both sides compute in `dtype`; where these
+    round to 16 bits, the plan is then run as it stands and its deviation from float32 reported. Replicas that would not
+    exchange in so few steps exchange sooner. `on_step` is called with the number of every step that is done.
     """
     plan = with_ranks(as_plan(plan), join_world(device).size)
     recipe = Recipe(loss=widened(loss), optimizer=optimizer, schedule=schedule, groups=groups)
     if is_on_meta(model):  # one process needs all of it, and the model's own casts are detected by running it
         model = copy.deepcopy(model)
         fill_alone(model, draw_seed(), torch.device("cpu"))
-    exact = dataclasses.replace(plan, precision=Precision())
+    plan, notes = with_an_exchange(plan, num_steps=len(batches))
+    exact = dataclasses.replace(plan, precision=Precision(), codec=Codec())
     cast = _cast(batches, dtype)
 
     def make_trainer(model: nn.Module, plan: Plan, recipe: Recipe, batches: Sequence[Any]) -> Trainer:
@@ -98,18 +100,21 @@ def verify(
     silence, products = Silence(model), Float64Products(model)
 
     def make_notes() -> list[str]:
-        return [*silence.notes(), *products.notes()]
+        return [*silence.notes(), *products.notes(), *notes]
 
     with silence.replacements, products.replacements:
         outcome, deviation = _prove(
             model, exact, recipe, cast, make_trainer, dtype=dtype, on_step=on_step, make_notes=make_notes
         )
-    if any(getattr(plan.precision, name) != getattr(Precision(), name) for name in ("compute", "reduce", "accumulate")):
+    if _rounds(plan):
+        if deviation is not None:
+            outcome = dataclasses.replace(outcome, notes=(*outcome.notes, str(deviation)))
         single = _cast(batches, torch.float32)
         with silence.replacements, make_trainer(_copy_without_dropout(model), plan, recipe, single) as trainer:
             reference, place = None, trainer.mesh.world.device
             if trainer.mesh.world.rank == 0:
-                reference = OneProcess(_copy_without_dropout(model, torch.float32, place), plan, recipe)
+                alone = _copy_without_dropout(model, torch.float32, place)
+                reference = (OneProcess if plan.replica_axis is None else LocalReplicas)(alone, plan, recipe)
             deviation = measure_rounding(trainer, reference, single)
     return dataclasses.replace(outcome, deviation=deviation)
 
@@ -128,12 +133,12 @@ def _prove(
     """Compare a plan with one process under its rule, and an inexact rule with plain training."""
     rule = rule_of(plan)
     parallel = _copy_without_dropout(model, dtype)
-    zero_noise = ZeroNoise(recipe.optimizer, by_stage=not rule.is_exact)
+    zero_noise = ZeroNoise(recipe.optimizer, by_stage=rule.is_streamed)
     silent = dataclasses.replace(recipe, optimizer=zero_noise)
     casts = _without_casts(parallel, batches[0][0], dtype)
     with casts, make_trainer(parallel, plan, silent, batches) as trainer:
         zero_noise.mesh = trainer.mesh
-        stage_of = {} if rule.is_exact else find_stages(trainer)
+        stage_of = find_stages(trainer) if rule.is_streamed else {}
         oracle: Oracle | None = None
         plain = None
         if trainer.mesh.world.rank == 0:
@@ -147,14 +152,16 @@ def _prove(
                 plain = OneProcess(_copy_without_dropout(model, dtype, place), plan, recipe)
         comparison = _Comparison(trainer, oracle, dtype)
         for number, batch in enumerate(batches, start=1):
-            comparison.step(number, batch, is_drained=rule.is_exact)
+            comparison.step(number, batch, is_drained=not rule.is_streamed)
             if on_step is not None:
                 on_step(number)
-        if not rule.is_exact:
+        if rule.is_streamed:
             trainer.flush()
             comparison.compare([], len(batches), is_drained=True)
         outcome = comparison.outcome(rule.rule, num_steps=len(batches), notes=make_notes())
-        return outcome, None if rule.is_exact else measure_rule(oracle, plain, batches, trainer.mesh)
+        if rule.is_exact:
+            return outcome, None
+        return outcome, measure_rule(oracle, plain, batches, trainer.mesh, against=rule.instead_of)
 
 
 class _Comparison:
@@ -174,29 +181,38 @@ class _Comparison:
         if isinstance(self._oracle, OneProcess):
             self._oracle.shares = self._trainer.shares
         mine = step_on_part(self._trainer, batch)
-        facts = [0.0] * 5
-        if self._oracle is not None:
-            random_state = _random_state(device)
-            expected = self._oracle.step(*map_tensors(lambda tensor: tensor.to(device), batch))
-            is_drawn = not torch.equal(random_state, _random_state(device))
-            whole = self._oracle.whole_loss
-            facts = [expected or 0.0, float(expected is not None), float(is_drawn), whole or 0.0, whole is not None]
-        true, is_known, is_random, whole, has_whole = from_first(facts, self._mesh)
-        self._is_random = bool(is_random)
+        is_random, (true, is_known, whole, has_whole) = self._expect(map_tensors(lambda one: one.to(device), batch))
+        self._is_random = is_random
         self._losses = {"mine": mine, "true": true, "before": self._losses.get("true")}
         error = loss_error(mine, true)
         if not is_known:  # then the plan must return none either
             error = 0.0 if math.isnan(mine) else math.inf
         found = [difference(Key("loss", ""), number, self._mesh.world.rank, error)]
         if has_whole:  # microbatches are compared with themselves, and it is not
-            off = loss_error(self._losses["true"], whole)
+            off = loss_error(true, whole)
             found.append(difference(Key("loss", WHOLE_BATCH), number, self._mesh.world.rank, off))
-        self.compare(found, number, is_drained=is_drained)
+        self.compare(found, number, is_drained=is_drained, has_targets=bool(is_known))
 
-    def compare(self, found: list[Difference], number: int, *, is_drained: bool) -> None:
+    def _expect(self, batch: tuple[Any, Any]) -> tuple[bool, list[float]]:
+        """Let the oracle do the same step. Returns whether it drew random numbers, and of this rank's replica: the true
+        loss, whether there is one, that of the whole batch, and whether that is known."""
+        facts = [0.0] * (1 + 4 * self._mesh.num_replicas)
+        if self._oracle is not None:
+            device = self._mesh.world.device
+            random_state = _random_state(device)
+            self._oracle.step(*batch)
+            facts = [float(not torch.equal(random_state, _random_state(device)))]
+            for one in zip(self._oracle.returned, self._oracle.whole_losses, strict=True):
+                facts += [value for loss in one for value in (loss or 0.0, float(loss is not None))]
+        is_random, *facts = from_first(facts, self._mesh)
+        return bool(is_random), facts[4 * self._mesh.replica :][:4]
+
+    def compare(self, found: list[Difference], number: int, *, is_drained: bool, has_targets: bool = True) -> None:
         """Compare all tensors, and examine the first error of the run."""
         if self._compares_tensors:
-            found = found + compare_tensors(self._trainer, self._oracle, step=number, is_drained=is_drained)
+            found = found + compare_tensors(
+                self._trainer, self._oracle, step=number, is_drained=is_drained, has_targets=has_targets
+            )
         self._found += found
         if self._first is not None:
             return
@@ -232,6 +248,14 @@ def _worst(found: Iterable[Difference]) -> list[Difference]:
         if key not in worst or not one.error <= worst[key].error:
             worst[key] = one
     return list(worst.values())
+
+
+def _rounds(plan: Plan) -> bool:
+    """True if the plan rounds to 16 bits, in its passes or on the wire."""
+    formats = ((plan.precision, "compute reduce accumulate"), (plan.codec, "name"))
+    return any(
+        getattr(section, name) != getattr(type(section)(), name) for section, names in formats for name in names.split()
+    )
 
 
 def _random_state(device: torch.device) -> torch.Tensor:

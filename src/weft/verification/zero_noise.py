@@ -30,7 +30,7 @@ class ZeroNoise:
         self._stages = stages
         self._by_stage = by_stage
         self.mesh: Mesh | None = None
-        """The mesh of ranks that share gradients: another rank may have the largest."""
+        """The mesh of ranks that share gradients: another rank of the replica may have the largest."""
 
     def __call__(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
         made = self._optimizer(parameters)
@@ -50,7 +50,7 @@ class ZeroNoise:
         largest.scatter_reduce_(0, stages, sizes, "amax")
         if self.mesh is not None:
             sharing = (self.mesh.batch_group("control"), self.mesh.group("tensor", "control"))
-            for group in sharing if self._by_stage else (self.mesh.everyone("control"),):
+            for group in sharing if self._by_stage else (self.mesh.whole_replica("control"),):
                 all_reduce(largest, group, op="max")
         for gradient, limit in zip(gradients, (_NOISE * largest[stages]).tolist(), strict=True):
             if gradient is not None:

@@ -1,8 +1,10 @@
 """Exchange of a model's buffers after a step, as `[data] buffers` says.
 
 synchronise   BatchNorm computed the same ones on all ranks (`parallel/state/batchnorm.py`): nothing is exchanged
-broadcast     each rank normalises by its own samples, and takes over rank 0's running statistics
+broadcast     each rank normalises by its own samples, and takes over the running statistics of its replica's first rank
 local         each rank keeps its own; a checkpoint holds their mean
+
+All inside a replica, where replicas differ between exchanges: these average the statistics themselves.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from weft.mesh import Mesh
 
 @torch.no_grad()
 def broadcast_buffers(model: nn.Module, mesh: Mesh) -> None:
-    """Give all data ranks rank 0's buffers, in one message per dtype, if the plan says so; collective."""
-    if mesh.plan.data.buffers != "broadcast" or mesh.data_size * mesh.sequence_size == 1:
+    """Give a replica's data ranks the first one's buffers, one message per dtype, if the plan says so; collective."""
+    if mesh.plan.data.buffers != "broadcast" or mesh.num_batch_parts * mesh.sequence_size == 1:
         return
     # Looked up in every step, because a layer may replace its buffer instead of writing into it.
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -43,9 +45,9 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def consensus_buffers(model: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
-    """Buffers for a checkpoint: those that all ranks share, or the mean where each rank keeps its own; collective."""
+    """A replica's buffers for a checkpoint: those its ranks share, or the mean where each keeps its own; collective."""
     buffers = persistent_buffers(model)
-    num_ranks = mesh.data_size * mesh.sequence_size
+    num_ranks = mesh.num_batch_parts * mesh.sequence_size
     if mesh.plan.data.buffers != "local" or num_ranks == 1:
         return buffers
     agreed = {}

@@ -10,9 +10,17 @@ ranks share a batch, sum their gradients and split the model along all other axe
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 
-from weft.plan.plan import AXES, Axes, Data, Plan
+from weft.plan.model_refusals import (
+    REPLICAS_IN_SEVERAL_PROCESSES,
+    REPLICAS_OF_SEVERAL_RANKS,
+    REPLICAS_THAT_NEVER_DIFFER,
+    UNCOUNTED_REPLICAS,
+)
+from weft.plan.plan import ALL, AXES, Axes, Data, Plan
 
 
 def one_replica(plan: Plan) -> Axes:
@@ -54,3 +62,20 @@ def exchanges_after(data: Data, step: int) -> bool:
 def keeps_anchor(plan: Plan) -> bool:
     """True if replicas keep the weights of their last exchange: their change travels, not the weights."""
     return plan.data.sync == "local" and (plan.data.outer == "nesterov" or plan.codec.name != "none")
+
+
+def in_process_problems(plan: Plan, *, num_processes: int = 1) -> Iterator[str]:
+    """Every reason why the replicas of this plan cannot run in one process, one after the other."""
+    if num_processes > 1:
+        yield REPLICAS_IN_SEVERAL_PROCESSES.message(num_processes=num_processes)
+    if plan.replica_axis is None:
+        if plan.axes.data == ALL or plan.axes.num_ranks > 1:
+            yield REPLICAS_THAT_NEVER_DIFFER.message(plan)
+        return
+    if plan.axes.data == ALL:
+        yield UNCOUNTED_REPLICAS.message()
+        return
+    inside = {axis: size for axis, size in one_replica(plan).sizes.items() if size > 1}
+    if inside:
+        axes = " and ".join(f"[axes] {axis} = {size}" for axis, size in inside.items())
+        yield REPLICAS_OF_SEVERAL_RANKS.message(axes=axes, num_ranks=math.prod(inside.values()))

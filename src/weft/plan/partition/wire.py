@@ -41,6 +41,9 @@ SMALLEST_SLICED_BYTES = 1 << 20
 NORM_BYTES = 8
 """The squared norm of a rank's part of the gradient, in float64."""
 
+NUM_TENSOR_SUMS = 2
+"""Squares that LARS and LAMB sum per tensor: of the weight, and of what its norm is compared with; in float64."""
+
 
 def sent_bytes(collective: Collective, buffer_bytes: int, group_size: int) -> int:
     """Bytes that the busiest rank of a group sends in one call, rounded up.
@@ -185,6 +188,15 @@ def num_slices(numel: int, item_bytes: int, num_ranks: int) -> int:
     """The number of slices in which tensor ranks send a tensor that all of them hold to the next stage; 1: whole."""
     is_worth_it = numel * item_bytes >= SMALLEST_SLICED_BYTES and numel % num_ranks == 0
     return num_ranks if is_worth_it else 1
+
+
+def tensor_norm_bytes(num_tensors: int, num_ranks: int) -> int:
+    """Bytes that a rank sends in one step to ranks that hold other parts of the same tensors, for LARS and LAMB.
+
+    Every rank gathers the sums of all (`optim/tensor_norms.py`), once over the ranks that share the state and once over
+    those that split layers.
+    """
+    return sent_bytes("all-gather", num_ranks * NUM_TENSOR_SUMS * NORM_BYTES * num_tensors, num_ranks)
 
 
 def needs_norm(plan: Plan) -> bool:

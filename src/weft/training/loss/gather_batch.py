@@ -4,6 +4,8 @@ A contrastive loss compares every sample with all others of the batch, of which 
 loss this function joins all parts along dim 0, in the order of the batch. Losses of ranks are added, so its backward
 pass sums the gradients of all ranks and gives each its own rows. Therefore both ways to use it are exact: every rank
 returns the loss of the whole batch, or that of its own samples against all.
+
+Where replicas differ between exchanges ([data] sync), each has a batch to itself: nothing is gathered beyond a replica.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class BatchGathering:
 
     mesh: Mesh
     sizes: tuple[int, ...] = ()
-    """Samples of each data rank in this step; empty: no rank but this one."""
+    """Samples of each part of the batch in this step; empty: no rank but this one."""
     where: Literal["model", "trial", "loss"] = "model"
     """What is running."""
 
@@ -53,7 +55,7 @@ class BatchGathering:
         if self.where == "trial":
             raise GatheringError
         plan = self.mesh.plan
-        if self.mesh.data_size * plan.step.microbatches * plan.axes.sequence == 1:
+        if self.mesh.num_batch_parts * plan.step.microbatches * plan.axes.sequence == 1:
             return tensor
         if plan.axes.sequence > 1:  # first: a loss that is not tried there is not told from the model
             raise PlanError(GATHERED_TOKENS.message(plan))
@@ -64,16 +66,16 @@ class BatchGathering:
         if plan.step.microbatches > 1:
             raise PlanError(GATHERED_MICROBATCHES.message(plan))
         refuse_empty(self.sizes)
-        mine = self.sizes[self.mesh.data_rank]
+        mine = self.sizes[self.mesh.batch_part]
         if not tensor.dim() or tensor.shape[0] != mine:
             raise ModelError(
                 f"weft.gather_batch was given a tensor of shape {tuple(tensor.shape)}, and this rank has {mine} "
                 "samples; give one with the samples along dim 0"
             )
-        num_data, replica = self.mesh.size("data"), self.mesh.index("replicate")
-        inside = self.sizes[replica * num_data : (replica + 1) * num_data]
-        joined = _gathered(tensor, self.mesh.group("data", "gradients"), inside)
-        if self.mesh.size("replicate") == 1:
+        num_data = self.mesh.size("data")
+        first = self.mesh.batch_part // num_data * num_data
+        joined = _gathered(tensor, self.mesh.group("data", "gradients"), self.sizes[first : first + num_data])
+        if len(self.sizes) == num_data:
             return joined
         sums = [sum(self.sizes[first : first + num_data]) for first in range(0, len(self.sizes), num_data)]
         return _gathered(joined, self.mesh.group("replicate", "gradients"), sums)

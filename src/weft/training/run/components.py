@@ -1,4 +1,4 @@
-"""The models, datasets, optimizers and schedules that a job names.
+"""The models and datasets that a job names; its optimizer and schedule are in `optimizers.py`.
 
 `prepare` builds everything but the weights and collects all problems of a job, so that a bad one is refused before any
 rank is started.
@@ -22,14 +22,16 @@ from weft.errors import DataError, JobError, ModelError, WeftError, nearest
 from weft.models.convnet import ConvNet, ConvNetConfig
 from weft.models.gpt import GPT, GPTConfig
 from weft.models.hugging_face import HuggingFaceModel, read_hugging_face
-from weft.optim.schedule import SCHEDULES, Schedule
+from weft.optim.schedule import Schedule
 from weft.parallel.state.materialise import draw_seed, fill_alone
 from weft.plan.fields import statement, toml
 from weft.training.data import datasets
 from weft.training.data.datasets import Dataset
 from weft.training.loss.loss import LossFunction, resolve_loss
+from weft.training.parallelize import ParameterGroups
 from weft.training.run.imports import call_function, load_function, setting_problems
 from weft.training.run.job import Job, Part
+from weft.training.run.optimizers import make_groups, make_optimizer, make_schedule
 
 _MODELS: dict[str, tuple[type[nn.Module], Callable[..., Any]]] = {
     "gpt": (GPT, GPTConfig),
@@ -62,6 +64,8 @@ class Prepared:
     held_out: Dataset | None
     optimizer: Callable[..., torch.optim.Optimizer]
     schedule: Schedule
+    groups: ParameterGroups | None
+    """Parameters that the optimizer treats differently, as `parallelize` takes them."""
     writes_text: bool
     """The model continues byte text and its vocabulary holds ASCII, so that a sample can be shown."""
 
@@ -82,6 +86,7 @@ def prepare(job: Job, *, besides: Sequence[str] = ()) -> Prepared:
         held_out=parts.data[1],
         optimizer=parts.optimizer,
         schedule=parts.schedule,
+        groups=make_groups(job),
         writes_text=(job.model.name == "gpt" or (described is not None and described.continues_text))
         and job.dataset.name in ("standard-library", "text")
         and (_sizes_of(job.model)[2] or 0) >= 128,
@@ -123,8 +128,8 @@ def build(job: Job, *, doubtful: Collection[str] = ()) -> tuple[Parts, list[str]
         make_model = attempt(lambda: make(job.model), "model")
         data = attempt(lambda: _data(job), "model", "dataset")  # which needs the model's sizes
     loss = attempt(lambda: _loss(job.loss), "model")
-    optimizer = attempt(lambda: _optimizer(job.optimizer), "optimizer")
-    schedule = attempt(lambda: _schedule(job), "optimizer", "steps")
+    optimizer = attempt(lambda: make_optimizer(job.optimizer), "optimizer")
+    schedule = attempt(lambda: make_schedule(job), "optimizer", "steps")
     if data is not None and "steps" not in doubtful and len(data[0]) < job.steps.global_batch:
         problems.append(
             f"the training data holds {len(data[0])} samples, one global batch needs {job.steps.global_batch}; "
@@ -263,36 +268,3 @@ def _windows(job: Job, tokens: np.ndarray[Any, Any], held_out: float) -> tuple[D
         raise DataError(problems)
     train, rest = datasets.split_held_out(tokens, held_out, context)
     return datasets.TokenWindows(train, context), datasets.TokenWindows(rest, context)
-
-
-def _optimizer(part: Part) -> Callable[..., torch.optim.Optimizer]:
-    if ":" in part.name:
-        return functools.partial(load_function(part.name), **part.settings)
-    known = {
-        name.lower(): kind
-        for name, kind in vars(torch.optim).items()
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
-    }
-    if part.name not in known:
-        raise JobError(f'[optimizer] name = "{part.name}" is not known; {nearest(part.name, known)}')
-    kind, settings = known[part.name], dict(part.settings)
-    if "fused" in inspect.signature(kind).parameters:  # three times faster than the loop on CPUs
-        settings.setdefault("fused", True)
-    if problems := setting_problems(kind, {"params": (), **settings}, "[optimizer]"):
-        raise JobError(problems)
-    try:
-        kind([nn.Parameter(torch.zeros(1))], **settings)  # torch checks values when an optimizer is built
-    except Exception as error:  # of any type, caused by the settings
-        raise JobError(f"[optimizer] {kind.__name__}: {error}") from error
-    return functools.partial(kind, **settings)
-
-
-def _schedule(job: Job) -> Schedule:
-    name, settings = job.schedule.name, dict(job.schedule.settings)
-    if name not in SCHEDULES:
-        raise JobError(f'there is no learning-rate schedule "{name}"; {nearest(name, SCHEDULES)}')
-    if name != "constant":
-        settings = {"warmup_steps": 0, **settings, "total_steps": job.steps.total}
-    if problems := setting_problems(SCHEDULES[name], settings, f'schedule "{name}"'):
-        raise JobError(problems)
-    return SCHEDULES[name](**settings)

@@ -68,7 +68,11 @@ class Job:
 
 
 _SECTIONS = ("model", "dataset", "optimizer", "steps")
-_SCHEDULE_SETTINGS = ("warmup_steps", "final")
+EXCLUDE_ONE_DIM = "exclude_one_dim"
+"""Key of [optimizer]: LARS and LAMB leave biases and norms alone."""
+_SCHEDULE_SETTINGS = (
+    *("warmup_steps", "final", "power", "decay_steps", "drops", "drop_factor", "batch_scaling", "base_batch"),
+)
 _TEXTS = {"model": ("name", "hf", "loss"), "dataset": ("name",), "optimizer": ("name", "schedule")}
 
 

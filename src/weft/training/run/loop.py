@@ -28,7 +28,8 @@ from weft.comm.objects import gather_values
 from weft.errors import CheckpointError, JobError, ModelError, NotFiniteError
 from weft.mesh import join_world
 from weft.plan.all_ranks import with_ranks
-from weft.plan.check import check
+from weft.plan.check import check, require
+from weft.plan.partition.replicas import in_process_problems
 from weft.plan.plan import ALL, Axes, Plan
 from weft.plan.text import read_plan, write_plan, write_text
 from weft.report.trace import write as write_trace
@@ -38,7 +39,7 @@ from weft.training.parallelize import parallelize
 from weft.training.run.components import Prepared, context_of, prepare
 from weft.training.run.folder_probe import require_usable, room_for
 from weft.training.run.job import Job, default_job, format_job, read_job
-from weft.training.run.metrics import MetricsFile, Recorder, StepRecord, units_of
+from weft.training.run.metrics import MetricsFile, Recorder, StepRecord, replica_fields, units_of
 from weft.training.run.naming_step import naming_step
 from weft.training.run.newest import load_newest_whole
 from weft.training.run.roll_back import RollBack
@@ -99,21 +100,27 @@ def train(
     stop_file: Path | None = None,
     trace_file: Path | None = None,
     on_open: Callable[[Path], None] | None = None,
+    replicas_in_process: bool = False,
 ) -> Summary:
     """Run a job to its end on the ranks that call this; collective.
 
     `job` is a Job, the path of a job file, or None for the embedded default. With `resume` the run in `directory` goes
     on from its newest checkpoint (or from the start, if it has none yet); otherwise `directory` must hold no run. With
     `trace_file`, a timeline of the ranks of rank 0's pipeline is written there at the end. `on_open` is called on every
-    rank once the run's directory is there.
+    rank once the run's directory is there. With `replicas_in_process` this process is all replicas of the plan
+    (docs/replicas-in-process.md).
     """
     world = join_world()
     if job is None:
         job = default_job()
     wanted = job if isinstance(job, Job) else read_job(job)
-    plan = with_ranks(wanted.plan or Plan(axes=Axes(data=ALL)), world.size)
+    plan, num_ranks = wanted.plan or Plan(axes=Axes(data=ALL)), world.size
+    if replicas_in_process:
+        require(list(in_process_problems(plan, num_processes=world.size)))
+        num_ranks = plan.axes.num_ranks
+    plan = with_ranks(plan, num_ranks)
     wanted = replace(wanted, plan=plan)
-    prepared = prepare(wanted, besides=check(plan, num_ranks=world.size, global_batch=wanted.steps.global_batch))
+    prepared = prepare(wanted, besides=check(plan, num_ranks=num_ranks, global_batch=wanted.steps.global_batch))
     torch.manual_seed(wanted.steps.seed)
     trainer = parallelize(
         prepared.make_empty(),
@@ -121,11 +128,13 @@ def train(
         loss=prepared.loss,
         optimizer=prepared.optimizer,
         schedule=prepared.schedule,
+        groups=prepared.groups,
         global_batch=wanted.steps.global_batch,
         example=_example(prepared, plan, wanted.steps.global_batch),
         weights=prepared.weights,
         new_layers=prepared.new_layers,
         skip_at_most=wanted.steps.skip_at_most,
+        replicas_in_process=replicas_in_process,
     )
     torch.manual_seed(wanted.steps.seed + 1 + world.rank)  # dropout must differ between ranks, weights must not
     directory = Path(gather_values(str(directory), trainer.mesh.everyone("control"))[0])
@@ -217,7 +226,7 @@ class _Run:
                 try:
                     self._step(inputs, targets)
                     self._note_saved()
-                    stopped = stop.agreed()
+                    stopped = stop.agreed(step=self.trainer.steps_done)
                     done = self.trainer.steps_done
                     if stopped:
                         break
@@ -257,13 +266,14 @@ class _Run:
             step=self.trainer.steps_done,
             loss=loss,
             grad_norm=self.trainer.grad_norm,
-            num_skipped=self.trainer.update.skipped,
+            num_skipped=self.trainer.skipped,
             loss_scale=self.trainer.update.loss_scale.factor if self.trainer.plan.precision.compute == "fp16" else None,
             lr=self.trainer.optimizer.param_groups[0]["lr"],
             unit=unit,
             num_units=each * self.job.steps.global_batch,
             shares=shares,
             straggler=self.trainer.pace.straggler,
+            **replica_fields(self.trainer),
         )
         self._tell(record)
 

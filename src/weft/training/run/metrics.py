@@ -12,6 +12,7 @@ import math
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,13 @@ import torch
 from weft.errors import JobError
 from weft.mesh import Mesh
 from weft.plan.text import write_text
+from weft.sync.local import LocalSync
 from weft.training.data.trees import tensors_of
+from weft.training.replicas_in_process import ReplicasInProcess
 from weft.training.run.spikes import SpikeRule
 from weft.training.step.async_scalars import AsyncScalars
 from weft.training.stragglers import Straggler
+from weft.training.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +64,13 @@ class StepRecord:
     """Factor of the loss; None unless the plan computes in fp16."""
     spike: float | None
     """The usual loss, at the step with which a loss spike begins; else None."""
+    exchanged: bool = True
+    """All replicas had the same weights after this step; False only between exchanges of `[data] sync = "local"`."""
+    spread: float | None = None
+    """Distance of rank 0's replica from the mean of all, relative to the norm of the mean, before an exchange in this
+    step; None in other steps, and where replicas never differ."""
+    replica_losses: list[float] | None = None
+    """Every replica's loss, where all replicas are in one process; else None."""
     shares: tuple[int, ...] | None = None
     """Microbatches of each data rank; None unless the plan balances."""
     straggler: Straggler | None = None
@@ -94,7 +105,7 @@ class Recorder:
         bubble_s = waited_s.pop("pipeline", 0.0)
         exchange_s = sum(waited_s.values())
         measured = {
-            **{name: ... if isinstance(value, torch.Tensor) else value for name, value in fields.items()},
+            **{name: _place_of(value) for name, value in fields.items()},
             "units_per_s": num_units / step_s,
             "step_s": step_s,
             "exchange_s": exchange_s,
@@ -103,7 +114,7 @@ class Recorder:
             "sent_bytes": {axis: sent - before[axis][0] for axis, (sent, _) in traffic.items()},
             "memory_bytes": peak_memory_bytes(self._mesh.world.device),
         }
-        scalars = AsyncScalars(*(value for value in fields.values() if isinstance(value, torch.Tensor)))
+        scalars = AsyncScalars(*(tensor for value in fields.values() for tensor in _tensors_in(value)))
         self._waiting = (measured, scalars)
         self._last_s, self._last_traffic = now, traffic
         return previous
@@ -115,12 +126,21 @@ class Recorder:
         measured, scalars = self._waiting
         self._waiting = None
         numbers = iter(scalars.read())
-        complete: dict[str, Any] = {name: next(numbers) if value is ... else value for name, value in measured.items()}
+        complete: dict[str, Any] = {name: _filled(value, numbers) for name, value in measured.items()}
         spike = self._spikes.add(complete["loss"])
         return StepRecord(**{**complete, "num_skipped": int(complete["num_skipped"]), "spike": spike})
 
     def _traffic(self) -> dict[str, tuple[int, float]]:
         return {axis: (traffic.sent_bytes, traffic.wait_s) for axis, traffic in self._mesh.traffic.items()}
+
+
+def replica_fields(trainer: Trainer) -> dict[str, Any]:
+    """What the record of the step just made says of replicas that differ between exchanges; nothing of others."""
+    if not isinstance(trainer.sync, LocalSync):
+        return {}
+    losses = list(trainer.replica_losses) if isinstance(trainer, ReplicasInProcess) else None
+    exchanged = trainer.sync.agrees
+    return {"exchanged": exchanged, "spread": trainer.sync.spread if exchanged else None, "replica_losses": losses}
 
 
 class MetricsFile:
@@ -135,9 +155,32 @@ class MetricsFile:
         self._file.close()
 
     def write(self, line: dict[str, Any]) -> None:
-        # JSON has no infinity and no NaN: a diverged loss is null.
-        finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in line.items()}
+        finite = {key: _finite(value) for key, value in line.items()}
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of a field: itself, or its items."""
+    return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, torch.Tensor)]
+
+
+def _place_of(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_place_of(one) for one in value]
+    return ... if isinstance(value, torch.Tensor) else value
+
+
+def _filled(value: Any, numbers: Iterator[float]) -> Any:
+    if isinstance(value, list):
+        return [_filled(one, numbers) for one in value]
+    return next(numbers) if value is ... else value
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity and no NaN: a diverged loss is null."""
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def units_of(targets: Any) -> tuple[str, int]:

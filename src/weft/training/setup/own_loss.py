@@ -46,7 +46,7 @@ class OwnLoss:
         replacements: one may call a model of its own."""
         self._mesh, self._inner = mesh, loss
         self._outside = outside or nullcontext
-        cuts_samples = mesh.data_size * mesh.plan.step.microbatches > 1
+        cuts_samples = mesh.num_batch_parts * mesh.plan.step.microbatches > 1
         self._alongs = (SAMPLES,) * cuts_samples + (TOKENS,) * (outside is not None)
         is_own = not loss.counts_targets and bool(self._alongs)
         self.loss = replace(loss, function=self) if is_own else loss
@@ -64,7 +64,7 @@ class OwnLoss:
     @property
     def may_gather(self) -> bool:
         """True if the loss exchanges tensors with other data ranks, or nothing is known yet."""
-        return self._mesh.data_size > 1 and (self._gathers or not self._is_settled)
+        return self._mesh.num_batch_parts > 1 and (self._gathers or not self._is_settled)
 
     def __call__(self, output: Any, targets: Any) -> Any:
         with self._outside():
@@ -104,9 +104,9 @@ class OwnLoss:
             self.take_sizes(num_samples(inputs))
 
     def take_sizes(self, num_samples: int) -> Sequence[int]:
-        """Learn the number of samples of every data rank; collective."""
-        sizes = dict(gather_values([self._mesh.data_rank, num_samples], self._mesh.batch_group("control")))
-        self.gathering.sizes = tuple(sizes[rank] for rank in range(self._mesh.data_size))
+        """Learn the number of samples in every part of the batch; collective."""
+        sizes = dict(gather_values([self._mesh.batch_part, num_samples], self._mesh.batch_group("control")))
+        self.gathering.sizes = tuple(sizes[part] for part in range(self._mesh.num_batch_parts))
         if self._gathers and any(self.gathering.sizes):
             refuse_empty(self.gathering.sizes)
         return self.gathering.sizes

@@ -1,8 +1,9 @@
-"""Test that an optimizer treats every element by itself.
+"""Test that an optimizer can be given parts of tensors.
 
 Under sharding a rank holds a flat range of each tensor. SGD and Adam do not notice; an optimizer that uses rows,
-columns or the norm of a tensor (Muon, Adafactor, LAMB) would silently compute something else. So the given optimizer
-takes a few steps on a small matrix as a whole and on two flat pieces of it, and the results must agree.
+columns or the norm of a tensor (Muon, Adafactor) would silently compute something else. So the given optimizer takes a
+few steps on a small matrix as a whole and on two flat pieces of it, and the results must agree. weft's own LARS and
+LAMB need no test: they are told the norms of whole tensors (`optim/tensor_norms.py`).
 """
 
 from __future__ import annotations
@@ -13,11 +14,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.optim.tensor_norms import NeedsTensorNorms
+
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
 _NUM_STEPS = 3
 _RATE = 1e-2
 """Used instead of the run's own rate, which may be zero before a warm-up."""
+
+
+def takes_parts(make_optimizer: OptimizerFactory, device: torch.device) -> bool | None:
+    """True if the optimizer updates parts of tensors like whole ones; None if that cannot be tested."""
+    made = _try_to_make(make_optimizer, device)
+    return isinstance(made, NeedsTensorNorms) or is_elementwise(make_optimizer, device)
 
 
 @torch.no_grad()
@@ -42,8 +51,13 @@ def is_elementwise(make_optimizer: OptimizerFactory, device: torch.device) -> bo
 
 def class_name(make_optimizer: OptimizerFactory, device: torch.device) -> str | None:
     """The class of the optimizer; None if it cannot be made for a small matrix."""
+    made = _try_to_make(make_optimizer, device)
+    return None if made is None else type(made).__name__
+
+
+def _try_to_make(make_optimizer: OptimizerFactory, device: torch.device) -> torch.optim.Optimizer | None:
     try:
-        return type(make_optimizer([{"params": [nn.Parameter(torch.zeros(6, 4, device=device))]}])).__name__
+        return make_optimizer([{"params": [nn.Parameter(torch.zeros(6, 4, device=device))]}])
     except Exception:
         return None
 

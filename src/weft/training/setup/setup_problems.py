@@ -15,10 +15,10 @@ from weft.errors import ModelError, PlanError, WeftError
 from weft.models.balance_loss import balance_problems
 from weft.parallel.state.batchnorm import has_batch_norms
 from weft.plan.check import check
-from weft.plan.model_refusals import COMPILED_AS_A_WHOLE
+from weft.plan.model_refusals import CODEC_OF_COMPLEX_WEIGHTS, COMPILED_AS_A_WHOLE
 from weft.plan.plan import Plan
 from weft.training.loss.loss import resolve_loss
-from weft.training.setup.probe_optimizer import class_name, is_elementwise
+from weft.training.setup.probe_optimizer import class_name, takes_parts
 
 
 def setup_problems(
@@ -44,10 +44,13 @@ def setup_problems(
         plan,
         num_ranks=num_ranks,
         optimizer=None if factory is None else class_name(factory, device),
-        elementwise=is_elementwise(factory, device) if gets_parts and factory is not None else None,
+        elementwise=takes_parts(factory, device) if gets_parts and factory is not None else None,
         global_batch=global_batch,
         local_batch_statistics=isinstance(named_model, nn.Module) and has_batch_norms(named_model),
     )
+    if isinstance(named_model, nn.Module) and plan.codec.name != "none":
+        complex_ones = [name for name, one in named_model.named_parameters() if one.is_complex() and one.requires_grad]
+        problems += [CODEC_OF_COMPLEX_WEIGHTS.message(plan, name=name) for name in complex_ones[:1]]
     if problems:
         found.append(PlanError(problems))
     try:

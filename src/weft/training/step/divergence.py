@@ -2,6 +2,10 @@
 
 A checksum is a position-weighted sum of a tensor's bits, so one changed bit or two swapped values change it. It costs
 one read of the state and one all-gather of 8 bytes per tensor; the plan's `check_every` says how often.
+
+Where replicas differ between exchanges, the ranks of one are compared at any time, and replicas only while they agree:
+their weights, what the next exchange starts from and running statistics, never the optimizer's state. The plan's checks
+then come with exchanges, where replicas wait for each other anyway.
 """
 
 from __future__ import annotations
@@ -21,7 +25,9 @@ from weft.comm.objects import gather_values
 from weft.errors import DataError, DivergenceError
 from weft.layout import Layout
 from weft.mesh import Mesh
+from weft.parallel.state.batchnorm import running_statistics
 from weft.sync.base import Sync
+from weft.sync.local import LocalSync
 from weft.training.data.trees import tensors_of
 from weft.training.step.average import WeightAverage
 
@@ -47,14 +53,31 @@ class DivergenceCheck:
         """Raise on every rank if any two replicas differ; collective."""
         self.sync.settle()
         found = self._find(step)
-        if self.mesh.size("pipeline") * self.mesh.size("tensor") > 1:  # other ranks have not seen it
+        is_split = self.mesh.size("pipeline") * self.mesh.size("tensor") > 1
+        if is_split or self.mesh.num_replicas > 1:  # other ranks have not seen it
             texts = gather_values(found, self.mesh.everyone("control"))
             found = next((text for text in texts if text is not None), None)
         if found is not None:
             raise DivergenceError(found)
 
+    def is_due(self, step: int) -> bool:
+        """True if the plan wants a check after this step; of replicas that differ, after the exchange that follows."""
+        data = self.mesh.plan.data
+        if not data.check_every or not self.sync.agrees:
+            return False
+        since = data.every if self.mesh.num_replicas > 1 and step > data.switch_step else 1
+        return step // data.check_every > (step - since) // data.check_every
+
     def _find(self, step: int) -> str | None:
         """A description of the first difference among the ranks comparable with this one, if any."""
+        inside = self._find_inside(step)
+        between = None
+        if isinstance(self.sync, LocalSync) and self.sync.agrees:
+            between = self._compare(list(self._agreed(self.sync)), self.mesh.between_replicas("control"), step)
+        return inside or between
+
+    def _find_inside(self, step: int) -> str | None:
+        """The same among the ranks of one replica."""
         everyone, weights = self.mesh.batch_group("control"), dict(self.model.named_parameters())
         not_split = [(what, one) for what, one in self._whole() if not self.layouts[what.partition(" ")[2]].splits]
         alike = self._compare(not_split, self.mesh.group("tensor", "control"), step)
@@ -66,7 +89,9 @@ class DivergenceCheck:
             return found
         # Shards of the data axis exist only on their replicas.
         whole = self._compare(list(self._whole()), everyone, step)
-        parts = self._compare(list(self._parts()), self.mesh.group("replicate", "control"), step)
+        parts = None
+        if self.mesh.plan.replica_axis is None:
+            parts = self._compare(list(self._parts()), self.mesh.group("replicate", "control"), step)
         return whole or parts or alike
 
     def _compare(self, named: list[tuple[str, torch.Tensor]], group: Group, step: int) -> str | None:
@@ -111,6 +136,18 @@ class DivergenceCheck:
                     yield f"optimizer state {piece.name}.{key}", value
             if self.average is not None and self.average.has_begun:
                 yield f"average {piece.name}", self.average.means[piece.name]
+
+    def _agreed(self, sync: LocalSync) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors that replicas have alike after an exchange."""
+        for name, tensor in sync.own_tensors().items():
+            yield name.replace("/", " ", 1), tensor
+        exchanged = {id(one) for one in running_statistics(self.model)}
+        for name, buffer in self.model.named_buffers():
+            if id(buffer) in exchanged and self.mesh.plan.data.buffers != "local":
+                yield f"buffer {name}", buffer
+        if self.average is not None and self.average.has_begun:
+            for name, mean in self.average.means.items():
+                yield f"average {name}", mean
 
 
 def _text(step: int, what: str, values: list[int], group: Group, *, others: int = 0) -> str:

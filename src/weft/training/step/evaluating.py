@@ -7,22 +7,23 @@ such as a frozen BatchNorm.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from weft.sync.base import Sync
 from weft.training.data.trees import num_samples
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context with the model in evaluation mode and without gradients."""
+def evaluating(model: nn.Module, sync: Sync | None = None) -> Iterator[None]:
+    """Context with the model in evaluation mode, without gradients; `sync`: the average of replicas that differ."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad():
+        with nullcontext() if sync is None else sync.consensus(), torch.no_grad():
             yield
     finally:
         for module, mode in modes:

@@ -13,7 +13,6 @@ import torch
 
 from weft.training.data.trees import num_samples
 from weft.training.loss.loss import Count, loss_terms, no_loss
-from weft.training.loss.target_count import refuse_no_targets
 from weft.training.step.async_scalars import scalar_on_device
 from weft.training.step.microbatches import CountedBatch
 from weft.training.step.step_parts import StepParts
@@ -29,7 +28,7 @@ class MicrobatchLoop:
         self._model, self._mesh, self._sync = parts.model, parts.model.mesh, parts.model.sync
 
     def step(self, microbatches: list[CountedBatch], *, step: int) -> torch.Tensor:
-        """One step; returns the mean loss over the global batch."""
+        """One step; returns the mean loss over the batch, NaN where this replica has no targets."""
         shared = self._counts.share([count for _, _, count in microbatches])
         device = self._mesh.world.device
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -62,7 +61,9 @@ class MicrobatchLoop:
             totals = self._sync.finish(loss_sum, counted, with_norm=needs_norm, compute_s=own_s)
             self._clock.everyones_s = totals.compute_s
             totals = join_norm(totals, self._mesh.group("tensor", "activations"))
-        refuse_no_targets(totals.count)
+        if not self._counts.found_some(totals.count, step=step, own=count_sum):
+            self._update.leave_out(step=step)
+            return totals.loss_sum / totals.count
         with self._recording.during("update"):
             correction = self._counts.correction(shared, totals.count)
             self._update.run(totals, correction, step=step, own_loss=loss_sum)

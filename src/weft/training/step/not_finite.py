@@ -1,13 +1,17 @@
 """What follows from a loss or a gradient that is not finite: a warning that names its tensors, and in time an error.
 
-    update     skipped on all ranks (`update.py`)
-    at once    rank 0 warns: which step, and which weights, gradients, inputs and losses are not finite, on which ranks
+    update     skipped on all ranks of a replica (`update.py`)
+    at once    its first rank warns: which step, and which weights, gradients, inputs and losses of which ranks
     at last    after more such steps in a row than are allowed, or at once where weights or running statistics are not
                finite themselves, every rank raises the same error, in the same call of `trainer.step`
 
 After the error the trainer can be used: a loop may load a checkpoint and go on, as `weft train` does
 (`training/run/roll_back.py`). An overflow for which a dynamic loss scale falls is the scale's ordinary work: it is
 logged, and neither counted nor examined, as long as the loss is finite and the scale can fall.
+
+Replicas that differ between exchanges ([data] sync = "local") each skip, count and warn for themselves. Ranks of others
+cannot know of it, and would wait for ever for one that raised alone: the error waits for the next exchange, where all
+agree on it.
 
 No step waits for this. On a GPU an update is looked at after the next step was launched, on all ranks alike; by then
 its gradients are gone, and cannot be named.
@@ -17,10 +21,13 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+from weft.comm.collectives import all_reduce
 from weft.comm.objects import gather_values
 from weft.errors import NotFiniteError
 from weft.mesh import Mesh
@@ -61,6 +68,10 @@ class NotFiniteWatch:
         """What was not finite in the first of these."""
         self._is_lost = False
         """Weights or running statistics were not finite, then."""
+        self._replica = mesh.whole_replica("control")
+        self._of = f" of replica {mesh.replica}" if mesh.num_replicas > 1 else ""
+        self._due: str | None = None
+        """The error to raise at the next exchange."""
         self.nan_from_start = frozenset(spoilt_buffers(model))
         """Buffers that the user made so, which says nothing of the training."""
 
@@ -80,6 +91,8 @@ class NotFiniteWatch:
         closed = self._update.closed
         while closed and (closed[0].is_known or len(closed) > 1):  # else the device is still busy with that step
             self._look_at(closed.popleft(), may_raise=True)
+        if self._mesh.num_replicas > 1 and self._sync.agrees:  # an exchange has just brought them together
+            self._raise_together()
 
     def look_at_all(self) -> None:
         """Look at all updates that all ranks have made, and warn of what is found; waits for the device."""
@@ -90,6 +103,19 @@ class NotFiniteWatch:
         """Forget what was seen: a checkpoint was loaded."""
         self._batches.clear()
         self.in_a_row = 0
+        self._due = None
+
+    def _raise_together(self) -> None:
+        """Raise on every rank if one replica found reason to; collective. Words travel only where one did."""
+        everyone = self._mesh.everyone("control")
+        is_due = torch.tensor([int(self._due is not None)])
+        all_reduce(is_due, everyone, op="max")
+        if not int(is_due):
+            return
+        problem = f"replica {self._mesh.replica}: {self._due}" if self._due is not None else None
+        found = dict.fromkeys(gather_values(problem, everyone))
+        self._due = None
+        raise NotFiniteError([problem for problem in found if problem is not None])
 
     def _look_at(self, outcome: Outcome, *, may_raise: bool) -> None:
         for step in [step for step in self._batches if step < outcome.step]:
@@ -99,9 +125,9 @@ class NotFiniteWatch:
             return
         loss, before, after = float(outcome.loss), float(outcome.scale_before), float(outcome.scale_after)
         what = "a gradient is" if math.isfinite(loss) else "the loss is"
-        warning = f"step {outcome.step + 1} is skipped: {what} not finite"
+        warning = f"step {outcome.step + 1}{self._of} is skipped: {what} not finite"
         if not outcome.is_left_out:
-            warning = f"step {outcome.step + 1}: {what} not finite, and the weights were updated all the same"
+            warning = f"step {outcome.step + 1}{self._of}: {what} not finite, and the weights were updated all the same"
         if after != before:
             warning += f"; the loss scale goes from {before:g} to {after:g}"
         if outcome.is_left_out:
@@ -111,12 +137,14 @@ class NotFiniteWatch:
             return
         self.in_a_row += 1
         if self.in_a_row == 1:
-            findings = gather_values(self._find(outcome), self._mesh.everyone("control"))
-            self._first_found = _describe(findings)
+            findings = gather_values(self._find(outcome), self._replica)
+            self._first_found = _describe(findings, self._replica.ranks)
             self._is_lost = any(found["weights"] or found["buffers"] for found in findings)
         self._warn(f"{warning}; not finite: {self._first_found}" if self.in_a_row == 1 else warning)
         if may_raise and self._skip_at_most is not None and (self._is_lost or self.in_a_row > self._skip_at_most):
-            raise NotFiniteError(self._error(outcome))
+            if self._mesh.num_replicas == 1:
+                raise NotFiniteError(self._error(outcome))
+            self._due = self._due or self._error(outcome)
 
     def _find(self, outcome: Outcome) -> dict[str, list[str]]:
         """This rank's tensors that are not finite, by kind."""
@@ -158,23 +186,21 @@ class NotFiniteWatch:
         return ", and look at the data and the learning rate"
 
     def _warn(self, text: str) -> None:
-        if self._mesh.world.rank == 0:
+        if self._replica.index == 0:
             log.warning("%s", text)
 
 
-def _describe(findings: list[dict[str, list[str]]]) -> str:
+def _describe(findings: list[dict[str, list[str]]], ranks: Sequence[int]) -> str:
     """What is not finite, and on which ranks: equal findings of several ranks once."""
     ranks_of: dict[str, list[int]] = {}
     for kind in _KINDS:  # a cause comes before what follows from it
-        for rank, found in enumerate(findings):
+        for rank, found in zip(ranks, findings, strict=True):
             if found[kind]:
                 text = f"{_WORDS[kind]} {shown(found[kind])}" if kind != "loss" else _WORDS[kind]
                 ranks_of.setdefault(text, []).append(rank)
-    described = [f"{text} ({_on(ranks, len(findings))})" for text, ranks in ranks_of.items()]
+    described = [f"{text} ({_on(inside, ranks)})" for text, inside in ranks_of.items()]
     return "; ".join(described) or "the norm of all gradients together"
 
 
-def _on(ranks: list[int], num_ranks: int) -> str:
-    if len(ranks) == num_ranks:
-        return "every rank" if num_ranks > 1 else "rank 0"
-    return name_ranks(ranks)
+def _on(some: list[int], ranks: Sequence[int]) -> str:
+    return "every rank" if len(some) == len(ranks) > 1 else name_ranks(some)

@@ -21,13 +21,14 @@ from weft.parallel.tensor.tensor_parallel import TensorParallel
 from weft.parallel.wrapping.replacements import Replacements, donated_buffers, reentrant_checkpoints
 from weft.plan.partition.tensor import Region
 from weft.sync.base import Sync
+from weft.sync.meeting import Meeting
 from weft.training.data.balance import Balance
 from weft.training.data.sample_split import SampleSplit
 
 
 @dataclass(slots=True, kw_only=True)
 class ParallelModel:
-    """A model on this rank; the steps of `apply_plan` fill in the fields after `draws`."""
+    """A model on this rank; the steps of `apply_plan` fill in the fields after `meeting`."""
 
     model: nn.Module
     mesh: Mesh
@@ -39,6 +40,8 @@ class ParallelModel:
     """The loss can take shares of the output features."""
     draws: Draws = lambda name: True
     """Which parameters on the meta device get first values, instead of zeros until weights are read."""
+    meeting: Meeting | None = None
+    """Where replicas of one process exchange."""
 
     blueprint: Blueprint = field(init=False)
     has_batch_norms: bool = field(init=False)
@@ -83,7 +86,7 @@ class ParallelModel:
     @property
     def runs_empty(self) -> bool:
         """True if layers exchange in their forward pass, so that a microbatch without samples must run too."""
-        return self.has_batch_norms and self.mesh.data_size > 1 and self.mesh.plan.data.buffers == "synchronise"
+        return self.has_batch_norms and self.mesh.num_batch_parts > 1 and self.mesh.plan.data.buffers == "synchronise"
 
     def enter(self, inputs: Any) -> None:
         """Begin a forward or backward pass of a microbatch."""

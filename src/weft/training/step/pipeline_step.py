@@ -26,7 +26,6 @@ from weft.plan.pipeline.actions import Action
 from weft.plan.pipeline.communication import FLUSH_FREE, evaluation_of, schedule_of
 from weft.sync.base import Totals
 from weft.training.loss.loss import Count, loss_terms, no_loss
-from weft.training.loss.target_count import refuse_no_targets
 from weft.training.step.async_scalars import scalar_on_device
 from weft.training.step.microbatches import CountedBatch
 from weft.training.step.pipeline_passes import Evaluation, MicrobatchPasses
@@ -83,7 +82,7 @@ class PipelineStep(MicrobatchPasses):
         self._refusal: DataError | None = None
 
     def step(self, microbatches: list[CountedBatch], *, step: int) -> torch.Tensor:
-        """One step; returns the mean loss over the global batch."""
+        """One step; returns the mean loss over the batch, NaN where this replica has no targets."""
         schedule = self._schedule_for(len(microbatches))
         last = {a.stage: (a.kind, a.stage, a.microbatch) for a in schedule if a.kind in _GRADIENTS}
         self._last = set(last.values())
@@ -147,11 +146,14 @@ class PipelineStep(MicrobatchPasses):
             self._hand_over()
             totals, correction = self._agree(self._sum_over_data(self._batch), self._batch.divisor)
             try:
-                refuse_no_targets(totals.count)
+                has_targets = self._counts.found_some(totals.count, step=self._batch.step)
             except DataError as error:
                 self._refusal = error  # raised on all stages, once nothing is under way
                 return
             self._mean = totals.loss_sum / totals.count
+            if not has_targets:
+                self._update.leave_out(step=self._batch.step)
+                return
             self._update.run(totals, correction, step=self._batch.step, own_loss=self._own_loss(self._batch))
         else:
             super().exchange(action)

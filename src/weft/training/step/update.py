@@ -8,7 +8,8 @@ Where the optimizer accepts a flag on the GPU, as torch's fused ones do, the GPU
 leave weights and state as they are where `found_inf` is 1. Then the host does not wait, and publishing unchanged
 weights does no harm. The first update is waited for, because torch's fused SGD would never initialise its momentum if
 that one were skipped. Other optimizers on a GPU are waited for where the plan has a norm; where it has none nobody
-waits, and their update takes place whatever the loss is.
+waits, and their update takes place whatever the loss is. A replica without targets in a step, where replicas differ,
+is skipped in the same way.
 """
 
 from __future__ import annotations
@@ -90,6 +91,8 @@ class Update:
         """Replicas differ between exchanges, of which `sync.end_update` may make one."""
         self._waits_anyway = plan.data.offload
         """The host waits for the gradients in every step, because it updates with them."""
+        self._may_lack_targets = plan.num_replicas > 1
+        """This replica may have no targets in a step although others have, and then makes no update."""
         self._has_updated = False
         self._open: deque[Outcome] = deque()
         self.closed: deque[Outcome] = deque()
@@ -188,6 +191,8 @@ class Update:
         on_device = self._skips_on_device and self._has_updated
         waits = not on_device and (self._waits_anyway or not loss.is_cuda or norm is not None or self._skips_on_device)
         overflow: bool | torch.Tensor
+        # On the host a step without targets does not come here.
+        is_empty = totals.count == 0 if self._may_lack_targets and totals.count.is_cuda else None
         if waits:
             overflow = not (math.isfinite(float(loss)) and (norm is None or math.isfinite(float(norm))))
             self.loss_scale.update(is_finite=not overflow)
@@ -212,7 +217,13 @@ class Update:
                 num_skipped=self.skipped,
             )
         )
-        return overflow if waits or on_device else False
+        if not (waits or on_device):
+            return False
+        if is_empty is None:
+            return overflow
+        if isinstance(overflow, bool):
+            return overflow or bool(is_empty)
+        return torch.maximum(overflow, is_empty.to(overflow))
 
 
 def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,0 +1,1 @@
+"""Codecs: what travels between replicas."""

@@ -1,0 +1,113 @@
+"""The exchange between replicas that differ: its buckets of weights, the bytes that it sends, the memory that it takes.
+
+This is the one account of it, without torch: `sync/weight_buckets.py` makes these buckets, `sync/local.py` these
+buffers, and the prediction of memory adds them up (`planning/memory.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from weft.plan.partition.flat_buffers import FlatBuffer, item_bytes
+from weft.plan.partition.messages import messages_of
+from weft.plan.partition.replicas import keeps_anchor
+from weft.plan.partition.wire import Member, assign_buckets, sent_bytes
+from weft.plan.plan import Plan
+
+MAX_EXCHANGES_IN_FLIGHT = 2
+"""Buckets of weights under way at once."""
+
+STATISTIC_BYTES = 8
+"""Running statistics of BatchNorm are averaged in float64."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """A tensor that a rank's optimizer updates; under ZeRO its part of one, which may be empty."""
+
+    numel: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeBucket:
+    """Weights of one dtype that travel together."""
+
+    members: tuple[int, ...]
+    """Their places among all weights."""
+    numel: int
+    dtype: str
+    """The format in which they are summed: at least 32 bits."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * item_bytes(self.dtype)
+
+
+def exchange_buckets(weights: Sequence[Weight], bucket_bytes: int) -> list[ExchangeBucket]:
+    """The buckets of these weights, in the order of exchange; empty weights are in none."""
+    there = [(place, weight) for place, weight in enumerate(weights) if weight.numel]
+    members = [
+        Member(numel=weight.numel, item_bytes=item_bytes(_summed_in(weight.dtype)), kind=weight.dtype)
+        for _, weight in there
+    ]
+    return [
+        ExchangeBucket(
+            members=tuple(there[index][0] for index in inside),
+            numel=sum(members[index].numel for index in inside),
+            dtype=_summed_in(members[inside[0]].kind),
+        )
+        for inside in assign_buckets(members, bucket_bytes, first_bytes=bucket_bytes)
+    ]
+
+
+def kept_weights(buffers: Sequence[FlatBuffer], part: int) -> list[Weight]:
+    """The weights that a rank updates, where parameters lie in these buffers and it keeps this part of each."""
+    return [
+        Weight(numel=stop - start, dtype=one.master)
+        for one in buffers
+        if one.trainable
+        for start, stop in (one.flat.kept(member, part) for member in range(len(one.flat.numels)))
+    ]
+
+
+def exchange_bytes(buckets: Sequence[ExchangeBucket], plan: Plan, *, num_statistics: int = 0) -> int:
+    """Bytes that a rank sends along the axis of replicas in one exchange; `num_statistics` are elements, if any."""
+    size = plan.num_replicas
+    messages = [message for one in buckets for message in messages_of(plan.codec, one.numel, one.dtype)]
+    statistics = sent_bytes("all-reduce", num_statistics * STATISTIC_BYTES, size)
+    return sum(message.sent_bytes(size) for message in messages) + statistics
+
+
+def outer_bytes(buckets: Sequence[ExchangeBucket], plan: Plan) -> int:
+    """Bytes of what a rank keeps from exchange to exchange: the weights of the last one, and the outer momentum."""
+    copies = keeps_anchor(plan) + (plan.data.outer == "nesterov")
+    return copies * sum(one.num_bytes for one in buckets)
+
+
+def exchange_buffer_bytes(buckets: Sequence[ExchangeBucket], plan: Plan) -> int:
+    """Bytes of the buffers from which weights are sent, which are kept: values of a bucket, and a codec's messages."""
+    values = _largest((one.dtype, one.num_bytes) for one in buckets)
+    if plan.codec.name == "none":
+        return MAX_EXCHANGES_IN_FLIGHT * values
+    forms = [form for one in buckets for form in messages_of(plan.codec, one.numel, one.dtype)]
+    return values + MAX_EXCHANGES_IN_FLIGHT * _largest((form.dtype, form.num_bytes) for form in forms)
+
+
+def exchange_temporary_bytes(buckets: Sequence[ExchangeBucket], plan: Plan, *, on_host: bool) -> int:
+    """Bytes of temporaries while replicas exchange a bucket: the distance of its weights from their mean, and the mean
+    itself where the change since the last exchange travels; `on_host`: that is computed elsewhere, from a copy."""
+    return (1 + (keeps_anchor(plan) and not on_host)) * max((one.num_bytes for one in buckets), default=0)
+
+
+def _summed_in(dtype: str) -> str:
+    return "float32" if dtype in ("float16", "bfloat16") else dtype
+
+
+def _largest(sizes: Iterable[tuple[str, int]]) -> int:
+    """The largest bytes of each dtype, added up: every dtype has a buffer of its own."""
+    largest: dict[str, int] = {}
+    for dtype, num_bytes in sizes:
+        largest[dtype] = max(largest.get(dtype, 0), num_bytes)
+    return sum(largest.values())

@@ -1,0 +1,198 @@
+"""All replicas of a plan in one process, one after the other on one device: local SGD and DiLoCo studied on one GPU.
+
+Each replica is an ordinary trainer that believes to be one rank of the plan: its mesh says which, so that dropout and
+the parts of the batch are those of real ranks, and every group of it has one member. Only exchanges between replicas
+are made otherwise, in memory (`sync/meeting.py`). The trainer of replica 0 owns the others and is what users see. It is
+stepped last, because the last one's step finds all replicas exchanged.
+
+Checkpoints are those of real ranks: the average that any plan reads, and one file per replica.
+
+It shows neither time nor bytes of a run on real ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+
+from weft.comm.failures.activity import collective_call
+from weft.comm.process_groups import ProcessGroups
+from weft.errors import NotFiniteError
+from weft.layout import part_of
+from weft.mesh import Mesh, World
+from weft.parallel.state.batchnorm import has_batch_norms
+from weft.plan.partition.grid import Grid
+from weft.plan.partition.groups import plan_groups
+from weft.plan.plan import Average, Axes, Plan
+from weft.sync.local import LocalSync
+from weft.sync.meeting import Meeting
+from weft.training.data.trees import num_samples, split_tree
+from weft.training.trainer import Trainer
+
+
+class LoneMesh(Mesh):
+    """One rank of a plan without the others: it knows its place, and is alone in all its groups."""
+
+    def __init__(self, plan: Plan, world: World, *, batch_norms: bool) -> None:
+        super().__init__(plan, world)
+        self._own = self.process_groups = ProcessGroups(
+            Grid(Axes()), rank=0, hosts=(0,), device=world.device, backend=world.backend, transport=plan.comm.transport
+        )
+        self.add_groups(plan_groups(plan, batch_norms=batch_norms))
+
+
+class MakeTrainer(Protocol):
+    """Makes the trainer of one replica."""
+
+    def __call__(self, model: nn.Module, mesh: Mesh, meeting: Meeting, kind: type[Trainer] = Trainer) -> Trainer: ...
+
+
+def make_replicas(model: nn.Module, plan: Plan, world: World, make: MakeTrainer) -> Trainer:
+    """A trainer of all replicas of a plan; `world` is that of its ranks, `model` becomes the first replica's."""
+    meeting, batch_norms = Meeting(), has_batch_norms(getattr(model, "_orig_mod", model))
+    hosts = (0,) * world.size
+
+    def make_one(rank: int, model: nn.Module, kind: type[Trainer] = Trainer) -> Trainer:
+        # The average of the weights is the same on all replicas, and the first one's is enough.
+        own = plan if rank == 0 else replace(plan, average=Average())
+        place = replace(world, rank=rank, hosts=hosts)
+        return make(model, LoneMesh(own, place, batch_norms=batch_norms), meeting, kind)
+
+    # First values may be drawn, and all replicas begin with the same ones.
+    random_state = torch.get_rng_state()
+    others = []
+    for rank in range(1, world.size):
+        others.append(make_one(rank, copy.deepcopy(model)))
+        torch.set_rng_state(random_state)
+    first = cast(ReplicasInProcess, make_one(0, model, ReplicasInProcess))
+    first.own(others, meeting)
+    return first
+
+
+class ReplicasInProcess(Trainer):
+    """The trainer of replica 0, which owns those of the others and takes the global batches of all."""
+
+    others: Sequence[Trainer]
+    """The trainers of replicas 1, 2, ..."""
+    replica_losses: Sequence[torch.Tensor]
+    """Every replica's loss in the last step; those without samples have none."""
+
+    def own(self, others: Sequence[Trainer], meeting: Meeting) -> None:
+        self.others, self._meeting, self.replica_losses = others, meeting, ()
+        meeting.syncs = [cast(LocalSync, trainer.sync) for trainer in self.replicas]
+
+    @property
+    def replicas(self) -> Sequence[Trainer]:
+        """The trainers of all replicas, in their order."""
+        return (self, *self.others)
+
+    @property
+    def data_rank(self) -> int:
+        return 0
+
+    @property
+    def data_size(self) -> int:
+        """1: whole global batches are taken here, and cut into the replicas' parts."""
+        return 1
+
+    @property
+    def skipped(self) -> int | torch.Tensor:
+        """Updates skipped so far by all replicas, a number that may still be computed."""
+        return sum((trainer.update.skipped for trainer in self.others), start=self.update.skipped)
+
+    @property
+    def num_skipped(self) -> int:
+        return int(self.skipped)
+
+    @collective_call("trainer.step")
+    def step(self, inputs: Any, targets: Any) -> torch.Tensor:
+        """A step of every replica on its part of a global batch, and their exchange if one is due; returns the mean of
+        their losses."""
+        if self.seeds.base is None:
+            self.seeds.base = self._draw_seed()
+        total, size = num_samples(inputs), len(self.replicas)
+        losses: dict[int, torch.Tensor] = {}
+        problem: NotFiniteError | None = None
+        try:
+            for number in (*range(1, size), 0):
+                start, stop = part_of(total, number, size)
+                part = (split_tree(inputs, start, stop), split_tree(targets, start, stop))
+                trainer = self.replicas[number]
+                trainer.seeds.base = self.seeds.base
+                try:
+                    loss = Trainer.step(trainer, *part)
+                    if stop > start:
+                        losses[number] = loss.detach()
+                except NotFiniteError as error:  # its step is over; those of the others must be, too
+                    problem = problem or error
+        except BaseException:
+            self._meeting.forget()
+            raise
+        if problem is not None:
+            raise problem
+        self.replica_losses = [losses[number] for number in sorted(losses)]
+        return torch.stack(list(self.replica_losses)).mean()
+
+    def flush(self) -> None:
+        for trainer in self.others:
+            trainer.flush()
+        super().flush()
+
+    def _hear(self, call: Callable[[Trainer], object]) -> None:
+        """Let the other replicas do their part of a call that all ranks make together."""
+        self._meeting.hear(functools.partial(call, trainer) for trainer in self.others)
+
+    @contextmanager
+    def _knowing_average(self) -> Iterator[None]:
+        """Context in which this replica can take the average of all."""
+        self.flush()
+        self._hear(_enter_consensus)
+        try:
+            yield
+        finally:
+            self._meeting.hear(())
+
+    @collective_call("trainer.evaluate")
+    def evaluate(self, batches: Iterable[tuple[Any, Any]], *, average: bool = False) -> float:
+        """The mean loss of the average of the replicas over whole batches, without training."""
+        with self._knowing_average():
+            return super().evaluate(batches, average=average)
+
+    @collective_call("trainer.generate")
+    def generate(
+        self, tokens: Sequence[int], *, num_tokens: int, context: int, temperature: float = 1.0, seed: int = 0
+    ) -> list[int]:
+        with self._knowing_average():
+            return super().generate(tokens, num_tokens=num_tokens, context=context, temperature=temperature, seed=seed)
+
+    @collective_call("trainer.export")
+    def export(self, directory: str | Path, *, average: bool = False) -> None:
+        with self._knowing_average():
+            super().export(directory, average=average)
+
+    @collective_call("trainer.close")
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            for trainer in self.others:
+                trainer.mesh.close(failed=self._has_failed)
+
+    def __exit__(self, kind: object, *given: object) -> None:
+        if kind is not None:
+            for trainer in self.others:
+                trainer.mesh.close(failed=True)
+        super().__exit__(kind, *given)
+
+
+def _enter_consensus(trainer: Trainer) -> None:
+    with trainer.sync.consensus():
+        pass

@@ -1,0 +1,163 @@
+"""One process that plays all replicas: what a plan whose replicas differ between exchanges must equal.
+
+Every replica is an ordinary one-process model with its own optimizer, fed its part of the global batch in the plan's
+microbatches. Between them stands the rule alone, in plain torch, for steps s = 1, 2, ... of `[data] sync = "local"`:
+
+    exchange after s               s <= switch_step, or (s - switch_step) is a multiple of every
+    average, and s <= switch_step  w_k := mean of all w_k
+    nesterov                       D := mean of (anchor - w_k);   m := momentum m + D
+                                   w_k := anchor - rate (D + momentum m)
+    anchor                         the weights after the last exchange, at first those that all replicas begin with
+
+Floating-point buffers (BatchNorm's running statistics) are averaged with every exchange, optimizers' states never. A
+replica without targets makes no update in that step. The plan's average of the weights takes one term per exchange.
+Nothing here is shared with `sync/`, so a mistake there cannot hide in its own answer.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.plan.plan import Average, Plan
+from weft.verification.one_process import Key, OneProcess, Recipe, trained_parameters
+
+Weights = dict[str, Tensor]
+
+
+class LocalReplicas:
+    """Replicas that train on their own and exchange now and then, one after the other in one process."""
+
+    rule, is_exact, is_streamed = "one process that plays all replicas", False, False
+    instead_of = "synchronous training in one process"
+
+    def __init__(self, model: nn.Module, plan: Plan, recipe: Recipe, stage_of: object = None) -> None:
+        """The model itself becomes the first replica."""
+        del stage_of  # all stages of a replica update together
+        self.losses: list[float] = []
+        self._data, self._average = plan.data, plan.average
+        num_replicas = plan.num_replicas
+        # The average is of what replicas exchange, so none of them keeps one of its own.
+        alone, each = replace(plan, average=Average()), plan.axes.data_ranks // num_replicas
+        models = [model, *(copy.deepcopy(model) for _ in range(num_replicas - 1))]
+        self.replicas = [
+            OneProcess(one, alone, recipe, data_ranks=range(number * each, (number + 1) * each))
+            for number, one in enumerate(models)
+        ]
+        self._trained = [trained_parameters(one) for one in models]
+        self._anchor, self._momentum = (
+            self._weights_of(0),
+            {n: torch.zeros_like(p) for n, p in self._trained[0].items()},
+        )
+        self._own: list[Weights] = []
+        """The weights of each replica before the last step's exchange; none where there was no exchange."""
+        self._before: Weights = {}
+        """The weights after the exchange before that one."""
+        self._agree = True
+        self.means: Weights = {}
+        """The averages so far; none where the plan keeps none, or before they begin."""
+
+    def step(self, inputs: Any, targets: Any, *, updates: Sequence[bool] | None = None) -> float:
+        """One step of every replica on its part of a global batch, and the exchange that may follow it; returns the
+        mean loss over all of them. `updates`: which replicas make theirs, all unless given."""
+        number = len(self.losses) + 1
+        if self._average.decay and not self.means and number > self._average.start and self._agree:
+            self.means = self._weights_of(0)
+        for replica, update in zip(self.replicas, updates or [True] * len(self.replicas), strict=True):
+            replica.step(inputs, targets, updates=[update])
+        known = [(r.losses[-1], r.num_targets[0]) for r in self.replicas if r.num_targets[0]]
+        count = sum(targets for _, targets in known)
+        self.losses.append(sum(loss * targets for loss, targets in known) / count if count else math.nan)
+        self._own, self._agree = [], False
+        if number <= self._data.switch_step or (number - self._data.switch_step) % self._data.every == 0:
+            self._exchange(is_plain=self._data.outer == "average" or number <= self._data.switch_step)
+            for name, mean in self.means.items():
+                self.means[name] = self._average.decay * mean + (1 - self._average.decay) * self._anchor[name]
+        return self.losses[-1]
+
+    @property
+    def returned(self) -> list[float | None]:
+        return [one for replica in self.replicas for one in replica.returned]
+
+    @property
+    def whole_losses(self) -> list[float | None]:
+        return [one for replica in self.replicas for one in replica.whole_losses]
+
+    @property
+    def num_targets(self) -> list[float]:
+        return [one for replica in self.replicas for one in replica.num_targets]
+
+    @property
+    def backward_order(self) -> list[str]:
+        return next((one.backward_order for one in self.replicas if one.backward_order), [])
+
+    @property
+    def final_weights(self) -> Weights:
+        """Those that a run ends with: the mean of the replicas."""
+        named = [dict(replica.model.named_parameters()) for replica in self.replicas]
+        return {name: _mean([one[name].detach() for one in named]) for name in named[0]}
+
+    def tensors(self, *, is_drained: bool = True) -> Iterator[tuple[Key, Tensor]]:
+        """All that can be compared after a step, of every replica."""
+        for number, replica in enumerate(self.replicas):
+            for key, tensor in replica.tensors(is_drained=is_drained):
+                yield key._replace(replica=number), tensor
+            for name, mean in self.means.items():
+                yield Key("average", name, replica=number), mean
+
+    def previous(self, key: Key) -> Tensor | None:
+        return self.replicas[key.replica].previous(key)
+
+    def at_exchange(self, key: Key) -> dict[str, Tensor]:
+        """Of a weight, where the last step ended with an exchange: the replica's "own" before it, and the "anchor",
+        what all of them had after the exchange before. Otherwise the "mean", which no replica should have."""
+        if key.what != "weight" or key.name not in self._anchor:
+            return {}
+        if not self._own:
+            return {"mean": _mean([trained[key.name].detach() for trained in self._trained])}
+        return {"own": self._own[key.replica][key.name], "anchor": self._before[key.name]}
+
+    @torch.no_grad()
+    def _exchange(self, *, is_plain: bool) -> None:
+        self._own, self._before = [self._weights_of(number) for number in range(len(self.replicas))], self._anchor
+        self._anchor = {}
+        for name, old in self._before.items():
+            new = _mean([own[name] for own in self._own])
+            if not is_plain:
+                change = old - new
+                self._momentum[name] = self._data.outer_momentum * self._momentum[name] + change
+                new = old - self._data.outer_lr * (change + self._data.outer_momentum * self._momentum[name])
+            self._anchor[name] = new
+            for trained in self._trained:
+                trained[name].copy_(new)
+        for alike in zip(*(replica.model.buffers() for replica in self.replicas), strict=True):
+            if alike[0].is_floating_point():
+                mean = _mean(alike)
+                for buffer in alike:
+                    buffer.copy_(mean)
+        self._agree = True
+
+    def _weights_of(self, number: int) -> Weights:
+        return {name: parameter.detach().clone() for name, parameter in self._trained[number].items()}
+
+
+def with_an_exchange(plan: Plan, *, num_steps: int) -> tuple[Plan, list[str]]:
+    """A plan whose replicas exchange by their outer rule within so few steps, and a note if that is another plan."""
+    data = plan.data
+    if plan.replica_axis is None or data.switch_step + data.every <= num_steps:
+        return plan, []
+    switch_step = min(data.switch_step, 1 if num_steps > 2 else 0)
+    every = min(data.every, 2, num_steps - switch_step)
+    after = f" after step {switch_step} instead of {data.switch_step}" if data.switch_step else ""
+    note = f"replicas exchanged every {every} steps instead of {data.every}{after}, to be seen in {num_steps} steps"
+    return replace(plan, data=replace(data, every=every, switch_step=switch_step)), [note]
+
+
+def _mean(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(tensors)).mean(dim=0)
