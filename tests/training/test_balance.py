@@ -60,6 +60,7 @@ def times(seconds_of: Speeds, *, at_once: bool = False) -> Iterator[list[tuple[i
     seen: list[tuple[int, ...]] = []
 
     def end(self: ComputeClock, num_samples: int) -> None:
+        self.num_samples = num_samples
         self.own_s = float(seconds_of(len(seen))[dist.get_rank()]) if num_samples else 0.0
 
     end_step = Balance.end_step
