@@ -63,6 +63,9 @@ from weft.training.step.update import Update
 class Trainer:
     """A parallel model and everything that trains it. Made by `parallelize`."""
 
+    others: Sequence[Trainer] = ()
+    """The trainers of replicas 1, 2, ..., where all replicas are in this process (`replicas_in_process.py`)."""
+
     def __init__(
         self,
         model: nn.Module,

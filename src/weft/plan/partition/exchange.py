@@ -18,8 +18,11 @@ from weft.plan.plan import Plan
 MAX_EXCHANGES_IN_FLIGHT = 2
 """Buckets of weights under way at once."""
 
-STATISTIC_BYTES = 8
-"""Running statistics of BatchNorm are averaged in float64."""
+REPORT_WORDS = 2
+"""Words that each replica tells the others in an exchange: a time of this rank, and whether training has to end."""
+
+REST_ITEM_BYTES = 8
+"""Running statistics of BatchNorm, and these words, are summed in float64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +79,8 @@ def exchange_bytes(buckets: Sequence[ExchangeBucket], plan: Plan, *, num_statist
     """Bytes that a rank sends along the axis of replicas in one exchange; `num_statistics` are elements, if any."""
     size = plan.num_replicas
     messages = [message for one in buckets for message in messages_of(plan.codec, one.numel, one.dtype)]
-    statistics = sent_bytes("all-reduce", num_statistics * STATISTIC_BYTES, size)
-    return sum(message.sent_bytes(size) for message in messages) + statistics
+    rest = sent_bytes("all-reduce", (num_statistics + size * REPORT_WORDS) * REST_ITEM_BYTES, size)
+    return sum(message.sent_bytes(size) for message in messages) + rest
 
 
 def outer_bytes(buckets: Sequence[ExchangeBucket], plan: Plan) -> int:
