@@ -90,12 +90,14 @@ def outer_bytes(buckets: Sequence[ExchangeBucket], plan: Plan) -> int:
 
 
 def exchange_buffer_bytes(buckets: Sequence[ExchangeBucket], plan: Plan) -> int:
-    """Bytes of the buffers from which weights are sent, which are kept: values of a bucket, and a codec's messages."""
-    values = _largest((one.dtype, one.num_bytes) for one in buckets)
-    if plan.codec.name == "none":
-        return MAX_EXCHANGES_IN_FLIGHT * values
-    forms = [form for one in buckets for form in messages_of(plan.codec, one.numel, one.dtype)]
-    return values + MAX_EXCHANGES_IN_FLIGHT * _largest((form.dtype, form.num_bytes) for form in forms)
+    """Bytes of the buffers from which weights are sent, which are kept: two buckets' messages, that alternate, and with
+    a codec the values of one bucket."""
+    messages = [messages_of(plan.codec, one.numel, one.dtype)[0] for one in buckets]
+    sent = sum(
+        _largest((form.dtype, form.num_bytes) for form in messages[turn::MAX_EXCHANGES_IN_FLIGHT])
+        for turn in range(MAX_EXCHANGES_IN_FLIGHT)
+    )
+    return sent if plan.codec.name == "none" else sent + _largest((one.dtype, one.num_bytes) for one in buckets)
 
 
 def exchange_temporary_bytes(buckets: Sequence[ExchangeBucket], plan: Plan, *, on_host: bool) -> int:
