@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from meshes import verify
-from oracle import data_plan, make_trainer, pipeline_plan, sequence_plan, small_gpt, tensor_plan, token_batch
+from oracle import (
+    Batch,
+    cut_evenly,
+    data_plan,
+    make_trainer,
+    pipeline_plan,
+    sequence_plan,
+    small_gpt,
+    tensor_plan,
+    token_batch,
+)
 from ranks import ranks
 from torch import nn
 
@@ -20,6 +31,7 @@ from weft.optim.lars import LARS
 from weft.plan.partition.wire import tensor_norm_bytes
 from weft.plan.plan import Plan
 from weft.training.setup.probe_optimizer import takes_parts
+from weft.training.trainer import Trainer
 
 Make = Callable[..., torch.optim.Optimizer]
 LAMBS: Make = functools.partial(LAMB, lr=0.02, weight_decay=0.1)
@@ -96,6 +108,25 @@ def test_whole_tensors_exchange_nothing() -> None:
                 trainer.step(*token_batch(4, seed=step))
                 calls[name] = trainer.mesh.traffic["data"].num_calls - before
     assert calls["lamb"] == calls["sgd"]
+
+
+@ranks(2)
+def test_another_plan_goes_on_with_its_state(tmp_path: Path) -> None:
+    batches = [token_batch(4, seed=step) for step in range(4)]
+
+    def step_on(trainer: Trainer, batch: Batch) -> float:
+        return float(trainer.step(*cut_evenly(batch, trainer.data_size)[trainer.data_rank]))
+
+    torch.manual_seed(0)
+    with make_trainer(gpt().double(), data_plan(2, shard="parameters"), optimizer=LAMBS) as trainer:
+        for batch in batches[:2]:
+            step_on(trainer, batch)
+        trainer.save(tmp_path / "saved")
+        losses = [step_on(trainer, batch) for batch in batches[2:]]
+    with make_trainer(gpt().double(), tensor_plan(2), optimizer=LAMBS) as other:
+        other.load(tmp_path / "saved")
+        assert [step_on(other, batch) for batch in batches[2:]] == pytest.approx(losses, rel=1e-10)
+        assert {int(state["step"]) for state in other.optimizer.state.values()} == {4}
 
 
 class Lamb(torch.optim.SGD):
