@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,7 @@ from weft.optim.exclude_one_dim import exclude_one_dim
 from weft.optim.lamb import LAMB
 from weft.optim.lars import LARS
 from weft.plan.partition.wire import tensor_norm_bytes
-from weft.plan.plan import Plan
+from weft.plan.plan import Plan, Precision
 from weft.training.setup.probe_optimizer import takes_parts
 from weft.training.trainer import Trainer
 
@@ -80,6 +81,13 @@ def test_on_4_ranks_further() -> None:
     check(pipeline_plan(2, data=2, microbatches=2, shard="gradients"), LAMBS)  # tied and sharded
     check(tensor_plan(2, pipeline=2, microbatches=2), SCALED)
     check(tensor_plan(4, shard="optimizer"), NORMALISED, gpt(kv_heads=2), adapts_all=True)
+    check(tensor_plan(2, pipeline=2, microbatches=2, schedule="2bw"), LAMBS)
+    check(tensor_plan(2, pipeline=2, microbatches=2, schedule="pipedream"), SCALED, gpt(tied=False))
+    offloaded = data_plan(2, shard="parameters", replicate=2, clip_norm=0.1)
+    offloaded = dataclasses.replace(
+        offloaded, data=dataclasses.replace(offloaded.data, offload=True), precision=Precision(compute="bf16")
+    )
+    check(offloaded, LAMBS)
 
 
 @ranks(4)
