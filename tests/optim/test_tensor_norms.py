@@ -22,6 +22,7 @@ from oracle import (
     tensor_plan,
     token_batch,
 )
+from pretend_gpu import no_waits, pretended_gpu
 from ranks import ranks
 from torch import nn
 
@@ -116,6 +117,18 @@ def test_whole_tensors_exchange_nothing() -> None:
                 trainer.step(*token_batch(4, seed=step))
                 calls[name] = trainer.mesh.traffic["data"].num_calls - before
     assert calls["lamb"] == calls["sgd"]
+
+
+@ranks(2)
+def test_a_steady_step_never_waits() -> None:
+    for plan in (data_plan(2, shard="parameters", microbatches=2), tensor_plan(2, microbatches=2)):
+        with make_trainer(gpt(), plan, optimizer=LAMBS, groups=exclude_one_dim) as trainer, pretended_gpu():
+            parts = [cut_evenly(token_batch(8, seed=step), trainer.data_size)[trainer.data_rank] for step in range(4)]
+            for part in parts[:3]:
+                trainer.step(*part)
+            with no_waits():
+                trainer.step(*parts[3])
+            trainer.flush()
 
 
 @ranks(2)
