@@ -24,6 +24,8 @@ from oracle import (
 )
 from pretend_gpu import no_waits, pretended_gpu
 from ranks import ranks
+from strict_nccl.mode import StrictMode
+from strict_plans import verify_over_strict
 from torch import nn
 
 from weft.errors import PlanError
@@ -89,6 +91,26 @@ def test_on_4_ranks_further() -> None:
         offloaded, data=dataclasses.replace(offloaded.data, offload=True), precision=Precision(compute="bf16")
     )
     check(offloaded, LAMBS)
+
+
+@pytest.mark.long
+@ranks(4)
+@pytest.mark.parametrize("mode", [StrictMode(), StrictMode(delay_ms=2.0)], ids=["lazy", "delays"])
+def test_by_the_rules_of_nccl(mode: StrictMode) -> None:
+    for plan, optimizer in (
+        (tensor_plan(2, data=2, shard="parameters"), LAMBS),
+        (tensor_plan(2, pipeline=2, microbatches=2), SCALED),
+        (pipeline_plan(2, data=2, microbatches=2, shard="optimizer"), NORMALISED),
+    ):
+        verify_over_strict(
+            gpt(),
+            plan,
+            mode,
+            loss="cross-entropy",
+            optimizer=optimizer,
+            batches=[token_batch(8, seed=seed) for seed in range(2)],
+            dtype=torch.float64,
+        ).require()
 
 
 @ranks(4)
