@@ -5,15 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from oracle import cut_evenly, image_batch, make_trainer, small_convnet, small_gpt, token_batch
 from ranks import ranks
 from torch import Tensor, nn
 
-from weft.plan.plan import Axes, Data, Plan, Precision, Step
+from weft.errors import DamagedCheckpointError, NotFiniteError, PlanError
+from weft.mesh import World
+from weft.plan.plan import ALL, Average, Axes, Data, Plan, Precision, Step
 from weft.training.parallelize import parallelize
 from weft.training.replicas_in_process import ReplicasInProcess
 from weft.training.trainer import Trainer
@@ -122,7 +127,6 @@ def compare(case: Case, played: Played, *, tolerance: float) -> None:
     if trainer.data_rank == 0:
         assert float(trainer.sync.spread) == pytest.approx(played.spread, rel=max(tolerance, 1e-12))
     parts = [cut_evenly(case.batch(number), trainer.data_size)[trainer.data_rank] for number in (100, 101)]
-    return
     assert trainer.evaluate(parts) == pytest.approx(played.held_out, rel=1e-6)
 
 
@@ -138,3 +142,145 @@ def test_two_replicas_equal_two_ranks_to_the_bit(name: str, cases: dict[str, Cas
 @pytest.mark.parametrize("name", FOUR)
 def test_four_replicas_equal_four_ranks(name: str, cases: dict[str, Case], played: Played) -> None:
     compare(cases[name], played, tolerance=1e-6)
+
+
+def go_on(trainer: Trainer, case: Case, until: int) -> list[list[float]]:
+    """Losses of this process's replicas, up to a number of steps."""
+    losses = []
+    while trainer.steps_done < until:
+        batch = case.batch(trainer.steps_done)
+        if isinstance(trainer, ReplicasInProcess):
+            trainer.step(*batch)
+            losses.append([float(loss) for loss in trainer.replica_losses])
+        else:
+            losses.append([float(trainer.step(*cut_evenly(batch, trainer.data_size)[trainer.data_rank]))])
+    return losses
+
+
+RESUMED = dataclasses.replace(CASES["DiLoCo"].plan, average=Average(decay=0.5), step=Step(microbatches=2))
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["waited for", "in the background"])
+@pytest.mark.parametrize("case", [Case(plan=RESUMED), CASES["BatchNorm"]], ids=["DiLoCo, averaged", "BatchNorm"])
+def test_a_resumed_run_goes_on_to_the_bit(case: Case, wait: bool, tmp_path: Path) -> None:
+    with make(case) as whole:
+        go_on(whole, case, 5)  # between two exchanges
+        whole.extra_state["note"] = 7
+        whole.data_position = 40
+        whole.save(tmp_path / "five", wait=wait)
+        expected = go_on(whole, case, 9)
+        weights = [weights_of(one) for one in whole.replicas]
+        held_out = [
+            whole.evaluate([case.batch(100)], average=average) for average in (False, whole.average is not None)
+        ]
+        again = make(case)
+        again.extra_state["note"] = 0
+        again.load(tmp_path / "five")
+        assert (again.steps_done, again.data_position, again.extra_state["note"]) == (5, 40, 7)
+        assert go_on(again, case, 9) == expected
+        for one, others in zip(again.replicas, weights, strict=True):
+            for name, tensor in weights_of(one).items():
+                torch.testing.assert_close(tensor, others[name], rtol=0, atol=0, msg=name)
+        assert held_out == [
+            again.evaluate([case.batch(100)], average=average) for average in (False, again.average is not None)
+        ]
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", ["DiLoCo", "BatchNorm"])
+def test_real_ranks_go_on_from_a_checkpoint_of_theirs_and_they_from_one_of_ranks(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+
+    def real() -> Trainer:
+        torch.manual_seed(0)
+        made = make_trainer(case.model(), case.plan, optimizer=case.optimizer)
+        torch.manual_seed(1)
+        return made
+
+    alone = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+    trainer = real()
+    go_on(trainer, case, 5)
+    trainer.save(tmp_path / "real")
+    expected = go_on(trainer, case, 9)
+    if dist.get_rank() == 0:
+        with mock.patch("weft.training.parallelize.join_world", return_value=alone):
+            played, second = make(case), make(case)
+        go_on(second, case, 5)
+        second.save(tmp_path / "played")
+        played.load(tmp_path / "real")
+        assert [losses[:1] for losses in go_on(played, case, 9)] == expected
+        for key, tensor in weights_of(trainer).items():
+            torch.testing.assert_close(tensor, weights_of(played)[key], rtol=0, atol=0)
+    dist.barrier()
+    trainer = real()
+    trainer.load(tmp_path / "played")
+    assert go_on(trainer, case, 9) == expected
+
+
+def test_a_checkpoint_loads_from_the_average_under_another_plan(tmp_path: Path) -> None:
+    case = CASES["DiLoCo"]
+    trainer = make(case)
+    go_on(trainer, case, 6)
+    trainer.save(tmp_path / "six")
+    trainer.export(tmp_path / "weights")
+    alone = parallelize(case.model(), Plan(), loss="cross-entropy", optimizer=ADAMW, device="cpu")
+    alone.load(tmp_path / "six")
+    read = parallelize(
+        case.model(), Plan(), loss="cross-entropy", optimizer=ADAMW, weights=tmp_path / "weights", device="cpu"
+    )
+    first, second = (weights_of(one) for one in trainer.replicas)
+    for name, tensor in weights_of(alone).items():
+        torch.testing.assert_close(tensor, (first[name] + second[name]) / 2, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(weights_of(read)[name], tensor, rtol=0, atol=0)
+    batch = case.batch(100)
+    assert alone.evaluate([batch]) == pytest.approx(trainer.evaluate([batch]), rel=1e-6)
+    assert not torch.equal(first["head.weight"], second["head.weight"])
+    for name, tensor in weights_of(trainer).items():
+        torch.testing.assert_close(tensor, first[name], rtol=0, atol=0)
+    assert alone.generate([1, 2], num_tokens=5, context=8) == trainer.generate([1, 2], num_tokens=5, context=8)
+    trainer.close()
+    for name, tensor in trainer.named_model.state_dict().items():
+        torch.testing.assert_close(tensor, weights_of(alone)[name], rtol=1e-6, atol=1e-7)
+
+
+def test_a_damaged_checkpoint_changes_no_replica(tmp_path: Path) -> None:
+    case = CASES["DiLoCo"]
+    trainer = make(case)
+    go_on(trainer, case, 2)
+    trainer.save(tmp_path / "two")
+    file = tmp_path / "two" / "rank-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    other = make(dataclasses.replace(case, model=functools.partial(small_gpt, dropout=0.1)))
+    before = [weights_of(one) for one in other.replicas]
+    with pytest.raises(DamagedCheckpointError, match="rank-00001"):
+        other.load(tmp_path / "two")
+    for one, kept in zip(other.replicas, before, strict=True):
+        assert all(torch.equal(tensor, kept[name]) for name, tensor in weights_of(one).items())
+
+
+def test_one_replica_that_is_not_finite_is_named_and_ends_all(caplog: pytest.LogCaptureFixture) -> None:
+    case = Case(plan=local(2, every=3), model=small_convnet, optimizer=MOMENTUM)
+    trainer = make(case, skip_at_most=1)
+    inputs, targets = case.batch(1)
+    inputs[-1] = float("nan")  # replica 1's
+    with pytest.raises(NotFiniteError, match="replica 1"):
+        for _ in range(6):
+            trainer.step(inputs, targets)
+    assert {one.steps_done for one in trainer.replicas} == {trainer.steps_done}
+    assert trainer.num_skipped == trainer.steps_done
+    assert "step 1 of replica 1 is skipped" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (Plan(axes=Axes(data=2)), "nothing differs"),
+        (Plan(axes=Axes(data=2, tensor=2), data=Data(sync="local")), "tensor = 2"),
+        (Plan(axes=Axes(replicate=2, data=2), data=Data(sync="local", shard="optimizer")), "data = 2"),
+        (Plan(axes=Axes(data=ALL), data=Data(sync="local")), "write their number"),
+    ],
+    ids=["all-reduce", "tensor", "ZeRO", "all"],
+)
+def test_other_plans_are_refused_with_what_to_do(plan: Plan, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        parallelize(small_gpt(), plan, loss="cross-entropy", optimizer=ADAMW, device="cpu", replicas_in_process=True)

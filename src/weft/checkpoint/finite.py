@@ -20,10 +20,11 @@ from weft.units import name_ranks
 
 def refuse_not_finite(trainer: TrainerState, directory: Path) -> None:
     """Raise on every rank if any rank's weights, optimizer state or running statistics are not finite; collective."""
-    findings = gather_values(_find(trainer), trainer.mesh.everyone("control"))
+    everyone = trainer.mesh.everyone("control")
+    findings = gather_values(_find(trainer), everyone)
     found = list(dict.fromkeys(name for names in findings for name in names))
     if found:
-        ranks = [rank for rank, names in enumerate(findings) if names]
+        ranks = [rank for rank, names in zip(everyone.ranks, findings, strict=True) if names]
         raise NotFiniteError(
             f"{directory} is not saved, because training is not finite on {name_ranks(ranks)}: "
             f"{shown(found)}; older checkpoints are untouched: load the newest"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ def load(trainer: TrainerState, directory: Path, *, extra_state: bool = True) ->
     trainer.seeds.base = index["dropout_seed"]
     trainer.update.load_state(index["update"])
     if index["plan"] == format_plan(trainer.plan):
+        trainer.sync.settle()  # replicas may have weights of their own, which are read over these
         try_on_files(everyone, "read", directory, lambda: load_rank_part(trainer, directory))
         if not trainer.sync.agrees:  # this replica has read weights of its own
             trainer.sync.publish()
@@ -127,6 +129,14 @@ def read_index(directory: Path) -> dict[str, Any]:
             f"{directory} has checkpoint format {found}, this weft reads {FORMAT}; use the weft that wrote it"
         )
     return index
+
+
+def require_whole(directory: Path, meshes: Sequence[Mesh]) -> None:
+    """Refuse a checkpoint that is damaged, before any replica of this process loads it."""
+    restore(directory)
+    index = try_on_files(meshes[0].everyone("control"), "read", directory, lambda: read_index(directory))[0]
+    for mesh in meshes:
+        require_undamaged(directory, index, mesh)
 
 
 def require_undamaged(directory: Path, index: dict[str, Any], mesh: Mesh) -> None:

@@ -171,8 +171,10 @@ class Portable:
         return [*found, *(replace(one, name=other) for one in found for other in self._further.get(one.name, ()))]
 
     def _part(self, number: int, one: Stored) -> Part:
-        grid, rank, tensor = self._trainer.mesh.grid, self._trainer.mesh.world.rank, one.tensor.detach()
-        replicas = replicas_of(one.layout, grid, rank)
+        mesh, tensor = self._trainer.mesh, one.tensor.detach()
+        grid, rank = mesh.grid, mesh.world.rank
+        # Of replicas in one process, the first writes all.
+        replicas = replicas_of(one.layout, grid, rank) if mesh.everyone("saving").size > 1 else [rank]
         span = share_of_replica(tensor.numel(), replicas.index(rank), len(replicas), number)
         if one.kind == MODEL and self._first.get(one.name, one.name) not in self._held:
             # A buffer may differ between replicas; a checkpoint then has one replica's, not pieces of several.

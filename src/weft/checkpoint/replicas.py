@@ -19,7 +19,6 @@ import torch
 
 from weft.checkpoint.files.safetensors import TensorReader
 from weft.checkpoint.state import TrainerState
-from weft.comm.objects import gather_values
 from weft.layout import Runs
 from weft.parallel.state.batchnorm import running_statistics
 from weft.sync.local import LocalSync
@@ -66,7 +65,7 @@ class ReplicaMeans:
         A replica may lack some that others have: it has made no update yet, or its samples used other parameters.
         """
         mine = {name: _description(tensor) for name, tensor in own.items()}
-        tables: list[dict[str, Any]] = gather_values(mine, self._mesh.between_replicas("control"))
+        tables: list[dict[str, Any]] = self._sync.gather(mine, self._mesh.between_replicas("control"))
         found = {}
         for name in sorted({name for table in tables for name in table}):
             holders = [replica for replica, table in enumerate(tables) if name in table]

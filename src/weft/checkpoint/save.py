@@ -86,17 +86,13 @@ def _create_files(snapshot: Snapshot, partial: Path, group: Group) -> None:
 
 
 def _created_here(snapshot: Snapshot, group: Group) -> Sequence[TensorFile]:
-    return [*snapshot.files[group.index :: group.size], *_own_files(snapshot)]
-
-
-def _own_files(snapshot: Snapshot) -> list[TensorFile]:
-    return [] if snapshot.own_file is None else [snapshot.own_file]
+    return [*snapshot.files[group.index :: group.size], *snapshot.own_files]
 
 
 def _write_tensors(snapshot: Snapshot, partial: Path) -> list[tuple[str, int]]:
-    """Write this rank's parts; returns the name and size of its own file, if it has one."""
+    """Write this rank's parts; returns the names and sizes of files that it writes alone."""
     staging = Staging(snapshot.device)
-    starts = {file.name: file.starts for file in (*snapshot.files, *_own_files(snapshot))}
+    starts = {file.name: file.starts for file in (*snapshot.files, *snapshot.own_files)}
     for name, parts in snapshot.parts.items():
         try:
             with (partial / name).open("r+b", buffering=0) as file:
@@ -107,7 +103,7 @@ def _write_tensors(snapshot: Snapshot, partial: Path) -> list[tuple[str, int]]:
             if error.filename is not None:
                 raise
             raise OSError(error.errno, error.strerror, str(partial / name)) from error
-    return [(file.name, file.num_bytes) for file in _own_files(snapshot)]
+    return [(file.name, file.num_bytes) for file in snapshot.own_files]
 
 
 def _seal(snapshot: Snapshot, partial: Path, sizes: list[tuple[str, int]], group: Group) -> list[int]:
@@ -165,7 +161,8 @@ class Saving:
     def save(self, trainer: TrainerState, directory: Path, *, wait: bool) -> None:
         """Save after the previous save has ended; collective. With `wait`, returns when the checkpoint is complete."""
         group = self._wait_for_all(trainer)
-        refuse_not_finite(trainer, directory)
+        for one in (trainer, *trainer.others):
+            refuse_not_finite(one, directory)
         if wait:
             write(take(trainer, None), directory, group)
             return

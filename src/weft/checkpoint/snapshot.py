@@ -26,7 +26,6 @@ from weft.plan.text import format_plan
 
 FORMAT = 2
 _ALIGNED_BYTES = 64
-_RANK = "rank"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +34,8 @@ class Snapshot:
 
     files: tuple[TensorFile, ...]
     """Files that all ranks write together."""
-    own_file: TensorFile | None
-    """The file that this rank writes alone; none in an export."""
+    own_files: tuple[TensorFile, ...]
+    """The file that this rank writes alone, and those of other replicas in its process; none in an export."""
     parts: Mapping[str, Sequence[Part]]
     """This rank's parts by file name, in the order of their offsets."""
     others: dict[str, bytes]
@@ -50,19 +49,17 @@ def take(trainer: TrainerState, copies: Staging | None) -> Snapshot:
     """A snapshot of a trainer; collective. If it is copied to `copies`, training may continue at once."""
     world, portable = trainer.mesh.world, Portable(trainer)
     parts, whole = portable.parts()
-    tensors, metadata = take_rank_part(trainer)
-    for name, tensor in tensors.items():
-        entry, numel = Entry(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape)), tensor.numel()
-        runs = (Runs(there=0, here=0, numel=numel),) if numel else ()
-        parts.append(Part(kind=_RANK, entry=entry, tensor=tensor, span=(0, numel), runs=runs))
-    own_entries = tuple(part.entry for part in parts if part.kind == _RANK)
-    own_file = TensorFile(name=rank_file(world.rank), entries=own_entries, metadata=metadata)
+    own_files = []
+    for one in (trainer, *trainer.others):
+        file, inside = _rank_part(one)
+        own_files.append(file)
+        parts += inside
     files = {kind: pack(kind, whole[kind], MOST_FILE_BYTES) for kind in KINDS}
     maps = {kind: {entry.name: file.name for file in files[kind] for entry in file.entries} for kind in KINDS}
     return Snapshot(
         files=tuple(file for kind in KINDS for file in files[kind]),
-        own_file=own_file,
-        parts=_by_file({**files, _RANK: [own_file]}, _settled(parts, portable, copies, world.device)),
+        own_files=tuple(own_files),
+        parts=_by_file({**files, **{file.name: [file] for file in own_files}}, _settled(parts, portable, copies)),
         others=_other_files(trainer, maps[MODEL], whole[MODEL]),
         facts={
             "format": FORMAT,
@@ -81,6 +78,35 @@ def take(trainer: TrainerState, copies: Staging | None) -> Snapshot:
     )
 
 
+def _rank_part(trainer: TrainerState) -> tuple[TensorFile, list[Part]]:
+    """The file that a rank writes alone, and its tensors."""
+    tensors, metadata = take_rank_part(trainer)
+    file, parts = rank_file(trainer.mesh.world.rank), []
+    for name, tensor in tensors.items():
+        entry, numel = Entry(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape)), tensor.numel()
+        runs = (Runs(there=0, here=0, numel=numel),) if numel else ()
+        parts.append(Part(kind=file, entry=entry, tensor=tensor, span=(0, numel), runs=runs))
+    return TensorFile(name=file, entries=tuple(part.entry for part in parts), metadata=metadata), parts
+
+
+def give_means(trainer: TrainerState) -> None:
+    """Take part in the means of a snapshot that another replica of this process takes."""
+    portable = Portable(trainer)
+    _give(portable, portable.parts()[0])
+
+
+def give_mean_weights(trainer: TrainerState, average: Averaging | None) -> None:
+    """The same for a snapshot of the weights alone; `average`: that of the replica that takes it."""
+    portable = Portable(trainer)
+    _give(portable, portable.weight_parts(average)[0])
+
+
+def _give(portable: Portable, parts: Sequence[Part]) -> None:
+    if portable.means is not None:
+        for _ in portable.means.averaged([(part.tensor, part.mean) for part in parts if part.mean is not None]):
+            pass
+
+
 def take_weights(trainer: TrainerState, average: Averaging | None) -> Snapshot:
     """A snapshot of the weights alone, or of their average; collective."""
     portable = Portable(trainer)
@@ -89,8 +115,8 @@ def take_weights(trainer: TrainerState, average: Averaging | None) -> Snapshot:
     weight_map = {entry.name: file.name for file in files for entry in file.entries}
     return Snapshot(
         files=tuple(files),
-        own_file=None,
-        parts=_by_file({MODEL: files}, _settled(parts, portable, None, trainer.mesh.world.device)),
+        own_files=(),
+        parts=_by_file({MODEL: files}, _settled(parts, portable, None)),
         others=_other_files(trainer, weight_map, whole[MODEL]),
         facts=None,
         device=trainer.mesh.world.device,
@@ -105,15 +131,15 @@ def _other_files(trainer: TrainerState, weight_map: dict[str, str], entries: Seq
     return {**{name: text.encode() for name, text in texts.items()}, **trainer.companions}
 
 
-def _settled(parts: Sequence[Part], portable: Portable, copies: Staging | None, device: torch.device) -> list[Part]:
+def _settled(parts: Sequence[Part], portable: Portable, copies: Staging | None) -> list[Part]:
     """The parts with values that do not change while they are written: means, and with `copies` all, are copied."""
     averaged = [part for part in parts if part.mean is not None]
     others = [part for part in parts if part.mean is None]
     means: Iterator[torch.Tensor] = iter(())
     if portable.means is not None:
         means = portable.means.averaged([(part.tensor, part.mean) for part in parts if part.mean is not None])
-    if copies is None:
-        settled = [*others, *_copied(averaged, means, Staging(device))]
+    if copies is None:  # memory for this save only, which is not worth locking pages for
+        settled = [*others, *_copied(averaged, means, Staging(torch.device("cpu")))]
     else:
         values = itertools.chain((part.tensor for part in others), means)
         settled = _copied([*others, *averaged], values, copies)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -61,6 +61,10 @@ class TrainerState(Protocol):
     """State of the user's own, by name."""
     companions: dict[str, bytes]
     """Files that every checkpoint repeats, by name; on rank 0."""
+
+    @property
+    def others(self) -> Sequence[TrainerState]:
+        """The trainers of replicas 1, 2, ..., where all replicas are in this process."""
 
     @property
     def nan_from_start(self) -> Collection[str]:

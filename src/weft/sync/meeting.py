@@ -15,8 +15,8 @@ Sums begin with replica 0 and go on in the order of replicas.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from weft.sync.local import LocalSync
 
 
+Call = Callable[[], object]
+
+
 class Meeting:
     """The replicas of one process, and what they have for each other."""
 
@@ -33,10 +36,12 @@ class Meeting:
         self.syncs: Sequence[LocalSync] = ()
         """Those of all replicas, in their order; given once all are made."""
         self._due = 0
+        self._mode = "taking"
+        self._told: list[list[Any]] = []
+        """What every replica told, by the number of the gathering in its call."""
         self._sums: list[list[torch.Tensor]] = []
-        """What the others gave, by the number of their call."""
-        self._turn = 0
-        self._is_hearing = False
+        """What the others gave, added up, by the number of the average in their call."""
+        self._begin_call()
 
     def exchange(self) -> None:
         """One more replica is due; the last one makes the exchange of all."""
@@ -57,11 +62,10 @@ class Meeting:
             self._add_up(flats)
             for sync, flat in zip(self.syncs, flats, strict=True):
                 sync.take(number, flat)
-        rests = [rest for sync in self.syncs if (rest := sync.fill_rest()) is not None]
-        if rests:
-            self._add_up(rests)
-            for sync, rest in zip(self.syncs, rests, strict=True):
-                sync.take_rest(rest)
+        rests = [sync.fill_rest() for sync in self.syncs]
+        self._add_up(rests)
+        for sync, rest in zip(self.syncs, rests, strict=True):
+            sync.take_rest(rest)
         for sync in self.syncs:
             sync.finish_exchange()
 
@@ -73,28 +77,49 @@ class Meeting:
         for other in others:
             other.copy_(total)
 
-    def hear(self, calls: Iterable[Callable[[], object]]) -> None:
+    def hear(self, others: Sequence[Call] = (), *, first: Call | None = None) -> None:
         """Make the calls of the other replicas; what they give to `mean_` is kept for the first one's call, which comes
-        next."""
-        self._sums = []
+        next. `first`: that call, where replicas tell each other plain values (`gather`): all are made once for these
+        values alone."""
+        self._told, self._sums = [], []
         try:
-            self._is_hearing = True
-            for call in calls:
-                self._turn = 0
-                call()
+            if first is not None:
+                self._run("telling", (first, *others))
+            self._run("giving", others)
         finally:
-            self._is_hearing, self._turn = False, 0
+            self._mode = "taking"
+            self._begin_call()
+
+    def _run(self, mode: str, calls: Sequence[Call]) -> None:
+        self._mode = mode
+        for call in calls:
+            self._begin_call()
+            call()
+
+    def _begin_call(self) -> None:
+        self._num_gathered = self._num_averaged = 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every replica's value, in their order; while they are still told, those told so far."""
+        number, self._num_gathered = self._num_gathered, self._num_gathered + 1
+        if self._mode == "telling":
+            if number == len(self._told):
+                self._told.append([])
+            self._told[number].append(value)
+        return self._told[number]
 
     @torch.no_grad()
     def mean_(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace the first replica's tensors by the means over replicas; those of the others stay as they are."""
-        if not self._is_hearing:
-            for tensor, total in zip(tensors, self._sums[self._turn], strict=True):
+        if self._mode == "telling":
+            return
+        number, self._num_averaged = self._num_averaged, self._num_averaged + 1
+        if self._mode == "taking":
+            for tensor, total in zip(tensors, self._sums[number], strict=True):
                 tensor.copy_(total.add_(tensor).div_(len(self.syncs)))
-            self._sums[self._turn] = []  # frees its memory
-        elif self._turn == len(self._sums):
+            self._sums[number] = []  # frees its memory
+        elif number == len(self._sums):
             self._sums.append([tensor.to(accumulator_dtype(tensor.dtype), copy=True) for tensor in tensors])
         else:
-            for total, tensor in zip(self._sums[self._turn], tensors, strict=True):
+            for total, tensor in zip(self._sums[number], tensors, strict=True):
                 total.add_(tensor)
-        self._turn += 1

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -23,19 +23,28 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
+from weft.checkpoint.load import require_whole
+from weft.checkpoint.snapshot import give_mean_weights, give_means
 from weft.comm.failures.activity import collective_call
 from weft.comm.process_groups import ProcessGroups
 from weft.errors import NotFiniteError
 from weft.layout import part_of
 from weft.mesh import Mesh, World
 from weft.parallel.state.batchnorm import has_batch_norms
-from weft.plan.partition.grid import Grid
 from weft.plan.partition.groups import plan_groups
-from weft.plan.plan import Average, Axes, Plan
+from weft.plan.plan import Average, Plan
 from weft.sync.local import LocalSync
 from weft.sync.meeting import Meeting
 from weft.training.data.trees import num_samples, split_tree
+from weft.training.step.parallel_model import ParallelModel
 from weft.training.trainer import Trainer
+
+
+class _LoneGroups(ProcessGroups):
+    """Process groups of one member each."""
+
+    def _ranks_of_all(self, axes: str) -> list[tuple[int, ...]]:
+        return [(self._rank,)]
 
 
 class LoneMesh(Mesh):
@@ -43,8 +52,13 @@ class LoneMesh(Mesh):
 
     def __init__(self, plan: Plan, world: World, *, batch_norms: bool) -> None:
         super().__init__(plan, world)
-        self._own = self.process_groups = ProcessGroups(
-            Grid(Axes()), rank=0, hosts=(0,), device=world.device, backend=world.backend, transport=plan.comm.transport
+        self._own = self.process_groups = _LoneGroups(
+            self.grid,
+            rank=world.rank,
+            hosts=world.hosts,
+            device=world.device,
+            backend=world.backend,
+            transport=plan.comm.transport,
         )
         self.add_groups(plan_groups(plan, batch_norms=batch_norms))
 
@@ -60,28 +74,39 @@ def make_replicas(model: nn.Module, plan: Plan, world: World, make: MakeTrainer)
     meeting, batch_norms = Meeting(), has_batch_norms(getattr(model, "_orig_mod", model))
     hosts = (0,) * world.size
 
-    def make_one(rank: int, model: nn.Module, kind: type[Trainer] = Trainer) -> Trainer:
-        # The average of the weights is the same on all replicas, and the first one's is enough.
-        own = plan if rank == 0 else replace(plan, average=Average())
+    def make_one(rank: int, model: nn.Module, kind: type[Trainer]) -> Trainer:
         place = replace(world, rank=rank, hosts=hosts)
-        return make(model, LoneMesh(own, place, batch_norms=batch_norms), meeting, kind)
+        return make(model, LoneMesh(plan, place, batch_norms=batch_norms), meeting, kind)
 
     # First values may be drawn, and all replicas begin with the same ones.
     random_state = torch.get_rng_state()
     others = []
-    for rank in range(1, world.size):
-        others.append(make_one(rank, copy.deepcopy(model)))
-        torch.set_rng_state(random_state)
-    first = cast(ReplicasInProcess, make_one(0, model, ReplicasInProcess))
+    try:
+        for rank in range(1, world.size):
+            others.append(make_one(rank, copy.deepcopy(model), _OtherReplica))
+            torch.set_rng_state(random_state)
+        first = cast(ReplicasInProcess, make_one(0, model, ReplicasInProcess))
+    except BaseException:
+        for trainer in others:
+            trainer.mesh.close(failed=True)
+        raise
     first.own(others, meeting)
     return first
+
+
+class _OtherReplica(Trainer):
+    """The trainer of a replica other than the first."""
+
+    def __init__(self, model: nn.Module, parts: ParallelModel, **settings: Any) -> None:
+        # The average of the weights is the same on all replicas, and the first one's is enough.
+        plan, parts.mesh.plan = parts.mesh.plan, replace(parts.mesh.plan, average=Average())
+        super().__init__(model, parts, **settings)
+        parts.mesh.plan = plan
 
 
 class ReplicasInProcess(Trainer):
     """The trainer of replica 0, which owns those of the others and takes the global batches of all."""
 
-    others: Sequence[Trainer]
-    """The trainers of replicas 1, 2, ..."""
     replica_losses: Sequence[torch.Tensor]
     """Every replica's loss in the last step; those without samples have none."""
 
@@ -102,6 +127,9 @@ class ReplicasInProcess(Trainer):
     def data_size(self) -> int:
         """1: whole global batches are taken here, and cut into the replicas' parts."""
         return 1
+
+    def batch_range(self, num_samples: int) -> tuple[int, int]:
+        return 0, num_samples
 
     @property
     def skipped(self) -> int | torch.Tensor:
@@ -133,6 +161,7 @@ class ReplicasInProcess(Trainer):
                         losses[number] = loss.detach()
                 except NotFiniteError as error:  # its step is over; those of the others must be, too
                     problem = problem or error
+            problem = self._problem_of_others() or problem
         except BaseException:
             self._meeting.forget()
             raise
@@ -141,47 +170,74 @@ class ReplicasInProcess(Trainer):
         self.replica_losses = [losses[number] for number in sorted(losses)]
         return torch.stack(list(self.replica_losses)).mean()
 
+    def _problem_of_others(self) -> NotFiniteError | None:
+        """After an exchange, what another replica has been waiting with until then."""
+        if self.sync.agrees:
+            for trainer in self.others:
+                try:
+                    trainer.not_finite.look()
+                except NotFiniteError as error:
+                    return error
+        return None
+
     def flush(self) -> None:
         for trainer in self.others:
             trainer.flush()
         super().flush()
 
-    def _hear(self, call: Callable[[Trainer], object]) -> None:
-        """Let the other replicas do their part of a call that all ranks make together."""
-        self._meeting.hear(functools.partial(call, trainer) for trainer in self.others)
-
     @contextmanager
-    def _knowing_average(self) -> Iterator[None]:
-        """Context in which this replica can take the average of all."""
+    def _heard(self, call: Callable[[Trainer], object], *, tells: bool = False) -> Iterator[None]:
+        """Context of a call that all ranks make together: the other replicas have done their part of it."""
         self.flush()
-        self._hear(_enter_consensus)
+        calls = [functools.partial(call, trainer) for trainer in self.others]
+        self._meeting.hear(calls, first=functools.partial(call, self) if tells else None)
         try:
             yield
         finally:
-            self._meeting.hear(())
+            self._meeting.hear()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        with self._heard(_enter_consensus), super().averaged():
+            yield
 
     @collective_call("trainer.evaluate")
     def evaluate(self, batches: Iterable[tuple[Any, Any]], *, average: bool = False) -> float:
         """The mean loss of the average of the replicas over whole batches, without training."""
-        with self._knowing_average():
+        with self._heard(_enter_consensus):
             return super().evaluate(batches, average=average)
 
     @collective_call("trainer.generate")
     def generate(
         self, tokens: Sequence[int], *, num_tokens: int, context: int, temperature: float = 1.0, seed: int = 0
     ) -> list[int]:
-        with self._knowing_average():
+        with self._heard(_enter_consensus):
             return super().generate(tokens, num_tokens=num_tokens, context=context, temperature=temperature, seed=seed)
+
+    @collective_call("trainer.save")
+    def save(self, directory: str | Path, *, wait: bool = True) -> None:
+        with self._heard(give_means, tells=True):
+            super().save(directory, wait=wait)
 
     @collective_call("trainer.export")
     def export(self, directory: str | Path, *, average: bool = False) -> None:
-        with self._knowing_average():
+        with self._heard(functools.partial(give_mean_weights, average=self.average if average else None)):
             super().export(directory, average=average)
+
+    @collective_call("trainer.load")
+    def load(self, directory: str | Path, *, extra_state: bool = True) -> None:
+        directory = Path(directory)
+        self.wait_for_save()
+        require_whole(directory, [trainer.mesh for trainer in self.replicas])
+        for trainer in self.others:
+            trainer.load(directory, extra_state=False)
+        super().load(directory, extra_state=extra_state)
 
     @collective_call("trainer.close")
     def close(self) -> None:
         try:
-            super().close()
+            with self._heard(_enter_consensus) if not self._has_failed else nullcontext():
+                super().close()
         finally:
             for trainer in self.others:
                 trainer.mesh.close(failed=self._has_failed)
