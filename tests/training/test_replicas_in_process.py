@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import cut_evenly, image_batch, make_trainer, small_convnet, small_gpt, token_batch
+from pretend_gpu import no_waits, pretended_gpu
 from ranks import ranks
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ from weft.mesh import World
 from weft.plan.plan import ALL, Average, Axes, Data, Plan, Precision, Step
 from weft.training.parallelize import parallelize
 from weft.training.replicas_in_process import ReplicasInProcess
+from weft.training.step import update
 from weft.training.trainer import Trainer
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
@@ -284,3 +286,18 @@ def test_one_replica_that_is_not_finite_is_named_and_ends_all(caplog: pytest.Log
 def test_other_plans_are_refused_with_what_to_do(plan: Plan, words: str) -> None:
     with pytest.raises(PlanError, match=words):
         parallelize(small_gpt(), plan, loss="cross-entropy", optimizer=ADAMW, device="cpu", replicas_in_process=True)
+
+
+def test_a_steady_step_of_all_replicas_never_waits() -> None:
+    """The steps looked at are one between exchanges, and one with."""
+    plan = dataclasses.replace(local(2, every=2, **DILOCO), step=Step(clip_norm=1.0), average=Average(decay=0.9))
+    case = Case(plan=plan, model=small_gpt, optimizer=functools.partial(ADAMW, fused=True))
+    with mock.patch.object(update, "can_skip_on_device", lambda _: True):
+        trainer = make(case)
+    with pretended_gpu():
+        for step in range(4):
+            trainer.step(*case.batch(3 * step + 1))
+        with no_waits():
+            losses = [trainer.step(*case.batch(3 * step + 1)) for step in (4, 5)]
+        trainer.flush()
+    assert all(loss.isfinite() for loss in losses) and trainer.num_skipped == 0
