@@ -177,6 +177,7 @@ def test_a_resumed_run_goes_on_to_the_bit(case: Case, wait: bool, tmp_path: Path
         ]
         again = make(case)
         again.extra_state["note"] = 0
+        whole.wait_for_save()
         again.load(tmp_path / "five")
         assert (again.steps_done, again.data_position, again.extra_state["note"]) == (5, 40, 7)
         assert go_on(again, case, 9) == expected
