@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "gpu"))
-from gpu_cases import COMPILED, ON_DATA, all_plans  # noqa: E402
+from gpu_cases import COMPILED, ON_DATA, all_plans, averaged_plans, local_plans  # noqa: E402
 
 import weft  # noqa: E402
 from weft.models.convnet import ConvNet, ConvNetConfig  # noqa: E402
@@ -94,7 +94,7 @@ def convnet_waits(plan: Plan) -> Counter[str]:
 
 
 def all_cases(num_ranks: int, wanted: list[str]) -> dict[str, Callable[[], Counter[str]]]:
-    plans = all_plans(num_ranks)
+    plans = all_plans(num_ranks) | averaged_plans(num_ranks) | local_plans(num_ranks)
     cases = {name: functools.partial(gpt_waits, plan) for name, plan in plans.items()}
     cases |= {f"{name}, convnet": functools.partial(convnet_waits, plans[name]) for name in ON_DATA}
     return {

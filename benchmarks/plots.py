@@ -1,6 +1,7 @@
 """Pictures of studies: the JSON that a benchmark wrote becomes one SVG, readable in light and dark.
 
     python benchmarks/plots.py results.json -o docs/methods/NAME.svg
+    python benchmarks/plots.py results.json -o docs/methods/NAME.svg --y-range 1.0 1.6    # of the first panel
 
 The JSON is one picture, or several side by side under "panels", each of the same form:
 
@@ -126,7 +127,7 @@ def draw_method(axes: Any, name: str, seeds: list[dict[str, Any]], look: dict[st
     marker = {"marker": "o", "markersize": 3} if len(xs[0]) <= 2 * MOST_TICKS and not seeds[0].get("dashed") else {}
     if any(one != xs[0] for one in xs):
         for number, series in enumerate(seeds):
-            ys = [math.nan if y is None else y for y in series["y"]]
+            ys = [math.nan if y is None or not math.isfinite(y) else y for y in series["y"]]
             axes.plot(series["x"], ys, linewidth=0.9, label=name if number == 0 else None, **look, **marker)
         return
     middle, low, high = middle_and_range([series["y"] for series in seeds])
@@ -145,6 +146,8 @@ def draw_panel(axes: Any, panel: dict[str, Any], looks: dict[str, dict[str, Any]
     axes.set_ylabel(panel["y_label"])
     if panel.get("log_y"):
         axes.set_yscale("log")
+    if panel.get("y_range"):
+        axes.set_ylim(*panel["y_range"])
     if panel.get("log_x"):
         axes.set_xscale("log", base=2)
         measured = sorted({x for series in panel["series"] for x in series["x"]})
@@ -200,10 +203,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="the JSON of a study")
     parser.add_argument("-o", "--output", type=Path, required=True, help="the SVG to write")
+    parser.add_argument("--y-range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="of the first panel")
     args = parser.parse_args()
     picture = json.loads(args.results.read_text())
     if problems := problems_of(picture):
         sys.exit(f"{args.results} cannot be drawn: {'; '.join(problems)}")
+    if args.y_range:
+        panels_of(picture)[0]["y_range"] = args.y_range
     args.output.write_text(draw(picture))
     print(f"{args.output}: {args.output.stat().st_size / 1024:.0f} KiB")
 

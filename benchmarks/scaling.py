@@ -60,6 +60,7 @@ NEAR_LINEAR = 0.9
 SHARE_OF_WEAK = 0.65
 """Part of the time that goes to weak scaling."""
 MIN_ROUNDS = {"weak": 3, "strong": 2}
+WARM_UP_STEPS = 3
 LEARNING_RATE = 3e-4
 TOLERANCE = 1e-3
 
@@ -117,16 +118,18 @@ def make_side(name: str, num_ranks: int, args: argparse.Namespace) -> Side:
 
 
 def warm_up(sides: dict[str, Side], batch: Batch, *, compares: bool) -> None:
-    """A block of every side. `compares`: lossless ones must have DDP's losses, the others the first of them."""
+    """A few steps of every side. `compares`: lossless ones must have DDP's losses, the others the first of them."""
     losses = {}
     for name, side in sides.items():
-        mean = torch.stack([side.step(*batch).double() for _ in range(EVERY)])
+        # Local steps need a whole block, so that those that follow end with an exchange.
+        num_steps = EVERY if name in DATA_OF and name not in LOSSLESS else WARM_UP_STEPS
+        mean = torch.stack([side.step(*batch).double() for _ in range(num_steps)])
         side.settle()
         dist.all_reduce(mean)  # some losses are of all ranks, some of one
         losses[name] = (mean / dist.get_world_size()).tolist()
     wanted = losses.get(DDP) or next(iter(losses.values()))
     for name, got in losses.items() if compares else ():
-        compared = EVERY if name in LOSSLESS and DDP in losses else 1
+        compared = WARM_UP_STEPS if name in LOSSLESS and DDP in losses else 1
         if not all(math.isclose(a, b, rel_tol=TOLERANCE) for a, b in zip(got[:compared], wanted, strict=False)):
             raise RuntimeError(f"{name} has losses {got}, others {wanted}; it does not compute the same")
 
@@ -212,6 +215,25 @@ def report(mode: str, num_ranks: int, found: dict[str, dict[str, Any]], num_roun
         )
 
 
+def tables(results: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
+    """Speed-ups and waiting as tables for a page: a row per method, a column per number of ranks."""
+    lines = []
+    for mode, by_ranks in results.items():
+        columns = sorted(by_ranks)
+        rule = "|---" * (len(columns) + 1) + "|"
+        lines += [f"\n| {mode}: speed-up | " + " | ".join(map(str, columns)) + " |", rule]
+        for name in by_ranks[columns[0]]:
+            found = [by_ranks[ranks][name] for ranks in columns]
+            cells = [f"{one['speed_up']:.2f} ({one['lowest']:.2f} to {one['highest']:.2f})" for one in found]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines += [f"\n| {mode}: waiting, median and most of all ranks | " + " | ".join(map(str, columns)) + " |", rule]
+        for name in (name for name in by_ranks[columns[0]] if name in DATA_OF):
+            waits = [by_ranks[ranks][name]["waits_by_rank"] for ranks in columns]
+            cells = [f"{statistics.median(shares):.1%}, {max(shares):.1%}" for shares in waits]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
 def verdicts(results: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
     """Up to how many ranks each method is near-linear, and what there is of the ideal and of the machine at 8."""
     lines = []
@@ -264,12 +286,12 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--sides", nargs="+", default=list(SIDES), metavar="NAME", help=f"of {', '.join(SIDES)}")
-    parser.add_argument("--samples", type=int, default=8, help=f"per rank, of {CONTEXT} tokens, weak scaling (8)")
+    parser.add_argument("--samples", type=int, default=6, help=f"per rank, of {CONTEXT} tokens, weak scaling (6)")
     parser.add_argument("--global-samples", type=int, default=16, help="of all ranks together, strong scaling (16)")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=12, help="at most (12)")
-    parser.add_argument("--limit-s", type=float, default=240, help="seconds for the rounds of all ranks (240)")
+    parser.add_argument("--limit-s", type=float, default=200, help="seconds for the rounds of all ranks (200)")
     parser.add_argument("--json", type=Path, help="a file for the picture and everything measured")
     args = parser.parse_args()
     problems = [f"--sides {name} is not one of {', '.join(SIDES)}" for name in args.sides if name not in SIDES]
@@ -306,6 +328,7 @@ def main() -> None:
             results[mode][num_ranks] = found
             report(mode, num_ranks, found, len(rounds))
     results = {mode: by_ranks for mode, by_ranks in results.items() if by_ranks}
+    print("\n".join(tables(results)), end="\n\n")
     print("\n".join([f"near-linear: at least {NEAR_LINEAR:.0%} of the ideal speed-up", *verdicts(results)]))
     if args.json:
         args.json.write_text(json.dumps(picture(results, title)))

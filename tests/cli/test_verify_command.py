@@ -75,6 +75,20 @@ def test_a_lossy_plan_says_how_far_it_is(run_here: RunHere, workspace: Workspace
     assert "deviation from one process in float32: loss" in outcome.stdout
 
 
+@pytest.mark.long
+def test_local_steps_are_held_to_their_rule(run_here: RunHere, workspace: Workspace, tmp_path: Path) -> None:
+    """Every 50 steps, three of them would compare no exchange, so replicas meet sooner, and a note says so."""
+    plan = tmp_path / "plan.toml"
+    outer = 'outer = "nesterov"\nouter_lr = 0.7\nouter_momentum = 0.9\n'
+    plan.write_text(f'[axes]\ndata = 2\n[data]\nsync = "local"\nevery = 50\n{outer}')
+    outcome = run_here("verify", workspace.job, "--plan", plan)
+    assert outcome.code == 0, outcome.stderr
+    told = " ".join(outcome.stdout.split())
+    assert "equal to one process that plays all replicas over 3 steps (tolerance 1e-10)" in told
+    assert "replicas exchanged every 2 steps instead of 50, to be seen in 3 steps" in told
+    assert "deviation from synchronous training in one process: loss" in told
+
+
 def test_in_single_it_compares_losses(run_here: RunHere, workspace: Workspace) -> None:
     outcome = run_here("verify", workspace.job, "--dtype", "float32", "--steps", 1)
     assert outcome.code == 0 and "(tolerance 1e-05)" in outcome.stdout and "gradient" not in outcome.stdout

@@ -9,7 +9,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from weft.plan.plan import Axes, Compile, Data, Pipeline, Plan, Precision, Recompute, Sequence, Step, Tensor
+from weft.plan.plan import (
+    Average,
+    Axes,
+    Codec,
+    Compile,
+    Data,
+    Pipeline,
+    Plan,
+    Precision,
+    Recompute,
+    Sequence,
+    Step,
+    Tensor,
+)
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "zero-bubble", "pipedream", "2bw")
 DRIFTS = "tied weights"
@@ -19,6 +32,9 @@ COMPILED = "compiled"
 
 ZERO_1, ZERO_2, ZERO_3 = (Data(shard=shard) for shard in ("optimizer", "gradients", "parameters"))
 BF16, FP16 = Precision(compute="bf16"), Precision(compute="fp16")
+AVERAGE, LATE_AVERAGE = Average(decay=0.9), Average(decay=0.9, start=1)
+LOCAL: dict[str, Any] = {"sync": "local", "every": 3}
+NESTEROV: dict[str, Any] = {**LOCAL, "outer": "nesterov", "outer_lr": 0.7, "outer_momentum": 0.9}
 FULL, SELECTIVE = Recompute(policy="full"), Recompute(policy="selective")
 
 ON_DATA: dict[str, dict[str, Any]] = {
@@ -84,6 +100,27 @@ TWO_AXES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "pipeline x ring": ("pipeline", "ring", {}),
     "pipeline x ulysses, zero-bubble": ("pipeline", "ulysses", {"pipeline": Pipeline(schedule="zero-bubble")}),
 }
+ON_DATA_AVERAGED: dict[str, dict[str, Any]] = {
+    "averaged": {},
+    "averaged, not clipped": {"step": Step()},
+    "averaged, zero 1, bf16": {"data": ZERO_1, "precision": BF16},
+    "averaged, zero 3, fp16": {"data": ZERO_3, "precision": FP16},
+}
+"""Run by a check of their own, with a batch that is not finite."""
+ON_DATA_LOCAL: dict[str, dict[str, Any]] = {
+    "local": {"data": Data(**LOCAL)},
+    "local, after a switch": {"data": Data(**LOCAL, switch_step=2)},
+    "local, nesterov": {"data": Data(**NESTEROV)},
+    "local, nesterov, offloaded": {"data": Data(**NESTEROV, offload=True)},
+    "local, nesterov, half": {"data": Data(**NESTEROV), "codec": Codec(name="half")},
+    "local, nesterov, bf16": {"data": Data(**NESTEROV), "precision": BF16},
+}
+SHARDED_LOCAL: dict[str, dict[str, Any]] = {
+    "local between zero 1": {"data": Data(**LOCAL, shard="optimizer")},
+    "local between zero 3, nesterov": {"data": Data(**NESTEROV, shard="parameters")},
+    "local between zero 3, nesterov, offloaded": {"data": Data(**NESTEROV, shard="parameters", offload=True)},
+}
+"""Replicas of two ranks."""
 LARGE: dict[int, dict[str, dict[str, Any]]] = {
     6: {f"pipeline x data 3, {DRIFTS}": {"axes": Axes(pipeline=2, data=3), "data": Data(check_every=20)}},
     8: {
@@ -117,12 +154,27 @@ def all_plans(num_ranks: int) -> dict[str, Plan]:
     for axis, changes_of in (("data", ON_DATA), ("tensor", ON_TENSOR), ("ring", ON_RING), ("ulysses", ON_ULYSSES)):
         plans |= {name: replace(base, axes=Axes(**{axis: num_ranks}), **kw) for name, kw in changes_of.items()}
     plans |= {f"pipeline, {schedule}": pipeline_plan(base, schedule, num_ranks) for schedule in SCHEDULES}
+    plans["pipeline, 1f1b, averaged"] = replace(plans["pipeline, 1f1b"], average=LATE_AVERAGE)
+    plans["pipeline, 2bw, averaged"] = replace(plans["pipeline, 2bw"], average=LATE_AVERAGE)
     for name, (outer, inner, changes) in TWO_AXES.items() if num_ranks >= 4 and num_ranks % 2 == 0 else ():
         default = Axes().order
         order = default
         if default.index(outer) > default.index(inner):
             order = (outer, *(axis for axis in default if axis != outer))
         plans[name] = replace(base, axes=Axes(**{outer: 2, inner: num_ranks // 2}, order=order), **changes)
+    return plans
+
+
+def averaged_plans(num_ranks: int) -> dict[str, Plan]:
+    base = Plan(axes=Axes(data=num_ranks), step=Step(clip_norm=1.0), average=AVERAGE)
+    return {name: replace(base, **changes) for name, changes in ON_DATA_AVERAGED.items()}
+
+
+def local_plans(num_ranks: int) -> dict[str, Plan]:
+    plans = {name: Plan(axes=Axes(data=num_ranks), **changes) for name, changes in ON_DATA_LOCAL.items()}
+    if num_ranks >= 4 and num_ranks % 2 == 0:
+        axes = Axes(replicate=num_ranks // 2, data=2)
+        plans |= {name: Plan(axes=axes, **changes) for name, changes in SHARDED_LOCAL.items()}
     return plans
 
 

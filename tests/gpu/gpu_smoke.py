@@ -2,14 +2,15 @@
 
     torchrun --nproc-per-node 4 tests/gpu/gpu_smoke.py                      # as many GPUs as ranks
     WEFT_SHARE_GPUS=1 torchrun --nproc-per-node 4 tests/gpu/gpu_smoke.py    # NCCL ranks that share one GPU
-    torchrun --nproc-per-node 4 tests/gpu/gpu_smoke.py ring   # only what has this in its name; "compiled" only so
+    torchrun --nproc-per-node 4 tests/gpu/gpu_smoke.py ring local   # only what has one of these in its name
     torchrun --nproc-per-node 4 tests/gpu/gpu_smoke.py --eager    # under a process group that the user made so
 
 On 2 ranks every axis is run, on 4 pairs of axes, too, on 6 and 8 a few plans of more (`gpu_cases.py`). Of each plan:
 float64 against one process (`weft.verify`), unequal parts included; the plan in its own number format against a plain
-loop; a checkpoint, which goes on to the bit. Then checkpoints of one plan under another. One line each; what failed is
-told again at the end. A rank that fails alone leaves others waiting for it, so then the run ends. Without a GPU it runs
-on the CPU.
+loop; a checkpoint, which goes on to the bit. Then checkpoints of one plan under another, and single methods
+(`gpu_methods.py`). What has "compiled" in its name is run by this word only. One line each; what failed is told again
+at the end. A rank that fails alone leaves others waiting for it, so then the run ends. Without a GPU it runs on the
+CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gpu_cases import COMPILED, DRIFTS, ELSEWHERE, all_plans
+from gpu_cases import COMPILED, DRIFTS, ELSEWHERE, LARGE, all_plans, averaged_plans, local_plans
+from gpu_methods import check_average, check_local, check_not_finite, check_windows
 
 import weft
 from weft.comm import collectives, p2p
@@ -156,6 +158,8 @@ def resume(plan: Plan, model: GPT, trainer: weft.Trainer, tokens: torch.Tensor, 
     trainer.check_divergence()
     if plan.axes.data < trainer.mesh.world.size or plan.axes.data == 1 or plan.data.shard == "parameters":
         return "resumes"
+    if plan.replica_axis is not None and not (trainer.sync.agrees and plan.precision == Precision()):
+        return "resumes"  # replicas differ, or are compared by their master weights
     if trainer.mesh.world.rank == 1:
         with torch.no_grad():
             next(model.parameters()).view(-1)[0] += 1
@@ -231,10 +235,32 @@ def all_checks(world: World, folder: Path) -> dict[str, Callable[[], str]]:
             given = (plans[saved], plans[loaded], folder / f"pair-{number}")
             checks[f"saved under {saved}, loaded under {loaded}"] = functools.partial(check_elsewhere, *given)
     checks["overflow in fp16"] = functools.partial(check_overflow, world)
-    wanted = next((word for word in sys.argv[1:] if word != EAGER), "")
+    if world.size not in LARGE:
+        checks |= method_checks(world, folder)
+    wanted = [word for word in sys.argv[1:] if word != EAGER]
     return {
-        name: one for name, one in checks.items() if wanted in name and (COMPILED not in name or COMPILED in wanted)
+        name: one
+        for name, one in checks.items()
+        if (not wanted or any(word in name for word in wanted)) and (COMPILED not in name or COMPILED in wanted)
     }
+
+
+def check_local_plan(plan: Plan, folder: Path) -> str:
+    """Local steps by their rule, on an MLP by hand and on a GPT by `weft.verify`; and a checkpoint."""
+    return ", ".join([check_local(plan), check_same_answer(plan, with_images=False), check_state(plan, folder)])
+
+
+def method_checks(world: World, folder: Path) -> dict[str, Callable[[], str]]:
+    checks: dict[str, Callable[[], str]] = {
+        "not finite": functools.partial(check_not_finite, world),
+        "windows in 16 bits": functools.partial(check_windows, world),
+    }
+    checks |= {name: functools.partial(check_average, plan) for name, plan in averaged_plans(world.size).items()}
+    local = local_plans(world.size)
+    for number, (name, plan) in enumerate(local.items()):
+        checks[name] = functools.partial(check_local_plan, plan, folder / f"local-{number}")
+    poisoned = functools.partial(check_local, local["local, nesterov"], is_poisoned=True)
+    return checks | {"poisoned replica under local steps": poisoned}
 
 
 class Outcomes:

@@ -55,12 +55,14 @@ def test_an_outer_step_by_another_rule(wrong: Any, ratio: str) -> None:
     assert f"since the last exchange it moved {ratio} times as far as it should" in first.cause.text, first.cause
 
 
+@pytest.mark.long
 @ranks(2)
 def test_a_momentum_that_is_a_round_late() -> None:
     first = find(plan_of(**DILOCO), with_outer_step(momentum_of_the_round_before), num_steps=4)
     assert (first.step, first.what, first.places) == (4, "weight", "every rank"), first
 
 
+@pytest.mark.long
 @ranks(4)
 def test_an_outer_step_by_another_rule_on_shards() -> None:
     first = find(plan_of(sharded=True, **DILOCO), with_outer_step(against_the_change), num_steps=2)
@@ -89,6 +91,7 @@ def test_an_exchange_that_is_a_step_late() -> None:
     assert (first.step, first.cause.kind, first.places) == (2, "not exchanged", "every rank"), first
 
 
+@pytest.mark.long
 @ranks(2)
 def test_an_exchange_that_is_a_step_early() -> None:
     def plant(patch: Patch, trainer: Trainer) -> None:
@@ -99,6 +102,7 @@ def test_an_exchange_that_is_a_step_early() -> None:
     assert "not due" in first.cause.text
 
 
+@pytest.mark.long
 @ranks(2)
 @pytest.mark.parametrize("outer", [{}, DILOCO], ids=["average", "nesterov"])
 def test_a_sum_instead_of_a_mean(outer: dict[str, Any]) -> None:
@@ -144,6 +148,7 @@ def test_moments_of_the_optimizer_stay_each_replicas_own() -> None:
     assert (first.step, first.phase, first.what) == (3, "update", "weight"), first
 
 
+@pytest.mark.long
 @ranks(2)
 def test_an_average_of_every_step() -> None:
     def plant(patch: Patch, trainer: Trainer) -> None:
@@ -155,6 +160,7 @@ def test_an_average_of_every_step() -> None:
     assert (first.step, first.what) == (1, "average"), first
 
 
+@pytest.mark.long
 @ranks(2)
 def test_gradients_of_a_replica_are_its_own_and_not_a_sum() -> None:
     first = find(plan_of(), scaled(2.0), num_steps=2)
@@ -166,6 +172,7 @@ def test_gradients_of_a_replica_are_its_own_and_not_a_sum() -> None:
     )
 
 
+@pytest.mark.long
 @ranks(2)
 def test_the_loss_of_one_replica_is_off() -> None:
     """Replicas have different losses; the verdict is about those of the one that is off."""

@@ -57,6 +57,11 @@ def test_seeds_with_other_points_are_drawn_one_by_one() -> None:
     assert sum(f"stroke: {HUES[0]}" in style and "stroke-width: 0.9" in style for style in lines) == 3
 
 
+def test_a_range_shows_less() -> None:
+    texts = [plots.draw(study(**given)) for given in ({}, {"y_range": [0.5, 1.5]})]
+    assert ">7<" in texts[0] and ">7<" not in texts[1] and ">0.6<" in texts[1]
+
+
 def test_all_that_is_wrong_with_a_file_is_told() -> None:
     bad = {"x_label": "steps", "series": [{"name": "a", "x": [1, 2], "y": [1]}, {"x": []}]}
     assert plots.problems_of({"panels": [study(), bad]}) == [

@@ -129,6 +129,20 @@ def test_ranks_go_back_together(shard: str, tmp_path: Path) -> None:
     assert len(set(gathered((summary.steps_done, summary.last_loss)))) == 1 and summary.steps_done == 12
 
 
+@ranks(2)
+def test_replicas_that_differ_go_back_together_at_an_exchange(tmp_path: Path) -> None:
+    """Replica 1 has three bad steps, 6 to 8, and replica 0 two; both may have one. They exchange after 3, 6 and 9."""
+    with pytest.MonkeyPatch.context() as patch:
+        keep_order(patch)
+        plan = Plan(axes=Axes(data=2), data=Data(sync="local", every=3))
+        summary = run(tmp_path / "run", plan=plan, bad=range(44, 64), skip_at_most=1, save_every=5)
+    assert set(gathered((summary.steps_done, summary.held_out_loss))) == {(12, summary.held_out_loss)}
+    (back,) = [line for line in lines_of(tmp_path / "run") if "rolled_back_from" in line]
+    assert (back["rolled_back_from"], back["checkpoint"], back["data_position"]) == (9, "step-5", 72)
+    assert "replica 0: 2 steps in a row, up to step 8" in back["problem"]
+    assert "replica 1: 2 steps in a row, up to step 7" in back["problem"]
+
+
 def test_a_spike_is_told_once_and_the_next_one_again() -> None:
     rule, noise = SpikeRule(), torch.Generator().manual_seed(0)
     ordinary = (3.0 + 0.05 * torch.randn(400, generator=noise)).tolist()

@@ -12,7 +12,7 @@ from ranks import gathered, ranks
 
 from weft.plan.check import check as check_plan
 from weft.plan.partition.replicas import exchanges_after
-from weft.plan.plan import Average, Axes, Data, Pipeline, Plan, Precision, Step
+from weft.plan.plan import Average, Axes, Codec, Data, Pipeline, Plan, Precision, Step
 from weft.plan.plan import Tensor as TensorSection
 from weft.verification.replicas import with_an_exchange
 from weft.verification.verdict import Verification
@@ -23,7 +23,9 @@ DILOCO = {"every": 2, "outer": "nesterov", "outer_lr": 0.7, "outer_momentum": 0.
 def local_plan(axes: dict[str, int], **settings: Any) -> Plan:
     """A plan of local steps; settings are fields of `[data]`, sections, or microbatches and clip_norm."""
     step = {name: settings.pop(name) for name in ("microbatches", "clip_norm") if name in settings}
-    sections = {name: settings.pop(name) for name in ("pipeline", "tensor", "average", "precision") if name in settings}
+    sections = {
+        name: settings.pop(name) for name in ("pipeline", "tensor", "average", "precision", "codec") if name in settings
+    }
     return Plan(axes=Axes(**axes), step=Step(**step), data=Data(sync="local", **{"every": 2, **settings}), **sections)
 
 
@@ -38,7 +40,8 @@ def check(plan: Plan, *sizes: int, model: Any = None, make_batch: Any = token_ba
     assert {one.what for one in outcome.differences} >= {"loss", "gradient", "weight"}
     deviation = outcome.deviation
     assert deviation is not None
-    if plan.num_replicas > 1 and deviation.movement is not None:
+    if plan.num_replicas > 1 and deviation.limit is None:  # else it is that of rounding
+        assert deviation.movement is not None
         assert deviation.against == "synchronous training in one process" and 1e-6 < deviation.movement < 10
     assert len(set(gathered(str(outcome)))) == 1
     return outcome
@@ -183,3 +186,31 @@ def check_losses(plan: Plan) -> Verification:
     batches = [token_batch(6, seed=seed) for seed in range(4)]
     given = {"loss": "cross-entropy", "optimizer": ADAMW, "device": "cpu", "dtype": torch.float32}
     return verify(small_gpt(), plan, batches=batches, **given).require()
+
+
+@ranks(2)
+@pytest.mark.parametrize("outer", ["average", "nesterov"])
+def test_a_codec_is_left_out_and_its_deviation_reported(outer: str) -> None:
+    settings = DILOCO if outer == "nesterov" else {}
+    outcome = check(local_plan({"data": 2}, codec=Codec(name="half"), **settings), 8, 8, 8, 8, optimizer=SGD)
+    deviation = outcome.deviation
+    assert deviation is not None and deviation.against == "one process that plays all replicas, in float32"
+    assert deviation.movement is not None and 1e-5 < deviation.movement < 0.01
+    assert "deviation from synchronous training in one process: loss" in outcome.notes[0]
+
+
+@ranks(2)
+def test_a_codec_that_loses_more_than_it_may_is_found() -> None:
+    """A change of a wrong size deviates by more than any rounding."""
+
+    def decode(self: Any, number: int, received: Any, num_replicas: int, values: Any) -> None:
+        values.copy_(received)  # the sum, for the mean
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("weft.codecs.half.Half.decode", decode)
+        plan = local_plan({"data": 2}, codec=Codec(name="half"))
+        batches = [token_batch(8, seed=seed) for seed in range(4)]
+        settings = {"loss": "cross-entropy", "optimizer": SGD, "device": "cpu"}
+        outcome = verify(small_gpt(), plan, batches=batches, **settings)
+    assert outcome.is_equal and not outcome.ok and outcome.deviation is not None
+    assert "gives weights that are" in str(outcome.deviation.problem)

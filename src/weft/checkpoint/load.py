@@ -88,6 +88,7 @@ def load(trainer: TrainerState, directory: Path, *, extra_state: bool = True) ->
     trainer.seeds.base = index["dropout_seed"]
     trainer.update.load_state(index["update"])
     if index["plan"] == format_plan(trainer.plan):
+        trainer.sync.settle()  # replicas may have weights of their own, which are read over these
         try_on_files(everyone, "read", directory, lambda: load_rank_part(trainer, directory))
         if not trainer.sync.agrees:  # this replica has read weights of its own
             trainer.sync.publish()

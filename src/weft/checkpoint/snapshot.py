@@ -59,9 +59,7 @@ def take(trainer: TrainerState, copies: Staging | None) -> Snapshot:
     return Snapshot(
         files=tuple(file for kind in KINDS for file in files[kind]),
         own_files=tuple(own_files),
-        parts=_by_file(
-            {**files, **{file.name: [file] for file in own_files}}, _settled(parts, portable, copies, world.device)
-        ),
+        parts=_by_file({**files, **{file.name: [file] for file in own_files}}, _settled(parts, portable, copies)),
         others=_other_files(trainer, maps[MODEL], whole[MODEL]),
         facts={
             "format": FORMAT,
@@ -118,7 +116,7 @@ def take_weights(trainer: TrainerState, average: Averaging | None) -> Snapshot:
     return Snapshot(
         files=tuple(files),
         own_files=(),
-        parts=_by_file({MODEL: files}, _settled(parts, portable, None, trainer.mesh.world.device)),
+        parts=_by_file({MODEL: files}, _settled(parts, portable, None)),
         others=_other_files(trainer, weight_map, whole[MODEL]),
         facts=None,
         device=trainer.mesh.world.device,
@@ -133,15 +131,15 @@ def _other_files(trainer: TrainerState, weight_map: dict[str, str], entries: Seq
     return {**{name: text.encode() for name, text in texts.items()}, **trainer.companions}
 
 
-def _settled(parts: Sequence[Part], portable: Portable, copies: Staging | None, device: torch.device) -> list[Part]:
+def _settled(parts: Sequence[Part], portable: Portable, copies: Staging | None) -> list[Part]:
     """The parts with values that do not change while they are written: means, and with `copies` all, are copied."""
     averaged = [part for part in parts if part.mean is not None]
     others = [part for part in parts if part.mean is None]
     means: Iterator[torch.Tensor] = iter(())
     if portable.means is not None:
         means = portable.means.averaged([(part.tensor, part.mean) for part in parts if part.mean is not None])
-    if copies is None:
-        settled = [*others, *_copied(averaged, means, Staging(device))]
+    if copies is None:  # memory for this save only, which is not worth locking pages for
+        settled = [*others, *_copied(averaged, means, Staging(torch.device("cpu")))]
     else:
         values = itertools.chain((part.tensor for part in others), means)
         settled = _copied([*others, *averaged], values, copies)

@@ -98,6 +98,8 @@ class TerminalObserver(Observer):
             self._say(f"  weft train --resume {summary.directory}{self._flags}")
         else:
             self._say(f"done: {summary.steps_done} steps, {format_seconds(summary.seconds)} of training")
+        if summary.straggler is not None:
+            self._say(summary.straggler.in_words(summary.seconds))
 
     def _say(self, text: str) -> None:
         say(self._console, text)

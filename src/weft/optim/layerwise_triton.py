@@ -36,6 +36,9 @@ _SUMMED = 1024
 class Kernels:
     """The kernel's tables for one batch, kept as long as the batch has the same tensors."""
 
+    in_one_launch = True
+    """Both passes in one launch, where nothing is exchanged between them; benchmarks/optimizers.py compares."""
+
     def __init__(self) -> None:
         self.settings: dict[str, Any] = {}
         self._key: tuple[Any, ...] | None = None
@@ -46,9 +49,15 @@ class Kernels:
         """The first pass, or both; returns the squares of the tensors, for the second. A batch that does not adapt
         needs one pass only, and gives none."""
         self._prepare(batch)
-        both = both and batch.adapts
-        self._launch(batch, self._both if both else self._first_jobs, found_inf, waits=both)
-        return self._squares if batch.adapts and not both else None
+        if not (both and batch.adapts):
+            self._launch(batch, self._first_jobs, found_inf, waits=False)
+            return self._squares if batch.adapts else None
+        if self.in_one_launch:
+            self._launch(batch, self._both, found_inf, waits=True)
+        else:
+            self._launch(batch, self._first_jobs, found_inf, waits=False)
+            self._launch(batch, self._second_jobs, found_inf, waits=False)
+        return None
 
     def second(self, batch: Batch, squares: Tensor, found_inf: Tensor | None) -> None:
         """The second pass, with the squares of whole tensors."""

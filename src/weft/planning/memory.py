@@ -38,6 +38,7 @@ from weft.plan.partition.flat_buffers import (
     own_tensor,
 )
 from weft.plan.partition.groups import COMMUNICATOR_BYTES, num_communicators
+from weft.plan.partition.replicas import shares_batch
 from weft.plan.plan import Plan, said
 from weft.planning.gradient_buffers import travelling_bytes
 from weft.profiles.model import ModelProfile
@@ -127,16 +128,6 @@ def predict_memory(
     # Ranks that share memory have one copy of whole parameters among them.
     gathered = flats if plan.data.shard == "parameters" and not shares_memory else []
     update = _update_bytes(plan, flats, update_bytes_per_parameter, device=profile.device)
-    buckets = weight_buckets(plan, flats)
-    moments = [
-        *_passes(plan, profile, samples, gathered),
-        Memory(moment="update", update=update),
-        Memory(
-            moment="exchange",
-            update=exchange_temporary_bytes(buckets, plan, on_host=offloads(plan, profile.device)),
-        ),
-    ]
-    fullest = max(moments, key=lambda moment: moment.total)
     master_bytes = sum(flat.part_bytes(flat.master) for flat in flats if flat.trainable)
     state = state_memory(
         plan,
@@ -145,9 +136,20 @@ def predict_memory(
         optimizer_bytes=round(master_bytes / 4 * optimizer_bytes_per_parameter),
         buffer_bytes=profile.buffer_bytes,
     )
+    buckets = weight_buckets(plan, flats)
+    exchange = exchange_temporary_bytes(buckets, plan, on_host=offloads(plan, profile.device))
+    # Gradients that no other rank waits for are autograd's own, made anew in every step.
+    comes_and_goes = not shared and not shares_batch(plan) and plan.step.microbatches == 1
+    moments = [
+        *_passes(plan, profile, samples, gathered, kept_gradients=None if comes_and_goes else state.gradients),
+        Memory(moment="update", gradients=state.gradients, update=update),
+        Memory(moment="exchange", gradients=state.gradients, update=exchange),
+    ]
+    fullest = max(moments, key=lambda moment: moment.total)
     return dataclasses.replace(
         state,
         moment=fullest.moment,
+        gradients=fullest.gradients,
         gathered=fullest.gathered,
         gradient_buffers=travelling_bytes(
             plan,
@@ -218,8 +220,13 @@ def average_bytes(flat: FlatBuffer) -> int:
     return flat.part_bytes(flat.master if item_bytes(flat.master) > 4 else "float32")
 
 
-def _passes(plan: Plan, profile: ModelProfile, samples: int, gathered: Sequence[FlatBuffer]) -> Iterator[Memory]:
-    """Every segment's forward and backward pass: the bytes that it takes beside the state."""
+def _passes(
+    plan: Plan, profile: ModelProfile, samples: int, gathered: Sequence[FlatBuffer], *, kept_gradients: int | None
+) -> Iterator[Memory]:
+    """Every segment's forward and backward pass: the bytes that it takes beside the state.
+
+    `kept_gradients`: bytes of gradients that are there all the time; None: each is made in the backward pass.
+    """
     stays_whole = Sharding.of(plan).stays_whole
     kept_before, num_blocks = 0, len(profile.blocks)
     # The last block is gathered for its backward pass beside that of a unit after it, or else not before it begins.
@@ -237,13 +244,23 @@ def _passes(plan: Plan, profile: ModelProfile, samples: int, gathered: Sequence[
         ):
             activations = min(kept, held_here)
             whole = (flat for flat in gathered if stays_whole or flat.block is None or flat.block in blocks)
+            gradients = kept_gradients
+            if gradients is None:
+                gradients = _gradients_made(profile, block) if direction == "backward" else 0
             yield Memory(
                 moment=f"{direction} of {segment.name}",
+                gradients=gradients,
                 gathered=sum(flat.whole_bytes(flat.compute) for flat in whole),
                 activations=kept_before + activations,
                 workspace=held_here - activations,
             )
         kept_before += kept
+
+
+def _gradients_made(profile: ModelProfile, block: int) -> int:
+    """Bytes of the gradients that there are when the backward pass of a block ends; those of no block come first."""
+    made = (one for one in profile.parameters if one.trainable and (one.block is None or one.block >= block))
+    return sum(one.numel * item_bytes(one.dtype) for one in made)
 
 
 def _update_bytes(plan: Plan, flats: Sequence[FlatBuffer], bytes_per_parameter: float | None, *, device: str) -> int:

@@ -61,6 +61,12 @@ class Sync(Protocol):
     agrees: bool = True
     """All replicas hold the same weights."""
 
+    is_in_trouble: bool = False
+    """This replica cannot go on, which others are told in the next exchange."""
+
+    troubles: torch.Tensor | None = None
+    """1 for each replica that was in trouble, as told in the last exchange."""
+
     @property
     def exchanges_in_forward(self) -> bool:
         """True if forward passes are collective, so that every rank must run as many as the others."""

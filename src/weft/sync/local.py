@@ -27,7 +27,7 @@ from weft.comm.group import Group
 from weft.comm.objects import gather_values
 from weft.parallel.zero.flat_parameters import FlatParameters, Piece
 from weft.parallel.zero.gather import ParameterGathering
-from weft.plan.partition.exchange import MAX_EXCHANGES_IN_FLIGHT
+from weft.plan.partition.exchange import MAX_EXCHANGES_IN_FLIGHT, REPORT_WORDS
 from weft.plan.partition.replicas import exchanges_after, keeps_anchor
 from weft.plan.plan import Plan
 from weft.sync.base import PipelineSync, Totals
@@ -60,6 +60,11 @@ class LocalSync(PipelineSync):
         self.steps_done = 0
         self.agrees = True
         self.num_exchanges = 0
+        self.is_in_trouble = False
+        self.compute_s: torch.Tensor | None = None
+        """The time of every replica (`compute_clock.py`), as told in the last exchange."""
+        self.troubles = None
+        self._compute_s = 0.0
         self._is_unpublished = False
         """An error ended a context of the mean, and the model may still have it."""
         self.spread: torch.Tensor | None = None
@@ -141,6 +146,7 @@ class LocalSync(PipelineSync):
         return self.inner.ignoring()
 
     def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool, compute_s: float = 0.0) -> Totals:
+        self._compute_s = compute_s
         return self.inner.finish(loss_sum, count, with_norm=with_norm, compute_s=compute_s)
 
     def publish(self) -> None:
@@ -180,9 +186,8 @@ class LocalSync(PipelineSync):
         for one in pending:
             self._complete(*one)
         rest = self.fill_rest()
-        if rest is not None:
-            all_reduce(rest, self._group)
-            self.take_rest(rest)
+        all_reduce(rest, self._group)
+        self.take_rest(rest)
         self.finish_exchange()
 
     def _complete(self, number: int, exchange: Pending) -> None:
@@ -236,18 +241,22 @@ class LocalSync(PipelineSync):
         self._squares += found.to(self._squares).square_()
 
     @torch.no_grad()
-    def fill_rest(self) -> torch.Tensor | None:
-        """Running statistics, in float64, for a sum over replicas; None if there are none."""
-        statistics = self._statistics()
-        if not statistics:
-            return None
-        return torch.cat([one.detach().flatten().to(torch.float64) for one in statistics])
+    def fill_rest(self) -> torch.Tensor:
+        """What is summed over replicas besides weights, in float64: running statistics, and each replica's report."""
+        words = torch.zeros(self.num_replicas, REPORT_WORDS, dtype=torch.float64, device=self._device)
+        mine = words[self._group.index if self._meeting is None else self._meeting.syncs.index(self)]
+        mine[0].fill_(self._compute_s)  # an assignment would be a copy from the host, which waits
+        mine[1].fill_(self.is_in_trouble)
+        statistics = [one.detach().flatten().to(torch.float64) for one in self._statistics()]
+        return torch.cat([*statistics, words.flatten()])
 
     @torch.no_grad()
     def take_rest(self, total: torch.Tensor) -> None:
         statistics = self._statistics()
-        for one, mean in zip(statistics, total.split([one.numel() for one in statistics]), strict=True):
+        *means, words = total.split([*(one.numel() for one in statistics), self.num_replicas * REPORT_WORDS])
+        for one, mean in zip(statistics, means, strict=True):
             one.copy_(mean.view(one.shape) / self.num_replicas)
+        self.compute_s, self.troubles = words.view(self.num_replicas, REPORT_WORDS).unbind(1)
 
     @torch.no_grad()
     def finish_exchange(self) -> None:
@@ -322,6 +331,8 @@ class LocalSync(PipelineSync):
     @torch.no_grad()
     def restart(self, *, steps_done: int) -> None:
         self.steps_done, self.agrees, self._has_begun = steps_done, True, False
+        self.is_in_trouble = False
+        self._read_anchors()
         for momentum in self._momenta:
             momentum.zero_()
 
@@ -345,5 +356,6 @@ class LocalSync(PipelineSync):
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.inner.load_state(state["inner"])
+        self.is_in_trouble = False
         self.steps_done, self.agrees = int(state["steps_done"]), bool(state["agrees"])
         self._has_begun, self.num_exchanges = bool(state["has_begun"]), int(state["num_exchanges"])

@@ -62,11 +62,10 @@ class Meeting:
             self._add_up(flats)
             for sync, flat in zip(self.syncs, flats, strict=True):
                 sync.take(number, flat)
-        rests = [rest for sync in self.syncs if (rest := sync.fill_rest()) is not None]
-        if rests:
-            self._add_up(rests)
-            for sync, rest in zip(self.syncs, rests, strict=True):
-                sync.take_rest(rest)
+        rests = [sync.fill_rest() for sync in self.syncs]
+        self._add_up(rests)
+        for sync, rest in zip(self.syncs, rests, strict=True):
+            sync.take_rest(rest)
         for sync in self.syncs:
             sync.finish_exchange()
 

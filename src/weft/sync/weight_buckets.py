@@ -71,14 +71,10 @@ class ExchangeBuffers:
             values if codec is None else (codec.messages[0].numel, torch_dtype(codec.messages[0].dtype))
             for values, codec in zip(self._values_of, codecs, strict=True)
         ]
-        largest = _largest(self._sent_of)
-        sizes = [*largest.values()] * MAX_EXCHANGES_IN_FLIGHT
-        num_bytes = bytes_for(sizes, [*largest] * MAX_EXCHANGES_IN_FLIGHT)
+        turns = [_largest(self._sent_of[turn::MAX_EXCHANGES_IN_FLIGHT]) for turn in range(MAX_EXCHANGES_IN_FLIGHT)]
+        num_bytes = sum(bytes_for([*largest.values()], [*largest]) for largest in turns)
         allocator = BufferAllocator(group, device, num_bytes=num_bytes)
-        self._sent = [
-            {dtype: allocator.empty(numel, dtype) for dtype, numel in largest.items()}
-            for _ in range(MAX_EXCHANGES_IN_FLIGHT)
-        ]
+        self._sent = [{dtype: allocator.empty(numel, dtype) for dtype, numel in one.items()} for one in turns]
         self._values: dict[torch.dtype, torch.Tensor] | None = None
         if any(codecs):
             plain = _largest(self._values_of)

@@ -18,6 +18,7 @@ from weft.parallel.apply import steps
 from weft.parallel.tracing.placeholder import PlaceholderModule
 from weft.parallel.wrapping.replacements import Replacements
 from weft.parallel.wrapping.wrap import changes_of
+from weft.plan.partition.exchange import Weight, exchange_buckets, exchange_bytes, outer_bytes
 from weft.training.step.parallel_model import ParallelModel
 from weft.units import format_bytes
 
@@ -36,6 +37,7 @@ def describe(parts: ParallelModel, replacements: Replacements) -> str:
         f"plan: {axes} ({mesh.world.size} ranks)": [
             f"rank {mesh.world.rank} on {mesh.world.device}: {places}",
             *_average_lines(parts),
+            *_replica_lines(parts),
         ],
         "done to the model, in order": [f"{number}. {what}" for number, what in enumerate(done, 1)],
         f"model: {type(parts.model).__name__}": _Tree(parts).lines(),
@@ -53,6 +55,28 @@ def _average_lines(parts: ParallelModel) -> list[str]:
     num_bytes = format_bytes(sum(piece.numel() * max(piece.element_size(), 4) for piece in pieces))
     begins = f" from step {average.start} on" if average.start else ""
     return [f"average of the weights: decay {average.decay:g}{begins}, {num_bytes} for {len(pieces)} parameters"]
+
+
+def _replica_lines(parts: ParallelModel) -> list[str]:
+    plan = parts.mesh.plan
+    if plan.replica_axis is None:
+        return []
+    data, sync = plan.data, parts.sync
+    rule = "an average"
+    if data.outer == "nesterov":
+        rule = f"a Nesterov step (rate {data.outer_lr:g}, momentum {data.outer_momentum:g})"
+    steps_between = "every step" if data.every == 1 else f"every {data.every} steps"
+    until = f", an average after every step until step {data.switch_step}" if data.switch_step else ""
+    weights = [
+        Weight(numel=piece.tensor.numel(), dtype=str(piece.tensor.dtype).removeprefix("torch."))
+        for piece in sync.pieces
+    ]
+    buckets = exchange_buckets(weights, plan.comm.bucket_bytes)
+    sent, kept = (format_bytes(count(buckets, plan)) for count in (exchange_bytes, outer_bytes))
+    return [
+        f"replica {parts.mesh.replica} of {plan.num_replicas} along {plan.replica_axis}: {rule} after {steps_between}"
+        f"{until}; an exchange sends {sent} of weights, and {kept} are kept for it"
+    ]
 
 
 def _used(mesh: Mesh) -> dict[str, int]:

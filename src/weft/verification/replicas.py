@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.plan.plan import Average, Plan
+from weft.plan.plan import Average, Codec, Plan
 from weft.verification.one_process import Key, OneProcess, Recipe, trained_parameters
 
 Weights = dict[str, Tensor]
@@ -157,6 +157,15 @@ def with_an_exchange(plan: Plan, *, num_steps: int) -> tuple[Plan, list[str]]:
     after = f" after step {switch_step} instead of {data.switch_step}" if data.switch_step else ""
     note = f"replicas exchanged every {every} steps instead of {data.every}{after}, to be seen in {num_steps} steps"
     return replace(plan, data=replace(data, every=every, switch_step=switch_step)), [note]
+
+
+def without_codec(plan: Plan) -> Plan:
+    """The plan with exact exchanges of the same tensors: with a codec the change since the last exchange travels, as
+    it does for an outer step of rate 1 without momentum, which is the average."""
+    if plan.codec.name == "none":
+        return plan
+    data = replace(plan.data, outer="nesterov") if plan.data.outer == "average" else plan.data
+    return replace(plan, codec=Codec(), data=data)
 
 
 def _mean(tensors: Sequence[Tensor]) -> Tensor:

@@ -26,7 +26,7 @@ from weft.comm.objects import gather_values
 from weft.mesh import Mesh, join_world
 from weft.parallel.state.materialise import draw_seed, fill_alone, is_on_meta
 from weft.plan.all_ranks import with_ranks
-from weft.plan.plan import Codec, Plan, Precision
+from weft.plan.plan import Plan, Precision
 from weft.plan.text import as_plan
 from weft.training.data.trees import map_tensors, num_samples, split_microbatches, split_tree
 from weft.training.loss.loss import LossFunction
@@ -47,7 +47,7 @@ from weft.verification.float64_products import Float64Products
 from weft.verification.keep_float64 import keep_float64
 from weft.verification.one_process import Key, OneProcess, Recipe
 from weft.verification.oracles import Oracle, find_stages, rule_of
-from weft.verification.replicas import LocalReplicas, with_an_exchange
+from weft.verification.replicas import LocalReplicas, with_an_exchange, without_codec
 from weft.verification.silence import Silence
 from weft.verification.verdict import Cause, Deviation, Difference, Finding, Verification
 from weft.verification.widen import widened
@@ -87,7 +87,7 @@ def verify(
         model = copy.deepcopy(model)
         fill_alone(model, draw_seed(), torch.device("cpu"))
     plan, notes = with_an_exchange(plan, num_steps=len(batches))
-    exact = dataclasses.replace(plan, precision=Precision(), codec=Codec())
+    exact = dataclasses.replace(without_codec(plan), precision=Precision())
     cast = _cast(batches, dtype)
 
     def make_trainer(model: nn.Module, plan: Plan, recipe: Recipe, batches: Sequence[Any]) -> Trainer:

@@ -18,8 +18,11 @@ from weft.plan.plan import Plan
 MAX_EXCHANGES_IN_FLIGHT = 2
 """Buckets of weights under way at once."""
 
-STATISTIC_BYTES = 8
-"""Running statistics of BatchNorm are averaged in float64."""
+REPORT_WORDS = 2
+"""Words that each replica tells the others in an exchange: a time of this rank, and whether training has to end."""
+
+REST_ITEM_BYTES = 8
+"""Running statistics of BatchNorm, and these words, are summed in float64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +79,8 @@ def exchange_bytes(buckets: Sequence[ExchangeBucket], plan: Plan, *, num_statist
     """Bytes that a rank sends along the axis of replicas in one exchange; `num_statistics` are elements, if any."""
     size = plan.num_replicas
     messages = [message for one in buckets for message in messages_of(plan.codec, one.numel, one.dtype)]
-    statistics = sent_bytes("all-reduce", num_statistics * STATISTIC_BYTES, size)
-    return sum(message.sent_bytes(size) for message in messages) + statistics
+    rest = sent_bytes("all-reduce", (num_statistics + size * REPORT_WORDS) * REST_ITEM_BYTES, size)
+    return sum(message.sent_bytes(size) for message in messages) + rest
 
 
 def outer_bytes(buckets: Sequence[ExchangeBucket], plan: Plan) -> int:
@@ -87,12 +90,14 @@ def outer_bytes(buckets: Sequence[ExchangeBucket], plan: Plan) -> int:
 
 
 def exchange_buffer_bytes(buckets: Sequence[ExchangeBucket], plan: Plan) -> int:
-    """Bytes of the buffers from which weights are sent, which are kept: values of a bucket, and a codec's messages."""
-    values = _largest((one.dtype, one.num_bytes) for one in buckets)
-    if plan.codec.name == "none":
-        return MAX_EXCHANGES_IN_FLIGHT * values
-    forms = [form for one in buckets for form in messages_of(plan.codec, one.numel, one.dtype)]
-    return values + MAX_EXCHANGES_IN_FLIGHT * _largest((form.dtype, form.num_bytes) for form in forms)
+    """Bytes of the buffers from which weights are sent, which are kept: two buckets' messages, that alternate, and with
+    a codec the values of one bucket."""
+    messages = [messages_of(plan.codec, one.numel, one.dtype)[0] for one in buckets]
+    sent = sum(
+        _largest((form.dtype, form.num_bytes) for form in messages[turn::MAX_EXCHANGES_IN_FLIGHT])
+        for turn in range(MAX_EXCHANGES_IN_FLIGHT)
+    )
+    return sent if plan.codec.name == "none" else sent + _largest((one.dtype, one.num_bytes) for one in buckets)
 
 
 def exchange_temporary_bytes(buckets: Sequence[ExchangeBucket], plan: Plan, *, on_host: bool) -> int:

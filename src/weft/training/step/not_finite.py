@@ -24,16 +24,15 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
-from weft.comm.collectives import all_reduce
 from weft.comm.objects import gather_values
 from weft.errors import NotFiniteError
 from weft.mesh import Mesh
 from weft.parallel.state.finite import not_finite, shown, spoilt_buffers
 from weft.sync.base import Sync
 from weft.training.data.trees import named_tensors
+from weft.training.step.async_scalars import AsyncScalars
 from weft.training.step.update import Outcome, Update
 from weft.units import name_ranks
 
@@ -71,7 +70,9 @@ class NotFiniteWatch:
         self._replica = mesh.whole_replica("control")
         self._of = f" of replica {mesh.replica}" if mesh.num_replicas > 1 else ""
         self._due: str | None = None
-        """The error to raise at the next exchange."""
+        """The error to raise when the other replicas have been told, in the next exchange."""
+        self._heard: AsyncScalars | None = None
+        """1 if some replica was in trouble at the last exchange; on a GPU it is read a step later."""
         self.nan_from_start = frozenset(spoilt_buffers(model))
         """Buffers that the user made so, which says nothing of the training."""
 
@@ -91,8 +92,8 @@ class NotFiniteWatch:
         closed = self._update.closed
         while closed and (closed[0].is_known or len(closed) > 1):  # else the device is still busy with that step
             self._look_at(closed.popleft(), may_raise=True)
-        if self._mesh.num_replicas > 1 and self._sync.agrees:  # an exchange has just brought them together
-            self._raise_together()
+        if self._mesh.num_replicas > 1:
+            self._hear_replicas()
 
     def look_at_all(self) -> None:
         """Look at all updates that all ranks have made, and warn of what is found; waits for the device."""
@@ -103,18 +104,21 @@ class NotFiniteWatch:
         """Forget what was seen: a checkpoint was loaded."""
         self._batches.clear()
         self.in_a_row = 0
-        self._due = None
+        self._due = self._heard = None
 
-    def _raise_together(self) -> None:
-        """Raise on every rank if one replica found reason to; collective. Words travel only where one did."""
-        everyone = self._mesh.everyone("control")
-        is_due = torch.tensor([int(self._due is not None)])
-        all_reduce(is_due, everyone, op="max")
-        if not int(is_due):
+    def _hear_replicas(self) -> None:
+        """Raise on every rank if some replica has told in an exchange that it cannot go on."""
+        heard, self._heard = self._heard, None
+        if self._sync.troubles is not None:
+            told, self._sync.troubles = self._sync.troubles, None
+            self._heard = AsyncScalars(told.amax())
+            if not told.is_cuda:
+                heard, self._heard = self._heard, None
+        if heard is None or not heard.read()[0]:
             return
         problem = f"replica {self._mesh.replica}: {self._due}" if self._due is not None else None
-        found = dict.fromkeys(gather_values(problem, everyone))
-        self._due = None
+        found = dict.fromkeys(gather_values(problem, self._mesh.everyone("control")))
+        self._due, self._sync.is_in_trouble = None, False
         raise NotFiniteError([problem for problem in found if problem is not None])
 
     def _look_at(self, outcome: Outcome, *, may_raise: bool) -> None:
@@ -144,7 +148,7 @@ class NotFiniteWatch:
         if may_raise and self._skip_at_most is not None and (self._is_lost or self.in_a_row > self._skip_at_most):
             if self._mesh.num_replicas == 1:
                 raise NotFiniteError(self._error(outcome))
-            self._due = self._due or self._error(outcome)
+            self._due, self._sync.is_in_trouble = self._due or self._error(outcome), True
 
     def _find(self, outcome: Outcome) -> dict[str, list[str]]:
         """This rank's tensors that are not finite, by kind."""
