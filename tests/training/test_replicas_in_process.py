@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from weft.errors import DamagedCheckpointError, NotFiniteError, PlanError
 from weft.mesh import World
-from weft.plan.plan import ALL, Average, Axes, Data, Plan, Precision, Step
+from weft.plan.plan import ALL, Average, Axes, Codec, Data, Plan, Precision, Step
 from weft.training.parallelize import parallelize
 from weft.training.replicas_in_process import ReplicasInProcess
 from weft.training.step import update
@@ -55,6 +55,7 @@ CASES = {
     "DiLoCo": Case(plan=local(2, every=4, **DILOCO)),
     "DiLoCo after steps together": Case(plan=local(2, every=3, switch_step=4, **DILOCO)),
     "BatchNorm": Case(plan=local(2, every=2), model=small_convnet, optimizer=MOMENTUM),
+    "half": Case(plan=dataclasses.replace(local(2, every=3, **DILOCO), codec=Codec(name="half"))),
     "bf16, clipped, microbatches": Case(
         plan=dataclasses.replace(
             local(2, every=2), precision=Precision(compute="bf16"), step=Step(clip_norm=0.5, microbatches=2)
