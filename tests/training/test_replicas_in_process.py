@@ -53,7 +53,9 @@ class Case:
 CASES = {
     "local SGD": Case(plan=local(2, every=3)),
     "DiLoCo": Case(plan=local(2, every=4, **DILOCO)),
-    "DiLoCo after steps together": Case(plan=local(2, every=3, switch_step=4, **DILOCO)),
+    "DiLoCo after steps together": Case(
+        plan=dataclasses.replace(local(2, every=3, switch_step=4, **DILOCO), average=Average(decay=0.5, start=2))
+    ),
     "BatchNorm": Case(plan=local(2, every=2), model=small_convnet, optimizer=MOMENTUM),
     "half": Case(plan=dataclasses.replace(local(2, every=3, **DILOCO), codec=Codec(name="half"))),
     "bf16, clipped, microbatches": Case(
@@ -80,7 +82,8 @@ class Played:
     losses: list[list[float]]
     weights: list[dict[str, Tensor]]
     spread: float
-    held_out: float
+    held_out: list[float]
+    """Of the weights, and of their average where one is kept."""
 
 
 def make(case: Case, **changes: Any) -> ReplicasInProcess:
@@ -92,6 +95,11 @@ def make(case: Case, **changes: Any) -> ReplicasInProcess:
     return trainer
 
 
+def held_out_losses(trainer: Trainer, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
+    kinds = (False,) if trainer.average is None else (False, True)
+    return [trainer.evaluate(batches, average=average) for average in kinds]
+
+
 def play(case: Case) -> Played:
     trainer = make(case)
     losses = []
@@ -99,7 +107,7 @@ def play(case: Case) -> Played:
         mean = trainer.step(*case.batch(step))
         losses.append([float(loss) for loss in trainer.replica_losses])
         assert float(mean) == pytest.approx(sum(losses[-1]) / len(losses[-1]))
-    held_out = trainer.evaluate([case.batch(100), case.batch(101)])
+    held_out = held_out_losses(trainer, [case.batch(100), case.batch(101)])
     assert trainer.sync.spread is not None
     return Played(
         losses=losses,
@@ -130,7 +138,7 @@ def compare(case: Case, played: Played, *, tolerance: float) -> None:
     if trainer.data_rank == 0:
         assert float(trainer.sync.spread) == pytest.approx(played.spread, rel=max(tolerance, 1e-12))
     parts = [cut_evenly(case.batch(number), trainer.data_size)[trainer.data_rank] for number in (100, 101)]
-    assert trainer.evaluate(parts) == pytest.approx(played.held_out, rel=1e-6)
+    assert held_out_losses(trainer, parts) == pytest.approx(played.held_out, rel=1e-6)
 
 
 @ranks(2)
@@ -142,7 +150,7 @@ def test_two_replicas_equal_two_ranks_to_the_bit(name: str, cases: dict[str, Cas
 
 @ranks(4)
 @pytest.mark.parametrize("cases", [FOUR], ids=[""])
-@pytest.mark.parametrize("name", FOUR)
+@pytest.mark.parametrize("name", ["DiLoCo", pytest.param("BatchNorm", marks=pytest.mark.long)])
 def test_four_replicas_equal_four_ranks(name: str, cases: dict[str, Case], played: Played) -> None:
     compare(cases[name], played, tolerance=1e-6)
 
@@ -163,8 +171,11 @@ def go_on(trainer: Trainer, case: Case, until: int) -> list[list[float]]:
 RESUMED = dataclasses.replace(CASES["DiLoCo"].plan, average=Average(decay=0.5), step=Step(microbatches=2))
 
 
-@pytest.mark.parametrize("wait", [True, False], ids=["waited for", "in the background"])
-@pytest.mark.parametrize("case", [Case(plan=RESUMED), CASES["BatchNorm"]], ids=["DiLoCo, averaged", "BatchNorm"])
+@pytest.mark.parametrize(
+    ("case", "wait"),
+    [(Case(plan=RESUMED), False), (CASES["BatchNorm"], True)],
+    ids=["DiLoCo, averaged, in the background", "BatchNorm"],
+)
 def test_a_resumed_run_goes_on_to_the_bit(case: Case, wait: bool, tmp_path: Path) -> None:
     with make(case) as whole:
         go_on(whole, case, 5)  # between two exchanges
@@ -173,9 +184,7 @@ def test_a_resumed_run_goes_on_to_the_bit(case: Case, wait: bool, tmp_path: Path
         whole.save(tmp_path / "five", wait=wait)
         expected = go_on(whole, case, 9)
         weights = [weights_of(one) for one in whole.replicas]
-        held_out = [
-            whole.evaluate([case.batch(100)], average=average) for average in (False, whole.average is not None)
-        ]
+        held_out = held_out_losses(whole, [case.batch(100)])
         again = make(case)
         again.extra_state["note"] = 0
         whole.wait_for_save()
@@ -185,13 +194,11 @@ def test_a_resumed_run_goes_on_to_the_bit(case: Case, wait: bool, tmp_path: Path
         for one, others in zip(again.replicas, weights, strict=True):
             for name, tensor in weights_of(one).items():
                 torch.testing.assert_close(tensor, others[name], rtol=0, atol=0, msg=name)
-        assert held_out == [
-            again.evaluate([case.batch(100)], average=average) for average in (False, again.average is not None)
-        ]
+        assert held_out_losses(again, [case.batch(100)]) == held_out
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", ["DiLoCo", "BatchNorm"])
+@pytest.mark.parametrize("name", ["DiLoCo", pytest.param("BatchNorm", marks=pytest.mark.long)])
 def test_real_ranks_go_on_from_a_checkpoint_of_theirs_and_they_from_one_of_ranks(name: str, tmp_path: Path) -> None:
     case = CASES[name]
 
@@ -303,3 +310,11 @@ def test_a_steady_step_of_all_replicas_never_waits() -> None:
             losses = [trainer.step(*case.batch(3 * step + 1)) for step in (4, 5)]
         trainer.flush()
     assert all(loss.isfinite() for loss in losses) and trainer.num_skipped == 0
+
+
+def test_what_has_no_meaning_in_one_process_is_refused() -> None:
+    case = CASES["DiLoCo"]
+    with pytest.raises(PlanError, match="leave mesh out"):
+        make(case, mesh=make(case).mesh)
+    with pytest.raises(PlanError, match="on the meta device"):
+        make(case, device="meta")
