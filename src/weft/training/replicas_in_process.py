@@ -128,18 +128,6 @@ class ReplicasInProcess(Trainer):
         """1: whole global batches are taken here, and cut into the replicas' parts."""
         return 1
 
-    def batch_range(self, num_samples: int) -> tuple[int, int]:
-        return 0, num_samples
-
-    @property
-    def skipped(self) -> int | torch.Tensor:
-        """Updates skipped so far by all replicas, a number that may still be computed."""
-        return sum((trainer.update.skipped for trainer in self.others), start=self.update.skipped)
-
-    @property
-    def num_skipped(self) -> int:
-        return int(self.skipped)
-
     @collective_call("trainer.step")
     def step(self, inputs: Any, targets: Any) -> torch.Tensor:
         """A step of every replica on its part of a global batch, and their exchange if one is due; returns the mean of
