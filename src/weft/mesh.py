@@ -249,12 +249,8 @@ class Mesh:
     @property
     def sample_rank(self) -> int:
         """The number of this rank's part of the batch and of its sequences: ranks with different tokens differ."""
-        return self.sample_rank_of(self.data_rank)
-
-    def sample_rank_of(self, data_rank: int) -> int:
-        """The `sample_rank` of the rank that has this one's part of the sequences on another data rank."""
         part = self.index("ring") * self.size("ulysses") + self.index("ulysses")
-        return data_rank * self.sequence_size + part
+        return self.data_rank * self.sequence_size + part
 
 
 def make_mesh(

@@ -59,7 +59,9 @@ def test_the_options_are_these() -> None:
             "--topology --traceback"
         ).split(),
         "profile": ["--job", "--output", "--preflight", "--quick", "--ranks", "--traceback"],
-        "train": ("--output --plan --ranks --restarts --resume --steps --timeout --trace --traceback").split(),
+        "train": (
+            "--output --plan --ranks --replicas-in-process --restarts --resume --steps --timeout --trace --traceback"
+        ).split(),
         "verify": ["--batch", "--dtype", "--json", "--plan", "--steps", "--traceback"],
     }
 

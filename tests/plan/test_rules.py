@@ -55,6 +55,19 @@ REFUSED = [
         'which [data] shard = "optimizer" would split; set [data] shard = "nothing", or use "1f1b"',
     ),
     (
+        Plan(axes=Axes(data=2), step=Step(microbatches=2), data=Data(balance=True, sync="delayed")),
+        'it would count as much as one with more; set [data] sync = "all-reduce", or leave balance out',
+    ),
+    (
+        Plan(
+            axes=Axes(data=2, pipeline=2),
+            step=Step(microbatches=2),
+            data=Data(balance=True),
+            pipeline=Pipeline(schedule="pipedream"),
+        ),
+        'has those of several steps in flight, with weight versions for a fixed number; leave balance out, or use "1',
+    ),
+    (
         Plan(data=Data(sync="server", shard="optimizer")),
         '[data] shard = "optimizer" cannot go with [data] sync = "server"',
     ),

@@ -6,6 +6,7 @@ Times are given by the tests, never measured.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,9 @@ from weft.training.data import balance as balance_file
 from weft.training.data.balance import Balance
 from weft.training.data.batches import batches
 from weft.training.data.trees import split_tree
+from weft.training.run.job import Job, Part, Steps
+from weft.training.run.loop import train
+from weft.training.stragglers import Straggler
 from weft.training.trainer import Trainer
 
 Speeds = Callable[[int], Sequence[float]]
@@ -56,6 +60,7 @@ def times(seconds_of: Speeds, *, at_once: bool = False) -> Iterator[list[tuple[i
     seen: list[tuple[int, ...]] = []
 
     def end(self: ComputeClock, num_samples: int) -> None:
+        self.num_samples = num_samples
         self.own_s = float(seconds_of(len(seen))[dist.get_rank()]) if num_samples else 0.0
 
     end_step = Balance.end_step
@@ -235,13 +240,55 @@ def test_the_first_rank_warns_of_a_slow_one() -> None:
     assert worst is not None and (worst.rank, worst.since_step) == (1, 3)
 
 
+class Rows:
+    """A dataset for `MLP`."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets = batch_of(1, seed=index)
+        return inputs[0], targets[0]
+
+
+def test_what_is_said_of_a_straggler() -> None:
+    straggler = Straggler(rank=3, factor=2.94, since_step=120, num_steps=800, cost_s=60.0)
+    assert straggler.in_words(500.0) == (
+        "rank 3 was slow for 800 steps from step 120 on: it took 2.9 times as long as the median rank for the same "
+        "number of samples, and the others waited 1 min 0 s for it, 12 % of this run"
+    )
+
+
+@ranks(2)
+def test_a_run_names_the_slow_rank(tmp_path: Path) -> None:
+    job = Job(
+        model=Part(name=f"{__name__}:MLP"),
+        loss="cross-entropy",
+        dataset=Part(name=f"{__name__}:Rows"),
+        optimizer=Part(name="adamw", settings={"lr": 0.01}),
+        schedule=Part(name="constant"),
+        steps=Steps(total=12, global_batch=16, save_every=0),
+        plan=balanced(data_plan(2, microbatches=4)),
+    )
+    with times(lambda step: [1, 3]):
+        summary = train(job, directory=tmp_path / "run")
+    assert summary.straggler is not None
+    assert (summary.straggler.rank, summary.straggler.since_step, summary.straggler.factor) == (1, 3, 3.0)
+    # 24 s on 8 samples against 8 s, in two steps; then the shares are such that both take 12 s
+    assert summary.straggler.cost_s == 2 * 16.0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["shares"] for line in lines] == [[4, 4]] * 4 + [[6, 2]] * 8
+    assert lines[5]["straggler"] is None
+    assert lines[6]["straggler"] == {"rank": 1, "factor": 3.0, "since_step": 3, "num_steps": 5, "cost_s": 32.0}
+
+
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
         (
             Plan(axes=Axes(data=2), data=Data(balance=True)),
-            "[data] balance = true has no effect with [step] microbatches = 1; every rank computes one at least, so "
-            "none can be given to a faster one: leave it out, or set [step] microbatches to 2 or more",
+            "[data] balance = true has no effect with [step] microbatches = 1; leave it out (each rank computes one at "
+            "least, so none is left for a faster rank), or set [step] microbatches to 2 or more",
         ),
         (
             Plan(axes=Axes(data=2), step=Step(microbatches=2), data=Data(sync="local", every=4, balance=True)),

@@ -129,7 +129,7 @@ def test_the_formulas_are_those_of_the_paper() -> None:
         num_members = sum(len(flat.names) for flat in trainer.sync.flats)
         flats[shard] = flats_of(trainer)
         sent[shard] = sent_in_a_step(trainer, token_batch(4))["data"] - sent_bytes(
-            "all-reduce", 8 * (3 + num_members), 2
+            "all-reduce", 8 * (3 + 2 + num_members), 2
         )
     for shard in (ONE, TWO):
         assert sent[shard] == sum(sent_bytes("all-reduce", 4 * one.flat.numel, 2) for one in flats[shard])

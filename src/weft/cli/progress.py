@@ -30,15 +30,19 @@ class TerminalObserver(Observer):
         self._last_line_s = 0.0
         self._speed = 0.0
         self._total = 0
+        self._flags = ""
+        """What a command that goes on with this run needs besides its directory."""
 
     def started(self, trainer: Trainer, job: Job, directory: Path) -> None:
         done, self._total = trainer.steps_done, job.steps.total
+        self._flags = " --replicas-in-process" if trainer.others else ""
         if self._attempt:
             where = f"step {done}" if done else "the start, for there is no checkpoint yet"
             self._say(f"all ranks were started again (restart {self._attempt}), going on from {where}")
         else:
             sizes = trainer.plan.axes.sizes.items()
             axes = " × ".join(f"{axis} {size}" for axis, size in sizes if size > 1) or "one rank"
+            axes += " in this process" if trainer.others else ""
             size, device = format_count(trainer.num_parameters), trainer.mesh.world.device.type
             self._say(f"{job.model.name}, {size} parameters, {axes}, on {device}")
             self._say(f"run directory: {directory}")
@@ -91,9 +95,11 @@ class TerminalObserver(Observer):
             self._say(f"{summary.sample}\n")
         if summary.stopped_early:
             self._say(f"stopped after step {summary.steps_done} of {summary.total_steps}; go on with:")
-            self._say(f"  weft train --resume {summary.directory}")
+            self._say(f"  weft train --resume {summary.directory}{self._flags}")
         else:
             self._say(f"done: {summary.steps_done} steps, {format_seconds(summary.seconds)} of training")
+        if summary.straggler is not None:
+            self._say(summary.straggler.in_words(summary.seconds))
 
     def _say(self, text: str) -> None:
         say(self._console, text)

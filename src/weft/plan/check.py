@@ -108,7 +108,7 @@ _DEPENDENT: tuple[tuple[str, _Switch], ...] = (
         _Switch(
             "step.microbatches",
             at_least=2,
-            instead="every rank computes one at least, so none can be given to a faster one: leave it out",
+            instead="leave it out (each rank computes one at least, so none is left for a faster rank)",
         ),
     ),
     ("server.mode server.shards server.staleness server.backups", _Switch("data.sync", ("server",))),

@@ -53,6 +53,8 @@ class ComputeClock:
         self._started_s: float | None = None
         self.own_s = 0.0
         """Seconds per sample of this rank's latest step that is known; 0 before that, or without samples."""
+        self.num_samples = 0
+        """Samples of the latest step here, known or not."""
         self.everyones_s: torch.Tensor | None = None
         """The same of every rank that shared the latest exchange."""
 
@@ -66,6 +68,7 @@ class ComputeClock:
 
     def end(self, num_samples: int) -> None:
         """The passes of a step are over; they were of so many samples."""
+        self.num_samples = num_samples
         if self._started_s is None:
             return
         waits, elapsed_s, self._started_s = self._waits, self._now_s() - self._started_s, None

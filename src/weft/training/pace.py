@@ -32,9 +32,9 @@ class Pace:
         self._late: tuple[int, int, AsyncScalars] | None = None
         """A step that a GPU may still compute, this rank's samples in it, and the times that came with it."""
 
-    def end_step(self, steps_done: int, num_samples: int) -> None:
-        """Take the times that came with a step of so many samples here; collective, where shares are decided."""
-        times_s, self.clock.everyones_s = self.clock.everyones_s, None
+    def end_step(self, steps_done: int) -> None:
+        """Take the times that came with a step; collective, where shares are decided."""
+        num_samples, times_s, self.clock.everyones_s = self.clock.num_samples, self.clock.everyones_s, None
         if times_s is not None and times_s.is_cuda:
             late, self._late = self._late, (steps_done, num_samples, AsyncScalars(times_s))
             if late is not None:

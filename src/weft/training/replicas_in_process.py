@@ -128,6 +128,9 @@ class ReplicasInProcess(Trainer):
         """1: whole global batches are taken here, and cut into the replicas' parts."""
         return 1
 
+    def batch_range(self, num_samples: int) -> tuple[int, int]:
+        return 0, num_samples
+
     @property
     def skipped(self) -> int | torch.Tensor:
         """Updates skipped so far by all replicas, a number that may still be computed."""

@@ -1,8 +1,9 @@
 """Finds the rank that the others wait for, since when, and what that cost.
 
 A rank is slow while its time per sample is at least 1.5 times the median of the ranks that compute the same part of the
-model. The median is the lower of the middle two, so that of two ranks the slower one is slow. Times are medians over
-the last few steps. This file is pure: it is given times, and returns what there is to say.
+model, and until it is less than 1.2 times. The median is the lower of the middle two, so that of two ranks the slower
+one is slow. Times are medians over the last few steps. This file is pure: it is given times, and returns what there is
+to say.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from weft.units import format_seconds
 
 SLOW_FACTOR = 1.5
 """A rank that takes so many times as long as the median is slow."""
+
+RECOVERED_FACTOR = 1.2
+"""It has recovered when it takes less than so many times as long."""
 
 WARN_AFTER_STEPS = 20
 """Steps for which a rank has been slow when it is warned of."""
@@ -41,6 +45,14 @@ class Straggler:
 
     def as_row(self) -> dict[str, Any]:
         return asdict(self)
+
+    def in_words(self, run_s: float) -> str:
+        """What is said of it at the end of a run of so many seconds."""
+        return (
+            f"rank {self.rank} was slow for {self.num_steps} steps from step {self.since_step} on: it took "
+            f"{self.factor:.1f} times as long as the median rank for the same number of samples, and the others waited "
+            f"{format_seconds(self.cost_s)} for it, {100 * self.cost_s / run_s:.0f} % of this run"
+        )
 
 
 class StragglerWatch:
@@ -69,7 +81,7 @@ class StragglerWatch:
         texts = []
         for rank, time_s, mine_s in zip(self._ranks, usual, passes_s, strict=True):
             factor = time_s / median
-            if factor >= SLOW_FACTOR:
+            if factor >= (RECOVERED_FACTOR if rank in self._now else SLOW_FACTOR):
                 texts += self._note_slow(rank, step, factor, max(mine_s - ended_s, 0.0))
             elif rank in self._now:
                 texts += self._note_recovered(rank, step, factor)

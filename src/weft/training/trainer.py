@@ -23,10 +23,9 @@ from torch import nn
 
 from weft.checkpoint import load as checkpoint
 from weft.checkpoint.save import Saving
-from weft.comm.collectives import all_reduce, broadcast
+from weft.comm.collectives import broadcast
 from weft.comm.failures.activity import collective_call
-from weft.comm.objects import gather_values
-from weft.errors import DataError
+from weft.layout import part_of
 from weft.parallel.pipeline.cut_model import tied_groups
 from weft.parallel.pipeline.recording import Recording
 from weft.parallel.state.buffers import broadcast_buffers
@@ -37,7 +36,7 @@ from weft.plan.pipeline.timeline import Timeline
 from weft.plan.plan import Plan
 from weft.training.data.batches import Batches
 from weft.training.data.split_tokens import SequenceSplit
-from weft.training.data.trees import forward, num_samples
+from weft.training.data.trees import forward
 from weft.training.describe import describe
 from weft.training.loss.loss import Count, Loss, loss_terms
 from weft.training.loss.target_count import TargetCount
@@ -47,7 +46,7 @@ from weft.training.setup.split_layers import KeepingShares
 from weft.training.setup.unshifted import warn_of_unshifted
 from weft.training.step.average import make_average, require_average
 from weft.training.step.divergence import DivergenceCheck, require_same_batch
-from weft.training.step.evaluating import evaluating, together
+from weft.training.step.evaluating import evaluating, mean_of_all, together
 from weft.training.step.generate import generate_tokens, pick_token
 from weft.training.step.microbatch_loop import MicrobatchLoop
 from weft.training.step.microbatches import Microbatches
@@ -96,8 +95,7 @@ class Trainer:
         self.counts = TargetCount.of(mesh)
         self.pace = Pace(mesh)
         """How fast the ranks compute, and which of them is slow."""
-        self.balance = self.pace.balance
-        parts.balance = self.balance
+        self.balance = parts.balance = self.pace.balance
         self.seeds = parts.seeds
         self.average = make_average(sync.pieces, plan)
         """The average of the weights, where the plan keeps one."""
@@ -128,8 +126,7 @@ class Trainer:
         if sync.flats and model is not parts.model:  # compiled as a whole, with hooks inside
             why = "waits for all parameters, which are gathered after an update"
             add_hook(model, "forward_pre", lambda *_: sync.settle(), by="zero", why=why)
-        self._has_compared = False
-        self._has_failed = False
+        self._has_compared = self._has_failed = False
         tied = tied_groups(cut, mesh) if cut is not None else {}
         self._divergence = DivergenceCheck(self.named_model, optimizer, sync, mesh, self.layouts, tied, self.average)
         self.num_parameters = parts.num_parameters
@@ -141,14 +138,9 @@ class Trainer:
             has_loss=mesh.index("pipeline") == mesh.size("pipeline") - 1,
             counts_targets=loss.counts_targets,
         )
+        update, counts, recording, clock = self.update, self.counts, self._recording, self.pace.clock
         inside = StepParts(
-            model=parts,
-            update=self.update,
-            loss=loss,
-            call=call,
-            counts=self.counts,
-            recording=self._recording,
-            clock=self.pace.clock,
+            model=parts, update=update, loss=loss, call=call, counts=counts, recording=recording, clock=clock
         )
         self.pipeline_step: PipelineStep | None = None
         if cut is not None:
@@ -175,9 +167,10 @@ class Trainer:
         return self.balance.shares
 
     def batch_range(self, num_samples: int) -> tuple[int, int]:
-        """This rank's part of the next step's global batch: its first sample, and the one after its last.
-        `weft.batches` hands it out; a loop of your own takes it from a batch of so many samples."""
-        return self.balance.range(num_samples)
+        """This rank's part of the next global batch, as `weft.batches` cuts it: first sample, one after the last."""
+        if self.balance.is_on:
+            return self.balance.range(num_samples)
+        return part_of(num_samples, self.data_rank, self.data_size)
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
@@ -224,8 +217,8 @@ class Trainer:
             self._has_compared = True
             if self.mesh.world.rank == 0 and self._loss.counts_targets:
                 warn_of_unshifted(inputs, targets)
-        exchanges = self.sync.exchanges_in_microbatches or self.parts.runs_empty
-        microbatches = self._microbatches.cut(inputs, targets, self.balance.share(exchanges=exchanges))
+        share = self.balance.share(padded=self.sync.exchanges_in_microbatches or self.parts.runs_empty)
+        microbatches = self._microbatches.cut(inputs, targets, share)
         self.not_finite.keep(self.steps_done, inputs, targets)
         if self.seeds.base is None:
             self.seeds.base = self._draw_seed()
@@ -234,7 +227,7 @@ class Trainer:
         with self.replacements, self.own_loss.gathering.during("model"):
             loss = self._steps.step(microbatches, step=self.steps_done)
         self.own_loss.settle()
-        self._end_step(num_samples(inputs))
+        self._end_step()
         self._has_failed = False
         self.not_finite.look()
         return loss
@@ -260,10 +253,7 @@ class Trainer:
 
     def trace(self) -> Timeline:
         """Times of all actions on all ranks of this pipeline, in the latest step or all that are kept; collective."""
-        group = self.mesh.group("pipeline", "control")
-        mine = Timeline(spans=tuple(self._recording.spans()), num_ranks=group.size)
-        rows = [row for part in gather_values(mine.as_rows(), group) for row in part]
-        return Timeline.from_rows(rows, num_ranks=group.size)
+        return self._recording.of_all(self.mesh.group("pipeline", "control"))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -301,14 +291,7 @@ class Trainer:
                     require_same_batch(self.mesh, *batch)
                 self._steps.evaluate(self._microbatches.cut(*batch), add)
         self.own_loss.settle()
-        # In a pipeline only the last stage has outputs; along other axes data ranks have the same ones.
-        totals = totals.cpu()
-        all_reduce(totals, self.mesh.batch_group("control"))
-        all_reduce(totals, self.mesh.between_replicas("control"))
-        all_reduce(totals, self.mesh.group("pipeline", "control"))
-        if float(totals[1]) == 0:
-            raise DataError("nothing to evaluate: the batches hold no targets; give at least one sample")
-        return float(totals[0] / totals[1])
+        return mean_of_all(totals.cpu(), self.mesh)
 
     @collective_call("trainer.generate")
     def generate(
@@ -408,9 +391,9 @@ class Trainer:
         if self.sync.exchanges_in_forward:
             self._steps.skip_evaluation(self.plan.step.microbatches)
 
-    def _end_step(self, num_samples: int) -> None:
+    def _end_step(self) -> None:
         self.steps_done += 1
-        self.pace.end_step(self.steps_done, num_samples)
+        self.pace.end_step(self.steps_done)
         for traffic in self.mesh.traffic.values():
             traffic.collect_stream_waits()
         if self.tensor is not None:

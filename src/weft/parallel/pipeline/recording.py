@@ -9,8 +9,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from weft.comm.group import Group
+from weft.comm.objects import gather_values
 from weft.plan.pipeline.actions import EVERY, Action, Kind
-from weft.plan.pipeline.timeline import Span
+from weft.plan.pipeline.timeline import Span, Timeline
 
 _MOST_KEPT = 100_000
 
@@ -49,3 +51,9 @@ class Recording:
             Span(rank=self._rank, action=action, start_s=start + self._offset_s, stop_s=stop + self._offset_s)
             for action, start, stop in self._entries
         ]
+
+    def of_all(self, group: Group) -> Timeline:
+        """The actions of all ranks of a pipeline; collective."""
+        mine = Timeline(spans=tuple(self.spans()), num_ranks=group.size)
+        rows = [row for part in gather_values(mine.as_rows(), group) for row in part]
+        return Timeline.from_rows(rows, num_ranks=group.size)

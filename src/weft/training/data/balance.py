@@ -57,10 +57,10 @@ class Balance:
         """Microbatches of this data rank in the next step."""
         return self.shares[self._mesh.data_rank]
 
-    def share(self, *, exchanges: bool) -> tuple[int, int]:
-        """The same, and their number with the empty ones that follow where microbatches exchange, so that all ranks
-        have as many."""
-        return self.num_here, max(self.shares) if exchanges else self.num_here
+    def share(self, *, padded: bool) -> tuple[int, int]:
+        """The same, and their number with empty ones that follow, so that all ranks have as many, where they are
+        padded."""
+        return self.num_here, max(self.shares) if padded else self.num_here
 
     def even_place(self, number: int) -> tuple[int, int]:
         """The data rank and number that a microbatch of this rank has where shares are even."""

@@ -175,7 +175,7 @@ class batches:
 
     def _balance(self) -> Balance | None:
         found: Balance | None = getattr(self.trainer, "balance", None)  # any reader will do for batches alone
-        return found
+        return found if found is not None and found.is_on else None
 
     def _parts(self, position: int, balance: Balance | None) -> Iterator[Part]:
         """This rank's part of every batch. All but the first are asked for one step early, when the batch before is

@@ -44,6 +44,7 @@ from weft.training.run.naming_step import naming_step
 from weft.training.run.newest import load_newest_whole
 from weft.training.run.roll_back import RollBack
 from weft.training.run.stop import StopRequest
+from weft.training.stragglers import Straggler
 from weft.training.trainer import Trainer
 
 JOB_FILE, PLAN_FILE, METRICS_FILE, CHECKPOINTS = "job.toml", "plan.toml", "metrics.jsonl", "checkpoints"
@@ -66,6 +67,8 @@ class Summary:
     sample: str | None
     checkpoint: Path
     """The newest checkpoint."""
+    straggler: Straggler | None = None
+    """The rank for which the others waited longest; None if none was slow."""
 
     @property
     def stopped_early(self) -> bool:
@@ -248,6 +251,7 @@ class _Run:
             held_out_loss=held_out,
             sample=sample,
             checkpoint=checkpoint,
+            straggler=self.trainer.pace.worst_of_all(),
         )
 
     def close(self) -> None:
@@ -255,6 +259,7 @@ class _Run:
             self.metrics.close()
 
     def _step(self, inputs: Any, targets: Any) -> None:
+        shares = self.trainer.shares if self.trainer.balance.is_on else None
         loss = self.trainer.step(inputs, targets)
         unit, each = units_of(targets)
         record = self.recorder.add(
@@ -266,6 +271,8 @@ class _Run:
             lr=self.trainer.optimizer.param_groups[0]["lr"],
             unit=unit,
             num_units=each * self.job.steps.global_batch,
+            shares=shares,
+            straggler=self.trainer.pace.straggler,
             **replica_fields(self.trainer),
         )
         self._tell(record)

@@ -27,6 +27,7 @@ from weft.training.data.trees import tensors_of
 from weft.training.replicas_in_process import ReplicasInProcess
 from weft.training.run.spikes import SpikeRule
 from weft.training.step.async_scalars import AsyncScalars
+from weft.training.stragglers import Straggler
 from weft.training.trainer import Trainer
 
 
@@ -70,6 +71,10 @@ class StepRecord:
     step; None in other steps, and where replicas never differ."""
     replica_losses: list[float] | None = None
     """Every replica's loss, where all replicas are in one process; else None."""
+    shares: tuple[int, ...] | None = None
+    """Microbatches of each data rank; None unless the plan balances."""
+    straggler: Straggler | None = None
+    """The rank that the others wait for, as far as was known at the end of the step; None if there is none."""
 
 
 class Recorder:

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.comm.collectives import all_reduce
+from weft.errors import DataError
+from weft.mesh import Mesh
 from weft.sync.base import Sync
 from weft.training.data.trees import num_samples
 
@@ -47,3 +50,14 @@ def together(
             skip()
         else:
             yield batch
+
+
+def mean_of_all(totals: torch.Tensor, mesh: Mesh) -> float:
+    """The mean over all ranks of this rank's sum of losses and number of targets, on the host; collective."""
+    # In a pipeline only the last stage has outputs; along other axes data ranks have the same ones.
+    all_reduce(totals, mesh.batch_group("control"))
+    all_reduce(totals, mesh.between_replicas("control"))
+    all_reduce(totals, mesh.group("pipeline", "control"))
+    if float(totals[1]) == 0:
+        raise DataError("nothing to evaluate: the batches hold no targets; give at least one sample")
+    return float(totals[0] / totals[1])

@@ -98,6 +98,10 @@ class ParallelModel:
         all ranks compute as many."""
         return (self.mesh.data_rank, microbatch) if self.balance is None else self.balance.even_place(microbatch)
 
+    def sample_rank_of(self, data_rank: int) -> int:
+        """The `sample_rank` of the rank that has this one's part of the sequences on another data rank."""
+        return self.mesh.sample_rank + (data_rank - self.mesh.data_rank) * self.mesh.sequence_size
+
     def random_states(self, step: int, microbatch: int) -> AbstractContextManager[None]:
         """Context of the random states of one microbatch's forward pass, the same for any number of stages."""
         if self.place_seeds is None:
@@ -105,7 +109,7 @@ class ParallelModel:
         draws_alike = self.sample_split is None or self.sample_split.draws_alike
         data_rank, number = self.even_place(microbatch)
         if not draws_alike:
-            data_rank = self.mesh.sample_rank_of(data_rank)
+            data_rank = self.sample_rank_of(data_rank)
         return self.place_seeds.during(step=step, microbatch=number, data_rank=data_rank)
 
     def make_replacements(self) -> Replacements:

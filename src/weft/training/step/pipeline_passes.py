@@ -81,7 +81,7 @@ class MicrobatchPasses(StepHooks):
         if not self.stages(action.microbatch).flow.is_random:
             return nullcontext()
         data_rank, number = self._model.even_place(microbatch.number)
-        sample_rank = self._mesh.sample_rank_of(data_rank)
+        sample_rank = self._model.sample_rank_of(data_rank)
         return self._model.seeds.during(step=microbatch.step, microbatch=number, data_rank=sample_rank)
 
     def call(self, microbatch: int) -> Any:
