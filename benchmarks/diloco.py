@@ -7,12 +7,13 @@
 Every run sees the same batches in the same order, starts from the same weights and has the same inner optimizer and
 schedule: AdamW with warm-up and cosine. The synchronous one makes one update per global batch of 64 windows; with W
 replicas each makes one update per 64 / W windows of it, and every so many steps they make an outer Nesterov step
-(rate 0.7, momentum 0.9), or a plain average. So tokens and computation are equal, and a real cluster would exchange 1 / every of the bytes.
+(rate 0.7, momentum 0.9), or a plain average. So tokens and computation are equal, and a real cluster would exchange
+1 / every of the bytes.
 "After warm-up": replicas average after every step of the first tenth, as DiLoCo is published for models that are
 trained a little already (`[data] switch_step`).
 
-The text is the source of Python's standard library, or files of your own; its last twentieth is held out, and the loss of the average of the
-replicas is measured on it along the way (on a part) and at the end (on all of it). The most important runs come first;
+The text is the source of Python's standard library, or files of your own; its last twentieth is held out, and the loss
+of the average of the replicas is measured on it along the way (on a part) and at the end (on all of it). The most important runs come first;
 one that would pass the time given is left out and said. Results are printed and written to the file run by run.
 """
 
