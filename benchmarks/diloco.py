@@ -13,8 +13,9 @@ replicas each makes one update per 64 / W windows of it, and every so many steps
 trained a little already (`[data] switch_step`).
 
 The text is the source of Python's standard library, or files of your own; its last twentieth is held out, and the loss
-of the average of the replicas is measured on it along the way (on a part) and at the end (on all of it). The most important runs come first;
-one that would pass the time given is left out and said. Results are printed and written to the file run by run.
+of the average of the replicas is measured on it along the way (on a part) and at the end (on all of it). The most
+important runs come first; one that would pass the time given is left out and said. Results are printed and written to
+the file run by run.
 """
 
 from __future__ import annotations
