@@ -35,7 +35,7 @@ import torch
 import weft
 from weft.models.gpt import GPT, GPTConfig
 from weft.optim.schedule import warmup_cosine
-from weft.plan.plan import Axes, Data, Plan, Precision, Step
+from weft.plan.plan import Axes, Compile, Data, Plan, Precision, Step
 from weft.training.data.datasets import TokenWindows, split_held_out, standard_library_text, text_files
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
@@ -105,8 +105,8 @@ class Run:
             outer="average" if "average" in words else "nesterov",
         )
 
-    def plan(self, precision: Precision) -> Plan:
-        common = Plan(step=Step(clip_norm=1.0), precision=precision)
+    def plan(self, precision: Precision, *, compiled: bool) -> Plan:
+        common = Plan(step=Step(clip_norm=1.0), precision=precision, compile=Compile(blocks=compiled))
         if self.num_replicas == 1:
             return common
         is_nesterov = self.outer == "nesterov"
@@ -150,12 +150,12 @@ class Outcome:
     curve_loss: list[float]
 
 
-def train(run: Run, size: Size, data: tuple[TokenWindows, TokenWindows], device: str) -> Outcome:
+def train(run: Run, size: Size, data: tuple[TokenWindows, TokenWindows], device: str, *, compiled: bool) -> Outcome:
     torch.manual_seed(0)
     fused: dict[str, Any] = {"fused": True} if device == "cuda" else {}
     trainer = weft.parallelize(
         GPT(size.config),
-        run.plan(Precision(compute="bf16" if device == "cuda" else "model")),
+        run.plan(Precision(compute="bf16" if device == "cuda" else "model"), compiled=compiled),
         loss="cross-entropy",
         optimizer=functools.partial(torch.optim.AdamW, lr=size.lr, betas=(0.9, 0.95), weight_decay=0.1, **fused),
         schedule=warmup_cosine(size.steps // 20, size.steps, 0.1),
@@ -235,6 +235,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--every", type=int, nargs="+", help="steps between exchanges (50 100 200 500)")
     parser.add_argument("--replicas", type=int, nargs="+", help="replicas (8 4)")
     parser.add_argument("--json", type=Path, default=Path("diloco.json"), help="file of the results (diloco.json)")
+    parser.add_argument("--compile", action="store_true", help="compile the model's blocks, once for all replicas")
     parser.add_argument("--tiny", action="store_true", help="a small model and few steps, for a CPU")
     return parser.parse_args()
 
@@ -277,7 +278,7 @@ def main() -> None:
         if needed_s > left_s:
             print(f"{run.name:38s} left out: it needs {needed_s:.0f} s, {left_s:.0f} s are left", flush=True)
             continue
-        outcomes.append(train(run, size, data, device))
+        outcomes.append(train(run, size, data, device, compiled=args.compile))
         expected[run.num_replicas] = outcomes[-1].seconds
         print(line(outcomes[-1], outcomes[0], tokens), flush=True)
         gc.collect()  # a trainer's hooks refer to it, and its memory is the next one's

@@ -10,7 +10,7 @@ GPT on the bytes of Python's standard library (AdamW). "Synchronous" is all-redu
 Quality is measured by replicas in one process, which equal real ranks: held-out loss of the average at the end, mean
 and standard deviation over seeds (weights, order of the data), and the spread of the replicas before an exchange: the
 distance of a replica from the average, relative to the average's norm. Runs are processes of one thread beside each
-other on a CPU, and one after the other on a GPU.
+other, one per core on a CPU and a few on a GPU.
 
 Time and bytes are measured by 4 real ranks of one thread, on 4 emulated hosts (docs/lab.md) or on one: all settings
 take turns in one run, in blocks as long as the longest interval between exchanges; the median block of the slowest rank
@@ -246,7 +246,8 @@ class Row:
 
 def measure_quality(args: argparse.Namespace) -> list[Row]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    jobs = args.jobs or (1 if device == "cuda" else max(os.cpu_count() or 1, 1))
+    cores = os.cpu_count() or 1
+    jobs = args.jobs or (max(min(cores // 2, 6), 1) if device == "cuda" else cores)
     rows = []
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         pending = {
@@ -335,7 +336,7 @@ def read_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--seeds", type=int, default=3, help="runs of each setting (3)")
     parser.add_argument("--steps", type=int, help="of a run (256 and 512)")
-    parser.add_argument("--jobs", type=int, help="runs beside each other (one per core; one on a GPU)")
+    parser.add_argument("--jobs", type=int, help="runs beside each other (one per core; 6 on a GPU)")
     parser.add_argument("--bandwidth", default="100Mbit", help="of each emulated host's line, each way (100Mbit)")
     parser.add_argument("--delay", default="5ms", help="one way, between emulated hosts (5ms)")
     parser.add_argument("--loopback", action="store_true", help="ranks of this host, without an emulated network")
@@ -371,7 +372,10 @@ def main() -> None:
     rows = measure_quality(args)
     write(args.json, rows, environment)
     if args.rounds:
-        costs = start_ranks(args)
+        try:
+            costs = start_ranks(args)
+        except subprocess.CalledProcessError as error:
+            sys.exit(f"the ranks ended with {error.returncode}, so there is no time; the quality is in {args.json}")
         rows = [
             replace(row, step_s=costs[row.task][row.every][0], sent_bytes=costs[row.task][row.every][1]) for row in rows
         ]
