@@ -173,14 +173,9 @@ class Trainer:
         return self.update.grad_norm
 
     @property
-    def skipped(self) -> int | torch.Tensor:
-        """`num_skipped`, as a number that may still be computed."""
-        return self.update.skipped
-
-    @property
     def num_skipped(self) -> int:
         """Number of updates skipped so far, because the loss or a gradient was not finite."""
-        return int(self.skipped)
+        return sum(one.update.num_skipped for one in (self, *self.others))
 
     @property
     def loss_scale(self) -> float | None:
