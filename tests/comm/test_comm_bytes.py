@@ -39,8 +39,10 @@ def check_gpt_bytes(bucket_bytes: int, microbatches: int) -> None:
     trainer = make_trainer(small_gpt(), plan)
     counted_bytes, numel = bytes_of_a_step(trainer, token_batch(8)), sum(p.numel() for p in trainer.model.parameters())
     assert counted_bytes == predicted_gradient_bytes(trainer)
-    tail, size = 3 + len(list(trainer.model.parameters())), trainer.data_size
-    assert 0 <= counted_bytes - 2 * (size - 1) * 4 * (numel + tail) / size < tail, "only rounding, once per bucket"
+    num_parameters, size = len(list(trainer.model.parameters())), trainer.data_size
+    tail = 3 + size + num_parameters
+    off = counted_bytes - 2 * (size - 1) * 4 * (numel + tail) / size
+    assert 0 <= off < 1 + num_parameters, "only rounding, once per bucket"
 
 
 def check_convnet_bytes(dtype: torch.dtype, microbatches: int) -> None:

@@ -46,6 +46,7 @@ from weft.training.run.loop import train
 from weft.training.stragglers import Straggler
 from weft.training.trainer import Trainer
 
+LONG = pytest.mark.long
 Speeds = Callable[[int], Sequence[float]]
 
 
@@ -89,12 +90,13 @@ def verify_uneven(model: nn.Module, plan: Plan, batch: Callable[..., Any], slow:
 
 
 @ranks(2)
-@pytest.mark.parametrize("shard", ["nothing", "optimizer", "gradients", "parameters"])
+@pytest.mark.parametrize("shard", ["nothing", "optimizer", pytest.param("gradients", marks=LONG), "parameters"])
 def test_uneven_shares_equal_one_process(shard: str) -> None:
     plan = data_plan(2, microbatches=4, shard=shard, clip_norm=0.5)
     verify_uneven(small_gpt(), plan, token_batch, [1, 3], (6, 2))
 
 
+@pytest.mark.long
 @ranks(2)
 def test_parameters_that_are_gathered_for_each_microbatch() -> None:
     plan = data_plan(2, microbatches=4, shard="parameters", reshard="microbatch")
@@ -102,13 +104,13 @@ def test_parameters_that_are_gathered_for_each_microbatch() -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("shard", ["nothing", "parameters"])
+@pytest.mark.parametrize("shard", ["nothing", pytest.param("parameters", marks=LONG)])
 def test_batch_statistics_are_of_the_ranks_that_have_a_microbatch(shard: str) -> None:
     verify_uneven(small_convnet(), data_plan(2, microbatches=4, shard=shard), image_batch, [1, 3], (6, 2))
 
 
 @ranks(4)
-@pytest.mark.parametrize("slow", [[1, 1, 1, 3], [1, 1, 3, 1]])
+@pytest.mark.parametrize("slow", [[1, 1, 1, 3], pytest.param([1, 1, 3, 1], marks=LONG)])
 def test_tensor_ranks_follow_the_slowest_of_them(slow: list[float]) -> None:
     plan = tensor_plan(2, data=2, microbatches=4)
     verify_uneven(small_gpt(), plan, token_batch, slow, (6, 2))
@@ -120,10 +122,10 @@ def test_tensor_ranks_follow_the_slowest_of_them(slow: list[float]) -> None:
     [
         ("1f1b", 1, "nothing"),
         ("interleaved", 2, "parameters"),
-        pytest.param("1f1b", 1, "parameters", marks=pytest.mark.long),
-        pytest.param("interleaved", 2, "nothing", marks=pytest.mark.long),
-        pytest.param("zero-bubble", 1, "optimizer", marks=pytest.mark.long),
-        pytest.param("gpipe", 1, "gradients", marks=pytest.mark.long),
+        pytest.param("1f1b", 1, "parameters", marks=LONG),
+        pytest.param("interleaved", 2, "nothing", marks=LONG),
+        pytest.param("zero-bubble", 1, "optimizer", marks=LONG),
+        pytest.param("gpipe", 1, "gradients", marks=LONG),
     ],
 )
 def test_pipelines_are_balanced_as_a_whole(schedule: str, chunks: int, shard: str) -> None:
