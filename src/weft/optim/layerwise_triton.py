@@ -36,7 +36,7 @@ _SUMMED = 1024
 class Kernels:
     """The kernel's tables for one batch, kept as long as the batch has the same tensors."""
 
-    in_one_launch = True
+    in_one_launch = False
     """Both passes in one launch, where nothing is exchanged between them; benchmarks/optimizers.py compares."""
 
     def __init__(self) -> None:
