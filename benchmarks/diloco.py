@@ -1,17 +1,19 @@
 """DiLoCo against synchronous AdamW at equal tokens: held-out loss of a GPT on bytes, by replicas in process on one GPU.
 
     python benchmarks/diloco.py [--minutes 10] [--steps 1000] [--every 50 100 200 500] [--replicas 8 4] [--json FILE]
+    python benchmarks/diloco.py --runs 4@50 4@50,warm 4@50,average --text "/usr/lib/python3/**/*.py"   # these, in order
     python benchmarks/diloco.py --tiny                       # a minute on a CPU, to try the script
 
 Every run sees the same batches in the same order, starts from the same weights and has the same inner optimizer and
 schedule: AdamW with warm-up and cosine. The synchronous one makes one update per global batch of 64 windows; with W
 replicas each makes one update per 64 / W windows of it, and every so many steps they make an outer Nesterov step
-(rate 0.7, momentum 0.9). So tokens and computation are equal, and a real cluster would exchange 1 / every of the bytes.
+(rate 0.7, momentum 0.9), or a plain average. So tokens and computation are equal, and a real cluster would exchange
+1 / every of the bytes.
 "After warm-up": replicas average after every step of the first tenth, as DiLoCo is published for models that are
 trained a little already (`[data] switch_step`).
 
-The text is the source of Python's standard library; its last twentieth is held out, and the loss of the average of the
-replicas is measured on it along the way (on a part) and at the end (on all of it). The most important runs come first;
+The text is the source of Python's standard library, or files of your own; its last twentieth is held out, and the loss
+of the average of the replicas is measured on it along the way (on a part) and at the end (on all of it). The most important runs come first;
 one that would pass the time given is left out and said. Results are printed and written to the file run by run.
 """
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import json
 import time
 from dataclasses import asdict, dataclass, replace
@@ -32,7 +35,7 @@ import weft
 from weft.models.gpt import GPT, GPTConfig
 from weft.optim.schedule import warmup_cosine
 from weft.plan.plan import Axes, Data, Plan, Precision, Step
-from weft.training.data.datasets import TokenWindows, split_held_out, standard_library_text
+from weft.training.data.datasets import TokenWindows, split_held_out, standard_library_text, text_files
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 HELD_OUT = 0.05
@@ -55,7 +58,7 @@ class Size:
 
 
 FULL = Size(
-    config=GPTConfig(context=512, num_layers=10, hidden=512, heads=8),
+    config=GPTConfig(context=512, num_layers=5, hidden=768, heads=12),  # wide: small batches wait for launches
     global_batch=64,
     steps=1000,
     lr=1e-3,
@@ -80,24 +83,37 @@ class Run:
     num_replicas: int = 1
     every: int = 1
     warm_up_steps: int = 0
+    outer: str = "nesterov"
 
     @property
     def name(self) -> str:
         if self.num_replicas == 1:
             return "synchronous"
-        return f"{self.num_replicas} replicas, every {self.every}" + (", after warm-up" if self.warm_up_steps else "")
+        how = ", averaged" * (self.outer == "average") + ", after warm-up" * (self.warm_up_steps > 0)
+        return f"{self.num_replicas} replicas, every {self.every}{how}"
+
+    @classmethod
+    def parse(cls, text: str, steps: int) -> Run:
+        """A run from its words: "8@50", "8@50,warm", "8@50,average"."""
+        sizes, *words = text.split(",")
+        num_replicas, every = map(int, sizes.split("@"))
+        return cls(
+            num_replicas=num_replicas,
+            every=every,
+            warm_up_steps=steps // 10 if "warm" in words else 0,
+            outer="average" if "average" in words else "nesterov",
+        )
 
     def plan(self, precision: Precision) -> Plan:
         common = Plan(step=Step(clip_norm=1.0), precision=precision)
         if self.num_replicas == 1:
             return common
+        is_nesterov = self.outer == "nesterov"
         data = Data(
             sync="local",
             every=self.every,
             switch_step=self.warm_up_steps,
-            outer="nesterov",
-            outer_lr=OUTER_LR,
-            outer_momentum=OUTER_MOMENTUM,
+            **({"outer": "nesterov", "outer_lr": OUTER_LR, "outer_momentum": OUTER_MOMENTUM} if is_nesterov else {}),
         )
         return replace(common, axes=Axes(data=self.num_replicas), data=data)
 
@@ -122,6 +138,7 @@ class Outcome:
     num_replicas: int
     every: int
     warm_up_steps: int
+    outer: str
     held_out_loss: float
     spread: float | None
     """Distance of a replica from the average, relative to its norm, before the last exchange."""
@@ -208,6 +225,11 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0, help="no run begins that would end later (10)")
     parser.add_argument("--steps", type=int, help="of each run (1000)")
+    parser.add_argument("--global-batch", type=int, help="windows per step, over all replicas (64)")
+    parser.add_argument(
+        "--runs", nargs="+", help='besides the synchronous one, such as 8@50 "4@50,warm" "4@50,average"'
+    )
+    parser.add_argument("--text", nargs="+", help="files or globs to learn from (Python's standard library)")
     parser.add_argument("--lr", type=float, help="of AdamW, in all runs (1e-3)")
     parser.add_argument("--every", type=int, nargs="+", help="steps between exchanges (50 100 200 500)")
     parser.add_argument("--replicas", type=int, nargs="+", help="replicas (8 4)")
@@ -220,10 +242,15 @@ def main() -> None:
     args = read_arguments()
     began = time.perf_counter()
     size = TINY if args.tiny else FULL
-    size = replace(size, steps=args.steps or size.steps, lr=args.lr or size.lr)
+    size = replace(
+        size,
+        steps=args.steps or size.steps,
+        lr=args.lr or size.lr,
+        global_batch=args.global_batch or size.global_batch,
+    )
     every = sorted(args.every or ([5, 10, 20] if args.tiny else [50, 100, 200, 500]))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    text = standard_library_text()[: size.text_bytes]
+    text = (text_files(args.text) if args.text else standard_library_text())[: size.text_bytes]
     parts = split_held_out(text, HELD_OUT, size.config.context)
     data = (TokenWindows(parts[0], size.config.context), TokenWindows(parts[1], size.config.context))
     with torch.device("meta"):
@@ -240,7 +267,10 @@ def main() -> None:
     )
     outcomes: list[Outcome] = []
     expected: dict[int, float] = {}
-    for run in runs_of(args.replicas or ([4, 2] if args.tiny else [8, 4]), every, size.steps):
+    runs = runs_of(args.replicas or ([4, 2] if args.tiny else [8, 4]), every, size.steps)
+    if args.runs:
+        runs = [Run(), *(Run.parse(words, size.steps) for words in args.runs)]
+    for run in runs:
         left_s = 60 * args.minutes - (time.perf_counter() - began)
         needed_s = 1.1 * expected.get(run.num_replicas, 2.5 * expected.get(1, 0.0))
         if needed_s > left_s:
@@ -249,6 +279,7 @@ def main() -> None:
         outcomes.append(train(run, size, data, device))
         expected[run.num_replicas] = outcomes[-1].seconds
         print(line(outcomes[-1], outcomes[0], tokens), flush=True)
+        gc.collect()  # a trainer's hooks refer to it, and its memory is the next one's
         args.json.write_text(json.dumps(report(outcomes, size, environment), indent=1))
 
 

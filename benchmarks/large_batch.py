@@ -150,8 +150,8 @@ def make_methods(small_batch: int, num_steps: int) -> list[Method]:
             rates=(0.00625, 0.0125, 0.025, 0.05, 0.1),
         ),
         Method(name="SGD, tuned", optimizer="SGD", rates=(0.1, 0.2, 0.4, 0.8, 1.6), **large),
-        Method(name="LARS, tuned", optimizer="LARS", rates=(2.0, 4.0, 8.0, 16.0, 32.0), **large),
-        Method(name="LAMB, tuned", optimizer="LAMB", rates=(0.005, 0.01, 0.02, 0.04, 0.08), **large),
+        Method(name="LARS, tuned", optimizer="LARS", rates=(4.0, 8.0, 16.0, 32.0, 64.0), **large),
+        Method(name="LAMB, tuned", optimizer="LAMB", rates=(0.01, 0.02, 0.04, 0.08, 0.16), **large),
     ]
 
 

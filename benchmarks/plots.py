@@ -35,6 +35,8 @@ DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)))
 """Of the first, second and third round through the hues."""
 PANEL_INCHES = (5.0, 3.6)
 MOST_TICKS = 10
+NARROW = 200
+"""Range of a logarithmic y below which powers of 2 are written out."""
 SETTINGS: dict[str, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "weft",
@@ -137,7 +139,7 @@ def draw_method(axes: Any, name: str, seeds: list[dict[str, Any]], look: dict[st
 
 
 def draw_panel(axes: Any, panel: dict[str, Any], looks: dict[str, dict[str, Any]]) -> None:
-    from matplotlib.ticker import NullLocator
+    from matplotlib.ticker import FormatStrFormatter, NullLocator
 
     for name, seeds in by_name(panel).items():
         draw_method(axes, name, seeds, looks[name])
@@ -145,7 +147,12 @@ def draw_panel(axes: Any, panel: dict[str, Any], looks: dict[str, dict[str, Any]
     axes.set_xlabel(panel["x_label"])
     axes.set_ylabel(panel["y_label"])
     if panel.get("log_y"):
-        axes.set_yscale("log")
+        shown = [y for series in panel["series"] for y in series["y"] if y is not None and 0 < y < math.inf]
+        is_narrow = bool(shown) and max(shown) < NARROW * min(shown)
+        axes.set_yscale("log", base=2 if is_narrow else 10)
+        if is_narrow:
+            axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+            axes.yaxis.set_minor_locator(NullLocator())
     if panel.get("y_range"):
         axes.set_ylim(*panel["y_range"])
     if panel.get("log_x"):

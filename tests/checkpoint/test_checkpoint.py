@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from weft.checkpoint import snapshot
 from weft.checkpoint.load import read_index
 from weft.comm.objects import gather_values
+from weft.optim.lamb import LAMB
 from weft.parallel.state.buffers import persistent_buffers
 from weft.plan.text import format_plan
 from weft.training.parallelize import OptimizerFactory
@@ -33,6 +34,7 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
     "fused": functools.partial(torch.optim.AdamW, lr=1e-3, fused=True),
     "momentum": SGD,
     "plain": functools.partial(torch.optim.SGD, lr=0.1),
+    "lamb": functools.partial(LAMB, lr=1e-2),
 }
 
 

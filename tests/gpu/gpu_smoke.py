@@ -158,7 +158,7 @@ def resume(plan: Plan, model: GPT, trainer: weft.Trainer, tokens: torch.Tensor, 
     trainer.check_divergence()
     if plan.axes.data < trainer.mesh.world.size or plan.axes.data == 1 or plan.data.shard == "parameters":
         return "resumes"
-    if plan.replica_axis is not None and not (trainer.sync.agrees and plan.precision == Precision()):
+    if plan.replica_axis is not None and not (trainer.sync.agrees and not trainer.sync.flats):
         return "resumes"  # replicas differ, or are compared by their master weights
     if trainer.mesh.world.rank == 1:
         with torch.no_grad():

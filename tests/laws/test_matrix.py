@@ -1,4 +1,4 @@
-"""The matrix: every lossless plan equals one process, for every kind of model. Each new capability adds rows here.
+"""The matrix: every plan equals one process that follows its rule, for every kind of model. New capabilities add rows.
 
 A row of `CASES` is a plan, a model and the sizes of its global batches. Each row is verified twice against one process:
 in float64, where every gradient, weight, buffer and loss is within 1e-10, and in float32, where losses are within 1e-5
@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from weft.models.gpt import GPT
 from weft.plan.pipeline.communication import FLUSH_FREE
-from weft.plan.plan import Plan, Recompute
+from weft.plan.plan import AXES, Axes, Data, Plan, Recompute, Step
 from weft.plan.text import read_plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "plans"
@@ -140,6 +140,16 @@ class Case:
 
 def row(plan: Plan, model: str, sizes: tuple[int, ...], optimizer: MakeOptimizer = SGD) -> Case:
     return Case(plan=plan, model=model, sizes=sizes, optimizer=optimizer)
+
+
+NESTEROV = {"outer": "nesterov", "outer_lr": 0.7, "outer_momentum": 0.9}
+
+
+def local_plan(*, microbatches: int = 1, clip_norm: float = 0.0, **fields: Any) -> Plan:
+    """Replicas that differ, of which each may have several ranks."""
+    axes = {name: fields.pop(name) for name in AXES if name in fields}
+    step = Step(microbatches=microbatches, clip_norm=clip_norm)
+    return Plan(axes=Axes(**axes), step=step, data=Data(sync="local", **fields))
 
 
 def recomputing(policy: str, plan: Plan) -> Plan:
@@ -373,6 +383,19 @@ CASES = {
     "ring 2, convnet, recompute in part": row(recomputing("selective", sequence_plan(ring=2)), "convnet", SHORT),
     "ring 2, convnet, recompute": row(recomputing("full", sequence_plan(ring=2)), "convnet", SHORT),
     "sockets, ring 2, ulysses 2": row(sequence_plan(ring=2, ulysses=2, transport="c10d"), "grouped gpt", SHORT),
+    # replicas that differ, against one process that plays them by the rule
+    "local 3": row(local_plan(data=3, every=2), "gpt with unused", UNEVEN, ADAMW),
+    "local 2, post-local": row(local_plan(data=2, every=2, switch_step=2), "learned untied gpt", SHORT, ADAMW),
+    "local 2, convnet": row(local_plan(data=2, every=2, microbatches=2), "biased convnet", UNEVEN, ADAMW),
+    "diloco 3": row(local_plan(data=3, every=2, **NESTEROV), "frozen gpt", UNEVEN, ADAMW),
+    "diloco 2, zero 3 inside": row(
+        local_plan(replicate=2, data=2, shard=THREE, every=2, **NESTEROV), "grouped gpt", UNEVEN, ADAMW
+    ),
+    "diloco 2, pipeline 2 inside": row(
+        local_plan(data=2, pipeline=2, microbatches=2, clip_norm=0.1, every=2, **NESTEROV), "unet", UNEVEN, ADAMW
+    ),
+    "local 2, tensor 2 inside": row(local_plan(data=2, tensor=2, every=2), "grouped gpt", SHORT, ADAMW),
+    "local 2, ring 2 inside": row(local_plan(data=2, ring=2, every=2), "rotary tied gpt", SHORT),
     # the examples; those whose results differ from one process's have their own tests
     **{
         f"examples/{path.name}": row(plan, example_model(path.stem, plan), UNEVEN)

@@ -76,7 +76,7 @@ class Averaging(Between):
 
     num_updates = 0
 
-    def publish(self) -> None:
+    def end_update(self) -> None:
         self.num_updates += 1
         if self.num_updates % EVERY == 0:
             for piece in self.inside.pieces:

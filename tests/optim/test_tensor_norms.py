@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from meshes import verify
-from oracle import data_plan, make_trainer, pipeline_plan, sequence_plan, small_gpt, tensor_plan, token_batch
+from oracle import (
+    Batch,
+    cut_evenly,
+    data_plan,
+    make_trainer,
+    pipeline_plan,
+    sequence_plan,
+    small_gpt,
+    tensor_plan,
+    token_batch,
+)
+from pretend_gpu import no_waits, pretended_gpu
 from ranks import ranks
+from strict_nccl.mode import StrictMode
+from strict_plans import verify_over_strict
 from torch import nn
 
 from weft.errors import PlanError
@@ -18,8 +33,9 @@ from weft.optim.exclude_one_dim import exclude_one_dim
 from weft.optim.lamb import LAMB
 from weft.optim.lars import LARS
 from weft.plan.partition.wire import tensor_norm_bytes
-from weft.plan.plan import Plan
+from weft.plan.plan import Plan, Precision
 from weft.training.setup.probe_optimizer import takes_parts
+from weft.training.trainer import Trainer
 
 Make = Callable[..., torch.optim.Optimizer]
 LAMBS: Make = functools.partial(LAMB, lr=0.02, weight_decay=0.1)
@@ -68,6 +84,33 @@ def test_on_4_ranks_further() -> None:
     check(pipeline_plan(2, data=2, microbatches=2, shard="gradients"), LAMBS)  # tied and sharded
     check(tensor_plan(2, pipeline=2, microbatches=2), SCALED)
     check(tensor_plan(4, shard="optimizer"), NORMALISED, gpt(kv_heads=2), adapts_all=True)
+    check(tensor_plan(2, pipeline=2, microbatches=2, schedule="2bw"), LAMBS)
+    check(tensor_plan(2, pipeline=2, microbatches=2, schedule="pipedream"), SCALED, gpt(tied=False))
+    offloaded = data_plan(2, shard="parameters", replicate=2, clip_norm=0.1)
+    offloaded = dataclasses.replace(
+        offloaded, data=dataclasses.replace(offloaded.data, offload=True), precision=Precision(compute="bf16")
+    )
+    check(offloaded, LAMBS)
+
+
+@pytest.mark.long
+@ranks(4)
+@pytest.mark.parametrize("mode", [StrictMode(), StrictMode(delay_ms=2.0)], ids=["lazy", "delays"])
+def test_by_the_rules_of_nccl(mode: StrictMode) -> None:
+    for plan, optimizer in (
+        (tensor_plan(2, data=2, shard="parameters"), LAMBS),
+        (tensor_plan(2, pipeline=2, microbatches=2), SCALED),
+        (pipeline_plan(2, data=2, microbatches=2, shard="optimizer"), NORMALISED),
+    ):
+        verify_over_strict(
+            gpt(),
+            plan,
+            mode,
+            loss="cross-entropy",
+            optimizer=optimizer,
+            batches=[token_batch(8, seed=seed) for seed in range(2)],
+            dtype=torch.float64,
+        ).require()
 
 
 @ranks(4)
@@ -96,6 +139,37 @@ def test_whole_tensors_exchange_nothing() -> None:
                 trainer.step(*token_batch(4, seed=step))
                 calls[name] = trainer.mesh.traffic["data"].num_calls - before
     assert calls["lamb"] == calls["sgd"]
+
+
+@ranks(2)
+def test_a_steady_step_never_waits() -> None:
+    for plan in (data_plan(2, shard="parameters", microbatches=2), tensor_plan(2, microbatches=2)):
+        with make_trainer(gpt(), plan, optimizer=LAMBS, groups=exclude_one_dim) as trainer, pretended_gpu():
+            parts = [cut_evenly(token_batch(8, seed=step), trainer.data_size)[trainer.data_rank] for step in range(4)]
+            for part in parts[:3]:
+                trainer.step(*part)
+            with no_waits():
+                trainer.step(*parts[3])
+            trainer.flush()
+
+
+@ranks(2)
+def test_another_plan_goes_on_with_its_state(tmp_path: Path) -> None:
+    batches = [token_batch(4, seed=step) for step in range(4)]
+
+    def step_on(trainer: Trainer, batch: Batch) -> float:
+        return float(trainer.step(*cut_evenly(batch, trainer.data_size)[trainer.data_rank]))
+
+    torch.manual_seed(0)
+    with make_trainer(gpt().double(), data_plan(2, shard="parameters"), optimizer=LAMBS) as trainer:
+        for batch in batches[:2]:
+            step_on(trainer, batch)
+        trainer.save(tmp_path / "saved")
+        losses = [step_on(trainer, batch) for batch in batches[2:]]
+    with make_trainer(gpt().double(), tensor_plan(2), optimizer=LAMBS) as other:
+        other.load(tmp_path / "saved")
+        assert [step_on(other, batch) for batch in batches[2:]] == pytest.approx(losses, rel=1e-10)
+        assert {int(state["step"]) for state in other.optimizer.state.values()} == {4}
 
 
 class Lamb(torch.optim.SGD):

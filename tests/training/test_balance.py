@@ -217,27 +217,39 @@ def test_a_resume_goes_on_with_the_shares_as_they_were(tmp_path: Path) -> None:
     assert other.shares == (4, 4), "another plan does not balance"
 
 
-@ranks(2)
-def test_the_first_rank_warns_of_a_slow_one() -> None:
+@contextmanager
+def warnings_of_weft() -> Iterator[list[str]]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("weft").addHandler(handler)
     try:
-        trainer = make_trainer(MLP(), data_plan(2))
-        with times(lambda step: [1, 2 if step < 30 else 1]):
-            for number in range(36):
-                step_on_part(trainer, batch_of(4, seed=number))
+        yield lines
     finally:
         logging.getLogger("weft").removeHandler(handler)
+
+
+@ranks(2)
+@pytest.mark.parametrize("every", [0, 4])
+def test_the_first_rank_warns_of_a_slow_one(every: int) -> None:
+    """Also of a slow replica, which tells its time when it exchanges."""
+    plan, since, recovered_at = data_plan(2), 3, 33
+    if every:
+        plan, since, recovered_at = Plan(axes=Axes(data=2), data=Data(sync="local", every=every)), 1, 32
+    trainer = make_trainer(MLP(), plan)
+    with warnings_of_weft() as lines, times(lambda step: [1, 2 if step < (28 if every else 30) else 1]):
+        for number in range(36):
+            step_on_part(trainer, batch_of(4, seed=number))
     if dist.get_rank() == 0:
         slow, recovered = lines
-        assert slow.startswith("rank 1 takes 2.0 times as long as the median rank") and "since step 3" in slow
-        assert recovered.startswith("rank 1 has recovered at step 33")
+        assert slow.startswith("rank 1 takes 2.0 times as long as the median rank") and f"since step {since};" in slow
+        assert recovered.startswith(f"rank 1 has recovered at step {recovered_at}")
     else:
         assert lines == []
     worst = trainer.pace.worst_of_all()
-    assert worst is not None and (worst.rank, worst.since_step) == (1, 3)
+    assert worst is not None and (worst.rank, worst.since_step) == (1, since)
+    # 1 s per sample more, on 2 samples, in 28 steps: of the first ones without an exchange two are not known to be slow
+    assert worst.cost_s == 2.0 * 28
 
 
 class Rows:

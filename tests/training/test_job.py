@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from weft.errors import JobError, WeftError
+from weft.optim.exclude_one_dim import exclude_one_dim
+from weft.optim.lamb import LAMB
+from weft.optim.lars import LARS
 from weft.plan.check import check
 from weft.plan.fields import toml
 from weft.plan.plan import Axes, Plan
@@ -195,12 +199,48 @@ def test_bad_form(folder: Path, text: str, words: list[str]) -> None:
         ("optimizer.momentum = 0.9", ['[optimizer] takes no setting "momentum"']),
         ("optimizer.schedule = 'warmup-cosin'", ['no learning-rate schedule "warmup-cosin"', '"warmup-cosine"?']),
         ("optimizer.warmup_steps = 3", ['schedule "constant" takes no setting "warmup_steps"; it takes none']),
+        ("optimizer.name = 'lars'\noptimizer.variant = '2017'", ['[optimizer] LARS has no variant "2017"; known:']),
+        ("optimizer.name = 'lamb'\noptimizer.lr = -1.0\noptimizer.eps = 'x'", ["LAMB: lr is -1.0", "LAMB: eps is 'x'"]),
+        ("optimizer.name = 'lamb'\noptimizer.exclude_one_dim = 1", ["exclude_one_dim = 1 must be true or false"]),
+        ("optimizer.exclude_one_dim = true", ['[optimizer] takes no setting "exclude_one_dim"']),
+        ("optimizer.batch_scaling = 'linear'", ['batch_scaling = "linear" needs base_batch']),
+        ("optimizer.base_batch = 32", ["base_batch = 32 has no effect without batch_scaling"]),
+        (
+            "optimizer.batch_scaling = 'squared'\noptimizer.base_batch = 0",
+            ["[optimizer] batch_scaling is 'squared'; did you mean \"sqrt\"?", "[optimizer] base_batch is 0"],
+        ),
+        ("optimizer.schedule = 'warmup-step'", ['schedule "warmup-step" needs the setting "drops"']),
+        ("optimizer.schedule = 'warmup-linear'\noptimizer.power = 2", ['"warmup-linear" takes no setting "power"']),
         ("steps.global_batch = 1000", ["training data holds 62 samples, one global batch needs 1000"]),
     ],
 )
 def test_bad_values(folder: Path, setting: str, words: list[str]) -> None:
     message = problems_of(small_with(setting))
     assert [word for word in words if word not in message] == [], message
+
+
+def test_lars_and_lamb_leave_biases_and_norms_alone_unless_told(folder: Path) -> None:
+    for name, kind in (("lars", LARS), ("lamb", LAMB)):
+        prepared = prepare(parse_job(small_with(f"optimizer.name = '{name}'\noptimizer.weight_decay = 0.1")))
+        assert prepared.groups is exclude_one_dim
+        (group,) = prepared.optimizer([torch.nn.Parameter(torch.ones(2))]).param_groups
+        assert (
+            isinstance(prepared.optimizer([torch.nn.Parameter(torch.ones(2))]), kind) and group["weight_decay"] == 0.1
+        )
+        all_alike = prepare(parse_job(small_with(f"optimizer.name = '{name}'\noptimizer.exclude_one_dim = false")))
+        assert all_alike.groups is None
+    assert prepare(parse_job(small_with("optimizer.lr = 0.1"))).groups is None
+
+
+def test_batch_scaling_and_schedules_of_a_job(folder: Path) -> None:
+    text = small_with(
+        "optimizer.schedule = 'warmup-stable-decay'\noptimizer.decay_steps = 1\noptimizer.batch_scaling = 'sqrt'\n"
+        "optimizer.base_batch = 1\nsteps.global_batch = 4\nsteps.total = 3"
+    )
+    job = parse_job(text)
+    assert [prepare(job).schedule(step) for step in range(3)] == [2.0, 2.0, 0.0]
+    again = parse_job(format_job(replace(job, plan=None), plan="plan.toml").partition("\n")[2])
+    assert (again.optimizer, again.schedule) == (job.optimizer, job.schedule)
 
 
 def test_all_problems_of_the_form_at_once(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from oracle import (
     small_gpt,
     token_batch,
 )
+from pretend_gpu import no_waits, pretended_gpu
 from ranks import gathered, ranks
 from torch import Tensor, nn
 
@@ -38,7 +40,7 @@ from weft.plan.plan import Average, Data, Plan
 from weft.training.loss.gather_batch import gather_batch
 from weft.training.run import stop as stop_module
 from weft.training.run.stop import StopRequest
-from weft.training.step import not_finite
+from weft.training.step import not_finite, update
 from weft.training.step.divergence import DivergenceCheck
 from weft.training.trainer import Trainer
 
@@ -318,6 +320,26 @@ def test_a_replica_without_targets_makes_no_update(name: str) -> None:
     after = masters(trainer)
     assert any(not torch.equal(after[one], before[one]) for one in before)
     trainer.step(*batch(8))
+
+
+@ranks(2)
+@pytest.mark.parametrize("clip_norm", [0.0, 1.0])
+def test_a_gpu_skips_a_replica_without_targets_by_itself(clip_norm: float) -> None:
+    """Only the GPU knows how many of the targets count."""
+    with mock.patch.object(update, "can_skip_on_device", lambda _: True):
+        plan = local(data_plan(2, clip_norm=clip_norm), every=9)
+        trainer = make(plan, optimizer=functools.partial(torch.optim.AdamW, lr=0.1, fused=True))
+    inputs, targets = part(trainer, batch_of(8))
+    with pretended_gpu():
+        for _ in range(2):
+            trainer.step(inputs, targets)
+        before = masters(trainer)
+        with no_waits():
+            loss = trainer.step(inputs, targets if trainer.data_rank == 0 else torch.full_like(targets, -100))
+    is_empty = trainer.data_rank == 1
+    assert bool(loss.isnan()) == is_empty and trainer.num_skipped == 0
+    assert torch.equal(masters(trainer)["last.bias"], before["last.bias"]) == is_empty
+    assert float(trainer.optimizer.state[trainer.model.get_parameter("last.bias")]["step"]) == 3 - is_empty
 
 
 def test_one_replica_alone_refuses_a_step_without_targets() -> None:

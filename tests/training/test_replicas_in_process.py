@@ -13,14 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import cut_evenly, image_batch, make_trainer, small_convnet, small_gpt, token_batch
+from pretend_gpu import no_waits, pretended_gpu
 from ranks import ranks
 from torch import Tensor, nn
 
 from weft.errors import DamagedCheckpointError, NotFiniteError, PlanError
 from weft.mesh import World
-from weft.plan.plan import ALL, Average, Axes, Data, Plan, Precision, Step
+from weft.plan.plan import ALL, Average, Axes, Codec, Data, Plan, Precision, Step
 from weft.training.parallelize import parallelize
 from weft.training.replicas_in_process import ReplicasInProcess
+from weft.training.step import update
 from weft.training.trainer import Trainer
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
@@ -51,8 +53,11 @@ class Case:
 CASES = {
     "local SGD": Case(plan=local(2, every=3)),
     "DiLoCo": Case(plan=local(2, every=4, **DILOCO)),
-    "DiLoCo after steps together": Case(plan=local(2, every=3, switch_step=4, **DILOCO)),
+    "DiLoCo after steps together": Case(
+        plan=dataclasses.replace(local(2, every=3, switch_step=4, **DILOCO), average=Average(decay=0.5, start=2))
+    ),
     "BatchNorm": Case(plan=local(2, every=2), model=small_convnet, optimizer=MOMENTUM),
+    "half": Case(plan=dataclasses.replace(local(2, every=3, **DILOCO), codec=Codec(name="half"))),
     "bf16, clipped, microbatches": Case(
         plan=dataclasses.replace(
             local(2, every=2), precision=Precision(compute="bf16"), step=Step(clip_norm=0.5, microbatches=2)
@@ -77,7 +82,8 @@ class Played:
     losses: list[list[float]]
     weights: list[dict[str, Tensor]]
     spread: float
-    held_out: float
+    held_out: list[float]
+    """Of the weights, and of their average where one is kept."""
 
 
 def make(case: Case, **changes: Any) -> ReplicasInProcess:
@@ -89,6 +95,11 @@ def make(case: Case, **changes: Any) -> ReplicasInProcess:
     return trainer
 
 
+def held_out_losses(trainer: Trainer, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
+    kinds = (False,) if trainer.average is None else (False, True)
+    return [trainer.evaluate(batches, average=average) for average in kinds]
+
+
 def play(case: Case) -> Played:
     trainer = make(case)
     losses = []
@@ -96,7 +107,7 @@ def play(case: Case) -> Played:
         mean = trainer.step(*case.batch(step))
         losses.append([float(loss) for loss in trainer.replica_losses])
         assert float(mean) == pytest.approx(sum(losses[-1]) / len(losses[-1]))
-    held_out = trainer.evaluate([case.batch(100), case.batch(101)])
+    held_out = held_out_losses(trainer, [case.batch(100), case.batch(101)])
     assert trainer.sync.spread is not None
     return Played(
         losses=losses,
@@ -127,7 +138,7 @@ def compare(case: Case, played: Played, *, tolerance: float) -> None:
     if trainer.data_rank == 0:
         assert float(trainer.sync.spread) == pytest.approx(played.spread, rel=max(tolerance, 1e-12))
     parts = [cut_evenly(case.batch(number), trainer.data_size)[trainer.data_rank] for number in (100, 101)]
-    assert trainer.evaluate(parts) == pytest.approx(played.held_out, rel=1e-6)
+    assert held_out_losses(trainer, parts) == pytest.approx(played.held_out, rel=1e-6)
 
 
 @ranks(2)
@@ -139,7 +150,7 @@ def test_two_replicas_equal_two_ranks_to_the_bit(name: str, cases: dict[str, Cas
 
 @ranks(4)
 @pytest.mark.parametrize("cases", [FOUR], ids=[""])
-@pytest.mark.parametrize("name", FOUR)
+@pytest.mark.parametrize("name", ["DiLoCo", pytest.param("BatchNorm", marks=pytest.mark.long)])
 def test_four_replicas_equal_four_ranks(name: str, cases: dict[str, Case], played: Played) -> None:
     compare(cases[name], played, tolerance=1e-6)
 
@@ -160,8 +171,11 @@ def go_on(trainer: Trainer, case: Case, until: int) -> list[list[float]]:
 RESUMED = dataclasses.replace(CASES["DiLoCo"].plan, average=Average(decay=0.5), step=Step(microbatches=2))
 
 
-@pytest.mark.parametrize("wait", [True, False], ids=["waited for", "in the background"])
-@pytest.mark.parametrize("case", [Case(plan=RESUMED), CASES["BatchNorm"]], ids=["DiLoCo, averaged", "BatchNorm"])
+@pytest.mark.parametrize(
+    ("case", "wait"),
+    [(Case(plan=RESUMED), False), (CASES["BatchNorm"], True)],
+    ids=["DiLoCo, averaged, in the background", "BatchNorm"],
+)
 def test_a_resumed_run_goes_on_to_the_bit(case: Case, wait: bool, tmp_path: Path) -> None:
     with make(case) as whole:
         go_on(whole, case, 5)  # between two exchanges
@@ -170,24 +184,21 @@ def test_a_resumed_run_goes_on_to_the_bit(case: Case, wait: bool, tmp_path: Path
         whole.save(tmp_path / "five", wait=wait)
         expected = go_on(whole, case, 9)
         weights = [weights_of(one) for one in whole.replicas]
-        held_out = [
-            whole.evaluate([case.batch(100)], average=average) for average in (False, whole.average is not None)
-        ]
+        held_out = held_out_losses(whole, [case.batch(100)])
         again = make(case)
         again.extra_state["note"] = 0
+        whole.wait_for_save()
         again.load(tmp_path / "five")
         assert (again.steps_done, again.data_position, again.extra_state["note"]) == (5, 40, 7)
         assert go_on(again, case, 9) == expected
         for one, others in zip(again.replicas, weights, strict=True):
             for name, tensor in weights_of(one).items():
                 torch.testing.assert_close(tensor, others[name], rtol=0, atol=0, msg=name)
-        assert held_out == [
-            again.evaluate([case.batch(100)], average=average) for average in (False, again.average is not None)
-        ]
+        assert held_out_losses(again, [case.batch(100)]) == held_out
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", ["DiLoCo", "BatchNorm"])
+@pytest.mark.parametrize("name", ["DiLoCo", pytest.param("BatchNorm", marks=pytest.mark.long)])
 def test_real_ranks_go_on_from_a_checkpoint_of_theirs_and_they_from_one_of_ranks(name: str, tmp_path: Path) -> None:
     case = CASES[name]
 
@@ -284,3 +295,26 @@ def test_one_replica_that_is_not_finite_is_named_and_ends_all(caplog: pytest.Log
 def test_other_plans_are_refused_with_what_to_do(plan: Plan, words: str) -> None:
     with pytest.raises(PlanError, match=words):
         parallelize(small_gpt(), plan, loss="cross-entropy", optimizer=ADAMW, device="cpu", replicas_in_process=True)
+
+
+def test_a_steady_step_of_all_replicas_never_waits() -> None:
+    """The steps looked at are one between exchanges, and one with."""
+    plan = dataclasses.replace(local(2, every=2, **DILOCO), step=Step(clip_norm=1.0), average=Average(decay=0.9))
+    case = Case(plan=plan, model=small_gpt, optimizer=functools.partial(ADAMW, fused=True))
+    with mock.patch.object(update, "can_skip_on_device", lambda _: True):
+        trainer = make(case)
+    with pretended_gpu():
+        for step in range(4):
+            trainer.step(*case.batch(3 * step + 1))
+        with no_waits():
+            losses = [trainer.step(*case.batch(3 * step + 1)) for step in (4, 5)]
+        trainer.flush()
+    assert all(loss.isfinite() for loss in losses) and trainer.num_skipped == 0
+
+
+def test_what_has_no_meaning_in_one_process_is_refused() -> None:
+    case = CASES["DiLoCo"]
+    with pytest.raises(PlanError, match="leave mesh out"):
+        make(case, mesh=make(case).mesh)
+    with pytest.raises(PlanError, match="on the meta device"):
+        make(case, device="meta")

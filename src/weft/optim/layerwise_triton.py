@@ -36,7 +36,7 @@ _SUMMED = 1024
 class Kernels:
     """The kernel's tables for one batch, kept as long as the batch has the same tensors."""
 
-    in_one_launch = True
+    in_one_launch = False
     """Both passes in one launch, where nothing is exchanged between them; benchmarks/optimizers.py compares."""
 
     def __init__(self) -> None:
@@ -104,36 +104,37 @@ class Kernels:
         if batch.steps is not None:
             corrections = bias_corrections(batch)
         self._counters.zero_()
-        _update_blocks[(num_jobs,)](
-            jobs,
-            self._address_table,
-            self._ends,
-            corrections,
-            self._sums,
-            self._squares,
-            self._counters,
-            self._no_flag if found_inf is None else found_inf,
-            len(batch.weights),
-            float(settings["lr"]),
-            float(settings["weight_decay"]),
-            float(rule["momentum"]),
-            float(rule.get("beta2", 0.0)),
-            float(rule.get("eps", 0.0)),
-            float(rule.get("trust", 1.0)),
-            float(rule["low"]),
-            float(rule["high"]),
-            RULE=rule["rule"],
-            ADAPTS=batch.adapts,
-            WAITS=waits,
-            HAS_FLAG=found_inf is not None,
-            IS_ALIGNED=self._is_aligned,
-            DTYPE=_DTYPES[batch.weights[0].dtype],
-            BLOCK=BLOCK,
-            SUMMED=_SUMMED,
-            FIELDS=NUM_FIELDS,
-            READY=_READY,
-            num_warps=8,
-        )
+        with torch.cuda.device_of(batch.weights[0]):  # Triton launches on the current device
+            _update_blocks[(num_jobs,)](
+                jobs,
+                self._address_table,
+                self._ends,
+                corrections,
+                self._sums,
+                self._squares,
+                self._counters,
+                self._no_flag if found_inf is None else found_inf,
+                len(batch.weights),
+                float(settings["lr"]),
+                float(settings["weight_decay"]),
+                float(rule["momentum"]),
+                float(rule.get("beta2", 0.0)),
+                float(rule.get("eps", 0.0)),
+                float(rule.get("trust", 1.0)),
+                float(rule["low"]),
+                float(rule["high"]),
+                RULE=rule["rule"],
+                ADAPTS=batch.adapts,
+                WAITS=waits,
+                HAS_FLAG=found_inf is not None,
+                IS_ALIGNED=self._is_aligned,
+                DTYPE=_DTYPES[batch.weights[0].dtype],
+                BLOCK=BLOCK,
+                SUMMED=_SUMMED,
+                FIELDS=NUM_FIELDS,
+                READY=_READY,
+                num_warps=8,
+            )
 
 
 def _to_device(values: list[int], device: torch.device) -> Tensor:

@@ -64,6 +64,10 @@ class Sync(Protocol):
     is_in_trouble: bool = False
     """This replica cannot go on, which others are told in the next exchange."""
 
+    compute_s: torch.Tensor | None = None
+    """The time of every replica since the exchange before (`compute_clock.py`), as told in the last one; whoever reads
+    it sets it to None."""
+
     troubles: torch.Tensor | None = None
     """1 for each replica that was in trouble, as told in the last exchange."""
 

@@ -61,10 +61,9 @@ class LocalSync(PipelineSync):
         self.agrees = True
         self.num_exchanges = 0
         self.is_in_trouble = False
-        self.compute_s: torch.Tensor | None = None
-        """The time of every replica (`compute_clock.py`), as told in the last exchange."""
-        self.troubles = None
-        self._compute_s = 0.0
+        self.compute_s = self.troubles = None
+        self._times_s: list[float] = []
+        """Of this rank, in the steps since the last exchange."""
         self._is_unpublished = False
         """An error ended a context of the mean, and the model may still have it."""
         self.spread: torch.Tensor | None = None
@@ -146,7 +145,8 @@ class LocalSync(PipelineSync):
         return self.inner.ignoring()
 
     def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool, compute_s: float = 0.0) -> Totals:
-        self._compute_s = compute_s
+        if compute_s:
+            self._times_s.append(compute_s)
         return self.inner.finish(loss_sum, count, with_norm=with_norm, compute_s=compute_s)
 
     def publish(self) -> None:
@@ -245,7 +245,8 @@ class LocalSync(PipelineSync):
         """What is summed over replicas besides weights, in float64: running statistics, and each replica's report."""
         words = torch.zeros(self.num_replicas, REPORT_WORDS, dtype=torch.float64, device=self._device)
         mine = words[self._group.index if self._meeting is None else self._meeting.syncs.index(self)]
-        mine[0].fill_(self._compute_s)  # an assignment would be a copy from the host, which waits
+        # An assignment would be a copy from the host, which waits.
+        mine[0].fill_(sum(self._times_s) / len(self._times_s) if self._times_s else 0.0)
         mine[1].fill_(self.is_in_trouble)
         statistics = [one.detach().flatten().to(torch.float64) for one in self._statistics()]
         return torch.cat([*statistics, words.flatten()])
@@ -257,6 +258,7 @@ class LocalSync(PipelineSync):
         for one, mean in zip(statistics, means, strict=True):
             one.copy_(mean.view(one.shape) / self.num_replicas)
         self.compute_s, self.troubles = words.view(self.num_replicas, REPORT_WORDS).unbind(1)
+        self._times_s = []
 
     @torch.no_grad()
     def finish_exchange(self) -> None:

@@ -100,7 +100,12 @@ def parallelize(
     world = join_world(device, plan=plan, timeout_s=max(DEFAULT_TIMEOUT_S, plan.comm.timeout_s))
     set_step_timeout(plan.comm.timeout_s)
     if replicas_in_process:
-        require(list(in_process_problems(plan, num_processes=world.size)))
+        refused = list(in_process_problems(plan, num_processes=world.size))
+        if mesh is not None:
+            refused.append("replicas in process make meshes of their own, one for each; leave mesh out")
+        if world.is_fake:
+            refused.append("replicas in process are there to be run, and on the meta device nothing is; give another")
+        require(refused)
         world = replace(world, size=plan.axes.num_ranks)
     plan = with_ranks(plan, world.size)
     if problems := setup_problems(

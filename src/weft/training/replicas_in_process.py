@@ -128,18 +128,6 @@ class ReplicasInProcess(Trainer):
         """1: whole global batches are taken here, and cut into the replicas' parts."""
         return 1
 
-    def batch_range(self, num_samples: int) -> tuple[int, int]:
-        return 0, num_samples
-
-    @property
-    def skipped(self) -> int | torch.Tensor:
-        """Updates skipped so far by all replicas, a number that may still be computed."""
-        return sum((trainer.update.skipped for trainer in self.others), start=self.update.skipped)
-
-    @property
-    def num_skipped(self) -> int:
-        return int(self.skipped)
-
     @collective_call("trainer.step")
     def step(self, inputs: Any, targets: Any) -> torch.Tensor:
         """A step of every replica on its part of a global batch, and their exchange if one is due; returns the mean of
@@ -148,7 +136,8 @@ class ReplicasInProcess(Trainer):
             self.seeds.base = self._draw_seed()
         total, size = num_samples(inputs), len(self.replicas)
         losses: dict[int, torch.Tensor] = {}
-        problem: NotFiniteError | None = None
+        problems: list[str] = []
+        is_over = False
         try:
             for number in (*range(1, size), 0):
                 start, stop = part_of(total, number, size)
@@ -160,25 +149,28 @@ class ReplicasInProcess(Trainer):
                     if stop > start:
                         losses[number] = loss.detach()
                 except NotFiniteError as error:  # its step is over; those of the others must be, too
-                    problem = problem or error
-            problem = self._problem_of_others() or problem
+                    problems += error.problems
+                    is_over = True
+            is_over = self._ask_others(problems) or is_over
         except BaseException:
             self._meeting.forget()
             raise
-        if problem is not None:
-            raise problem
+        if is_over:
+            raise NotFiniteError(problems)
         self.replica_losses = [losses[number] for number in sorted(losses)]
         return torch.stack(list(self.replica_losses)).mean()
 
-    def _problem_of_others(self) -> NotFiniteError | None:
-        """After an exchange, what another replica has been waiting with until then."""
-        if self.sync.agrees:
-            for trainer in self.others:
-                try:
-                    trainer.not_finite.look()
-                except NotFiniteError as error:
-                    return error
-        return None
+    def _ask_others(self, problems: list[str]) -> bool:
+        """After an exchange: let the other replicas hear what was told in it, which their steps were too early for.
+        True if training cannot go on; adds why."""
+        is_over = False
+        for trainer in self.others if self.sync.agrees else ():
+            try:
+                trainer.not_finite.look()
+            except NotFiniteError as error:
+                problems += error.problems
+                is_over = True
+        return is_over
 
     def flush(self) -> None:
         for trainer in self.others:

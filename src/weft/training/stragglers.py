@@ -9,7 +9,7 @@ to say.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -58,21 +58,24 @@ class Straggler:
 class StragglerWatch:
     """Watches the times of ranks that compute the same part of the model, step by step."""
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    def __init__(self, ranks: Sequence[int], *, window: int = WINDOW_STEPS) -> None:
+        """`window`: the number of times of which the median is taken."""
         self._ranks = tuple(ranks)
-        self._window: deque[Sequence[float]] = deque(maxlen=WINDOW_STEPS)
+        self._window: deque[Sequence[float]] = deque(maxlen=window)
+        self._fewest = min(window, FEWEST_STEPS)
         self._now: dict[int, Straggler] = {}
         """Those that are slow now, by rank."""
         self._past: dict[int, Straggler] = {}
         """The dearest time in which each other rank was slow, where it was long enough."""
         self._warned: set[int] = set()
 
-    def add(self, step: int, times_s: Sequence[float], samples: Sequence[float]) -> list[str]:
-        """Take a step's times per sample and numbers of samples of all ranks; returns the warnings that are due."""
+    def add(self, step: int, times_s: Sequence[float], samples: Sequence[float], *, num_steps: int = 1) -> list[str]:
+        """Take the times per sample and numbers of samples of all ranks, in a step or in the latest `num_steps`;
+        returns the warnings that are due."""
         if len(self._ranks) < 2 or not all(times_s):
             return []
         self._window.append(tuple(times_s))
-        if len(self._window) < FEWEST_STEPS:
+        if len(self._window) < self._fewest:
             return []
         usual = median_times(self._window)
         median = _low_median(usual)
@@ -82,18 +85,19 @@ class StragglerWatch:
         for rank, time_s, mine_s in zip(self._ranks, usual, passes_s, strict=True):
             factor = time_s / median
             if factor >= (RECOVERED_FACTOR if rank in self._now else SLOW_FACTOR):
-                texts += self._note_slow(rank, step, factor, max(mine_s - ended_s, 0.0))
+                texts += self._note_slow(rank, step, factor, num_steps * max(mine_s - ended_s, 0.0), num_steps)
             elif rank in self._now:
                 texts += self._note_recovered(rank, step, factor)
         return texts
 
-    def _note_slow(self, rank: int, step: int, factor: float, cost_s: float) -> list[str]:
+    def _note_slow(self, rank: int, step: int, factor: float, cost_s: float, num_steps: int) -> list[str]:
         before = self._now.get(rank)
-        num_steps = 1 if before is None else before.num_steps + 1
+        if before is not None:
+            num_steps += before.num_steps
         self._now[rank] = Straggler(
             rank=rank,
             factor=factor,
-            since_step=step if before is None else before.since_step,
+            since_step=step - num_steps + 1 if before is None else before.since_step,
             num_steps=num_steps,
             cost_s=cost_s + (0.0 if before is None else before.cost_s),
         )
@@ -131,9 +135,9 @@ class StragglerWatch:
         return dearest([*self._past.values(), *long_enough])
 
 
-def dearest(found: Any) -> Straggler | None:
+def dearest(found: Iterable[Straggler | None]) -> Straggler | None:
     """The straggler that cost most, if there is any."""
-    return max(found, key=lambda one: one.cost_s, default=None)
+    return max((one for one in found if one is not None), key=lambda one: one.cost_s, default=None)
 
 
 def _low_median(numbers: Sequence[float]) -> float:

@@ -78,15 +78,10 @@ class Trainer:
         """`model`: the one to call, which may be a compiled wrapper of the one in `parts`."""
         mesh, sync, cut, tensor, sample_split = parts.mesh, parts.sync, parts.cut, parts.tensor, parts.sample_split
         plan, device = mesh.plan, mesh.world.device
-        self.model = model
-        self.parts = parts
-        self.mesh = mesh
-        self.blueprint = parts.blueprint
+        self.model, self.parts, self.mesh, self.blueprint = model, parts, mesh, parts.blueprint
         self.layouts = parts.layouts
         """Each parameter's placement in the global tensor, by name."""
-        self.cut = cut
-        self.tensor = tensor
-        self.sample_split = sample_split
+        self.cut, self.tensor, self.sample_split = cut, tensor, sample_split
         self.optimizer = optimizer
         self.sync = sync
         self.steps_done = 0
@@ -178,14 +173,9 @@ class Trainer:
         return self.update.grad_norm
 
     @property
-    def skipped(self) -> int | torch.Tensor:
-        """`num_skipped`, as a number that may still be computed."""
-        return self.update.skipped
-
-    @property
     def num_skipped(self) -> int:
         """Number of updates skipped so far, because the loss or a gradient was not finite."""
-        return int(self.skipped)
+        return sum(one.update.num_skipped for one in (self, *self.others))
 
     @property
     def loss_scale(self) -> float | None:
@@ -341,7 +331,7 @@ class Trainer:
         self.wait_for_save()
         checkpoint.load(self, Path(directory), extra_state=extra_state)
         self.not_finite.restart()
-        self.pace.restart()
+        self.pace.restart(self.steps_done)
 
     def _require_weights(self, what: str) -> None:
         if self.average is not None:
@@ -393,7 +383,7 @@ class Trainer:
 
     def _end_step(self) -> None:
         self.steps_done += 1
-        self.pace.end_step(self.steps_done)
+        self.pace.end_step(self.steps_done, self.sync)
         for traffic in self.mesh.traffic.values():
             traffic.collect_stream_waits()
         if self.tensor is not None:

@@ -71,6 +71,8 @@ def require_usable(directory: Path, trainer: Trainer, room: Room) -> None:
     free = gather_values(_free_bytes(directory) if rank == 0 else None, everyone)[0]
     item_bytes = max((piece.tensor.element_size() for piece in trainer.sync.pieces), default=4)
     values = room.values_per_parameter + (trainer.average is not None)
+    if trainer.mesh.num_replicas > 1:  # besides their mean, each one's own state
+        values *= 1 + trainer.mesh.num_replicas
     each = max(gather_values(trainer.num_parameters * item_bytes * values, everyone))
     if free is not None and free < (needed := room.num_checkpoints * each):
         problems.append(

@@ -266,7 +266,7 @@ class _Run:
             step=self.trainer.steps_done,
             loss=loss,
             grad_norm=self.trainer.grad_norm,
-            num_skipped=self.trainer.skipped,
+            num_skipped=sum(one.update.skipped for one in (self.trainer, *self.trainer.others)),
             loss_scale=self.trainer.update.loss_scale.factor if self.trainer.plan.precision.compute == "fp16" else None,
             lr=self.trainer.optimizer.param_groups[0]["lr"],
             unit=unit,

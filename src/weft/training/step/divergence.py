@@ -65,7 +65,7 @@ class DivergenceCheck:
         data = self.mesh.plan.data
         if not data.check_every or not self.sync.agrees:
             return False
-        since = data.every if self.mesh.num_replicas > 1 and step > data.switch_step else 1
+        since = data.every if self.mesh.plan.replica_axis is not None and step > data.switch_step else 1
         return step // data.check_every > (step - since) // data.check_every
 
     def _find(self, step: int) -> str | None:
