@@ -11,7 +11,6 @@ import itertools
 import pytest
 import torch
 from combinations import (
-    BATCHES,
     FIELDS,
     MODELS,
     NUM_RANKS,
@@ -24,6 +23,7 @@ from combinations import (
     num_ranks_of,
     read_rows,
     settle,
+    sizes_of,
 )
 from meshes import verify
 from oracle import Batch, image_batch, token_batch
@@ -47,7 +47,7 @@ def check_row(row: Row) -> None:
         make_plan(row),
         loss="cross-entropy",
         optimizer=OPTIMIZERS[row["optimizer"]],
-        batches=[make_batch(row, size, seed) for seed, size in enumerate(BATCHES[row["batches"]])],
+        batches=[make_batch(row, size, seed) for seed, size in enumerate(sizes_of(row))],
         dtype=torch.float64,
         device="cpu",
     ).require()
