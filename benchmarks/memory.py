@@ -1,12 +1,15 @@
 """Peak memory of a rank (proportional set size) against the prediction, per ZeRO stage and number of ranks.
 
     python benchmarks/memory.py [--ranks 2 4] [--shard nothing optimizer gradients parameters] [--tokens 256]
-                                [--malloc trimmed | default]
+                                [--sync all-reduce local diloco diloco-half] [--malloc trimmed | default]
 
 A GPT of about 200 M parameters in float32 with AdamW, gloo ranks on one host. A thread of each rank reads its
 proportional set size from /proc/self/smaps_rollup every 20 ms. The measured value is the peak over a few steps minus
 the size of the process before the model was built and after a step of a tiny one, so that libraries and the transport
 are not counted. Every line is a run in new processes. Linux and glibc only.
+
+With --sync local or diloco replicas exchange after every second step: all ranks are replicas, or, where something is
+sharded, there are two.
 
 The prediction covers live memory. glibc keeps much of the memory that torch frees, in pieces between live blocks;
 "trimmed" makes it return every larger block at once, "default" shows glibc's own behaviour.
@@ -16,8 +19,10 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import dataclasses
 import functools
 import gc
+import itertools
 import multiprocessing
 import statistics
 import tempfile
@@ -30,11 +35,18 @@ from process_memory import PeakPss, read_pss_bytes
 import weft
 from weft.measure.model import profile_model
 from weft.models.gpt import GPT, GPTConfig
-from weft.plan.plan import Axes, Data, Plan, Precision, Recompute, Step
+from weft.plan.plan import Axes, Codec, Data, Plan, Precision, Recompute, Step
 from weft.planning.memory import Memory, predict_memory
 from weft.units import format_bytes
 
 SHARDS = ("nothing", "optimizer", "gradients", "parameters")
+DILOCO = Data(sync="local", every=2, outer="nesterov", outer_lr=0.7, outer_momentum=0.9)
+SYNCS = {
+    "all-reduce": Plan(),
+    "local": Plan(data=Data(sync="local", every=2)),
+    "diloco": Plan(data=DILOCO),
+    "diloco-half": Plan(data=DILOCO, codec=Codec(name="half")),
+}
 LARGE = GPTConfig(vocab_size=32000, context=256, num_layers=13, hidden=1024, heads=16)
 TINY = GPTConfig(vocab_size=64, context=256, num_layers=2, hidden=64, heads=2)
 
@@ -103,10 +115,24 @@ def run(num_ranks: int, plan: Plan, settings: dict[str, Any]) -> list[int]:
     return peaks
 
 
+def make_plan(num_ranks: int, shard: str, sync: str, args: argparse.Namespace) -> Plan:
+    plan = SYNCS[sync]
+    replicas = 2 if plan.replica_axis is not None and shard != "nothing" else 1
+    return dataclasses.replace(
+        plan,
+        axes=Axes(replicate=replicas, data=num_ranks // replicas),
+        step=Step(microbatches=args.microbatches),
+        data=dataclasses.replace(plan.data, shard=shard),
+        precision=Precision(compute=args.compute),
+        recompute=Recompute(policy=args.recompute),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--shard", nargs="+", choices=SHARDS, default=SHARDS)
+    parser.add_argument("--sync", nargs="+", choices=SYNCS, default=["all-reduce"])
     parser.add_argument("--samples", type=int, default=1, help="of a microbatch")
     parser.add_argument("--tokens", type=int, default=256, help="of a sample")
     parser.add_argument("--microbatches", type=int, default=1)
@@ -119,31 +145,25 @@ def main() -> None:
     with torch.device("meta"):
         numel = sum(parameter.numel() for parameter in GPT(LARGE).parameters())
     print(f"GPT of {numel / 1e6:.1f} M parameters, AdamW, gloo on the CPU, torch {torch.__version__}; peak per rank")
-    print(f"{'ranks':>5s} {'shard':>10s} {'predicted':>10s} {'measured':>10s} {'ratio':>6s}   fullest moment")
-    for num_ranks in args.ranks:
-        for shard in args.shard:
-            plan = Plan(
-                axes=Axes(data=num_ranks),
-                step=Step(microbatches=args.microbatches),
-                data=Data(shard=shard),
-                precision=Precision(compute=args.compute),
-                recompute=Recompute(policy=args.recompute),
-            )
-            predicted = predict(plan, samples=args.samples, tokens=args.tokens)
-            settings = {
-                "samples": args.samples,
-                "tokens": args.tokens,
-                "meta": args.meta,
-                "trims": args.malloc == "trimmed",
-            }
-            measured = statistics.mean(run(num_ranks, plan, settings))
-            print(
-                f"{num_ranks:5d} {shard:>10s} {format_bytes(predicted.total):>10s} {format_bytes(measured):>10s} "
-                f"{predicted.total / measured:6.3f}   {predicted.moment}",
-                flush=True,
-            )
-            if args.table:
-                print(predicted.table(), flush=True)
+    heads = f"{'ranks':>5s} {'shard':>10s} {'sync':>11s} {'predicted':>10s} {'measured':>10s} {'ratio':>6s}"
+    print(f"{heads}   fullest moment")
+    for num_ranks, shard, sync in itertools.product(args.ranks, args.shard, args.sync):
+        plan = make_plan(num_ranks, shard, sync, args)
+        predicted = predict(plan, samples=args.samples, tokens=args.tokens)
+        settings = {
+            "samples": args.samples,
+            "tokens": args.tokens,
+            "meta": args.meta,
+            "trims": args.malloc == "trimmed",
+        }
+        measured = statistics.mean(run(num_ranks, plan, settings))
+        print(
+            f"{num_ranks:5d} {shard:>10s} {sync:>11s} {format_bytes(predicted.total):>10s} "
+            f"{format_bytes(measured):>10s} {predicted.total / measured:6.3f}   {predicted.moment}",
+            flush=True,
+        )
+        if args.table:
+            print(predicted.table(), flush=True)
 
 
 if __name__ == "__main__":

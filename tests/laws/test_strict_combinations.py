@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from combinations import BATCHES, MODELS, NUM_RANKS, OPTIMIZERS, cost_of, make_plan, name_of, num_ranks_of, read_rows
+from combinations import MODELS, NUM_RANKS, OPTIMIZERS, cost_of, make_plan, name_of, num_ranks_of, read_rows, sizes_of
 from pairwise import Row
 from ranks import ranks
 from strict_nccl.mode import StrictMode
@@ -30,7 +30,7 @@ def check_row(row: Row, mode: str) -> None:
         MODES[mode],
         loss="cross-entropy",
         optimizer=OPTIMIZERS[row["optimizer"]],
-        batches=[make_batch(row, size, seed) for seed, size in enumerate(BATCHES[row["batches"]])],
+        batches=[make_batch(row, size, seed) for seed, size in enumerate(sizes_of(row))],
         dtype=torch.float64,
     ).require()
 

@@ -131,8 +131,10 @@ def test_bytes_are_those_of_the_tensors() -> None:
     assert memory.optimizer == 8 * kept and num / 4 - 64 < kept <= part < num / 4 + 64
     outer = Data(sync="local", shard="optimizer", offload=True, outer="nesterov", outer_momentum=0.9)
     local = look(Plan(axes=Axes(replicate=2, data=4), data=outer), 1).state_memory()
-    kept = look(Plan(axes=Axes(replicate=2, data=4), data=replace(outer, offload=False)), 1).state_memory()
-    assert (local.outer, kept.outer) == (0, pytest.approx(2 * 4 * num / 4, rel=0.01))
+    on_device = look(Plan(axes=Axes(replicate=2, data=4), data=replace(outer, offload=False)), 5)
+    assert (local.outer, on_device.state_memory().outer) == (0, pytest.approx(2 * 4 * num / 4, rel=0.01))
+    rule = "replica 1 of 2 along replicate: a Nesterov step (rate 1, momentum 0.9) after every step; an exchange sends"
+    assert rule in on_device.describe()
     offloading = look(Plan(axes=Axes(data=4), data=Data(shard="optimizer", offload=True)), 1).state_memory()
     assert offloading.master == offloading.optimizer == 0 and 3.9 * num < offloading.host < 4.1 * num
     assert not sharded.optimizer.state and all(piece.tensor.grad is None for piece in sharded.sync.pieces)
