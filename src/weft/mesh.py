@@ -32,6 +32,7 @@ from weft.comm.world.binding import (
     exchange_locations,
     find_location,
     needless_sharing_warning,
+    number_hosts,
     request_hardware_queues,
     require_own_gpus,
     slow_backend_warning,
@@ -165,13 +166,11 @@ class Mesh:
         return self.group(state_axes(self.plan), purpose)
 
     def batch_group(self, purpose: str) -> Group:
-        """The ranks that share one batch and have the same parameters, ordered by rank. With `[data] sync =
-        "all-reduce"` that batch is the global one; otherwise each replica has its part of it to itself."""
+        """The ranks of one replica that share its batch and have the same parameters, ordered by rank."""
         return self.group(batch_axes(self.plan), purpose)
 
     def between_replicas(self, purpose: str) -> Group:
-        """The ranks that hold the same part of each replica, where replicas differ between exchanges; else this rank
-        alone."""
+        """The ranks that hold the same part of each replica, where replicas differ; else this rank alone."""
         if self.plan.replica_axis is not None:
             return self.group(self.plan.replica_axis, purpose)
         return self.group(batch_axes(self.plan), "control").alone
@@ -342,7 +341,7 @@ def join_world(
         if warning is not None and rank == 0 and size > 1:
             log.warning("%s", warning)
     return World(
-        rank=rank, size=size, local_rank=local_rank, device=chosen, hosts=_number_hosts(locations), backend=backend
+        rank=rank, size=size, local_rank=local_rank, device=chosen, hosts=number_hosts(locations), backend=backend
     )
 
 
@@ -380,12 +379,6 @@ def _exchange_locations(
     locations = exchange_locations(store, rank, size, location)
     require_own_gpus(locations)
     return locations
-
-
-def _number_hosts(locations: Sequence[RankLocation]) -> tuple[int, ...]:
-    """The number of each rank's host, counted in the order of first ranks."""
-    numbers: dict[str, int] = {}
-    return tuple(numbers.setdefault(location.host, len(numbers)) for location in locations)
 
 
 def _meet(timeout_s: float) -> tuple[Store, int, int]:

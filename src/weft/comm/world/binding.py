@@ -172,3 +172,9 @@ def request_hardware_queues(environment: MutableMapping[str, str]) -> None:
     """
     if not torch.cuda.is_initialized():
         environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
+def number_hosts(locations: Sequence[RankLocation]) -> tuple[int, ...]:
+    """The number of each rank's host, counted in the order of first ranks."""
+    numbers: dict[str, int] = {}
+    return tuple(numbers.setdefault(location.host, len(numbers)) for location in locations)
