@@ -177,9 +177,7 @@ class Mesh:
 
     def whole_replica(self, purpose: str) -> Group:
         """All ranks of this rank's replica."""
-        return (
-            self.everyone(purpose) if self.plan.replica_axis is None else self.group(replica_axes(self.plan), purpose)
-        )
+        return self.group(WORLD if self.plan.replica_axis is None else replica_axes(self.plan), purpose)
 
     def everyone(self, purpose: str) -> Group:
         """All ranks of the run as one group; its traffic is counted under "world"."""
