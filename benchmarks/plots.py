@@ -34,6 +34,10 @@ from weft.report.colours import DARK, HUES, LIGHT
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)))
 """Of the first, second and third round through the hues."""
 PANEL_INCHES = (5.0, 3.6)
+LETTERS_PER_INCH = 13
+"""Of a legend, on average."""
+LEGEND_LINE_LETTERS = 6
+"""The width of the line beside a legend's text."""
 MOST_TICKS = 10
 NARROW = 200
 """Range of a logarithmic y below which powers of 2 are written out."""
@@ -195,7 +199,8 @@ def draw(picture: dict[str, Any]) -> str:
         labelled = [axes.get_legend_handles_labels() for axes in grid]
         entries = {text: line for lines, texts in labelled for line, text in zip(lines, texts, strict=True)}
         if len(entries) > 1:
-            per_row = min(len(entries), 3 * num_columns)
+            letters = max(map(len, entries)) + LEGEND_LINE_LETTERS
+            per_row = max(1, min(len(entries), int(width * num_columns * LETTERS_PER_INCH / letters)))
             figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=per_row)
         written = io.StringIO()
         figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
