@@ -118,7 +118,13 @@ def test_logs_of_all_ranks_and_attempts_are_in_the_runs_folder(workspace: Worksp
     rest = workspace.job.read_text().split("[dataset]")[1]
     job.write_text(f'[model]\nname = "weft_cli_failing:failing"\n[dataset]\ncontext = 16\n{rest}')
     directory = tmp_path / "run"
-    arguments = {"job": read_job(job), "directory": directory, "resume": False, "trace": None}
+    arguments = {
+        "job": read_job(job),
+        "directory": directory,
+        "resume": False,
+        "trace": None,
+        "replicas_in_process": False,
+    }
     with pytest.raises(LaunchError, match="in step 3 and was started again once in vain"):
         launch(_run_rank, arguments, num_ranks=2, max_restarts=3)
     logs = sorted(path.name for path in (directory / "logs").iterdir())

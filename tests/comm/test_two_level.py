@@ -28,7 +28,7 @@ SIZES = (1, 63, 1000, 12_345, 700_001)
 @contextmanager
 def on_hosts(hosts: tuple[int, ...]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weft.mesh._number_hosts", lambda locations: hosts)
+        patch.setattr("weft.mesh.number_hosts", lambda locations: hosts)
         yield
 
 
