@@ -137,9 +137,14 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             self._second(batch, sums, found_inf)
         return loss
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._forget()
+        for parameter, kept in self.state.items():
+            for name in self.state_names:
+                if name in kept and kept[name].stride() != parameter.stride():  # kernels go through memory in its order
+                    kept[name] = torch.empty_like(parameter).copy_(kept[name])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
