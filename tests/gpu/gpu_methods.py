@@ -1,7 +1,8 @@
 """Checks of `gpu_smoke.py` for single methods, whose paths on a GPU differ from those on a CPU.
 
 The average of the weights and a batch that is not finite, where the GPU itself skips an update; what finds tensors that
-are not finite; attention through a window in 16 bits; local steps against a loop written by hand.
+are not finite; attention through a window in 16 bits; local steps against a loop written by hand; LARS and LAMB in
+kernels on parts of tensors.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import weft
 from weft.comm.objects import gather_values
 from weft.layout import part_of
 from weft.mesh import World, make_mesh
+from weft.optim.lamb import LAMB
+from weft.optim.lars import LARS
 from weft.parallel.attention.attention_call import make_axes
 from weft.parallel.state.finite import not_finite
 from weft.plan.partition.replicas import exchanges_after
@@ -39,6 +42,11 @@ FEATURES, CLASSES = 8, 10
 adamw = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
 sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)
 """For 16 bits: Adam makes whole steps of gradients that are rounding alone."""
+LAYERWISE: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "lamb": functools.partial(LAMB, lr=0.02, weight_decay=0.1),
+    "lars": functools.partial(LARS, lr=1.0, trust=0.02, weight_decay=0.1),
+    "lars, normalised momentum": functools.partial(LARS, lr=0.02, variant="normalised-momentum"),
+}
 
 Batch = tuple[Tensor, Tensor]
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
@@ -128,6 +136,25 @@ def step_and_compare(trainer: weft.Trainer, batch: Batch, *, is_bad: bool) -> No
         wanted = old + share * (new - old)
         tolerance = 0.0 if is_skipped else 1e-12 if mean.dtype == torch.float64 else 1e-6
         torch.testing.assert_close(mean, wanted, rtol=tolerance, atol=tolerance)
+
+
+def check_layerwise(plan: Plan, optimizer: MakeOptimizer) -> str:
+    """On parts of tensors, some of them empty, an optimizer makes the steps that it makes on whole ones on a CPU."""
+    model = make_mlp()
+    whole = copy.deepcopy(model)
+    alone = optimizer(whole.parameters(), fused=False)
+    with make_trainer(model.float(), plan, optimizer) as trainer:
+        for step in range(NUM_STEPS):
+            inputs, targets = make_batch(step)
+            alone.zero_grad()
+            F.cross_entropy(whole(inputs), targets).backward()
+            alone.step()
+            inputs, targets = part((inputs, targets), trainer.data_rank, trainer.data_size)
+            trainer.step(inputs.float(), targets)
+        worst = distance(trainer, whole)
+        assert worst <= 1e-4, f"a weight is off by {worst:.1e}, 1e-04 is allowed"
+        by_kernels = all(group["fused"] for group in trainer.optimizer.param_groups)
+    return f"by {'kernels' if by_kernels else 'functions'}, weights {worst:.0e}"
 
 
 def check_not_finite(world: World) -> str:

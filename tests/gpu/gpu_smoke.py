@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import functools
+import itertools
 import math
 import os
 import sys
@@ -32,7 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from gpu_cases import COMPILED, DRIFTS, ELSEWHERE, LARGE, all_plans, averaged_plans, local_plans
-from gpu_methods import check_average, check_local, check_not_finite, check_windows
+from gpu_methods import LAYERWISE, check_average, check_layerwise, check_local, check_not_finite, check_windows
 
 import weft
 from weft.comm import collectives, p2p
@@ -256,6 +257,9 @@ def method_checks(world: World, folder: Path) -> dict[str, Callable[[], str]]:
         "windows in 16 bits": functools.partial(check_windows, world),
     }
     checks |= {name: functools.partial(check_average, plan) for name, plan in averaged_plans(world.size).items()}
+    for shard, (name, optimizer) in itertools.product(("optimizer", "parameters"), LAYERWISE.items()):
+        plan = Plan(axes=Axes(data=world.size), data=Data(shard=shard))
+        checks[f"{name}, {shard} sharded"] = functools.partial(check_layerwise, plan, optimizer)
     local = local_plans(world.size)
     for number, (name, plan) in enumerate(local.items()):
         checks[name] = functools.partial(check_local_plan, plan, folder / f"local-{number}")

@@ -192,6 +192,21 @@ def test_state_is_saved_and_a_parameter_may_be_unused(name: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(weights, copies, strict=True))
 
 
+def test_loaded_state_lies_in_memory_as_its_weight() -> None:
+    """Kernels go through both in the order of memory, and a checkpoint's tensors are laid out otherwise."""
+    weight = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
+    optimizer = LAMB([weight])
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    kept = copy.deepcopy(optimizer.state_dict())
+    for name in optimizer.state_names:
+        kept["state"][0][name] = kept["state"][0][name].contiguous()
+    optimizer.load_state_dict(kept)
+    for name in optimizer.state_names:
+        assert optimizer.state[weight][name].stride() == weight.stride()
+        assert torch.equal(optimizer.state[weight][name], kept["state"][0][name])
+
+
 def test_bfloat16_has_norms_in_float32() -> None:
     """A sum of squares in 8 bits would stop growing at 256 equal terms."""
     weight = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))

@@ -61,6 +61,18 @@ def check(plan: Plan, optimizer: Make, model: nn.Module | None = None, *, adapts
 
 
 @ranks(2)
+def test_a_rank_without_a_gradient_takes_part() -> None:
+    plan = data_plan(2, shard="optimizer")
+    with make_trainer(gpt(), plan, optimizer=LAMBS) as trainer:
+        assert isinstance(trainer.optimizer, LAMB)
+        norms = trainer.optimizer._norms
+        assert norms is not None and norms.exchanges
+        is_first = trainer.mesh.world.rank == 0
+        mine = torch.ones(2, 1 if is_first else 0, dtype=torch.float64)
+        assert torch.equal(norms.complete(mine, (0,) if is_first else ()), mine)
+
+
+@ranks(2)
 def test_on_2_ranks() -> None:
     check(data_plan(2, shard="optimizer"), LAMBS)
     check(data_plan(2, shard="gradients"), SCALED, adapts_all=True)

@@ -45,6 +45,12 @@ def test_no_other_shares_are_done_earlier() -> None:
         assert passes_s(seconds, shares_by_speed(seconds, total)) == min(passes_s(seconds, one) for one in others)
 
 
+def test_thousands_of_ranks() -> None:
+    """Within a step: looking for the first rank among all, for each microbatch, would take a minute."""
+    shares = shares_by_speed([3.0, *[1.0] * 4095], 4096 * 8)
+    assert shares[0] == 3 and set(shares[1:]) == {8, 9} and sum(shares) == 4096 * 8
+
+
 @pytest.mark.parametrize(
     ("seconds", "now", "then"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -97,3 +98,24 @@ def test_replicas_are_equal_to_the_bit_after_an_exchange_and_differ_before() -> 
         found = gather_values([p.detach().flatten().tolist() for p in trainer.model.parameters()], group)
         assert all(one == found[0] for one in found) == (step % 2 == 0)
     assert trainer.sync.spread is not None and 0 < float(trainer.sync.spread) < 1
+
+
+@ranks(2)
+def test_a_gpu_has_read_the_mean_before_the_host_overwrites_it() -> None:
+    """With `[data] offload` masters are in page-locked memory, which a GPU copies when it comes to it."""
+    plan = Plan(axes=Axes(data=2), data=Data(sync="local", every=4, check_every=0))
+    trainer = make_trainer(model_of(), plan)
+    trainer.step(*cut_evenly(batch_of(8), 2)[trainer.data_rank])
+
+    def copies() -> list[Tensor]:
+        return [piece.tensor.detach().clone() for piece in trainer.sync.pieces]
+
+    own, waited = copies(), list[list[Tensor]]()
+    with (
+        mock.patch.object(torch.Tensor, "is_pinned", lambda _: True),
+        mock.patch("torch.cuda.synchronize", lambda: waited.append(copies())),
+        trainer.sync.consensus(),
+    ):
+        mean = copies()
+    assert len(waited) == 1 and all(map(torch.equal, waited[0], mean))
+    assert all(map(torch.equal, copies(), own)) and not all(map(torch.equal, mean, own))

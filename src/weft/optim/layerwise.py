@@ -130,16 +130,21 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         found_inf = getattr(self, "found_inf", None)
         batches = self._batches(found_inf)
         exchanges = self._norms is not None and self._norms.exchanges
-        squares = [self._first(batch, found_inf, alone=not exchanges) for batch in batches]
+        squares = [self._first(batch, found_inf) for batch in batches]
         if exchanges and any(group["adapt"] for group in self.param_groups):
             squares = self._complete(batches, squares)
         for batch, sums in zip(batches, squares, strict=True):
-            self._second(batch, sums, found_inf, alone=not exchanges)
+            self._second(batch, sums, found_inf)
         return loss
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._forget()
+        for parameter, kept in self.state.items():
+            for name in self.state_names:
+                if name in kept and kept[name].stride() != parameter.stride():  # kernels go through memory in its order
+                    kept[name] = torch.empty_like(parameter).copy_(kept[name])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -163,17 +168,15 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         found = iter(self._norms.complete(mine, numbers).split([len(batch.numbers) for batch, _ in having], dim=1))
         return [None if one is None else next(found) for one in squares]
 
-    def _first(self, batch: Batch, found_inf: torch.Tensor | None, *, alone: bool) -> torch.Tensor | None:
+    def _first(self, batch: Batch, found_inf: torch.Tensor | None) -> torch.Tensor | None:
         if not batch.settings["fused"]:
             squares = self.first_pass(batch)
             return squares if batch.adapts else None
-        return self._kernels_of(batch).first(batch, found_inf, both=alone)
+        return self._kernels_of(batch).first(batch, found_inf)
 
-    def _second(
-        self, batch: Batch, squares: torch.Tensor | None, found_inf: torch.Tensor | None, *, alone: bool
-    ) -> None:
+    def _second(self, batch: Batch, squares: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         if batch.settings["fused"]:
-            if not alone and squares is not None:
+            if squares is not None:
                 self._kernels_of(batch).second(batch, squares, found_inf)
             return
         ratios = None

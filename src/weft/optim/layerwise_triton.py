@@ -1,18 +1,13 @@
-"""LARS and LAMB in one kernel for many tensors; needs Triton. `layerwise.py` does the same in torch's functions.
+"""LARS and LAMB in one launch per pass over many tensors; needs Triton. `layerwise.py` does it by torch's functions.
 
-A job is a block of one tensor in one pass (`block_jobs.py`). The first pass updates moments and sums squares; the
-program that ends the last block of a tensor adds up these sums, in the order of blocks. The second updates weights.
-
-Where no other rank holds parts of the tensors, both passes are one launch: the second pass of a tensor follows the
-first closely enough to find its numbers in the GPU's cache, so LAMB, which touches weights and moments twice, does not
-read them twice from memory. Jobs are given out by a counter, in their order, so what a job waits for has been started
-before it, and never waits itself for a later one.
+A program has one block of one tensor (`block_jobs.py`). The first pass updates moments and sums squares; the program
+that ends the last block of a tensor adds up these sums, in the order of blocks. The second updates weights. It goes
+through the blocks backwards: what the first touched last is still in the GPU's cache.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,10 +20,6 @@ from weft.optim.layerwise import Batch, bias_corrections
 
 BLOCK = 2048
 """Elements of a job."""
-_LAG = 512
-"""Jobs between the first pass of a tensor and its second: about as many as run at once."""
-_READY = 1 << 30
-"""Written over the count of a tensor's finished blocks when its sums are complete."""
 _SUMMED = 1024
 """Blocks whose sums are added up at a time."""
 
@@ -36,33 +27,25 @@ _SUMMED = 1024
 class Kernels:
     """The kernel's tables for one batch, kept as long as the batch has the same tensors."""
 
-    in_one_launch = False
-    """Both passes in one launch, where nothing is exchanged between them; benchmarks/optimizers.py compares."""
-
     def __init__(self) -> None:
         self.settings: dict[str, Any] = {}
         self._key: tuple[Any, ...] | None = None
         self._addresses: list[int] = []
-        self._address_table = self._flag = torch.empty(0)
+        self._address_table = self._corrections = torch.empty(0)
 
-    def first(self, batch: Batch, found_inf: Tensor | None, *, both: bool) -> Tensor | None:
-        """The first pass, or both; returns the squares of the tensors, for the second. A batch that does not adapt
-        needs one pass only, and gives none."""
+    def first(self, batch: Batch, found_inf: Tensor | None) -> Tensor | None:
+        """The first pass; returns the squares of the tensors, for the second. A batch that does not adapt needs one
+        pass only, and gives none."""
         self._prepare(batch)
-        if not (both and batch.adapts):
-            self._launch(batch, self._first_jobs, found_inf, waits=False)
-            return self._squares if batch.adapts else None
-        if self.in_one_launch:
-            self._launch(batch, self._both, found_inf, waits=True)
-        else:
-            self._launch(batch, self._first_jobs, found_inf, waits=False)
-            self._launch(batch, self._second_jobs, found_inf, waits=False)
-        return None
+        self._corrections = self._no_corrections if batch.steps is None else bias_corrections(batch)
+        self._counters.zero_()
+        self._launch(batch, self._squares, found_inf, second=False)
+        return self._squares if batch.adapts else None
 
     def second(self, batch: Batch, squares: Tensor, found_inf: Tensor | None) -> None:
         """The second pass, with the squares of whole tensors."""
-        self._squares.copy_(squares)
-        self._launch(batch, self._second_jobs, found_inf, waits=False)
+        # Not copied over this rank's own: the kernel writes none of a tensor that is empty here, and they stay 0.
+        self._launch(batch, squares.contiguous(), found_inf, second=True)
 
     def _prepare(self, batch: Batch) -> None:
         device = batch.weights[0].device
@@ -81,58 +64,51 @@ class Kernels:
     def _lay_out(self, batch: Batch, device: torch.device) -> None:
         num_tensors = len(batch.weights)
         jobs = BlockJobs([weight.numel() for weight in batch.weights], batch.counted, block=BLOCK)
-        self._first_jobs, self._second_jobs = (
-            _to_device(flat(jobs.first), device),
-            _to_device(flat(jobs.second), device),
-        )
-        self._both = _to_device(flat(jobs.interleaved(lag=_LAG)), device)
-        ends, num_blocks = jobs.ends, jobs.ends[-1]
-        self._ends = _to_device(ends, device)
-        self._sums = torch.zeros(2 * max(num_blocks, 1), dtype=torch.float64, device=device)
+        self._num_jobs = len(jobs.jobs)
+        self._jobs, self._ends = _to_device(flat(jobs.jobs), device), _to_device(jobs.ends, device)
+        self._sums = torch.zeros(2 * max(self._num_jobs, 1), dtype=torch.float64, device=device)
         self._squares = torch.zeros(2, num_tensors, dtype=torch.float64, device=device)
-        self._counters = torch.zeros(num_tensors + 1, dtype=torch.int32, device=device)
+        self._counters = torch.zeros(num_tensors, dtype=torch.int32, device=device)
         self._no_corrections = torch.ones(1, dtype=torch.float64, device=device)
         self._no_flag = torch.zeros(1, device=device)
         # Vectors of 16 bytes need places that are multiples of 8 elements.
-        self._is_even = all(job[1] % 8 == 0 and job[2] % 8 == 0 for job in jobs.first)
+        self._is_even = all(job[1] % 8 == 0 and job[2] % 8 == 0 for job in jobs.jobs)
 
-    def _launch(self, batch: Batch, jobs: Tensor, found_inf: Tensor | None, *, waits: bool) -> None:
-        settings, rule, num_jobs = batch.settings, self.settings, jobs.numel() // NUM_FIELDS
-        if not num_jobs:
+    def _launch(self, batch: Batch, squares: Tensor, found_inf: Tensor | None, *, second: bool) -> None:
+        settings, rule = batch.settings, self.settings
+        if not self._num_jobs:
             return
-        corrections = self._no_corrections
-        if batch.steps is not None:
-            corrections = bias_corrections(batch)
-        self._counters.zero_()
+        # In double precision: of 1 - β, where β is close to 1, float32 would keep few digits.
+        rest, rest2 = 1.0 - float(rule["momentum"]), 1.0 - float(rule.get("beta2", 0.0))
         with torch.cuda.device_of(batch.weights[0]):  # Triton launches on the current device
-            _update_blocks[(num_jobs,)](
-                jobs,
+            _update_blocks[(self._num_jobs,)](
+                self._jobs,
                 self._address_table,
                 self._ends,
-                corrections,
+                self._corrections,
                 self._sums,
-                self._squares,
+                squares,
                 self._counters,
                 self._no_flag if found_inf is None else found_inf,
                 len(batch.weights),
                 float(settings["lr"]),
                 float(settings["weight_decay"]),
                 float(rule["momentum"]),
-                float(rule.get("beta2", 0.0)),
+                rest,
+                rest2,
                 float(rule.get("eps", 0.0)),
                 float(rule.get("trust", 1.0)),
                 float(rule["low"]),
                 float(rule["high"]),
                 RULE=rule["rule"],
                 ADAPTS=batch.adapts,
-                WAITS=waits,
+                SECOND=second,
                 HAS_FLAG=found_inf is not None,
                 IS_ALIGNED=self._is_aligned,
                 DTYPE=_DTYPES[batch.weights[0].dtype],
                 BLOCK=BLOCK,
                 SUMMED=_SUMMED,
                 FIELDS=NUM_FIELDS,
-                READY=_READY,
                 num_warps=8,
             )
 
@@ -161,31 +137,32 @@ def try_kernels() -> None:
         counted=(None,),
     )
     kernels = Kernels()
-    kernels.settings = {"rule": 1, "momentum": 0.0, "low": 0.0, "high": 1.0}
-    kernels.first(replace(batch, steps=None), None, both=True)
+    kernels.settings = {"rule": 0, "momentum": 0.9, "beta2": 0.999, "eps": 1e-6, "low": 0.0, "high": 1.0}
+    squares = kernels.first(batch, None)
+    assert squares is not None
+    kernels.second(batch, squares, None)
 
 
 @triton.jit
 def _update_blocks(
     jobs, addresses, ends, corrections, sums, squares, counters, found_inf,
-    num_tensors, lr, decay, momentum, beta2, eps, trust, low, high,
-    RULE: tl.constexpr, ADAPTS: tl.constexpr, WAITS: tl.constexpr, HAS_FLAG: tl.constexpr, IS_ALIGNED: tl.constexpr,
-    DTYPE: tl.constexpr, BLOCK: tl.constexpr, SUMMED: tl.constexpr, FIELDS: tl.constexpr, READY: tl.constexpr,
+    num_tensors, lr, decay, momentum, rest, rest2, eps, trust, low, high,
+    RULE: tl.constexpr, ADAPTS: tl.constexpr, SECOND: tl.constexpr, HAS_FLAG: tl.constexpr, IS_ALIGNED: tl.constexpr,
+    DTYPE: tl.constexpr, BLOCK: tl.constexpr, SUMMED: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """RULE 0: LAMB; 1: LARS with scaled gradients; 2: LARS with a normalised momentum. `momentum` is LAMB's β₁."""
+    """RULE 0: LAMB; 1: LARS with scaled gradients; 2: LARS with a normalised momentum. `momentum` is LAMB's β₁ too;
+    `rest` is 1 - momentum, `rest2` 1 - β₂."""
     is_on = True
     if HAS_FLAG:
         is_on = tl.load(found_inf) == 0.0
     if is_on:
         number = tl.program_id(0)
-        if WAITS:
-            number = tl.atomic_add(counters + num_tensors, 1)
+        if SECOND:
+            number = tl.num_programs(0) - 1 - number
         job = jobs + number.to(tl.int64) * FIELDS
         tensor = tl.load(job)
         start = tl.load(job + 1)
         stop = tl.load(job + 2)
-        place = tl.load(job + 3)
-        flags = tl.load(job + 4)
         at_g = tl.load(addresses + tensor).to(tl.pointer_type(DTYPE))
         at_w = tl.load(addresses + num_tensors + tensor).to(tl.pointer_type(DTYPE))
         at_m = tl.load(addresses + 2 * num_tensors + tensor).to(tl.pointer_type(DTYPE))
@@ -205,29 +182,25 @@ def _update_blocks(
             at_v = tl.multiple_of(at_v, 16)
         entry = start + tl.arange(0, BLOCK)
         here = entry < stop
-        if (flags & 1) == 0:
-            _first_pass(
-                at_g + entry, at_w + entry, at_m + entry, at_v + entry, here, (flags & 2) != 0, tensor, place,
-                ends, sums, squares, counters, num_tensors, lr, decay, momentum, beta2, eps, of_mean, of_square,
-                RULE, ADAPTS, DTYPE, SUMMED, READY,
+        if SECOND:
+            _second_pass(
+                at_g + entry, at_w + entry, at_m + entry, at_v + entry, here,
+                tl.load(squares + tensor), tl.load(squares + num_tensors + tensor),
+                lr, decay, momentum, eps, trust, low, high, of_mean, of_square, RULE, DTYPE,
             )  # fmt: skip
         else:
-            if WAITS:
-                while tl.atomic_add(counters + tensor, 0) < READY:
-                    pass
-            of_w = tl.load(squares + tensor, cache_modifier=".cg")
-            of_u = tl.load(squares + num_tensors + tensor, cache_modifier=".cg")
-            _second_pass(
-                at_g + entry, at_w + entry, at_m + entry, at_v + entry, here, of_w, of_u,
-                lr, decay, momentum, eps, trust, low, high, of_mean, of_square, RULE, DTYPE,
+            _first_pass(
+                at_g + entry, at_w + entry, at_m + entry, at_v + entry, here, tl.load(job + 3) != 0, tensor, number,
+                ends, sums, squares, counters, num_tensors, lr, decay, momentum, rest, rest2, eps, of_mean, of_square,
+                RULE, ADAPTS, DTYPE, SUMMED,
             )  # fmt: skip
 
 
 @triton.jit
 def _first_pass(
-    at_g, at_w, at_m, at_v, here, is_counted, tensor, place,
-    ends, sums, squares, counters, num_tensors, lr, decay, momentum, beta2, eps, of_mean, of_square,
-    RULE: tl.constexpr, ADAPTS: tl.constexpr, DTYPE: tl.constexpr, SUMMED: tl.constexpr, READY: tl.constexpr,
+    at_g, at_w, at_m, at_v, here, is_counted, tensor, number,
+    ends, sums, squares, counters, num_tensors, lr, decay, momentum, rest, rest2, eps, of_mean, of_square,
+    RULE: tl.constexpr, ADAPTS: tl.constexpr, DTYPE: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
     w = tl.load(at_w, mask=here, other=0.0).to(tl.float32)
     g = tl.load(at_g, mask=here, other=0.0).to(tl.float32)
@@ -241,18 +214,19 @@ def _first_pass(
     else:
         old = tl.load(at_m, mask=here, other=0.0).to(tl.float32)
         added = g + decay * w if RULE == 2 else g
-        new = (old + (1 - momentum) * (added - old)).to(DTYPE)
+        new = (old + rest * (added - old)).to(DTYPE)
         tl.store(at_m, new, mask=here)
         update = new.to(tl.float32)
         if RULE == 0:
             square = tl.load(at_v, mask=here, other=0.0).to(tl.float32)
-            square = (beta2 * square + (1 - beta2) * g * g).to(DTYPE)
+            square = (square + rest2 * (g * g - square)).to(DTYPE)
             tl.store(at_v, square, mask=here)
             update = update * of_mean / (tl.sqrt(square.to(tl.float32)) * of_square + eps) + decay * w
         if not ADAPTS:
             tl.store(at_w, (w - lr * update).to(DTYPE), mask=here)
     if ADAPTS:
         counts = here & is_counted
+        place = number.to(tl.int64)
         tl.store(sums + 2 * place, tl.sum(tl.where(counts, w * w, 0.0)).to(tl.float64))
         tl.store(sums + 2 * place + 1, tl.sum(tl.where(counts, update * update, 0.0)).to(tl.float64))
         tl.debug_barrier()  # all stores of this program are made before it says so
@@ -269,8 +243,6 @@ def _first_pass(
                 begin += SUMMED
             tl.store(squares + tensor, tl.sum(total_w))
             tl.store(squares + num_tensors + tensor, tl.sum(total_u))
-            tl.debug_barrier()
-            tl.atomic_xchg(counters + tensor, READY)
 
 
 @triton.jit
@@ -285,9 +257,8 @@ def _second_pass(
     else:
         ratio = trust * tl.minimum(tl.maximum(norm_w, low), high) / norm_u
     rate = lr * tl.where((of_w > 0.0) & (of_u > 0.0), ratio, 1.0).to(tl.float32)
-    # Around the first-level cache, which may have these entries as they were before the first pass.
-    w = tl.load(at_w, mask=here, other=0.0, cache_modifier=".cg").to(tl.float32)
-    m = tl.load(at_m, mask=here, other=0.0, cache_modifier=".cg").to(tl.float32)
+    w = tl.load(at_w, mask=here, other=0.0).to(tl.float32)
+    m = tl.load(at_m, mask=here, other=0.0).to(tl.float32)
     if RULE == 1:
         g = tl.load(at_g, mask=here, other=0.0).to(tl.float32)
         new = (momentum * m + rate * (g + decay * w)).to(DTYPE)
@@ -296,6 +267,6 @@ def _second_pass(
     else:
         update = m
         if RULE == 0:
-            v = tl.load(at_v, mask=here, other=0.0, cache_modifier=".cg").to(tl.float32)
+            v = tl.load(at_v, mask=here, other=0.0).to(tl.float32)
             update = m * of_mean / (tl.sqrt(v) * of_square + eps) + decay * w
         tl.store(at_w, (w - rate * update).to(DTYPE), mask=here)

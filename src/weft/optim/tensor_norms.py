@@ -75,7 +75,8 @@ class TensorNorms:
         if parameters not in self._indices:
             if len(self._indices) > 8:  # the parameters in use keep changing
                 self._indices.clear()
-            self._indices[parameters] = torch.tensor([self._slots[n] for n in parameters], device=device)
+            slots = [self._slots[n] for n in parameters]
+            self._indices[parameters] = torch.tensor(slots, dtype=torch.int64, device=device)  # also of no slots
         return self._indices[parameters]
 
 

@@ -25,7 +25,7 @@ from weft.codecs.make import make_codec
 from weft.comm.collectives import Pending, all_reduce
 from weft.comm.group import Group
 from weft.comm.objects import gather_values
-from weft.parallel.zero.flat_parameters import FlatParameters, Piece
+from weft.parallel.zero.flat_parameters import FlatParameters, Piece, wait_until_read
 from weft.parallel.zero.gather import ParameterGathering
 from weft.plan.partition.exchange import MAX_EXCHANGES_IN_FLIGHT, REPORT_WORDS
 from weft.plan.partition.replicas import exchanges_after, keeps_anchor
@@ -306,6 +306,7 @@ class LocalSync(PipelineSync):
         try:
             yield
             gather_values(None, self._replica)
+            wait_until_read(exchanged)
         finally:
             with torch.no_grad():
                 for tensor, value in zip(exchanged, own, strict=True):

@@ -14,7 +14,7 @@ an error about its shape, or NaN, but neither old memory nor a wrong number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -190,6 +190,16 @@ class FlatParameters:
         """Let parameters be their places in the whole."""
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.data = view
+
+
+def wait_until_read(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait until a GPU has read what it was given of these; before the host overwrites them outside of a step.
+
+    A copy from page-locked memory (`take_master`) is made when the GPU comes to it. Steps need no such wait: the host
+    has waited for their gradients, which come after it.
+    """
+    if any(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in tensors):
+        torch.cuda.synchronize()
 
 
 def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

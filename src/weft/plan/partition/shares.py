@@ -13,6 +13,7 @@ medians of the last few steps: one step that was slow for another reason decides
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 
@@ -46,9 +47,12 @@ def shares_by_speed(seconds: Sequence[float], total: int) -> Shares:
     """
     assert total >= len(seconds), f"{total} microbatches do not give one to each of {len(seconds)} ranks"
     shares = [1] * len(seconds)
+    done_s = [(2 * each, rank) for rank, each in enumerate(seconds)]
+    heapq.heapify(done_s)
     for _ in range(total - len(seconds)):
-        done_s = [(share + 1) * each for share, each in zip(shares, seconds, strict=True)]
-        shares[done_s.index(min(done_s))] += 1
+        rank = done_s[0][1]
+        shares[rank] += 1
+        heapq.heapreplace(done_s, ((shares[rank] + 1) * seconds[rank], rank))
     return tuple(shares)
 
 

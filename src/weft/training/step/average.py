@@ -20,7 +20,7 @@ import torch
 from weft.comm.group import Group
 from weft.comm.objects import gather_values
 from weft.errors import ModelError, PlanError
-from weft.parallel.zero.flat_parameters import Piece
+from weft.parallel.zero.flat_parameters import Piece, wait_until_read
 from weft.plan.plan import Plan
 from weft.sync.base import Sync
 
@@ -111,6 +111,7 @@ class WeightAverage:
             _publish(sync)
             yield
             gather_values(None, everyone)
+            wait_until_read(piece.tensor for piece in self._pieces.values())
         finally:
             self._restore(kept)
             self.is_in_use, self._is_unpublished = False, True
