@@ -66,7 +66,7 @@ class StragglerWatch:
         self._now: dict[int, Straggler] = {}
         """Those that are slow now, by rank."""
         self._past: dict[int, Straggler] = {}
-        """The dearest time in which each other rank was slow, where it was long enough."""
+        """The costliest time in which each other rank was slow, where it was long enough."""
         self._warned: set[int] = set()
 
     def add(self, step: int, times_s: Sequence[float], samples: Sequence[float], *, num_steps: int = 1) -> list[str]:
@@ -125,17 +125,17 @@ class StragglerWatch:
 
     @property
     def now(self) -> Straggler | None:
-        """The rank that is slow now, for long enough; the dearest, if there are several."""
-        return dearest(one for one in self._now.values() if one.num_steps >= FEWEST_SLOW_STEPS)
+        """The rank that is slow now, for long enough; the costliest, if there are several."""
+        return costliest(one for one in self._now.values() if one.num_steps >= FEWEST_SLOW_STEPS)
 
     @property
     def worst(self) -> Straggler | None:
         """The rank that has cost most so far."""
         long_enough = (one for one in self._now.values() if one.num_steps >= FEWEST_SLOW_STEPS)
-        return dearest([*self._past.values(), *long_enough])
+        return costliest([*self._past.values(), *long_enough])
 
 
-def dearest(found: Iterable[Straggler | None]) -> Straggler | None:
+def costliest(found: Iterable[Straggler | None]) -> Straggler | None:
     """The straggler that cost most, if there is any."""
     return max((one for one in found if one is not None), key=lambda one: one.cost_s, default=None)
 
