@@ -8,6 +8,7 @@ to say.
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -26,7 +27,7 @@ WARN_AFTER_STEPS = 20
 """Steps for which a rank has been slow when it is warned of."""
 
 FEWEST_SLOW_STEPS = 5
-"""A rank that was slow for fewer steps is not worth a word."""
+"""A rank that was slow for fewer steps is not reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +79,9 @@ class StragglerWatch:
         if len(self._window) < self._fewest:
             return []
         usual = median_times(self._window)
-        median = _low_median(usual)
+        median = statistics.median_low(usual)
         passes_s = [each * number for each, number in zip(times_s, samples, strict=True)]
-        ended_s = _low_median(passes_s)
+        ended_s = statistics.median_low(passes_s)
         texts = []
         for rank, time_s, mine_s in zip(self._ranks, usual, passes_s, strict=True):
             factor = time_s / median
@@ -138,7 +139,3 @@ class StragglerWatch:
 def costliest(found: Iterable[Straggler | None]) -> Straggler | None:
     """The straggler that cost most, if there is any."""
     return max((one for one in found if one is not None), key=lambda one: one.cost_s, default=None)
-
-
-def _low_median(numbers: Sequence[float]) -> float:
-    return sorted(numbers)[(len(numbers) - 1) // 2]
