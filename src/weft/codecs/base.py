@@ -10,6 +10,8 @@ codec's messages, in order, and on every replica alike, the sync calls
 All replicas decode the same bits by the same arithmetic, so they end with equal values. Formats and lengths of messages
 are in `plan/partition/codec_messages.py`, where the bytes of an exchange are added up without torch. Nothing here waits
 for a device, and nothing is exchanged: replicas in one process use a codec just as ranks do.
+
+`sync/local.py` serves codecs of one message that adds up, and does not save their state: `half` needs no more.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class Sync(Protocol):
         return
 
     def state(self) -> dict[str, Any]:
-        """Plain values and tensors from which the same plan resumes bit-exactly."""
+        """Plain values, which become JSON, from which the same plan resumes bit-exactly."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:

@@ -82,6 +82,8 @@ class LocalSync(PipelineSync):
         if plan.data.outer == "nesterov":
             self._momenta = [self._keep(bucket).zero_() for bucket in self._buckets]
         self._codecs = [make_codec(plan, bucket.numel) for bucket in self._buckets]
+        messages = [codec.messages for codec in self._codecs if codec is not None]
+        assert all(len(one) == 1 and one[0].adds_up for one in messages), "a codec of one message that adds up"
         self._buffers = ExchangeBuffers(self._buckets, self._codecs, group, device)
         self._squares = torch.zeros(2, dtype=torch.float64, device=device)
 
