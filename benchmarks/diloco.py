@@ -50,9 +50,9 @@ class Size:
     global_batch: int
     steps: int
     lr: float
-    num_looks: int
-    """Measurements of the held-out loss along the way."""
-    look_batches: int
+    num_evaluations: int
+    """Of the held-out loss along the way."""
+    evaluation_batches: int
     """Batches of held-out windows in each of these."""
     text_bytes: int | None = None
     """Bytes of the text that are used; None: all."""
@@ -63,16 +63,16 @@ FULL = Size(
     global_batch=64,
     steps=1000,
     lr=1e-3,
-    num_looks=20,
-    look_batches=4,
+    num_evaluations=20,
+    evaluation_batches=4,
 )
 TINY = Size(
     config=GPTConfig(context=64, num_layers=2, hidden=64, heads=4),
     global_batch=16,
     steps=40,
     lr=3e-3,
-    num_looks=4,
-    look_batches=2,
+    num_evaluations=4,
+    evaluation_batches=2,
     text_bytes=200_000,
 )
 
@@ -95,14 +95,14 @@ class Run:
 
     @classmethod
     def parse(cls, text: str, steps: int) -> Run:
-        """A run from its words: "8@50", "8@50,warm", "8@50,average"."""
-        sizes, *words = text.split(",")
+        """A run from its text: "8@50", "8@50,warm", "8@50,average"."""
+        sizes, *options = text.split(",")
         num_replicas, every = map(int, sizes.split("@"))
         return cls(
             num_replicas=num_replicas,
             every=every,
-            warm_up_steps=steps // 10 if "warm" in words else 0,
-            outer="average" if "average" in words else "nesterov",
+            warm_up_steps=steps // 10 if "warm" in options else 0,
+            outer="average" if "average" in options else "nesterov",
         )
 
     def plan(self, precision: Precision, *, compiled: bool) -> Plan:
@@ -163,7 +163,7 @@ def train(run: Run, size: Size, data: tuple[TokenWindows, TokenWindows], device:
         replicas_in_process=run.num_replicas > 1,
     )
     training, held_out = data
-    look = weft.batches(held_out, trainer, global_batch=min(2 * size.global_batch, len(held_out)))
+    held_out_batches = weft.batches(held_out, trainer, global_batch=min(2 * size.global_batch, len(held_out)))
     tokens_per_step = size.global_batch * size.config.context
     curve_tokens: list[int] = []
     curve_loss: list[float] = []
@@ -174,10 +174,10 @@ def train(run: Run, size: Size, data: tuple[TokenWindows, TokenWindows], device:
         )
         for inputs, targets in islice(samples, size.steps):
             trainer.step(inputs, targets)
-            if trainer.steps_done % max(size.steps // size.num_looks, 1) == 0:
+            if trainer.steps_done % max(size.steps // size.num_evaluations, 1) == 0:
                 curve_tokens.append(trainer.steps_done * tokens_per_step)
-                curve_loss.append(trainer.evaluate(islice(look.from_start(), size.look_batches)))
-        loss = trainer.evaluate(look)
+                curve_loss.append(trainer.evaluate(islice(held_out_batches.from_start(), size.evaluation_batches)))
+        loss = trainer.evaluate(held_out_batches)
         seconds = time.perf_counter() - started
         spread = getattr(trainer.sync, "spread", None)
         return Outcome(
@@ -271,7 +271,7 @@ def main() -> None:
     expected: dict[int, float] = {}
     runs = runs_of(args.replicas or ([4, 2] if args.tiny else [8, 4]), every, size.steps)
     if args.runs:
-        runs = [Run(), *(Run.parse(words, size.steps) for words in args.runs)]
+        runs = [Run(), *(Run.parse(text, size.steps) for text in args.runs)]
     for run in runs:
         left_s = 60 * args.minutes - (time.perf_counter() - began)
         needed_s = 1.1 * expected.get(run.num_replicas, 2.5 * expected.get(1, 0.0))

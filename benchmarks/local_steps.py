@@ -139,8 +139,8 @@ def quality(name: str, every: int, seed: int, steps: int, device: str) -> Qualit
                 spread = getattr(trainer.sync, "spread", None)
                 assert spread is not None
                 spreads.append(spread.clone())
-        look = weft.batches(held_out, trainer, global_batch=min(4 * task.global_batch, len(held_out)))
-        loss = trainer.evaluate(islice(look.from_start(), task.evaluate_batches))
+        held_out_batches = weft.batches(held_out, trainer, global_batch=min(4 * task.global_batch, len(held_out)))
+        loss = trainer.evaluate(islice(held_out_batches.from_start(), task.evaluate_batches))
     spread = float(torch.stack(spreads).mean()) if spreads else None
     return Quality(held_out_loss=loss, spread=spread)
 

@@ -111,42 +111,42 @@ def middle_and_range(seeds: Sequence[Sequence[float | None]]) -> tuple[list[floa
     return middle, low, high
 
 
-def look_of(picture: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def styles_of(picture: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Colour and dashes by name. What is dashed is only for comparison, such as an ideal, and takes no hue."""
-    looks: dict[str, dict[str, Any]] = {}
+    styles: dict[str, dict[str, Any]] = {}
     num_hues = 0
     for panel in panels_of(picture):
         for name, seeds in by_name(panel).items():
-            if name in looks:
+            if name in styles:
                 continue
             if seeds[0].get("dashed"):
-                looks[name] = {"color": LIGHT.faint, "linestyle": (0, (4, 3))}
+                styles[name] = {"color": LIGHT.faint, "linestyle": (0, (4, 3))}
                 continue
             dashes = DASHES[num_hues // len(HUES) % len(DASHES)]
-            looks[name] = {"color": HUES[num_hues % len(HUES)], "linestyle": dashes}
+            styles[name] = {"color": HUES[num_hues % len(HUES)], "linestyle": dashes}
             num_hues += 1
-    return looks
+    return styles
 
 
-def draw_method(axes: Any, name: str, seeds: list[dict[str, Any]], look: dict[str, Any]) -> None:
+def draw_method(axes: Any, name: str, seeds: list[dict[str, Any]], style: dict[str, Any]) -> None:
     xs = [series["x"] for series in seeds]
     marker = {"marker": "o", "markersize": 3} if len(xs[0]) <= 2 * MOST_TICKS and not seeds[0].get("dashed") else {}
     if any(one != xs[0] for one in xs):
         for number, series in enumerate(seeds):
             ys = [math.nan if y is None or not math.isfinite(y) else y for y in series["y"]]
-            axes.plot(series["x"], ys, linewidth=0.9, label=name if number == 0 else None, **look, **marker)
+            axes.plot(series["x"], ys, linewidth=0.9, label=name if number == 0 else None, **style, **marker)
         return
     middle, low, high = middle_and_range([series["y"] for series in seeds])
     if len(seeds) > 1:
-        axes.fill_between(xs[0], low, high, color=look["color"], alpha=0.18, linewidth=0)
-    axes.plot(xs[0], middle, linewidth=1.5, label=name, **look, **marker)
+        axes.fill_between(xs[0], low, high, color=style["color"], alpha=0.18, linewidth=0)
+    axes.plot(xs[0], middle, linewidth=1.5, label=name, **style, **marker)
 
 
-def draw_panel(axes: Any, panel: dict[str, Any], looks: dict[str, dict[str, Any]]) -> None:
+def draw_panel(axes: Any, panel: dict[str, Any], styles: dict[str, dict[str, Any]]) -> None:
     from matplotlib.ticker import FormatStrFormatter, NullLocator
 
     for name, seeds in by_name(panel).items():
-        draw_method(axes, name, seeds, looks[name])
+        draw_method(axes, name, seeds, styles[name])
     axes.set_title(panel.get("title", ""))
     axes.set_xlabel(panel["x_label"])
     axes.set_ylabel(panel["y_label"])
@@ -183,7 +183,7 @@ def draw(picture: dict[str, Any]) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    panels, looks = panels_of(picture), look_of(picture)
+    panels, styles = panels_of(picture), styles_of(picture)
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **SETTINGS, "backend": "svg"}):
         num_columns = min(len(panels), 2)
         num_rows = math.ceil(len(panels) / num_columns)
@@ -191,7 +191,7 @@ def draw(picture: dict[str, Any]) -> str:
         figure = Figure(figsize=(width * num_columns, height * num_rows + 0.5), layout="constrained")
         grid = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
         for axes, panel in zip(grid, panels, strict=False):
-            draw_panel(axes, panel, looks)
+            draw_panel(axes, panel, styles)
         for axes in grid[len(panels) :]:
             axes.set_visible(False)
         if "panels" in picture and picture.get("title"):

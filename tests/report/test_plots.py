@@ -42,7 +42,7 @@ def test_panels_share_their_colours_and_one_legend() -> None:
         "".join(node.itertext()).strip() for node in ElementTree.fromstring(svg).iter() if node.tag.endswith("text")
     ]
     assert texts.count("local") == 1 and texts.count("Both") == 1 and texts.count("time") == 2
-    assert plots.look_of({"panels": [study(), second]})["local"]["color"] == HUES[0]
+    assert plots.styles_of({"panels": [study(), second]})["local"]["color"] == HUES[0]
 
 
 def test_the_median_has_a_gap_where_a_seed_has_no_number() -> None:

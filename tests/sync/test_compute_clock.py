@@ -121,9 +121,9 @@ class Frozen(nn.Module):
 def told(trainer: object, own_s: float) -> list[float]:
     """What all ranks are told in a step in which this one has this time."""
     seen: list[list[float]] = []
-    clock = trainer.pace.clock
+    clock = trainer.rank_speeds.clock
     clock.end = lambda num_samples: setattr(clock, "own_s", own_s)
-    with mock.patch.object(trainer.pace.balance, "add", side_effect=seen.append):
+    with mock.patch.object(trainer.rank_speeds.balance, "add", side_effect=seen.append):
         if isinstance(trainer.named_model, MLP | Frozen):
             trainer.step(*cut(batch_of(8), [4, 4])[trainer.data_rank])
         else:

@@ -248,7 +248,7 @@ def test_the_first_rank_warns_of_a_slow_one(every: int) -> None:
         assert recovered.startswith(f"rank 1 has recovered at step {recovered_at}")
     else:
         assert lines == []
-    worst = trainer.pace.worst_of_all()
+    worst = trainer.rank_speeds.worst_straggler()
     assert worst is not None and (worst.rank, worst.since_step) == (1, since)
     # 1 s per sample more, on 2 samples, in 28 steps: of the first ones without an exchange two are not known to be slow
     assert worst.cost_s == 2.0 * 28

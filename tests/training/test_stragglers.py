@@ -67,7 +67,7 @@ def test_a_rank_that_was_given_fewer_samples_costs_less() -> None:
     assert watch.now is not None and watch.now.factor == 3.0 and watch.now.cost_s == 0.0
 
 
-def test_the_dearest_of_several_is_named() -> None:
+def test_the_costliest_of_several_is_named() -> None:
     watch = StragglerWatch([0, 1, 2, 3, 4])
     watch_steps(watch, [1, 2, 1, 4, 1], 30)
     assert watch.worst is not None and watch.worst.rank == 3

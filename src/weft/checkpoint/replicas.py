@@ -51,10 +51,10 @@ class ReplicaMeans:
         self._sync, self._mesh = sync, trainer.mesh
         self._statistics = {id(one) for one in running_statistics(trainer.named_model)}
         self.of_weight = None if sync.agrees else Mean()
-        """That of parameters that are trained."""
+        """How trained parameters enter the mean; None if replicas agree."""
 
     def of_buffer(self, buffer: torch.Tensor) -> Mean | None:
-        """That of a buffer of the model."""
+        """How a buffer of the model enters the mean; None if it is the same on all replicas, or has no mean."""
         if self._mesh.plan.data.buffers == "local":
             return Mean() if buffer.is_floating_point() else None
         return Mean() if id(buffer) in self._statistics and not self._sync.agrees else None

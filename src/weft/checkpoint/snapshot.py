@@ -96,7 +96,7 @@ def give_means(trainer: TrainerState) -> None:
 
 
 def give_mean_weights(trainer: TrainerState, average: Averaging | None) -> None:
-    """The same for a snapshot of the weights alone; `average`: that of the replica that takes it."""
+    """Take part in the means of a snapshot of the weights alone; `average`: that of the replica that takes it."""
     portable = Portable(trainer)
     _give(portable, portable.weight_parts(average)[0])
 

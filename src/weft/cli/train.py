@@ -63,7 +63,7 @@ def command(
 
     torchrun --nproc-per-node 2 -m weft train run.toml
 
-    Eight replicas of local SGD or DiLoCo on one GPU or core, to study how they train:
+    All replicas of local SGD or DiLoCo on one GPU or core, to study how they train:
 
     weft train run.toml --plan diloco.toml --replicas-in-process
     """

@@ -8,8 +8,10 @@ codec's messages, in order, and on every replica alike, the sync calls
     decode(number, received, num_replicas, values)     after the last one, `values` are the mean over replicas
 
 All replicas decode the same bits by the same arithmetic, so they end with equal values. Formats and lengths of messages
-are in `plan/partition/messages.py`, where the bytes of an exchange are added up without torch. Nothing here waits for a
-device, and nothing is exchanged: replicas in one process use a codec just as ranks do.
+are in `plan/partition/codec_messages.py`, where the bytes of an exchange are added up without torch. Nothing here waits
+for a device, and nothing is exchanged: replicas in one process use a codec just as ranks do.
+
+`sync/local.py` serves codecs of one message that adds up, and does not save their state: `half` needs no more.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from weft.plan.partition.messages import Message
+from weft.plan.partition.codec_messages import Message
 
 
 class Codec(Protocol):

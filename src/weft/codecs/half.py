@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from weft.codecs.base import Codec
-from weft.plan.partition.messages import messages_of
+from weft.plan.partition.codec_messages import messages_of
 from weft.plan.plan import Codec as CodecSection
 
 

@@ -1,4 +1,4 @@
-"""Norms of whole tensors for an optimizer that holds parts of them: what each rank sums, and how the sums meet.
+"""Norms of whole tensors for an optimizer that holds parts of them: what each rank sums, and how the sums are added up.
 
 LARS and LAMB scale the step of each tensor by the norms of its weight and its update. Under ZeRO a rank has a flat
 range of every tensor, empty for some; with `[axes] tensor` it has a share of some and all of others. So each rank sums

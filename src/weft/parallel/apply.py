@@ -156,7 +156,7 @@ def _place_parameters(parts: ParallelModel) -> None:
         rules=_gradient_rules(parts),
         stage_of=parts.stage_of,
         draws=parts.draws,
-        meeting=parts.meeting,
+        in_process=parts.in_process,
     )
     parts.layouts |= {name: flat.layout(number) for flat in parts.sync.flats for number, name in enumerate(flat.names)}
 

@@ -54,18 +54,18 @@ REPLICAS_THAT_NEVER_DIFFER = Refusal(
 REPLICAS_OF_SEVERAL_RANKS = Refusal(
     combination="replicas in process whose replicas are several ranks ([axes] pipeline, tensor, ring, ulysses, or data "
     "with [data] shard)",
-    why="one process can only be whole replicas, and with {axes} a replica is {num_ranks} ranks",
+    why="a replica in process is one rank, and with {axes} a replica is {num_ranks} ranks",
     remedy="leave these out, which changes nothing about how replicas exchange, or start real ranks",
 )
 UNCOUNTED_REPLICAS = Refusal(
     combination='replicas in process with [axes] data = "all"',
-    why='[axes] data = "all" counts the ranks that run, and replicas in process are not counted by any',
-    remedy="write their number",
+    why='[axes] data = "all" stands for the number of ranks that run, and replicas in process are one process',
+    remedy="write the number of replicas",
 )
 REPLICAS_IN_SEVERAL_PROCESSES = Refusal(
     combination="replicas in process on several ranks",
-    why="replicas in process are all in one, and {num_processes} were started",
-    remedy="start one process, or leave the replicas to the ranks",
+    why="replicas in process need one process, and {num_processes} were started",
+    remedy="start one, or let each rank be a replica: leave out replicas in process",
 )
 
 # --- models without blocks, and models compiled as a whole ------------------------------------------------------------

@@ -20,14 +20,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from weft.errors import PlanError
-from weft.plan.partition.exchange import (
-    ExchangeBucket,
-    exchange_buckets,
-    exchange_buffer_bytes,
-    exchange_temporary_bytes,
-    kept_weights,
-    outer_bytes,
-)
 from weft.plan.partition.flat_buffers import (
     FlatBuffer,
     Sharding,
@@ -39,6 +31,14 @@ from weft.plan.partition.flat_buffers import (
 )
 from weft.plan.partition.groups import COMMUNICATOR_BYTES, num_communicators
 from weft.plan.partition.replicas import shares_batch
+from weft.plan.partition.weight_exchange import (
+    ExchangeBucket,
+    exchange_buckets,
+    exchange_buffer_bytes,
+    exchange_temporary_bytes,
+    kept_weights,
+    outer_bytes,
+)
 from weft.plan.plan import Plan, said
 from weft.planning.gradient_buffers import travelling_bytes
 from weft.profiles.model import ModelProfile
@@ -136,7 +136,7 @@ def predict_memory(
         optimizer_bytes=round(master_bytes / 4 * optimizer_bytes_per_parameter),
         buffer_bytes=profile.buffer_bytes,
     )
-    buckets = weight_buckets(plan, flats)
+    buckets = buckets_between_replicas(plan, flats)
     exchange = exchange_temporary_bytes(buckets, plan, on_host=offloads(plan, profile.device))
     # Gradients that no other rank waits for are autograd's own, made anew in every step.
     comes_and_goes = not shared and not shares_batch(plan) and plan.step.microbatches == 1
@@ -189,7 +189,7 @@ def state_memory(
     master = sum(flat.part_bytes(flat.master) for flat in trainable if on_host or flat.master != flat.compute)
     handed_over = sum(flat.part_bytes(flat.master) for flat in trainable)
     average = sum(average_bytes(flat) for flat in trainable) if plan.average.decay > 0 else 0
-    outer = outer_bytes(weight_buckets(plan, flats), plan)
+    outer = outer_bytes(buckets_between_replicas(plan, flats), plan)
     return Memory(
         moment="between steps",
         parameters=sum(
@@ -208,7 +208,7 @@ def state_memory(
     )
 
 
-def weight_buckets(plan: Plan, flats: Sequence[FlatBuffer]) -> list[ExchangeBucket]:
+def buckets_between_replicas(plan: Plan, flats: Sequence[FlatBuffer]) -> list[ExchangeBucket]:
     """The buckets that a rank exchanges with other replicas, where there are any; the first part has no padding."""
     if plan.replica_axis is None:
         return []

@@ -61,15 +61,15 @@ class Sync(Protocol):
     agrees: bool = True
     """All replicas hold the same weights."""
 
-    is_in_trouble: bool = False
-    """This replica cannot go on, which others are told in the next exchange."""
+    must_stop: bool = False
+    """This replica cannot go on, which it reports to the others in the next exchange."""
 
-    compute_s: torch.Tensor | None = None
-    """The time of every replica since the exchange before (`compute_clock.py`), as told in the last one; whoever reads
-    it sets it to None."""
+    replica_compute_s: torch.Tensor | None = None
+    """The mean compute time of every replica (`compute_clock.py`), as reported in the last exchange; whoever reads it
+    sets it to None."""
 
-    troubles: torch.Tensor | None = None
-    """1 for each replica that was in trouble, as told in the last exchange."""
+    replica_must_stop: torch.Tensor | None = None
+    """1 for each replica that must stop, as reported in the last exchange; whoever reads it sets it to None."""
 
     @property
     def exchanges_in_forward(self) -> bool:
@@ -133,7 +133,7 @@ class Sync(Protocol):
         return
 
     def state(self) -> dict[str, Any]:
-        """Plain values and tensors from which the same plan resumes bit-exactly."""
+        """Plain values, which become JSON, from which the same plan resumes bit-exactly."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:

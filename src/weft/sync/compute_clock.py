@@ -54,9 +54,9 @@ class ComputeClock:
         self.own_s = 0.0
         """Seconds per sample of this rank's latest step that is known; 0 before that, or without samples."""
         self.num_samples = 0
-        """Samples of the latest step here, known or not."""
+        """Samples of this rank's latest step, also while its time is not known."""
         self.everyones_s: torch.Tensor | None = None
-        """The same of every rank that shared the latest exchange."""
+        """Seconds per sample of every rank that shared the latest exchange, in the order of `mesh.batch_group`."""
 
     def begin(self) -> None:
         """The passes of a step begin."""

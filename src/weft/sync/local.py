@@ -27,11 +27,11 @@ from weft.comm.group import Group
 from weft.comm.objects import gather_values
 from weft.parallel.zero.flat_parameters import FlatParameters, Piece, wait_until_read
 from weft.parallel.zero.gather import ParameterGathering
-from weft.plan.partition.exchange import MAX_EXCHANGES_IN_FLIGHT, REPORT_WORDS
 from weft.plan.partition.replicas import exchanges_after, keeps_anchor
+from weft.plan.partition.weight_exchange import MAX_EXCHANGES_IN_FLIGHT, REPORT_WORDS
 from weft.plan.plan import Plan
 from weft.sync.base import PipelineSync, Totals
-from weft.sync.meeting import Meeting
+from weft.sync.in_process import InProcessExchange
 from weft.sync.outer import average_, nesterov_
 from weft.sync.weight_buckets import ExchangeBuffers, WeightBucket, weight_buckets
 
@@ -50,28 +50,28 @@ class LocalSync(PipelineSync):
         device: torch.device,
         replica: Group,
         statistics: Tensors = list,
-        meeting: Meeting | None = None,
+        in_process: InProcessExchange | None = None,
     ) -> None:
         """`group`: the ranks that hold the same part of each replica; `replica`: all ranks of this one. `statistics`
-        looks up running statistics that are averaged. `meeting`: where the replicas of one process exchange, instead
-        of over the group."""
+        looks up running statistics that are averaged. `in_process`: the exchange that replicas of one process make
+        instead of one over the group."""
         self.inner = inner
-        self.num_replicas = group.size if meeting is None else plan.num_replicas
+        self.num_replicas = group.size if in_process is None else plan.num_replicas
         self.steps_done = 0
         self.agrees = True
         self.num_exchanges = 0
-        self.is_in_trouble = False
-        self.compute_s = self.troubles = None
+        self.must_stop = False
+        self.replica_compute_s = self.replica_must_stop = None
         self._times_s: list[float] = []
-        """Of this rank, in the steps since the last exchange."""
+        """Compute times of this rank in the steps since the last exchange."""
         self._is_unpublished = False
         """An error ended a context of the mean, and the model may still have it."""
         self.spread: torch.Tensor | None = None
         """Distance of this rank's weights from the mean at the last exchange, relative to the norm of the mean."""
         self._group, self._plan, self._device = group, plan, device
-        self._replica, self._statistics, self._meeting = replica, statistics, meeting
+        self._replica, self._statistics, self._in_process = replica, statistics, in_process
         self._buckets = weight_buckets([(piece.name, piece.tensor) for piece in inner.pieces], plan.comm.bucket_bytes)
-        # What has no memory has none anywhere.
+        # On the meta device, where memory is predicted, nothing is allocated on the host either.
         self._kept_on = torch.device("cpu") if plan.data.offload and device.type != "meta" else device
         self._anchors: list[torch.Tensor] = []
         self._momenta: list[torch.Tensor] = []
@@ -82,6 +82,8 @@ class LocalSync(PipelineSync):
         if plan.data.outer == "nesterov":
             self._momenta = [self._keep(bucket).zero_() for bucket in self._buckets]
         self._codecs = [make_codec(plan, bucket.numel) for bucket in self._buckets]
+        messages = [codec.messages for codec in self._codecs if codec is not None]
+        assert all(len(one) == 1 and one[0].adds_up for one in messages), "a codec of one message that adds up"
         self._buffers = ExchangeBuffers(self._buckets, self._codecs, group, device)
         self._squares = torch.zeros(2, dtype=torch.float64, device=device)
 
@@ -170,8 +172,8 @@ class LocalSync(PipelineSync):
         if not exchanges_after(self._plan.data, self.steps_done):
             return False
         self.inner.settle()
-        if self._meeting is not None:
-            self._meeting.exchange()
+        if self._in_process is not None:
+            self._in_process.exchange()
         else:
             self._exchange()
         return True
@@ -185,9 +187,9 @@ class LocalSync(PipelineSync):
             pending.append((number, all_reduce(self.fill(number), self._group, wait=False)))
         for one in pending:
             self._complete(*one)
-        rest = self.fill_rest()
-        all_reduce(rest, self._group)
-        self.take_rest(rest)
+        tail = self.fill_tail()
+        all_reduce(tail, self._group)
+        self.take_tail(tail)
         self.finish_exchange()
 
     def _complete(self, number: int, exchange: Pending) -> None:
@@ -241,23 +243,23 @@ class LocalSync(PipelineSync):
         self._squares += found.to(self._squares).square_()
 
     @torch.no_grad()
-    def fill_rest(self) -> torch.Tensor:
-        """What is summed over replicas besides weights, in float64: running statistics, and each replica's report."""
+    def fill_tail(self) -> torch.Tensor:
+        """The tail of the exchange, summed over replicas in float64: running statistics, and each replica's report."""
         words = torch.zeros(self.num_replicas, REPORT_WORDS, dtype=torch.float64, device=self._device)
-        mine = words[self._group.index if self._meeting is None else self._meeting.syncs.index(self)]
+        mine = words[self._group.index if self._in_process is None else self._in_process.syncs.index(self)]
         # An assignment would be a copy from the host, which waits.
         mine[0].fill_(sum(self._times_s) / len(self._times_s) if self._times_s else 0.0)
-        mine[1].fill_(self.is_in_trouble)
+        mine[1].fill_(self.must_stop)
         statistics = [one.detach().flatten().to(torch.float64) for one in self._statistics()]
         return torch.cat([*statistics, words.flatten()])
 
     @torch.no_grad()
-    def take_rest(self, total: torch.Tensor) -> None:
+    def take_tail(self, total: torch.Tensor) -> None:
         statistics = self._statistics()
         *means, words = total.split([*(one.numel() for one in statistics), self.num_replicas * REPORT_WORDS])
         for one, mean in zip(statistics, means, strict=True):
             one.copy_(mean.view(one.shape) / self.num_replicas)
-        self.compute_s, self.troubles = words.view(self.num_replicas, REPORT_WORDS).unbind(1)
+        self.replica_compute_s, self.replica_must_stop = words.view(self.num_replicas, REPORT_WORDS).unbind(1)
         self._times_s = []
 
     @torch.no_grad()
@@ -275,8 +277,8 @@ class LocalSync(PipelineSync):
     def mean_(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace tensors by their means over replicas; collective. Integers stay as they are."""
         named = [("", tensor) for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
-        if self._meeting is not None:
-            self._meeting.mean_([tensor for _, tensor in named])
+        if self._in_process is not None:
+            self._in_process.mean_([tensor for _, tensor in named])
             return
         for bucket in weight_buckets(named, self._plan.comm.bucket_bytes):
             flat = bucket.read_into(torch.empty(bucket.numel, dtype=bucket.dtype, device=self._device))
@@ -285,7 +287,7 @@ class LocalSync(PipelineSync):
 
     def gather(self, value: Any, group: Group) -> list[Any]:
         """Every replica's value, over a group of hosts between replicas; collective."""
-        return gather_values(value, group) if self._meeting is None else self._meeting.gather(value)
+        return gather_values(value, group) if self._in_process is None else self._in_process.gather(value)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -334,7 +336,7 @@ class LocalSync(PipelineSync):
     @torch.no_grad()
     def restart(self, *, steps_done: int) -> None:
         self.steps_done, self.agrees, self._has_begun = steps_done, True, False
-        self.is_in_trouble = False
+        self.must_stop = False
         self._read_anchors()
         for momentum in self._momenta:
             momentum.zero_()
@@ -359,6 +361,6 @@ class LocalSync(PipelineSync):
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.inner.load_state(state["inner"])
-        self.is_in_trouble = False
+        self.must_stop = False
         self.steps_done, self.agrees = int(state["steps_done"]), bool(state["agrees"])
         self._has_begun, self.num_exchanges = bool(state["has_begun"]), int(state["num_exchanges"])

@@ -35,8 +35,8 @@ from weft.plan.partition import flat_buffers
 from weft.plan.partition.flat_buffers import Sharding
 from weft.sync.allreduce import AllReduce
 from weft.sync.base import PipelineSync
+from weft.sync.in_process import InProcessExchange
 from weft.sync.local import LocalSync
-from weft.sync.meeting import Meeting
 from weft.sync.norm import GradientRules
 from weft.sync.whole_parameters import NoSync
 from weft.sync.zero import ZeroSync
@@ -59,13 +59,13 @@ def place(
     rules: GradientRules,
     stage_of: Mapping[str, int] | None,
     draws: Draws = lambda name: True,
-    meeting: Meeting | None = None,
+    in_process: InProcessExchange | None = None,
 ) -> PipelineSync:
     """Put a model on this rank's device, its parameters where its plan wants them, equal on all ranks; collective.
 
     `layouts` say which part of the whole each parameter is, and `cut` makes that part of one that still has no memory.
     `stage_of` is the stage of every block in a pipeline. Parameters that are not drawn get values later.
-    `meeting`: where the replicas of one process exchange.
+    `in_process`: the exchange between replicas that are all in one process.
     """
     materialiser = Materialiser(model, mesh.world.device, cut, draws=draws)
     inside = _place_inside(model, mesh, blueprint, layouts, materialiser, rules, stage_of)
@@ -78,7 +78,7 @@ def place(
         device=mesh.world.device,
         replica=mesh.whole_replica("control"),
         statistics=functools.partial(running_statistics, model) if mesh.plan.data.buffers != "local" else list,
-        meeting=meeting,
+        in_process=in_process,
     )
 
 

@@ -26,7 +26,7 @@ from weft.plan.check import require
 from weft.plan.partition.replicas import in_process_problems
 from weft.plan.plan import Plan
 from weft.plan.text import as_plan
-from weft.sync.meeting import Meeting
+from weft.sync.in_process import InProcessExchange
 from weft.training.loss.loss import LossFunction, resolve_loss
 from weft.training.meta_trainer import MetaTrainer, refuse_memory
 from weft.training.replicas_in_process import make_replicas
@@ -126,7 +126,9 @@ def parallelize(
         warn_of_microbatches(named_model, plan.step.microbatches)
     resolved_loss = resolve_loss(loss, compiled=plan.compile.blocks)
 
-    def make(model: nn.Module, mesh: Mesh, meeting: Meeting | None = None, kind: type[Trainer] = Trainer) -> Trainer:
+    def make(
+        model: nn.Module, mesh: Mesh, in_process: InProcessExchange | None = None, kind: type[Trainer] = Trainer
+    ) -> Trainer:
         named_model: nn.Module = getattr(model, "_orig_mod", model)
         try:
             with agreed_seed(named_model, mesh):
@@ -136,7 +138,7 @@ def parallelize(
                     example=example,
                     keep_output=resolved_loss.counts_targets,
                     draws=new.draws,
-                    meeting=meeting,
+                    in_process=in_process,
                 )
                 apply_plan(parts)
             made = optimizer(_optimizer_arguments(parts.sync.pieces, groups))

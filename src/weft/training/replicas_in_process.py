@@ -1,9 +1,9 @@
 """All replicas of a plan in one process, one after the other on one device: local SGD and DiLoCo studied on one GPU.
 
-Each replica is an ordinary trainer that believes to be one rank of the plan: its mesh says which, so that dropout and
-the parts of the batch are those of real ranks, and every group of it has one member. Only exchanges between replicas
-are made otherwise, in memory (`sync/meeting.py`). The trainer of replica 0 owns the others and is what users see. It is
-stepped last, because the last one's step finds all replicas exchanged.
+Each replica is an ordinary trainer that takes itself for one rank of the plan: its mesh says which, so that dropout and
+the parts of the batch are those of real ranks, and each of its groups has one member. Only exchanges between replicas
+are made otherwise, in memory (`sync/in_process.py`). The trainer of replica 0 owns the others and is what users see. It
+is stepped last, because the exchange is made in the last replica's step.
 
 Checkpoints are those of real ranks: the average that any plan reads, and one file per replica.
 
@@ -33,8 +33,8 @@ from weft.mesh import Mesh, World
 from weft.parallel.state.batchnorm import has_batch_norms
 from weft.plan.partition.groups import plan_groups
 from weft.plan.plan import Average, Plan
+from weft.sync.in_process import InProcessExchange
 from weft.sync.local import LocalSync
-from weft.sync.meeting import Meeting
 from weft.training.data.trees import num_samples, split_tree
 from weft.training.step.parallel_model import ParallelModel
 from weft.training.trainer import Trainer
@@ -66,17 +66,19 @@ class LoneMesh(Mesh):
 class MakeTrainer(Protocol):
     """Makes the trainer of one replica."""
 
-    def __call__(self, model: nn.Module, mesh: Mesh, meeting: Meeting, kind: type[Trainer] = Trainer) -> Trainer: ...
+    def __call__(
+        self, model: nn.Module, mesh: Mesh, in_process: InProcessExchange, kind: type[Trainer] = Trainer
+    ) -> Trainer: ...
 
 
 def make_replicas(model: nn.Module, plan: Plan, world: World, make: MakeTrainer) -> Trainer:
     """A trainer of all replicas of a plan; `world` is that of its ranks, `model` becomes the first replica's."""
-    meeting, batch_norms = Meeting(), has_batch_norms(getattr(model, "_orig_mod", model))
+    in_process, batch_norms = InProcessExchange(), has_batch_norms(getattr(model, "_orig_mod", model))
     hosts = (0,) * world.size
 
     def make_one(rank: int, model: nn.Module, kind: type[Trainer]) -> Trainer:
         place = replace(world, rank=rank, hosts=hosts)
-        return make(model, LoneMesh(plan, place, batch_norms=batch_norms), meeting, kind)
+        return make(model, LoneMesh(plan, place, batch_norms=batch_norms), in_process, kind)
 
     # First values may be drawn, and all replicas begin with the same ones.
     random_state = torch.get_rng_state()
@@ -90,7 +92,7 @@ def make_replicas(model: nn.Module, plan: Plan, world: World, make: MakeTrainer)
         for trainer in others:
             trainer.mesh.close(failed=True)
         raise
-    first.own(others, meeting)
+    first.own(others, in_process)
     return first
 
 
@@ -110,9 +112,9 @@ class ReplicasInProcess(Trainer):
     replica_losses: Sequence[torch.Tensor]
     """Every replica's loss in the last step; those without samples have none."""
 
-    def own(self, others: Sequence[Trainer], meeting: Meeting) -> None:
-        self.others, self._meeting, self.replica_losses = others, meeting, ()
-        meeting.syncs = [cast(LocalSync, trainer.sync) for trainer in self.replicas]
+    def own(self, others: Sequence[Trainer], in_process: InProcessExchange) -> None:
+        self.others, self._in_process, self.replica_losses = others, in_process, ()
+        in_process.syncs = [cast(LocalSync, trainer.sync) for trainer in self.replicas]
 
     @property
     def replicas(self) -> Sequence[Trainer]:
@@ -151,17 +153,17 @@ class ReplicasInProcess(Trainer):
                 except NotFiniteError as error:  # its step is over; those of the others must be, too
                     problems += error.problems
                     is_over = True
-            is_over = self._ask_others(problems) or is_over
+            is_over = self._check_others(problems) or is_over
         except BaseException:
-            self._meeting.forget()
+            self._in_process.abandon()
             raise
         if is_over:
             raise NotFiniteError(problems)
         self.replica_losses = [losses[number] for number in sorted(losses)]
         return torch.stack(list(self.replica_losses)).mean()
 
-    def _ask_others(self, problems: list[str]) -> bool:
-        """After an exchange: let the other replicas hear what was told in it, which their steps were too early for.
+    def _check_others(self, problems: list[str]) -> bool:
+        """After an exchange: let the other replicas read what was reported in it, for which their steps were too early.
         True if training cannot go on; adds why."""
         is_over = False
         for trainer in self.others if self.sync.agrees else ():
@@ -178,42 +180,43 @@ class ReplicasInProcess(Trainer):
         super().flush()
 
     @contextmanager
-    def _heard(self, call: Callable[[Trainer], object], *, tells: bool = False) -> Iterator[None]:
-        """Context of a call that all ranks make together: the other replicas have done their part of it."""
+    def _after_others(self, call: Callable[[Trainer], object], *, gathers: bool = False) -> Iterator[None]:
+        """Context of a call that all ranks make together, after those of the other replicas. `gathers`: it also gathers
+        plain values."""
         self.flush()
         calls = [functools.partial(call, trainer) for trainer in self.others]
-        self._meeting.hear(calls, first=functools.partial(call, self) if tells else None)
+        self._in_process.collect(calls, first=functools.partial(call, self) if gathers else None)
         try:
             yield
         finally:
-            self._meeting.hear()
+            self._in_process.clear()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        with self._heard(_enter_consensus), super().averaged():
+        with self._after_others(_enter_consensus), super().averaged():
             yield
 
     @collective_call("trainer.evaluate")
     def evaluate(self, batches: Iterable[tuple[Any, Any]], *, average: bool = False) -> float:
         """The mean loss of the average of the replicas over whole batches, without training."""
-        with self._heard(_enter_consensus):
+        with self._after_others(_enter_consensus):
             return super().evaluate(batches, average=average)
 
     @collective_call("trainer.generate")
     def generate(
         self, tokens: Sequence[int], *, num_tokens: int, context: int, temperature: float = 1.0, seed: int = 0
     ) -> list[int]:
-        with self._heard(_enter_consensus):
+        with self._after_others(_enter_consensus):
             return super().generate(tokens, num_tokens=num_tokens, context=context, temperature=temperature, seed=seed)
 
     @collective_call("trainer.save")
     def save(self, directory: str | Path, *, wait: bool = True) -> None:
-        with self._heard(give_means, tells=True):
+        with self._after_others(give_means, gathers=True):
             super().save(directory, wait=wait)
 
     @collective_call("trainer.export")
     def export(self, directory: str | Path, *, average: bool = False) -> None:
-        with self._heard(functools.partial(give_mean_weights, average=self.average if average else None)):
+        with self._after_others(functools.partial(give_mean_weights, average=self.average if average else None)):
             super().export(directory, average=average)
 
     @collective_call("trainer.load")
@@ -228,7 +231,7 @@ class ReplicasInProcess(Trainer):
     @collective_call("trainer.close")
     def close(self) -> None:
         try:
-            with self._heard(_enter_consensus) if not self._has_failed else nullcontext():
+            with self._after_others(_enter_consensus) if not self._has_failed else nullcontext():
                 super().close()
         finally:
             for trainer in self.others:

@@ -8,6 +8,7 @@ to say.
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -26,7 +27,7 @@ WARN_AFTER_STEPS = 20
 """Steps for which a rank has been slow when it is warned of."""
 
 FEWEST_SLOW_STEPS = 5
-"""A rank that was slow for fewer steps is not worth a word."""
+"""A rank that was slow for fewer steps is not reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,7 @@ class StragglerWatch:
         self._now: dict[int, Straggler] = {}
         """Those that are slow now, by rank."""
         self._past: dict[int, Straggler] = {}
-        """The dearest time in which each other rank was slow, where it was long enough."""
+        """The costliest time in which each other rank was slow, where it was long enough."""
         self._warned: set[int] = set()
 
     def add(self, step: int, times_s: Sequence[float], samples: Sequence[float], *, num_steps: int = 1) -> list[str]:
@@ -78,9 +79,9 @@ class StragglerWatch:
         if len(self._window) < self._fewest:
             return []
         usual = median_times(self._window)
-        median = _low_median(usual)
+        median = statistics.median_low(usual)
         passes_s = [each * number for each, number in zip(times_s, samples, strict=True)]
-        ended_s = _low_median(passes_s)
+        ended_s = statistics.median_low(passes_s)
         texts = []
         for rank, time_s, mine_s in zip(self._ranks, usual, passes_s, strict=True):
             factor = time_s / median
@@ -125,20 +126,16 @@ class StragglerWatch:
 
     @property
     def now(self) -> Straggler | None:
-        """The rank that is slow now, for long enough; the dearest, if there are several."""
-        return dearest(one for one in self._now.values() if one.num_steps >= FEWEST_SLOW_STEPS)
+        """The rank that is slow now, for long enough; the costliest, if there are several."""
+        return costliest(one for one in self._now.values() if one.num_steps >= FEWEST_SLOW_STEPS)
 
     @property
     def worst(self) -> Straggler | None:
         """The rank that has cost most so far."""
         long_enough = (one for one in self._now.values() if one.num_steps >= FEWEST_SLOW_STEPS)
-        return dearest([*self._past.values(), *long_enough])
+        return costliest([*self._past.values(), *long_enough])
 
 
-def dearest(found: Iterable[Straggler | None]) -> Straggler | None:
+def costliest(found: Iterable[Straggler | None]) -> Straggler | None:
     """The straggler that cost most, if there is any."""
     return max((one for one in found if one is not None), key=lambda one: one.cost_s, default=None)
-
-
-def _low_median(numbers: Sequence[float]) -> float:
-    return sorted(numbers)[(len(numbers) - 1) // 2]

@@ -40,7 +40,7 @@ from weft.training.data.trees import forward
 from weft.training.describe import describe
 from weft.training.loss.loss import Count, Loss, loss_terms
 from weft.training.loss.target_count import TargetCount
-from weft.training.pace import Pace
+from weft.training.rank_speeds import RankSpeeds
 from weft.training.setup.own_loss import OwnLoss
 from weft.training.setup.split_layers import KeepingShares
 from weft.training.setup.unshifted import warn_of_unshifted
@@ -88,9 +88,9 @@ class Trainer:
         self.data_position = 0
         """Samples handed out so far, over all ranks and epochs; kept by `weft.batches`."""
         self.counts = TargetCount.of(mesh)
-        self.pace = Pace(mesh)
+        self.rank_speeds = RankSpeeds(mesh)
         """How fast the ranks compute, and which of them is slow."""
-        self.balance = parts.balance = self.pace.balance
+        self.balance = parts.balance = self.rank_speeds.balance
         self.seeds = parts.seeds
         self.average = make_average(sync.pieces, plan)
         """The average of the weights, where the plan keeps one."""
@@ -133,7 +133,7 @@ class Trainer:
             has_loss=mesh.index("pipeline") == mesh.size("pipeline") - 1,
             counts_targets=loss.counts_targets,
         )
-        update, counts, recording, clock = self.update, self.counts, self._recording, self.pace.clock
+        update, counts, recording, clock = self.update, self.counts, self._recording, self.rank_speeds.clock
         inside = StepParts(
             model=parts, update=update, loss=loss, call=call, counts=counts, recording=recording, clock=clock
         )
@@ -331,7 +331,7 @@ class Trainer:
         self.wait_for_save()
         checkpoint.load(self, Path(directory), extra_state=extra_state)
         self.not_finite.restart()
-        self.pace.restart(self.steps_done)
+        self.rank_speeds.restart(self.steps_done)
 
     def _require_weights(self, what: str) -> None:
         if self.average is not None:
@@ -383,7 +383,7 @@ class Trainer:
 
     def _end_step(self) -> None:
         self.steps_done += 1
-        self.pace.end_step(self.steps_done, self.sync)
+        self.rank_speeds.end_step(self.steps_done, self.sync)
         for traffic in self.mesh.traffic.values():
             traffic.collect_stream_waits()
         if self.tensor is not None:

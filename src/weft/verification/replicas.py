@@ -51,10 +51,8 @@ class LocalReplicas:
             for number, one in enumerate(models)
         ]
         self._trained = [trained_parameters(one) for one in models]
-        self._anchor, self._momentum = (
-            self._weights_of(0),
-            {n: torch.zeros_like(p) for n, p in self._trained[0].items()},
-        )
+        self._anchor = self._weights_of(0)
+        self._momentum = {name: torch.zeros_like(weight) for name, weight in self._anchor.items()}
         self._own: list[Weights] = []
         """The weights of each replica before the last step's exchange; none where there was no exchange."""
         self._before: Weights = {}

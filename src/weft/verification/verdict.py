@@ -115,7 +115,7 @@ class Deviation:
         if self.gradient is not None:
             parts.append(f"gradients {self.gradient:.1e}")
         if self.movement is not None:
-            parts.append(f"weights {self.movement:.1e} of their way")
+            parts.append(f"weights {self.movement:.1e} of the distance they moved")
         skipped = f" ({self.num_skipped} steps skipped)" if self.num_skipped else ""
         return f"deviation from {self.against}: {', '.join(parts)}{skipped}"
 

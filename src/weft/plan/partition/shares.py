@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import statistics
 from collections.abc import Sequence
 
 WINDOW_STEPS = 5
@@ -79,7 +80,7 @@ def decide_shares(seconds: Sequence[float], now: Shares) -> Shares:
 
 def median_times(window: Sequence[Sequence[float]]) -> list[float]:
     """Each rank's median over the steps of a window; of an even number, the lower of the middle two."""
-    return [sorted(times)[(len(times) - 1) // 2] for times in zip(*window, strict=True)]
+    return [statistics.median_low(times) for times in zip(*window, strict=True)]
 
 
 def samples_of(num_samples: int, rank: int, shares: Shares) -> tuple[int, int]:
@@ -93,6 +94,7 @@ def samples_of(num_samples: int, rank: int, shares: Shares) -> tuple[int, int]:
         start = rank * each + min(rank, left)
         return start, start + each + (rank < left)
     before = sum(shares[:rank])
+    # Rounded up: exact in integers, which a float would not be.
     start, stop = (-(-num_samples * count // total) for count in (before, before + shares[rank]))
     return start, stop
 

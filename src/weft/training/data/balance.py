@@ -58,8 +58,8 @@ class Balance:
         return self.shares[self._mesh.data_rank]
 
     def share(self, *, padded: bool) -> tuple[int, int]:
-        """The same, and their number with empty ones that follow, so that all ranks have as many, where they are
-        padded."""
+        """Microbatches of this data rank in the next step, without and with the empty ones that follow; these are added
+        where all ranks must have as many (`padded`)."""
         return self.num_here, max(self.shares) if padded else self.num_here
 
     def even_place(self, number: int) -> tuple[int, int]:

@@ -251,7 +251,7 @@ class _Run:
             held_out_loss=held_out,
             sample=sample,
             checkpoint=checkpoint,
-            straggler=self.trainer.pace.worst_of_all(),
+            straggler=self.trainer.rank_speeds.worst_straggler(),
         )
 
     def close(self) -> None:
@@ -272,7 +272,7 @@ class _Run:
             unit=unit,
             num_units=each * self.job.steps.global_batch,
             shares=shares,
-            straggler=self.trainer.pace.straggler,
+            straggler=self.trainer.rank_speeds.straggler,
             **replica_fields(self.trainer),
         )
         self._tell(record)

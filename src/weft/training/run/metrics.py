@@ -38,7 +38,8 @@ class StepRecord:
     step: int
     """Number of the step, from 1."""
     loss: float
-    """Mean over the global batch, before the update."""
+    """Mean over the global batch, before the update; with `[data] sync = "local"`, over the part of rank 0's replica,
+    or the mean of all replicas' losses where they are in one process."""
     lr: float
     unit: str
     """Unit of `units_per_s`: tokens or samples."""

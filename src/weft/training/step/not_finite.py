@@ -72,7 +72,7 @@ class NotFiniteWatch:
         self._due: str | None = None
         """The error to raise when the other replicas have been told, in the next exchange."""
         self._heard: AsyncScalars | None = None
-        """1 if some replica was in trouble at the last exchange; on a GPU it is read a step later."""
+        """1 if some replica reported in the last exchange that it must stop; on a GPU it is read a step later."""
         self.nan_from_start = frozenset(spoilt_buffers(model))
         """Buffers that the user made so, which says nothing of the training."""
 
@@ -109,8 +109,8 @@ class NotFiniteWatch:
     def _hear_replicas(self) -> None:
         """Raise on every rank if some replica has told in an exchange that it cannot go on."""
         heard, self._heard = self._heard, None
-        if self._sync.troubles is not None:
-            told, self._sync.troubles = self._sync.troubles, None
+        if self._sync.replica_must_stop is not None:
+            told, self._sync.replica_must_stop = self._sync.replica_must_stop, None
             self._heard = AsyncScalars(told.amax())
             if not told.is_cuda:
                 heard, self._heard = self._heard, None
@@ -118,7 +118,7 @@ class NotFiniteWatch:
             return
         problem = f"replica {self._mesh.replica}: {self._due}" if self._due is not None else None
         found = dict.fromkeys(gather_values(problem, self._mesh.everyone("control")))
-        self._due, self._sync.is_in_trouble = None, False
+        self._due, self._sync.must_stop = None, False
         raise NotFiniteError([problem for problem in found if problem is not None])
 
     def _look_at(self, outcome: Outcome, *, may_raise: bool) -> None:
@@ -148,7 +148,7 @@ class NotFiniteWatch:
         if may_raise and self._skip_at_most is not None and (self._is_lost or self.in_a_row > self._skip_at_most):
             if self._mesh.num_replicas == 1:
                 raise NotFiniteError(self._error(outcome))
-            self._due, self._sync.is_in_trouble = self._due or self._error(outcome), True
+            self._due, self._sync.must_stop = self._due or self._error(outcome), True
 
     def _find(self, outcome: Outcome) -> dict[str, list[str]]:
         """This rank's tensors that are not finite, by kind."""

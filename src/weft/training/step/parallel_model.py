@@ -21,14 +21,14 @@ from weft.parallel.tensor.tensor_parallel import TensorParallel
 from weft.parallel.wrapping.replacements import Replacements, donated_buffers, reentrant_checkpoints
 from weft.plan.partition.tensor import Region
 from weft.sync.base import Sync
-from weft.sync.meeting import Meeting
+from weft.sync.in_process import InProcessExchange
 from weft.training.data.balance import Balance
 from weft.training.data.sample_split import SampleSplit
 
 
 @dataclass(slots=True, kw_only=True)
 class ParallelModel:
-    """A model on this rank; the steps of `apply_plan` fill in the fields after `meeting`."""
+    """A model on this rank; the steps of `apply_plan` fill in the fields after `in_process`."""
 
     model: nn.Module
     mesh: Mesh
@@ -40,8 +40,8 @@ class ParallelModel:
     """The loss can take shares of the output features."""
     draws: Draws = lambda name: True
     """Which parameters on the meta device get first values, instead of zeros until weights are read."""
-    meeting: Meeting | None = None
-    """Where replicas of one process exchange."""
+    in_process: InProcessExchange | None = None
+    """The exchange between replicas that are all in one process."""
 
     blueprint: Blueprint = field(init=False)
     has_batch_norms: bool = field(init=False)

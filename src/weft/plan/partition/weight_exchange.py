@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from weft.plan.partition.codec_messages import messages_of
 from weft.plan.partition.flat_buffers import FlatBuffer, item_bytes
-from weft.plan.partition.messages import messages_of
 from weft.plan.partition.replicas import keeps_anchor
 from weft.plan.partition.wire import Member, assign_buckets, sent_bytes
 from weft.plan.plan import Plan
@@ -19,10 +19,10 @@ MAX_EXCHANGES_IN_FLIGHT = 2
 """Buckets of weights under way at once."""
 
 REPORT_WORDS = 2
-"""Words that each replica tells the others in an exchange: a time of this rank, and whether training has to end."""
+"""Words that each replica reports in an exchange: its compute time, and whether it must stop."""
 
-REST_ITEM_BYTES = 8
-"""Running statistics of BatchNorm, and these words, are summed in float64."""
+TAIL_ITEM_BYTES = 8
+"""The tail of an exchange, in float64: running statistics of BatchNorm, and every replica's report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +79,8 @@ def exchange_bytes(buckets: Sequence[ExchangeBucket], plan: Plan, *, num_statist
     """Bytes that a rank sends along the axis of replicas in one exchange; `num_statistics` are elements, if any."""
     size = plan.num_replicas
     messages = [message for one in buckets for message in messages_of(plan.codec, one.numel, one.dtype)]
-    rest = sent_bytes("all-reduce", (num_statistics + size * REPORT_WORDS) * REST_ITEM_BYTES, size)
-    return sum(message.sent_bytes(size) for message in messages) + rest
+    tail = sent_bytes("all-reduce", (num_statistics + size * REPORT_WORDS) * TAIL_ITEM_BYTES, size)
+    return sum(message.sent_bytes(size) for message in messages) + tail
 
 
 def outer_bytes(buckets: Sequence[ExchangeBucket], plan: Plan) -> int:

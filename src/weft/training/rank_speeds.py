@@ -1,8 +1,8 @@
-"""How fast the ranks compute: the times that came with each step's gradients, and what follows from them.
+"""How fast the ranks compute: the times that came with each step's gradients, handed on to those who use them.
 
-Shares of microbatches follow in `data/balance.py`, warnings and the account of a run in `stragglers.py`. Times are read
-at the end of their step on the host, and a step later from a GPU, so that no host waits for the step it has launched;
-always the same step's on all ranks, because they must decide alike.
+Shares of microbatches are decided in `data/balance.py`, slow ranks found in `stragglers.py`. Times are read at the end
+of their step on the host, and a step later from a GPU, so that no host waits for the step it has launched; always the
+same step's on all ranks, because they must decide alike.
 
 Replicas that differ between exchanges tell each other the mean of the steps since the last one, in the exchange.
 """
@@ -19,21 +19,21 @@ from weft.sync.base import Sync
 from weft.sync.compute_clock import ComputeClock
 from weft.training.data.balance import Balance
 from weft.training.step.async_scalars import AsyncScalars
-from weft.training.stragglers import Straggler, StragglerWatch, dearest
+from weft.training.stragglers import Straggler, StragglerWatch, costliest
 
 log = logging.getLogger("weft")
 
-Heard = tuple[int, int, list[float]]
-"""Times per sample, the step that they came with, and this rank's samples in it."""
+StepTimes = tuple[int, int, list[float]]
+"""The step that times came with, this rank's samples in it, and the times per sample of all ranks."""
 
 
-class _Late:
+class _LateTimes:
     """Times as they come from a device: at once from the host, one step later from a GPU."""
 
     def __init__(self) -> None:
         self._waiting: tuple[int, int, AsyncScalars] | None = None
 
-    def hear(self, step: int, num_samples: int, times_s: torch.Tensor | None) -> Heard | None:
+    def read(self, step: int, num_samples: int, times_s: torch.Tensor | None) -> StepTimes | None:
         """The times of this step, or of the last one that brought any; None if there are none to be read."""
         if times_s is not None and not times_s.is_cuda:
             return step, num_samples, times_s.tolist()
@@ -46,7 +46,7 @@ class _Late:
         self._waiting = None
 
 
-class Pace:
+class RankSpeeds:
     """The times of all ranks that compute the same part of the model as this one."""
 
     def __init__(self, mesh: Mesh) -> None:
@@ -56,17 +56,17 @@ class Pace:
         inside, between = mesh.batch_group("control"), mesh.between_replicas("control")
         self._inside, self._between = StragglerWatch(inside.ranks), StragglerWatch(between.ranks, window=1)
         self._warns_inside, self._warns_between = inside.index == 0, between.index == 0
-        self._late_inside, self._late_between = _Late(), _Late()
+        self._late_inside, self._late_between = _LateTimes(), _LateTimes()
         self._exchanged_at = 0
 
     def end_step(self, steps_done: int, sync: Sync) -> None:
         """Take the times that came with a step; collective, where shares are decided."""
         times_s, self.clock.everyones_s = self.clock.everyones_s, None
-        if heard := self._late_inside.hear(steps_done, self.clock.num_samples, times_s):
-            self._take(*heard)
-        times_s, sync.compute_s = sync.compute_s, None
-        if heard := self._late_between.hear(steps_done, self.clock.num_samples, times_s):
-            self._take_between(*heard)
+        if known := self._late_inside.read(steps_done, self.clock.num_samples, times_s):
+            self._take(*known)
+        times_s, sync.replica_compute_s = sync.replica_compute_s, None
+        if known := self._late_between.read(steps_done, self.clock.num_samples, times_s):
+            self._take_between(*known)
         self.balance.end_step(steps_done)
 
     def _take(self, step: int, num_samples: int, times_s: list[float]) -> None:
@@ -95,10 +95,10 @@ class Pace:
     @property
     def straggler(self) -> Straggler | None:
         """The rank that is slow now, among those that compute the same part of the model as this one."""
-        return dearest(one.now for one in (self._inside, self._between))
+        return costliest(one.now for one in (self._inside, self._between))
 
-    def worst_of_all(self) -> Straggler | None:
+    def worst_straggler(self) -> Straggler | None:
         """The rank of the whole run that has cost most; collective."""
-        mine = dearest(one.worst for one in (self._inside, self._between))
+        mine = costliest(one.worst for one in (self._inside, self._between))
         found = gather_values(None if mine is None else mine.as_row(), self._mesh.everyone("control"))
-        return dearest(None if row is None else Straggler(**row) for row in found)
+        return costliest(None if row is None else Straggler(**row) for row in found)

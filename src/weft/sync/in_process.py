@@ -1,4 +1,4 @@
-"""Replicas of one process meet here: what exchanges between replicas do for real ranks, done in memory.
+"""Exchanges between replicas that are all in one process: what collectives do for real ranks, done in memory.
 
 The replicas of a step run one after the other. So an exchange is put off until the last of them has made its update,
 and then made for all of them at once:
@@ -7,8 +7,8 @@ and then made for all of them at once:
     replica 2   step, is due ┤
     replica 0   step, is due ┴ sums of all buckets ─ taken by every replica
 
-Calls that all ranks make together (evaluate, save) are made by the *first* replica, after the others were heard: what
-they would have given to `LocalSync.mean_` is added up, and the first replica gets the means.
+Calls that all ranks make together (evaluate, save) are made by the *first* replica, after those of the others: what the
+others give to `LocalSync.mean_` is added up (`collect`), and the first replica gets the means.
 
 Sums begin with replica 0 and go on in the order of replicas.
 """
@@ -16,7 +16,7 @@ Sums begin with replica 0 and go on in the order of replicas.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -25,34 +25,35 @@ from weft.dtypes import accumulator_dtype
 if TYPE_CHECKING:
     from weft.sync.local import LocalSync
 
-
 Call = Callable[[], object]
 
 
-class Meeting:
-    """The replicas of one process, and what they have for each other."""
+class InProcessExchange:
+    """The exchange between the replicas of one process."""
 
     def __init__(self) -> None:
         self.syncs: Sequence[LocalSync] = ()
         """Those of all replicas, in their order; given once all are made."""
-        self._due = 0
-        self._mode = "taking"
-        self._told: list[list[Any]] = []
-        """What every replica told, by the number of the gathering in its call."""
+        self._num_due = 0
+        """Replicas that have made the step after which all exchange."""
+        self._mode: Literal["gather", "sum", "mean"] = "mean"
+        """What a call is made for: values of all replicas; tensors of the others; the first replica's own call."""
+        self._gathered: list[list[Any]] = []
+        """The values of all replicas, by the number of `gather` in their call."""
         self._sums: list[list[torch.Tensor]] = []
-        """What the others gave, added up, by the number of the average in their call."""
+        """The sums of the others' tensors, by the number of `mean_` in their call."""
         self._begin_call()
 
     def exchange(self) -> None:
         """One more replica is due; the last one makes the exchange of all."""
-        self._due += 1
-        if self._due == len(self.syncs):
-            self._due = 0
+        self._num_due += 1
+        if self._num_due == len(self.syncs):
+            self._num_due = 0
             self._exchange()
 
-    def forget(self) -> None:
-        """A step ended in an error: nobody is due."""
-        self._due = 0
+    def abandon(self) -> None:
+        """A step ended in an error: no replica is due."""
+        self._num_due = 0
 
     @torch.no_grad()
     def _exchange(self) -> None:
@@ -62,10 +63,10 @@ class Meeting:
             self._add_up(flats)
             for sync, flat in zip(self.syncs, flats, strict=True):
                 sync.take(number, flat)
-        rests = [sync.fill_rest() for sync in self.syncs]
-        self._add_up(rests)
-        for sync, rest in zip(self.syncs, rests, strict=True):
-            sync.take_rest(rest)
+        tails = [sync.fill_tail() for sync in self.syncs]
+        self._add_up(tails)
+        for sync, tail in zip(self.syncs, tails, strict=True):
+            sync.take_tail(tail)
         for sync in self.syncs:
             sync.finish_exchange()
 
@@ -77,44 +78,49 @@ class Meeting:
         for other in others:
             other.copy_(total)
 
-    def hear(self, others: Sequence[Call] = (), *, first: Call | None = None) -> None:
-        """Make the calls of the other replicas; what they give to `mean_` is kept for the first one's call, which comes
-        next. `first`: that call, where replicas tell each other plain values (`gather`): all are made once for these
+    def collect(self, others: Sequence[Call], *, first: Call | None = None) -> None:
+        """Make the calls of the other replicas, and add up what they give to `mean_` for the first one's call, which
+        comes next. `first`: that call, where it contains `gather`: all calls are made once more before, for the
         values alone."""
-        self._told, self._sums = [], []
+        self.clear()
         try:
             if first is not None:
-                self._run("telling", (first, *others))
-            self._run("giving", others)
+                self._run("gather", (first, *others))
+            self._run("sum", others)
         finally:
-            self._mode = "taking"
+            self._mode = "mean"
             self._begin_call()
 
-    def _run(self, mode: str, calls: Sequence[Call]) -> None:
+    def clear(self) -> None:
+        """Drop what was collected: the first replica's call is over."""
+        self._gathered, self._sums = [], []
+        self._begin_call()
+
+    def _run(self, mode: Literal["gather", "sum"], calls: Sequence[Call]) -> None:
         self._mode = mode
         for call in calls:
             self._begin_call()
             call()
 
     def _begin_call(self) -> None:
-        self._num_gathered = self._num_averaged = 0
+        self._num_gathers = self._num_means = 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Every replica's value, in their order; while they are still told, those told so far."""
-        number, self._num_gathered = self._num_gathered, self._num_gathered + 1
-        if self._mode == "telling":
-            if number == len(self._told):
-                self._told.append([])
-            self._told[number].append(value)
-        return self._told[number]
+        """Every replica's value, in their order; in the mode "gather" those so far."""
+        number, self._num_gathers = self._num_gathers, self._num_gathers + 1
+        if self._mode == "gather":
+            if number == len(self._gathered):
+                self._gathered.append([])
+            self._gathered[number].append(value)
+        return self._gathered[number]
 
     @torch.no_grad()
     def mean_(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace the first replica's tensors by the means over replicas; those of the others stay as they are."""
-        if self._mode == "telling":
+        if self._mode == "gather":
             return
-        number, self._num_averaged = self._num_averaged, self._num_averaged + 1
-        if self._mode == "taking":
+        number, self._num_means = self._num_means, self._num_means + 1
+        if self._mode == "mean":
             for tensor, total in zip(tensors, self._sums[number], strict=True):
                 tensor.copy_(total.add_(tensor).div_(len(self.syncs)))
             self._sums[number] = []  # frees its memory
