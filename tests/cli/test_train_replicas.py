@@ -83,3 +83,7 @@ def test_everything_is_refused_at_once_before_anything_starts(
     outcome = run_here("train", workspace.job, "--replicas-in-process", "--output", tmp_path / "run")
     assert outcome.code == 2 and 'set [data] sync = "local"' in outcome.stderr
     assert not (tmp_path / "run").exists()
+    plan.write_text(PLAN.replace("every = 3", "every = 0"))
+    outcome = run_here("train", workspace.job, "--plan", plan, "--replicas-in-process", "--ranks", 4)
+    assert outcome.code == 2 and "every = 0" in outcome.stderr and "--ranks 4 has no effect" in outcome.stderr
+    assert "all-reduce" not in outcome.stderr  # the default of a plan that could not be read

@@ -17,7 +17,7 @@ from pretend_gpu import no_waits, pretended_gpu
 from ranks import ranks
 from torch import Tensor, nn
 
-from weft.errors import DamagedCheckpointError, NotFiniteError, PlanError
+from weft.errors import DamagedCheckpointError, DataError, ModelError, NotFiniteError, PlanError
 from weft.mesh import World
 from weft.plan.plan import ALL, Average, Axes, Codec, Data, Plan, Precision, Step
 from weft.training.parallelize import parallelize
@@ -318,3 +318,45 @@ def test_what_has_no_meaning_in_one_process_is_refused() -> None:
         make(case, mesh=make(case).mesh)
     with pytest.raises(PlanError, match="on the meta device"):
         make(case, device="meta")
+
+
+@pytest.mark.parametrize("start", [0, 5], ids=["average has begun", "average has not begun"])
+def test_replicas_are_left_alone_while_the_model_has_an_average(start: int, tmp_path: Path) -> None:
+    """Also before the average begins: what the model has then is the mean of its replicas, not their weights."""
+    plan = dataclasses.replace(local(2, every=3), average=Average(decay=0.9, start=start))
+    trainer = make(Case(plan=plan))
+    trainer.step(*token_batch(4))
+    trainer.save(tmp_path / "saved")
+    before = [weights_of(one) for one in trainer.replicas]
+    with trainer.averaged():
+        for call in (
+            lambda: trainer.step(*token_batch(4)),
+            lambda: trainer.save(tmp_path / "inside"),
+            lambda: trainer.export(tmp_path / "inside"),
+            lambda: trainer.load(tmp_path / "saved"),
+        ):
+            with pytest.raises(ModelError, match=r"inside trainer\.averaged\(\)"):
+                call()
+    after = [weights_of(one) for one in trainer.replicas]
+    assert all(torch.equal(one[name], old[name]) for one, old in zip(after, before, strict=True) for name in old)
+    assert [one.steps_done for one in trainer.replicas] == [1, 1]
+
+
+def test_an_empty_global_batch_is_refused() -> None:
+    trainer = make(Case(plan=local(2, every=3)))
+    with pytest.raises(DataError, match="global batch is empty"):
+        trainer.step(*token_batch(0))
+    assert trainer.steps_done == 0
+
+
+def test_a_resume_warns_of_a_missing_average_only_where_it_would_have_begun(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of replicas that differ the average begins after an exchange: here after step 3, not after step 1."""
+    plan = dataclasses.replace(local(2, every=3), average=Average(decay=0.9, start=1))
+    trainer = make(Case(plan=plan))
+    for step in range(2):
+        trainer.step(*token_batch(4, seed=step))
+    trainer.save(tmp_path / "saved")
+    make(Case(plan=plan)).load(tmp_path / "saved")
+    assert "no average" not in caplog.text

@@ -31,6 +31,8 @@ from weft.checkpoint.state import TrainerState
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError, DamagedCheckpointError
 from weft.mesh import Mesh
+from weft.plan.partition.replicas import exchanges_after
+from weft.plan.plan import Plan
 from weft.plan.text import format_plan
 
 _MOST_SHOWN = 8
@@ -109,9 +111,14 @@ def _warn_of_averages(trainer: TrainerState, index: dict[str, Any], directory: P
         return
     if has_average and trainer.average is None:
         log.warning("%s holds an average of the weights, and the plan keeps none: it is not continued", directory)
-    elif trainer.average is not None and not has_average and index["step"] > trainer.plan.average.start:
+    elif trainer.average is not None and not has_average and _has_average_begun(trainer.plan, index["step"]):
         log.warning("%s holds no average of the weights: the average begins anew, with the weights of step %d",
                     directory, index["step"])  # fmt: skip
+
+
+def _has_average_begun(plan: Plan, step: int) -> bool:
+    """True if an average of the weights begins within so many steps: with weights that all replicas have."""
+    return any(start == 0 or exchanges_after(plan.data, start) for start in range(plan.average.start, step))
 
 
 def read_index(directory: Path) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def command(
     besides: list[str] = []
     if replicas_in_process:
         plan, num_ranks = run.job.plan or Plan(axes=Axes(data=ALL)), 1
-        besides = _in_process_problems(plan, ranks)
+        besides = _in_process_problems(plan if "plan" not in run.reading.doubtful else None, ranks)
     else:
         plan, num_ranks = fit_to_ranks(run.job.plan, ranks)
     plan = _with_timeout(plan, timeout)
@@ -101,11 +101,12 @@ def _with_timeout(plan: Plan, timeout_s: float | None) -> Plan:
     return plan if timeout_s is None else replace(plan, comm=replace(plan.comm, timeout_s=timeout_s))
 
 
-def _in_process_problems(plan: Plan, ranks: int | None) -> list[str]:
+def _in_process_problems(plan: Plan | None, ranks: int | None) -> list[str]:
+    """What is wrong with replicas in process; `plan`: None if it could not be read."""
     from weft.plan.partition.replicas import in_process_problems
 
     running = int(os.environ["WORLD_SIZE"]) if is_launched() else 1
-    problems = list(in_process_problems(plan, num_processes=running))
+    problems = [] if plan is None else list(in_process_problems(plan, num_processes=running))
     if ranks not in (None, 1):
         problems.append(
             f"--ranks {ranks} has no effect with --replicas-in-process, which starts one process; leave one of them out"

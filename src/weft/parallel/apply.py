@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.comm.shared_gradients import SharedGradient, sums_may_differ
 from weft.layout import Layout, Range
@@ -168,15 +168,23 @@ def _gradient_rules(parts: ParallelModel) -> GradientRules:
     split: list[SharedGradient] = []
     counted: dict[str, tuple[Range, ...]] = {}
     own_buffers: dict[str, str] = {}
+    weights: list[SharedGradient] = []
+    weights_may_differ = mesh.num_replicas > 1 and sums_may_differ(
+        [mesh.between_replicas("weights")], mesh.world.device
+    )
     if tensor is not None:
         counted = counted_elements(tensor.shares, parts.layouts, mesh)
         group, replicas = reduction_groups(mesh)
         split = tensor.shared_gradients(sums_may_differ=sums_may_differ([group, *replicas], mesh.world.device))
         own_buffers = dict(tensor.own_buffers)
+        if weights_may_differ:
+            weights = tensor.shared_gradients(sums_may_differ=True)
     if cut is not None:
         rank = mesh.index("pipeline")
         counted |= {name: () for name, ranks in cut.holders.items() if rank in ranks[1:]}
         tied = tied_gradients(cut, mesh)
+        if weights_may_differ:
+            weights = [*tied, *weights]
         if Sharding.of(mesh.plan).num_parts > 1:
             # Named by places on the axis: data ranks make the same buffers in the same order.
             own_buffers |= {
@@ -186,6 +194,7 @@ def _gradient_rules(parts: ParallelModel) -> GradientRules:
         defers=cut is not None and mesh.plan.pipeline.schedule in FLUSH_FREE,
         norm_ranges=counted,
         shared=(*tied, *split),
+        shared_weights=tuple(replace(one, kind="broadcast") for one in weights),
         tied=frozenset(one.name for one in tied),
         own_buffers=own_buffers,
     )

@@ -10,7 +10,9 @@ weights are. Running statistics of BatchNorm are averaged too; moments of the op
 
 Where the outer step needs the weights of the last exchange (the *anchor*), or a codec makes messages small, the change
 since then travels; otherwise the weights themselves do. What one collective returns is the same on all its ranks, and
-the rest is elementwise: after an exchange replicas are equal to the bit.
+the rest is elementwise: after an exchange replicas are equal to the bit. Copies of one weight on several ranks of a
+replica are exchanged in other groups, at other offsets, where sums of three or more replicas may round differently: the
+first holder's are given to the others.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from weft.codecs.make import make_codec
 from weft.comm.collectives import Pending, all_reduce
 from weft.comm.group import Group
 from weft.comm.objects import gather_values
+from weft.comm.shared_gradients import SharedGradient, SharedGradientExchange
 from weft.parallel.zero.flat_parameters import FlatParameters, Piece, wait_until_read
 from weft.parallel.zero.gather import ParameterGathering
 from weft.plan.partition.replicas import exchanges_after, keeps_anchor
@@ -50,11 +53,13 @@ class LocalSync(PipelineSync):
         device: torch.device,
         replica: Group,
         statistics: Tensors = list,
+        shared: Sequence[SharedGradient] = (),
         in_process: InProcessExchange | None = None,
     ) -> None:
         """`group`: the ranks that hold the same part of each replica; `replica`: all ranks of this one. `statistics`
-        looks up running statistics that are averaged. `in_process`: the exchange that replicas of one process make
-        instead of one over the group."""
+        looks up running statistics that are averaged. `shared`: weights of which other ranks of the replica hold copies
+        that an exchange may round differently. `in_process`: the exchange that replicas of one process make instead of
+        one over the group."""
         self.inner = inner
         self.num_replicas = group.size if in_process is None else plan.num_replicas
         self.steps_done = 0
@@ -86,6 +91,9 @@ class LocalSync(PipelineSync):
         assert all(len(one) == 1 and one[0].adds_up for one in messages), "a codec of one message that adds up"
         self._buffers = ExchangeBuffers(self._buckets, self._codecs, group, device)
         self._squares = torch.zeros(2, dtype=torch.float64, device=device)
+        self._shared = SharedGradientExchange(shared, bucket_bytes=plan.comm.bucket_bytes)
+        ranges = {piece.name: piece.layout.flat_range for piece in inner.pieces if piece.name in self._shared.names}
+        self._kept_of_shared = {name: kept for name, kept in ranges.items() if kept is not None}
 
     def _keep(self, bucket: WeightBucket) -> torch.Tensor:
         is_pinned = self._kept_on.type == "cpu" and self._device.type == "cuda"
@@ -187,6 +195,7 @@ class LocalSync(PipelineSync):
             pending.append((number, all_reduce(self.fill(number), self._group, wait=False)))
         for one in pending:
             self._complete(*one)
+        self._copy_shared()
         tail = self.fill_tail()
         all_reduce(tail, self._group)
         self.take_tail(tail)
@@ -195,6 +204,18 @@ class LocalSync(PipelineSync):
     def _complete(self, number: int, exchange: Pending) -> None:
         exchange.wait()
         self.take(number, self._buffers.sent(number))
+
+    def _copy_shared(self) -> None:
+        """Give all ranks of the replica that hold a weight the same bits of it, and of what is kept beside it."""
+        tensors = self.own_tensors() if self._shared.names else {}
+        nothing = torch.empty(0, device=self._device)  # empty parts are in no bucket
+        for kind in dict.fromkeys(name.partition("/")[0] for name in tensors):
+            held = {name: tensors.get(f"{kind}/{name}", nothing) for name in self._shared.names}
+            there = {name: one.to(self._device) for name, one in held.items()}
+            self._shared.run(there, self._kept_of_shared)
+            for name, one in held.items():
+                if there[name] is not one:
+                    one.copy_(there[name])
 
     @property
     def num_buckets(self) -> int:

@@ -78,6 +78,7 @@ def place(
         device=mesh.world.device,
         replica=mesh.whole_replica("control"),
         statistics=functools.partial(running_statistics, model) if mesh.plan.data.buffers != "local" else list,
+        shared=rules.shared_weights,
         in_process=in_process,
     )
 

@@ -21,6 +21,9 @@ class GradientRules:
     """Gradients are computed on weight versions, and handed over in `PipelineSync.take_deferred`."""
     shared: tuple[SharedGradient, ...] = ()
     """Gradients that several stages or tensor ranks hold, in the order in which these exchange them."""
+    shared_weights: tuple[SharedGradient, ...] = ()
+    """The parameters of which several stages or tensor ranks of a replica hold copies that an exchange with other
+    replicas may round differently, in the order in which the first holder's are given to the others."""
     tied: frozenset[str] = frozenset()
     """Parameters that other stages hold too. They count as used, because another stage may have used them."""
     own_buffers: Mapping[str, str] = field(default_factory=dict)

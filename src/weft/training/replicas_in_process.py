@@ -27,7 +27,7 @@ from weft.checkpoint.load import require_whole
 from weft.checkpoint.snapshot import give_mean_weights, give_means
 from weft.comm.failures.activity import collective_call
 from weft.comm.process_groups import ProcessGroups
-from weft.errors import NotFiniteError
+from weft.errors import DataError, NotFiniteError
 from weft.layout import part_of
 from weft.mesh import Mesh, World
 from weft.parallel.state.batchnorm import has_batch_norms
@@ -134,6 +134,9 @@ class ReplicasInProcess(Trainer):
     def step(self, inputs: Any, targets: Any) -> torch.Tensor:
         """A step of every replica on its part of a global batch, and their exchange if one is due; returns the mean of
         their losses."""
+        self._require_weights("step()")  # before any replica is changed
+        if not num_samples(inputs):
+            raise DataError("the global batch is empty; give at least one sample")
         if self.seeds.base is None:
             self.seeds.base = self._draw_seed()
         total, size = num_samples(inputs), len(self.replicas)
@@ -211,17 +214,20 @@ class ReplicasInProcess(Trainer):
 
     @collective_call("trainer.save")
     def save(self, directory: str | Path, *, wait: bool = True) -> None:
+        self._require_weights("save()")
         with self._after_others(give_means, gathers=True):
             super().save(directory, wait=wait)
 
     @collective_call("trainer.export")
     def export(self, directory: str | Path, *, average: bool = False) -> None:
+        self._require_weights("export()")
         with self._after_others(functools.partial(give_mean_weights, average=self.average if average else None)):
             super().export(directory, average=average)
 
     @collective_call("trainer.load")
     def load(self, directory: str | Path, *, extra_state: bool = True) -> None:
         directory = Path(directory)
+        self._require_weights("load()")
         self.wait_for_save()
         require_whole(directory, [trainer.mesh for trainer in self.replicas])
         for trainer in self.others:

@@ -101,7 +101,11 @@ class WeightAverage:
                 "the model has its averaged weights already: trainer.averaged() is entered twice; leave one out"
             )
         if not self.has_begun:
-            yield
+            self.is_in_use = True  # replicas that differ have the average of these, which is not for training either
+            try:
+                yield
+            finally:
+                self.is_in_use = False
             return
         # Ranks may share memory: none may write while another still reads what was there.
         gather_values(None, everyone)
