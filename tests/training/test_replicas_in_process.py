@@ -288,7 +288,7 @@ def test_one_replica_that_is_not_finite_is_named_and_ends_all(caplog: pytest.Log
         (Plan(axes=Axes(data=2)), "nothing differs"),
         (Plan(axes=Axes(data=2, tensor=2), data=Data(sync="local")), "tensor = 2"),
         (Plan(axes=Axes(replicate=2, data=2), data=Data(sync="local", shard="optimizer")), "data = 2"),
-        (Plan(axes=Axes(data=ALL), data=Data(sync="local")), "write their number"),
+        (Plan(axes=Axes(data=ALL), data=Data(sync="local")), "write the number of replicas"),
     ],
     ids=["all-reduce", "tensor", "ZeRO", "all"],
 )
