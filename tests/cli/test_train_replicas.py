@@ -87,3 +87,14 @@ def test_everything_is_refused_at_once_before_anything_starts(
     outcome = run_here("train", workspace.job, "--plan", plan, "--replicas-in-process", "--ranks", 4)
     assert outcome.code == 2 and "every = 0" in outcome.stderr and "--ranks 4 has no effect" in outcome.stderr
     assert "all-reduce" not in outcome.stderr  # the default of a plan that could not be read
+
+
+def test_a_run_without_any_exchange_is_warned_of(
+    run_here: RunHere, workspace: Workspace, plan: Path, tmp_path: Path
+) -> None:
+    plan.write_text(PLAN.replace("every = 3", "every = 50"))
+    outcome = run_here(
+        "train", workspace.job, "--plan", plan, "--replicas-in-process", "--steps", 1, "--output", tmp_path / "run"
+    )
+    assert outcome.code == 0
+    assert "[data] every = 50, and the run has 1 steps: replicas exchange nothing before its end" in outcome.stderr

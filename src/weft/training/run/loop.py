@@ -137,6 +137,13 @@ def train(
         replicas_in_process=replicas_in_process,
     )
     torch.manual_seed(wanted.steps.seed + 1 + world.rank)  # dropout must differ between ranks, weights must not
+    never = plan.replica_axis is not None and not plan.data.switch_step and wanted.steps.total < plan.data.every
+    if never and world.rank == 0:
+        log.warning(
+            "[data] every = %d, and the run has %d steps: replicas exchange nothing before its end",
+            plan.data.every,
+            wanted.steps.total,
+        )
     directory = Path(gather_values(str(directory), trainer.mesh.everyone("control"))[0])
     write_stacks_to(directory / STACKS)
     run = _Run(wanted, prepared, trainer, directory, observer if observer and world.rank == 0 else Observer())
