@@ -90,11 +90,12 @@ def test_everything_is_refused_at_once_before_anything_starts(
 
 
 def test_a_run_without_any_exchange_is_warned_of(
-    run_here: RunHere, workspace: Workspace, plan: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    run_here: RunHere, workspace: Workspace, plan: Path, tmp_path: Path
 ) -> None:
     plan.write_text(PLAN.replace("every = 3", "every = 50"))
     outcome = run_here(
         "train", workspace.job, "--plan", plan, "--replicas-in-process", "--steps", 1, "--output", tmp_path / "run"
     )
     assert outcome.code == 0
-    assert "[data] every = 50, and the run has 1 steps: replicas exchange nothing before its end" in caplog.text
+    logs = "".join(path.read_text() for path in (tmp_path / "run" / "logs").rglob("*.log"))
+    assert "[data] every = 50, and the run has 1 steps: replicas exchange nothing before its end" in logs
