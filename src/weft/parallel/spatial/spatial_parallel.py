@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.comm.group import Group
 from weft.errors import ModelError
+from weft.parallel.spatial import rules  # noqa: F401  (its table must be made before functions of torch are replaced)
 from weft.parallel.spatial.join import joined
 from weft.parallel.spatial.row_tensor import HEIGHT_DIM, Rows, RowTensor, mark
 from weft.parallel.state.batchnorm import SynchronisedBatchNorm
