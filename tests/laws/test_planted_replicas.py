@@ -108,7 +108,8 @@ def test_an_exchange_that_is_a_step_early() -> None:
 def test_a_sum_instead_of_a_mean(outer: dict[str, Any]) -> None:
     def plant(patch: Patch, trainer: Trainer) -> None:
         assert isinstance(trainer.sync, LocalSync)
-        trainer.sync.num_replicas = 1
+        take = trainer.sync.take
+        patch.setattr(trainer.sync, "take", lambda number, total: take(number, total.mul_(2)))  # of two replicas
 
     first = find(plan_of(**outer), plant, num_steps=2)
     assert (first.step, first.what) == (2, "weight") and "2" in first.cause.text, first
