@@ -68,7 +68,7 @@ def _is_backward_of_function() -> bool:
 def rule_for(func: Function) -> Rule:
     if getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__"):
         return _property_rule(func)
-    return _TABLE.get(func, _join)
+    return _table().get(func, _join)
 
 
 def _rules() -> Iterator[tuple[Iterable[str], Rule]]:
@@ -96,7 +96,8 @@ def _rules() -> Iterator[tuple[Iterable[str], Rule]]:
     yield from (((rule.__name__,), rule) for rule in (*windows, *others, dropout, batch_norm))
 
 
-def _make_table() -> dict[Function, Rule]:
+@functools.cache
+def _table() -> dict[Function, Rule]:
     """Rules of every form of a function: of torch, of tensors, of torch.nn.functional, and in place."""
     names = ((form, rule) for names, rule in _rules() for name in names for form in (name, f"{name}_"))
     found = ((getattr(owner, form, None), rule) for form, rule in names for owner in OWNERS)
@@ -191,5 +192,4 @@ def batch_norm(func: Function, *args: Any, **kwargs: Any) -> Any:
     return channelwise(func, *args, **kwargs)
 
 
-# Made at once, from torch's own functions: while a pass runs, some of them are replaced.
-_TABLE = _make_table()
+_table()  # at once, from torch's own functions: while a pass runs, some of them are replaced
