@@ -128,6 +128,7 @@ def told(trainer: object, own_s: float) -> list[float]:
             trainer.step(*cut(batch_of(8), [4, 4])[trainer.data_rank])
         else:
             trainer.step(*cut(token_batch(4), [1] * 4)[trainer.data_rank])
+    trainer.flush()  # the next trainer uses the same groups, on which gathers may be under way
     return seen[0]
 
 
