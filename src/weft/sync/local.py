@@ -17,8 +17,8 @@ first holder's are given to the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,8 +28,7 @@ from weft.comm.collectives import Pending, all_reduce
 from weft.comm.group import Group
 from weft.comm.objects import gather_values
 from weft.comm.shared_gradients import SharedGradient, SharedGradientExchange
-from weft.parallel.zero.flat_parameters import FlatParameters, Piece, wait_until_read
-from weft.parallel.zero.gather import ParameterGathering
+from weft.parallel.zero.flat_parameters import wait_until_read
 from weft.plan.partition.replicas import exchanges_after, keeps_anchor
 from weft.plan.partition.weight_exchange import MAX_EXCHANGES_IN_FLIGHT, REPORT_WORDS
 from weft.plan.plan import Plan
@@ -37,11 +36,12 @@ from weft.sync.base import PipelineSync, Totals
 from weft.sync.in_process import InProcessExchange
 from weft.sync.outer import average_, nesterov_
 from weft.sync.weight_buckets import ExchangeBuffers, WeightBucket, weight_buckets
+from weft.sync.wrapping_sync import WrappingSync
 
 Tensors = Callable[[], Sequence[torch.Tensor]]
 
 
-class LocalSync(PipelineSync):
+class LocalSync(WrappingSync):
     """A replica's own sync, and the exchange of weights with other replicas."""
 
     def __init__(
@@ -60,7 +60,7 @@ class LocalSync(PipelineSync):
         looks up running statistics that are averaged. `shared`: weights of which other ranks of the replica hold copies
         that an exchange may round differently. `in_process`: the exchange that replicas of one process make instead of
         one over the group."""
-        self.inner = inner
+        super().__init__(inner)
         self.num_replicas = group.size if in_process is None else plan.num_replicas
         self.steps_done = 0
         self.agrees = True
@@ -99,71 +99,22 @@ class LocalSync(PipelineSync):
         is_pinned = self._kept_on.type == "cpu" and self._device.type == "cuda"
         return torch.empty(bucket.numel, dtype=bucket.dtype, device=self._kept_on, pin_memory=is_pinned)
 
-    # The sync of one replica.
-
-    @property
-    def pieces(self) -> Sequence[Piece]:  # type: ignore[override]
-        return self.inner.pieces
-
-    @property
-    def flats(self) -> Sequence[FlatParameters]:  # type: ignore[override]
-        return self.inner.flats
-
-    @property
-    def gathering(self) -> ParameterGathering | None:  # type: ignore[override]
-        return self.inner.gathering
-
-    @property
-    def exchanges_in_forward(self) -> bool:
-        return self.inner.exchanges_in_forward
-
-    @property
-    def exchanges_in_microbatches(self) -> bool:
-        return self.inner.exchanges_in_microbatches
-
     def begin(self) -> None:
         if self._is_unpublished:
             self._publish()
         if not self._has_begun:  # weights may have been read since this was made
             self._has_begun = True
             self._read_anchors()
-        self.inner.begin()
+        super().begin()
 
     def _read_anchors(self) -> None:
         for bucket, anchor in zip(self._buckets, self._anchors, strict=bool(self._anchors)):
             bucket.read_into(anchor)
 
-    def arm(self) -> None:
-        self.inner.arm()
-
-    def arm_parameters(self, names: Collection[str]) -> None:
-        self.inner.arm_parameters(names)
-
-    def complete(self, names: Collection[str]) -> None:
-        self.inner.complete(names)
-
-    def take_deferred(self) -> None:
-        self.inner.take_deferred()
-
-    def skip_microbatch(self) -> None:
-        self.inner.skip_microbatch()
-
-    def end_microbatch(self) -> None:
-        self.inner.end_microbatch()
-
-    def ignoring(self) -> AbstractContextManager[object]:
-        return self.inner.ignoring()
-
     def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool, compute_s: float = 0.0) -> Totals:
         if compute_s:
             self._times_s.append(compute_s)
-        return self.inner.finish(loss_sum, count, with_norm=with_norm, compute_s=compute_s)
-
-    def publish(self) -> None:
-        self.inner.publish()
-
-    def settle(self) -> None:
-        self.inner.settle()
+        return super().finish(loss_sum, count, with_norm=with_norm, compute_s=compute_s)
 
     # The exchange.
 

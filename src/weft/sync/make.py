@@ -68,7 +68,12 @@ def place(
     `in_process`: the exchange between replicas that are all in one process.
     """
     materialiser = Materialiser(model, mesh.world.device, cut, draws=draws)
-    inside = _place_inside(model, mesh, blueprint, layouts, materialiser, rules, stage_of)
+    inside: PipelineSync
+    if needs_flats(model, mesh):
+        inside = _place_in_flats(model, mesh, blueprint, layouts, materialiser, rules, stage_of)
+    else:
+        materialiser.fill_all()
+        inside = _place_whole(model, mesh, layouts, rules)
     if mesh.plan.replica_axis is None:
         return inside
     return LocalSync(
@@ -83,19 +88,8 @@ def place(
     )
 
 
-def _place_inside(
-    model: nn.Module,
-    mesh: Mesh,
-    blueprint: Blueprint,
-    layouts: Mapping[str, Layout],
-    materialiser: Materialiser,
-    rules: GradientRules,
-    stage_of: Mapping[str, int] | None,
-) -> PipelineSync:
-    """The sync of one replica."""
-    if needs_flats(model, mesh):
-        return _place_in_flats(model, mesh, blueprint, layouts, materialiser, rules, stage_of)
-    materialiser.fill_all()
+def _place_whole(model: nn.Module, mesh: Mesh, layouts: Mapping[str, Layout], rules: GradientRules) -> PipelineSync:
+    """The sync of one replica whose parameters stay the model's own tensors."""
     model.to(mesh.world.device)
     copy_from_first([*model.parameters(), *model.buffers()], mesh.copy_groups)
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
