@@ -18,7 +18,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src"
 
 ROOMS = (
-    "errors units hosts plan plan.partition plan.pipeline profiles planning report "
+    "errors units hosts plan plan.partition plan.exchange plan.pipeline profiles planning report "
     "dtypes comm.shared_memory comm.failures comm.world comm mesh parallel.wrapping blueprint models layout "
     "parallel.tracing parallel.zero parallel.state parallel.attention parallel.sequence parallel.spatial "
     "parallel.tensor.discovery parallel.tensor parallel.pipeline "

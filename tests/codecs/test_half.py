@@ -8,7 +8,7 @@ from torch import Tensor
 
 from weft.codecs.half import Half
 from weft.codecs.make import make_codec
-from weft.plan.partition.codec_messages import Message, messages_of
+from weft.plan.exchange.messages import Message, messages_of
 from weft.plan.plan import Codec, Plan
 
 

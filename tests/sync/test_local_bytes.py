@@ -1,4 +1,4 @@
-"""The bytes that an exchange between replicas sends equal what `plan/partition/weight_exchange.py` predicts."""
+"""The bytes that an exchange between replicas sends equal what `plan/exchange/weight_exchange.py` predicts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ranks import ranks
 from torch import nn
 
 from weft.parallel.state.batchnorm import running_statistics
+from weft.plan.exchange.weight_exchange import Weight, exchange_buckets, exchange_bytes, kept_weights
 from weft.plan.partition.replicas import exchanges_after
-from weft.plan.partition.weight_exchange import Weight, exchange_buckets, exchange_bytes, kept_weights
 from weft.plan.plan import Axes, Codec, Comm, Data, Plan, Precision
 from weft.sync.local import LocalSync
 from weft.training.trainer import Trainer

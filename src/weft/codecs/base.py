@@ -1,48 +1,97 @@
 """The contract of a codec: what travels between replicas. When it travels, and between which ranks, is the sync's.
 
-A codec serves one bucket: a flat buffer of floating-point values, of which every replica has its own. For each of the
-codec's messages, in order, and on every replica alike, the sync calls
+A codec serves one bucket: a flat buffer of floating-point values in which tensors lie (`CodedTensor`), of which every
+replica has its own. Tensors are compressed each by itself. In every exchange, on every replica alike, the sync calls
 
-    encode(number, values, message)                    this replica's message of its values
-    all-reduce or gather of the message                as `messages[number].adds_up` says
-    decode(number, received, num_replicas, values)     after the last one, `values` are the mean over replicas
+    begin(step)                                   the messages of this exchange
+    encode(0, values, message)                    this replica's first message of its values
+    all-reduce or gather of the message           as `adds_up` says
+    decode(0, received, values)                   and so on for each further message; after the last one, `values` are
+                                                  the sum over replicas of what was sent, times `scale`
+    end(is_made)                                  once it is known whether the exchange counts
 
-All replicas decode the same bits by the same arithmetic, so they end with equal values. Formats and lengths of messages
-are in `plan/partition/codec_messages.py`, where the bytes of an exchange are added up without torch. Nothing here waits
-for a device, and nothing is exchanged: replicas in one process use a codec just as ranks do.
+*State* (what was not sent yet, momenta, starting points) changes with `end(True)` only: of a step that is skipped,
+because some gradient in it is not finite, nothing is left (`kept.py`).
 
-`sync/local.py` serves codecs of one message that adds up, and does not save their state: `half` needs no more.
+All replicas decode the same bits by the same arithmetic, so they end with equal values. Random numbers are a function
+of the tensor's name, the step and the replica (`random_bits.py`), so ranks that hold copies of one tensor
+draw alike. Formats and lengths of messages are in `plan/exchange/messages.py`, where the bytes of an exchange are
+added up without torch. Nothing here waits for a device, and nothing is exchanged: replicas in one process use a codec
+just as ranks do.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from weft.plan.partition.codec_messages import Message
+from weft.plan.exchange.coded_tensor import CodedTensor
+from weft.plan.exchange.messages import Message
+from weft.plan.plan import Codec as CodecSection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """What a codec is made for."""
+
+    codec: CodecSection
+    tensors: tuple[CodedTensor, ...]
+    numel: int
+    """Length of the flat buffer of values, with gaps between tensors."""
+    dtype: torch.dtype
+    """Of the values: float32 or float64."""
+    device: torch.device
+    replica: int
+    num_replicas: int
+    can_fail: bool = True
+    """Exchanges may end with `end(False)`, so that the state before must be kept beside the new one."""
 
 
 class Codec(Protocol):
     """The compression of one bucket. Methods with a body need not be overridden."""
 
-    messages: tuple[Message, ...]
-    """What is sent, in order; a codec of several messages makes each after it has decoded the one before."""
+    def begin(self, step: int, *, keep: float | torch.Tensor = 1.0) -> tuple[Message, ...]:
+        """A new exchange; returns what is sent, in order. `step` counts from 0.
 
-    def encode(self, number: int, values: torch.Tensor, message: torch.Tensor) -> None:
-        """Write message `number` for this replica's values, which stay as they are."""
-
-    def decode(self, number: int, received: torch.Tensor, num_replicas: int, values: torch.Tensor) -> None:
-        """Take what was received: the sum of the replicas' messages, or, where they do not add up, one row per replica.
-
-        With the last message `values` become the mean over replicas, as exactly as the codec transmits it.
+        `keep`: factor on what is kept from the last exchange, because its values had another unit (on a GPU it may be a
+        tensor of one element). It comes on top of the plan's own factor, `[codec] memory`.
         """
 
-    def state(self) -> dict[str, Any]:
-        """Plain values and tensors that a replica carries from exchange to exchange, such as what it has not sent yet;
-        the same plan resumes from them bit-exactly."""
+    def encode(self, number: int, values: torch.Tensor, message: torch.Tensor, not_finite: torch.Tensor) -> None:
+        """Write message `number` of this replica. With the first, `values` are this replica's, and may be overwritten;
+        later they hold nothing. `not_finite`, one float32 element on the same device, grows if a value is not finite;
+        what is written is without meaning then."""
+
+    def decode(self, number: int, received: torch.Tensor, values: torch.Tensor, *, scale: float = 1.0) -> None:
+        """Take what was received: the sum of the replicas' messages, or, where they do not add up, one row per replica.
+
+        With the last message the tensors in `values` become the sum over replicas of what was sent, times `scale`;
+        gaps between tensors stay as they are.
+        """
+
+    def end(self, is_made: bool | torch.Tensor) -> None:
+        """The exchange counts, or nothing of it is left; a tensor, on a GPU: 1 or 0."""
+        return
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The state, flat, by "KIND/NAME" for each tensor's name, such as "residual/head.weight". A checkpoint saves
+        these, and a resume copies into them. Kinds that add up over replicas are in `LINEAR_KINDS`."""
         return {}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned."""
-        return
+
+LINEAR_KINDS = ("residual", "momentum")
+"""Kinds of state of which only the sum over replicas matters to another plan, in the shape of the tensor's part here:
+what was not sent, and momenta of it."""
+
+
+def views(bucket: Bucket, flat: torch.Tensor, kind: str) -> dict[str, torch.Tensor]:
+    """Each tensor's part of a flat buffer that is laid out like the values, by "KIND/NAME"."""
+    return {f"{kind}/{one.name}": flat[one.offset : one.offset + one.numel] for one in bucket.tensors}
+
+
+def splits(tensors: Sequence[CodedTensor], flat: torch.Tensor) -> list[torch.Tensor]:
+    """Each tensor's part of a flat buffer that is laid out like the values."""
+    return [flat[one.offset : one.offset + one.numel] for one in tensors]

@@ -10,20 +10,24 @@ from __future__ import annotations
 
 import torch
 
-from weft.codecs.base import Codec
-from weft.plan.partition.codec_messages import messages_of
-from weft.plan.plan import Codec as CodecSection
+from weft.codecs.base import Bucket, Codec
+from weft.plan.exchange.messages import Message, messages_of
 
 
 class Half(Codec):
     """Rounds to bfloat16. It keeps nothing from exchange to exchange."""
 
-    def __init__(self, numel: int) -> None:
-        self.messages = messages_of(CodecSection(name="half"), numel, "float32")
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
 
-    def encode(self, number: int, values: torch.Tensor, message: torch.Tensor) -> None:
+    def begin(self, step: int, *, keep: float | torch.Tensor = 1.0) -> tuple[Message, ...]:
+        bucket = self._bucket
+        return messages_of(bucket.codec, bucket.tensors, "float32", num_replicas=bucket.num_replicas, step=step)
+
+    def encode(self, number: int, values: torch.Tensor, message: torch.Tensor, not_finite: torch.Tensor) -> None:
         message.copy_(values)
 
-    def decode(self, number: int, received: torch.Tensor, num_replicas: int, values: torch.Tensor) -> None:
+    def decode(self, number: int, received: torch.Tensor, values: torch.Tensor, *, scale: float = 1.0) -> None:
         values.copy_(received)
-        values /= num_replicas
+        if scale != 1.0:
+            values *= scale

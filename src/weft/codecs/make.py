@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from weft.codecs.base import Codec
+from weft.codecs.base import Bucket, Codec
 from weft.codecs.half import Half
-from weft.plan.plan import Plan
 
-_CODECS: dict[str, Callable[[int], Codec]] = {"half": Half}
+_CODECS: dict[str, Callable[[Bucket], Codec]] = {"half": Half}
 """The codecs that are built; `plan/check.py` refuses the others."""
 
 
-def make_codec(plan: Plan, numel: int) -> Codec | None:
-    """The codec of a bucket of so many values; None: the values travel as they are."""
-    return None if plan.codec.name == "none" else _CODECS[plan.codec.name](numel)
+def make_codec(bucket: Bucket) -> Codec:
+    """The codec of a bucket, as its plan names it."""
+    return _CODECS[bucket.codec.name](bucket)

@@ -215,10 +215,24 @@ class Codec(Section):
 
     name: str = declare("none", Choice(("none", *CODECS)), "The compression method.")
     density: float = declare(0.01, Real(above=0, maximum=1), "Share of the entries that topk and dgc send.")
+    bits: int = declare(
+        32, Whole(minimum=2), "Bits of a value that topk and dgc send: 32 (as it is), 8 or 2; indices take 16 more."
+    )
     rank: int = declare(4, POSITIVE, "Rank of powersgd's factors.")
-    levels: int = declare(256, Whole(minimum=2), "Quantisation levels of qsgd.")
-    clip: float = declare(0.0, NOT_NEGATIVE, "Norm to which dgc clips each rank's gradient; 0 clips nothing.")
+    levels: int = declare(
+        256, Whole(minimum=2), "Values that an entry of qsgd may have: 4, 16 or 256, in 2, 4 or 8 bits."
+    )
+    memory: float = declare(
+        1.0,
+        Real(minimum=0, maximum=1),
+        "Error feedback: share of what was not sent that is added to the next exchange; 0 forgets it.",
+    )
+    clip: float = declare(0.0, NOT_NEGATIVE, "Norm to which dgc clips the gradient, by each rank alone; 0: none.")
+    masking: bool = declare(True, FLAG, "Clear dgc's momentum of the entries that were sent (momentum factor masking).")
     warmup_steps: int = declare(0, NATURAL, "Steps over which the compression sets in.")
+    dense_below: int = declare(
+        1024, POSITIVE, "Elements below which a tensor travels as it is; those of one dim (biases, norms) always do."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

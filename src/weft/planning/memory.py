@@ -20,6 +20,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from weft.errors import PlanError
+from weft.plan.exchange.weight_exchange import (
+    ExchangeBucket,
+    exchange_buckets,
+    exchange_buffer_bytes,
+    exchange_temporary_bytes,
+    kept_weights,
+    outer_bytes,
+)
 from weft.plan.partition.flat_buffers import (
     FlatBuffer,
     Sharding,
@@ -31,14 +39,6 @@ from weft.plan.partition.flat_buffers import (
 )
 from weft.plan.partition.groups import COMMUNICATOR_BYTES, num_communicators
 from weft.plan.partition.replicas import shares_batch
-from weft.plan.partition.weight_exchange import (
-    ExchangeBucket,
-    exchange_buckets,
-    exchange_buffer_bytes,
-    exchange_temporary_bytes,
-    kept_weights,
-    outer_bytes,
-)
 from weft.plan.plan import Plan, said
 from weft.planning.gradient_buffers import travelling_bytes
 from weft.profiles.model import ModelProfile

@@ -29,8 +29,8 @@ from weft.comm.group import Group
 from weft.comm.objects import gather_values
 from weft.comm.shared_gradients import SharedGradient, SharedGradientExchange
 from weft.parallel.zero.flat_parameters import wait_until_read
+from weft.plan.exchange.weight_exchange import MAX_EXCHANGES_IN_FLIGHT, REPORT_WORDS
 from weft.plan.partition.replicas import exchanges_after, keeps_anchor
-from weft.plan.partition.weight_exchange import MAX_EXCHANGES_IN_FLIGHT, REPORT_WORDS
 from weft.plan.plan import Plan
 from weft.sync.base import PipelineSync, Totals
 from weft.sync.in_process import InProcessExchange

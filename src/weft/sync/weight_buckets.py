@@ -1,6 +1,6 @@
 """The weights that a rank exchanges with other replicas, in flat buckets: many tensors travel as a few.
 
-Which buckets there are, and how many bytes they and their buffers take, says `plan/partition/weight_exchange.py`.
+Which buckets there are, and how many bytes they and their buffers take, says `plan/exchange/weight_exchange.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from weft.codecs.base import Codec
 from weft.comm.exchange_buffers import BufferAllocator, bytes_for
 from weft.comm.group import Group
 from weft.parallel.zero.grouping import torch_dtype
-from weft.plan.partition.weight_exchange import MAX_EXCHANGES_IN_FLIGHT, Weight, exchange_buckets
+from weft.plan.exchange.weight_exchange import MAX_EXCHANGES_IN_FLIGHT, Weight, exchange_buckets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

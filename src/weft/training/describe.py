@@ -18,7 +18,7 @@ from weft.parallel.apply import steps
 from weft.parallel.tracing.placeholder import PlaceholderModule
 from weft.parallel.wrapping.replacements import Replacements
 from weft.parallel.wrapping.wrap import changes_of
-from weft.plan.partition.weight_exchange import Weight, exchange_buckets, exchange_bytes, outer_bytes
+from weft.plan.exchange.weight_exchange import Weight, exchange_buckets, exchange_bytes, outer_bytes
 from weft.training.step.parallel_model import ParallelModel
 from weft.units import format_bytes
 

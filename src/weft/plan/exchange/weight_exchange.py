@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from weft.plan.partition.codec_messages import messages_of
+from weft.plan.exchange.messages import messages_of
 from weft.plan.partition.flat_buffers import FlatBuffer, item_bytes
 from weft.plan.partition.replicas import keeps_anchor
 from weft.plan.partition.wire import Member, assign_buckets, sent_bytes

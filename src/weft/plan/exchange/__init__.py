@@ -1,0 +1,1 @@
+"""What replicas exchange: the messages of codecs, and the buckets of weights."""
