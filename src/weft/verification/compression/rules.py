@@ -240,11 +240,11 @@ def random_words(name: str, step: int, replica: int, numel: int) -> Words:
 
 def _scrambled(words: Words, *, added: Words | None = None) -> Words:
     """Every bit of a word changes about half of the others; unsigned arrays wrap at 2^32."""
-    words = (words ^ (words >> 16)) * np.uint32(0x21F0AAAD)
+    words = (words ^ (words >> np.uint32(16))) * np.uint32(0x21F0AAAD)
     if added is not None:
         words = words + added
-    words = (words ^ (words >> 15)) * np.uint32(0x735A2D97)
-    return words ^ (words >> 15)
+    words = (words ^ (words >> np.uint32(15))) * np.uint32(0x735A2D97)
+    return words ^ (words >> np.uint32(15))
 
 
 def _largest(x: Tensor, number: int) -> Tensor:
