@@ -98,12 +98,12 @@ class OneProcess:
         model: nn.Module,
         plan: Plan,
         recipe: Recipe,
-        stage_of: object = None,
+        asked: object = None,
         *,
         data_ranks: Sequence[int] | None = None,
     ) -> None:
         """`data_ranks`: those whose parts of every global batch it trains on; all unless given."""
-        del stage_of  # there are no stages here
+        del asked  # the plan is all that it needs to know of the ranks
         self.model = model
         self.num_targets = [0.0]
         self.losses: list[float] = []

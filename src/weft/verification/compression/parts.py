@@ -62,7 +62,7 @@ def _own_parts(trainer: Trainer) -> Iterator[object]:
     """Name, number of columns and runs of every part of this rank."""
     mesh, codec = trainer.mesh, trainer.mesh.plan.codec
     sizes, coordinates = mesh.grid.axes.sizes, mesh.grid.coordinates(mesh.world.rank)
-    together = _held_together(trainer) if mesh.plan.replica_axis is None else frozenset()
+    together = _held_together(trainer)
     slices = _slices(trainer)
     for piece in trainer.sync.pieces:
         layout = piece.layout
@@ -76,13 +76,16 @@ def _own_parts(trainer: Trainer) -> Iterator[object]:
 
 
 def _held_together(trainer: Trainer) -> frozenset[str]:
-    """Parameters of which several ranks of a replica have the gradient in parts, or some rows of it."""
+    """Parameters of which several ranks of a replica have some rows, or, where gradients are exchanged, parts of the
+    gradient."""
     parts, names = trainer.parts, set[str]()
-    if parts.cut is not None:
-        names |= parts.cut.holders.keys()
+    sums_gradients = trainer.mesh.plan.replica_axis is None
     if parts.tensor is not None:
         names |= {one.name for one in parts.tensor.shares.repeated}
+    if parts.tensor is not None and sums_gradients:
         names |= {one.name for one in parts.tensor.shared_gradients(sums_may_differ=False)}
+    if parts.cut is not None and sums_gradients:
+        names |= parts.cut.holders.keys()
     return frozenset(names)
 
 
@@ -92,8 +95,9 @@ def _slices(trainer: Trainer) -> dict[str, list[Range]] | None:
     if plan.replica_axis is not None or plan.data.shard != "nothing" or plan.axes.sequence == 1:
         return None
     compressed, found = trainer.sync.compressed, dict[str, list[Range]]()
-    for bucket in () if compressed is None else compressed.slices:
-        for one in bucket:
+    assert compressed is not None
+    for bucket in compressed._buckets:
+        for one in compressed._slice(bucket)[1]:
             found.setdefault(one.name, []).append((one.start, one.start + one.numel))
     return found
 

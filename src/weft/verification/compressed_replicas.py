@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from weft.plan.plan import Plan
 from weft.training.data.trees import num_samples
+from weft.verification.compression.exchanges import CodedExchanges
 from weft.verification.compression.parts import CodedPart, num_coded_replicas
-from weft.verification.compression.rules import Part, Rule, make_rule
 from weft.verification.one_process import Key, OneProcess, Passes, Recipe, microbatch_rows
 
 Gradients = dict[str, Tensor]
@@ -39,7 +39,8 @@ class CompressedReplicas(OneProcess):
         super().__init__(model, plan, recipe)
         self._codec, self._num_replicas = plan.codec, num_coded_replicas(plan)
         groups = dict(zip(self._trained, self._updates.optimizer.param_groups, strict=True))
-        self._parts = [(part, self._make_rule(part, groups[part.name])) for part in coded]
+        momenta = {name: (one.get("momentum", 0.0), one.get("nesterov", False)) for name, one in groups.items()}
+        self._exchanges = CodedExchanges(coded, plan.codec, self._num_replicas, momenta)
         self._given: list[Gradients] = []
         """Each replica's gradient of the sum of its losses in this step."""
         self._dense: Gradients = {}
@@ -49,11 +50,6 @@ class CompressedReplicas(OneProcess):
         self._last_count = 0.0
         if self._codec.name == "dgc":
             self._updates.optimizer.register_step_post_hook(self._move_past_momentum)
-
-    def _make_rule(self, part: CodedPart, group: dict[str, Any]) -> Rule:
-        momentum, is_nesterov = group.get("momentum", 0.0), group.get("nesterov", False)
-        described = Part(name=part.name, num_columns=part.num_columns, momentum=momentum, is_nesterov=is_nesterov)
-        return make_rule(self._codec, described, self._num_replicas)
 
     def _run(self, inputs: Any, targets: Any, passes: Passes) -> None:
         self._given = []
@@ -75,17 +71,14 @@ class CompressedReplicas(OneProcess):
             self._clip(unit=self._last_count or count)
         self._last_count = count
         self._dense = {name: p.grad.clone() for name, p in self._trained.items() if p.grad is not None}
-        self._sent = {name: torch.zeros_like(self._trained[name]) for name in {part.name for part, _ in self._parts}}
-        for part, rule in self._parts:
-            gradient = self._trained[part.name].grad
-            if gradient is None:  # used by no rank in this step
+        self._sent = {}
+        for name, parameter in self._trained.items():
+            if parameter.grad is None or name not in self._exchanges.names:  # used by no rank in this step, or dense
                 continue
-            places = part.places.to(gradient.device)
-            zero = torch.zeros_like(gradient)
-            given = [one.get(part.name, zero).flatten()[places] for one in self._given]
-            total = rule.exchange(len(self.losses), given) / (1.0 if self._codec.name == "sign" else count)
-            gradient.view(-1)[places] = total
-            self._sent[part.name].view(-1)[places] = total
+            given = [one.get(name, torch.zeros_like(parameter)) for one in self._given]
+            divisor = 1.0 if self._codec.name == "sign" else count
+            self._exchanges.replace_(name, parameter.grad, given, len(self.losses), divisor=divisor)
+            self._sent[name] = parameter.grad * self._exchanges.mask(name, parameter)
         self._updates.step(len(self.losses)) if self._codec.name != "dgc" else self._update_with_dgc()
 
     def _clip(self, *, unit: float) -> None:
