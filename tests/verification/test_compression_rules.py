@@ -54,17 +54,30 @@ def test_the_share_that_is_sent_falls_in_the_warm_up() -> None:
     assert [int(one.exchange(step, [ones]).sum()) for step in range(4)] == [16, 4, 1, 1]
 
 
+def in_few_bits(bits: int, *values: float) -> tuple[Tensor, Tensor]:
+    """What one of two replicas sends of these values, the largest of a tensor that is zero elsewhere, and keeps."""
+    one, rest = rule("topk", density=len(values) / 4096, bits=bits, replicas=2), torch.zeros(4096 - len(values))
+    nothing = torch.zeros(4096, dtype=torch.float64)
+    sent = one.exchange(0, [nothing, torch.cat([vector(*values), rest.double()])])
+    near(sent[len(values) :], nothing[len(values) :])
+    return sent[: len(values)], kept_of(one, 1)[: len(values)]
+
+
 def test_values_of_8_bits_are_multiples_of_a_127th_of_the_largest() -> None:
-    one = rule("topk", density=1.0, bits=8)
-    near(one.exchange(0, [vector(127, -3.5, 2.5, 0)]), vector(127, -4, 2, 0))
-    near(kept_of(one), vector(0, 0.5, 0.5, 0))
-    near(rule("topk", bits=8).exchange(0, [vector(0, 0)]), vector(0, 0))
+    sent, kept = in_few_bits(8, 127, -3.5, 2.5)
+    near(sent, vector(127, -4, 2))
+    near(kept, vector(0, 0.5, 0.5))
 
 
 def test_values_of_2_bits_are_one_of_two_means() -> None:
-    one = rule("topk", density=1.0, bits=2)
-    near(one.exchange(0, [vector(1, -3, 0, 8)]), vector(4 / 3, -4 / 3, 4 / 3, 8))
-    near(rule("topk", density=1.0, bits=2).exchange(0, [vector(-2, 2)]), vector(-2, 2))
+    near(in_few_bits(2, 1, -3, 8)[0], vector(2, -2, 8))
+    near(in_few_bits(2, -2, 2)[0], vector(-2, 2))
+    near(in_few_bits(2, 1, 0, -3)[0], vector(1, 0, -3))
+
+
+def test_entries_that_would_be_more_bytes_than_a_sum_are_sent_as_they_are() -> None:
+    values = torch.arange(1, 65, dtype=torch.float64)
+    near(rule("topk", density=1.0, bits=8, replicas=8).exchange(0, [values] * 8), 8 * values)
 
 
 def test_dgc_corrects_momentum_and_masks_it() -> None:

@@ -5,11 +5,12 @@ What a plan with a codec must compute follows from formulas alone, for replica k
     feedback     x = g + memory e;   sent = C(x);   e := x - sent                 (topk, onebit, powersgd)
     dgc          u := momentum u + g,  v := memory v + u                          (Nesterov: u := momentum (u + g),
                  sent = C(v);  v := v - sent;  u := 0 where something was sent     v := memory v + u + g)
-    C of topk    the k entries of largest |x|, the first of equal ones
-    C of dgc     entries of at least a threshold, at most k; the threshold is that of a strided sample
+    C of topk    the k entries of largest |x|, the first of equal ones, and no zeros
+    C of dgc     the same, of entries that reach a threshold, which is that of a strided sample
     C of onebit  the mean of the entries of the same sign in the same column
     C of qsgd, C of terngrad   by chance one of two neighbouring values, such that the mean is x; without feedback
     powersgd     P := orthonormal(sum of M_k Q);  Q := sum of M_k^T P;   sum = P Q^T;   e_k := M_k - P Q^T / replicas
+                 a column of Q that is nothing but rounding stays as it was before
     sign         the sign that at least half of the replicas have
 
 and the exchange gives the sum over replicas of what was sent. Nothing is packed here and nothing is shared with
@@ -30,6 +31,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from weft.plan.exchange.coded_tensor import CodedTensor
+from weft.plan.exchange.messages import messages_of
 from weft.plan.exchange.warm_up import density, is_dense
 from weft.plan.plan import Codec
 
@@ -65,6 +68,13 @@ class Rule:
         if is_dense(self.codec, step):
             return torch.stack(list(given)).sum(dim=0)
         return self.compress(step, given)
+
+    def num_bits(self, step: int, x: Tensor) -> int:
+        """Of an entry that topk or dgc sends: the plan's, but all where so many are sent that they travel as a sum."""
+        part = CodedTensor(name=self.part.name, shape=(1, self.part.num_columns), offset=0, numel=x.numel())
+        dtype = str(x.dtype).removeprefix("torch.")
+        (message,) = messages_of(self.codec, [part], dtype, num_replicas=self.num_replicas, step=step)
+        return 32 if message.adds_up else self.codec.bits
 
     @abstractmethod
     def compress(self, step: int, given: Sequence[Tensor]) -> Tensor:
@@ -121,7 +131,7 @@ class Feedback(Rule):
 class TopK(Feedback):
     def send_one(self, step: int, x: Tensor) -> Tensor:
         chosen = _largest(x, num_sent(self.codec, x.numel(), step))
-        return _rounded(x, chosen, self.codec.bits)
+        return _rounded(x, chosen, self.num_bits(step, x))
 
 
 class OneBit(Feedback):
@@ -151,9 +161,11 @@ class PowerSgd(Feedback):
         matrix = total[:full].view(rows, columns)
         rank = min(self.codec.rank, rows, columns)
         start = self._first_start(columns, rank).to(total) if self.start is None else self.start
-        left = torch.linalg.qr(matrix @ start).Q
-        self.start = matrix.T @ left
-        product = (left @ self.start.T).flatten()
+        left = _orthonormal(matrix @ start)
+        right = matrix.T @ left
+        product = (left @ right.T).flatten()
+        sizes = right.abs().amax(dim=0)
+        self.start = torch.where(sizes <= _rounding(sizes) * sizes.max(), start, right)
         rest = [torch.cat([x[:full] - product / self.num_replicas, torch.zeros_like(x[full:])]) for x in wanted]
         return torch.cat([product, total[full:]]), rest
 
@@ -186,7 +198,7 @@ class Dgc(Rule):
             u = self.part.momentum * u + g
             v = v + u
         chosen = self._chosen(step, replica, v)
-        sent = _rounded(v, chosen, self.codec.bits)
+        sent = _rounded(v, chosen, self.num_bits(step, v))
         self.momenta[replica] = u.masked_fill(chosen, 0.0) if self.codec.masking else u
         self.kept[replica] = v - sent
         return sent
@@ -201,10 +213,7 @@ class Dgc(Rule):
         sample = v.abs()[first::stride][:num_sampled].sort(descending=True).values
         place = -(-5 * num_sampled * k // (4 * numel))  # a quarter more than needed
         threshold = 0.0 if k >= numel else float(sample[min(place, num_sampled) - 1])
-        candidates = v.abs() >= threshold
-        if int(candidates.sum()) <= k:
-            return candidates
-        return _largest(v.masked_fill(~candidates, 0.0), k) & candidates
+        return _largest(v.masked_fill(v.abs() < threshold, 0.0), k)
 
 
 RULES: dict[str, Callable[[Codec, Part, int], Rule]] = {
@@ -248,17 +257,19 @@ def _scrambled(words: Words, *, added: Words | None = None) -> Words:
 
 
 def _largest(x: Tensor, number: int) -> Tensor:
-    """Where the entries of largest size are; of equal ones the first."""
+    """Where the entries of largest size are, of equal ones the first; zeros are not among them."""
     order = x.abs().sort(descending=True, stable=True).indices
-    return torch.zeros(x.numel(), dtype=torch.bool, device=x.device).index_fill_(0, order[:number], True)
+    return torch.zeros_like(x, dtype=torch.bool).index_fill_(0, order[:number], True) & (x != 0)
 
 
 def _rounded(x: Tensor, chosen: Tensor, bits: int) -> Tensor:
     """The chosen entries in as many bits, zero elsewhere."""
     values, sent = x[chosen], torch.zeros_like(x)
+    if not values.numel():
+        return sent
     if bits == 8:
         unit = values.abs().max() / 127
-        values = torch.where(unit > 0, (values / unit).round() * unit, 0.0)
+        values = (values / unit).round() * unit
     elif bits == 2:
         sizes = values.abs()
         is_large = sizes > sizes.mean()
@@ -268,6 +279,24 @@ def _rounded(x: Tensor, chosen: Tensor, bits: int) -> Tensor:
         values = torch.where(values < 0, -sizes, sizes)
     sent[chosen] = values
     return sent
+
+
+def _orthonormal(columns: Tensor) -> Tensor:
+    """Each column without what it has of those before it, of length 1; zero if that is nothing but rounding."""
+    made: list[Tensor] = []
+    for column in columns.unbind(dim=1):
+        left = column
+        for _ in range(2):  # the second time removes what rounding left
+            for other in made:
+                left = left - (other @ left) * other
+        size = left.norm()
+        made.append(left / size if size > _rounding(column) * column.norm() else torch.zeros_like(left))
+    return torch.stack(made, dim=1)
+
+
+def _rounding(values: Tensor) -> float:
+    """What is at most this part of the largest is rounding."""
+    return 64 * torch.finfo(values.dtype).eps
 
 
 def _qsgd(x: Tensor, chance: Tensor, codec: Codec) -> Tensor:
