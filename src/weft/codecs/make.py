@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from weft.codecs.base import Bucket, Codec
 from weft.codecs.half import Half
+from weft.codecs.powersgd import PowerSgd
 
-_CODECS: dict[str, Callable[[Bucket], Codec]] = {"half": Half}
+_CODECS: dict[str, Callable[[Bucket], Codec]] = {"half": Half, "powersgd": PowerSgd}
 """The codecs that are built; `plan/check.py` refuses the others."""
 
 

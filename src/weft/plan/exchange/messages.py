@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from weft.plan.exchange.coded_tensor import CodedTensor
+from weft.plan.exchange.low_rank import message_numels
 from weft.plan.exchange.warm_up import is_dense
 from weft.plan.partition.flat_buffers import item_bytes
 from weft.plan.partition.wire import sent_bytes
@@ -57,4 +58,10 @@ def messages_of(
     return _MESSAGES[codec.name](codec, tensors, dtype, num_replicas, step)
 
 
-_MESSAGES: dict[str, MessagesOf] = {}
+def _low_rank(
+    codec: Codec, tensors: Sequence[CodedTensor], dtype: str, num_replicas: int, step: int
+) -> tuple[Message, ...]:
+    return tuple(Message(numel=numel, dtype=dtype) for numel in message_numels(codec, tensors))
+
+
+_MESSAGES: dict[str, MessagesOf] = {"powersgd": _low_rank}
