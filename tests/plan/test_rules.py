@@ -95,7 +95,7 @@ REFUSED = [
     ),
     (
         Plan(step=Step(clip_norm=1.0), codec=Codec(name="sign")),
-        '[codec] name = "sign" have the norm of as many ones, whatever the gradient, so [step] clip_norm = 1.0 would be',
+        '[codec] name = "sign" have the norm of as many ones, whatever the gradient, so [step] clip_norm = 1.0 would',
     ),
     (
         Plan(axes=Axes(data=2), data=Data(sync="local", every=4), codec=Codec(name="sign")),
