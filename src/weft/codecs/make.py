@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from weft.codecs.base import Bucket, Codec
+from weft.codecs.dgc import Dgc
 from weft.codecs.half import Half
+from weft.codecs.topk import TopK
 
-_CODECS: dict[str, Callable[[Bucket], Codec]] = {"half": Half}
+_CODECS: dict[str, Callable[[Bucket], Codec]] = {"half": Half, "topk": TopK, "dgc": Dgc}
 """The codecs that are built; `plan/check.py` refuses the others."""
 
 
