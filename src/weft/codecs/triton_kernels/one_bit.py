@@ -53,22 +53,23 @@ class OneBitKernels:
         fields, column_fields, tiles, column_parts = [], [], [], []
         sums_at = means_of = 0
         for one, place in zip(tensors, places, strict=True):
-            columns, numel_of_matrix = one.num_columns, one.num_rows * one.num_columns
+            columns, numel = one.num_columns, one.num_rows * one.num_columns
             together = rows_together(columns)
             width = together * columns
-            high, wide = -(-one.numel // (width * rows_of_tile)), -(-width // _COLUMNS)
-            at = (place.means_at, place.bits_at, place.rest_at)
-            fields.append([one.offset, one.numel, numel_of_matrix, columns, width, wide, means_of, sums_at, *at])
+            high, wide = -(-numel // (width * rows_of_tile)), -(-width // _COLUMNS)
+            at = (place.means_at, place.bits_at)
+            fields.append([one.offset, numel, columns, width, wide, means_of, sums_at, *at])
             column_fields.append([columns, one.num_rows, high * together, means_of, sums_at, place.means_at])
             tiles.append(high * wide)
             column_parts.append(-(-columns // _MEAN_COLUMNS) if one.num_rows else 0)
             sums_at += high * width
             means_of += columns
+        self._with_rest = [(one, place.rest_at) for one, place in zip(tensors, places, strict=True) if one.num_rest]
         self._rows = rows_of_tile
         self._tiles = Table(tiles, fields, device)
         self._columns = Table(column_parts, column_fields, device)
         self._sums = torch.zeros(3, max(sums_at, 1), dtype=torch.float32, device=device)
-        self._is_aligned = are_aligned([number for row in fields for number in (row[0], row[1], row[2], row[4])], 8)
+        self._is_aligned = are_aligned([number for row in fields for number in (row[0], row[1], row[3])], 8)
         self._numbers, self._turns = Numbers(device), Turns(device)
         self.means = Kept(2 * means_of, torch.float32, device, can_fail=bucket.can_fail)
         """Those of all tensors' columns for x >= 0, then for x < 0."""
@@ -86,10 +87,13 @@ class OneBitKernels:
         first_means, second_means, _ = self._turns(self.means)
         tiles, columns, num_means = self._tiles, self._columns, self.means.pair[0].numel() // 2
         floats = message.view(torch.float32)
+        for here, sent in self._rests(values, floats):
+            sent.copy_(here)  # nothing is kept of it
+            not_finite += (~torch.isfinite(sent)).any()
         with torch.cuda.device_of(values):
             _encode_tiles[(tiles.num_programs,)](
                 tiles.tensor_of, tiles.fields, values, first, second, first_means, second_means, turn, num_means,
-                self._numbers.float64(keep), message, floats, self._sums, self._sums.stride(0), not_finite,
+                self._numbers.float64(keep), message, self._sums, self._sums.stride(0), not_finite,
                 IS_ALIGNED=self._is_aligned, ROWS=self._rows, AT_ONCE=_ROWS_AT_ONCE, COLUMNS=_COLUMNS,
                 WIDTH=tiles.width, num_warps=NUM_WARPS, enable_fp_fusion=False,
             )  # fmt: skip
@@ -101,6 +105,11 @@ class OneBitKernels:
 
     def decode(self, received: torch.Tensor, values: torch.Tensor, scale: float) -> None:
         tiles = self._tiles
+        for here, row in self._rests(values, received.view(torch.float32)):
+            here.copy_(row[0])
+            for other in row[1:]:
+                here += other
+            here *= scale
         with torch.cuda.device_of(values):
             _decode_tiles[(tiles.num_programs,)](
                 tiles.tensor_of, tiles.fields, received, received.view(torch.float32), received.stride(0), values,
@@ -112,6 +121,13 @@ class OneBitKernels:
 
     def end(self, is_made: bool | torch.Tensor) -> None:
         self.means.end(is_made)
+
+    def _rests(self, values: torch.Tensor, floats: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What fills no row of a matrix: in the values, and in a message or messages."""
+        return [
+            (values[one.offset + one.numel - one.num_rest :][: one.num_rest], floats[..., at : at + one.num_rest])
+            for one, at in self._with_rest
+        ]
 
     def settle(self, residual: Kept) -> torch.Tensor:
         """Make what is kept the residual itself, to be saved or overwritten; waits for the device."""
@@ -156,20 +172,18 @@ def limit(count, IS_ALIGNED: tl.constexpr):
 @triton.jit
 def _encode_tiles(
     tensor_of, fields, values, first, second, first_means, second_means, turn, num_means, keep,
-    message, floats, sums, sums_stride, not_finite,
+    message, sums, sums_stride, not_finite,
     IS_ALIGNED: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     tensor, row, tile = part_of(tensor_of, fields, WIDTH)
     offset = tl.load(row)
     numel = tl.load(row + 1)
-    in_matrix = tl.load(row + 2)
-    columns = tl.load(row + 3)
-    width = tl.load(row + 4)
-    num_wide = tl.load(row + 5)
-    means_of = tl.load(row + 6)
-    at_sums = sums + tl.load(row + 7)
-    at_bits = message + tl.load(row + 9)
-    at_rest = floats + tl.load(row + 10)
+    columns = tl.load(row + 2)
+    width = tl.load(row + 3)
+    num_wide = tl.load(row + 4)
+    means_of = tl.load(row + 5)
+    at_sums = sums + tl.load(row + 6)
+    at_bits = message + tl.load(row + 8)
     old = first
     new = second
     old_means = first_means
@@ -181,7 +195,6 @@ def _encode_tiles(
         offset = tl.multiple_of(offset, 8)
         numel = tl.multiple_of(numel, 8)
         width = tl.multiple_of(width, 8)
-        in_matrix = tl.multiple_of(in_matrix, 8)
         old = tl.multiple_of(old, 16)
         new = tl.multiple_of(new, 16)
     factor = tl.load(keep).to(tl.float32)
@@ -203,22 +216,18 @@ def _encode_tiles(
     for step in range(ROWS // AT_ONCE):
         start = (high * ROWS + step * AT_ONCE) * width
         here = (entry < limit(numel - start, IS_ALIGNED)) & is_column[None, :]
-        is_matrix = (entry < limit(in_matrix - start, IS_ALIGNED)) & is_column[None, :]
         kept = tl.load(old + (offset + start) + entry, mask=here, other=0.0)
         g = tl.load(values + (offset + start) + entry, mask=here, other=0.0)
-        kept = tl.where(is_matrix, kept - tl.where(kept < 0.0, of_minus, of_plus), 0.0)
-        x = g + factor * kept
-        tl.store(new + (offset + start) + entry, tl.where(is_matrix, x, 0.0), mask=here)
-        if numel > in_matrix:
-            flag_not_finite(tl.where(is_matrix, 0.0, x), not_finite)
-            tl.store(at_rest + (start - in_matrix) + entry, x, mask=here & ~is_matrix)
-        is_minus = is_matrix & (x < 0.0)
-        sum_plus += tl.where(is_minus | ~is_matrix, 0.0, x)  # and what is no number
+        x = g + factor * (kept - tl.where(kept < 0.0, of_minus, of_plus))
+        x = tl.where(here, x, 0.0)
+        tl.store(new + (offset + start) + entry, x, mask=here)
+        is_minus = x < 0.0
+        sum_plus += tl.where(is_minus, 0.0, x)  # and what is no number
         sum_minus += tl.where(is_minus, x, 0.0)
         num_minus += is_minus.to(tl.float32)
         bits = tl.reshape(is_minus.to(tl.int32), (AT_ONCE * COLUMNS,))
         bytes_ = tl.reshape(packed(bits, AT_ONCE * COLUMNS, 1), (AT_ONCE, COLUMNS // 8))
-        is_byte = (byte < limit((in_matrix - start + 7) // 8, False)) & (byte_column < width // 8)[None, :]
+        is_byte = (byte < limit((numel - start + 7) // 8, False)) & (byte_column < width // 8)[None, :]
         tl.store(at_bits + start // 8 + byte, bytes_.to(tl.uint8), mask=is_byte)
     flag_not_finite(sum_plus + sum_minus, not_finite)
     at_sums += high * width + column
@@ -275,13 +284,11 @@ def _decode_tiles(
     tensor, row, tile = part_of(tensor_of, fields, WIDTH)
     offset = tl.load(row)
     numel = tl.load(row + 1)
-    in_matrix = tl.load(row + 2)
-    columns = tl.load(row + 3)
-    width = tl.load(row + 4)
-    num_wide = tl.load(row + 5)
-    at_means = floats + tl.load(row + 8)
-    at_bits = received + tl.load(row + 9)
-    at_rest = floats + tl.load(row + 10)
+    columns = tl.load(row + 2)
+    width = tl.load(row + 3)
+    num_wide = tl.load(row + 4)
+    at_means = floats + tl.load(row + 7)
+    at_bits = received + tl.load(row + 8)
     if IS_ALIGNED:
         offset = tl.multiple_of(offset, 8)
         numel = tl.multiple_of(numel, 8)
@@ -291,21 +298,17 @@ def _decode_tiles(
     column = ((tile % num_wide) * COLUMNS).to(tl.int32) + tl.arange(0, COLUMNS)
     is_column = column < width
     line = tl.arange(0, AT_ONCE)[:, None]
-    has_means = (line >= 0) & (is_column & (in_matrix > 0))[None, :]
+    has_means = (line >= 0) & is_column[None, :]
     mean_column = line * 0 + (column % columns.to(tl.int32))[None, :]
     entry = line * tl.multiple_of(width.to(tl.int32), 8) + column[None, :]
     for step in range(ROWS // AT_ONCE):
         start = (high * ROWS + step * AT_ONCE) * width
         here = (entry < limit(numel - start, IS_ALIGNED)) & is_column[None, :]
-        is_matrix = (entry < limit(in_matrix - start, IS_ALIGNED)) & is_column[None, :]
         total = tl.zeros((AT_ONCE, COLUMNS), dtype=tl.float32)
         for replica in range(NUM_REPLICAS):
             message = replica * stride.to(tl.int64)
             of_plus = tl.load(at_means + message // 4 + mean_column, mask=has_means, other=0.0)
             of_minus = tl.load(at_means + message // 4 + columns + mean_column, mask=has_means, other=0.0)
-            bit = unpacked(at_bits + message + start // 8, entry, is_matrix, 1)
-            total += tl.where(is_matrix, tl.where(bit != 0, of_minus, of_plus), 0.0)
-            if numel > in_matrix:
-                at = at_rest + message // 4 + (start - in_matrix)
-                total += tl.load(at + entry, mask=here & ~is_matrix, other=0.0)
+            bit = unpacked(at_bits + message + start // 8, entry, here, 1)
+            total += tl.where(bit != 0, of_minus, of_plus)
         tl.store(values + (offset + start) + entry, total * factor, mask=here)

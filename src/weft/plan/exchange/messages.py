@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from weft.plan.exchange.coded_tensor import CodedTensor
+from weft.plan.exchange.quantised import QUANTISED, quantised_bytes
 from weft.plan.exchange.sparse import sparse_layout
-from weft.plan.exchange.warm_up import is_dense
+from weft.plan.exchange.warm_up import SPARSE, is_dense
 from weft.plan.partition.flat_buffers import item_bytes
 from weft.plan.partition.wire import sent_bytes
 from weft.plan.plan import Codec
@@ -67,4 +68,13 @@ def _sparse_messages(
     return (sparse if sparse.sent_bytes(num_replicas) < dense.sent_bytes(num_replicas) else dense,)
 
 
-_MESSAGES: dict[str, MessagesOf] = {"topk": _sparse_messages, "dgc": _sparse_messages}
+def _quantised_messages(
+    codec: Codec, tensors: Sequence[CodedTensor], dtype: str, num_replicas: int, step: int
+) -> tuple[Message, ...]:
+    return (Message(numel=quantised_bytes(codec, tensors, dtype), dtype="uint8", adds_up=False),)
+
+
+_MESSAGES: dict[str, MessagesOf] = {
+    **dict.fromkeys(SPARSE, _sparse_messages),
+    **dict.fromkeys(QUANTISED, _quantised_messages),
+}
