@@ -84,7 +84,7 @@ class Dgc(SparseCodec):
 
     def sample(self, tensor: CodedTensor) -> tuple[int, int, int]:
         """First element, distance and number of the elements of a tensor from which the threshold is estimated."""
-        num_sampled = min(tensor.numel, max(_LEAST_SAMPLED, tensor.numel // _SAMPLED_SHARE))
+        num_sampled = sample_size(tensor.numel)
         stride = tensor.numel // num_sampled
         return key_of(tensor.name, self.step, self.bucket.replica) % stride, stride, num_sampled
 
@@ -95,6 +95,11 @@ class Dgc(SparseCodec):
     def tensors(self) -> dict[str, torch.Tensor]:
         residuals = views(self.bucket, self.residual.settle(), "residual")
         return residuals | views(self.bucket, self.momentum.settle(), "momentum")
+
+
+def sample_size(numel: int) -> int:
+    """Elements of a tensor that are sampled."""
+    return min(numel, max(_LEAST_SAMPLED, numel // _SAMPLED_SHARE))
 
 
 def threshold_rank(num_sent: int, numel: int, num_sampled: int) -> int:
