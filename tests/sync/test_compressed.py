@@ -180,6 +180,11 @@ def test_dgc_that_sends_everything_without_masking_is_momentum_sgd(weight_decay:
         torch.testing.assert_close(mine, dense, rtol=1e-10, atol=1e-12)
 
 
+def summed(tensor: Tensor) -> Tensor:
+    """The sum over all ranks."""
+    return torch.tensor(gathered(tensor.tolist()), dtype=torch.float64).sum(0)
+
+
 @ranks(2)
 @pytest.mark.parametrize("name", ["topk", "onebit", "powersgd"])
 def test_nothing_is_lost_where_batches_have_other_sizes(name: str) -> None:
@@ -199,10 +204,7 @@ def test_nothing_is_lost_where_batches_have_other_sizes(name: str) -> None:
             for key, parameter in alone.named_parameters():
                 given[key] = given.get(key, 0) + size * parameter.grad
                 updated[key] = updated.get(key, 0) + size * (before[key] - model.state_dict()[key]) / 1e-2
-        rest = {
-            key: sum(torch.tensor(one, dtype=torch.float64) for one in gathered(value.tolist()))
-            for key, value in kept(trainer).items()
-        }
+        rest = {key: summed(value) for key, value in kept(trainer).items()}
     for key, total in given.items():
         waiting = rest.get(f"residual/{key}", torch.zeros(()))
         # The last gradients were divided by the count of the step before.
@@ -229,11 +231,11 @@ def test_local_clipping_is_by_the_norm_of_the_rank_alone() -> None:
     ("codec", "optimizer", "words"),
     [
         (
-            Codec(name="dgc", dense_below=1),
+            STATEFUL["dgc"],
             torch.optim.AdamW,
             "takes over the optimizer's momentum, and AdamW has moments",
         ),
-        (Codec(name="dgc", dense_below=1), torch.optim.RMSprop, "takes over the momentum of torch.optim.SGD"),
+        (STATEFUL["dgc"], torch.optim.RMSprop, "takes over the momentum of torch.optim.SGD"),
         (Codec(name="topk", density=1e-9, dense_below=1), torch.optim.SGD, "so nothing would be sent of any tensor"),
         (Codec(name="powersgd", rank=50, dense_below=1), torch.optim.SGD, "factors of [codec] rank = 50 would be no"),
         (Codec(name="onebit", dense_below=10**6), torch.optim.SGD, "and [codec] dense_below = 1000000"),
