@@ -111,15 +111,18 @@ def test_loops_on_values_that_are_hard_to_choose_from(
 
 
 @needs_compiler
-def test_entries_of_a_damaged_message_that_belong_nowhere_are_left_out() -> None:
+@pytest.mark.parametrize(("counts", "expected"), [((2, 2), [1, 65_535, 65_539]), ((2, 3), []), ((-1, 2), [])])
+def test_entries_of_a_damaged_message_that_belong_nowhere_are_left_out(
+    counts: tuple[int, int], expected: list[int]
+) -> None:
     entries = sparse_message.Entries(
-        counts=torch.tensor([2, 1000], dtype=torch.int32),
+        counts=torch.tensor(counts, dtype=torch.int32),
         offsets=torch.tensor([1, -1, 3, 10], dtype=torch.int16),
         values=torch.ones(4),
     )
     around = torch.zeros(65_540 + 100)
-    sparse_message.add_entries(entries, around[:65_540])
-    assert around.nonzero().flatten().tolist() == [1, 65_535, 65_539]
+    sparse_message.add_entries([entries], around[:65_540])
+    assert around.nonzero().flatten().tolist() == expected
 
 
 @BOTH

@@ -107,12 +107,11 @@ class SparseCodec(Codec):
         if self._layout.bits < 32:
             sparse.pack()
             for place, residual in enumerate(residuals):
-                add_entries(sparse.entries(place), residual)
+                add_entries([sparse.entries(place)], residual)
         self.close_state()
         if self._is_spread:
-            message.zero_()
             for place, own in enumerate(self._packed(message)):
-                add_entries(sparse.entries(place), own)
+                add_entries([sparse.entries(place)], own, is_fresh=True)
 
     def decode(self, number: int, received: torch.Tensor, values: torch.Tensor, *, scale: float = 1.0) -> None:
         targets = splits(self.bucket.tensors, values)
@@ -120,13 +119,11 @@ class SparseCodec(Codec):
             for own, total in zip(targets, self._packed(received), strict=True):
                 torch.mul(total, scale, out=own)
             return
-        for own in targets:
-            own.zero_()
-        for row in received:
-            sparse = SparseMessage(self._layout, row, self.bucket.dtype)
-            sparse.unpack()
-            for place, own in enumerate(targets):
-                add_entries(sparse.entries(place), own, scale=scale)
+        messages = [SparseMessage(self._layout, row, self.bucket.dtype) for row in received]
+        for message in messages:
+            message.unpack()
+        for place, own in enumerate(targets):
+            add_entries([message.entries(place) for message in messages], own, scale=scale, is_fresh=True)
 
     def sample(self, tensor: CodedTensor) -> tuple[int, int, int]:
         """First element, distance and number of the elements of a tensor from which a threshold is estimated."""

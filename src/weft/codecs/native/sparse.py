@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 
 import torch
 
@@ -56,8 +57,8 @@ class Loops:
             choose.argtypes, choose.restype = (ctypes.POINTER(_Job),), ctypes.c_int
             self._add[dtype] = add = getattr(library, f"weft_sparse_add_{name}")
             add.argtypes = (
-                ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64,
-                ctypes.c_double,
+                ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p,
+                ctypes.c_int64, ctypes.c_double, ctypes.c_int,
             )  # fmt: skip
             add.restype = None
 
@@ -79,7 +80,7 @@ class Loops:
         sent: torch.Tensor,
     ) -> bool:
         """Add the values to what was kept, choose what is sent, and clear that in the new state; True if something is
-        not finite. State is given as (old, new)
+        not finite. State is given as (old, new).
 
         `keep_residual`, `keep_momentum`: factors on the old state; `nesterov`: on the new momentum, where that is
         Nesterov's. `sample`: first element, distance and number of those from which the threshold is estimated: the
@@ -123,18 +124,31 @@ class Loops:
         return bool(self._choose[values.dtype](ctypes.byref(job)))
 
     def add(
-        self, counts: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor, target: torch.Tensor, scale: float
+        self,
+        target: torch.Tensor,
+        *,
+        counts: Sequence[torch.Tensor],
+        offsets: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        scale: float,
+        is_fresh: bool,
     ) -> None:
-        """target += scale × the entries."""
+        """target += scale × the entries of several messages; or, if it `is_fresh`, becomes that."""
         self._add[target.dtype](
             _address(target),
             target.numel(),
-            _address(counts),
-            _address(offsets),
-            _address(values),
-            values.numel(),
+            len(values),
+            _addresses(counts),
+            _addresses(offsets),
+            _addresses(values),
+            values[0].numel(),
             scale,
+            is_fresh,
         )
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*(_address(tensor) for tensor in tensors))
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -209,18 +209,28 @@ static size_t NAME(pass)(const Job *job, BITS threshold, int add, BITS *largest)
     size_t numel = (size_t)job->numel, num_found = 0;
     const REAL *g = job->values, *u = job->old_momentum, *v = job->old_residual;
     REAL *u_new = job->new_momentum, *v_new = job->new_residual;
+    REAL u_block[BLOCK], v_block[BLOCK];
+    int is_streamed = add && v != v_new && numel * sizeof(REAL) >= STREAMED_BYTES && can_stream();
     memset(job->counts, 0, (numel + CHUNK - 1) / CHUNK * sizeof *job->counts);
     for (size_t at = 0; at < numel; at += BLOCK) {
         size_t length = numel - at < BLOCK ? numel - at : BLOCK, chunk = at / CHUNK;
+        REAL *next = is_streamed ? v_block : v_new + at;
         if (add)
-            NAME(add)(job, g + at, u ? u + at : u, v + at, u ? u_new + at : u_new, v_new + at, length);
-        size_t count = NAME(collect)(v_new + at, length, at % CHUNK, threshold, job->candidate_offsets + num_found,
+            NAME(add)(job, g + at, u ? u + at : u, v + at, is_streamed || !u ? u_block : u_new + at, next, length);
+        size_t count = NAME(collect)(next, length, at % CHUNK, threshold, job->candidate_offsets + num_found,
                                      (REAL *)job->candidates + num_found, largest);
+        if (is_streamed)
+            stream(v_new + at, v_block, length * sizeof(REAL));
+        if (is_streamed && u)
+            stream(u_new + at, u_block, length * sizeof(REAL));
         num_found += count;
         job->counts[chunk] += (int32_t)count;
         if (num_found + BLOCK + SLACK > (size_t)job->capacity)
             threshold = NAME(drop)(job, &num_found, chunk + 1) + 1; /* of equal ones the first are there already */
     }
+#if defined(HAS_AVX512)
+    _mm_sfence();
+#endif
     return num_found;
 }
 
@@ -250,15 +260,35 @@ int NAME(weft_sparse_choose)(const Job *job)
     return largest >= NAME(size_of)(infinity);
 }
 
-/* target += scale * entries. Entries that belong nowhere, of a message that was damaged, are left out. */
-void NAME(weft_sparse_add)(REAL *target, int64_t numel, const int32_t *counts, const uint16_t *offsets,
-                           const REAL *values, int64_t num_entries, double scale)
+/* target += scale * entries of several messages, in their order; of a target that `is_fresh`, whatever it holds, it is
+ * the sum. Chunk by chunk, so that a chunk stays in the cache. A message that was damaged, so that its entries belong
+ * nowhere, is left out. The pointers are changed. */
+void NAME(weft_sparse_add)(REAL *target, int64_t numel, int64_t num_messages, const int32_t **counts,
+                           const uint16_t **offsets, const REAL **values, int64_t num_entries, double scale,
+                           int is_fresh)
 {
-    int64_t entry = 0;
-    for (int64_t first = 0; first < numel; first += CHUNK) {
-        int64_t stop = entry + counts[first / CHUNK];
-        for (stop = stop < num_entries ? stop : num_entries; entry < stop; entry++)
-            if (first + offsets[entry] < numel)
-                target[first + offsets[entry]] += values[entry] * (REAL)scale;
+    int64_t num_chunks = (numel + CHUNK - 1) / CHUNK;
+    for (int64_t message = 0; message < num_messages; message++) {
+        int64_t total = 0, is_damaged = 0;
+        for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
+            is_damaged |= counts[message][chunk] < 0;
+            total += counts[message][chunk];
+        }
+        if (is_damaged || total > num_entries)
+            counts[message] = NULL;
+    }
+    for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
+        REAL *first = target + chunk * CHUNK;
+        int64_t length = numel - chunk * CHUNK < CHUNK ? numel - chunk * CHUNK : CHUNK;
+        if (is_fresh)
+            memset(first, 0, (size_t)length * sizeof(REAL));
+        for (int64_t message = 0; message < num_messages; message++) {
+            int64_t count = counts[message] ? counts[message][chunk] : 0;
+            for (int64_t k = 0; k < count; k++)
+                if (offsets[message][k] < length)
+                    first[offsets[message][k]] += values[message][k] * (REAL)scale;
+            offsets[message] += count;
+            values[message] += count;
+        }
     }
 }
