@@ -58,7 +58,7 @@ class TernGrad(Quantised):
         self, part: QuantisedTensor, x: torch.Tensor, scales: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         smallest, largest = torch.aminmax(x)
-        scales.copy_(torch.maximum(-smallest, largest))
+        scales.copy_(torch.maximum(smallest.abs(), largest.abs()))
         share = x.abs().div_(scales)
         is_sent = uniforms(self.key(part), x.numel(), x.dtype, x.device) < share  # false where 0 / 0
         return torch.where(is_sent, x.sign(), 0).add_(1).to(torch.uint8), scales
