@@ -24,7 +24,7 @@ def tensors_of(shapes: tuple[tuple[int, ...], ...]) -> tuple[CodedTensor, ...]:
     """Of each shape a whole tensor, a range with a rest, and one without its first entries."""
     return coded_tensors(
         [
-            (f"{shape}-{cut}", shape, math.prod(shape) - cut)
+            (f"{shape}-{cut}", shape, cut, math.prod(shape) - cut)
             for shape in shapes
             for cut in (0, 1, 5)
             if math.prod(shape) > cut

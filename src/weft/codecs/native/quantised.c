@@ -1,8 +1,8 @@
 /* The codecs that send few bits of every entry, for machines with a C compiler; torch's operations do the same without
  * one, to the bit (`codecs/quantised.py` and its subclasses have the rules).
  *
- * `quantised_loops.h` is compiled for both formats and, where GCC can, for three instruction sets, of which the widest
- * that the processor has is taken: codes are packed by comparisons that give bits, which only they have.
+ * `quantised_loops.h` is compiled for both formats, and that of training, where GCC can, for three instruction sets, of
+ * which the widest that the processor has is taken: comparisons that give bits are not found by the compiler itself.
  */
 #include <math.h>
 #include <stddef.h>
@@ -165,36 +165,26 @@ static inline uint64_t reaches(const uint64_t *planes, int num_planes, size_t le
 #define FN(NAME) NAMED(NAME, REAL, CPU)
 
 #define CPU any
-#define REAL float
-#include "quantised_loops.h"
-#undef REAL
 #define REAL double
 #include "quantised_loops.h"
 #undef REAL
+#define REAL float
+#include "quantised_loops.h"
 #undef CPU
 
 #if defined(FOR_EVERY_CPU)
+#define WIDE 1
 #pragma GCC push_options
 #pragma GCC target("avx2")
 #define CPU avx2
-#define REAL float
 #include "quantised_loops.h"
-#undef REAL
-#define REAL double
-#include "quantised_loops.h"
-#undef REAL
 #undef CPU
 #pragma GCC pop_options
 
 #pragma GCC push_options
 #pragma GCC target("avx2,avx512f,avx512bw,avx512dq,avx512vl")
 #define CPU avx512
-#define REAL float
 #include "quantised_loops.h"
-#undef REAL
-#define REAL double
-#include "quantised_loops.h"
-#undef REAL
 #undef CPU
 #pragma GCC pop_options
 
@@ -205,13 +195,14 @@ static int widest(void)
         return 2;
     return __builtin_cpu_supports("avx2") ? 1 : 0;
 }
-#define CALL(NAME, TYPE, ...)                                                                                          \
-    (widest() == 2   ? NAME##_##TYPE##_avx512(__VA_ARGS__)                                                             \
-     : widest() == 1 ? NAME##_##TYPE##_avx2(__VA_ARGS__)                                                               \
-                     : NAME##_##TYPE##_any(__VA_ARGS__))
+#define CALL_float(NAME, ...)                                                                                          \
+    (widest() == 2   ? NAME##_float_avx512(__VA_ARGS__)                                                                \
+     : widest() == 1 ? NAME##_float_avx2(__VA_ARGS__)                                                                  \
+                     : NAME##_float_any(__VA_ARGS__))
 #else
-#define CALL(NAME, TYPE, ...) NAME##_##TYPE##_any(__VA_ARGS__)
+#define CALL_float(NAME, ...) NAME##_float_any(__VA_ARGS__)
 #endif
+#define CALL_double(NAME, ...) NAME##_double_any(__VA_ARGS__)
 
 /* Encoding returns 0 if all entries are finite. `scales` and `codes` are places in the message. In decoding, `messages`
  * is the place of the scales in the first of `num_messages`, `stride` bytes apart, and `codes_at` that of the codes
@@ -220,35 +211,35 @@ static int widest(void)
     int weft_onebit_##TYPE(const TYPE *given, const TYPE *old, TYPE factor, TYPE *kept, size_t num_rows,               \
                            size_t num_columns, size_t num_rest, TYPE *scales, uint8_t *codes)                          \
     {                                                                                                                  \
-        return CALL(onebit, TYPE, given, old, factor, kept, num_rows, num_columns, num_rest, scales, codes);           \
+        return CALL_##TYPE(onebit, given, old, factor, kept, num_rows, num_columns, num_rest, scales, codes);          \
     }                                                                                                                  \
     int weft_sign_##TYPE(const TYPE *given, size_t count, uint8_t *codes)                                              \
     {                                                                                                                  \
-        return CALL(sign, TYPE, given, count, codes);                                                                  \
+        return CALL_##TYPE(sign, given, count, codes);                                                                 \
     }                                                                                                                  \
     int weft_qsgd_##TYPE(const TYPE *given, size_t count, int bits, uint32_t key, uint32_t second, TYPE *scales,       \
                          uint8_t *codes)                                                                               \
     {                                                                                                                  \
-        return CALL(qsgd, TYPE, given, count, bits, key, second, scales, codes);                                       \
+        return CALL_##TYPE(qsgd, given, count, bits, key, second, scales, codes);                                      \
     }                                                                                                                  \
     int weft_terngrad_##TYPE(const TYPE *given, size_t count, uint32_t key, uint32_t second, TYPE *scales,             \
                              uint8_t *codes)                                                                           \
     {                                                                                                                  \
-        return CALL(terngrad, TYPE, given, count, key, second, scales, codes);                                         \
+        return CALL_##TYPE(terngrad, given, count, key, second, scales, codes);                                        \
     }                                                                                                                  \
     void weft_onebit_sum_##TYPE(const uint8_t *messages, size_t num_messages, size_t stride, size_t num_rows,          \
                                 size_t num_columns, size_t num_rest, TYPE *sum, TYPE scale)                            \
     {                                                                                                                  \
-        CALL(onebit_sum, TYPE, messages, num_messages, stride, num_rows, num_columns, num_rest, sum, scale);           \
+        CALL_##TYPE(onebit_sum, messages, num_messages, stride, num_rows, num_columns, num_rest, sum, scale);          \
     }                                                                                                                  \
     void weft_sign_sum_##TYPE(const uint8_t *messages, size_t num_messages, size_t stride, size_t count, TYPE *sum)    \
     {                                                                                                                  \
-        CALL(sign_sum, TYPE, messages, num_messages, stride, count, sum);                                              \
+        CALL_##TYPE(sign_sum, messages, num_messages, stride, count, sum);                                             \
     }                                                                                                                  \
     void weft_steps_sum_##TYPE(const uint8_t *messages, size_t num_messages, size_t stride, size_t count, int bits,    \
                                int num_steps, size_t per_scale, size_t codes_at, TYPE *sum, TYPE scale)                \
     {                                                                                                                  \
-        CALL(steps_sum, TYPE, messages, num_messages, stride, count, bits, num_steps, per_scale, codes_at, sum,        \
+        CALL_##TYPE(steps_sum, messages, num_messages, stride, count, bits, num_steps, per_scale, codes_at, sum,       \
              scale);                                                                                                   \
     }
 

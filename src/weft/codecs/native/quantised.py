@@ -36,7 +36,9 @@ class Loops:
             found.argtypes = types
             found.restype = None if function.endswith("_sum") else c_int
 
-    def encode(self, codec: str, part: QuantisedTensor, values: torch.Tensor, message: torch.Tensor, keys: tuple[int, int]) -> bool:
+    def encode(
+        self, codec: str, part: QuantisedTensor, values: torch.Tensor, message: torch.Tensor, keys: tuple[int, int]
+    ) -> bool:
         """Write the scales and codes of a tensor; False if an entry is not finite. Not for onebit."""
         given, start = values.data_ptr(), message.data_ptr()
         scales, codes = start + part.start, start + part.codes_start

@@ -1,35 +1,17 @@
 /* The loops of `quantised.c` for one format, REAL, and one instruction set, CPU. */
 
-#define IS_FLOAT (sizeof(REAL) == sizeof(float))
-
 /* Of 64 entries, which are negative. */
 static inline uint64_t FN(negative_bits)(const REAL *x)
 {
     uint64_t bits = 0;
-#if defined(__AVX512F__)
-    if (IS_FLOAT)
-        for (int k = 0; k < 4; k++) {
-            __m512 four = _mm512_loadu_ps((const float *)(const void *)(x + 16 * k));
-            bits |= (uint64_t)_mm512_cmp_ps_mask(four, _mm512_setzero_ps(), _CMP_LT_OQ) << 16 * k;
-        }
-    else
-        for (int k = 0; k < 8; k++) {
-            __m512d four = _mm512_loadu_pd((const double *)(const void *)(x + 8 * k));
-            bits |= (uint64_t)_mm512_cmp_pd_mask(four, _mm512_setzero_pd(), _CMP_LT_OQ) << 8 * k;
-        }
-#elif defined(__AVX2__)
-    if (IS_FLOAT)
-        for (int k = 0; k < 8; k++) {
-            __m256 eight = _mm256_loadu_ps((const float *)(const void *)(x + 8 * k));
-            __m256 is_negative = _mm256_cmp_ps(eight, _mm256_setzero_ps(), _CMP_LT_OQ);
-            bits |= (uint64_t)(unsigned)_mm256_movemask_ps(is_negative) << 8 * k;
-        }
-    else
-        for (int k = 0; k < 16; k++) {
-            __m256d four = _mm256_loadu_pd((const double *)(const void *)(x + 4 * k));
-            __m256d is_negative = _mm256_cmp_pd(four, _mm256_setzero_pd(), _CMP_LT_OQ);
-            bits |= (uint64_t)(unsigned)_mm256_movemask_pd(is_negative) << 4 * k;
-        }
+#if defined(WIDE) && defined(__AVX512F__)
+    for (int k = 0; k < 64; k += 16)
+        bits |= (uint64_t)_mm512_cmp_ps_mask(_mm512_loadu_ps(x + k), _mm512_setzero_ps(), _CMP_LT_OQ) << k;
+#elif defined(WIDE)
+    for (int k = 0; k < 64; k += 8) {
+        __m256 is_negative = _mm256_cmp_ps(_mm256_loadu_ps(x + k), _mm256_setzero_ps(), _CMP_LT_OQ);
+        bits |= (uint64_t)(unsigned)_mm256_movemask_ps(is_negative) << k;
+    }
 #else
     for (int k = 0; k < 64; k++)
         bits |= (uint64_t)(x[k] < 0) << k;
@@ -52,13 +34,11 @@ static inline uint64_t FN(negative_bits_of)(const REAL *x, size_t count)
 static inline void FN(add_selected)(uint64_t bits, const REAL *zeros, const REAL *ones, REAL *sum, size_t count,
                                     int is_first)
 {
-#if defined(__AVX512F__)
-    if (count == 64 && IS_FLOAT) {
+#if defined(WIDE) && defined(__AVX512F__)
+    if (count == 64) {
         for (int k = 0; k < 64; k += 16) {
-            __m512 value = _mm512_mask_loadu_ps(_mm512_loadu_ps((const float *)(const void *)(zeros + k)),
-                                                (__mmask16)(bits >> k), (const float *)(const void *)(ones + k));
-            float *to = (float *)(void *)(sum + k);
-            _mm512_storeu_ps(to, is_first ? value : _mm512_add_ps(_mm512_loadu_ps(to), value));
+            __m512 value = _mm512_mask_loadu_ps(_mm512_loadu_ps(zeros + k), (__mmask16)(bits >> k), ones + k);
+            _mm512_storeu_ps(sum + k, is_first ? value : _mm512_add_ps(_mm512_loadu_ps(sum + k), value));
         }
         return;
     }
@@ -367,5 +347,3 @@ static void FN(steps_sum)(const uint8_t *messages, size_t num_messages, size_t s
             total[k] *= scale;
     }
 }
-
-#undef IS_FLOAT
