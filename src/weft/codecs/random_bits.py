@@ -1,4 +1,4 @@
-"""Random numbers of codecs: a function of the tensor's name, the step, the replica and the element, and of nothing else.
+"""Random numbers of codecs: a function of the tensor's name, the step, the replica and the element, of nothing else.
 
 No generator has a state that would have to be saved, kept in step between ranks, or drawn from in one order: ranks that
 hold copies of a tensor draw alike, replicas differ, a resumed run draws what the unbroken one would have, and every
