@@ -33,6 +33,7 @@ from weft.parallel.zero.overlapped_gather import OverlappedGathers
 from weft.parallel.zero.unit import Unit
 from weft.plan.partition import flat_buffers
 from weft.plan.partition.flat_buffers import Sharding
+from weft.plan.partition.host_levels import level_groups, uneven_hosts
 from weft.plan.plan import Plan
 from weft.sync.allreduce import AllReduce
 from weft.sync.base import PipelineSync
@@ -84,6 +85,7 @@ def place(
         inside,
         mesh.between_replicas("weights"),
         mesh.plan,
+        levels=codec_groups(mesh),
         device=mesh.world.device,
         replica=mesh.whole_replica("control"),
         statistics=functools.partial(running_statistics, model) if mesh.plan.data.buffers != "local" else list,
@@ -211,7 +213,18 @@ def reduction_groups(mesh: Mesh) -> tuple[Group, list[Group]]:
 
 def codec_groups(mesh: Mesh) -> tuple[Group, Group]:
     """The ranks that are summed as they are before a codec compresses, and those between which it does: the ranks that
-    share the sequences of one replica, and the replicas."""
+    share the sequences of one replica, and the replicas; or those of one host, and hosts."""
+    plan, hosts = mesh.plan, mesh.world.hosts
+    levels = level_groups(plan, hosts)
+    if levels:
+        inside, across = levels
+        return mesh.group(*inside), mesh.group(*across)
+    uneven = uneven_hosts(plan, hosts)
+    if uneven is not None and mesh.world.rank == 0:
+        log.warning("%s", uneven)
+    if plan.replica_axis is not None:
+        across = mesh.between_replicas("weights")
+        return across.alone, across
     if mesh.plan.data.shard != "nothing":
         across = mesh.group("replicate", "gradients")
         return across.alone, across
