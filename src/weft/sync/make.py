@@ -215,20 +215,19 @@ def codec_groups(mesh: Mesh) -> tuple[Group, Group]:
     """The ranks that are summed as they are before a codec compresses, and those between which it does: the ranks that
     share the sequences of one replica, and the replicas; or those of one host, and hosts."""
     plan, hosts = mesh.plan, mesh.world.hosts
-    levels = level_groups(plan, hosts)
-    if levels:
-        inside, across = levels
-        return mesh.group(*inside), mesh.group(*across)
+    if levels := level_groups(plan, hosts):
+        inside, between = (mesh.group(*key) for key in levels)
+        return inside, between
     uneven = uneven_hosts(plan, hosts)
     if uneven is not None and mesh.world.rank == 0:
         log.warning("%s", uneven)
     if plan.replica_axis is not None:
         across = mesh.between_replicas("weights")
         return across.alone, across
-    if mesh.plan.data.shard != "nothing":
+    if plan.data.shard != "nothing":
         across = mesh.group("replicate", "gradients")
         return across.alone, across
-    if mesh.plan.axes.sequence == 1:
+    if plan.axes.sequence == 1:
         across = mesh.state_group("gradients")
         return across.alone, across
     return mesh.group("ring+ulysses", "gradients"), mesh.group("data", "gradients")
