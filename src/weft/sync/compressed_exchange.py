@@ -122,7 +122,8 @@ class CompressedExchange:
         self.not_finite.zero_()
         if self.momenta is not None:
             for codec, bucket in zip(self.codecs, self._buckets, strict=True):
-                codec.momenta = self.momenta([one.name for one in bucket.tensors])  # type: ignore[attr-defined]
+                mine = [one.name for one in self._slice(bucket)[1]]
+                codec.momenta = self.momenta(mine)  # type: ignore[attr-defined]
 
     def start(self, number: int, values: torch.Tensor, done: Callable[[], None] | None = None) -> None:
         """Begin to replace the tensors in a bucket's values by their sums; `done` is called when they are there."""

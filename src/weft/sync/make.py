@@ -33,6 +33,7 @@ from weft.parallel.zero.overlapped_gather import OverlappedGathers
 from weft.parallel.zero.unit import Unit
 from weft.plan.partition import flat_buffers
 from weft.plan.partition.flat_buffers import Sharding
+from weft.plan.partition.host_levels import level_groups, uneven_hosts
 from weft.plan.plan import Plan
 from weft.sync.allreduce import AllReduce
 from weft.sync.base import PipelineSync
@@ -84,6 +85,7 @@ def place(
         inside,
         mesh.between_replicas("weights"),
         mesh.plan,
+        levels=codec_groups(mesh),
         device=mesh.world.device,
         replica=mesh.whole_replica("control"),
         statistics=functools.partial(running_statistics, model) if mesh.plan.data.buffers != "local" else list,
@@ -211,11 +213,21 @@ def reduction_groups(mesh: Mesh) -> tuple[Group, list[Group]]:
 
 def codec_groups(mesh: Mesh) -> tuple[Group, Group]:
     """The ranks that are summed as they are before a codec compresses, and those between which it does: the ranks that
-    share the sequences of one replica, and the replicas."""
-    if mesh.plan.data.shard != "nothing":
+    share the sequences of one replica, and the replicas; or those of one host, and hosts."""
+    plan, hosts = mesh.plan, mesh.world.hosts
+    if levels := level_groups(plan, hosts):
+        inside, between = (mesh.group(*key) for key in levels)
+        return inside, between
+    uneven = uneven_hosts(plan, hosts)
+    if uneven is not None and mesh.world.rank == 0:
+        log.warning("%s", uneven)
+    if plan.replica_axis is not None:
+        across = mesh.between_replicas("weights")
+        return across.alone, across
+    if plan.data.shard != "nothing":
         across = mesh.group("replicate", "gradients")
         return across.alone, across
-    if mesh.plan.axes.sequence == 1:
+    if plan.axes.sequence == 1:
         across = mesh.state_group("gradients")
         return across.alone, across
     return mesh.group("ring+ulysses", "gradients"), mesh.group("data", "gradients")
