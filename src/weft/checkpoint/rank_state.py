@@ -1,7 +1,8 @@
 """The plan-specific part of a checkpoint: the state of one rank that an exact continuation under the same plan needs.
 
-Random states, the sync's state, shares of microbatches, buffers that differ between ranks, weight versions that
-flush-free pipelines hold, and all that replicas have of their own which differ between exchanges (`replicas.py`).
+Random states, the sync's state, what its codecs keep (`codec_state.py`), shares of microbatches, buffers that differ
+between ranks, weight versions that flush-free pipelines hold, and all that replicas have of their own which differ
+between exchanges (`replicas.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from weft.checkpoint.codec_state import load_own_codecs, take_own_codecs
 from weft.checkpoint.extra_state import take_extra
 from weft.checkpoint.files.safetensors import TensorReader
 from weft.checkpoint.replicas import load_own, take_own
@@ -49,7 +51,7 @@ def take_rank_part(trainer: TrainerState) -> tuple[dict[str, torch.Tensor], dict
         "balance": trainer.balance.state(),
     }
     extra, stored = take_extra(trainer.extra_state, trainer.mesh.everyone("control"))
-    return {**tensors, **own, **extra}, {"values": json.dumps(values), **stored}
+    return {**tensors, **own, **take_own_codecs(trainer), **extra}, {"values": json.dumps(values), **stored}
 
 
 @torch.no_grad()
@@ -68,7 +70,8 @@ def load_rank_part(trainer: TrainerState, directory: Path) -> None:
             older = {entry.removeprefix(_PIPELINE): reader.read_whole(entry) for entry in kept}
             trainer.pipeline_step.load_state(older, values["pipeline"])
         load_own(trainer, reader, values.get("replica", {}))  # older checkpoints have none
+        trainer.sync.load_state(values["sync"])
+        load_own_codecs(trainer, reader)
     trainer.counts.shared = values["shared_count"]
     trainer.counts.is_own = values.get("has_own_count", False)  # older checkpoints do not say
-    trainer.sync.load_state(values["sync"])
     trainer.balance.load_state(values.get("balance", {}))  # which are not in older ones either
