@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from weft.checkpoint.files.agree import try_on_files
-from weft.checkpoint.files.safetensors import Entry, TensorReader
+from weft.checkpoint.files.safetensors import Entry, TensorReader, rank_file
 from weft.checkpoint.portable import CODEC, MODEL, Part, share_of_replica
 from weft.checkpoint.replicas import Mean, averaged
 from weft.checkpoint.state import TrainerState
@@ -30,7 +30,6 @@ from weft.codecs.base import LINEAR_KINDS
 from weft.comm.objects import gather_values
 from weft.layout import Layout, Runs
 from weft.plan.plan import Plan
-from weft.sync.base import Sync
 from weft.sync.local import LocalSync
 
 _OWN = "codec/"
@@ -43,7 +42,8 @@ class CodecState:
 
     def __init__(self, trainer: TrainerState) -> None:
         self._mesh, self._sync, self._layouts = trainer.mesh, trainer.sync, trainer.layouts
-        self._exchange = exchange = trainer.sync.compressed
+        self._exchanges = trainer.sync.all_compressed
+        self._exchange = exchange = self._exchanges[0] if self._exchanges else None
         kept = {} if exchange is None else exchange.tensors()
         self._tensors = {name: kept[name] for name in sorted(kept) if name.partition("/")[0] in LINEAR_KINDS}
         self._ranges = {} if exchange is None else exchange.ranges()
@@ -69,9 +69,17 @@ class CodecState:
         """The values of these parts: means over replicas, in the unit of the next exchange; collective."""
         if self._exchange is None:
             return iter(())
+        if len(self._exchanges) > 1:
+            return self._means_here(parts)
         mesh, tensors = self._mesh, [(part.tensor, part.mean) for part in parts if part.mean is not None]
         mean_ = self._sync.mean_ if isinstance(self._sync, LocalSync) else self._exchange.mean_
         return averaged(tensors, mean_, device=mesh.world.device, bucket_bytes=mesh.plan.comm.bucket_bytes)
+
+    @torch.no_grad()
+    def _means_here(self, parts: Iterable[Part]) -> Iterator[torch.Tensor]:
+        kept = [(exchange.tensors(), float(exchange.keep)) for exchange in self._exchanges]
+        for part in parts:
+            yield sum((tensors[part.entry.name] * keep for tensors, keep in kept), start=torch.zeros(())) / len(kept)
 
     def facts(self) -> dict[str, Any] | None:
         """What the index of a checkpoint says of it; None without a codec."""
@@ -107,33 +115,36 @@ class CodecState:
     def read(self, reader: TensorReader, *, num_replicas: int) -> list[str]:
         """Go on with what a checkpoint of so many replicas, of the same codec and sync, holds; returns the names of
         what was used."""
-        grid, rank, used = self._mesh.grid, self._mesh.world.rank, []
-        for name, tensor in self._tensors.items():
+        grid, rank = self._mesh.grid, self._mesh.world.rank
+        used = [name for name in self._tensors if name in reader.entries]
+        kept = [exchange.tensors() for exchange in self._exchanges]
+        for name in used:
             assert self._exchange is not None
-            if name not in reader.entries:
-                continue
+            tensor = self._tensors[name]
             reader.read(name, tensor, self._layout(name).runs(grid.axes.sizes, grid.coordinates(rank)))
             if self._mesh.plan.data.sync != "local":  # sums are exchanged, not means
                 tensor.mul_(num_replicas / self._exchange.num_replicas)
-            used.append(name)
+            for other in kept[1:]:
+                other[name].copy_(tensor)
         return used
 
 
-def _kept(sync: Sync) -> dict[str, torch.Tensor]:
-    return {} if sync.compressed is None else sync.compressed.tensors()
-
-
-def take_own_codecs(trainer: TrainerState) -> dict[str, torch.Tensor]:
-    """This rank's own state of codecs, not copied, for its own file."""
-    return {f"{_OWN}{name}": tensor for name, tensor in _kept(trainer.sync).items()}
+def take_own_codecs(trainer: TrainerState, number: int = 0) -> dict[str, torch.Tensor]:
+    """A rank's own state of codecs, not copied, for its own file; of the ranks of this process that of this number."""
+    exchanges = trainer.sync.all_compressed
+    tensors = exchanges[number].tensors() if exchanges else {}
+    return {f"{_OWN}{name}": tensor for name, tensor in tensors.items()}
 
 
 @torch.no_grad()
-def load_own_codecs(trainer: TrainerState, reader: TensorReader) -> None:
-    """Restore what `take_own_codecs` took, once the sync has laid out its buckets as they were."""
-    for name, tensor in _kept(trainer.sync).items():
-        numel = tensor.numel()
-        reader.read(f"{_OWN}{name}", tensor, [Runs(there=0, here=0, numel=numel)] if numel else [])
+def load_own_codecs(trainer: TrainerState, directory: Path, first: int) -> None:
+    """Restore what `take_own_codecs` took, from the files of the ranks from `first` on, once the sync has laid out its
+    buckets as they were."""
+    for number, exchange in enumerate(trainer.sync.all_compressed):
+        with TensorReader(directory, [rank_file(first + number)], trainer.mesh.world.device) as reader:
+            for name, tensor in exchange.tensors().items():
+                numel = tensor.numel()
+                reader.read(f"{_OWN}{name}", tensor, [Runs(there=0, here=0, numel=numel)] if numel else [])
 
 
 def load_portable_codecs(trainer: TrainerState, directory: Path, index: Mapping[str, Any]) -> None:

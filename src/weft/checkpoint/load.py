@@ -22,10 +22,10 @@ from weft.checkpoint.extra_state import load_extra, read_extra, refuse_other_nam
 from weft.checkpoint.files.agree import try_on_files
 from weft.checkpoint.files.checksums import FileRecord, find_damage
 from weft.checkpoint.files.hugging_face import companion_files
-from weft.checkpoint.files.safetensors import TensorReader
+from weft.checkpoint.files.safetensors import TensorReader, rank_file
 from weft.checkpoint.folders import INDEX, restore
 from weft.checkpoint.portable import AVERAGE, MODEL, OPTIMIZER, Portable
-from weft.checkpoint.rank_state import load_rank_part, rank_file
+from weft.checkpoint.rank_state import load_rank_part
 from weft.checkpoint.save import index_checksum
 from weft.checkpoint.snapshot import FORMAT
 from weft.checkpoint.state import TrainerState

@@ -15,7 +15,7 @@ import torch
 
 from weft.checkpoint.codec_state import load_own_codecs, take_own_codecs
 from weft.checkpoint.extra_state import take_extra
-from weft.checkpoint.files.safetensors import TensorReader
+from weft.checkpoint.files.safetensors import TensorReader, rank_file
 from weft.checkpoint.replicas import load_own, take_own
 from weft.checkpoint.state import TrainerState
 from weft.parallel.state.buffers import persistent_buffers
@@ -23,12 +23,9 @@ from weft.parallel.state.buffers import persistent_buffers
 _BUFFER, _PIPELINE = "buffer/", "pipeline/"
 
 
-def rank_file(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
-
-
-def take_rank_part(trainer: TrainerState) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors (those of the model are not copied) and metadata of this rank's file; collective.
+def take_rank_part(trainer: TrainerState, number: int = 0) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors (those of the model are not copied) and metadata of this rank's file; collective. `number`: of the data
+    ranks that one process plays, which differ in what their codecs keep alone.
 
     Rank 0's file also holds the state of the user's own, which any plan reads.
     """
@@ -50,8 +47,11 @@ def take_rank_part(trainer: TrainerState) -> tuple[dict[str, torch.Tensor], dict
         "replica": own_values,
         "balance": trainer.balance.state(),
     }
-    extra, stored = take_extra(trainer.extra_state, trainer.mesh.everyone("control"))
-    return {**tensors, **own, **take_own_codecs(trainer), **extra}, {"values": json.dumps(values), **stored}
+    extra: dict[str, torch.Tensor] = {}
+    stored: dict[str, str] = {}
+    if number == 0:
+        extra, stored = take_extra(trainer.extra_state, trainer.mesh.everyone("control"))
+    return {**tensors, **own, **take_own_codecs(trainer, number), **extra}, {"values": json.dumps(values), **stored}
 
 
 @torch.no_grad()
@@ -70,8 +70,8 @@ def load_rank_part(trainer: TrainerState, directory: Path) -> None:
             older = {entry.removeprefix(_PIPELINE): reader.read_whole(entry) for entry in kept}
             trainer.pipeline_step.load_state(older, values["pipeline"])
         load_own(trainer, reader, values.get("replica", {}))  # older checkpoints have none
-        trainer.sync.load_state(values["sync"])
-        load_own_codecs(trainer, reader)
     trainer.counts.shared = values["shared_count"]
     trainer.counts.is_own = values.get("has_own_count", False)  # older checkpoints do not say
+    trainer.sync.load_state(values["sync"])
+    load_own_codecs(trainer, directory, trainer.mesh.world.rank)
     trainer.balance.load_state(values.get("balance", {}))  # which are not in older ones either

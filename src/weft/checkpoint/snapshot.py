@@ -18,9 +18,9 @@ import torch
 from weft.checkpoint.codec_state import CodecState
 from weft.checkpoint.files.file_io import Staging, flat_range
 from weft.checkpoint.files.hugging_face import WEIGHTS_INDEX, config_files, weights_index
-from weft.checkpoint.files.safetensors import MOST_FILE_BYTES, Entry, TensorFile, pack
+from weft.checkpoint.files.safetensors import MOST_FILE_BYTES, Entry, TensorFile, pack, rank_file
 from weft.checkpoint.portable import CODEC, KINDS, MODEL, Part, Portable
-from weft.checkpoint.rank_state import rank_file, take_rank_part
+from weft.checkpoint.rank_state import take_rank_part
 from weft.checkpoint.state import Averaging, TrainerState
 from weft.layout import Runs
 from weft.plan.text import format_plan
@@ -55,9 +55,10 @@ def take(trainer: TrainerState, copies: Staging | None) -> Snapshot:
     means = itertools.chain(_means(portable, parts), codecs.means(kept))
     own_files = []
     for one in (trainer, *trainer.others):
-        file, inside = _rank_part(one)
-        own_files.append(file)
-        parts += inside
+        for number in range(max(len(one.sync.all_compressed), 1)):
+            file, inside = _rank_part(one, number)
+            own_files.append(file)
+            parts += inside
     files = {kind: pack(kind, whole[kind], MOST_FILE_BYTES) for kind in KINDS}
     maps = {kind: {entry.name: file.name for file in files[kind] for entry in file.entries} for kind in KINDS}
     return Snapshot(
@@ -83,10 +84,10 @@ def take(trainer: TrainerState, copies: Staging | None) -> Snapshot:
     )
 
 
-def _rank_part(trainer: TrainerState) -> tuple[TensorFile, list[Part]]:
-    """The file that a rank writes alone, and its tensors."""
-    tensors, metadata = take_rank_part(trainer)
-    file, parts = rank_file(trainer.mesh.world.rank), []
+def _rank_part(trainer: TrainerState, number: int) -> tuple[TensorFile, list[Part]]:
+    """The file that a rank writes alone, and its tensors; `number`: of the data ranks that this process plays."""
+    tensors, metadata = take_rank_part(trainer, number)
+    file, parts = rank_file(trainer.mesh.world.rank + number), []
     for name, tensor in tensors.items():
         entry, numel = Entry(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape)), tensor.numel()
         runs = (Runs(there=0, here=0, numel=numel),) if numel else ()

@@ -10,15 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from weft.plan.exchange.gradient_exchange import CodecGroups, CodedValues, slice_values
-from weft.plan.exchange.low_rank import message_numels, rank_of
 from weft.plan.exchange.messages import messages_of
-from weft.plan.exchange.warm_up import is_dense
 from weft.plan.partition.flat_buffers import item_bytes
 from weft.plan.partition.zero import BufferPool
 from weft.plan.plan import Codec
 
-_NUM_FLAT = {"topk": 1, "dgc": 2, "onebit": 1, "powersgd": 1}
-"""Flat tensors as long as the values that codecs keep: what was not sent yet, and dgc's momenta."""
+KEPT_KINDS: dict[str, tuple[str, ...]] = {
+    "topk": ("residual",),
+    "dgc": ("residual", "momentum"),
+    "onebit": ("residual",),
+    "powersgd": ("residual",),
+}
+"""What codecs keep with one value per element of a tensor: what was not sent yet, and momenta of it."""
 
 
 def kept_bytes(buckets: Sequence[CodedValues], codec: Codec, groups: CodecGroups, *, can_fail: bool) -> int:
@@ -27,10 +30,12 @@ def kept_bytes(buckets: Sequence[CodedValues], codec: Codec, groups: CodecGroups
 
 
 def _kept_bytes(values: CodedValues, codec: Codec, *, num_copies: int) -> int:
-    numel = num_copies * _NUM_FLAT.get(codec.name, 0) * values.numel
+    numel = num_copies * len(KEPT_KINDS.get(codec.name, ())) * values.numel
     if codec.name == "powersgd":
-        numel += num_copies * sum(rank_of(codec, one) * one.num_columns for one in values.tensors)
-        numel += message_numels(codec, values.tensors)[0]  # left factors, made orthonormal beside the message
+        for one in values.tensors:
+            rank = min(codec.rank, one.num_rows, one.num_columns)
+            numel += num_copies * rank * one.num_columns  # the next start
+            numel += rank * one.num_rows + one.num_rest  # the first message's sum, with orthonormal factors
     return numel * item_bytes(values.dtype)
 
 
@@ -88,14 +93,11 @@ def _phases(
     if groups.num_inside > 1:
         held += [pool.borrow(mine.numel * groups.num_inside, mine.dtype), pool.borrow(mine.numel, mine.dtype)]
         yield
-    if is_dense(codec, step):
+    for message in messages_of(codec, mine.tensors, mine.dtype, num_replicas=groups.num_across, step=step):
+        num_rows = 1 if message.adds_up else groups.num_across
+        borrowed = pool.borrow(num_rows * message.numel, message.dtype)
         yield
-    else:
-        for message in messages_of(codec, mine.tensors, mine.dtype, num_replicas=groups.num_across, step=step):
-            num_rows = 1 if message.adds_up else groups.num_across
-            borrowed = pool.borrow(num_rows * message.numel, message.dtype)
-            yield
-            pool.hand_back(borrowed)
+        pool.hand_back(borrowed)
     if groups.num_inside > 1:
         yield
     for one in held:

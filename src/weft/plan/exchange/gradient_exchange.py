@@ -14,12 +14,11 @@ from dataclasses import dataclass
 
 from weft.plan.exchange.coded_tensor import CodedTensor, coded_tensors, is_coded, slice_of
 from weft.plan.exchange.messages import messages_of
-from weft.plan.exchange.warm_up import is_dense
 from weft.plan.partition.flat_buffers import FlatBuffer, ParameterSpec, item_bytes, sharded_bytes
 from weft.plan.partition.replicas import state_axes
 from weft.plan.partition.wire import (
-    CODED,
     CODEC_TAIL_WORDS,
+    CODED,
     Member,
     assign_buckets,
     coded_member,
@@ -79,8 +78,6 @@ def coded_bytes(values: CodedValues, codec: Codec, groups: CodecGroups, *, step:
     mine, num_inside = slice_values(values, groups), groups.num_inside
     # Twice: a sum that leaves a slice, and a gather of the slices.
     inside = 2 * sent_bytes("all-gather", num_inside * mine.num_bytes, num_inside)
-    if is_dense(codec, step):
-        return inside, sent_bytes("all-reduce", mine.num_bytes, groups.num_across)
     messages = messages_of(codec, mine.tensors, mine.dtype, num_replicas=groups.num_across, step=step)
     return inside, sum(message.sent_bytes(groups.num_across) for message in messages)
 
@@ -104,7 +101,7 @@ def all_reduce_buckets(
         if not first.kind.startswith(CODED):
             dense.append(sum(members[place].num_bytes for place in inside))
             continue
-        named = [(parameters[place].name, parameters[place].shape, parameters[place].numel) for place in inside]
+        named = [(parameters[place].name, parameters[place].shape, 0, parameters[place].numel) for place in inside]
         numel = sum(members[place].numel for place in inside)
         coded.append(CodedValues(tensors=coded_tensors(named), numel=numel, dtype=first.kind.removeprefix(CODED)))
     return coded, dense
@@ -127,40 +124,32 @@ def compressed_all_reduce_bytes(
     return sent
 
 
-def part_buckets(
-    buffers: Sequence[FlatBuffer], shapes: dict[str, tuple[int, ...]], plan: Plan, *, part: int
-) -> tuple[list[CodedValues], int]:
+def part_buckets(buffers: Sequence[FlatBuffer], plan: Plan, *, part: int) -> tuple[list[CodedValues], int]:
     """Of each trainable buffer the part that a rank keeps, with what is compressed of it; and the bytes of everything
-    else in these parts. `shapes`: of all parameters, as this rank computes with them."""
+    else in these parts."""
     coded, num_small = [], 0
     for one in (one for one in buffers if one.trainable):
         flat, found = one.flat, []
         first = flat.part(part)[0]
-        for member, name in enumerate(one.names):
+        for member, (name, shape) in enumerate(zip(one.names, one.shapes, strict=True)):
             start, stop = flat.kept(member, part)
             if start == stop:
                 continue
-            if not is_coded(plan.codec, shapes[name]):
+            if not is_coded(plan.codec, shape):
                 num_small += (stop - start) * item_bytes(one.accumulate)
                 continue
             offset = flat.offsets[member] + start - first
-            found.append(CodedTensor(name=name, shape=shapes[name], offset=offset, numel=stop - start, start=start))
+            found.append(CodedTensor(name=name, shape=shape, offset=offset, numel=stop - start, start=start))
         coded.append(CodedValues(tensors=tuple(found), numel=flat.part_numel, dtype=one.accumulate))
     return coded, num_small
 
 
 def compressed_flat_bytes(
-    buffers: Sequence[FlatBuffer],
-    shapes: dict[str, tuple[int, ...]],
-    plan: Plan,
-    *,
-    step: int,
-    part: int,
-    index_inside: int = 0,
+    buffers: Sequence[FlatBuffer], plan: Plan, *, step: int, part: int, index_inside: int = 0
 ) -> dict[str, int]:
     """Bytes that a rank sends by axis in a step, counted from 0, in which parameters lie in these flat buffers."""
     groups = codec_groups(plan, index_inside=index_inside)
-    coded, small_bytes = part_buckets(buffers, shapes, plan, part=part)
+    coded, small_bytes = part_buckets(buffers, plan, part=part)
     sent = sharded_bytes(buffers, plan, is_coded=True)
     together = state_axes(plan) if plan.data.shard == "nothing" else "replicate"
     sent[together] += sent_bytes("all-reduce", small_bytes, groups.num_across * groups.num_inside)

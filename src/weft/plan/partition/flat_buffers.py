@@ -222,8 +222,8 @@ def shard_buckets(members: Sequence[Member], bucket_bytes: int) -> tuple[tuple[i
 def sharded_bytes(buffers: Sequence[FlatBuffer], plan: Plan, *, is_coded: bool = False) -> dict[str, int]:
     """Bytes a rank sends over each axis in one step in which parameters live in these flat buffers.
 
-    With nothing sharded each buffer has one part: its gradient is all-reduced, and nothing is gathered. `is_coded`: what
-    ranks that keep the same part exchange of gradients goes through a codec and is left out here
+    With nothing sharded each buffer has one part: its gradient is all-reduced, and nothing is gathered. `is_coded`:
+    what ranks that keep the same part exchange of gradients goes through a codec, and is left out here
     (`plan/exchange/gradient_exchange.py`).
     """
     axes = one_replica(plan)
