@@ -56,8 +56,9 @@ def between_replicas(sent: Mapping[str, int], plan: Plan) -> int:
     return sum(sent.get(axis, 0) for axis in exchanging_axes(plan))
 
 
-def bytes_of_steps(bytes_in: Callable[[int], int], num_steps: int, *, settled: int) -> int:
-    """The sum over steps from 0 on; `settled`: the first of the steps that are all alike."""
+def bytes_of_steps(bytes_in: Callable[[int], int], num_steps: int, *, settled: int = 0, period: int = 1) -> int:
+    """The sum over steps from 0 on. From the step `settled` on what is sent repeats itself after `period` steps."""
     first = sum(bytes_in(step) for step in range(min(num_steps, settled)))
-    rest = num_steps - settled
-    return first + (rest * bytes_in(settled) if rest > 0 else 0)
+    rounds, rest = divmod(max(num_steps - settled, 0), period)
+    each = [bytes_in(settled + step) for step in range(period if rounds else rest)]
+    return first + rounds * sum(each) + sum(each[:rest])

@@ -124,7 +124,9 @@ def compressed_all_reduce_bytes(
     return sent
 
 
-def part_buckets(buffers: Sequence[FlatBuffer], plan: Plan, *, part: int) -> tuple[list[CodedValues], int]:
+def part_buckets(
+    buffers: Sequence[FlatBuffer], plan: Plan, *, part: int, not_coded: Collection[str] = ()
+) -> tuple[list[CodedValues], int]:
     """Of each trainable buffer the part that a rank keeps, with what is compressed of it; and the bytes of everything
     else in these parts."""
     coded, num_small = [], 0
@@ -135,7 +137,7 @@ def part_buckets(buffers: Sequence[FlatBuffer], plan: Plan, *, part: int) -> tup
             start, stop = flat.kept(member, part)
             if start == stop:
                 continue
-            if not is_coded(plan.codec, shape):
+            if name in not_coded or not is_coded(plan.codec, shape):
                 num_small += (stop - start) * item_bytes(one.accumulate)
                 continue
             offset = flat.offsets[member] + start - first
@@ -145,11 +147,17 @@ def part_buckets(buffers: Sequence[FlatBuffer], plan: Plan, *, part: int) -> tup
 
 
 def compressed_flat_bytes(
-    buffers: Sequence[FlatBuffer], plan: Plan, *, step: int, part: int, index_inside: int = 0
+    buffers: Sequence[FlatBuffer],
+    plan: Plan,
+    *,
+    step: int,
+    part: int,
+    index_inside: int = 0,
+    not_coded: Collection[str] = (),
 ) -> dict[str, int]:
     """Bytes that a rank sends by axis in a step, counted from 0, in which parameters lie in these flat buffers."""
     groups = codec_groups(plan, index_inside=index_inside)
-    coded, small_bytes = part_buckets(buffers, plan, part=part)
+    coded, small_bytes = part_buckets(buffers, plan, part=part, not_coded=not_coded)
     sent = sharded_bytes(buffers, plan, is_coded=True)
     together = state_axes(plan) if plan.data.shard == "nothing" else "replicate"
     sent[together] += sent_bytes("all-reduce", small_bytes, groups.num_across * groups.num_inside)
