@@ -49,6 +49,6 @@ def check_bytes(plan: Plan, *, num_steps: int = WARM_UP + 2, batch: Batch | None
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", [name for name in CODECS if name != "half"])  # which is for local steps
 def test_a_step_sends_what_is_predicted(name: str) -> None:
     check_bytes(Plan(axes=Axes(data=2), data=Data(check_every=0), codec=codec_of(name), comm=Comm(bucket_bytes=6000)))
