@@ -91,7 +91,7 @@ def test_every_axis_sends_what_is_predicted(name: str, codec: str) -> None:
 def test_a_bucket_by_hand() -> None:
     """1000 elements of two tensors, 10 of which fill no slice of two ranks evenly."""
     values = CodedValues(
-        tensors=coded_tensors([("a", (20, 25), 0, 500), ("b", (499, 1), 0, 499)]), numel=999, dtype="float32"
+        tensors=coded_tensors([("a", (20, 25), 500), ("b", (499, 1), 499)]), numel=999, dtype="float32"
     )
     rank_2 = Codec(name="powersgd", rank=2)
     # a: 2 × 20 and 2 × 25; b, of one column: 499 and 1.

@@ -33,11 +33,11 @@ from weft.layout import Range
 from weft.parallel.zero.grouping import torch_dtype
 from weft.plan.exchange.codec_memory import KEPT_KINDS
 from weft.plan.exchange.coded_tensor import CodedTensor, slice_of
-from weft.plan.exchange.messages import Message
+from weft.plan.exchange.messages import Message, num_messages
 from weft.plan.partition.zero import BufferPool
 from weft.plan.plan import Codec as CodecSection
 
-Phases = Iterator[Pending]
+Phases = Iterator[bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,8 @@ class CompressedExchange:
         self.not_finite.zero_()
         if self.momenta is not None:
             for codec, bucket in zip(self.codecs, self._buckets, strict=True):
-                codec.momenta = self.momenta([one.name for one in bucket.tensors])  # type: ignore[attr-defined]
+                names = [one.name for one in self._slice(bucket)[1]]
+                codec.momenta = self.momenta(names)  # type: ignore[attr-defined]
 
     def start(self, number: int, values: torch.Tensor, done: Callable[[], None] | None = None) -> None:
         """Begin to replace the tensors in a bucket's values by their sums; `done` is called when they are there."""
@@ -217,10 +218,10 @@ class CompressedExchange:
     @torch.no_grad()
     def _is_under_way(self, phases: Phases) -> bool:
         """Go to the next phase of a bucket; False if there is none."""
-        return next(phases, None) is not None
+        return next(phases, False)
 
     def _phases(self, number: int, values: torch.Tensor, done: Callable[[], None] | None) -> Phases:
-        """The phases of one bucket: yields the exchange that it has just started."""
+        """The phases of one bucket: yields when it has just started an exchange."""
         mine, inside = values, self._inside
         if inside.size > 1:
             size = -(-values.numel() // inside.size)
@@ -229,7 +230,7 @@ class CompressedExchange:
             whole[values.numel() :].zero_()
             mine = self.borrow(size, values.dtype)
             yield from self._wait_for(reduce_scatter(mine, whole, inside, wait=False))
-        yield from self._coded_phases(self.codecs[number], mine)
+        yield from self._coded_phases(number, mine)
         if inside.size > 1:
             yield from self._wait_for(all_gather(whole, mine, inside, wait=False))
             values.copy_(whole[: values.numel()])
@@ -237,8 +238,11 @@ class CompressedExchange:
         if done is not None:
             done()
 
-    def _coded_phases(self, codec: Codec, values: torch.Tensor) -> Phases:
-        for place, message in enumerate(codec.begin(self._step, keep=self.keep)):
+    def _coded_phases(self, number: int, values: torch.Tensor) -> Phases:
+        codec = self.codecs[number]
+        is_empty = not self._slice(self._buckets[number])[1]  # on the counterparts in other replicas too
+        messages = () if is_empty else codec.begin(self._step, keep=self.keep)
+        for place, message in enumerate(messages):
             received, sent = self._buffers(message)
             codec.encode(place, values, sent, self.not_finite)
             if message.adds_up:
@@ -248,9 +252,11 @@ class CompressedExchange:
             taken = sent if message.adds_up else received.view(self._across.size, -1)
             codec.decode(place, taken, values, scale=self._scale)
             self.hand_back(received)
+        if self._inside.size > 1:  # slices may differ in their messages, and what follows has one order inside
+            yield from (True for _ in range(len(messages), num_messages(self._section, self._step)))
 
     def _wait_for(self, pending: Pending) -> Phases:
-        yield pending
+        yield True
         pending.wait()
 
     def _buffers(self, message: Message) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from weft.plan.exchange.gradient_exchange import CodecGroups, CodedValues, slice_values
-from weft.plan.exchange.messages import messages_of
+from weft.plan.exchange.low_rank import message_numels, rank_of
+from weft.plan.exchange.messages import messages_of, num_messages
 from weft.plan.partition.flat_buffers import item_bytes
 from weft.plan.partition.zero import BufferPool
 from weft.plan.plan import Codec
@@ -32,10 +33,8 @@ def kept_bytes(buckets: Sequence[CodedValues], codec: Codec, groups: CodecGroups
 def _kept_bytes(values: CodedValues, codec: Codec, *, num_copies: int) -> int:
     numel = num_copies * len(KEPT_KINDS.get(codec.name, ())) * values.numel
     if codec.name == "powersgd":
-        for one in values.tensors:
-            rank = min(codec.rank, one.num_rows, one.num_columns)
-            numel += num_copies * rank * one.num_columns  # the next start
-            numel += rank * one.num_rows + one.num_rest  # the first message's sum, with orthonormal factors
+        numel += num_copies * sum(rank_of(codec, one) * one.num_columns for one in values.tensors)  # the next start
+        numel += message_numels(codec, values.tensors)[0]  # the first message's sum, with orthonormal factors
     return numel * item_bytes(values.dtype)
 
 
@@ -93,12 +92,14 @@ def _phases(
     if groups.num_inside > 1:
         held += [pool.borrow(mine.numel * groups.num_inside, mine.dtype), pool.borrow(mine.numel, mine.dtype)]
         yield
-    for message in messages_of(codec, mine.tensors, mine.dtype, num_replicas=groups.num_across, step=step):
+    messages = messages_of(codec, mine.tensors, mine.dtype, num_replicas=groups.num_across, step=step)
+    for message in messages if mine.tensors else ():
         num_rows = 1 if message.adds_up else groups.num_across
         borrowed = pool.borrow(num_rows * message.numel, message.dtype)
         yield
         pool.hand_back(borrowed)
     if groups.num_inside > 1:
+        yield from (None for _ in range(len(messages) if mine.tensors else 0, num_messages(codec, step)))
         yield
     for one in held:
         pool.hand_back(one)

@@ -78,6 +78,8 @@ def coded_bytes(values: CodedValues, codec: Codec, groups: CodecGroups, *, step:
     mine, num_inside = slice_values(values, groups), groups.num_inside
     # Twice: a sum that leaves a slice, and a gather of the slices.
     inside = 2 * sent_bytes("all-gather", num_inside * mine.num_bytes, num_inside)
+    if not mine.tensors:
+        return inside, 0
     messages = messages_of(codec, mine.tensors, mine.dtype, num_replicas=groups.num_across, step=step)
     return inside, sum(message.sent_bytes(groups.num_across) for message in messages)
 
@@ -101,7 +103,7 @@ def all_reduce_buckets(
         if not first.kind.startswith(CODED):
             dense.append(sum(members[place].num_bytes for place in inside))
             continue
-        named = [(parameters[place].name, parameters[place].shape, 0, parameters[place].numel) for place in inside]
+        named = [(parameters[place].name, parameters[place].shape, parameters[place].numel) for place in inside]
         numel = sum(members[place].numel for place in inside)
         coded.append(CodedValues(tensors=coded_tensors(named), numel=numel, dtype=first.kind.removeprefix(CODED)))
     return coded, dense
