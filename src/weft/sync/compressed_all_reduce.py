@@ -87,20 +87,19 @@ class CompressedAllReduce(AllReduce):
         return {**super().state(), "step": self._step, "keep": float(self._exchange.keep)}
 
     def load_state(self, state: dict[str, Any]) -> None:
+        self._exchange.lay_out(())  # what was kept is read again, so that nothing need be carried over
         super().load_state(state)
         self._step, self._exchange.keep = int(state["step"]), float(state["keep"])
 
     @torch.no_grad()
     def _lay_out(self, order: list[int]) -> None:
-        kept = {name: tensor.clone() for name, tensor in self._exchange.tensors().items()}
         super()._lay_out(order)
         inside: dict[int, list[int]] = {}
         for index in order:
             if index in self._coded:
                 inside.setdefault(self._bucket_of[index], []).append(index)
         self._number_of = {bucket: number for number, bucket in enumerate(sorted(inside))}
-        self._exchange.lay_out([self._coded_bucket(bucket, inside[bucket]) for bucket in sorted(inside)])
-        self._exchange.load(kept)
+        self._exchange.lay_out_again([self._coded_bucket(bucket, inside[bucket]) for bucket in sorted(inside)])
 
     def _coded_bucket(self, bucket: int, inside: Sequence[int]) -> CodedBucket:
         flat = self._buckets.buckets[bucket]
