@@ -8,6 +8,7 @@ have in training.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import torch
 
 from weft.codecs.base import Bucket, Codec
 from weft.codecs.make import _CODECS, make_codec
-from weft.plan.exchange.coded_tensor import coded_tensors
+from weft.plan.exchange.coded_tensor import CodedTensor
 from weft.plan.exchange.messages import Message
 from weft.plan.plan import Codec as CodecSection
 
@@ -81,8 +82,10 @@ class TimedExchange:
     def __init__(
         self, section: CodecSection, shapes: list[tuple[int, ...]], device: torch.device, *, num_replicas: int
     ) -> None:
-        named = [(f"matrix.{place}", shape, torch.Size(shape).numel()) for place, shape in enumerate(shapes)]
-        numel = sum(one[2] for one in named)
+        numel, tensors = 0, []
+        for place, shape in enumerate(shapes):
+            tensors.append(CodedTensor(name=f"{place}", shape=shape, offset=numel, numel=math.prod(shape)))
+            numel += math.prod(shape)
         self._device, self._num_replicas, self._step = device, num_replicas, 0
         self.adds_up = True
         """The messages of all exchanges so far added up."""
@@ -92,7 +95,7 @@ class TimedExchange:
         self._buffers: dict[tuple[int, Message], tuple[torch.Tensor, torch.Tensor]] = {}
         bucket = Bucket(
             codec=section,
-            tensors=coded_tensors(named),
+            tensors=tuple(tensors),
             numel=numel,
             dtype=torch.float32,
             device=device,
