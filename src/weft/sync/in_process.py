@@ -20,12 +20,46 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from weft.codecs.base import Codec
 from weft.dtypes import accumulator_dtype
+from weft.parallel.zero.grouping import torch_dtype
 
 if TYPE_CHECKING:
     from weft.sync.local import LocalSync
 
 Call = Callable[[], object]
+
+
+@torch.no_grad()
+def exchange_in_process(
+    codecs: Sequence[Codec],
+    values: Sequence[torch.Tensor],
+    *,
+    step: int,
+    scale: float = 1.0,
+    keep: float | torch.Tensor = 1.0,
+    not_finite: torch.Tensor | None = None,
+) -> None:
+    """One bucket's exchange between replicas, each of which has a codec: all values become the scaled sum.
+
+    `not_finite`: grows if a value is not finite; the caller then ends the exchange. Without it, it counts at once.
+    """
+    flag = values[0].new_zeros(1, dtype=torch.float32) if not_finite is None else not_finite
+    messages = [codec.begin(step, keep=keep) for codec in codecs][0]
+    for place, message in enumerate(messages):
+        sent = values[0].new_empty(len(codecs), message.numel, dtype=torch_dtype(message.dtype))
+        for codec, own, row in zip(codecs, values, sent, strict=True):
+            codec.encode(place, own, row, flag)
+        received = sent
+        if message.adds_up:
+            received = sent[0]
+            for row in sent[1:]:
+                received += row
+        for codec, own in zip(codecs, values, strict=True):
+            codec.decode(place, received, own, scale=scale)
+    if not_finite is None:
+        for codec in codecs:
+            codec.end(True)
 
 
 class InProcessExchange:
@@ -60,9 +94,17 @@ class InProcessExchange:
         first = self.syncs[0]
         for number in range(first.num_buckets):
             flats = [sync.fill(number) for sync in self.syncs]
-            self._add_up(flats)
+            codecs = [codec for sync in self.syncs if (codec := sync.codec_of(number)) is not None]
+            if codecs:
+                exchange_in_process(codecs, flats, step=first.steps_done - 1, scale=1 / len(flats))
+            else:
+                self._add_up(flats)
+                for flat in flats:
+                    flat.div_(len(flats))
             for sync, flat in zip(self.syncs, flats, strict=True):
                 sync.take(number, flat)
+                if codecs:
+                    sync.compressed.hand_back(flat)
         tails = [sync.fill_tail() for sync in self.syncs]
         self._add_up(tails)
         for sync, tail in zip(self.syncs, tails, strict=True):
