@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from weft.lab.counters import read_counters
 from weft.measure.codecs import MEASURED
 from weft.mesh import join_world, leave_world
 from weft.models.gpt import GPT, GPTConfig
-from weft.plan.plan import Axes, Codec, Plan
+from weft.plan.plan import Axes, Plan, Precision
 from weft.planning.compression import describe
 from weft.units import format_bytes
 
@@ -89,10 +90,10 @@ def torch_side(hook: str, *, tiny: bool) -> Step:
     return step
 
 
-def weft_side(codec: Codec, num_ranks: int, *, tiny: bool) -> Step:
+def weft_side(plan: Plan, *, tiny: bool) -> Step:
     return weft.parallelize(
         make_model(tiny=tiny),
-        Plan(axes=Axes(data=num_ranks), codec=codec),
+        plan,
         loss="cross-entropy",
         optimizer=SGD,
         device="cpu",
@@ -106,10 +107,10 @@ def make_sides(num_ranks: int, *, tiny: bool) -> dict[str, Step]:
         "DDP, fp16 hook": torch_side("fp16", tiny=tiny),
         f"DDP, PowerSGD hook, rank {RANK}": torch_side("powersgd", tiny=tiny),
     }
-    for section in (Codec(), *MEASURED):
-        name = "weft" if section.name == "none" else f"weft {describe(section)}"
-        sides[name] = weft_side(section, num_ranks, tiny=tiny)
-    return sides
+    dense = Plan(axes=Axes(data=num_ranks))
+    plans = {"weft": dense, "weft, reduced in bf16": replace(dense, precision=Precision(reduce="bf16"))}
+    plans |= {f"weft {describe(one)}": replace(dense, codec=one) for one in MEASURED if one.name != "half"}
+    return sides | {name: weft_side(plan, tiny=tiny) for name, plan in plans.items()}
 
 
 def sent_bytes() -> int:

@@ -110,6 +110,11 @@ def test_codecs_are_compared_for_a_size_or_for_the_model_of_a_job(workspace: Wor
     given = printed(Question(num_parameters=8_000_000, num_replicas=16))
     assert "a model of 8.0 M parameters, exchanged between 16 replicas" in given
     # 2 × 15 / 16 × 2 bytes saved per element, in 0.5 ns: each of two ranks of a host compresses half
-    assert "2.0×" in given and "4.0 ms" in given and "at 936 Mbit/s" in given and "any optimizer and sync" in given
+    assert (
+        "2.0×" in given
+        and "4.0 ms" in given
+        and "at 936 Mbit/s" in given
+        and "any optimizer, between local steps" in given
+    )
     of_job = printed(Question(job=workspace.job))
     assert workspace.job.name in of_job and "between 4 replicas" in of_job

@@ -26,7 +26,7 @@ from weft.profiles.cluster import Cluster, Compression, num_rounds
 Shape = tuple[int, ...]
 
 SAFE_WITH = {
-    "half": "any optimizer and sync",
+    "half": "any optimizer, between local steps",
     "topk": "SGD; local steps with any optimizer",
     "dgc": "SGD with momentum",
     "onebit": "SGD; local steps with any optimizer",
