@@ -17,12 +17,13 @@ from functools import partial
 import torch
 
 from weft.codecs.base import Bucket, Codec
-from weft.codecs.make import _CODECS, make_codec
+from weft.codecs.dgc import Dgc
+from weft.codecs.make import make_codec
 from weft.plan.exchange.coded_tensor import CodedTensor
 from weft.plan.exchange.messages import Message
 from weft.plan.plan import Codec as CodecSection
 
-_USUAL = (
+MEASURED = (
     CodecSection(name="half"),
     CodecSection(name="topk"),
     CodecSection(name="topk", bits=2),
@@ -34,29 +35,34 @@ _USUAL = (
     CodecSection(name="terngrad"),
     CodecSection(name="powersgd"),
 )
-MEASURED = tuple(section for section in _USUAL if section.name in _CODECS)
 """Every codec, with usual settings."""
 
 MOMENTUM = (0.9, False)
 """What dgc corrects for here: the momentum, and whether it is Nesterov's."""
 
-_SIDE = 1024
-_NUM_MATRICES = {"cpu": (1, 4), "cuda": (4, 64)}
-"""Of the small and of the large bucket."""
+_SIDE = {"cpu": 512, "cuda": 1024}
+_NUM_MATRICES = {"cpu": (1, 4, 16), "cuda": (4, 16, 64)}
+"""Of the small bucket, and of the large one: the larger number where there is time for it."""
 _FEW_REPLICAS, _MORE_REPLICAS = 2, 6
 _MOST_SAMPLES = 50
+_FEWEST_EXCHANGES = 2
+"""Of a point: the first one warms up."""
 
 
 def measure_codec(section: CodecSection, device: torch.device, *, budget_s: float) -> dict[str, float]:
     """alpha_s, element_ns and replica_element_ns, as `Compression` has them."""
-    few, many = _NUM_MATRICES[device.type]
-    points = [(few, _FEW_REPLICAS), (many, _FEW_REPLICAS), (many, _MORE_REPLICAS)]
-    deadline, times = time.perf_counter() + budget_s, []
-    for place, (num_matrices, num_replicas) in enumerate(points):
-        exchange = TimedExchange(section, [(_SIDE, _SIDE)] * num_matrices, device, num_replicas=num_replicas)
-        left_s = (deadline - time.perf_counter()) / (len(points) - place)
-        times.append(_median_s(exchange, left_s))
-    return fit_codec(few * _SIDE**2, many * _SIDE**2, times, adds_up=exchange.adds_up)
+    side, (few, several, many) = _SIDE[device.type], _NUM_MATRICES[device.type]
+
+    def exchange(num_matrices: int, num_replicas: int) -> TimedExchange:
+        return TimedExchange(section, [(side, side)] * num_matrices, device, num_replicas=num_replicas)
+
+    small = exchange(few, _FEW_REPLICAS)
+    few_s = _median_s(small, budget_s / 4)
+    # Codecs without compiled loops are slow: on fewer elements, then.
+    longest_s = few_s * many / few * 2 * _FEWEST_EXCHANGES * _MORE_REPLICAS / _FEW_REPLICAS
+    large = many if longest_s < budget_s else several
+    large_s = [_median_s(exchange(large, number), budget_s * 3 / 8) for number in (_FEW_REPLICAS, _MORE_REPLICAS)]
+    return fit_codec(few * side**2, large * side**2, [few_s, *large_s], adds_up=small.adds_up)
 
 
 def fit_codec(few: int, many: int, times: list[float], *, adds_up: bool) -> dict[str, float]:
@@ -103,8 +109,8 @@ class TimedExchange:
             num_replicas=num_replicas,
         )
         self.codec: Codec = make_codec(bucket)
-        if section.name == "dgc":
-            self.codec.momenta = [MOMENTUM] * len(shapes)  # type: ignore[attr-defined]
+        if isinstance(self.codec, Dgc):
+            self.codec.momenta = [MOMENTUM] * len(shapes)
 
     def seconds(self) -> float:
         """Seconds of encoding and decoding in the next exchange."""
@@ -141,11 +147,9 @@ class TimedExchange:
 
 
 def _median_s(exchange: TimedExchange, budget_s: float) -> float:
-    """Of as many exchanges as there is time for, after two: the first compiles, and sends what no later one does."""
+    """Of as many exchanges as there is time for, after the first, which may compile."""
     deadline = time.perf_counter() + budget_s
-    for _ in range(2):
-        exchange.seconds()
-    samples = [exchange.seconds()]
+    samples = [exchange.seconds() for _ in range(_FEWEST_EXCHANGES)][1:]
     while time.perf_counter() < deadline and len(samples) < _MOST_SAMPLES:
         samples.append(exchange.seconds())
     return statistics.median(samples)

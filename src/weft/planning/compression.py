@@ -155,7 +155,7 @@ def describe(codec: Codec) -> str:
     match codec.name:
         case "topk" | "dgc":
             values = "" if codec.bits == Codec().bits else f", {codec.bits} bits"
-            return f"{codec.name}, density {codec.density:g}{values}"
+            return f"{codec.name} {codec.density:g}{values}"
         case "qsgd":
             return f"qsgd, {codec.levels} levels"
         case "powersgd":
