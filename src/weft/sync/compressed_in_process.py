@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,11 +54,10 @@ class CompressedInProcess(WrappingSync):
         filled = [[coded_pieces[place] for place in inside] for inside in _buckets(members, plan.comm.bucket_bytes)]
         self._coded = [_Flat([piece.tensor for piece in inside]) for inside in filled]
         device = pieces[0].tensor.device
-        places = [replace(group.alone, ranks=tuple(range(self.num_workers)), index=k) for k in range(self.num_workers)]
         coded = [
             CodedBucket(
                 tensors=coded_tensors(
-                    [(piece.name, piece.layout.global_shape, piece.tensor.numel()) for piece in inside]
+                    [(piece.name, piece.layout.global_shape, 0, piece.tensor.numel()) for piece in inside]
                 ),
                 numel=flat.numel,
                 dtype=flat.dtype,
@@ -67,8 +65,16 @@ class CompressedInProcess(WrappingSync):
             for inside, flat in zip(filled, self._coded, strict=True)
         ]
         self.exchanges = [
-            CompressedExchange(coded, plan.codec, inside=place.alone, across=place, device=device, can_fail=True)
-            for place in places
+            CompressedExchange(
+                coded,
+                plan.codec,
+                inside=group.alone,
+                across=group.alone,
+                device=device,
+                can_fail=True,
+                place=(worker, self.num_workers),
+            )
+            for worker in range(self.num_workers)
         ]
         """What each worker's codecs keep."""
         self._played: list[ExchangeInProcess] = []
