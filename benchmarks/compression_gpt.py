@@ -9,7 +9,7 @@ A GPT of 10.7 M parameters learns the bytes of Python's standard library, of whi
 runs of a seed begin with the same weights and see the same batches; AdamW, its schedule and clipping are the same. The
 dense run is one rank with whole batches, which is what 8 ranks without a codec compute. `--list` names the runs.
 
-Each run is a process, several beside each other on one GPU, and writes FOLDER/NAME-SEED.json when it is over: a run that
+Each run is a process, several beside each other on one GPU, and writes FOLDER/NAME-SEED.json when it is over: one that
 is there is not made again, so a study can be cut into pieces of a few minutes. No run begins that would end after the
 minutes given, and one that takes longer than expected ends there without a file. At the end FOLDER/table.csv and
 FOLDER/curves.json (for benchmarks/plots.py) hold all runs of the folder, and the table is printed: loss relative to the
@@ -316,7 +316,9 @@ def summarise(folder: Path) -> None:
         }
         for title, is_local in (("Gradients at every step", False), ("Changes between local steps", True))
     ]
-    (folder / "curves.json").write_text(json.dumps({"panels": panels, "environment": outcomes[0].environment}, indent=1))
+    (folder / "curves.json").write_text(
+        json.dumps({"panels": panels, "environment": outcomes[0].environment}, indent=1)
+    )
 
 
 def read_arguments() -> argparse.Namespace:

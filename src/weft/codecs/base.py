@@ -69,7 +69,7 @@ class Codec(Protocol):
         """Take what was received: the sum of the replicas' messages, or, where they do not add up, one row per replica.
 
         With the last message the tensors in `values` become the sum over replicas of what was sent, times `scale`;
-        gaps between tensors stay as they are.
+        gaps between tensors stay as they are. `received` stays as it is: replicas in one process share it.
         """
 
     def end(self, is_made: bool | torch.Tensor) -> None:

@@ -22,14 +22,11 @@ from weft.plan.rules import combination_problems
 # Fields of which only the default is built. A new method moves its field from here to `_BUILT`, with the values that
 # work, or leaves it out when all do.
 _DEFAULT_ONLY = (
-    "data.delay "
-    "server.mode server.shards server.staleness server.backups server.compensation server.lr_scaling "
-    "codec.density codec.rank codec.levels codec.clip codec.warmup_steps"
+    "data.delay server.mode server.shards server.staleness server.backups server.compensation server.lr_scaling"
 )
 _BUILT: dict[str, tuple[object, ...]] = {
     **{path: (value_at(Plan(), path),) for path in _DEFAULT_ONLY.split()},
     "data.sync": ("all-reduce", "local"),
-    "codec.name": ("none", "half"),
 }
 
 
@@ -116,11 +113,15 @@ _DEPENDENT: tuple[tuple[str, _Switch], ...] = (
     ("server.staleness", _Switch("server.mode", ("bounded",))),
     ("server.backups", _Switch("server.mode", ("sync",))),
     ("server.compensation server.lr_scaling", _Switch("server.mode", ("async", "bounded"))),
-    ("codec.density", _Switch("codec.name", ("topk", "dgc"))),
+    ("codec.density codec.bits", _Switch("codec.name", ("topk", "dgc"))),
     ("codec.rank", _Switch("codec.name", ("powersgd",))),
     ("codec.levels", _Switch("codec.name", ("qsgd",))),
-    ("codec.clip", _Switch("codec.name", ("dgc",))),
-    ("codec.warmup_steps", _Switch("codec.name", tuple(name for name in CODECS if name != "half"))),
+    ("codec.memory", _Switch("codec.name", ("topk", "dgc", "onebit", "powersgd"))),  # others are unbiased, or votes
+    ("codec.clip codec.masking", _Switch("codec.name", ("dgc",))),
+    (
+        "codec.warmup_steps codec.dense_below",
+        _Switch("codec.name", tuple(name for name in CODECS if name != "half")),
+    ),
     ("average.start", _Switch("average.decay", above=0.0)),
     ("precision.loss_scale", _Switch("precision.compute", ("fp16",))),
 )

@@ -47,9 +47,13 @@ class Whole:
     words: tuple[str, ...] = ()
     hint: str = ""
     """What to write instead of a number that is too small."""
+    among: tuple[int, ...] = ()
+    """The only numbers that are taken, if there are few."""
 
     @property
     def allowed(self) -> str:
+        if self.among:
+            return one_of(self.among)
         number = f"a whole number, at least {self.minimum}"
         return f"{number}, or {one_of(self.words)}" if self.words else number
 
@@ -58,6 +62,8 @@ class Whole:
             return value
         if not isinstance(value, int) or isinstance(value, bool) or value < self.minimum:
             raise ValueError(f"must be {self.allowed}{self.hint and '; '}{self.hint}")
+        if self.among and value not in self.among:
+            raise ValueError(f"must be {self.allowed}")
         if value > _LARGEST_WHOLE:
             raise ValueError(f"is too large; the largest whole number is {_LARGEST_WHOLE}")
         return int(value)

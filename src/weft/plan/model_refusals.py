@@ -44,6 +44,29 @@ CODEC_OF_COMPLEX_WEIGHTS = Refusal(
     remedy='set [codec] name = "none", or store real and imaginary parts',
 )
 
+DGC_OPTIMIZER = Refusal(
+    combination='[codec] name = "dgc" with another optimizer than torch.optim.SGD, or with dampening or maximize',
+    why="{codec.name} takes over the momentum of torch.optim.SGD, and that of this {optimizer} {why}",
+    remedy='use torch.optim.SGD(momentum=...) without these, or another codec such as "topk"',
+)
+CODEC_OF_16_BIT_WEIGHTS = Refusal(
+    combination="[codec] name with weights that the model itself has in 16 bits",
+    why='{codec.name} adds what it did not send to later values, and "{name}" is {dtype}, where such small terms are '
+    "rounded away",
+    remedy='make the model in float32 and set [precision] compute = "bf16"',
+)
+NOTHING_TO_COMPRESS = Refusal(
+    combination="[codec] name with a model of which it would compress no tensor",
+    why="{codec.name} compresses no tensor of this model: {found}",
+    remedy="{advice}",
+)
+NOTHING_SENT = Refusal(
+    combination="[codec] density so small that nothing would be sent",
+    why='{codec.density} of the largest tensor, "{name}" with {numel} elements, is {share:.3g} entries, so nothing '
+    "would be sent of any tensor",
+    remedy="set [codec] density to {least:.1g} or more",
+)
+
 # --- replicas in one process ------------------------------------------------------------------------------------------
 
 REPLICAS_THAT_NEVER_DIFFER = Refusal(
@@ -55,8 +78,8 @@ REPLICAS_THAT_NEVER_DIFFER = Refusal(
 BATCH_STATISTICS_OF_WORKERS = Refusal(
     combination='replicas in process with [data] sync = "all-reduce" and a model with BatchNorm, unless [data] buffers '
     '= "broadcast"',
-    why="ranks in process compute one after the other, and with {data.buffers} a BatchNorm needs all of them at once, or "
-    "statistics for each",
+    why="ranks in process compute one after the other, and with {data.buffers} a BatchNorm needs all of them at once, "
+    "or statistics for each",
     remedy='set [data] buffers = "broadcast", use a norm without batch statistics, or start real ranks',
 )
 BALANCED_WORKERS = Refusal(

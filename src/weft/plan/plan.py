@@ -216,11 +216,15 @@ class Codec(Section):
     name: str = declare("none", Choice(("none", *CODECS)), "The compression method.")
     density: float = declare(0.01, Real(above=0, maximum=1), "Share of the entries that topk and dgc send.")
     bits: int = declare(
-        32, Whole(minimum=2), "Bits of a value that topk and dgc send: 32 (as it is), 8 or 2; indices take 16 more."
+        32,
+        Whole(minimum=2, among=(2, 8, 32)),
+        "Bits of a value that topk and dgc send: 32 (as it is), 8 or 2; its index takes 16 more.",
     )
     rank: int = declare(4, POSITIVE, "Rank of powersgd's factors.")
     levels: int = declare(
-        256, Whole(minimum=2), "Values that an entry of qsgd may have: 4, 16 or 256, in 2, 4 or 8 bits."
+        256,
+        Whole(minimum=2, among=(4, 16, 256)),
+        "Values that an entry of qsgd may have, in 2, 4 or 8 bits.",
     )
     memory: float = declare(
         1.0,

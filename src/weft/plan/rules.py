@@ -39,6 +39,10 @@ def _is_sharded(plan: Plan) -> bool:
     return plan.data.shard != "nothing"
 
 
+def _codes_gradients(plan: Plan) -> bool:
+    return plan.codec.name != "none" and plan.data.sync == "all-reduce"
+
+
 def _is_one_replica(plan: Plan) -> bool:
     return _is_sharded(plan) and plan.axes.replicate == 1
 
@@ -197,6 +201,48 @@ RULES: tuple[Rule, ...] = (
         why="{codec.name} takes over the optimizer's momentum, and {optimizer} has moments it cannot take over",
         remedy='use SGD, or another codec such as "topk"',
         broken=lambda plan, optimizer: plan.codec.name == "dgc" and _has_moments(optimizer),
+    ),
+    Rule(
+        combination='[codec] name = "dgc" or "sign" with [data] sync = "local"',
+        why="{codec.name} makes something of gradients that a change of weights is not: dgc corrects the optimizer's "
+        "momentum, sign gives up the size of every entry; and with {data.sync} replicas exchange changes of weights",
+        remedy='use "topk" or "onebit", or [data] sync = "all-reduce"',
+        broken=lambda plan, _: plan.codec.name in ("dgc", "sign") and plan.data.sync == "local",
+    ),
+    Rule(
+        combination='[codec] name with [precision] compute = "fp16" and [data] sync = "all-reduce"',
+        why="{codec.name} keeps what it did not send in the unit of scaled gradients, and with {precision.compute} the "
+        "scale of the loss changes from step to step",
+        remedy='set [precision] compute = "bf16", which needs no scale, or [codec] name = "none"',
+        broken=lambda plan, _: _codes_gradients(plan) and plan.precision.compute == "fp16",
+    ),
+    Rule(
+        combination='[codec] name with [precision] accumulate in 16 bits and [data] sync = "all-reduce"',
+        why="{codec.name} adds what it did not send to later gradients, and with {precision.accumulate} such small "
+        "terms would be rounded away",
+        remedy='set [precision] accumulate = "fp32"',
+        broken=lambda plan, _: _codes_gradients(plan) and plan.precision.accumulate != "fp32",
+    ),
+    Rule(
+        combination='[codec] name with [pipeline] schedule = "pipedream" or "2bw" and [data] sync = "all-reduce"',
+        why="{codec.name} changes what it keeps when all stages have decided on an update, and with "
+        "{pipeline.schedule} every stage updates by itself",
+        remedy='use a schedule that flushes, such as "1f1b", or [codec] name = "none"',
+        broken=lambda plan, _: _codes_gradients(plan) and _is_scheduled(plan, "pipedream", "2bw"),
+    ),
+    Rule(
+        combination="[codec] clip with [axes] tensor, pipeline, ring or ulysses, [data] shard or [precision] compute",
+        why="{codec.clip} is for the norm of each replica's whole gradient before it is compressed, and in this plan "
+        "no rank has a whole one in its own format by then",
+        remedy="set [codec] clip = 0.0, or leave these out",
+        broken=lambda plan, _: (
+            plan.codec.clip > 0
+            and (
+                plan.axes.tensor * plan.axes.pipeline * plan.axes.sequence > 1
+                or _is_sharded(plan)
+                or plan.precision.compute != "model"
+            )
+        ),
     ),
     Rule(
         combination='[codec] name = "dgc" with [step] clip_norm',

@@ -17,7 +17,7 @@ rank 0 had no data in that step, the next one decides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -41,13 +41,18 @@ _COUNT_RADIX = 4096
 class AllReduce(BucketedSync, WholeParameters):
     """Sums gradients over the ranks of a group, in buckets, overlapped with the backward pass."""
 
+    _coded: Collection[int] = ()
+    """Parameters that a codec compresses (`compressed_all_reduce.py`)."""
+    _num_extra_words = 0
+    """Words at the end of the tail that a subclass adds."""
+
     def __init__(self, pieces: Sequence[Piece], group: Group, *, bucket_bytes: int, rules: GradientRules) -> None:
         WholeParameters.__init__(self, pieces, rules, bucket_bytes=bucket_bytes)
         BucketedSync.__init__(self, [piece.name for piece in self.pieces], self._parameters)
         self._has_versions = rules.defers
         self._group = group
         self._bucket_bytes = bucket_bytes
-        num_bytes = bucket_memory_bytes(self._parameters, num_ranks=group.size)
+        num_bytes = bucket_memory_bytes(self._parameters, num_ranks=group.size, extra_words=self._num_extra_words)
         self._allocator = BufferAllocator(group, self._parameters[0].device, num_bytes=num_bytes)
         self._pending: list[Pending] = []
         self._ready_order: list[int] = []
@@ -86,11 +91,11 @@ class AllReduce(BucketedSync, WholeParameters):
         for index in unused:
             if self._bucket_of[index] >= self._turn:  # else the others' sum is in there by now
                 views[index].zero_()
-        self._fill_tail(loss_sum, count, unused, compute_s)
-        while self._turn < len(self._buckets.buckets):
+        while self._turn < len(self._buckets.buckets) - 1:
             self._launch_next()
-        for pending in self._pending:
-            pending.wait()
+        self._fill_tail(loss_sum, count, unused, compute_s)
+        self._launch_next()
+        self._wait_for_all()
         self._shared.run({name: views[self._index[name]] for name in self._shared.names})
         self._exchanged = True
         self._disarm()  # a backward pass of the user's own must not start an exchange
@@ -105,6 +110,10 @@ class AllReduce(BucketedSync, WholeParameters):
         exact_count = totals[1].double() * _COUNT_RADIX + totals[2]
         norm = self._norm_parts.norm(totals.device) if with_norm else None
         return Totals(loss_sum=totals[0], count=exact_count, norm=norm, compute_s=totals[TAIL_WORDS:])
+
+    def _wait_for_all(self) -> None:
+        for pending in self._pending:
+            pending.wait()
 
     def state(self) -> dict[str, Any]:
         # The layout decides the order of additions inside a ring all-reduce, so it is part of "to the bit".
@@ -126,6 +135,8 @@ class AllReduce(BucketedSync, WholeParameters):
             bucket_bytes=self._bucket_bytes,
             num_ranks=self._group.size,
             allocator=self._allocator,
+            coded=self._coded,
+            extra_words=self._num_extra_words,
         )
         self._set_buckets(self._buckets.bucket_of, num_early=len(self._buckets.buckets) - 1)
         self._all_used = torch.ones(len(order), dtype=self._buckets.tail.dtype, device=self._buckets.tail.device)
@@ -176,7 +187,7 @@ class AllReduce(BucketedSync, WholeParameters):
         tail[0] = loss_sum
         tail[1] = high
         tail[2] = count - high * _COUNT_RADIX
-        times, flags_of_all = tail[TAIL_WORDS:].split([self._group.size, len(self._names)])
+        times, flags_of_all, _ = tail[TAIL_WORDS:].split([self._group.size, len(self._names), self._num_extra_words])
         times.zero_()
         times[self._group.index].fill_(compute_s)  # an assignment would be a copy from the host, which waits
         flags = self._all_used

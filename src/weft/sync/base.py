@@ -7,6 +7,7 @@
     skip_microbatch()            instead of a forward and backward pass, by a rank without samples in this microbatch
     end_microbatch()             after every microbatch
     finish(loss_sum, count, ...) after the last microbatch, also by a rank that had no data at all
+    decide(is_made, factor)      whether the update is made, and what gradients are multiplied by before
     end_update()                 after the optimizer's update: publish, or exchange weights with other replicas before
     skip()                       instead, if the update was skipped
     settle()                     before anything but the next step
@@ -20,7 +21,8 @@ gradients and never average. After `finish` the `.grad` of every piece is the su
 parameter that no rank used is None, one that only other ranks used has their sum. Gradients that several stages or
 tensor ranks hold are then summed over these, or copied from the first (`comm/shared_gradients.py`), also in `finish`.
 
-Every bucket of gradients leaves through `BucketedSync._launch` (`sync/bucketed.py`): a codec hooks in there. A sync
+Every bucket of gradients leaves through `BucketedSync._launch` (`sync/bucketed.py`), with a codec from there through
+`compressed_exchange.py`. A sync
 between replicas that differ (`sync/local.py`) wraps that of one replica and adds to its `end_update` and `skip`.
 """
 
@@ -29,12 +31,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from weft.parallel.zero.flat_parameters import FlatParameters, Piece
 from weft.parallel.zero.gather import ParameterGathering
+
+if TYPE_CHECKING:
+    from weft.sync.compressed_exchange import CompressedExchange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,8 @@ class Totals:
     """The 2-norm of all gradients together, where it was asked for."""
     compute_s: torch.Tensor | None = None
     """What each rank of the exchange gave as its compute time, in the order of `mesh.batch_group`; None without one."""
+    not_finite: torch.Tensor | None = None
+    """Number of ranks with gradients that are not finite; None without a codec, where their sum shows it."""
 
 
 class Sync(Protocol):
@@ -102,6 +109,16 @@ class Sync(Protocol):
 
     def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool, compute_s: float = 0.0) -> Totals:
         """Complete the exchange. `compute_s` is a time of this rank that all ranks are told (`compute_clock.py`)."""
+
+    def decide(self, *, is_made: bool | torch.Tensor, factor: float | torch.Tensor | None) -> None:
+        """It is known whether this step's update is made (a tensor, on a GPU that decides by itself: 1 or 0), and by
+        what the exchanged gradients are multiplied to get their true unit: a codec changes its state now."""
+        return
+
+    @property
+    def compressed(self) -> CompressedExchange | None:
+        """The codecs through which gradients, or changes of weights, are exchanged; None without a codec."""
+        return None
 
     def publish(self) -> None:
         """Copy what the optimizer updated to the model's parameters, on all ranks; gathers may still be running when it

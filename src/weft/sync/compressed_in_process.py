@@ -13,20 +13,20 @@ Inside is the sync of a rank without others, which collects the gradient of one 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from weft.codecs.in_process import ExchangeInProcess
 from weft.comm.group import Group
 from weft.plan.exchange.coded_tensor import coded_tensors, is_coded
 from weft.plan.exchange.warm_up import is_dense
 from weft.plan.partition.wire import Member, assign_buckets
 from weft.plan.plan import Plan
 from weft.sync.base import PipelineSync, Totals
+from weft.sync.compressed_all_reduce import clip_to_share
 from weft.sync.compressed_exchange import CodedBucket, CompressedExchange
+from weft.sync.in_process import CodecsInProcess
 from weft.sync.norm import GradientRules, NormParts, spoil_norm
 from weft.sync.wrapping_sync import WrappingSync
 
@@ -77,7 +77,7 @@ class CompressedInProcess(WrappingSync):
             for worker in range(self.num_workers)
         ]
         """What each worker's codecs keep."""
-        self._played: list[ExchangeInProcess] = []
+        self._played: list[CodecsInProcess] = []
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
         self._step = self._num_microbatches = 0
 
@@ -93,7 +93,7 @@ class CompressedInProcess(WrappingSync):
             exchange.momenta = first.momenta
             exchange.begin(self._step)
         self._played = [
-            ExchangeInProcess([exchange.codecs[number] for exchange in self.exchanges], self._zero.device)
+            CodecsInProcess([exchange.codecs[number] for exchange in self.exchanges], self._zero.device)
             for number in range(len(self._coded))
         ]
         for one in self._played:
@@ -125,7 +125,8 @@ class CompressedInProcess(WrappingSync):
     def _end_worker(self, worker: int) -> None:
         """Encode the gradient of a worker, whose last microbatch is over."""
         self.inner.finish(self._zero, self._zero, with_norm=False)
-        self._clip()
+        if self._plan.codec.clip:
+            clip_to_share([piece.tensor for piece in self.pieces], self._plan.codec.clip, self.num_workers)
         not_finite = self.exchanges[worker].not_finite
         not_finite += self._dense.add_gradients()
         for flat, exchange in zip(self._coded, self._played, strict=True):
@@ -136,14 +137,6 @@ class CompressedInProcess(WrappingSync):
         is_last = worker == self.num_workers - 1
         for one, value in zip(buffers, self._after_first if is_last else self._before, strict=True):
             one.copy_(value)
-
-    def _clip(self) -> None:
-        gradients = [piece.tensor.grad for piece in self.pieces if piece.tensor.grad is not None]
-        if not self._plan.codec.clip or not gradients:
-            return
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        limit = self._plan.codec.clip / math.sqrt(self.num_workers)
-        torch._foreach_mul_(gradients, torch.clamp(limit / (norm + 1e-6), max=1.0))
 
     @torch.no_grad()
     def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool, compute_s: float = 0.0) -> Totals:

@@ -17,25 +17,28 @@ first holder's are given to the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from weft.codecs.make import make_codec
+from weft.codecs.base import Codec
 from weft.comm.collectives import Pending, all_reduce
 from weft.comm.group import Group
 from weft.comm.objects import gather_values
 from weft.comm.shared_gradients import SharedGradient, SharedGradientExchange
-from weft.parallel.zero.flat_parameters import wait_until_read
+from weft.parallel.zero.flat_parameters import Piece, wait_until_read
 from weft.plan.exchange.weight_exchange import MAX_EXCHANGES_IN_FLIGHT, REPORT_WORDS
 from weft.plan.partition.replicas import exchanges_after, keeps_anchor
+from weft.plan.plan import Codec as CodecSection
 from weft.plan.plan import Plan
 from weft.sync.base import PipelineSync, Totals
+from weft.sync.compressed_exchange import CodedBucket, CompressedExchange
 from weft.sync.in_process import InProcessExchange
 from weft.sync.outer import average_, nesterov_
-from weft.sync.weight_buckets import ExchangeBuffers, WeightBucket, weight_buckets
+from weft.sync.weight_buckets import ExchangeBuffers, Part, WeightBucket, weight_buckets
 from weft.sync.wrapping_sync import WrappingSync
 
 Tensors = Callable[[], Sequence[torch.Tensor]]
@@ -54,12 +57,15 @@ class LocalSync(WrappingSync):
         replica: Group,
         statistics: Tensors = list,
         shared: Sequence[SharedGradient] = (),
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        number: int = 0,
         in_process: InProcessExchange | None = None,
     ) -> None:
         """`group`: the ranks that hold the same part of each replica; `replica`: all ranks of this one. `statistics`
         looks up running statistics that are averaged. `shared`: weights of which other ranks of the replica hold copies
-        that an exchange may round differently. `in_process`: the exchange that replicas of one process make instead of
-        one over the group."""
+        that an exchange may round differently. `shapes`: those of the tensors that pieces are flat ranges of, by name.
+        `number`: that of this replica. `in_process`: the exchange that replicas of one process make instead of one over
+        the group."""
         super().__init__(inner)
         self.num_replicas = group.size if in_process is None else plan.num_replicas
         self.steps_done = 0
@@ -75,7 +81,7 @@ class LocalSync(WrappingSync):
         """Distance of this rank's weights from the mean at the last exchange, relative to the norm of the mean."""
         self._group, self._plan, self._device = group, plan, device
         self._replica, self._statistics, self._in_process = replica, statistics, in_process
-        self._buckets = weight_buckets([(piece.name, piece.tensor) for piece in inner.pieces], plan.comm.bucket_bytes)
+        self._buckets = weight_buckets(_parts(inner.pieces, shapes or {}), plan.comm.bucket_bytes, plan.codec)
         # On the meta device, where memory is predicted, nothing is allocated on the host either.
         self._kept_on = torch.device("cpu") if plan.data.offload and device.type != "meta" else device
         self._anchors: list[torch.Tensor] = []
@@ -86,10 +92,24 @@ class LocalSync(WrappingSync):
             self._anchors = [bucket.read_into(self._keep(bucket)) for bucket in self._buckets]
         if plan.data.outer == "nesterov":
             self._momenta = [self._keep(bucket).zero_() for bucket in self._buckets]
-        self._codecs = [make_codec(plan, bucket.numel) for bucket in self._buckets]
-        messages = [codec.messages for codec in self._codecs if codec is not None]
-        assert all(len(one) == 1 and one[0].adds_up for one in messages), "a codec of one message that adds up"
-        self._buffers = ExchangeBuffers(self._buckets, self._codecs, group, device)
+        coded = [place for place, bucket in enumerate(self._buckets) if bucket.coded]
+        self._number_of = {place: number for number, place in enumerate(coded)}
+        """The numbers that buckets have among those that a codec compresses."""
+        self._compressed = CompressedExchange(
+            [CodedBucket(tensors=one.coded, numel=one.numel, dtype=one.dtype) for one in self._buckets if one.coded],
+            plan.codec,
+            inside=group.alone,
+            across=group,
+            device=device,
+            can_fail=False,
+            scale=1 / self.num_replicas,
+            place=(number, self.num_replicas),
+        )
+        self._plain = {
+            place: number
+            for number, place in enumerate(place for place, bucket in enumerate(self._buckets) if not bucket.coded)
+        }
+        self._buffers = ExchangeBuffers([self._buckets[place] for place in self._plain], group, device)
         self._squares = torch.zeros(2, dtype=torch.float64, device=device)
         self._shared = SharedGradientExchange(shared, bucket_bytes=plan.comm.bucket_bytes)
         ranges = {piece.name: piece.layout.flat_range for piece in inner.pieces if piece.name in self._shared.names}
@@ -139,22 +159,47 @@ class LocalSync(WrappingSync):
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        pending: list[tuple[int, Pending]] = []
+        pending: list[tuple[int, torch.Tensor, Pending]] = []
+        self._compressed.begin(self.steps_done - 1)
         for number in range(self.num_buckets):
+            if number in self._number_of:
+                flat = self.fill(number)
+                self._compressed.start(self._number_of[number], flat, functools.partial(self._take_coded, number, flat))
+                continue
             if len(pending) == MAX_EXCHANGES_IN_FLIGHT:
                 self._complete(*pending.pop(0))
-            pending.append((number, all_reduce(self.fill(number), self._group, wait=False)))
+            flat = self.fill(number)
+            pending.append((number, flat, all_reduce(flat, self._group, wait=False)))
         for one in pending:
             self._complete(*one)
+        self._compressed.finish()
+        self._compressed.end(is_made=True)
         self._copy_shared()
         tail = self.fill_tail()
         all_reduce(tail, self._group)
         self.take_tail(tail)
         self.finish_exchange()
 
-    def _complete(self, number: int, exchange: Pending) -> None:
+    def _complete(self, number: int, flat: torch.Tensor, exchange: Pending) -> None:
         exchange.wait()
-        self.take(number, self._buffers.sent(number))
+        self.take(number, flat.div_(self.num_replicas))
+
+    def _take_coded(self, number: int, flat: torch.Tensor) -> None:
+        self.take(number, flat)
+        self._compressed.hand_back(flat)
+
+    @property
+    def compressed(self) -> CompressedExchange:
+        return self._compressed
+
+    @property
+    def codec(self) -> CodecSection:
+        """What the plan says of codecs."""
+        return self._plan.codec
+
+    def codec_of(self, number: int) -> Codec | None:
+        """The codec of a bucket, if it has one."""
+        return self._compressed.codecs[self._number_of[number]] if number in self._number_of else None
 
     def _copy_shared(self) -> None:
         """Give all ranks of the replica that hold a weight the same bits of it, and of what is kept beside it."""
@@ -174,26 +219,22 @@ class LocalSync(WrappingSync):
 
     @torch.no_grad()
     def fill(self, number: int) -> torch.Tensor:
-        """This replica's part of a sum over replicas: its weights, or their change since the last exchange, or the
-        codec's message of that. The buffer is that of the bucket before the last, which must have been taken."""
-        flat, codec = self._buckets[number].read_into(self._buffers.values(number)), self._codecs[number]
+        """This replica's values of a bucket: its weights, or their change since the last exchange. Without a codec the
+        buffer is that of the bucket before the last, which must have been taken."""
+        bucket = self._buckets[number]
+        if number in self._number_of:
+            flat = self._compressed.borrow(bucket.numel, bucket.dtype)
+        else:
+            flat = self._buffers[self._plain[number]]
+        bucket.read_into(flat)
         if self._anchors:
             torch.sub(self._anchors[number].to(flat.device, non_blocking=True), flat, out=flat)
-        if codec is None:
-            return flat
-        message = self._buffers.sent(number)
-        codec.encode(0, flat, message)
-        return message
+        return flat
 
     @torch.no_grad()
-    def take(self, number: int, total: torch.Tensor) -> None:
-        """Continue from the sum of what all replicas gave; `total` is overwritten."""
-        bucket, data, codec = self._buckets[number], self._plan.data, self._codecs[number]
-        if codec is None:
-            mean = total.div_(self.num_replicas)
-        else:
-            mean = self._buffers.values(number)
-            codec.decode(0, total, self.num_replicas, mean)
+    def take(self, number: int, mean: torch.Tensor) -> None:
+        """Continue from the mean of what all replicas gave; it may be overwritten."""
+        bucket, data = self._buckets[number], self._plan.data
         if not self._anchors:
             self._add_squares(bucket, mean)
             bucket.write_from(mean)
@@ -248,9 +289,9 @@ class LocalSync(WrappingSync):
     @torch.no_grad()
     def mean_(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace tensors by their means over replicas; collective. Integers stay as they are."""
-        named = [("", tensor) for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+        named = [Part(name="", tensor=one) for one in tensors if one.is_floating_point() or one.is_complex()]
         if self._in_process is not None:
-            self._in_process.mean_([tensor for _, tensor in named])
+            self._in_process.mean_([one.tensor for one in named])
             return
         for bucket in weight_buckets(named, self._plan.comm.bucket_bytes):
             flat = bucket.read_into(torch.empty(bucket.numel, dtype=bucket.dtype, device=self._device))
@@ -310,6 +351,7 @@ class LocalSync(WrappingSync):
         self.steps_done, self.agrees, self._has_begun = steps_done, True, False
         self.must_stop = False
         self._read_anchors()
+        self._compressed.restart()
         for momentum in self._momenta:
             momentum.zero_()
 
@@ -336,3 +378,11 @@ class LocalSync(WrappingSync):
         self.must_stop = False
         self.steps_done, self.agrees = int(state["steps_done"]), bool(state["agrees"])
         self._has_begun, self.num_exchanges = bool(state["has_begun"]), int(state["num_exchanges"])
+
+
+def _parts(pieces: Sequence[Piece], shapes: Mapping[str, tuple[int, ...]]) -> list[Part]:
+    found = []
+    for piece in pieces:
+        shape, kept = shapes.get(piece.name, tuple(piece.tensor.shape)), piece.layout.flat_range
+        found.append(Part(name=piece.name, tensor=piece.tensor, shape=shape, start=0 if kept is None else kept[0]))
+    return found

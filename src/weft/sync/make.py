@@ -1,7 +1,7 @@
 """Chooses and makes the sync of a plan.
 
 one data rank, the model's own precision        `NoSync`; also a stage of a pipeline with nothing to train
-several, the model's own precision               `AllReduce`
+several, the model's own precision               `AllReduce`, with a codec `CompressedAllReduce`
 anything sharded, cast, narrowed or offloaded    `ZeroSync`, with as many parts as ranks share one copy
 replicas that differ between exchanges           `LocalSync` around the one of these that fits one replica
 """
@@ -34,12 +34,15 @@ from weft.parallel.zero.overlapped_gather import OverlappedGathers
 from weft.parallel.zero.unit import Unit
 from weft.plan.partition import flat_buffers
 from weft.plan.partition.flat_buffers import Sharding
+from weft.plan.plan import Plan
 from weft.sync.allreduce import AllReduce
 from weft.sync.base import PipelineSync
+from weft.sync.compressed_all_reduce import CompressedAllReduce, coded_places
 from weft.sync.compressed_in_process import CompressedInProcess
 from weft.sync.in_process import InProcessExchange
 from weft.sync.local import LocalSync
 from weft.sync.norm import GradientRules
+from weft.sync.replica_compression import ReplicaCompression
 from weft.sync.whole_parameters import NoSync
 from weft.sync.zero import ZeroSync
 
@@ -82,6 +85,7 @@ def place(
         return CompressedInProcess(inside, mesh.state_group("gradients"), mesh.plan, buffers=changed)
     if mesh.plan.replica_axis is None:
         return inside
+    sizes, coordinates = mesh.grid.axes.sizes, mesh.grid.coordinates(mesh.world.rank)
     return LocalSync(
         inside,
         mesh.between_replicas("weights"),
@@ -90,6 +94,8 @@ def place(
         replica=mesh.whole_replica("control"),
         statistics=functools.partial(running_statistics, model) if mesh.plan.data.buffers != "local" else list,
         shared=rules.shared_weights,
+        shapes={name: layouts[name].local_shape(sizes, coordinates) for name in (one.name for one in inside.pieces)},
+        number=mesh.replica,
         in_process=in_process,
     )
 
@@ -107,6 +113,19 @@ def _place_whole(model: nn.Module, mesh: Mesh, layouts: Mapping[str, Layout], ru
     group = mesh.state_group("gradients")
     if group.size == 1 or not pieces:
         return NoSync(pieces, group, rules, bucket_bytes=mesh.plan.comm.bucket_bytes)
+    if coded_places(pieces, mesh.plan, rules) and mesh.plan.replica_axis is None:
+        inside, across = codec_groups(mesh)
+        if across.size > 1:
+            return CompressedAllReduce(
+                pieces,
+                group,
+                mesh.plan,
+                inside=inside,
+                across=across,
+                device=mesh.world.device,
+                waits_in_backward=_waits_in_backward(model, mesh.plan),
+                rules=rules,
+            )
     return AllReduce(pieces, group, bucket_bytes=mesh.plan.comm.bucket_bytes, rules=rules)
 
 
@@ -162,9 +181,10 @@ def _place_in_flats(
         place=(everyone.index, everyone.size),
         sharding=sharding,
         device=device,
-        waits_in_backward=plan.data.buffers == "synchronise" and has_batch_norms(model),
+        waits_in_backward=_waits_in_backward(model, plan),
         bucket_bytes=plan.comm.bucket_bytes,
         rules=rules,
+        compression=_replica_compression(mesh, replicas, rules),
     )
     if sharding.stage == 3:
         _add_gathering(sync, model, blueprint, stay_whole=sharding.stays_whole, stage_of=stage_of)
@@ -197,6 +217,36 @@ def reduction_groups(mesh: Mesh) -> tuple[Group, list[Group]]:
     if mesh.plan.data.shard == "nothing":
         return sharing.alone, [sharing]
     return sharing, [mesh.group("replicate", "gradients")] if mesh.plan.replica_axis is None else []
+
+
+def codec_groups(mesh: Mesh) -> tuple[Group, Group]:
+    """The ranks that are summed as they are before a codec compresses, and those between which it does: the ranks that
+    share the sequences of one replica, and the replicas."""
+    if mesh.plan.data.shard != "nothing":
+        across = mesh.group("replicate", "gradients")
+        return across.alone, across
+    if mesh.plan.axes.sequence == 1:
+        across = mesh.state_group("gradients")
+        return across.alone, across
+    return mesh.group("ring+ulysses", "gradients"), mesh.group("data", "gradients")
+
+
+def _replica_compression(mesh: Mesh, replicas: Sequence[Group], rules: GradientRules) -> ReplicaCompression | None:
+    """How replicas that keep gradients in flat buffers compress them; None where they do not."""
+    if mesh.plan.codec.name == "none" or mesh.plan.replica_axis is not None or not replicas:
+        return None
+    inside, across = codec_groups(mesh)
+    if across.size == 1:
+        return None
+    (whole,) = replicas
+    return ReplicaCompression(
+        mesh.plan, inside=inside, across=across, whole=whole, device=mesh.world.device, rules=rules
+    )
+
+
+def _waits_in_backward(model: nn.Module, plan: Plan) -> bool:
+    """True if layers exchange inside the backward pass, so that no rank may wait there for an exchange of gradients."""
+    return plan.data.buffers == "synchronise" and has_batch_norms(model)
 
 
 def _add_gathering(

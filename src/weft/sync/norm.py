@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 from weft.comm.shared_gradients import SharedGradient
 from weft.layout import Range
 from weft.parallel.zero.flat_parameters import Piece
+from weft.sync.base import Totals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,15 @@ class GradientRules:
     norm_ranges: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)
     """Elements of the flattened parameter that this rank counts in the gradient's norm, where other ranks hold and
     count the rest. A parameter that is not here is counted whole."""
+
+
+def spoil_norm(totals: Totals, not_finite: torch.Tensor) -> Totals:
+    """Totals of a step in which so many ranks had gradients that are not finite. A codec may have left these out, so
+    that the sum looks fine: its norm is then NaN, which all ranks that are told of it understand."""
+    norm = totals.norm
+    if norm is not None:
+        norm = torch.where(not_finite > 0, torch.full_like(norm, math.nan), norm)
+    return replace(totals, not_finite=not_finite, norm=norm)
 
 
 class NormParts:

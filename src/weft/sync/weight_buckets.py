@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.codecs.base import Codec
 from weft.comm.exchange_buffers import BufferAllocator, bytes_for
 from weft.comm.group import Group
 from weft.parallel.zero.grouping import torch_dtype
-from weft.plan.exchange.weight_exchange import MAX_EXCHANGES_IN_FLIGHT, Weight, exchange_buckets
+from weft.plan.exchange.coded_tensor import CodedTensor
+from weft.plan.exchange.weight_exchange import MAX_EXCHANGES_IN_FLIGHT, NO_CODEC, Weight, exchange_buckets
+from weft.plan.plan import Codec as CodecSection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class WeightBucket:
     tensors: tuple[torch.Tensor, ...]
     dtype: torch.dtype
     """Format in which they are summed."""
+    coded: tuple[CodedTensor, ...] = ()
+    """Its tensors, if a codec compresses them."""
 
     @property
     def numel(self) -> int:
@@ -46,48 +49,53 @@ class WeightBucket:
         torch._foreach_copy_(list(self.tensors), self.views(flat))
 
 
-def weight_buckets(named: Sequence[tuple[str, torch.Tensor]], bucket_bytes: int) -> list[WeightBucket]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A tensor that is exchanged, and the whole that it is a range of."""
+
+    name: str
+    tensor: torch.Tensor
+    shape: tuple[int, ...] = ()
+    start: int = 0
+
+
+def weight_buckets(named: Sequence[Part], bucket_bytes: int, codec: CodecSection = NO_CODEC) -> list[WeightBucket]:
     """Buckets of these tensors, in their order; empty tensors are in none."""
-    weights = [Weight(numel=tensor.numel(), dtype=str(tensor.dtype).removeprefix("torch.")) for _, tensor in named]
+    weights = [
+        Weight(
+            numel=one.tensor.numel(),
+            dtype=str(one.tensor.dtype).removeprefix("torch."),
+            name=one.name,
+            shape=one.shape,
+            start=one.start,
+        )
+        for one in named
+    ]
     return [
         WeightBucket(
-            names=tuple(named[place][0] for place in bucket.members),
-            tensors=tuple(named[place][1].detach() for place in bucket.members),
+            names=tuple(named[place].name for place in bucket.members),
+            tensors=tuple(named[place].tensor.detach() for place in bucket.members),
             dtype=torch_dtype(bucket.dtype),
+            coded=bucket.coded,
         )
-        for bucket in exchange_buckets(weights, bucket_bytes)
+        for bucket in exchange_buckets(weights, bucket_bytes, codec)
     ]
 
 
 class ExchangeBuffers:
-    """The memory from which buckets are sent, kept from exchange to exchange: that of two buckets at a time."""
+    """The memory from which buckets are sent as they are, kept from exchange to exchange: that of two at a time."""
 
-    def __init__(
-        self, buckets: Sequence[WeightBucket], codecs: Sequence[Codec | None], group: Group, device: torch.device
-    ) -> None:
-        """Collective. With codecs messages travel, and one bucket's values are needed at a time."""
-        self._values_of = [(bucket.numel, bucket.dtype) for bucket in buckets]
-        self._sent_of = [
-            values if codec is None else (codec.messages[0].numel, torch_dtype(codec.messages[0].dtype))
-            for values, codec in zip(self._values_of, codecs, strict=True)
-        ]
-        turns = [_largest(self._sent_of[turn::MAX_EXCHANGES_IN_FLIGHT]) for turn in range(MAX_EXCHANGES_IN_FLIGHT)]
+    def __init__(self, buckets: Sequence[WeightBucket], group: Group, device: torch.device) -> None:
+        """Collective."""
+        self._sizes = [(bucket.numel, bucket.dtype) for bucket in buckets]
+        turns = [_largest(self._sizes[turn::MAX_EXCHANGES_IN_FLIGHT]) for turn in range(MAX_EXCHANGES_IN_FLIGHT)]
         num_bytes = sum(bytes_for([*largest.values()], [*largest]) for largest in turns)
         allocator = BufferAllocator(group, device, num_bytes=num_bytes)
         self._sent = [{dtype: allocator.empty(numel, dtype) for dtype, numel in one.items()} for one in turns]
-        self._values: dict[torch.dtype, torch.Tensor] | None = None
-        if any(codecs):
-            plain = _largest(self._values_of)
-            self._values = {dtype: torch.empty(numel, dtype=dtype, device=device) for dtype, numel in plain.items()}
 
-    def values(self, number: int) -> torch.Tensor:
-        """The buffer for the values of a bucket; without a codec it is the one that is sent."""
-        numel, dtype = self._values_of[number]
-        return self.sent(number) if self._values is None else self._values[dtype][:numel]
-
-    def sent(self, number: int) -> torch.Tensor:
+    def __getitem__(self, number: int) -> torch.Tensor:
         """The buffer that is sent for a bucket."""
-        numel, dtype = self._sent_of[number]
+        numel, dtype = self._sizes[number]
         return self._sent[number % MAX_EXCHANGES_IN_FLIGHT][dtype][:numel]
 
 

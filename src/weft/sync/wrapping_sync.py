@@ -13,6 +13,7 @@ import torch
 from weft.parallel.zero.flat_parameters import FlatParameters, Piece
 from weft.parallel.zero.gather import ParameterGathering
 from weft.sync.base import PipelineSync, Totals
+from weft.sync.compressed_exchange import CompressedExchange
 
 
 class WrappingSync(PipelineSync):
@@ -67,6 +68,13 @@ class WrappingSync(PipelineSync):
 
     def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool, compute_s: float = 0.0) -> Totals:
         return self.inner.finish(loss_sum, count, with_norm=with_norm, compute_s=compute_s)
+
+    def decide(self, *, is_made: bool | torch.Tensor, factor: float | torch.Tensor | None) -> None:
+        self.inner.decide(is_made=is_made, factor=factor)
+
+    @property
+    def compressed(self) -> CompressedExchange | None:
+        return self.inner.compressed
 
     def publish(self) -> None:
         self.inner.publish()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -29,10 +30,12 @@ from weft.parallel.zero.flat_parameters import FlatParameters, Piece
 from weft.parallel.zero.gather import ParameterGathering
 from weft.parallel.zero.overlapped_gather import OverlappedGathers
 from weft.plan.partition.flat_buffers import MAX_IN_FLIGHT, Sharding
-from weft.plan.partition.wire import SHARDED_TAIL_WORDS
+from weft.plan.partition.wire import CODEC_TAIL_WORDS, SHARDED_TAIL_WORDS
 from weft.sync.base import Totals
 from weft.sync.bucketed import BucketedSync
-from weft.sync.norm import GradientRules, NormParts
+from weft.sync.compressed_exchange import CompressedExchange
+from weft.sync.norm import GradientRules, NormParts, spoil_norm
+from weft.sync.replica_compression import ReplicaCompression
 from weft.sync.zero_gradients import GradientPool, Gradients, Reduction, gradient_memory_bytes
 
 
@@ -51,9 +54,11 @@ class ZeroSync(BucketedSync):
         waits_in_backward: bool,
         bucket_bytes: int,
         rules: GradientRules,
+        compression: ReplicaCompression | None = None,
     ) -> None:
         """`flats` in the order of use; `group` shares them out, `replicas` are groups that keep the same part. `place`
-        is this rank's among all of these together, and their number.
+        is this rank's among all of these together, and their number. `compression`: how replicas compress what they
+        exchange.
 
         `waits_in_backward`: layers exchange inside the backward pass (BatchNorm). A rank that waited there for a
         reduction could keep such a layer on another rank waiting, which has not started that reduction; so none does.
@@ -92,7 +97,11 @@ class ZeroSync(BucketedSync):
         )
         buckets = [bucket for bucket, flat in enumerate(trainable) for _ in flat.names]
         self._set_buckets(buckets, num_early=len(trainable))
-        self._all_used = torch.ones(self._num_words + len(buckets), dtype=torch.float64, device=device)
+        num_extra = 0 if compression is None else CODEC_TAIL_WORDS
+        self._all_used = torch.ones(self._num_words + len(buckets) + num_extra, dtype=torch.float64, device=device)
+        self._compression = compression
+        if compression is not None:
+            compression.attach(self._gradients, waits=not waits_in_backward)
         self._reset()
         self._in_step = False
 
@@ -124,6 +133,8 @@ class ZeroSync(BucketedSync):
                 parameter.grad = None
         if self.gathering is not None:
             self.gathering.begin_step()
+        if self._compression is not None:
+            self._compression.begin()
 
     def _reset(self) -> None:
         self._is_armed = False
@@ -178,7 +189,28 @@ class ZeroSync(BucketedSync):
                 if not flags[index] and not self._shared.came_from_others(self._names[index], part):
                     gradients.pieces[member].tensor.grad = None
         times = tail[SHARDED_TAIL_WORDS : self._num_words]
-        return Totals(loss_sum=tail[0], count=tail[1], norm=tail[2].sqrt() if with_norm else None, compute_s=times)
+        norm = tail[2].sqrt() if with_norm else None
+        totals = Totals(loss_sum=tail[0], count=tail[1], norm=norm, compute_s=times)
+        return totals if self._compression is None else spoil_norm(totals, tail[-1])
+
+    def decide(self, *, is_made: bool | torch.Tensor, factor: float | torch.Tensor | None) -> None:
+        if self._compression is not None:
+            self._compression.exchange.end(is_made=is_made, factor=1.0 if factor is None else factor)
+
+    @property
+    def compressed(self) -> CompressedExchange | None:
+        return None if self._compression is None else self._compression.exchange
+
+    def restart(self, *, steps_done: int) -> None:
+        if self._compression is not None:
+            self._compression.restart(steps_done=steps_done)
+
+    def state(self) -> dict[str, Any]:
+        return {} if self._compression is None else self._compression.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        if self._compression is not None:
+            self._compression.load_state(state)
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -226,7 +258,9 @@ class ZeroSync(BucketedSync):
         reduction = self._in_flight.popleft()
         reduction.pending.wait()
         self._pool.hand_back(reduction.borrowed)
-        if reduction.is_last:
+        if reduction.is_last and self._compression is not None:
+            self._compression.start(reduction.gradients)
+        elif reduction.is_last:
             for group in self._replicas:
                 self._replicating.append(reduction.gradients.start_replication(group))
 
@@ -235,6 +269,8 @@ class ZeroSync(BucketedSync):
             self._complete_oldest()
         for pending in self._replicating:
             pending.wait()
+        if self._compression is not None:
+            self._compression.finish()
 
     def _exchange_tail(
         self, loss_sum: torch.Tensor, count: torch.Tensor, unused: list[int], *, with_norm: bool, compute_s: float
@@ -248,6 +284,8 @@ class ZeroSync(BucketedSync):
         tail[:SHARDED_TAIL_WORDS] = torch.stack([word.to(torch.float64) for word in words])
         tail[SHARDED_TAIL_WORDS : self._num_words].zero_()
         tail[SHARDED_TAIL_WORDS + self._place].fill_(compute_s)
+        if self._compression is not None:
+            tail[-1:] = self._compression.exchange.not_finite > 0
         for index in unused:  # one by one: a list of indices would be copied to the device, and the host wait for it
             tail[self._num_words + index].zero_()
         all_reduce(tail, self._group)

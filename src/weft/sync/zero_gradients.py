@@ -70,6 +70,7 @@ class Gradients:
         self._whole_dtype = self._reduce if sharding.every_microbatch else accumulate
         self._keep_whole = sharding.keeps_gradients
         self._whole: torch.Tensor | None = None
+        self.part_index = group.index
         start, stop = flat.flat.part(group.index)
         if self._keep_whole:
             kept = self._require_whole().zero_()

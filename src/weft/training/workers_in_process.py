@@ -1,4 +1,4 @@
-"""All data ranks of a plan with a codec in one process, one after the other on one device: compression studied on one GPU.
+"""All data ranks of a plan with a codec in one process, one after the other: compression studied on one device.
 
 Ranks that exchange gradients at every step hold the same weights. So there is one model and one optimizer, in a trainer
 that takes itself for the first rank of the plan and is alone in all its groups. It takes whole global batches, cuts
@@ -10,15 +10,13 @@ It shows neither time nor bytes of a run on real ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from weft.checkpoint.load import require_whole
 from weft.comm.failures.activity import collective_call
 from weft.errors import DataError
 from weft.layout import part_of
@@ -96,4 +94,6 @@ class _OfWorkers:
         if total != num_samples(targets, "targets"):
             return self.inside.cut(inputs, targets)  # which refuses it
         ranges = [part_of(total, worker, self.num_workers) for worker in range(self.num_workers)]
-        return [batch for span in ranges for batch in self.inside.cut(split_tree(inputs, *span), split_tree(targets, *span))]
+        return [
+            batch for span in ranges for batch in self.inside.cut(split_tree(inputs, *span), split_tree(targets, *span))
+        ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.plan.plan import Codec
 
@@ -27,6 +27,8 @@ class CodedTensor:
     """Place of its first element here in the flat buffer of values. There may be gaps between tensors."""
     numel: int
     """Elements that are here: all, or under ZeRO and between hosts a range of the flattened tensor."""
+    start: int = 0
+    """The first of them in the flattened tensor."""
 
     @property
     def num_columns(self) -> int:
@@ -47,6 +49,8 @@ class CodedTensor:
 
 def is_coded(codec: Codec, shape: Sequence[int]) -> bool:
     """True if a tensor of this shape (a rank's shard of it) is compressed."""
+    if codec.name == "half":  # it loses little enough for every tensor
+        return True
     if codec.name == "none" or len(shape) < 2 or math.prod(shape) < codec.dense_below:
         return False
     if codec.name == "powersgd":  # factors that are no smaller than the matrix would only cost time
@@ -55,11 +59,21 @@ def is_coded(codec: Codec, shape: Sequence[int]) -> bool:
     return True
 
 
-def coded_tensors(named: Sequence[tuple[str, tuple[int, ...], int]]) -> tuple[CodedTensor, ...]:
-    """Tensors (name, shape, number of elements here) one after the other; empty ones are left out."""
+def coded_tensors(named: Sequence[tuple[str, tuple[int, ...], int, int]]) -> tuple[CodedTensor, ...]:
+    """Tensors (name, shape, first element here, number of them) one after the other; empty ones are left out."""
     found, offset = [], 0
-    for name, shape, numel in named:
+    for name, shape, start, numel in named:
         if numel:
-            found.append(CodedTensor(name=name, shape=shape, offset=offset, numel=numel))
+            found.append(CodedTensor(name=name, shape=shape, offset=offset, numel=numel, start=start))
         offset += numel
+    return tuple(found)
+
+
+def slice_of(tensors: Sequence[CodedTensor], start: int, stop: int) -> tuple[CodedTensor, ...]:
+    """The parts of tensors that lie in a slice of their flat buffer, placed in the slice."""
+    found = []
+    for one in tensors:
+        first, last = max(one.offset, start), min(one.offset + one.numel, stop)
+        if first < last:
+            found.append(replace(one, offset=first - start, numel=last - first, start=one.start + first - one.offset))
     return tuple(found)

@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from weft.plan.exchange.messages import messages_of
+from weft.plan.exchange.coded_tensor import CodedTensor, coded_tensors, is_coded
+from weft.plan.exchange.messages import Message, messages_of
 from weft.plan.partition.flat_buffers import FlatBuffer, item_bytes
 from weft.plan.partition.replicas import keeps_anchor
-from weft.plan.partition.wire import Member, assign_buckets, sent_bytes
-from weft.plan.plan import Plan
+from weft.plan.partition.wire import CODED, Member, assign_buckets, coded_member, sent_bytes
+from weft.plan.plan import Codec, Plan
 
 MAX_EXCHANGES_IN_FLIGHT = 2
 """Buckets of weights under way at once."""
+
+NO_CODEC = Codec()
 
 REPORT_WORDS = 2
 """Words that each replica reports in an exchange: its compute time, and whether it must stop."""
@@ -31,6 +34,11 @@ class Weight:
 
     numel: int
     dtype: str
+    name: str = ""
+    shape: tuple[int, ...] = ()
+    """That of the whole tensor, of which this may be a range."""
+    start: int = 0
+    """The first element of that range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,43 +50,60 @@ class ExchangeBucket:
     numel: int
     dtype: str
     """The format in which they are summed: at least 32 bits."""
+    coded: tuple[CodedTensor, ...] = ()
+    """Its tensors, if a codec compresses them; it then compresses all of the bucket."""
 
     @property
     def num_bytes(self) -> int:
         return self.numel * item_bytes(self.dtype)
 
 
-def exchange_buckets(weights: Sequence[Weight], bucket_bytes: int) -> list[ExchangeBucket]:
-    """The buckets of these weights, in the order of exchange; empty weights are in none."""
+def exchange_buckets(weights: Sequence[Weight], bucket_bytes: int, codec: Codec = NO_CODEC) -> list[ExchangeBucket]:
+    """The buckets of these weights, in the order of exchange; empty weights are in none. Those that a codec compresses
+    share no bucket with others."""
     there = [(place, weight) for place, weight in enumerate(weights) if weight.numel]
-    members = [
-        Member(numel=weight.numel, item_bytes=item_bytes(_summed_in(weight.dtype)), kind=weight.dtype)
-        for _, weight in there
-    ]
+    members = []
+    for _, weight in there:
+        member = Member(numel=weight.numel, item_bytes=item_bytes(_summed_in(weight.dtype)), kind=weight.dtype)
+        members.append(coded_member(member) if is_coded(codec, weight.shape) else member)
     return [
         ExchangeBucket(
             members=tuple(there[index][0] for index in inside),
             numel=sum(members[index].numel for index in inside),
-            dtype=_summed_in(members[inside[0]].kind),
+            dtype=_summed_in(members[inside[0]].kind.removeprefix(CODED)),
+            coded=_coded([there[index][1] for index in inside]) if members[inside[0]].kind.startswith(CODED) else (),
         )
         for inside in assign_buckets(members, bucket_bytes, first_bytes=bucket_bytes)
     ]
 
 
+def _coded(weights: Sequence[Weight]) -> tuple[CodedTensor, ...]:
+    return coded_tensors([(weight.name, weight.shape, weight.start, weight.numel) for weight in weights])
+
+
+def bucket_messages(bucket: ExchangeBucket, plan: Plan, *, step: int = 0) -> tuple[Message, ...]:
+    """The messages in which a bucket travels after a step, counted from 0."""
+    if not bucket.coded:
+        return (Message(numel=bucket.numel, dtype=bucket.dtype),)
+    return messages_of(plan.codec, bucket.coded, bucket.dtype, num_replicas=plan.num_replicas, step=step)
+
+
 def kept_weights(buffers: Sequence[FlatBuffer], part: int) -> list[Weight]:
     """The weights that a rank updates, where parameters lie in these buffers and it keeps this part of each."""
     return [
-        Weight(numel=stop - start, dtype=one.master)
+        Weight(numel=stop - start, dtype=one.master, name=name, shape=shape, start=start)
         for one in buffers
         if one.trainable
-        for start, stop in (one.flat.kept(member, part) for member in range(len(one.flat.numels)))
+        for member, (name, shape) in enumerate(zip(one.names, one.shapes, strict=True))
+        for start, stop in (one.flat.kept(member, part),)
     ]
 
 
-def exchange_bytes(buckets: Sequence[ExchangeBucket], plan: Plan, *, num_statistics: int = 0) -> int:
-    """Bytes that a rank sends along the axis of replicas in one exchange; `num_statistics` are elements, if any."""
+def exchange_bytes(buckets: Sequence[ExchangeBucket], plan: Plan, *, num_statistics: int = 0, step: int = 0) -> int:
+    """Bytes that a rank sends along the axis of replicas in one exchange, after a step counted from 0;
+    `num_statistics` are elements, if any."""
     size = plan.num_replicas
-    messages = [message for one in buckets for message in messages_of(plan.codec, one.numel, one.dtype)]
+    messages = [message for one in buckets for message in bucket_messages(one, plan, step=step)]
     tail = sent_bytes("all-reduce", (num_statistics + size * REPORT_WORDS) * TAIL_ITEM_BYTES, size)
     return sum(message.sent_bytes(size) for message in messages) + tail
 
@@ -92,7 +117,7 @@ def outer_bytes(buckets: Sequence[ExchangeBucket], plan: Plan) -> int:
 def exchange_buffer_bytes(buckets: Sequence[ExchangeBucket], plan: Plan) -> int:
     """Bytes of the buffers from which weights are sent, which are kept: two buckets' messages, that alternate, and with
     a codec the values of one bucket."""
-    messages = [messages_of(plan.codec, one.numel, one.dtype)[0] for one in buckets]
+    messages = [bucket_messages(one, plan)[0] for one in buckets]
     sent = sum(
         _largest((form.dtype, form.num_bytes) for form in messages[turn::MAX_EXCHANGES_IN_FLIGHT])
         for turn in range(MAX_EXCHANGES_IN_FLIGHT)

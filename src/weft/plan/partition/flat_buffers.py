@@ -102,6 +102,8 @@ class FlatBuffer:
     flat: Flat
     """Each parameter's place in the buffer, and each rank's part of it."""
     names: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Each parameter's shape on this rank, before the buffer is cut into parts."""
     compute: str = "float32"
     """Dtype of the parameters as the model computes with them."""
     master: str = "float32"
@@ -196,6 +198,7 @@ def own_tensor(parameter: ParameterSpec, plan: Plan) -> FlatBuffer:
     return FlatBuffer(
         flat=Flat(numels=(parameter.numel,), num_parts=1, aligned_numel=1),
         names=(parameter.name,),
+        shapes=(tuple(parameter.shape),),
         compute=compute,
         master=compute,
         accumulate=compute,
@@ -263,6 +266,7 @@ def _buffer(parameters: Sequence[ParameterSpec], plan: Plan) -> FlatBuffer:
     return FlatBuffer(
         flat=Flat(numels=tuple(parameter.numel for parameter in parameters), num_parts=sharding.num_parts),
         names=tuple(parameter.name for parameter in parameters),
+        shapes=tuple(tuple(parameter.shape) for parameter in parameters),
         compute=compute,
         master=master,
         accumulate=_gradient_dtype(plan.precision.accumulate, compute),

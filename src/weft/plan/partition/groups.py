@@ -47,6 +47,9 @@ def plan_groups(plan: Plan, *, batch_norms: bool) -> tuple[GroupKey, ...]:
         keys.append((state, "parameters"))
         if plan.replica_axis is None:
             keys += [("replicate", "gradients"), ("replicate", "control")]
+    if plan.codec.name != "none" and plan.replica_axis is None and plan.axes.sequence > 1:
+        # The ranks of one replica are summed as they are, then its counterparts elsewhere through the codec.
+        keys += [("ring+ulysses", "gradients"), ("data", "gradients")]
     if plan.replica_axis is not None:
         keys += [(plan.replica_axis, "weights"), (plan.replica_axis, "control"), (replica_axes(plan), "control")]
     if batch_norms and plan.data.buffers == "synchronise":

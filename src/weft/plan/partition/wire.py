@@ -8,7 +8,7 @@ the two to be equal, to the byte. Overheads of a transport (headers, retries) ar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from weft.plan.partition.sequence import HeadShares, Places
@@ -37,6 +37,9 @@ PIPELINE_WORDS_BYTES = 32
 
 SMALLEST_SLICED_BYTES = 1 << 20
 """Smaller tensors cross from stage to stage whole: gathering their slices would take longer than sending them."""
+
+CODEC_TAIL_WORDS = 1
+"""Last word of the tail with a codec: the number of ranks with a gradient that is not finite."""
 
 NORM_BYTES = 8
 """The squared norm of a rank's part of the gradient, in float64."""
@@ -102,6 +105,14 @@ class Member:
         return self.numel * self.item_bytes
 
 
+CODED = "coded "
+"""Begins the kind of members that a codec compresses, so that they share no bucket with others."""
+
+
+def coded_member(member: Member) -> Member:
+    return replace(member, kind=CODED + member.kind)
+
+
 def assign_buckets(
     members: Sequence[Member], bucket_bytes: int, *, first_bytes: int = FIRST_BUCKET_BYTES
 ) -> tuple[tuple[int, ...], ...]:
@@ -129,15 +140,15 @@ def assign_buckets(
     return tuple(sorted(closed, key=lambda bucket: bucket[-1]))
 
 
-def tail_of(members: Sequence[Member], *, num_ranks: int) -> Member:
-    """The tail of a gradient exchange: loss, count, each rank's compute time, and one flag per parameter that a rank
-    used.
+def tail_of(members: Sequence[Member], *, num_ranks: int, extra_words: int = 0) -> Member:
+    """The tail of a gradient exchange: loss, count, each rank's compute time, one flag per parameter that a rank used,
+    and with a codec one word more.
 
     It travels with the gradients, so that a step needs no collective for it. It has at least 32 bits per word, whatever
     the gradients have.
     """
     widest = max(members, key=lambda member: member.item_bytes)
-    numel = TAIL_WORDS + num_ranks + len(members)
+    numel = TAIL_WORDS + num_ranks + len(members) + extra_words
     if widest.item_bytes >= 4:
         return Member(numel=numel, item_bytes=widest.item_bytes, kind=widest.kind)
     return Member(numel=numel, item_bytes=4, kind="tail")
@@ -201,7 +212,9 @@ def tensor_norm_bytes(num_tensors: int, num_ranks: int) -> int:
 
 def needs_norm(plan: Plan) -> bool:
     """True if an update waits for the norm of the whole gradient."""
-    return plan.step.clip_norm > 0 or plan.precision.compute != "model"
+    # With a codec a gradient that is not finite must be known to all ranks of a replica, and the norm tells them.
+    is_told = plan.codec.name != "none" and plan.data.sync == "all-reduce" and plan.axes.tensor * plan.axes.pipeline > 1
+    return plan.step.clip_norm > 0 or plan.precision.compute != "model" or is_told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,10 @@ from weft.errors import ModelError, PlanError, WeftError
 from weft.models.balance_loss import balance_problems
 from weft.parallel.state.batchnorm import has_batch_norms
 from weft.plan.check import check
-from weft.plan.model_refusals import CODEC_OF_COMPLEX_WEIGHTS, COMPILED_AS_A_WHOLE
+from weft.plan.model_refusals import COMPILED_AS_A_WHOLE
 from weft.plan.plan import Plan
 from weft.training.loss.loss import resolve_loss
+from weft.training.setup.codec_problems import codec_problems
 from weft.training.setup.probe_optimizer import class_name, takes_parts
 
 
@@ -48,9 +49,8 @@ def setup_problems(
         global_batch=global_batch,
         local_batch_statistics=isinstance(named_model, nn.Module) and has_batch_norms(named_model),
     )
-    if isinstance(named_model, nn.Module) and plan.codec.name != "none":
-        complex_ones = [name for name, one in named_model.named_parameters() if one.is_complex() and one.requires_grad]
-        problems += [CODEC_OF_COMPLEX_WEIGHTS.message(plan, name=name) for name in complex_ones[:1]]
+    if isinstance(named_model, nn.Module):
+        problems += codec_problems(named_model, plan)
     if problems:
         found.append(PlanError(problems))
     try:

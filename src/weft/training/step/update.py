@@ -1,8 +1,8 @@
 """From exchanged gradients to updated weights: scale, check, clip, update, publish.
 
 A loss that is not finite skips the update on every rank at once, and so does a norm that is not, where the plan clips
-or computes in 16 bits: the sum over ranks is not finite as soon as one rank's part is not. What follows from skipped
-updates is decided in `not_finite.py`.
+or computes in 16 bits: the sum over ranks is not finite as soon as one rank's part is not. With a codec the ranks are
+told of such gradients. What follows from skipped updates is decided in `not_finite.py`.
 
 Where the optimizer accepts a flag on the GPU, as torch's fused ones do, the GPU decides by itself: these optimizers
 leave weights and state as they are where `found_inf` is 1. Then the host does not wait, and publishing unchanged
@@ -25,6 +25,7 @@ import torch
 
 from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
+from weft.optim.momentum_correction import take_over_momentum
 from weft.plan.partition.wire import needs_norm
 from weft.plan.plan import Plan
 from weft.sync.base import Sync, Totals
@@ -87,6 +88,7 @@ class Update:
         """`num_skipped`, or a tensor that will be that number: a new one at every step, which no rank has to wait for.
         """
         self._skips_on_device = can_skip_on_device(optimizer)
+        self._past_momentum = take_over_momentum(optimizer, sync, plan)
         self._is_local = plan.replica_axis is not None
         """Replicas differ between exchanges, of which `sync.end_update` may make one."""
         self._waits_anyway = plan.data.offload
@@ -121,6 +123,8 @@ class Update:
         is_scaled = isinstance(scale, torch.Tensor) or scale != 1.0
         factor = (1.0 if correction is None else correction) / scale if is_scaled else correction
         decided = self._decide(totals, step, own_loss)
+        is_made = 1.0 - decided if isinstance(decided, torch.Tensor) else not decided
+        self._sync.decide(is_made=is_made, factor=correction)
         if closes:
             self.close_oldest()
         if norm is not None:
@@ -139,7 +143,7 @@ class Update:
             for group, base in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
                 group["lr"] = base * rate
         self._begin_average(step)
-        with _skipping(self._optimizer, overflow):
+        with _skipping(self._optimizer, overflow), self._past_momentum.during(overflow):
             self._optimizer.step()
         self._has_updated = True
         if self._is_local:
@@ -189,17 +193,23 @@ class Update:
         """
         loss, norm, before = totals.loss_sum, totals.norm, self.loss_scale.factor
         on_device = self._skips_on_device and self._has_updated
-        waits = not on_device and (self._waits_anyway or not loss.is_cuda or norm is not None or self._skips_on_device)
+        may_be_hidden = totals.not_finite is not None
+        waits = not on_device and (
+            self._waits_anyway or not loss.is_cuda or norm is not None or may_be_hidden or self._skips_on_device
+        )
         overflow: bool | torch.Tensor
         # On the host a step without targets does not come here.
         is_empty = totals.count == 0 if self._may_lack_targets and totals.count.is_cuda else None
         if waits:
             overflow = not (math.isfinite(float(loss)) and (norm is None or math.isfinite(float(norm))))
+            overflow = overflow or (totals.not_finite is not None and float(totals.not_finite) > 0)
             self.loss_scale.update(is_finite=not overflow)
             if overflow:
                 self.skipped = self.num_skipped + 1
         else:
             is_finite = torch.isfinite(loss) if norm is None else torch.isfinite(loss) & torch.isfinite(norm)
+            if totals.not_finite is not None:
+                is_finite &= totals.not_finite == 0
             overflow = 1.0 - is_finite.float()
             if on_device:
                 self.loss_scale.update_on_device(overflow)
