@@ -36,7 +36,7 @@ def compression(shapes: Sequence[tuple[str, tuple[int, ...]]], plan: Plan, num_s
     num_ranks = plan.axes.data_ranks
     numel_of = {name: _numel(shape) for name, shape in shapes}
     total = sum(numel_of.values()) * ITEM_BYTES
-    coded = coded_tensors([(name, shape, 0, numel_of[name]) for name, shape in shapes if is_coded(plan.codec, shape)])
+    coded = coded_tensors([(name, shape, numel_of[name]) for name, shape in shapes if is_coded(plan.codec, shape)])
     rest = total - sum(one.numel for one in coded) * ITEM_BYTES
     sent = own = 0
     exchange = 0

@@ -18,11 +18,11 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src"
 
 ROOMS = (
-    "errors units hosts plan plan.partition plan.exchange plan.pipeline profiles planning report "
+    "errors units hosts c_library plan plan.partition plan.exchange plan.pipeline profiles planning report "
     "dtypes comm.shared_memory comm.failures comm.world comm mesh parallel.wrapping blueprint models layout "
     "parallel.tracing parallel.zero parallel.state parallel.attention parallel.sequence parallel.spatial "
     "parallel.tensor.discovery parallel.tensor parallel.pipeline "
-    "codecs sync server checkpoint.files checkpoint optim "
+    "codecs.native codecs sync server checkpoint.files checkpoint optim "
     "training.data training.loss training.step training.setup parallel training training.run verification "
     "measure lab restarts launch cli __main__"
 ).split()

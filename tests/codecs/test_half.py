@@ -18,7 +18,7 @@ from weft.sync.in_process import exchange_in_process
 def bucket(numel: int, dtype: torch.dtype = torch.float32, *, replica: int = 0, num_replicas: int = 1) -> Bucket:
     return Bucket(
         codec=Codec(name="half"),
-        tensors=coded_tensors([("weight", (numel,), 0, numel)]),
+        tensors=coded_tensors([("weight", (numel,), numel)]),
         numel=numel,
         dtype=dtype,
         device=torch.device("cpu"),

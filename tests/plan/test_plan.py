@@ -125,7 +125,9 @@ def test_every_field_refuses_bad_values(section, facts):
 def test_bounds_that_belong_to_the_range_are_accepted():
     assert Codec(density=1).density == 1.0
     assert Data(outer_momentum=0, delay="auto", check_every=0) == Data(outer_momentum=0.0, delay="auto", check_every=0)
-    assert Codec(levels=2).levels == 2
+    assert (Codec(levels=4).levels, Codec(bits=2).bits) == (4, 2)
+    with pytest.raises(PlanError, match=r"^\[codec\] bits = 4 must be 2, 8 or 32"):
+        Codec(bits=4)
     assert Precision(reduce="fp16", accumulate="fp16").accumulate == "fp16"
     assert [Precision(loss_scale=scale).loss_scale for scale in ("dynamic", 0, 1024)] == ["dynamic", 0, 1024]
     with pytest.raises(PlanError, match=r"^\[precision\] loss_scale = 0.5 must be a whole number, at least 0, or "):

@@ -36,8 +36,8 @@ def command(
         bool,
         typer.Option(
             "--replicas-in-process",
-            help='Run all replicas of a plan with [data] sync = "local" or a codec in one process on one device, with the '
-            "results of real ranks.",
+            help='Run all replicas of a plan with [data] sync = "local" or a codec in one process on one device, with '
+            "the results of real ranks.",
         ),
     ] = False,
     restarts: Annotated[int, typer.Option(min=0, help="Times to start ranks again after one died.")] = 3,

@@ -5,10 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from weft.codecs.base import Bucket, Codec
+from weft.codecs.dgc import Dgc
 from weft.codecs.half import Half
+from weft.codecs.onebit import make_onebit
+from weft.codecs.powersgd import PowerSgd
+from weft.codecs.random_rounding import Qsgd, TernGrad
+from weft.codecs.sign import Sign
+from weft.codecs.topk import TopK
 
-_CODECS: dict[str, Callable[[Bucket], Codec]] = {"half": Half}
-"""The codecs that are built; `plan/check.py` refuses the others."""
+_CODECS: dict[str, Callable[[Bucket], Codec]] = {
+    "half": Half,
+    "topk": TopK,
+    "dgc": Dgc,
+    "onebit": make_onebit,
+    "sign": Sign,
+    "qsgd": Qsgd,
+    "terngrad": TernGrad,
+    "powersgd": PowerSgd,
+}
 
 
 def make_codec(bucket: Bucket) -> Codec:

@@ -104,7 +104,7 @@ class CompressedAllReduce(AllReduce):
 
     def _coded_bucket(self, bucket: int, inside: Sequence[int]) -> CodedBucket:
         flat = self._buckets.buckets[bucket]
-        named = [(self._names[i], tuple(self._parameters[i].shape), 0, self._parameters[i].numel()) for i in inside]
+        named = [(self._names[i], tuple(self._parameters[i].shape), self._parameters[i].numel()) for i in inside]
         return CodedBucket(tensors=coded_tensors(named), numel=flat.numel(), dtype=flat.dtype)
 
     def _launch_full(self) -> None:

@@ -57,7 +57,7 @@ class CompressedInProcess(WrappingSync):
         coded = [
             CodedBucket(
                 tensors=coded_tensors(
-                    [(piece.name, piece.layout.global_shape, 0, piece.tensor.numel()) for piece in inside]
+                    [(piece.name, piece.layout.global_shape, piece.tensor.numel()) for piece in inside]
                 ),
                 numel=flat.numel,
                 dtype=flat.dtype,

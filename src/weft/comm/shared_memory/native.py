@@ -1,40 +1,26 @@
-"""The inner loops of `kernels.c`, compiled when first needed if there is a C compiler; everything works without.
-
-The library is kept in the user's cache folder, under a hash of its source and the compiler's version: it is built once
-per machine, in less than a second.
-"""
+"""The inner loops of `kernels.c`, compiled when first needed if there is a C compiler; everything works without."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-log = logging.getLogger("weft")
+from weft.c_library import load_library
 
 LEAST_BYTES = 2**16
 """Below this size a call of torch costs less than checking the tensors."""
 _SOURCE = Path(__file__).with_name("kernels.c")
-_FLAGS = ("-O3", "-fPIC", "-shared", "-std=c11")
-_BUILD_TIMEOUT_S = 60.0
 _SUMS = {torch.float32: "weft_sum_float", torch.float64: "weft_sum_double"}
 
 
 class Kernels:
     """The compiled loops, for tensors that are dense, on the host, and of one dtype and size."""
 
-    def __init__(self, path: Path) -> None:
-        library = ctypes.CDLL(str(path))
+    def __init__(self, library: ctypes.CDLL) -> None:
         self._copy = library.weft_copy
         self._copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
         self._copy.restype = None
@@ -82,32 +68,5 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 @functools.cache
 def find_kernels() -> Kernels | None:
     """The compiled loops, built now if they never were; None without a compiler."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None:
-        return None
-    try:
-        return Kernels(_build(compiler))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: this user has no home
-        log.debug("no compiled loops for shared memory: %s", error)
-        return None
-
-
-def _build(compiler: str) -> Path:
-    source = _SOURCE.read_bytes()
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_BUILD_TIMEOUT_S).stdout
-    marks = (source, version, " ".join(_FLAGS).encode(), platform.platform().encode())
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
-    path = folder / f"kernels-{hashlib.sha256(b'|'.join(marks)).hexdigest()[:20]}.so"
-    if path.exists():
-        return path
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as work:  # ranks may build at once: each renames a whole file
-        made = Path(work) / "kernels.so"
-        subprocess.run(
-            [compiler, *_FLAGS, "-o", str(made), str(_SOURCE)],
-            capture_output=True,
-            check=True,
-            timeout=_BUILD_TIMEOUT_S,
-        )
-        made.rename(path)
-    return path
+    library = load_library(_SOURCE)
+    return None if library is None else Kernels(library)

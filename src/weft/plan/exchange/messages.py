@@ -11,6 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from weft.plan.exchange.coded_tensor import CodedTensor
+from weft.plan.exchange.low_rank import message_numels
+from weft.plan.exchange.quantised import QUANTISED, quantised_bytes
+from weft.plan.exchange.sparse import sparse_layout
 from weft.plan.exchange.warm_up import is_dense
 from weft.plan.partition.flat_buffers import item_bytes
 from weft.plan.partition.wire import sent_bytes
@@ -57,4 +60,30 @@ def messages_of(
     return _MESSAGES[codec.name](codec, tensors, dtype, num_replicas, step)
 
 
-_MESSAGES: dict[str, MessagesOf] = {}
+def _sparse_messages(
+    codec: Codec, tensors: Sequence[CodedTensor], dtype: str, num_replicas: int, step: int
+) -> tuple[Message, ...]:
+    """Entries from every replica; or all elements, zero where nothing is sent, where their sum takes no more bytes."""
+    sparse = Message(numel=sparse_layout(codec, tensors, dtype, step).num_bytes, dtype="uint8", adds_up=False)
+    dense = Message(numel=sum(tensor.numel for tensor in tensors), dtype=dtype)
+    return (sparse if sparse.sent_bytes(num_replicas) < dense.sent_bytes(num_replicas) else dense,)
+
+
+def _quantised_messages(
+    codec: Codec, tensors: Sequence[CodedTensor], dtype: str, num_replicas: int, step: int
+) -> tuple[Message, ...]:
+    return (Message(numel=quantised_bytes(codec, tensors, dtype), dtype="uint8", adds_up=False),)
+
+
+def _low_rank_messages(
+    codec: Codec, tensors: Sequence[CodedTensor], dtype: str, num_replicas: int, step: int
+) -> tuple[Message, ...]:
+    return tuple(Message(numel=numel, dtype=dtype) for numel in message_numels(codec, tensors))
+
+
+_MESSAGES: dict[str, MessagesOf] = {
+    "topk": _sparse_messages,
+    "dgc": _sparse_messages,
+    **dict.fromkeys(QUANTISED, _quantised_messages),
+    "powersgd": _low_rank_messages,
+}
