@@ -6,23 +6,33 @@ import pytest
 import torch
 from torch import Tensor
 
+from weft.codecs.base import Bucket
 from weft.codecs.half import Half
 from weft.codecs.make import make_codec
+from weft.plan.exchange.coded_tensor import coded_tensors
 from weft.plan.exchange.messages import Message, messages_of
-from weft.plan.plan import Codec, Plan
+from weft.plan.plan import Codec
+from weft.sync.in_process import exchange_in_process
+
+
+def bucket(numel: int, dtype: torch.dtype = torch.float32, *, replica: int = 0, num_replicas: int = 1) -> Bucket:
+    return Bucket(
+        codec=Codec(name="half"),
+        tensors=coded_tensors([("weight", (numel,), numel)]),
+        numel=numel,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        replica=replica,
+        num_replicas=num_replicas,
+    )
 
 
 def exchange(replicas: list[Tensor]) -> list[Tensor]:
-    """The values of all replicas after an exchange, played in one process."""
-    codecs = [make_codec(Plan(codec=Codec(name="half")), values.numel()) for values in replicas]
+    """The means of all replicas after an exchange, played in one process."""
+    size = len(replicas)
+    codecs = [make_codec(bucket(len(one), one.dtype, replica=k, num_replicas=size)) for k, one in enumerate(replicas)]
     values = [one.clone() for one in replicas]
-    for number, form in enumerate(codecs[0].messages):
-        messages = [torch.empty(form.numel, dtype=getattr(torch, form.dtype)) for _ in replicas]
-        for codec, own, message in zip(codecs, values, messages, strict=True):
-            codec.encode(number, own, message)
-        assert all(torch.equal(own, given) for own, given in zip(values, replicas, strict=True))
-        for codec, own in zip(codecs, values, strict=True):
-            codec.decode(number, sum(messages), len(replicas), own)
+    exchange_in_process(codecs, values, step=0, scale=1 / size)
     return values
 
 
@@ -49,17 +59,15 @@ def test_replicas_end_with_the_same_bits() -> None:
 
 
 def test_the_message_is_the_one_that_the_wire_counts() -> None:
-    (message,) = Half(10).messages
-    assert message == messages_of(Codec(name="half"), 10, "float64")[0]
+    one = bucket(10, torch.float64)
+    (message,) = Half(one).begin(0)
+    assert messages_of(Codec(name="half"), one.tensors, "float64", num_replicas=4, step=0) == (message,)
     assert (message.num_bytes, message.sent_bytes(4), message.sent_bytes(1)) == (20, 30, 0)
     gathered = Message(numel=10, dtype="bfloat16", adds_up=False)
     assert (gathered.sent_bytes(4), gathered.sent_bytes(1)) == (60, 0)
-    (dense,) = messages_of(Codec(), 10, "float64")
+    (dense,) = messages_of(Codec(), one.tensors, "float64", num_replicas=4, step=0)
     assert (dense.num_bytes, dense.dtype, dense.adds_up) == (80, "float64", True)
 
 
-def test_nothing_is_kept_and_no_codec_is_none() -> None:
-    codec = Half(3)
-    codec.encode(0, torch.ones(3), torch.empty(3, dtype=torch.bfloat16))
-    assert codec.state() == {}
-    assert make_codec(Plan(), 3) is None
+def test_nothing_is_kept() -> None:
+    assert Half(bucket(3)).tensors() == {}

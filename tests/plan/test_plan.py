@@ -48,7 +48,18 @@ DEFAULTS = {
         check_every=100,
     ),
     "server": dict(mode="sync", shards=1, staleness=0, backups=0, compensation=0.0, lr_scaling="none"),
-    "codec": dict(name="none", density=0.01, rank=4, levels=256, clip=0.0, warmup_steps=0),
+    "codec": dict(
+        name="none",
+        density=0.01,
+        bits=32,
+        rank=4,
+        levels=256,
+        memory=1.0,
+        clip=0.0,
+        masking=True,
+        warmup_steps=0,
+        dense_below=1024,
+    ),
     "average": dict(decay=0.0, start=0),
     "precision": dict(compute="model", reduce="fp32", accumulate="fp32", loss_scale="dynamic"),
     "recompute": dict(policy="none"),
@@ -114,7 +125,9 @@ def test_every_field_refuses_bad_values(section, facts):
 def test_bounds_that_belong_to_the_range_are_accepted():
     assert Codec(density=1).density == 1.0
     assert Data(outer_momentum=0, delay="auto", check_every=0) == Data(outer_momentum=0.0, delay="auto", check_every=0)
-    assert Codec(levels=2).levels == 2
+    assert (Codec(levels=4).levels, Codec(bits=2).bits) == (4, 2)
+    with pytest.raises(PlanError, match=r"^\[codec\] bits = 4 must be 2, 8 or 32"):
+        Codec(bits=4)
     assert Precision(reduce="fp16", accumulate="fp16").accumulate == "fp16"
     assert [Precision(loss_scale=scale).loss_scale for scale in ("dynamic", 0, 1024)] == ["dynamic", 0, 1024]
     with pytest.raises(PlanError, match=r"^\[precision\] loss_scale = 0.5 must be a whole number, at least 0, or "):

@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[2]
 def draw(kind, rng):
     """A random value of a kind, made from nothing but its declaration."""
     match kind:
+        case Whole(among=numbers) if numbers:
+            return rng.choice(numbers)
         case Whole():
             numbers = [kind.minimum, rng.randint(kind.minimum, 9), rng.randint(kind.minimum, 2**63 - 1)]
             return rng.choice([*numbers, *kind.words])

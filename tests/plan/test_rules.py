@@ -94,6 +94,27 @@ REFUSED = [
         "[codec] clip = 1.0",
     ),
     (
+        Plan(axes=Axes(data=2), data=Data(sync="local", every=4), codec=Codec(name="sign")),
+        '[codec] name = "sign" makes something of gradients that a change of weights is not',
+    ),
+    (
+        Plan(axes=Axes(data=2), codec=Codec(name="topk"), precision=Precision(compute="fp16")),
+        'with [precision] compute = "fp16" the scale of the loss changes from step to step; set [precision] compute = '
+        '"bf16"',
+    ),
+    (
+        Plan(axes=Axes(data=2), codec=Codec(name="topk"), precision=Precision(compute="bf16", accumulate="bf16")),
+        'with [precision] accumulate = "bf16" such small terms would be rounded away',
+    ),
+    (
+        Plan(axes=Axes(pipeline=2), pipeline=Pipeline(schedule="pipedream"), codec=Codec(name="onebit")),
+        'with [pipeline] schedule = "pipedream" every stage updates by itself',
+    ),
+    (
+        Plan(axes=Axes(data=2, tensor=2), codec=Codec(name="dgc", clip=1.0)),
+        "[codec] clip = 1.0 is for the norm of each replica's whole gradient before it is compressed",
+    ),
+    (
         Plan(codec=Codec(name="topk"), precision=Precision(reduce="bf16")),
         '[precision] reduce = "bf16" has no effect with [codec] name = "topk"',
     ),

@@ -28,11 +28,15 @@ def predicted_bytes(trainer: Trainer) -> int:
     if sync.flats:
         weights = kept_weights([flat.buffer for flat in sync.flats], trainer.mesh.state_group("gradients").index)
     else:
-        trainable = [one for one in trainer.model.parameters() if one.requires_grad]
-        weights = [Weight(numel=one.numel(), dtype=str(one.dtype).removeprefix("torch.")) for one in trainable]
+        weights = [
+            Weight(numel=one.numel(), dtype=str(one.dtype).removeprefix("torch."), name=name, shape=tuple(one.shape))
+            for name, one in trainer.model.named_parameters()
+            if one.requires_grad
+        ]
     assert [weight.numel for weight in weights] == [piece.tensor.numel() for piece in sync.pieces]
     num_statistics = sum(one.numel() for one in running_statistics(trainer.model))
-    return exchange_bytes(exchange_buckets(weights, plan.comm.bucket_bytes), plan, num_statistics=num_statistics)
+    buckets = exchange_buckets(weights, plan.comm.bucket_bytes, plan.codec)
+    return exchange_bytes(buckets, plan, num_statistics=num_statistics)
 
 
 def check_bytes(model: nn.Module, plan: Plan, batch: Batch) -> int:

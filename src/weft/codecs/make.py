@@ -8,22 +8,25 @@ from weft.codecs.base import Bucket, Codec
 from weft.codecs.dgc import Dgc
 from weft.codecs.half import Half
 from weft.codecs.onebit import make_onebit
+from weft.codecs.powersgd import PowerSgd
 from weft.codecs.random_rounding import Qsgd, TernGrad
 from weft.codecs.sign import Sign
 from weft.codecs.topk import TopK
+from weft.codecs.triton_kernels.find import find_fused
 
 _CODECS: dict[str, Callable[[Bucket], Codec]] = {
     "half": Half,
     "topk": TopK,
     "dgc": Dgc,
     "onebit": make_onebit,
-    "qsgd": Qsgd,
     "sign": Sign,
+    "qsgd": Qsgd,
     "terngrad": TernGrad,
+    "powersgd": PowerSgd,
 }
-"""The codecs that are built; `plan/check.py` refuses the others."""
 
 
 def make_codec(bucket: Bucket) -> Codec:
     """The codec of a bucket, as its plan names it."""
-    return _CODECS[bucket.codec.name](bucket)
+    make = find_fused(bucket) or _CODECS[bucket.codec.name]
+    return make(bucket)

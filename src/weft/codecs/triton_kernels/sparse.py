@@ -12,15 +12,16 @@ estimate there, the whole tensor is read.
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Sequence
 
 import torch
 
 from weft.codecs.base import Bucket
-from weft.codecs.dgc import sample_size, threshold_rank
+from weft.codecs.dgc import threshold_rank
 from weft.codecs.kept import Kept
+from weft.codecs.sparse import sample_size
+from weft.codecs.topk import safe_rank
 from weft.codecs.triton_kernels import selection, sparse_passes
 from weft.codecs.triton_kernels.common import BLOCK, NUM_WARPS, num_blocks
 from weft.codecs.triton_kernels.tables import Numbers, Table, Turns, are_aligned
@@ -39,12 +40,13 @@ class SparseKernels:
         self._is_dgc = bucket.codec.name == "dgc"
         self._sampled = [sample_size(one.numel) for one in tensors]
         samples_at = [sum(self._sampled[:place]) for place in range(len(tensors))]
-        fields, samples, first_block = [], [], 0
+        fields, samples, first_block, packed_at = [], [], 0, 0
         for one, num_sampled, at in zip(tensors, self._sampled, samples_at, strict=True):
-            fields.append([one.offset, one.numel, first_block])
+            fields.append([one.offset, one.numel, first_block, packed_at])
             crc = zlib.crc32(one.name.encode())
             samples.append([one.offset, at, num_sampled, one.numel // num_sampled, crc])
             first_block += num_blocks(one.numel)
+            packed_at += one.numel
         self._blocks = Table([num_blocks(one.numel) for one in tensors], fields, device)
         self._chunks = Table([num_blocks(one.numel, CHUNK_NUMEL) for one in tensors], fields, device)
         self._samples = Table([num_blocks(number) for number in self._sampled], samples, device)
@@ -120,8 +122,10 @@ class SparseKernels:
         *,
         scale: float = 1.0,
         clears: bool = True,
+        is_packed: bool = False,
     ) -> None:
-        """target += scale × the entries of each row of messages, in their order; `clears`: from zeros on."""
+        """target += scale × the entries of each row of messages, in their order; `clears`: from zeros on. `is_packed`:
+        there are no gaps between tensors in the target."""
         self._prepare(layout, self._momenta)
         pair = (target, target, self._turns.first) if isinstance(target, torch.Tensor) else self._turns(target)
         ends = counts.cumsum(1, dtype=torch.int32)
@@ -130,7 +134,7 @@ class SparseKernels:
             sparse_passes.add[(chunks.num_programs,)](
                 chunks.tensor_of, chunks.fields, *pair, self._rooms, counts, counts.stride(0), ends, ends.stride(0),
                 offsets, offsets.stride(0), rows, rows.stride(0), self._numbers.float64(scale),
-                CLEARS=clears, NUM_ROWS=rows.shape[0], CHUNK=CHUNK_NUMEL, BLOCK=BLOCK, WIDTH=chunks.width,
+                CLEARS=clears, IS_PACKED=is_packed, IS_ALIGNED=self._is_aligned, NUM_ROWS=rows.shape[0], CHUNK=CHUNK_NUMEL, BLOCK=BLOCK, WIDTH=chunks.width,
                 num_warps=NUM_WARPS, enable_fp_fusion=False,
             )  # fmt: skip
 
@@ -155,11 +159,7 @@ class SparseKernels:
         """Which of the sampled sizes is the threshold, counted from 1; 0: none."""
         if num_sent >= numel:
             return 0
-        rank = threshold_rank(num_sent, numel, num_sampled)
-        if self._is_dgc:
-            return rank
-        enough = rank + 4 * math.isqrt(rank) + 8  # so that nearly always at least k reach it
-        return enough if enough < num_sampled else 0
+        return (threshold_rank if self._is_dgc else safe_rank)(num_sent, numel, num_sampled)
 
 
 def _to_device(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -199,7 +199,8 @@ def emit(
 def add(
     tensor_of, fields, first, second, turn, rooms, counts, counts_stride, ends, ends_stride, offsets, offsets_stride,
     rows, rows_stride, scale,
-    CLEARS: tl.constexpr, NUM_ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    CLEARS: tl.constexpr, IS_PACKED: tl.constexpr, IS_ALIGNED: tl.constexpr, NUM_ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One program has one chunk, and adds the entries of one row after those of another."""
     tensor, row, chunk = part_of(tensor_of, fields, WIDTH)
@@ -209,7 +210,12 @@ def add(
     target = second
     if tl.load(turn) != 0:
         target = first
-    target += tl.load(row) + start
+    offset = tl.load(row + 3) if IS_PACKED else tl.load(row)
+    if IS_ALIGNED:
+        offset = tl.multiple_of(offset, 4)
+        numel = tl.multiple_of(numel, 4)
+        target = tl.multiple_of(target, 16)
+    target += offset + start
     factor = tl.load(scale).to(tl.float32)
     first_slot = tl.load(rooms + 2 * tensor + 1)
     if CLEARS:

@@ -59,12 +59,15 @@ def is_coded(codec: Codec, shape: Sequence[int]) -> bool:
     return True
 
 
-def coded_tensors(named: Sequence[tuple[str, tuple[int, ...], int, int]]) -> tuple[CodedTensor, ...]:
-    """Tensors (name, shape, first element here, number of them) one after the other; empty ones are left out."""
+def coded_tensors(
+    named: Sequence[tuple[str, tuple[int, ...], int] | tuple[str, tuple[int, ...], int, int]],
+) -> tuple[CodedTensor, ...]:
+    """Tensors (name, shape, number of elements here, the first of them unless it is 0) one after the other; empty ones
+    are left out."""
     found, offset = [], 0
-    for name, shape, start, numel in named:
+    for name, shape, numel, *start in named:
         if numel:
-            found.append(CodedTensor(name=name, shape=shape, offset=offset, numel=numel, start=start))
+            found.append(CodedTensor(name=name, shape=shape, offset=offset, numel=numel, start=sum(start)))
         offset += numel
     return tuple(found)
 

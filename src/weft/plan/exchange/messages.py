@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from weft.plan.exchange.coded_tensor import CodedTensor
+from weft.plan.exchange.low_rank import message_numels
 from weft.plan.exchange.quantised import QUANTISED, quantised_bytes
 from weft.plan.exchange.sparse import sparse_layout
-from weft.plan.exchange.warm_up import SPARSE, is_dense
+from weft.plan.exchange.warm_up import is_dense
 from weft.plan.partition.flat_buffers import item_bytes
 from weft.plan.partition.wire import sent_bytes
 from weft.plan.plan import Codec
@@ -59,6 +60,11 @@ def messages_of(
     return _MESSAGES[codec.name](codec, tensors, dtype, num_replicas, step)
 
 
+def num_messages(codec: Codec, step: int) -> int:
+    """The most messages of a bucket in a step."""
+    return 2 if codec.name == "powersgd" and not is_dense(codec, step) else 1
+
+
 def _sparse_messages(
     codec: Codec, tensors: Sequence[CodedTensor], dtype: str, num_replicas: int, step: int
 ) -> tuple[Message, ...]:
@@ -74,7 +80,15 @@ def _quantised_messages(
     return (Message(numel=quantised_bytes(codec, tensors, dtype), dtype="uint8", adds_up=False),)
 
 
+def _low_rank_messages(
+    codec: Codec, tensors: Sequence[CodedTensor], dtype: str, num_replicas: int, step: int
+) -> tuple[Message, ...]:
+    return tuple(Message(numel=numel, dtype=dtype) for numel in message_numels(codec, tensors))
+
+
 _MESSAGES: dict[str, MessagesOf] = {
-    **dict.fromkeys(SPARSE, _sparse_messages),
+    "topk": _sparse_messages,
+    "dgc": _sparse_messages,
     **dict.fromkeys(QUANTISED, _quantised_messages),
+    "powersgd": _low_rank_messages,
 }

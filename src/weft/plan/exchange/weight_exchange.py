@@ -78,7 +78,7 @@ def exchange_buckets(weights: Sequence[Weight], bucket_bytes: int, codec: Codec 
 
 
 def _coded(weights: Sequence[Weight]) -> tuple[CodedTensor, ...]:
-    return coded_tensors([(weight.name, weight.shape, weight.start, weight.numel) for weight in weights])
+    return coded_tensors([(weight.name, weight.shape, weight.numel, weight.start) for weight in weights])
 
 
 def bucket_messages(bucket: ExchangeBucket, plan: Plan, *, step: int = 0) -> tuple[Message, ...]:
