@@ -90,9 +90,7 @@ def _residual(codec: PowerSgd, replicas: Replicas) -> Tensor:
 
 
 def _whole(*shapes: tuple[int, ...]) -> tuple[CodedTensor, ...]:
-    return coded_tensors(
-        [(f"layers.{i}.weight", shape, torch.Size(shape).numel()) for i, shape in enumerate(shapes)]
-    )
+    return coded_tensors([(f"layers.{i}.weight", shape, torch.Size(shape).numel()) for i, shape in enumerate(shapes)])
 
 
 SHAPES = ((12, 20), (7, 3, 3), (12, 20), (12, 20), (5, 40), (7, 3, 3))
