@@ -78,7 +78,7 @@ def check_skipped(trainer: weft.Trainer, model: torch.nn.Module, tokens: torch.T
     assert exchange is not None, "nothing is compressed"
     kept, weights, skipped = copies(exchange.tensors()), copies(pieces_of(trainer)), trainer.num_skipped
     factor = math.inf if trainer.mesh.world.rank == 1 else 1.0
-    target = next(one for one in model.parameters() if one.dim() == 2 and one.requires_grad)
+    target = dict(model.named_parameters())["embedding.weight"]
     hook = target.register_hook(functools.partial(multiplied, factor=factor))
     step(trainer, tokens)
     hook.remove()
