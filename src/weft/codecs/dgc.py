@@ -24,6 +24,8 @@ from weft.codecs.base import Bucket, views
 from weft.codecs.sparse import SparseCodec, State
 from weft.codecs.sparse_message import Entries, write_entries
 from weft.codecs.topk import largest, scaled
+from weft.plan.exchange.messages import Message
+from weft.plan.exchange.sparse import threshold_rank
 
 
 class Dgc(SparseCodec):
@@ -45,11 +47,16 @@ class Dgc(SparseCodec):
         self._momentum_state.close()
         del self._residual_state, self._momentum_state
 
+    def begin(self, step: int, *, keep: float | torch.Tensor = 1.0) -> tuple[Message, ...]:
+        num_given, num_tensors = len(self.momenta), len(self.bucket.tensors)
+        assert num_given == num_tensors, f"{num_given} momenta for {num_tensors} tensors"
+        return super().begin(step, keep=keep)
+
     def choose(self, place: int, values: torch.Tensor, entries: Entries, not_finite: torch.Tensor) -> torch.Tensor:
         tensor, num_sent, masking = self.bucket.tensors[place], entries.values.numel(), self.bucket.codec.masking
         residual, momentum = self._residual_state.part(tensor), self._momentum_state.part(tensor)
         start, stride, num_sampled = self.sample(tensor)
-        rank = threshold_rank(num_sent, tensor.numel, num_sampled)
+        rank = threshold_rank(num_sent, tensor.numel)
         loops = self.loops(values)
         if loops is not None:
             factor, is_nesterov = self.momenta[place]
@@ -100,8 +107,3 @@ class Dgc(SparseCodec):
     def tensors(self) -> dict[str, torch.Tensor]:
         residuals = views(self.bucket, self.residual.settle(), "residual")
         return residuals | views(self.bucket, self.momentum.settle(), "momentum")
-
-
-def threshold_rank(num_sent: int, numel: int, num_sampled: int) -> int:
-    """Which of the sampled sizes, counted from 1 at the largest, is the threshold: 1.25 × num_sent should pass."""
-    return min(num_sampled, -(-5 * num_sampled * num_sent // (4 * numel)))

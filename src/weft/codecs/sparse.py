@@ -25,11 +25,7 @@ from weft.codecs.random_bits import key_of
 from weft.codecs.sparse_message import Entries, SparseMessage, add_entries
 from weft.plan.exchange.coded_tensor import CodedTensor
 from weft.plan.exchange.messages import Message, messages_of
-from weft.plan.exchange.sparse import SparseLayout, sparse_layout
-
-_LEAST_SAMPLED = 4096
-_SAMPLED_SHARE = 128
-"""One element of so many is sampled."""
+from weft.plan.exchange.sparse import SparseLayout, sample_size, sparse_layout
 
 
 class State:
@@ -127,7 +123,7 @@ class SparseCodec(Codec):
 
     def sample(self, tensor: CodedTensor) -> tuple[int, int, int]:
         """First element, distance and number of the elements of a tensor from which a threshold is estimated."""
-        num_sampled = min(tensor.numel, max(_LEAST_SAMPLED, tensor.numel // _SAMPLED_SHARE))
+        num_sampled = sample_size(tensor.numel)
         stride = tensor.numel // num_sampled
         return key_of(tensor.name, self.step, self.bucket.replica) % stride, stride, num_sampled
 

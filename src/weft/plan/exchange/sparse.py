@@ -24,6 +24,10 @@ from weft.plan.plan import Codec
 CHUNK_NUMEL = 65_536
 """Elements of a tensor whose places 16 bits tell apart."""
 
+_LEAST_SAMPLED = 4096
+_SAMPLED_SHARE = 128
+"""One element of so many is sampled."""
+
 _ALIGNMENT_BYTES = 16
 _COUNT_BYTES = 4
 _OFFSET_BYTES = 2
@@ -57,6 +61,17 @@ class SparseLayout:
 def num_sent(share: float, numel: int) -> int:
     """The most entries that a tensor of this many elements sends."""
     return max(1, min(numel, int(share * numel + 0.5)))
+
+
+def sample_size(numel: int) -> int:
+    """Elements of a tensor from which the threshold that entries must reach is estimated."""
+    return min(numel, max(_LEAST_SAMPLED, numel // _SAMPLED_SHARE))
+
+
+def threshold_rank(num_sent: int, numel: int) -> int:
+    """Which of the sampled sizes, counted from 1 at the largest, is the threshold: 1.25 × num_sent should reach it."""
+    num_sampled = sample_size(numel)
+    return min(num_sampled, -(-5 * num_sampled * num_sent // (4 * numel)))
 
 
 def sparse_layout(codec: Codec, tensors: Sequence[CodedTensor], dtype: str, step: int) -> SparseLayout:
