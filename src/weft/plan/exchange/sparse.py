@@ -13,6 +13,7 @@ the message ends, at multiples of 16 bytes.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -72,6 +73,13 @@ def threshold_rank(num_sent: int, numel: int) -> int:
     """Which of the sampled sizes, counted from 1 at the largest, is the threshold: 1.25 × num_sent should reach it."""
     num_sampled = sample_size(numel)
     return min(num_sampled, -(-5 * num_sampled * num_sent // (4 * numel)))
+
+
+def safe_rank(num_sent: int, numel: int) -> int:
+    """Like `threshold_rank`, for topk: num_sent elements reach it, nearly always, so that its largest are among them."""
+    num_sampled = sample_size(numel)
+    mean = num_sampled * num_sent / numel
+    return min(num_sampled, math.ceil(mean + 4 * math.sqrt(mean) + 4))
 
 
 def sparse_layout(codec: Codec, tensors: Sequence[CodedTensor], dtype: str, step: int) -> SparseLayout:
