@@ -76,7 +76,7 @@ def threshold_rank(num_sent: int, numel: int) -> int:
 
 
 def safe_rank(num_sent: int, numel: int) -> int:
-    """Like `threshold_rank`, for topk: num_sent elements reach it, nearly always, so that its largest are among them."""
+    """The like for topk: num_sent elements reach it nearly always, so that the largest of all are among them."""
     num_sampled = sample_size(numel)
     mean = num_sampled * num_sent / numel
     return min(num_sampled, math.ceil(mean + 4 * math.sqrt(mean) + 4))
