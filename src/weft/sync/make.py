@@ -23,6 +23,7 @@ from weft.errors import ModelError
 from weft.layout import Layout
 from weft.mesh import Mesh
 from weft.parallel.state.batchnorm import has_batch_norms, running_statistics
+from weft.parallel.state.buffers import persistent_buffers
 from weft.parallel.state.materialise import Cut, Draws, Materialiser
 from weft.parallel.wrapping.wrap import add_hook
 from weft.parallel.zero.flat_parameters import FlatParameters, Piece
@@ -38,6 +39,7 @@ from weft.plan.plan import Plan
 from weft.sync.allreduce import AllReduce
 from weft.sync.base import PipelineSync
 from weft.sync.compressed_all_reduce import CompressedAllReduce, coded_places
+from weft.sync.compressed_in_process import CompressedInProcess
 from weft.sync.in_process import InProcessExchange
 from weft.sync.local import LocalSync
 from weft.sync.norm import GradientRules
@@ -78,6 +80,10 @@ def place(
     else:
         materialiser.fill_all()
         inside = _place_whole(model, mesh, layouts, rules)
+    if mesh.plan.replica_axis is None and in_process is not None:
+        is_broadcast = mesh.plan.data.buffers == "broadcast" and has_batch_norms(model)
+        changed = functools.partial(_buffers, model) if is_broadcast else list
+        return CompressedInProcess(inside, mesh.state_group("gradients"), mesh.plan, buffers=changed)
     if mesh.plan.replica_axis is None:
         return inside
     sizes, coordinates = mesh.grid.axes.sizes, mesh.grid.coordinates(mesh.world.rank)
@@ -94,6 +100,10 @@ def place(
         number=mesh.replica,
         in_process=in_process,
     )
+
+
+def _buffers(model: nn.Module) -> list[torch.Tensor]:
+    return list(persistent_buffers(model).values())
 
 
 def _place_whole(model: nn.Module, mesh: Mesh, layouts: Mapping[str, Layout], rules: GradientRules) -> PipelineSync:
