@@ -107,6 +107,8 @@ class PowerSgd(Codec):
         self._first = torch.empty(num_left + sum(one.numel for one in self._rests), dtype=kind[0], device=kind[1])
         """The sum of the first messages, with orthonormal factors."""
         self._arithmetic = find_low_rank(bucket.device, bucket.dtype)
+        self._wanted = self._first.new_empty(0)
+        """What is to be sent in the exchange under way: the values, and what was kept."""
         self._has_begun = False
         self._set_first_start()
 
@@ -161,7 +163,7 @@ class PowerSgd(Codec):
             )
         self._write(self._start, self._start.old if self._is_dense else self._next_start(received))
         self._write(self._residual, self._wanted)
-        del self._wanted
+        self._wanted = self._first.new_empty(0)
 
     def end(self, is_made: bool | torch.Tensor) -> None:
         if self._has_begun:  # else values travelled without the codec
