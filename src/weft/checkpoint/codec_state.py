@@ -147,14 +147,14 @@ def load_own_codecs(trainer: TrainerState, directory: Path, first: int) -> None:
                 reader.read(f"{_OWN}{name}", tensor, [Runs(there=0, here=0, numel=numel)] if numel else [])
 
 
-def load_portable_codecs(trainer: TrainerState, directory: Path, index: Mapping[str, Any]) -> None:
+def load_portable_codecs(trainer: TrainerState, directory: Path, index: Mapping[str, Any]) -> bool:
     """Go on with the state of codecs that a checkpoint of another plan holds, and say what of it is lost; collective.
 
-    The sync was restarted before: all state is new.
+    The sync was restarted before: all state is new. Returns False if nothing of it is used.
     """
     files: dict[str, str] = index["tensors"].get(CODEC, {})
     if not files:
-        return
+        return False
     mesh, saved = trainer.mesh, index["codec"]
     everyone = mesh.everyone("control")
     fits = {key: saved[key] for key in ("name", "sync")} == _rule(trainer.plan)
@@ -168,7 +168,7 @@ def load_portable_codecs(trainer: TrainerState, directory: Path, index: Mapping[
     used = {name for names in try_on_files(everyone, "read", directory, read) for name in names}
     lost = sorted(set(files) - used)
     if not lost:
-        return
+        return True
     weights = sorted({_parameter(name) for name in lost})
     by_file = [(files, lost), (index["tensors"][MODEL], weights)]
 
@@ -179,6 +179,7 @@ def load_portable_codecs(trainer: TrainerState, directory: Path, index: Mapping[
     norms = [math.sqrt(sum(one[place] for one in found)) for place in (0, 1)]
     if mesh.world.rank == 0 and norms[0] > 0:
         log.warning("%s", _loss(directory, saved, trainer.plan, lost, norms=norms))
+    return bool(used)
 
 
 def _loss(directory: Path, saved: Mapping[str, Any], plan: Plan, lost: Sequence[str], *, norms: Sequence[float]) -> str:
