@@ -1,4 +1,4 @@
-"""Bytes, seconds, counts and ranks as people read them: one spelling of everything weft prints."""
+"""Bytes, seconds, bandwidths, counts and ranks as people read them: one spelling of everything weft prints."""
 
 from __future__ import annotations
 
@@ -26,6 +26,14 @@ def format_seconds(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest} s"
     return f"{minutes // 60} h {minutes % 60} min"
+
+
+def format_bandwidth(bytes_per_s: float) -> str:
+    """12500000 -> '100 Mbit/s': lines are sold by bits, in powers of ten."""
+    mbit = bytes_per_s * 8e-6
+    if mbit < 999.5:
+        return f"{mbit:.0f} Mbit/s" if mbit >= 9.95 else f"{mbit:.1f} Mbit/s"
+    return f"{mbit / 1e3:.1f} Gbit/s" if mbit < 99950 else f"{mbit / 1e3:.0f} Gbit/s"
 
 
 def format_count(number: float) -> str:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from command import Outcome, Workspace, finish, start, start_torchrun
+from rich.console import Console
 
+from weft.cli.compression import Question, print_codecs, read_count
+from weft.measure.codecs import MEASURED
 from weft.measure.exchanges import TIMED
+from weft.profiles.cluster import Compression
 from weft.profiles.cluster_text import read_cluster
+from weft.profiles.presets import preset
 
 RunHere = Callable[..., Outcome]
 
@@ -31,6 +38,7 @@ def test_it_writes_a_cluster(run_here: RunHere, tmp_path: Path) -> None:
     cluster = read_cluster(path)
     assert (cluster.name, cluster.measured, cluster.num_ranks, cluster.num_hosts) == ("mine", True, 2, 1)
     assert {each.collective for each in cluster.timings} == set(TIMED)
+    assert [each.codec for each in cluster.compressions] == list(MEASURED)
     assert [file.name for file in tmp_path.iterdir()] == ["mine.toml"]
 
 
@@ -58,6 +66,9 @@ def test_a_preflight_of_a_good_job_exits_with_0(run_here: RunHere, workspace: Wo
     [
         (["--preflight", "--quick"], "--preflight measures nothing and writes nothing"),
         (["--preflight", "--output", "x.toml"], "--preflight measures nothing and writes nothing"),
+        (["--preflight", "--parameters", "1M"], "--preflight measures nothing and writes nothing"),
+        (["--job", "x.toml", "--parameters", "1M"], "--job and --parameters both give the size of the model"),
+        (["--parameters", "many"], "--parameters many is not a number of parameters; write one such as 124M"),
         (["--output", "no/such/folder/x.toml"], "there is no directory no/such/folder"),
     ],
 )
@@ -80,3 +91,30 @@ def test_it_joins_torchrun_and_compares_first(workspace: Workspace, tmp_path: Pa
     assert outcome.code == 0, outcome.stderr
     assert outcome.stdout.index("2 ranks compared: nothing differs") < outcome.stdout.index(f"wrote {path}")
     assert outcome.stdout.count("wrote") == 1 and read_cluster(path).num_ranks == 2
+
+
+@pytest.mark.parametrize(("text", "count"), [("124M", 124_000_000), ("1.3b", 1_300_000_000), ("7000", 7000)])
+def test_a_number_of_parameters_has_a_unit(text: str, count: int) -> None:
+    assert read_count(text) == count and read_count(None) is None
+
+
+def test_codecs_are_compared_for_a_size_or_for_the_model_of_a_job(workspace: Workspace) -> None:
+    half = Compression(name="half", alpha_s=0.0, element_ns=1.0, replica_element_ns=0.0)
+
+    def printed(question: Question) -> str:
+        console = Console(file=StringIO(), width=200)
+        print_codecs(console, replace(preset("1gbe"), compressions=(half,)), question)
+        assert isinstance(console.file, StringIO)
+        return console.file.getvalue()
+
+    given = printed(Question(num_parameters=8_000_000, num_replicas=16))
+    assert "a model of 8.0 M parameters, exchanged between 16 replicas" in given
+    # 2 × 15 / 16 × 2 bytes saved per element, in 0.5 ns: each of two ranks of a host compresses half
+    assert (
+        "2.0×" in given
+        and "4.0 ms" in given
+        and "at 936 Mbit/s" in given
+        and "any optimizer, between local steps" in given
+    )
+    of_job = printed(Question(job=workspace.job))
+    assert workspace.job.name in of_job and "between 4 replicas" in of_job

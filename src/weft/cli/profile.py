@@ -1,4 +1,4 @@
-"""`weft profile`: measure the ranks, links and collectives here, and write them to cluster.toml for the planner."""
+"""`weft profile`: measure ranks, links, collectives and codecs, and write them to cluster.toml for the planner."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weft.cli.compression import Question, print_codecs, read_count
 from weft.cli.terminal import SECONDS_BETWEEN_LINES, Traceback, is_first_rank, print_table, refuse_ranks, say
 from weft.errors import LaunchError
 from weft.launch import default_num_ranks, is_launched, launch
@@ -30,13 +31,22 @@ def command(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and repetitions: seconds, not a minute.")] = False,
     preflight: Annotated[bool, typer.Option("--preflight", help="Only compare ranks; measure nothing.")] = False,
     job: Annotated[
-        Path | None, typer.Option(metavar="JOB.toml", help="Compare this job's files and data on all ranks too.")
+        Path | None,
+        typer.Option(metavar="JOB.toml", help="Compare this job's files and data on all ranks, and take its model."),
+    ] = None,
+    parameters: Annotated[
+        str | None, typer.Option(metavar="N", help="Model size that codecs are compared for; default: 25M.")
+    ] = None,
+    replicas: Annotated[
+        int | None, typer.Option(min=2, help="Replicas that codecs are compared for; default: hosts, or ranks.")
     ] = None,
     traceback: Traceback = False,
 ) -> None:
-    """Measure devices, links and collectives, and write them to cluster.toml.
+    """Measure devices, links, collectives and codecs, and write them to cluster.toml.
 
     Example:  weft profile --quick
+
+    It also times every codec, and prints the bandwidth below which each pays:  weft profile --parameters 124M
 
     Alone it measures this host. Under torchrun every host takes part: ranks are first compared (versions, code, data,
     clocks), links between hosts are measured pair by pair, and a slow one is named. Differences that would break a run
@@ -45,15 +55,21 @@ def command(
     torchrun --nnodes 2 --nproc-per-node 4 ... -m weft profile
     """
     del traceback  # read by main()
-    if preflight and (quick or output is not None):
-        raise LaunchError("--preflight measures nothing and writes nothing; leave out --quick and --output")
+    if preflight and (quick or output is not None or parameters is not None or replicas is not None):
+        raise LaunchError(
+            "--preflight measures nothing and writes nothing; leave out --quick, --output, --parameters and --replicas"
+        )
+    if job is not None and parameters is not None:
+        raise LaunchError("--job and --parameters both give the size of the model; leave one out")
+    question = Question(num_parameters=read_count(parameters), job=job, num_replicas=replicas)
     target = None if preflight else output or _DEFAULT_OUTPUT
     # Hosts of other ranks need not have the directory.
     if target is not None and is_first_rank() and not target.parent.is_dir():
         raise LaunchError(
             f"{target} cannot be written: there is no directory {target.parent}; make that directory first"
         )
-    arguments: dict[str, Any] = {"target": target, "quick": quick, "job": job, "compares": preflight or job is not None}
+    arguments: dict[str, Any] = {"target": target, "quick": quick, "question": question}
+    arguments["compares"] = preflight or job is not None
     if is_launched():
         refuse_ranks(ranks, LaunchError)
         is_ok = _run_rank(folder=None, attempt=0, **{**arguments, "compares": True})
@@ -64,7 +80,7 @@ def command(
 
 
 def _run_rank(
-    *, folder: Path | None, attempt: int, target: Path | None, quick: bool, job: Path | None, compares: bool
+    *, folder: Path | None, attempt: int, target: Path | None, quick: bool, question: Question, compares: bool
 ) -> bool:
     """The work of every rank; returns False if something was found that would break a run."""
     del folder, attempt
@@ -79,7 +95,7 @@ def _run_rank(
     if compares:
         plan = Plan(axes=Axes(data=world.size), comm=Comm(transport="c10d"))
         with make_mesh(plan, world, groups=[("world", "control")]) as mesh:
-            found = run_preflight(world, mesh.everyone("control"), job=job)
+            found = run_preflight(world, mesh.everyone("control"), job=question.job)
         if view is not None:
             view.compared(found)
         if not found.ok:
@@ -94,7 +110,7 @@ def _run_rank(
                 view.close()
         if view is not None:
             write_cluster(cluster, target)
-            view.measured(cluster, notes, target)
+            view.measured(cluster, notes, target, question)
     leave_world()
     return True
 
@@ -150,8 +166,8 @@ class _View:
         bad, good = "a run would break; mend the problems above first", "nothing differs that would break a run"
         say(self._console, f"{len(found.facts)} ranks compared: {good if found.ok else bad}")
 
-    def measured(self, cluster: Cluster, notes: list[str], target: Path) -> None:
-        """Print devices, links and collectives, the slow links, and the file."""
+    def measured(self, cluster: Cluster, notes: list[str], target: Path, question: Question) -> None:
+        """Print devices, links, collectives and codecs, the slow links, and the file."""
         from weft.measure.preflight import say_ranks
         from weft.profiles.slow import slow_links
 
@@ -172,6 +188,7 @@ class _View:
         rows = [(_place(link), "2", link.kind, *_figures(link)) for link in cluster.links]
         rows += [(one.collective, str(one.num_ranks), one.link, *_figures(one)) for one in cluster.timings]
         print_table(self._console, ("exchange", "ranks", "link", "latency", "rate", "miss"), rows)
+        print_codecs(self._console, cluster, question)
         for slow in slow_links(cluster.links):
             say(self._console, str(slow))
         for note in notes:

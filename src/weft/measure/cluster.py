@@ -1,6 +1,6 @@
 """Time devices, links and collectives on the ranks that are running, and describe them as a `Cluster`.
 
-    1 every rank measures its device, all at once
+    1 every rank measures its device and the codecs on it, all at once
     2 one pair of ranks at a time: the first ranks of each two hosts, then two ranks of each host
     3 one shape of group (`shapes.py`) and transport at a time, each collective at growing sizes: inside hosts first
 
@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from weft.comm.group import Group
 from weft.comm.objects import gather_values
+from weft.measure.codecs import MEASURED, measure_codec
 from weft.measure.device import describe, measure_speeds
 from weft.measure.exchanges import TIMED, UNCHAINED, buffer_bytes, make_collective, make_ping_pong
 from weft.measure.fit import fit_line
@@ -29,12 +30,13 @@ from weft.measure.shapes import Shape, group_shapes, host_pairs
 from weft.measure.timing import Agreement, agree_as_pair, agree_in_group, time_sizes
 from weft.mesh import World, make_mesh
 from weft.plan.plan import Axes, Comm, Plan
-from weft.profiles.cluster import Cluster, Device, Link, Timing
+from weft.profiles.cluster import Cluster, Compression, Device, Link, Timing
 
 POOR_MISS = 1.0
 """Largest relative miss of a good fit: a size took twice, or half, as long as its line says."""
 
 _COMPARED_BYTES = 1 << 20
+_COMPARED_NUMEL = 1 << 20
 _CPU = torch.device("cpu")
 _USUAL_PARTS = 12
 
@@ -55,6 +57,8 @@ class Effort:
     part_s: float
     """Time limit of one link or collective that is not slow."""
     device_s: float
+    codec_s: float = 0.0
+    """Time limit of one codec; 0 measures none."""
 
     def limit_s(self, kinds: Sequence[str]) -> float:
         """Time limit of parts over these kinds of links; one between hosts counts as three."""
@@ -62,12 +66,13 @@ class Effort:
         return self.total_s * min(max(1.0, num_parts / _USUAL_PARTS), 10)
 
 
-QUICK = Effort(sizes=(4 << 10, 64 << 10, 1 << 20, 8 << 20), total_s=6.0, part_s=0.3, device_s=0.8)
+QUICK = Effort(sizes=(4 << 10, 64 << 10, 1 << 20, 8 << 20), total_s=6.0, part_s=0.3, device_s=0.8, codec_s=0.2)
 FULL = Effort(
     sizes=(4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20),
     total_s=60.0,
     part_s=2.5,
     device_s=4.0,
+    codec_s=0.8,
 )
 
 
@@ -106,6 +111,7 @@ def measure_cluster(
         everyone, control = _groups(plan, "world", world, stack)
         progress(0, 1, "devices")
         devices = _devices(world, control, effort)
+        compressions = _compressions(world, control, effort, progress)
         groups = {
             (shape, transport): _groups(shape.plan(transport), shape.axis, world, stack)
             for shape in group_shapes(world.hosts)
@@ -115,7 +121,8 @@ def measure_cluster(
         measured, notes = _measure(parts, control, effort, progress)
     links = tuple(each for each in measured if isinstance(each, Link))
     timings = tuple(each for each in measured if isinstance(each, Timing))
-    return Cluster(name=name, measured=True, devices=devices, links=links, timings=timings), notes
+    found = Cluster(name=name, measured=True, devices=devices, links=links, timings=timings, compressions=compressions)
+    return found, notes
 
 
 def _measure(
@@ -172,6 +179,18 @@ def _devices(world: World, control: Group, effort: Effort) -> tuple[Device, ...]
     facts |= measure_speeds(world.device, budget_s=effort.device_s, meet=lambda: agree_in_group(control)([0.0]))
     rows = gather_values(facts, control)
     return tuple(Device(rank=rank, host=world.hosts[rank], **row) for rank, row in enumerate(rows))
+
+
+def _compressions(world: World, control: Group, effort: Effort, progress: Progress) -> tuple[Compression, ...]:
+    """Every codec on the device where it is slowest."""
+    found = []
+    for place, section in enumerate(MEASURED if effort.codec_s else ()):
+        progress(place, len(MEASURED), f"the codec {section.name}")
+        rows = gather_values(measure_codec(section, world.device, budget_s=effort.codec_s), control)
+        settings = {name: getattr(section, name) for name in ("name", "density", "bits", "rank", "levels")}
+        made = [Compression(**settings, **row) for row in rows]
+        found.append(max(made, key=lambda one: one.time_s(_COMPARED_NUMEL, num_replicas=world.size)))
+    return tuple(found)
 
 
 def _groups(plan: Plan, axes: str, world: World, stack: ExitStack) -> tuple[Group, Group]:

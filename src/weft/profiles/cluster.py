@@ -1,4 +1,4 @@
-"""A cluster as plain data: each rank's device, the links, collectives timed on them.
+"""A cluster as plain data: each rank's device, the links, collectives timed on them, and codecs.
 
 An exchange of n bytes takes alpha + n / beta seconds: a latency and a rate, fitted to measured times. A collective that
 was measured on as many ranks is read off its own line. Others are computed from the nearest that was measured, or from
@@ -21,6 +21,7 @@ from typing import ClassVar, get_args
 from weft.errors import ClusterError, WeftError
 from weft.plan.fields import Choice, Real, Section, Whole, declare, one_of
 from weft.plan.partition.wire import Collective, sent_bytes
+from weft.plan.plan import CODECS, Codec
 
 LINKS = ("shared-memory", "loopback", "device", "network")
 TRANSPORTS = ("c10d", "shared")
@@ -116,8 +117,34 @@ class Timing(ClusterSection):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Compression(ClusterSection):
+    """One codec on the slowest device, while all ranks compress: encoding and decoding, without the wire."""
+
+    name: str = declare("", Choice(CODECS), "The `[codec] name`; the next four fields are those of `[codec]`, too.")
+    density: float = declare(Codec().density, Real(above=0, maximum=1), "Share of the entries that topk and dgc send.")
+    bits: int = declare(Codec().bits, Whole(minimum=2), "Bits of a value that topk and dgc send.")
+    rank: int = declare(Codec().rank, Whole(minimum=1), "Rank of powersgd's factors.")
+    levels: int = declare(Codec().levels, Whole(minimum=2), "Values that an entry of qsgd may have.")
+    alpha_s: float = declare(-1.0, Real(minimum=0), "Seconds that a bucket takes, whatever its size.")
+    element_ns: float = declare(-1.0, Real(minimum=0), "Further nanoseconds per element.")
+    replica_element_ns: float = declare(
+        -1.0, Real(minimum=0), "Further nanoseconds per element and replica, where every replica's message is decoded."
+    )
+
+    @property
+    def codec(self) -> Codec:
+        """The section of a plan that asks for it."""
+        return Codec(name=self.name, density=self.density, bits=self.bits, rank=self.rank, levels=self.levels)
+
+    def time_s(self, numel: float, *, num_replicas: int, num_buckets: int = 1) -> float:
+        """Seconds in which a rank encodes this many elements once and decodes what all replicas sent of them."""
+        each_ns = self.element_ns + num_replicas * self.replica_element_ns
+        return num_buckets * self.alpha_s + numel * each_ns * 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Devices in the order of rank, the links between them, and collectives on these links."""
+    """Devices in the order of rank, the links between them, collectives on these links, and codecs."""
 
     name: str = "cluster"
     measured: bool = False
@@ -125,6 +152,7 @@ class Cluster:
     devices: tuple[Device, ...] = ()
     links: tuple[Link, ...] = ()
     timings: tuple[Timing, ...] = ()
+    compressions: tuple[Compression, ...] = ()
 
     def __post_init__(self) -> None:
         if problems := list(self._problems()):

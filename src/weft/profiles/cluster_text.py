@@ -1,8 +1,9 @@
 """cluster.toml <-> Cluster, with an exact round trip, and the description of its fields for the documentation.
 
-The file is a [cluster] table and lists of tables: [[device]], [[link]], [[timing]]. It is written by `weft profile` and
-may be written by hand, so a text is refused with all its problems at once. A field without a sensible default must be
-there; which ones these are follows from the declarations, for their defaults are values that no field accepts.
+The file is a [cluster] table and lists of tables: [[device]], [[link]], [[timing]], [[compression]]. It is written by
+`weft profile` and may be written by hand, so a text is refused with all its problems at once. A field without a
+sensible default must be there; which ones these are follows from the declarations, for their defaults are values that
+no field accepts.
 
     python -m weft.profiles.cluster_text       prints the tables of docs/profile.md
 """
@@ -16,9 +17,9 @@ from typing import Any
 from weft.errors import ClusterError, nearest
 from weft.plan.fields import Flag, Kind, Section, accept_values, facts_of, section_name, statement, toml
 from weft.plan.text import parse_toml, read_text, write_text
-from weft.profiles.cluster import Cluster, Device, Link, Text, Timing
+from weft.profiles.cluster import Cluster, Compression, Device, Link, Text, Timing
 
-LISTS: dict[str, type[Section]] = {section_name(section): section for section in (Device, Link, Timing)}
+LISTS: dict[str, type[Section]] = {section_name(section): section for section in (Device, Link, Timing, Compression)}
 _HEAD: dict[str, Kind] = {"name": Text(), "measured": Flag()}
 
 

@@ -135,12 +135,16 @@ class CompressedAllReduce(AllReduce):
 
     @torch.no_grad()
     def _clip(self) -> None:
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        if not gradients:
-            return
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        limit = self._codec.clip / math.sqrt(self._group.size)
-        torch._foreach_mul_(gradients, torch.clamp(limit / (norm + 1e-6), max=1.0))
+        clip_to_share(self._parameters, self._codec.clip, self._group.size)
+
+
+def clip_to_share(parameters: Sequence[torch.Tensor], clip: float, num_replicas: int) -> None:
+    """Scale a replica's gradients to a norm of at most clip / √replicas, so that their sum has about that of `clip`."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    torch._foreach_mul_(gradients, torch.clamp(clip / math.sqrt(num_replicas) / (norm + 1e-6), max=1.0))
 
 
 def coded_places(pieces: Sequence[Piece], plan: Plan, rules: GradientRules) -> frozenset[int]:
