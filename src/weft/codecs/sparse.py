@@ -127,7 +127,7 @@ class SparseCodec(Codec):
 
     def sample(self, tensor: CodedTensor) -> tuple[int, int, int]:
         """First element, distance and number of the elements of a tensor from which a threshold is estimated."""
-        num_sampled = min(tensor.numel, max(_LEAST_SAMPLED, tensor.numel // _SAMPLED_SHARE))
+        num_sampled = sample_size(tensor.numel)
         stride = tensor.numel // num_sampled
         return key_of(tensor.name, self.step, self.bucket.replica) % stride, stride, num_sampled
 
@@ -139,3 +139,8 @@ class SparseCodec(Codec):
     def _packed(self, message: torch.Tensor) -> list[torch.Tensor]:
         """Each tensor's part of a message of all elements, in which there are no gaps."""
         return list(message.split([tensor.numel for tensor in self.bucket.tensors]))
+
+
+def sample_size(numel: int) -> int:
+    """Elements of a tensor that are sampled."""
+    return min(numel, max(_LEAST_SAMPLED, numel // _SAMPLED_SHARE))

@@ -43,7 +43,7 @@ class TopK(SparseCodec):
                 keep_residual=float(self.keep) * memory,
                 is_exact=True,
                 sample=(start, stride, num_sampled),
-                rank=_safe_rank(num_sent, tensor.numel, num_sampled),
+                rank=safe_rank(num_sent, tensor.numel, num_sampled),
                 counts=entries.counts,
                 offsets=entries.offsets,
                 sent=entries.values,
@@ -83,7 +83,7 @@ def largest(sizes: torch.Tensor, num_sent: int, threshold: torch.Tensor | None =
     return may_be_sent & (is_larger | (is_least & (is_least.cumsum(0, dtype=torch.int32) <= room)))
 
 
-def _safe_rank(num_sent: int, numel: int, num_sampled: int) -> int:
+def safe_rank(num_sent: int, numel: int, num_sampled: int) -> int:
     """A rank in a sample, counted from 1 at the largest, that `num_sent` elements of all will most likely reach: then
     the compiled loops need one pass only."""
     mean = num_sampled * num_sent / numel
