@@ -91,7 +91,7 @@ def _residual(codec: PowerSgd, replicas: Replicas) -> Tensor:
 
 def _whole(*shapes: tuple[int, ...]) -> tuple[CodedTensor, ...]:
     return coded_tensors(
-        [(f"layers.{i}.weight", shape, 0, torch.Size(shape).numel()) for i, shape in enumerate(shapes)]
+        [(f"layers.{i}.weight", shape, torch.Size(shape).numel()) for i, shape in enumerate(shapes)]
     )
 
 
