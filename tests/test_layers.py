@@ -23,7 +23,8 @@ ROOMS = (
     "parallel.tracing parallel.zero parallel.state parallel.attention parallel.sequence parallel.spatial "
     "parallel.tensor.discovery parallel.tensor parallel.pipeline "
     "codecs.native codecs sync server checkpoint.files checkpoint optim "
-    "training.data training.loss training.step training.setup parallel training training.run verification "
+    "training.data training.loss training.step training.setup parallel training training.run "
+    "verification.float64 verification.compression verification "
     "measure lab restarts launch cli __main__"
 ).split()
 """Packages in import order; a sub-package may stand above or below the package that holds it."""

@@ -1,7 +1,7 @@
 """C files compiled when first needed, if there is a C compiler: inner loops that torch's operations also do, slower.
 
 A library is kept in the user's cache folder, under a hash of its source and the compiler's version: it is built once
-per machine, in less than a second. Products and sums are not contracted to one rounding, so loops can be equal to
+per machine, in about a second per file. Products and sums are not contracted to one rounding, so loops can be equal to
 torch's operations to the bit.
 """
 

@@ -277,7 +277,7 @@ def make_mesh(
         _require_nccl_settings(plan, world)
         require_room_for_communicators(
             free_bytes=torch.cuda.mem_get_info(world.device)[0],
-            num_communicators=num_communicators(plan, batch_norms=batch_norms)
+            num_communicators=num_communicators(plan, batch_norms=batch_norms, hosts=world.hosts)
             if groups is None
             else sum(purpose not in HOST_PURPOSES for _, purpose in groups),
             bytes_each=COMMUNICATOR_BYTES,
@@ -285,7 +285,7 @@ def make_mesh(
         )
     mesh = Mesh(plan, world, sharing=sharing)
     try:
-        mesh.add_groups(plan_groups(plan, batch_norms=batch_norms) if groups is None else groups)
+        mesh.add_groups(plan_groups(plan, batch_norms=batch_norms, hosts=world.hosts) if groups is None else groups)
     except BaseException:
         mesh.close(failed=True)
         raise

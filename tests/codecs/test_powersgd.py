@@ -90,7 +90,9 @@ def _residual(codec: PowerSgd, replicas: Replicas) -> Tensor:
 
 
 def _whole(*shapes: tuple[int, ...]) -> tuple[CodedTensor, ...]:
-    return coded_tensors([(f"layers.{i}.weight", shape, torch.Size(shape).numel()) for i, shape in enumerate(shapes)])
+    return coded_tensors(
+        [(f"layers.{i}.weight", shape, 0, torch.Size(shape).numel()) for i, shape in enumerate(shapes)]
+    )
 
 
 SHAPES = ((12, 20), (7, 3, 3), (12, 20), (12, 20), (5, 40), (7, 3, 3))
@@ -197,6 +199,14 @@ def test_decisions_of_the_device_and_factors_there_give_the_same() -> None:
     assert torch.equal(on_host.kept(), on_device.kept())
 
 
+def test_a_step_in_which_values_travel_without_the_codec_changes_nothing() -> None:
+    replicas, undisturbed = (Replicas(_whole(*SHAPES), rank=2) for _ in range(2))
+    for _ in range(3):
+        given = [_draw(replicas.numel)]
+        replicas.codecs[0].end(True)
+        assert torch.equal(replicas.exchange(given), undisturbed.exchange(given))
+
+
 def test_state_in_one_copy_gives_the_same() -> None:
     two, one = Replicas(_whole(*SHAPES), 2, rank=2), Replicas(_whole(*SHAPES), 2, rank=2, can_fail=False)
     for _ in range(3):
@@ -239,11 +249,13 @@ def test_ranges_send_elements_without_a_full_row_as_they_are_and_gaps_stay() -> 
     assert forms == replicas.codecs[0].begin(0)
 
 
-def test_ranges_without_any_row_are_one_message() -> None:
+def test_ranges_without_any_row_have_an_empty_second_message() -> None:
+    """Ranks that share a bucket must go through the same phases."""
     replicas = Replicas((CodedTensor(name="a", shape=(12, 20), offset=0, numel=19),), 2, rank=2)
     given = [_draw(19) for _ in range(2)]
     assert torch.allclose(replicas.exchange(given), torch.stack(given).mean(0), rtol=0, atol=1e-15)
-    assert [form.numel for form in replicas.codecs[0].begin(0)] == [19]
+    assert [form.numel for form in replicas.codecs[0].begin(0)] == [19, 0]
+    assert [form.numel for form in messages_of(replicas.codec, (), "float32", num_replicas=2, step=0)] == [0, 0]
 
 
 def test_bytes_are_rank_times_rows_and_columns() -> None:

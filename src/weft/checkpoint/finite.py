@@ -19,7 +19,8 @@ from weft.units import name_ranks
 
 
 def refuse_not_finite(trainer: TrainerState, directory: Path) -> None:
-    """Raise on every rank if any rank's weights, optimizer state or running statistics are not finite; collective."""
+    """Raise on every rank if any rank's weights, optimizer state, running statistics or what its codecs keep are not
+    finite; collective."""
     everyone = trainer.mesh.everyone("control")
     findings = gather_values(_find(trainer), everyone)
     found = list(dict.fromkeys(name for names in findings for name in names))
@@ -42,5 +43,7 @@ def _find(trainer: TrainerState) -> list[str]:
         named += [(f"{name}/{key}", value) for key, value in state.items() if isinstance(value, torch.Tensor)]
     if trainer.average is not None and trainer.average.has_begun:
         named += [(f"average of {name}", mean) for name, mean in trainer.average.means.items()]
+    if trainer.sync.compressed is not None:
+        named += [(f"codec's {name}", kept) for name, kept in trainer.sync.compressed.tensors().items()]
     spoilt = [name for name in spoilt_buffers(trainer.named_model) if name not in trainer.nan_from_start]
     return not_finite(named) + spoilt

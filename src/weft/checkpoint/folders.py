@@ -17,13 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from weft.checkpoint.files.file_io import force_to_disk
-from weft.checkpoint.hugging_face import CONFIG, GENERATION_CONFIG, is_companion
+from weft.checkpoint.files.hugging_face import CONFIG, GENERATION_CONFIG, is_companion
 from weft.errors import CheckpointError
 
 INDEX = "checkpoint.json"
 log = logging.getLogger("weft")
 _OWN_FILE = re.compile(
-    r"checkpoint\.json|model\.safetensors\.index\.json|(model|optimizer|average|rank)-[\dof-]+\.safetensors"
+    r"checkpoint\.json|model\.safetensors\.index\.json|(model|optimizer|average|codec|rank)-[\dof-]+\.safetensors"
 )
 _ONLY_OURS = ("optimizer-", "rank-")
 """Prefixes of file names that only weft writes."""

@@ -17,14 +17,15 @@ from typing import Any
 
 import torch
 
+from weft.checkpoint.codec_state import load_portable_codecs
 from weft.checkpoint.extra_state import load_extra, read_extra, refuse_other_names
 from weft.checkpoint.files.agree import try_on_files
 from weft.checkpoint.files.checksums import FileRecord, find_damage
-from weft.checkpoint.files.safetensors import TensorReader
+from weft.checkpoint.files.hugging_face import companion_files
+from weft.checkpoint.files.safetensors import TensorReader, rank_file
 from weft.checkpoint.folders import INDEX, restore
-from weft.checkpoint.hugging_face import companion_files
 from weft.checkpoint.portable import AVERAGE, MODEL, OPTIMIZER, Portable
-from weft.checkpoint.rank_state import load_rank_part, rank_file
+from weft.checkpoint.rank_state import load_rank_part
 from weft.checkpoint.save import index_checksum
 from weft.checkpoint.snapshot import FORMAT
 from weft.checkpoint.state import TrainerState
@@ -96,6 +97,7 @@ def load(trainer: TrainerState, directory: Path, *, extra_state: bool = True) ->
             trainer.sync.publish()
         return
     trainer.sync.restart(steps_done=trainer.steps_done)
+    load_portable_codecs(trainer, directory, index)
     if trainer.pipeline_step is not None:
         trainer.pipeline_step.load_state({}, {})
     trainer.balance.load_state({})

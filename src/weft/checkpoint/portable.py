@@ -9,7 +9,8 @@ divide what they all hold, so that each byte is written once:
     tensor 2:         each writes its rows or columns, and half of what the tensor axis does not split
     tied over stages: the earlier stage writes
 
-Replicas that differ between exchanges write parts of their mean (`replicas.py`).
+Replicas that differ between exchanges write parts of their mean (`replicas.py`), and what codecs keep is always such
+a mean (`codec_state.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from weft.layout import Layout, Range, Runs
 from weft.parallel.state.buffers import consensus_buffers, persistent_buffers
 from weft.plan.partition.grid import Grid
 
-KINDS = MODEL, OPTIMIZER, AVERAGE = "model", "optimizer", "average"
+KINDS = MODEL, OPTIMIZER, AVERAGE, CODEC = "model", "optimizer", "average", "codec"
 _ALIGNED_NUMEL = 1024
 """Where replicas divide a tensor, their parts begin at multiples of this."""
 

@@ -16,9 +16,9 @@ from typing import Any
 from torch import nn
 
 from weft.checkpoint.files.agree import try_on_files
+from weft.checkpoint.files.hugging_face import companion_files, weight_files
 from weft.checkpoint.files.safetensors import TensorReader
 from weft.checkpoint.folders import INDEX, restore
-from weft.checkpoint.hugging_face import companion_files, weight_files
 from weft.checkpoint.load import first_of, read_index, require_undamaged
 from weft.checkpoint.new_layers import is_inside, layers_without_weights
 from weft.checkpoint.portable import Portable

@@ -1,7 +1,8 @@
 """The plan-specific part of a checkpoint: the state of one rank that an exact continuation under the same plan needs.
 
-Random states, the sync's state, shares of microbatches, buffers that differ between ranks, weight versions that
-flush-free pipelines hold, and all that replicas have of their own which differ between exchanges (`replicas.py`).
+Random states, the sync's state, what its codecs keep (`codec_state.py`), shares of microbatches, buffers that differ
+between ranks, weight versions that flush-free pipelines hold, and all that replicas have of their own which differ
+between exchanges (`replicas.py`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Any
 
 import torch
 
+from weft.checkpoint.codec_state import load_own_codecs, take_own_codecs
 from weft.checkpoint.extra_state import take_extra
-from weft.checkpoint.files.safetensors import TensorReader
+from weft.checkpoint.files.safetensors import TensorReader, rank_file
 from weft.checkpoint.replicas import load_own, take_own
 from weft.checkpoint.state import TrainerState
 from weft.parallel.state.buffers import persistent_buffers
@@ -21,12 +23,9 @@ from weft.parallel.state.buffers import persistent_buffers
 _BUFFER, _PIPELINE = "buffer/", "pipeline/"
 
 
-def rank_file(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
-
-
-def take_rank_part(trainer: TrainerState) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors (those of the model are not copied) and metadata of this rank's file; collective.
+def take_rank_part(trainer: TrainerState, number: int = 0) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors (those of the model are not copied) and metadata of this rank's file; collective. `number`: of the data
+    ranks that one process plays, which differ in what their codecs keep alone.
 
     Rank 0's file also holds the state of the user's own, which any plan reads.
     """
@@ -48,8 +47,11 @@ def take_rank_part(trainer: TrainerState) -> tuple[dict[str, torch.Tensor], dict
         "replica": own_values,
         "balance": trainer.balance.state(),
     }
-    extra, stored = take_extra(trainer.extra_state, trainer.mesh.everyone("control"))
-    return {**tensors, **own, **extra}, {"values": json.dumps(values), **stored}
+    extra: dict[str, torch.Tensor] = {}
+    stored: dict[str, str] = {}
+    if number == 0:
+        extra, stored = take_extra(trainer.extra_state, trainer.mesh.everyone("control"))
+    return {**tensors, **own, **take_own_codecs(trainer, number), **extra}, {"values": json.dumps(values), **stored}
 
 
 @torch.no_grad()
@@ -71,4 +73,5 @@ def load_rank_part(trainer: TrainerState, directory: Path) -> None:
     trainer.counts.shared = values["shared_count"]
     trainer.counts.is_own = values.get("has_own_count", False)  # older checkpoints do not say
     trainer.sync.load_state(values["sync"])
+    load_own_codecs(trainer, directory, trainer.mesh.world.rank)
     trainer.balance.load_state(values.get("balance", {}))  # which are not in older ones either

@@ -11,7 +11,7 @@ anything. Means are taken of copies, a bucket at a time, and go to host memory: 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,29 +81,44 @@ class ReplicaMeans:
             found[name] = State(tensor=tensor, mean=Mean(factor=factor, is_rounded=is_counted or not is_float))
         return found
 
-    @torch.no_grad()
     def averaged(self, tensors: Sequence[tuple[torch.Tensor, Mean]]) -> Iterator[torch.Tensor]:
         """The means of tensors, in their order; collective, and alike on all replicas."""
-        most = self._mesh.plan.comm.bucket_bytes
-        bucket: list[tuple[torch.Tensor, Mean]] = []
-        num_bytes = 0
-        for one in tensors:
-            if bucket and num_bytes + one[0].nbytes > most:
-                yield from self._average_bucket(bucket)
-                bucket, num_bytes = [], 0
-            bucket.append(one)
-            num_bytes += one[0].nbytes
-        yield from self._average_bucket(bucket)
+        mesh = self._mesh
+        return averaged(tensors, self._sync.mean_, device=mesh.world.device, bucket_bytes=mesh.plan.comm.bucket_bytes)
 
-    def _average_bucket(self, bucket: Sequence[tuple[torch.Tensor, Mean]]) -> Iterator[torch.Tensor]:
-        copies = []
-        for tensor, mean in bucket:
-            dtype = tensor.dtype if tensor.is_floating_point() else torch.float64
-            copy = tensor.detach().to(self._mesh.world.device, dtype, copy=True)
-            copies.append(copy if mean.factor == 1.0 else copy.mul_(mean.factor))
-        self._sync.mean_(copies)
-        for copy, (tensor, mean) in zip(copies, bucket, strict=True):
-            yield (copy.round_() if mean.is_rounded else copy).to(tensor.dtype)
+
+@torch.no_grad()
+def averaged(
+    tensors: Sequence[tuple[torch.Tensor, Mean]],
+    mean_: Callable[[Sequence[torch.Tensor]], None],
+    *,
+    device: torch.device,
+    bucket_bytes: int,
+) -> Iterator[torch.Tensor]:
+    """The means of tensors over replicas, in their order, of copies on a device, a bucket at a time. `mean_` replaces
+    tensors by their means over replicas; collective, and alike on all of them."""
+    bucket: list[tuple[torch.Tensor, Mean]] = []
+    num_bytes = 0
+    for one in tensors:
+        if bucket and num_bytes + one[0].nbytes > bucket_bytes:
+            yield from _average_bucket(bucket, mean_, device)
+            bucket, num_bytes = [], 0
+        bucket.append(one)
+        num_bytes += one[0].nbytes
+    yield from _average_bucket(bucket, mean_, device)
+
+
+def _average_bucket(
+    bucket: Sequence[tuple[torch.Tensor, Mean]], mean_: Callable[[Sequence[torch.Tensor]], None], device: torch.device
+) -> Iterator[torch.Tensor]:
+    copies = []
+    for tensor, mean in bucket:
+        dtype = tensor.dtype if tensor.is_floating_point() else torch.float64
+        copy = tensor.detach().to(device, dtype, copy=True)
+        copies.append(copy if mean.factor == 1.0 else copy.mul_(mean.factor))
+    mean_(copies)
+    for copy, (tensor, mean) in zip(copies, bucket, strict=True):
+        yield (copy.round_() if mean.is_rounded else copy).to(tensor.dtype)
 
 
 def replica_means(trainer: TrainerState) -> ReplicaMeans | None:

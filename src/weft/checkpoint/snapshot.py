@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
+from weft.checkpoint.codec_state import CodecState
 from weft.checkpoint.files.file_io import Staging, flat_range
-from weft.checkpoint.files.safetensors import MOST_FILE_BYTES, Entry, TensorFile, pack
-from weft.checkpoint.hugging_face import WEIGHTS_INDEX, config_files, weights_index
-from weft.checkpoint.portable import KINDS, MODEL, Part, Portable
-from weft.checkpoint.rank_state import rank_file, take_rank_part
+from weft.checkpoint.files.hugging_face import WEIGHTS_INDEX, config_files, weights_index
+from weft.checkpoint.files.safetensors import MOST_FILE_BYTES, Entry, TensorFile, pack, rank_file
+from weft.checkpoint.portable import CODEC, KINDS, MODEL, Part, Portable
+from weft.checkpoint.rank_state import take_rank_part
 from weft.checkpoint.state import Averaging, TrainerState
 from weft.layout import Runs
 from weft.plan.text import format_plan
@@ -47,19 +48,23 @@ class Snapshot:
 
 def take(trainer: TrainerState, copies: Staging | None) -> Snapshot:
     """A snapshot of a trainer; collective. If it is copied to `copies`, training may continue at once."""
-    world, portable = trainer.mesh.world, Portable(trainer)
+    world, portable, codecs = trainer.mesh.world, Portable(trainer), CodecState(trainer)
     parts, whole = portable.parts()
+    kept, whole[CODEC] = codecs.parts()
+    parts += kept
+    means = itertools.chain(_means(portable, parts), codecs.means(kept))
     own_files = []
     for one in (trainer, *trainer.others):
-        file, inside = _rank_part(one)
-        own_files.append(file)
-        parts += inside
+        for number in range(max(len(one.sync.all_compressed), 1)):
+            file, inside = _rank_part(one, number)
+            own_files.append(file)
+            parts += inside
     files = {kind: pack(kind, whole[kind], MOST_FILE_BYTES) for kind in KINDS}
     maps = {kind: {entry.name: file.name for file in files[kind] for entry in file.entries} for kind in KINDS}
     return Snapshot(
         files=tuple(file for kind in KINDS for file in files[kind]),
         own_files=tuple(own_files),
-        parts=_by_file({**files, **{file.name: [file] for file in own_files}}, _settled(parts, portable, copies)),
+        parts=_by_file({**files, **{file.name: [file] for file in own_files}}, _settled(parts, means, copies)),
         others=_other_files(trainer, maps[MODEL], whole[MODEL]),
         facts={
             "format": FORMAT,
@@ -71,6 +76,7 @@ def take(trainer: TrainerState, copies: Staging | None) -> Snapshot:
             "optimizer": type(trainer.optimizer).__name__,
             "optimizer_numbers": portable.optimizer_numbers(),
             "update": trainer.update.state(),
+            "codec": codecs.facts(),
             "shapes": portable.shapes,
             "tensors": maps,
         },
@@ -78,10 +84,10 @@ def take(trainer: TrainerState, copies: Staging | None) -> Snapshot:
     )
 
 
-def _rank_part(trainer: TrainerState) -> tuple[TensorFile, list[Part]]:
-    """The file that a rank writes alone, and its tensors."""
-    tensors, metadata = take_rank_part(trainer)
-    file, parts = rank_file(trainer.mesh.world.rank), []
+def _rank_part(trainer: TrainerState, number: int) -> tuple[TensorFile, list[Part]]:
+    """The file that a rank writes alone, and its tensors; `number`: of the data ranks that this process plays."""
+    tensors, metadata = take_rank_part(trainer, number)
+    file, parts = rank_file(trainer.mesh.world.rank + number), []
     for name, tensor in tensors.items():
         entry, numel = Entry(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape)), tensor.numel()
         runs = (Runs(there=0, here=0, numel=numel),) if numel else ()
@@ -91,20 +97,28 @@ def _rank_part(trainer: TrainerState) -> tuple[TensorFile, list[Part]]:
 
 def give_means(trainer: TrainerState) -> None:
     """Take part in the means of a snapshot that another replica of this process takes."""
-    portable = Portable(trainer)
-    _give(portable, portable.parts()[0])
+    portable, codecs = Portable(trainer), CodecState(trainer)
+    _give(_means(portable, portable.parts()[0]))
+    _give(codecs.means(codecs.parts()[0]))
 
 
 def give_mean_weights(trainer: TrainerState, average: Averaging | None) -> None:
     """Take part in the means of a snapshot of the weights alone; `average`: that of the replica that takes it."""
     portable = Portable(trainer)
-    _give(portable, portable.weight_parts(average)[0])
+    _give(_means(portable, portable.weight_parts(average)[0]))
 
 
-def _give(portable: Portable, parts: Sequence[Part]) -> None:
-    if portable.means is not None:
-        for _ in portable.means.averaged([(part.tensor, part.mean) for part in parts if part.mean is not None]):
-            pass
+def _give(means: Iterator[torch.Tensor]) -> None:
+    for _ in means:
+        pass
+
+
+def _means(portable: Portable, parts: Sequence[Part]) -> Iterator[torch.Tensor]:
+    """The means over replicas that these parts hold, where replicas differ; what codecs keep is left out."""
+    if portable.means is None:
+        return iter(())
+    portables = [part for part in parts if part.kind != CODEC]
+    return portable.means.averaged([(part.tensor, part.mean) for part in portables if part.mean is not None])
 
 
 def take_weights(trainer: TrainerState, average: Averaging | None) -> Snapshot:
@@ -116,7 +130,7 @@ def take_weights(trainer: TrainerState, average: Averaging | None) -> Snapshot:
     return Snapshot(
         files=tuple(files),
         own_files=(),
-        parts=_by_file({MODEL: files}, _settled(parts, portable, None)),
+        parts=_by_file({MODEL: files}, _settled(parts, _means(portable, parts), None)),
         others=_other_files(trainer, weight_map, whole[MODEL]),
         facts=None,
         device=trainer.mesh.world.device,
@@ -131,13 +145,10 @@ def _other_files(trainer: TrainerState, weight_map: dict[str, str], entries: Seq
     return {**{name: text.encode() for name, text in texts.items()}, **trainer.companions}
 
 
-def _settled(parts: Sequence[Part], portable: Portable, copies: Staging | None) -> list[Part]:
+def _settled(parts: Sequence[Part], means: Iterator[torch.Tensor], copies: Staging | None) -> list[Part]:
     """The parts with values that do not change while they are written: means, and with `copies` all, are copied."""
     averaged = [part for part in parts if part.mean is not None]
     others = [part for part in parts if part.mean is None]
-    means: Iterator[torch.Tensor] = iter(())
-    if portable.means is not None:
-        means = portable.means.averaged([(part.tensor, part.mean) for part in parts if part.mean is not None])
     if copies is None:  # memory for this save only, which is not worth locking pages for
         settled = [*others, *_copied(averaged, means, Staging(torch.device("cpu")))]
     else:

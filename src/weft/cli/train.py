@@ -36,8 +36,8 @@ def command(
         bool,
         typer.Option(
             "--replicas-in-process",
-            help='Run all replicas of a plan with [data] sync = "local" in one process on one device, with the results '
-            "of real ranks.",
+            help='Run all replicas of a plan with [data] sync = "local" or a codec in one process on one device, with '
+            "the results of real ranks.",
         ),
     ] = False,
     restarts: Annotated[int, typer.Option(min=0, help="Times to start ranks again after one died.")] = 3,
@@ -63,7 +63,7 @@ def command(
 
     torchrun --nproc-per-node 2 -m weft train run.toml
 
-    All replicas of local SGD or DiLoCo on one GPU or core, to study how they train:
+    All replicas of local SGD or DiLoCo, or of a plan with a codec, on one GPU or core, to study how they train:
 
     weft train run.toml --plan diloco.toml --replicas-in-process
     """

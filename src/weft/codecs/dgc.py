@@ -21,15 +21,9 @@ from __future__ import annotations
 import torch
 
 from weft.codecs.base import Bucket, views
-from weft.codecs.random_bits import key_of
 from weft.codecs.sparse import SparseCodec, State
 from weft.codecs.sparse_message import Entries, write_entries
 from weft.codecs.topk import largest, scaled
-from weft.plan.exchange.coded_tensor import CodedTensor
-
-_LEAST_SAMPLED = 4096
-_SAMPLED_SHARE = 128
-"""One element of so many is sampled."""
 
 
 class Dgc(SparseCodec):
@@ -52,23 +46,40 @@ class Dgc(SparseCodec):
         del self._residual_state, self._momentum_state
 
     def choose(self, place: int, values: torch.Tensor, entries: Entries, not_finite: torch.Tensor) -> torch.Tensor:
-        tensor, num_sent = self.bucket.tensors[place], entries.values.numel()
-        part = slice(tensor.offset, tensor.offset + tensor.numel)
-        residual, momentum = self._residual_state, self._momentum_state
-        velocity, total = self._add(place, values, momentum.old[part], residual.old[part])
+        tensor, num_sent, masking = self.bucket.tensors[place], entries.values.numel(), self.bucket.codec.masking
+        residual, momentum = self._residual_state.part(tensor), self._momentum_state.part(tensor)
         start, stride, num_sampled = self.sample(tensor)
+        rank = threshold_rank(num_sent, tensor.numel, num_sampled)
+        loops = self.loops(values)
+        if loops is not None:
+            factor, is_nesterov = self.momenta[place]
+            is_not_finite = loops.choose(
+                values,
+                residual=residual,
+                keep_residual=float(self.keep) * self.bucket.codec.memory,
+                momentum=momentum,
+                keep_momentum=float(self.keep) * (1.0 if is_nesterov else factor),
+                nesterov=factor if is_nesterov else None,
+                is_masking=masking,
+                sample=(start, stride, num_sampled),
+                rank=rank,
+                counts=entries.counts,
+                offsets=entries.offsets,
+                sent=entries.values,
+            )
+            not_finite.add_(is_not_finite)
+            return residual[1]
+        velocity, total = self._add(place, values, momentum[0], residual[0])
         sizes = total.abs()
         threshold = sizes.new_zeros(())
         if num_sent < tensor.numel:
-            sampled = sizes[start::stride][:num_sampled]
-            threshold = sampled.topk(threshold_rank(num_sent, tensor.numel, num_sampled), sorted=False).values.amin()
+            threshold = sizes[start::stride][:num_sampled].topk(rank, sorted=False).values.amin()
         is_sent = largest(sizes, num_sent, threshold)
         write_entries(entries, total, is_sent)
         not_finite.add_(total.isfinite().all().logical_not_())
-        new = residual.new[part]
-        new.copy_(total.masked_fill_(is_sent, 0))
-        momentum.new[part] = velocity.masked_fill_(is_sent, 0) if self.bucket.codec.masking else velocity
-        return new
+        residual[1].copy_(total.masked_fill_(is_sent, 0))
+        momentum[1].copy_(velocity.masked_fill_(is_sent, 0) if masking else velocity)
+        return residual[1]
 
     def _add(
         self, place: int, values: torch.Tensor, momentum: torch.Tensor, residual: torch.Tensor
@@ -81,12 +92,6 @@ class Dgc(SparseCodec):
             return velocity, total.add_(velocity).add_(values)
         velocity = scaled(momentum, factor, self.keep).add_(values)
         return velocity, total.add_(velocity)
-
-    def sample(self, tensor: CodedTensor) -> tuple[int, int, int]:
-        """First element, distance and number of the elements of a tensor from which the threshold is estimated."""
-        num_sampled = min(tensor.numel, max(_LEAST_SAMPLED, tensor.numel // _SAMPLED_SHARE))
-        stride = tensor.numel // num_sampled
-        return key_of(tensor.name, self.step, self.bucket.replica) % stride, stride, num_sampled
 
     def end(self, is_made: bool | torch.Tensor) -> None:
         self.residual.end(is_made)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.codecs.base import Bucket, Codec
+from weft.codecs.base import Bucket, Codec, splits
 from weft.plan.exchange.messages import Message, messages_of
 
 
@@ -22,12 +22,16 @@ class Half(Codec):
 
     def begin(self, step: int, *, keep: float | torch.Tensor = 1.0) -> tuple[Message, ...]:
         bucket = self._bucket
-        return messages_of(bucket.codec, bucket.tensors, "float32", num_replicas=bucket.num_replicas, step=step)
+        dtype = str(bucket.dtype).removeprefix("torch.")
+        return messages_of(bucket.codec, bucket.tensors, dtype, num_replicas=bucket.num_replicas, step=step)
 
     def encode(self, number: int, values: torch.Tensor, message: torch.Tensor, not_finite: torch.Tensor) -> None:
-        message.copy_(values)
+        parts = splits(self._bucket.tensors, values)
+        torch._foreach_copy_(list(message.split([part.numel() for part in parts])), parts)
+        not_finite += (~torch.isfinite(message.sum())).float()
 
     def decode(self, number: int, received: torch.Tensor, values: torch.Tensor, *, scale: float = 1.0) -> None:
-        values.copy_(received)
+        parts = splits(self._bucket.tensors, values)
+        torch._foreach_copy_(parts, list(received.split([part.numel() for part in parts])))
         if scale != 1.0:
-            values *= scale
+            torch._foreach_mul_(parts, scale)

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import torch
 
-from weft.codecs.base import Bucket, Codec
+from weft.codecs.base import Bucket, Codec, splits
 from weft.codecs.feedback import Feedback
+from weft.codecs.kept import Kept
 from weft.codecs.quantised import Quantised
 from weft.plan.exchange.quantised import QuantisedTensor
 
 
 class OneBit(Quantised):
     """Two means per column, and signs."""
+
+    is_compiled = False  # but with the memory that it needs
 
     def quantise(
         self, part: QuantisedTensor, x: torch.Tensor, scales: torch.Tensor
@@ -35,6 +38,20 @@ class OneBit(Quantised):
     def values_of(self, part: QuantisedTensor, scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
         positive, negative = scales.view(2, -1)
         return torch.where(codes.view(torch.bool).view(-1, part.tensor.num_columns), negative, positive).view(-1)
+
+    def encode_with_memory(
+        self, values: torch.Tensor, message: torch.Tensor, not_finite: torch.Tensor, *, kept: Kept, factor: float
+    ) -> bool:
+        loops = self._loops(values, message)
+        if loops is None or not isinstance(kept.turn, int):
+            return False
+        tensors = self._bucket.tensors
+        split = (splits(tensors, flat) for flat in (values, kept.old, kept.new))
+        for part, own, old, new in zip(self._parts, *split, strict=True):
+            message[part.codes_stop : part.stop].zero_()
+            if not loops.encode_onebit(part, own, old, factor, new, message):
+                not_finite += 1
+        return True
 
 
 def _sum_rows(terms: torch.Tensor) -> torch.Tensor:

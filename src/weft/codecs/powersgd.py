@@ -108,11 +108,12 @@ class PowerSgd(Codec):
         self._start = Kept(sum(one.right_numel for one in self._batches), *kind, can_fail=bucket.can_fail)
         self._first = torch.empty(num_left + sum(one.numel for one in self._rests), dtype=kind[0], device=kind[1])
         """The sum of the first messages, with orthonormal factors."""
+        self._has_begun = False
         self._set_first_start()
 
     def begin(self, step: int, *, keep: float | torch.Tensor = 1.0) -> tuple[Message, ...]:
         bucket = self._bucket
-        self._is_dense = is_dense(bucket.codec, step)
+        self._has_begun, self._is_dense = True, is_dense(bucket.codec, step)
         self._keep = bucket.codec.memory * keep
         dtype = str(bucket.dtype).removeprefix("torch.")
         self._messages = messages_of(bucket.codec, bucket.tensors, dtype, num_replicas=bucket.num_replicas, step=step)
@@ -135,8 +136,9 @@ class PowerSgd(Codec):
         else:
             for batch in self._batches:
                 torch.bmm(batch.left(self._first), batch.among(self._wanted), out=batch.right(message))
-        # A value that is not finite makes its row's products so: a product with zero is one of them too.
-        not_finite += torch.linalg.vector_norm(message, torch.inf).isfinite().logical_not()
+        if number == 0 and message.numel():
+            # A value that is not finite makes its row's products so, even one with zero.
+            not_finite += torch.linalg.vector_norm(message, torch.inf).isfinite().logical_not()
 
     def decode(self, number: int, received: torch.Tensor, values: torch.Tensor, *, scale: float = 1.0) -> None:
         is_last = number + 1 == len(self._messages)
@@ -162,8 +164,10 @@ class PowerSgd(Codec):
             del self._wanted
 
     def end(self, is_made: bool | torch.Tensor) -> None:
-        self._residual.end(is_made)
-        self._start.end(is_made)
+        if self._has_begun:  # else values travelled without the codec
+            self._has_begun = False
+            self._residual.end(is_made)
+            self._start.end(is_made)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return views(self._bucket, self._residual.settle(), "residual") | self._starts(self._start.settle())

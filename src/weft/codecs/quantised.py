@@ -13,8 +13,9 @@ import torch
 
 from weft.codecs.base import Bucket, Codec, splits
 from weft.codecs.kept import Kept
+from weft.codecs.native.quantised import Loops, find_loops
 from weft.codecs.packed_bits import pack, unpack
-from weft.codecs.random_bits import key_of
+from weft.codecs.random_bits import key_of, second_key
 from weft.plan.exchange.messages import Message, messages_of
 from weft.plan.exchange.quantised import QuantisedTensor, quantised_tensors
 from weft.plan.exchange.warm_up import is_dense
@@ -22,6 +23,9 @@ from weft.plan.exchange.warm_up import is_dense
 
 class Quantised(Codec):
     """A codec that sends scales and codes, and keeps nothing from exchange to exchange (`feedback.py` does)."""
+
+    is_compiled = True
+    """There are loops that encode."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
@@ -45,8 +49,14 @@ class Quantised(Codec):
             torch.cat(given, out=message)
             _flag(not_finite, torch.stack(torch.aminmax(message)))
             return
+        loops = self._loops(values, message) if self.is_compiled else None
         for part, own in zip(self._parts, given, strict=True):
             message[part.codes_stop : part.stop].zero_()
+            if loops is not None:
+                key = self.key(part)
+                if not loops.encode(self._bucket.codec.name, part, own, message, (key, second_key(key))):
+                    not_finite += 1
+                continue
             scales, rest, codes = _fields(part, message, self._bucket.dtype)
             if part.num_rest:
                 rest.copy_(own[part.num_coded :])
@@ -63,7 +73,11 @@ class Quantised(Codec):
             for target, total in zip(targets, sums, strict=True):
                 torch.mul(total, scale, out=target)
             return
+        loops = self._loops(values, received)
         for part, target in zip(self._parts, targets, strict=True):
+            if loops is not None:
+                loops.add(self._bucket.codec.name, part, received, target, scale)
+                continue
             rows = [_fields(part, row, self._bucket.dtype) for row in received]
             if part.num_rest:
                 _add([rest for _, rest, _ in rows], target[part.num_coded :], scale)
@@ -96,6 +110,12 @@ class Quantised(Codec):
     ) -> bool:
         """All of `Feedback.encode` in one go; False, and nothing is done, where that is not compiled."""
         return False
+
+    def _loops(self, values: torch.Tensor, message: torch.Tensor) -> Loops | None:
+        """The compiled loops, if they can be used on these."""
+        if values.is_cuda or not (values.is_contiguous() and message.stride(-1) == 1):
+            return None
+        return find_loops(values.dtype)
 
     def key(self, part: QuantisedTensor) -> int:
         """The key of a tensor's random numbers in this exchange."""

@@ -20,9 +20,16 @@ import torch
 
 from weft.codecs.base import Bucket, Codec, splits
 from weft.codecs.kept import Kept
+from weft.codecs.native.sparse import Loops, find_loops
+from weft.codecs.random_bits import key_of
 from weft.codecs.sparse_message import Entries, SparseMessage, add_entries
+from weft.plan.exchange.coded_tensor import CodedTensor
 from weft.plan.exchange.messages import Message, messages_of
 from weft.plan.exchange.sparse import SparseLayout, sparse_layout
+
+_LEAST_SAMPLED = 4096
+_SAMPLED_SHARE = 128
+"""One element of so many is sampled."""
 
 
 class State:
@@ -34,6 +41,11 @@ class State:
         self.is_staged = not isinstance(kept.turn, int)
         """Only the device knows which copy is free: the new state is made beside both."""
         self.new = torch.zeros_like(self.old) if self.is_staged else kept.new
+
+    def part(self, tensor: CodedTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What counts of one tensor, and what is written."""
+        part = slice(tensor.offset, tensor.offset + tensor.numel)
+        return self.old[part], self.new[part]
 
     def close(self) -> None:
         if self.is_staged:
@@ -95,12 +107,11 @@ class SparseCodec(Codec):
         if self._layout.bits < 32:
             sparse.pack()
             for place, residual in enumerate(residuals):
-                add_entries(sparse.entries(place), residual)
+                add_entries([sparse.entries(place)], residual)
         self.close_state()
         if self._is_spread:
-            message.zero_()
             for place, own in enumerate(self._packed(message)):
-                add_entries(sparse.entries(place), own)
+                add_entries([sparse.entries(place)], own, is_fresh=True)
 
     def decode(self, number: int, received: torch.Tensor, values: torch.Tensor, *, scale: float = 1.0) -> None:
         targets = splits(self.bucket.tensors, values)
@@ -108,13 +119,22 @@ class SparseCodec(Codec):
             for own, total in zip(targets, self._packed(received), strict=True):
                 torch.mul(total, scale, out=own)
             return
-        for own in targets:
-            own.zero_()
-        for row in received:
-            sparse = SparseMessage(self._layout, row, self.bucket.dtype)
-            sparse.unpack()
-            for place, own in enumerate(targets):
-                add_entries(sparse.entries(place), own, scale=scale)
+        messages = [SparseMessage(self._layout, row, self.bucket.dtype) for row in received]
+        for message in messages:
+            message.unpack()
+        for place, own in enumerate(targets):
+            add_entries([message.entries(place) for message in messages], own, scale=scale, is_fresh=True)
+
+    def sample(self, tensor: CodedTensor) -> tuple[int, int, int]:
+        """First element, distance and number of the elements of a tensor from which a threshold is estimated."""
+        num_sampled = min(tensor.numel, max(_LEAST_SAMPLED, tensor.numel // _SAMPLED_SHARE))
+        stride = tensor.numel // num_sampled
+        return key_of(tensor.name, self.step, self.bucket.replica) % stride, stride, num_sampled
+
+    def loops(self, values: torch.Tensor) -> Loops | None:
+        """The compiled loops, where these values may be given to them."""
+        is_known = isinstance(self.residual.turn, int) and not isinstance(self.keep, torch.Tensor)
+        return find_loops() if is_known and not values.is_cuda else None
 
     def _packed(self, message: torch.Tensor) -> list[torch.Tensor]:
         """Each tensor's part of a message of all elements, in which there are no gaps."""

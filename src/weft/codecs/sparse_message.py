@@ -10,6 +10,7 @@ of their group.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,20 +99,32 @@ def write_entries(entries: Entries, values: torch.Tensor, is_sent: torch.Tensor)
     entries.values.copy_(torch.where(is_used, values[positions], 0))
 
 
-def add_entries(entries: Entries, target: torch.Tensor, *, scale: float = 1.0) -> None:
-    """target += scale × the entries, at their elements of the tensor; one tensor has each of them once at most, so that
-    no order of additions matters."""
+def add_entries(
+    messages: Sequence[Entries], target: torch.Tensor, *, scale: float = 1.0, is_fresh: bool = False
+) -> None:
+    """target += scale × the entries of some messages, at their elements of the tensor; a target that `is_fresh` becomes
+    that, whatever it holds. A message has each element once at most, so only the order of messages matters."""
     loops = None if target.is_cuda else find_loops()
     if loops is not None:
-        loops.add(entries.counts, entries.offsets, entries.values, target, scale)
+        loops.add(
+            target,
+            counts=[entries.counts for entries in messages],
+            offsets=[entries.offsets for entries in messages],
+            values=[entries.values for entries in messages],
+            scale=scale,
+            is_fresh=is_fresh,
+        )
         return
-    ends = entries.counts.cumsum(0)
-    slots = torch.arange(entries.values.numel(), device=target.device)
-    is_used = slots < ends[-1:]
-    chunks = torch.searchsorted(ends, slots, right=True)
-    positions = torch.where(is_used, chunks * CHUNK_NUMEL + (entries.offsets.to(torch.int64) & 0xFFFF), 0)
-    values = entries.values if scale == 1.0 else entries.values * scale
-    target.index_add_(0, positions, torch.where(is_used, values, _NOTHING))
+    if is_fresh:
+        target.zero_()
+    for entries in messages:
+        ends = entries.counts.cumsum(0)
+        slots = torch.arange(entries.values.numel(), device=target.device)
+        is_used = slots < ends[-1:]
+        chunks = torch.searchsorted(ends, slots, right=True)
+        positions = torch.where(is_used, chunks * CHUNK_NUMEL + (entries.offsets.to(torch.int64) & 0xFFFF), 0)
+        values = entries.values if scale == 1.0 else entries.values * scale
+        target.index_add_(0, positions, torch.where(is_used, values, _NOTHING))
 
 
 def _to_8_bits(entries: Entries) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,6 +8,8 @@ What is sent of x has at least the share k/n of its energy, so what is kept shri
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from weft.codecs.base import Bucket, views
@@ -30,11 +32,26 @@ class TopK(SparseCodec):
         del self._state
 
     def choose(self, place: int, values: torch.Tensor, entries: Entries, not_finite: torch.Tensor) -> torch.Tensor:
-        tensor = self.bucket.tensors[place]
-        part = slice(tensor.offset, tensor.offset + tensor.numel)
-        old, new = self._state.old[part], self._state.new[part]
-        total = scaled(old, self.bucket.codec.memory, self.keep).add_(values)
-        is_sent = largest(total.abs(), entries.values.numel())
+        tensor, memory, num_sent = self.bucket.tensors[place], self.bucket.codec.memory, entries.values.numel()
+        old, new = self._state.part(tensor)
+        loops = self.loops(values)
+        if loops is not None:
+            start, stride, num_sampled = self.sample(tensor)
+            is_not_finite = loops.choose(
+                values,
+                residual=(old, new),
+                keep_residual=float(self.keep) * memory,
+                is_exact=True,
+                sample=(start, stride, num_sampled),
+                rank=_safe_rank(num_sent, tensor.numel, num_sampled),
+                counts=entries.counts,
+                offsets=entries.offsets,
+                sent=entries.values,
+            )
+            not_finite.add_(is_not_finite)
+            return new
+        total = scaled(old, memory, self.keep).add_(values)
+        is_sent = largest(total.abs(), num_sent)
         write_entries(entries, total, is_sent)
         not_finite.add_(total.isfinite().all().logical_not_())
         new.copy_(total.masked_fill_(is_sent, 0))
@@ -64,3 +81,10 @@ def largest(sizes: torch.Tensor, num_sent: int, threshold: torch.Tensor | None =
     is_larger, is_least = sizes > least, sizes == least
     room = num_sent - is_larger.sum()
     return may_be_sent & (is_larger | (is_least & (is_least.cumsum(0, dtype=torch.int32) <= room)))
+
+
+def _safe_rank(num_sent: int, numel: int, num_sampled: int) -> int:
+    """A rank in a sample, counted from 1 at the largest, that `num_sent` elements of all will most likely reach: then
+    the compiled loops need one pass only."""
+    mean = num_sampled * num_sent / numel
+    return min(num_sampled, math.ceil(mean + 4 * math.sqrt(mean) + 4))

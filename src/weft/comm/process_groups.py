@@ -27,6 +27,7 @@ from weft.errors import LaunchError
 from weft.hosts import num_cores
 from weft.plan.partition.grid import Grid
 from weft.plan.partition.groups import HOST_PURPOSES, WORLD, GroupKey
+from weft.plan.partition.host_levels import ranks_of_level, split_level
 
 log = logging.getLogger("weft")
 
@@ -142,8 +143,11 @@ class ProcessGroups:
         """The ranks of every group along these axes."""
         if axes == WORLD:
             return [tuple(range(self.grid.num_ranks))]
-        along, _, places = axes.partition(":")
+        whole, level = split_level(axes)
+        along, _, places = whole.partition(":")
         groups = list(self.grid.groups(tuple(along.split("+"))))
+        if level:
+            return ranks_of_level(groups, self._hosts, level)
         if not places:
             return groups
         chosen = [int(place) for place in places.split(",")]

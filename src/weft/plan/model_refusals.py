@@ -70,9 +70,27 @@ NOTHING_SENT = Refusal(
 # --- replicas in one process ------------------------------------------------------------------------------------------
 
 REPLICAS_THAT_NEVER_DIFFER = Refusal(
-    combination='replicas in process with [data] sync = "all-reduce"',
-    why="replicas in process are for replicas that differ between exchanges, and with {data.sync} nothing differs",
-    remedy='run the plan with fewer ranks, which gives the same answer, or set [data] sync = "local"',
+    combination='replicas in process with [data] sync = "all-reduce" and without a codec',
+    why="with {data.sync} and {codec.name} nothing differs between replicas, and what they exchange is exact: one rank "
+    "with [step] microbatches = {num_microbatches} gives the same answer",
+    remedy='run that, or set [data] sync = "local" or a [codec] to study what these change',
+)
+BATCH_STATISTICS_OF_WORKERS = Refusal(
+    combination='replicas in process with [data] sync = "all-reduce" and a model with BatchNorm, unless [data] buffers '
+    '= "broadcast"',
+    why="ranks in process compute one after the other, and with {data.buffers} a BatchNorm needs all of them at once, "
+    "or statistics for each",
+    remedy='set [data] buffers = "broadcast", use a norm without batch statistics, or start real ranks',
+)
+BALANCED_WORKERS = Refusal(
+    combination='replicas in process with [data] sync = "all-reduce" and [data] balance',
+    why="{data.balance} gives ranks parts of the batch by their speed, and ranks in process have none",
+    remedy="leave it out",
+)
+GATHERED_IN_PROCESS = Refusal(
+    combination='replicas in process with [data] sync = "all-reduce" and a loss that calls weft.gather_batch',
+    why="the loss gathers the samples of {num_parts} data ranks, and in process these compute one after the other",
+    remedy="start real ranks",
 )
 REPLICAS_OF_SEVERAL_RANKS = Refusal(
     combination="replicas in process whose replicas are several ranks ([axes] pipeline, tensor, ring, ulysses, or data "

@@ -120,6 +120,11 @@ class Sync(Protocol):
         """The codecs through which gradients, or changes of weights, are exchanged; None without a codec."""
         return None
 
+    @property
+    def all_compressed(self) -> Sequence[CompressedExchange]:
+        """Those of every rank that this process stands for: several where data ranks are played in one process."""
+        return () if self.compressed is None else (self.compressed,)
+
     def publish(self) -> None:
         """Copy what the optimizer updated to the model's parameters, on all ranks; gathers may still be running when it
         returns."""

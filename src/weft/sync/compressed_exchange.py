@@ -29,14 +29,15 @@ from weft.codecs.base import Bucket, Codec
 from weft.codecs.make import make_codec
 from weft.comm.collectives import Pending, all_gather, all_reduce, reduce_scatter
 from weft.comm.group import Group
+from weft.layout import Range
 from weft.parallel.zero.grouping import torch_dtype
+from weft.plan.exchange.codec_memory import KEPT_KINDS
 from weft.plan.exchange.coded_tensor import CodedTensor, slice_of
-from weft.plan.exchange.messages import Message
-from weft.plan.exchange.warm_up import is_dense
+from weft.plan.exchange.messages import Message, num_messages
 from weft.plan.partition.zero import BufferPool
 from weft.plan.plan import Codec as CodecSection
 
-Phases = Iterator[Pending]
+Phases = Iterator[bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,7 @@ class CompressedExchange:
         when another starts. `place`: this replica's number, and that of all, where they are not ranks of `across`."""
         self._section, self._inside, self._across, self._device = codec, inside, across, device
         self._can_fail, self._scale, self._waits = can_fail, scale, waits
-        self._replica, self._num_replicas = place or (across.index, across.size)
+        self.replica, self.num_replicas = place or (across.index, across.size)
         self._pool: BufferPool[torch.Tensor] = BufferPool(torch.Tensor.numel)
         self._in_flight: list[Phases] = []
         self._step = 0
@@ -80,13 +81,15 @@ class CompressedExchange:
         self.not_finite = torch.zeros(1, dtype=torch.float32, device=device)
         """Grows in an exchange with values that are not finite."""
         self._is_open = False
+        self.codecs: tuple[Codec, ...] = ()
         self.lay_out(buckets)
 
     def lay_out(self, buckets: Sequence[CodedBucket]) -> None:
         """Exchange these buckets from now on, without state."""
         self._buckets = tuple(buckets)
+        self.codecs = ()  # before there are new ones: their state must not be held twice
         slices = [self._slice(bucket) for bucket in self._buckets]
-        self.codecs: tuple[Codec, ...] = tuple(
+        self.codecs = tuple(
             make_codec(
                 Bucket(
                     codec=self._section,
@@ -94,8 +97,8 @@ class CompressedExchange:
                     numel=numel,
                     dtype=bucket.dtype,
                     device=self._device,
-                    replica=self._replica,
-                    num_replicas=self._num_replicas,
+                    replica=self.replica,
+                    num_replicas=self.num_replicas,
                     can_fail=self._can_fail,
                 )
             )
@@ -122,7 +125,8 @@ class CompressedExchange:
         self.not_finite.zero_()
         if self.momenta is not None:
             for codec, bucket in zip(self.codecs, self._buckets, strict=True):
-                codec.momenta = self.momenta([one.name for one in bucket.tensors])  # type: ignore[attr-defined]
+                names = [one.name for one in self._slice(bucket)[1]]
+                codec.momenta = self.momenta(names)  # type: ignore[attr-defined]
 
     def start(self, number: int, values: torch.Tensor, done: Callable[[], None] | None = None) -> None:
         """Begin to replace the tensors in a bucket's values by their sums; `done` is called when they are there."""
@@ -159,12 +163,48 @@ class CompressedExchange:
         """All codecs' state, by "KIND/NAME"."""
         return {name: tensor for codec in self.codecs for name, tensor in codec.tensors().items()}
 
+    def ranges(self) -> dict[str, Range]:
+        """The range of each flattened tensor of which this rank's codecs keep state."""
+        slices = (self._slice(bucket)[1] for bucket in self._buckets)
+        return {one.name: (one.start, one.start + one.numel) for tensors in slices for one in tensors}
+
     @torch.no_grad()
-    def load(self, kept: Mapping[str, torch.Tensor]) -> None:
-        """Copy what `tensors` returned into the state."""
-        mine = self.tensors()
-        for name, tensor in kept.items():
-            mine[name].copy_(tensor)
+    def lay_out_again(self, buckets: Sequence[CodedBucket]) -> None:
+        """Exchange the same tensors in other buckets, with the state that they have; collective inside a replica.
+
+        Where ranks have slices, other slices are other ranges of tensors, for which starting points begin anew."""
+        kept = {name: tensor.clone() for name, tensor in self.tensors().items()}
+        if self._inside.size > 1:
+            kept = self._whole(kept)
+        self.lay_out(buckets)
+        mine, ranges = self.tensors(), self.ranges() if self._inside.size > 1 else {}
+        for name, tensor in mine.items():
+            if name in kept:
+                part = slice(*ranges[name.partition("/")[2]]) if ranges else slice(None)
+                tensor.copy_(kept[name][part])
+
+    def _whole(self, kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What all ranks inside a replica keep of each tensor, put together; of kinds that have the tensor's shape."""
+        ranges, found = self.ranges(), {}
+        for bucket in self._buckets:
+            for one in bucket.tensors:
+                for kind in KEPT_KINDS.get(self._section.name, ()):
+                    whole = torch.zeros(one.start + one.numel, dtype=bucket.dtype, device=self._device)
+                    if (name := f"{kind}/{one.name}") in kept:
+                        whole[slice(*ranges[one.name])] = kept[name]
+                    all_reduce(whole, self._inside)
+                    found[name] = whole
+        return found
+
+    @torch.no_grad()
+    def mean_(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace tensors, together a bucket of them, by their means over replicas; collective."""
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+            all_reduce(flat, self._across)
+            means = flat.div_(self.num_replicas).split([tensor.numel() for tensor in alike])
+            torch._foreach_copy_(alike, [mean.view(one.shape) for mean, one in zip(means, alike, strict=True)])
 
     def restart(self) -> None:
         """Drop all state."""
@@ -178,10 +218,10 @@ class CompressedExchange:
     @torch.no_grad()
     def _is_under_way(self, phases: Phases) -> bool:
         """Go to the next phase of a bucket; False if there is none."""
-        return next(phases, None) is not None
+        return next(phases, False)
 
     def _phases(self, number: int, values: torch.Tensor, done: Callable[[], None] | None) -> Phases:
-        """The phases of one bucket: yields the exchange that it has just started."""
+        """The phases of one bucket: yields when it has just started an exchange."""
         mine, inside = values, self._inside
         if inside.size > 1:
             size = -(-values.numel() // inside.size)
@@ -190,13 +230,7 @@ class CompressedExchange:
             whole[values.numel() :].zero_()
             mine = self.borrow(size, values.dtype)
             yield from self._wait_for(reduce_scatter(mine, whole, inside, wait=False))
-        if is_dense(self._section, self._step):
-            self.not_finite += (~torch.isfinite(mine.sum())).float()
-            yield from self._wait_for(all_reduce(mine, self._across, wait=False))
-            if self._scale != 1.0:
-                mine *= self._scale
-        else:
-            yield from self._coded_phases(self.codecs[number], mine)
+        yield from self._coded_phases(number, mine)
         if inside.size > 1:
             yield from self._wait_for(all_gather(whole, mine, inside, wait=False))
             values.copy_(whole[: values.numel()])
@@ -204,8 +238,11 @@ class CompressedExchange:
         if done is not None:
             done()
 
-    def _coded_phases(self, codec: Codec, values: torch.Tensor) -> Phases:
-        for place, message in enumerate(codec.begin(self._step, keep=self.keep)):
+    def _coded_phases(self, number: int, values: torch.Tensor) -> Phases:
+        codec = self.codecs[number]
+        is_empty = not self._slice(self._buckets[number])[1]  # on the counterparts in other replicas too
+        messages = () if is_empty else codec.begin(self._step, keep=self.keep)
+        for place, message in enumerate(messages):
             received, sent = self._buffers(message)
             codec.encode(place, values, sent, self.not_finite)
             if message.adds_up:
@@ -215,9 +252,11 @@ class CompressedExchange:
             taken = sent if message.adds_up else received.view(self._across.size, -1)
             codec.decode(place, taken, values, scale=self._scale)
             self.hand_back(received)
+        if self._inside.size > 1:  # slices may differ in their messages, and what follows has one order inside
+            yield from (True for _ in range(len(messages), num_messages(self._section, self._step)))
 
     def _wait_for(self, pending: Pending) -> Phases:
-        yield pending
+        yield True
         pending.wait()
 
     def _buffers(self, message: Message) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,6 +23,8 @@ import torch
 from weft.codecs.base import Codec
 from weft.dtypes import accumulator_dtype
 from weft.parallel.zero.grouping import torch_dtype
+from weft.plan.exchange.messages import Message
+from weft.plan.exchange.warm_up import is_dense
 
 if TYPE_CHECKING:
     from weft.sync.local import LocalSync
@@ -30,36 +32,92 @@ if TYPE_CHECKING:
 Call = Callable[[], object]
 
 
+class CodecsInProcess:
+    """One bucket's exchange between the codecs of all replicas.
+
+        begin(step)                             every codec begins
+        give(0, values), give(1, values), ...   each replica's first message is made, when its values are there
+        take(values)                            sums, or the messages of all, are decoded; so on for further messages
+
+    Replicas may give their values from one buffer: only messages are kept of them. What codecs decode is the same on
+    all replicas, so it is done once. Only a codec of several messages learns from what it decodes what it keeps: there
+    every replica's does.
+    """
+
+    def __init__(self, codecs: Sequence[Codec], device: torch.device) -> None:
+        """`codecs`: those of all replicas for this bucket, in their order."""
+        self.codecs = tuple(codecs)
+        self._device = device
+        self._messages: tuple[Message, ...] = ()
+
+    def begin(self, step: int, *, keep: float | torch.Tensor = 1.0, dense: bool = False) -> None:
+        """A new exchange, as `Codec.begin`; `dense`: values travel as they are, without the codecs."""
+        self._messages = () if dense else [codec.begin(step, keep=keep) for codec in self.codecs][0]
+        self._sum: torch.Tensor | None = None
+        if not dense:
+            self._open(0)
+
+    def give(self, replica: int, values: torch.Tensor, not_finite: torch.Tensor) -> None:
+        """Take the values of a replica, the next one in their order, which may be overwritten."""
+        if self._messages:
+            self._encode(0, replica, values, not_finite)
+            return
+        not_finite += (~torch.isfinite(values.sum())).float()
+        self._sum = values.clone() if self._sum is None else self._sum.add_(values)
+
+    def take(self, values: torch.Tensor, not_finite: torch.Tensor, *, scale: float = 1.0) -> None:
+        """Make `values` the sum over replicas of what was sent, times `scale`, as it is on every one of them."""
+        if self._sum is not None:
+            values.copy_(self._sum if scale == 1.0 else self._sum.mul_(scale))
+            self._sum = None
+            return
+        decoders = self.codecs if len(self._messages) > 1 else self.codecs[:1]
+        for number in range(len(self._messages)):
+            if number:
+                self._open(number)
+                for replica in range(len(self.codecs)):
+                    self._encode(number, replica, values, not_finite)
+            for codec in decoders:
+                codec.decode(number, self._received, values, scale=scale)
+        del self._received
+
+    def end(self, is_made: bool | torch.Tensor) -> None:
+        """As `Codec.end`."""
+        for codec in self.codecs:
+            codec.end(is_made)
+
+    def _open(self, number: int) -> None:
+        """Make room for one message of every replica, or for their sum."""
+        message = self._messages[number]
+        shape = (message.numel,) if message.adds_up else (len(self.codecs), message.numel)
+        self._received = torch.empty(shape, dtype=torch_dtype(message.dtype), device=self._device)
+
+    def _encode(self, number: int, replica: int, values: torch.Tensor, not_finite: torch.Tensor) -> None:
+        codec, adds_up = self.codecs[replica], self._messages[number].adds_up
+        if not adds_up:
+            codec.encode(number, values, self._received[replica], not_finite)
+        elif replica == 0:
+            codec.encode(number, values, self._received, not_finite)
+        else:
+            message = torch.empty_like(self._received)
+            codec.encode(number, values, message, not_finite)
+            self._received.add_(message)
+
+
 @torch.no_grad()
 def exchange_in_process(
-    codecs: Sequence[Codec],
-    values: Sequence[torch.Tensor],
-    *,
-    step: int,
-    scale: float = 1.0,
-    keep: float | torch.Tensor = 1.0,
-    not_finite: torch.Tensor | None = None,
+    codecs: Sequence[Codec], values: Sequence[torch.Tensor], *, step: int, scale: float = 1.0, dense: bool = False
 ) -> None:
-    """One bucket's exchange between replicas, each of which has a codec: all values become the scaled sum.
-
-    `not_finite`: grows if a value is not finite; the caller then ends the exchange. Without it, it counts at once.
-    """
-    flag = values[0].new_zeros(1, dtype=torch.float32) if not_finite is None else not_finite
-    messages = [codec.begin(step, keep=keep) for codec in codecs][0]
-    for place, message in enumerate(messages):
-        sent = values[0].new_empty(len(codecs), message.numel, dtype=torch_dtype(message.dtype))
-        for codec, own, row in zip(codecs, values, sent, strict=True):
-            codec.encode(place, own, row, flag)
-        received = sent
-        if message.adds_up:
-            received = sent[0]
-            for row in sent[1:]:
-                received += row
-        for codec, own in zip(codecs, values, strict=True):
-            codec.decode(place, received, own, scale=scale)
-    if not_finite is None:
-        for codec in codecs:
-            codec.end(True)
+    """One bucket's exchange between replicas, which counts at once: all values become the scaled sum."""
+    played = CodecsInProcess(codecs, values[0].device)
+    not_finite = torch.zeros(1, device=values[0].device)  # replicas that differ look at their losses
+    played.begin(step, dense=dense)
+    for replica, own in enumerate(values):
+        played.give(replica, own, not_finite)
+    played.take(values[0], not_finite, scale=scale)
+    for other in values[1:]:
+        other.copy_(values[0])
+    played.end(True)
 
 
 class InProcessExchange:
@@ -96,7 +154,9 @@ class InProcessExchange:
             flats = [sync.fill(number) for sync in self.syncs]
             codecs = [codec for sync in self.syncs if (codec := sync.codec_of(number)) is not None]
             if codecs:
-                exchange_in_process(codecs, flats, step=first.steps_done - 1, scale=1 / len(flats))
+                step = first.steps_done - 1
+                dense = is_dense(first.codec, step)
+                exchange_in_process(codecs, flats, step=step, scale=1 / len(flats), dense=dense)
             else:
                 self._add_up(flats)
                 for flat in flats:

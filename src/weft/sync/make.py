@@ -23,6 +23,7 @@ from weft.errors import ModelError
 from weft.layout import Layout
 from weft.mesh import Mesh
 from weft.parallel.state.batchnorm import has_batch_norms, running_statistics
+from weft.parallel.state.buffers import persistent_buffers
 from weft.parallel.state.materialise import Cut, Draws, Materialiser
 from weft.parallel.wrapping.wrap import add_hook
 from weft.parallel.zero.flat_parameters import FlatParameters, Piece
@@ -33,10 +34,12 @@ from weft.parallel.zero.overlapped_gather import OverlappedGathers
 from weft.parallel.zero.unit import Unit
 from weft.plan.partition import flat_buffers
 from weft.plan.partition.flat_buffers import Sharding
+from weft.plan.partition.host_levels import level_groups, uneven_hosts
 from weft.plan.plan import Plan
 from weft.sync.allreduce import AllReduce
 from weft.sync.base import PipelineSync
 from weft.sync.compressed_all_reduce import CompressedAllReduce, coded_places
+from weft.sync.compressed_in_process import CompressedInProcess
 from weft.sync.in_process import InProcessExchange
 from weft.sync.local import LocalSync
 from weft.sync.norm import GradientRules
@@ -77,6 +80,10 @@ def place(
     else:
         materialiser.fill_all()
         inside = _place_whole(model, mesh, layouts, rules)
+    if mesh.plan.replica_axis is None and in_process is not None:
+        is_broadcast = mesh.plan.data.buffers == "broadcast" and has_batch_norms(model)
+        changed = functools.partial(_buffers, model) if is_broadcast else list
+        return CompressedInProcess(inside, mesh.state_group("gradients"), mesh.plan, buffers=changed)
     if mesh.plan.replica_axis is None:
         return inside
     sizes, coordinates = mesh.grid.axes.sizes, mesh.grid.coordinates(mesh.world.rank)
@@ -84,6 +91,7 @@ def place(
         inside,
         mesh.between_replicas("weights"),
         mesh.plan,
+        levels=codec_groups(mesh),
         device=mesh.world.device,
         replica=mesh.whole_replica("control"),
         statistics=functools.partial(running_statistics, model) if mesh.plan.data.buffers != "local" else list,
@@ -92,6 +100,10 @@ def place(
         number=mesh.replica,
         in_process=in_process,
     )
+
+
+def _buffers(model: nn.Module) -> list[torch.Tensor]:
+    return list(persistent_buffers(model).values())
 
 
 def _place_whole(model: nn.Module, mesh: Mesh, layouts: Mapping[str, Layout], rules: GradientRules) -> PipelineSync:
@@ -211,11 +223,21 @@ def reduction_groups(mesh: Mesh) -> tuple[Group, list[Group]]:
 
 def codec_groups(mesh: Mesh) -> tuple[Group, Group]:
     """The ranks that are summed as they are before a codec compresses, and those between which it does: the ranks that
-    share the sequences of one replica, and the replicas."""
-    if mesh.plan.data.shard != "nothing":
+    share the sequences of one replica, and the replicas; or those of one host, and hosts."""
+    plan, hosts = mesh.plan, mesh.world.hosts
+    if levels := level_groups(plan, hosts):
+        inside, between = (mesh.group(*key) for key in levels)
+        return inside, between
+    uneven = uneven_hosts(plan, hosts)
+    if uneven is not None and mesh.world.rank == 0:
+        log.warning("%s", uneven)
+    if plan.replica_axis is not None:
+        across = mesh.between_replicas("weights")
+        return across.alone, across
+    if plan.data.shard != "nothing":
         across = mesh.group("replicate", "gradients")
         return across.alone, across
-    if mesh.plan.axes.sequence == 1:
+    if plan.axes.sequence == 1:
         across = mesh.state_group("gradients")
         return across.alone, across
     return mesh.group("ring+ulysses", "gradients"), mesh.group("data", "gradients")

@@ -35,6 +35,7 @@ from weft.training.setup.setup_problems import raise_together, setup_problems
 from weft.training.step.not_finite import SKIP_AT_MOST
 from weft.training.step.parallel_model import ParallelModel
 from weft.training.trainer import Trainer
+from weft.training.workers_in_process import make_workers, workers_problems
 
 ParameterGroups = Callable[[str, tuple[int, ...]], dict[str, Any]]
 
@@ -91,8 +92,8 @@ def parallelize(
     skip_at_most  steps in a row whose loss (or gradients, where the plan clips or computes in 16 bits) is not finite:
                 they change nothing, and a warning names the tensors; the next one raises a NotFiniteError on every
                 rank, after which a loop may `trainer.load` a checkpoint and go on. 0: the first one; None: none does
-    replicas_in_process  this one process is all replicas of a plan with `[data] sync = "local"`, one after the other on
-                one device, with the results of real ranks; `step` takes whole global batches
+    replicas_in_process  this one process is all replicas of a plan with `[data] sync = "local"` or with a codec, one
+                after the other on one device, with the results of real ranks; `step` takes whole global batches
                 (docs/replicas-in-process.md)
     """
     calls.forget_durations()
@@ -105,6 +106,8 @@ def parallelize(
             refused.append("replicas in process make meshes of their own, one for each; leave mesh out")
         if world.is_fake:
             refused.append("replicas in process are there to be run, and on the meta device nothing is; give another")
+        if plan.replica_axis is None and isinstance(model, nn.Module):
+            refused += workers_problems(model, plan)
         require(refused)
         world = replace(world, size=plan.axes.num_ranks)
     plan = with_ranks(plan, world.size)
@@ -158,6 +161,8 @@ def parallelize(
 
     if replicas_in_process and plan.num_replicas > 1:
         return make_replicas(model, plan, world, make)
+    if replicas_in_process and world.size > 1:
+        return make_workers(model, plan, world, make)
     return make(model, make_mesh(plan, world, batch_norms=has_batch_norms(named_model), sharing=mesh))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +44,17 @@ class Recipe:
     optimizer: OptimizerFactory
     schedule: Callable[[int], float] | None
     groups: ParameterGroups | None
+
+
+@dataclass(slots=True)
+class Passes:
+    """What the forward passes of a step gave, in their order."""
+
+    outputs: list[Any] = field(default_factory=list)
+    rows: list[list[int]] = field(default_factory=list)
+    """The rows of the global batch in each."""
+    loss_sums: list[float] = field(default_factory=list)
+    counts: list[float] = field(default_factory=list)
 
 
 class Updates:
@@ -87,12 +98,12 @@ class OneProcess:
         model: nn.Module,
         plan: Plan,
         recipe: Recipe,
-        stage_of: object = None,
+        asked: object = None,
         *,
         data_ranks: Sequence[int] | None = None,
     ) -> None:
         """`data_ranks`: those whose parts of every global batch it trains on; all unless given."""
-        del stage_of  # there are no stages here
+        del asked  # the plan is all that it needs to know of the ranks
         self.model = model
         self.num_targets = [0.0]
         self.losses: list[float] = []
@@ -121,30 +132,42 @@ class OneProcess:
             "weight": {name: p.detach().clone() for name, p in named.items()},
         }
         self._updates.optimizer.zero_grad(set_to_none=True)
-        loss_sum, count_sum = 0.0, 0.0
-        outputs: list[Any] = []
+        passes = Passes()
+        self._run(inputs, targets, passes)
+        count_sum = float(sum(passes.counts))
+        for parameter in self._trained.values():
+            if parameter.grad is not None:
+                parameter.grad /= max(count_sum, 1.0)
+        self.num_targets = [count_sum]
+        self.whole_losses = [self._loss_of_all(passes, targets)] if count_sum else [None]
+        if updates[0] and count_sum:
+            self._update()
+        self.losses.append(sum(passes.loss_sums) / count_sum if count_sum else math.nan)
+        return self.losses[-1]
+
+    def _run(self, inputs: Any, targets: Any, passes: Passes) -> None:
+        """Add up the gradients of the losses' sums, microbatch by microbatch."""
         rows_of_all = microbatch_rows(self._plan, num_samples(inputs), self._data_ranks, shares=self.shares)
-        used = [rows for rows in rows_of_all if rows]
-        for rows in used:
+        self._run_rows(inputs, targets, rows_of_all, passes)
+
+    def _run_rows(self, inputs: Any, targets: Any, rows_of_all: list[list[int]], passes: Passes) -> None:
+        for rows in rows_of_all:
+            if not rows:
+                continue
             part, target_part = take_rows((inputs, targets), rows)
             output = forward(self.model, part)
-            outputs.append(map_output(torch.Tensor.detach, output))
+            passes.outputs.append(map_output(torch.Tensor.detach, output))
+            passes.rows.append(rows)
             terms = loss_terms(self._loss, output, target_part, count_targets(target_part))
             loss = terms.value * terms.multiplier
             loss.backward()
             for hook in self._hooks:
                 hook.remove()
-            loss_sum += float(loss.detach())
-            count_sum += float(terms.count)
-        for parameter in self._trained.values():
-            if parameter.grad is not None:
-                parameter.grad /= max(count_sum, 1.0)
-        self.num_targets = [count_sum]
-        self.whole_losses = [self._loss_of_all(outputs, used, targets)] if count_sum else [None]
-        if updates[0] and count_sum:
-            self._updates.step(len(self.losses))
-        self.losses.append(loss_sum / count_sum if count_sum else math.nan)
-        return self.losses[-1]
+            passes.loss_sums.append(float(loss.detach()))
+            passes.counts.append(float(terms.count))
+
+    def _update(self) -> None:
+        self._updates.step(len(self.losses))
 
     @property
     def returned(self) -> list[float | None]:
@@ -155,14 +178,14 @@ class OneProcess:
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     @torch.no_grad()
-    def _loss_of_all(self, outputs: list[Any], used: list[list[int]], targets: Any) -> float | None:
+    def _loss_of_all(self, passes: Passes, targets: Any) -> float | None:
         """The loss of all microbatches at once, where it is a user's own; None where there is one microbatch."""
-        if len(outputs) < 2 or self._loss.counts_targets:
+        if len(passes.outputs) < 2 or self._loss.counts_targets:
             return None
-        target_all = take_rows(targets, [row for rows in used for row in rows])
+        target_all = take_rows(targets, [row for rows in passes.rows for row in rows])
         try:
             with state_kept(self._loss.function):
-                joined = _join_samples(outputs, list(map(len, used)))
+                joined = _join_samples(passes.outputs, list(map(len, passes.rows)))
                 terms = loss_terms(self._loss, joined, target_all, count_targets(target_all))
         except Exception:  # it takes batches of one size only, or outputs that have no samples to join
             return None

@@ -7,14 +7,19 @@ is held to a process that computes by that rule: an `Oracle`. The effect of the 
 
 from __future__ import annotations
 
+from typing import Any
+
 from weft.comm.objects import gather_values
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Plan
 from weft.training.trainer import Trainer
+from weft.verification.compressed_replicas import CompressedReplicas
+from weft.verification.compression.parts import find_coded_parts, num_coded_replicas
 from weft.verification.delayed_weights import DelayedVersions
 from weft.verification.one_process import OneProcess
 from weft.verification.replicas import LocalReplicas
 
+Rule = type[OneProcess] | type[DelayedVersions] | type[LocalReplicas]
 Oracle = OneProcess | DelayedVersions | LocalReplicas
 """One process that computes what a plan must. It lives on rank 0.
 
@@ -31,16 +36,25 @@ num_targets     number of targets in the last step, by replica
 backward_order  parameters in the order in which a backward pass finishes their gradients
 tensors         what a rank may hold after the step; `is_drained`: no microbatch is in flight
 previous        the same tensor one update earlier, if it is kept
-at_exchange     where replicas exchange weights: tensors that an exchange that went wrong would give, by name
+at_exchange     where replicas exchange weights or compress: what an exchange that went wrong would give, by name
 final_weights   those that a run would end with
 """
 
 
-def rule_of(plan: Plan) -> type[OneProcess] | type[DelayedVersions] | type[LocalReplicas]:
+def rule_of(plan: Plan) -> Rule:
     if plan.replica_axis is not None:
         return LocalReplicas
+    if plan.codec.name != "none" and num_coded_replicas(plan) > 1:
+        return CompressedReplicas
     is_delayed = plan.axes.pipeline > 1 and plan.pipeline.schedule in FLUSH_FREE
     return DelayedVersions if is_delayed else OneProcess
+
+
+def ask_ranks(rule: Rule, trainer: Trainer) -> Any:
+    """What an oracle must know of the ranks beside the plan; collective."""
+    if rule is DelayedVersions:
+        return find_stages(trainer)
+    return find_coded_parts(trainer)
 
 
 def find_stages(trainer: Trainer) -> dict[str, int]:

@@ -8,6 +8,8 @@ microbatches. Between them stands the rule alone, in plain torch, for steps s = 
     nesterov                       D := mean of (anchor - w_k);   m := momentum m + D
                                    w_k := anchor - rate (D + momentum m)
     anchor                         the weights after the last exchange, at first those that all replicas begin with
+    [codec]                        D := mean of what is sent of (anchor - w_k), by the codec's rule; an average is then
+                                   w_k := anchor - D
 
 Floating-point buffers (BatchNorm's running statistics) are averaged with every exchange, optimizers' states never. A
 replica without targets makes no update in that step. The plan's average of the weights takes one term per exchange.
@@ -26,6 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.plan.plan import Average, Codec, Plan
+from weft.verification.compression.exchanges import CodedExchanges
+from weft.verification.compression.parts import CodedPart
 from weft.verification.one_process import Key, OneProcess, Recipe, trained_parameters
 
 Weights = dict[str, Tensor]
@@ -37,9 +41,8 @@ class LocalReplicas:
     rule, is_exact, is_streamed = "one process that plays all replicas", False, False
     instead_of = "synchronous training in one process"
 
-    def __init__(self, model: nn.Module, plan: Plan, recipe: Recipe, stage_of: object = None) -> None:
-        """The model itself becomes the first replica."""
-        del stage_of  # all stages of a replica update together
+    def __init__(self, model: nn.Module, plan: Plan, recipe: Recipe, coded: Sequence[CodedPart] = ()) -> None:
+        """The model itself becomes the first replica. `coded`: what is compressed of the change of weights."""
         self.losses: list[float] = []
         self._data, self._average = plan.data, plan.average
         num_replicas = plan.num_replicas
@@ -53,6 +56,7 @@ class LocalReplicas:
         self._trained = [trained_parameters(one) for one in models]
         self._anchor = self._weights_of(0)
         self._momentum = {name: torch.zeros_like(weight) for name, weight in self._anchor.items()}
+        self._exchanges = CodedExchanges(coded, plan.codec, num_replicas)
         self._own: list[Weights] = []
         """The weights of each replica before the last step's exchange; none where there was no exchange."""
         self._before: Weights = {}
@@ -126,9 +130,10 @@ class LocalReplicas:
         self._own, self._before = [self._weights_of(number) for number in range(len(self.replicas))], self._anchor
         self._anchor = {}
         for name, old in self._before.items():
-            new = _mean([own[name] for own in self._own])
+            changes = [old - own[name] for own in self._own]
+            change = self._exchanges.replace_(name, _mean(changes), changes, len(self.losses) - 1, divisor=len(changes))
+            new = old - change
             if not is_plain:
-                change = old - new
                 self._momentum[name] = self._data.outer_momentum * self._momentum[name] + change
                 new = old - self._data.outer_lr * (change + self._data.outer_momentum * self._momentum[name])
             self._anchor[name] = new
@@ -157,10 +162,11 @@ def with_an_exchange(plan: Plan, *, num_steps: int) -> tuple[Plan, list[str]]:
     return replace(plan, data=replace(data, every=every, switch_step=switch_step)), [note]
 
 
-def without_codec(plan: Plan) -> Plan:
-    """The plan with exact exchanges of the same tensors: with a codec the change since the last exchange travels, as
-    it does for an outer step of rate 1 without momentum, which is the average."""
-    if plan.codec.name == "none":
+def comparable(plan: Plan) -> Plan:
+    """The plan as it is compared in float64: its codec left out where the sum depends on its order, in 16 bits. The
+    change since the last exchange travels all the same, as it does for an outer step of rate 1 without momentum, which
+    is the average."""
+    if plan.codec.name != "half":
         return plan
     data = replace(plan.data, outer="nesterov") if plan.data.outer == "average" else plan.data
     return replace(plan, codec=Codec(), data=data)

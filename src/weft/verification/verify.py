@@ -3,7 +3,7 @@
 Rank 0 also trains a copy of the model by itself on the whole global batch, by the rule that the plan obeys
 (`oracles.py`), and each rank compares its tensors with it after every step (`compare.py`). In float64 a logic error is
 ten orders of magnitude larger than that of another order of additions; both sides compute in the dtype of the
-comparison, not the plan's or the model's own (`keep_float64.py`), whose rounding would hide errors.
+comparison, not the plan's or the model's own (`float64/keep_float64.py`), whose rounding would hide errors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weft.comm.objects import gather_values
 from weft.mesh import Mesh, join_world
 from weft.parallel.state.materialise import draw_seed, fill_alone, is_on_meta
 from weft.plan.all_ranks import with_ranks
-from weft.plan.plan import Plan, Precision
+from weft.plan.plan import Codec, Plan, Precision
 from weft.plan.text import as_plan
 from weft.training.data.trees import map_tensors, num_samples, split_microbatches, split_tree
 from weft.training.loss.loss import LossFunction
@@ -43,14 +43,14 @@ from weft.verification.compare import (
 )
 from weft.verification.deviation import measure_rounding, measure_rule
 from weft.verification.examine import WHOLE_BATCH, Examination
-from weft.verification.float64_products import Float64Products
-from weft.verification.keep_float64 import keep_float64
+from weft.verification.float64.float64_products import Float64Products
+from weft.verification.float64.keep_float64 import keep_float64
+from weft.verification.float64.widen import widened
 from weft.verification.one_process import Key, OneProcess, Recipe
-from weft.verification.oracles import Oracle, find_stages, rule_of
-from weft.verification.replicas import LocalReplicas, with_an_exchange, without_codec
+from weft.verification.oracles import Oracle, ask_ranks, rule_of
+from weft.verification.replicas import LocalReplicas, comparable, with_an_exchange
 from weft.verification.silence import Silence
 from weft.verification.verdict import Cause, Deviation, Difference, Finding, Verification
-from weft.verification.widen import widened
 from weft.verification.zero_noise import ZeroNoise
 
 _RANDOM = Cause(
@@ -77,9 +77,10 @@ def verify(
     """Train copies of a model under a plan and in one process, and compare them after every step; collective.
 
     `batches` are whole global batches, the same on every rank; the rest is as for `parallelize`. The model given is not
-    changed. The plan's `[precision]` and `[codec]` are left out, because both sides compute in `dtype`; where these
-    round to 16 bits, the plan is then run as it stands and its deviation from float32 reported. Replicas that would not
-    exchange in so few steps exchange sooner. `on_step` is called with the number of every step that is done.
+    changed. The plan's `[precision]` is left out, because both sides compute in `dtype`, and so is `[codec] name =
+    "half"`; where these round to 16 bits, the plan is then run once more (without another codec) and its deviation from
+    float32 reported. Replicas that would not exchange in so few steps exchange sooner. `on_step` is called with the
+    number of every step that is done.
     """
     plan = with_ranks(as_plan(plan), join_world(device).size)
     recipe = Recipe(loss=widened(loss), optimizer=optimizer, schedule=schedule, groups=groups)
@@ -87,7 +88,7 @@ def verify(
         model = copy.deepcopy(model)
         fill_alone(model, draw_seed(), torch.device("cpu"))
     plan, notes = with_an_exchange(plan, num_steps=len(batches))
-    exact = dataclasses.replace(without_codec(plan), precision=Precision())
+    exact = dataclasses.replace(comparable(plan), precision=Precision())
     cast = _cast(batches, dtype)
 
     def make_trainer(model: nn.Module, plan: Plan, recipe: Recipe, batches: Sequence[Any]) -> Trainer:
@@ -110,6 +111,8 @@ def verify(
         if deviation is not None:
             outcome = dataclasses.replace(outcome, notes=(*outcome.notes, str(deviation)))
         single = _cast(batches, torch.float32)
+        if plan.codec.name != "half":  # what others change by their rule is no rounding
+            plan = dataclasses.replace(plan, codec=Codec())
         with silence.replacements, make_trainer(_copy_without_dropout(model), plan, recipe, single) as trainer:
             reference, place = None, trainer.mesh.world.device
             if trainer.mesh.world.rank == 0:
@@ -138,16 +141,17 @@ def _prove(
     casts = _without_casts(parallel, batches[0][0], dtype)
     with casts, make_trainer(parallel, plan, silent, batches) as trainer:
         zero_noise.mesh = trainer.mesh
-        stage_of = find_stages(trainer) if rule.is_streamed else {}
+        asked = ask_ranks(rule, trainer)
         oracle: Oracle | None = None
         plain = None
         if trainer.mesh.world.rank == 0:
             # Made from rank 0's model, which is what parallelize gave every rank.
             place = trainer.mesh.world.device
             alone = _copy_without_dropout(model, dtype, place)
-            stages = [stage_of[name] for name, p in alone.named_parameters() if p.requires_grad and stage_of]
+            trained = [name for name, parameter in alone.named_parameters() if parameter.requires_grad]
+            stages = [asked[name] for name in trained] if rule.is_streamed else []
             quiet = dataclasses.replace(recipe, optimizer=ZeroNoise(recipe.optimizer, stages=stages))
-            oracle = rule(alone, trainer.plan, quiet, stage_of)
+            oracle = rule(alone, trainer.plan, quiet, asked)
             if not rule.is_exact:
                 plain = OneProcess(_copy_without_dropout(model, dtype, place), plan, recipe)
         comparison = _Comparison(trainer, oracle, dtype)
@@ -252,10 +256,9 @@ def _worst(found: Iterable[Difference]) -> list[Difference]:
 
 def _rounds(plan: Plan) -> bool:
     """True if the plan rounds to 16 bits, in its passes or on the wire."""
-    formats = ((plan.precision, "compute reduce accumulate"), (plan.codec, "name"))
-    return any(
-        getattr(section, name) != getattr(type(section)(), name) for section, names in formats for name in names.split()
-    )
+    names, default = ("compute", "reduce", "accumulate"), Precision()
+    is_narrow = any(getattr(plan.precision, name) != getattr(default, name) for name in names)
+    return is_narrow or plan.codec.name == "half"
 
 
 def _random_state(device: torch.device) -> torch.Tensor:

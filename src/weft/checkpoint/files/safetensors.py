@@ -104,6 +104,11 @@ def pack(kind: str, entries: Iterable[Entry], most_bytes: int) -> list[TensorFil
     return [TensorFile(name=name, entries=inside, metadata=metadata) for name, inside in zip(names, files, strict=True)]
 
 
+def rank_file(rank: int) -> str:
+    """The name of the file that a rank writes alone."""
+    return f"rank-{rank:05d}.safetensors"
+
+
 def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(word), "") if word.isdigit() else (-1, word) for word in re.split(r"(\d+)", name) if word]
 

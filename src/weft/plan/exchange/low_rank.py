@@ -17,8 +17,8 @@ def rank_of(codec: Codec, tensor: CodedTensor) -> int:
     return min(codec.rank, tensor.num_rows, tensor.num_columns)
 
 
-def message_numels(codec: Codec, tensors: Sequence[CodedTensor]) -> tuple[int, ...]:
-    """Elements of each message of these tensors; there is no second one where there is no full row."""
+def message_numels(codec: Codec, tensors: Sequence[CodedTensor]) -> tuple[int, int]:
+    """Elements of both messages of these tensors. Where no full row is here the second is empty, and still sent: ranks
+    that share a bucket go through the same phases, whatever their slices of it are."""
     first = sum(rank_of(codec, one) * one.num_rows + one.num_rest for one in tensors)
-    second = sum(rank_of(codec, one) * one.num_columns for one in tensors)
-    return (first, second) if second else (first,)
+    return first, sum(rank_of(codec, one) * one.num_columns for one in tensors)

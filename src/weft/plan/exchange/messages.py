@@ -60,6 +60,11 @@ def messages_of(
     return _MESSAGES[codec.name](codec, tensors, dtype, num_replicas, step)
 
 
+def num_messages(codec: Codec, step: int) -> int:
+    """The most messages of a bucket in a step."""
+    return 2 if codec.name == "powersgd" and not is_dense(codec, step) else 1
+
+
 def _sparse_messages(
     codec: Codec, tensors: Sequence[CodedTensor], dtype: str, num_replicas: int, step: int
 ) -> tuple[Message, ...]:

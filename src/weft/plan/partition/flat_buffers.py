@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from weft.plan.partition.replicas import one_replica, shares_batch, state_axes
 from weft.plan.partition.wire import (
+    CODEC_TAIL_WORDS,
     SHARDED_TAIL_ITEM_BYTES,
     SHARDED_TAIL_WORDS,
     Collective,
@@ -218,15 +219,17 @@ def shard_buckets(members: Sequence[Member], bucket_bytes: int) -> tuple[tuple[i
     return tuple(tuple(last - index for index in bucket) for bucket in buckets)
 
 
-def sharded_bytes(buffers: Sequence[FlatBuffer], plan: Plan) -> dict[str, int]:
+def sharded_bytes(buffers: Sequence[FlatBuffer], plan: Plan, *, is_coded: bool = False) -> dict[str, int]:
     """Bytes a rank sends over each axis in one step in which parameters live in these flat buffers.
 
-    With nothing sharded each buffer has one part: its gradient is all-reduced, and nothing is gathered.
+    With nothing sharded each buffer has one part: its gradient is all-reduced, and nothing is gathered. `is_coded`:
+    what ranks that keep the same part exchange of gradients goes through a codec, and is left out here
+    (`plan/exchange/gradient_exchange.py`).
     """
     axes = one_replica(plan)
     sharding, data, replicate = Sharding.of(plan), axes.state, axes.replicate
     num_flags = sum(len(one.flat.numels) for one in buffers if one.trainable)
-    tail_words = SHARDED_TAIL_WORDS + data * replicate + num_flags
+    tail_words = SHARDED_TAIL_WORDS + data * replicate + num_flags + (CODEC_TAIL_WORDS if is_coded else 0)
     tail_bytes = tail_words * SHARDED_TAIL_ITEM_BYTES
     over_data = sent_bytes("all-reduce", tail_bytes, data)
     over_replicate = sent_bytes("all-reduce", tail_bytes, replicate)
@@ -234,8 +237,9 @@ def sharded_bytes(buffers: Sequence[FlatBuffer], plan: Plan) -> dict[str, int]:
     num_reductions = plan.step.microbatches if sharding.every_microbatch else 1
     for one in buffers:
         over_data += _num_gathers(one, plan, sharding) * sent_bytes("all-gather", one.whole_bytes(one.compute), data)
-        if one.trainable:
+        if one.trainable and not (is_coded and sharding.stage == 0):
             over_data += num_reductions * sent_bytes(reduction, one.whole_bytes(one.reduce), data)
+        if one.trainable and not is_coded:
             over_replicate += sent_bytes("all-reduce", one.part_bytes(one.reduce), replicate)
     return {state_axes(plan): over_data, "replicate": over_replicate}
 

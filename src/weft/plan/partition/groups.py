@@ -7,7 +7,9 @@ or two exchanges whose order may differ between ranks, must never share one. Gro
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+from weft.plan.partition.host_levels import level_groups
 from weft.plan.partition.replicas import batch_axes, replica_axes, state_axes
 from weft.plan.plan import Axes, Plan
 
@@ -39,8 +41,9 @@ def message_group(source: int, target: int, num_ranks: int) -> GroupKey:
     return f"pipeline:{min(here, there)},{max(here, there)}", f"{purpose} round" if goes_round else purpose
 
 
-def plan_groups(plan: Plan, *, batch_norms: bool) -> tuple[GroupKey, ...]:
-    """The groups a plan uses; those of weights that several stages or tensor ranks hold depend on the model."""
+def plan_groups(plan: Plan, *, batch_norms: bool, hosts: Sequence[int] = ()) -> tuple[GroupKey, ...]:
+    """The groups a plan uses; those of weights that several stages or tensor ranks hold depend on the model. `hosts`:
+    the number of each rank's host, on which it depends whether a codec has levels."""
     state, batch = state_axes(plan), batch_axes(plan)
     keys = [(WORLD, "control"), (WORLD, "saving"), (batch, "control"), (state, "gradients")]
     if plan.data.shard != "nothing":
@@ -62,13 +65,13 @@ def plan_groups(plan: Plan, *, batch_norms: bool) -> tuple[GroupKey, ...]:
         keys += dict.fromkeys(
             message_group(*ends, plan.axes.pipeline) for s, t in boundaries for ends in ((s, t), (t, s))
         )
-    return tuple(key for key in keys if num_ranks_along(plan.axes, key[0]) > 1)
+    return (*(key for key in keys if num_ranks_along(plan.axes, key[0]) > 1), *level_groups(plan, hosts))
 
 
-def num_communicators(plan: Plan, *, batch_norms: bool = False) -> int:
+def num_communicators(plan: Plan, *, batch_norms: bool = False, hosts: Sequence[int] = ()) -> int:
     """The largest number of groups of device tensors that a rank is in; with NCCL each has a communicator."""
     counts = dict.fromkeys(range(plan.axes.pipeline), 0)
-    for names, purpose in plan_groups(plan, batch_norms=batch_norms):
+    for names, purpose in plan_groups(plan, batch_norms=batch_norms, hosts=hosts):
         if purpose not in HOST_PURPOSES:
             places = names.partition(":")[2]
             for stage in map(int, places.split(",")) if places else counts:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from weft.plan.model_refusals import (
+    BALANCED_WORKERS,
     REPLICAS_IN_SEVERAL_PROCESSES,
     REPLICAS_OF_SEVERAL_RANKS,
     REPLICAS_THAT_NEVER_DIFFER,
@@ -68,14 +69,18 @@ def in_process_problems(plan: Plan, *, num_processes: int = 1) -> Iterator[str]:
     """Every reason why the replicas of this plan cannot run in one process, one after the other."""
     if num_processes > 1:
         yield REPLICAS_IN_SEVERAL_PROCESSES.message(num_processes=num_processes)
-    if plan.replica_axis is None:
+    if plan.replica_axis is None and plan.codec.name == "none":
         if plan.axes.data == ALL or plan.axes.num_ranks > 1:
-            yield REPLICAS_THAT_NEVER_DIFFER.message(plan)
+            many = "one per rank" if plan.axes.data == ALL else plan.axes.data_ranks * plan.step.microbatches
+            yield REPLICAS_THAT_NEVER_DIFFER.message(plan, num_microbatches=many)
         return
     if plan.axes.data == ALL:
         yield UNCOUNTED_REPLICAS.message()
         return
-    inside = {axis: size for axis, size in one_replica(plan).sizes.items() if size > 1}
+    if plan.replica_axis is None and plan.data.balance:
+        yield BALANCED_WORKERS.message(plan)
+    axis = "data" if plan.data.shard == "nothing" else "replicate"
+    inside = {other: size for other, size in plan.axes.sizes.items() if other != axis and size > 1}
     if inside:
         axes = " and ".join(f"[axes] {axis} = {size}" for axis, size in inside.items())
         yield REPLICAS_OF_SEVERAL_RANKS.message(axes=axes, num_ranks=math.prod(inside.values()))

@@ -22,7 +22,8 @@ from weft.comm.collectives import all_gather, reduce_scatter
 from weft.comm.group import Group
 from weft.errors import DataError, ModelError, PlanError
 from weft.mesh import Mesh
-from weft.plan.model_refusals import GATHERED_MICROBATCHES, GATHERED_TOKENS
+from weft.plan.model_refusals import GATHERED_IN_PROCESS, GATHERED_MICROBATCHES, GATHERED_TOKENS
+from weft.plan.partition.replicas import one_replica
 from weft.units import name_ranks
 
 
@@ -55,8 +56,11 @@ class BatchGathering:
         if self.where == "trial":
             raise GatheringError
         plan = self.mesh.plan
-        if self.mesh.num_batch_parts * plan.step.microbatches * plan.axes.sequence == 1:
+        num_parts = one_replica(plan).data_ranks
+        if num_parts * plan.step.microbatches * plan.axes.sequence == 1:
             return tensor
+        if num_parts > self.mesh.num_batch_parts:
+            raise PlanError(GATHERED_IN_PROCESS.message(num_parts=num_parts))
         if plan.axes.sequence > 1:  # first: a loss that is not tried there is not told from the model
             raise PlanError(GATHERED_TOKENS.message(plan))
         if self.where == "model":

@@ -37,6 +37,8 @@ class TargetCount:
     """The last step's count over these ranks."""
     is_own: bool = False
     """The loss returns its own count, which is not known before the forward pass."""
+    is_late: bool = False
+    """The count is taken for unknown before the exchange, as it is on the ranks that this process stands for."""
     warns: bool = True
     """This rank warns of a replica without targets."""
 
@@ -48,7 +50,7 @@ class TargetCount:
 
     @property
     def _is_known(self) -> bool:
-        return self.group.size == 1 and not self.is_own
+        return self.group.size == 1 and not self.is_own and not self.is_late
 
     def share(self, counts: Sequence[Count]) -> float | torch.Tensor:
         """The number that every rank divides its loss by: exact with one data rank, else the last step's."""

@@ -19,6 +19,7 @@ from weft.mesh import Mesh
 from weft.parallel.sequence.device_assertion import DeviceAssertion
 from weft.parallel.tensor.cross_entropy import IGNORED_TARGET
 from weft.plan.model_refusals import COUNTS_OF_PARTS, LOSS_FAILED, LOSS_OF_PARTS, LOSS_OF_SOME_TARGETS, LOSS_OVER_TOKENS
+from weft.plan.partition.replicas import one_replica
 from weft.training.data.trees import num_samples, tensors_of
 from weft.training.loss.gather_batch import BatchGathering, GatheringError, refuse_empty
 from weft.training.loss.loss import Loss, no_loss
@@ -46,7 +47,7 @@ class OwnLoss:
         replacements: one may call a model of its own."""
         self._mesh, self._inner = mesh, loss
         self._outside = outside or nullcontext
-        cuts_samples = mesh.num_batch_parts * mesh.plan.step.microbatches > 1
+        cuts_samples = one_replica(mesh.plan).data_ranks * mesh.plan.step.microbatches > 1
         self._alongs = (SAMPLES,) * cuts_samples + (TOKENS,) * (outside is not None)
         is_own = not loss.counts_targets and bool(self._alongs)
         self.loss = replace(loss, function=self) if is_own else loss

@@ -1,0 +1,1 @@
+"""The rule of every codec, computed by one process for all replicas."""

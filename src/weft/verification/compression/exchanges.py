@@ -1,0 +1,48 @@
+"""Whole tensors of all replicas through the rules of a codec, part by part as the plan cuts them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from weft.plan.plan import Codec
+from weft.verification.compression.parts import CodedPart
+from weft.verification.compression.rules import Part, make_rule
+
+
+class CodedExchanges:
+    """The rules of all parts, with what they keep from exchange to exchange."""
+
+    def __init__(
+        self,
+        coded: Sequence[CodedPart],
+        codec: Codec,
+        num_replicas: int,
+        momenta: Mapping[str, tuple[float, bool]] | None = None,
+    ) -> None:
+        """`momenta`: by name, the momentum that dgc takes over, and whether it is Nesterov's."""
+        self._parts = []
+        for one in coded:
+            momentum, is_nesterov = (momenta or {}).get(one.name, (0.0, False))
+            part = Part(name=one.name, num_columns=one.num_columns, momentum=momentum, is_nesterov=is_nesterov)
+            self._parts.append((one, make_rule(codec, part, num_replicas)))
+        self.names = {one.name for one in coded}
+
+    def replace_(self, name: str, total: Tensor, given: Sequence[Tensor], step: int, *, divisor: float) -> Tensor:
+        """Replace the compressed parts of a tensor by the sum of what replicas send of `given` in a step, counted from
+        0, over a divisor; returns the tensor."""
+        for one, rule in self._parts:
+            if one.name == name:
+                places = one.places.to(total.device)
+                total.view(-1)[places] = rule.exchange(step, [each.flatten()[places] for each in given]) / divisor
+        return total
+
+    def mask(self, name: str, like: Tensor) -> Tensor:
+        """1 where a tensor is compressed, 0 elsewhere."""
+        found = torch.zeros_like(like)
+        for one, _ in self._parts:
+            if one.name == name:
+                found.view(-1)[one.places.to(like.device)] = 1.0
+        return found

@@ -1,0 +1,112 @@
+"""Which parts of which tensors a plan's replicas compress, told by the ranks that have them.
+
+Every tensor is cut as the plan cuts it (tensor axis, pipeline, ZeRO), and each rank compresses its part by itself. A
+part goes as it is if it is small or has one dim, or if several ranks of a replica have the tensor or some rows of it:
+those are summed, or must stay equal, between these ranks. Where ranks of a replica share sequences, they first sum
+their gradients, and each compresses a slice of every bucket; only where these slices begin is asked of the sync itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, fields
+
+import torch
+
+from weft.comm.objects import gather_values
+from weft.layout import Range, Runs
+from weft.plan.exchange.coded_tensor import is_coded
+from weft.plan.plan import Plan
+from weft.training.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodedPart:
+    """A part of a tensor that is compressed by itself."""
+
+    name: str
+    num_columns: int
+    """Columns of the tensor that it is a range of: a rank's share, before it is sharded or sliced."""
+    places: torch.Tensor
+    """The place of each element in the flattened whole tensor."""
+
+
+def num_coded_replicas(plan: Plan) -> int:
+    """The number of replicas between which the codec acts."""
+    if plan.replica_axis is not None:
+        return plan.num_replicas
+    return plan.axes.data_ranks if plan.data.shard == "nothing" else plan.axes.replicate
+
+
+def find_coded_parts(trainer: Trainer) -> list[CodedPart]:
+    """All parts of one replica, the same on every rank; collective."""
+    mesh, plan = trainer.mesh, trainer.mesh.plan
+    mine: list[object] = []
+    is_first = mesh.index(_codec_axis(plan)) == 0  # its counterparts in other replicas have the same parts
+    if plan.codec.name not in ("none", "half") and is_first:
+        mine = list(_own_parts(trainer))
+    found: dict[str, CodedPart] = {}
+    for one in (one for ranks_parts in gather_values(mine, mesh.everyone("control")) for one in ranks_parts):
+        name, num_columns, runs = one
+        part = CodedPart(name=name, num_columns=num_columns, places=_places(runs))
+        found.setdefault(f"{name} {num_columns} {runs}", part)  # others may have copies of it
+    return list(found.values())
+
+
+def _codec_axis(plan: Plan) -> str:
+    return plan.replica_axis or ("data" if plan.data.shard == "nothing" else "replicate")
+
+
+def _own_parts(trainer: Trainer) -> Iterator[object]:
+    """Name, number of columns and runs of every part of this rank."""
+    mesh, codec = trainer.mesh, trainer.mesh.plan.codec
+    sizes, coordinates = mesh.grid.axes.sizes, mesh.grid.coordinates(mesh.world.rank)
+    together = _held_together(trainer)
+    slices = _slices(trainer)
+    for piece in trainer.sync.pieces:
+        layout = piece.layout
+        shape = layout.local_shape(sizes, coordinates)
+        if piece.name in together or not is_coded(codec, shape):
+            continue
+        for within in [None] if slices is None else slices.get(piece.name, ()):
+            runs = [astuple(one) for one in layout.runs(sizes, coordinates, within)]
+            if runs:
+                yield [piece.name, math.prod(shape[1:]), runs]
+
+
+def _held_together(trainer: Trainer) -> frozenset[str]:
+    """Parameters of which several ranks of a replica have some rows, or, where gradients are exchanged, parts of the
+    gradient."""
+    parts, names = trainer.parts, set[str]()
+    sums_gradients = trainer.mesh.plan.replica_axis is None
+    if parts.tensor is not None:
+        names |= {one.name for one in parts.tensor.shares.repeated}
+    if parts.tensor is not None and sums_gradients:
+        names |= {one.name for one in parts.tensor.shared_gradients(sums_may_differ=False)}
+    if parts.cut is not None and sums_gradients:
+        names |= parts.cut.holders.keys()
+    return frozenset(names)
+
+
+def _slices(trainer: Trainer) -> dict[str, list[Range]] | None:
+    """The ranges of this rank's tensors that it compresses, by name; None where it compresses all it has."""
+    plan = trainer.mesh.plan
+    if plan.replica_axis is not None or plan.data.shard != "nothing" or plan.axes.sequence == 1:
+        return None
+    compressed, found = trainer.sync.compressed, dict[str, list[Range]]()
+    assert compressed is not None
+    for bucket in compressed._buckets:
+        for one in compressed._slice(bucket)[1]:
+            found.setdefault(one.name, []).append((one.start, one.start + one.numel))
+    return found
+
+
+def _places(all_runs: Sequence[Sequence[int]]) -> torch.Tensor:
+    names = [one.name for one in fields(Runs)]
+    places = [
+        torch.arange(there, there + runs.numel)
+        for runs in (Runs(**dict(zip(names, one, strict=True))) for one in all_runs)
+        for there, _ in runs.places()
+    ]
+    return torch.cat(places)

@@ -1,0 +1,162 @@
+"""Codecs on several hosts: ranks of one host are summed as they are, each gets a slice, and hosts exchange through the
+codec; on ranks that take themselves for several hosts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from meshes import kept_mesh
+from ranks import ranks
+from torch import Tensor
+
+from weft.codecs.base import Bucket
+from weft.codecs.base import Codec as CodecOfBucket
+from weft.codecs.make import make_codec
+from weft.mesh import Mesh, join_world, make_mesh
+from weft.plan.exchange.coded_tensor import CodedTensor, coded_tensors, slice_of
+from weft.plan.exchange.messages import messages_of
+from weft.plan.partition.groups import plan_groups
+from weft.plan.partition.host_levels import (
+    BETWEEN_HOSTS,
+    IN_HOSTS,
+    level_groups,
+    ranks_of_level,
+    split_level,
+    uneven_hosts,
+)
+from weft.plan.partition.wire import sent_bytes
+from weft.plan.plan import Axes, Codec, Data, Plan
+from weft.sync.compressed_exchange import CodedBucket, CompressedExchange
+from weft.sync.in_process import exchange_in_process
+from weft.sync.make import codec_groups
+
+EVEN, INTERLEAVED, UNEVEN = (0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1)
+POWERSGD = Codec(name="powersgd", rank=2)
+
+
+def plan_of(codec: Codec = POWERSGD, section: Data | None = None, **axes: int) -> Plan:
+    return Plan(axes=Axes(**(axes or {"data": 4})), codec=codec, data=section or Data())  # type: ignore[arg-type]
+
+
+def test_which_plans_have_levels() -> None:
+    in_hosts, between = ("data in hosts", "gradients"), ("data between hosts", "gradients")
+    assert level_groups(plan_of(), EVEN) == level_groups(plan_of(), INTERLEAVED) == (in_hosts, between)
+    assert plan_groups(plan_of(), batch_norms=False, hosts=EVEN)[-2:] == (in_hosts, between)
+    for hosts in (UNEVEN, (0, 0, 0, 0), (0, 1, 2, 3), ()):
+        assert level_groups(plan_of(), hosts) == ()
+        assert plan_groups(plan_of(), batch_norms=False, hosts=hosts) == plan_groups(plan_of(), batch_norms=False)
+    assert level_groups(plan_of(Codec()), EVEN) == ()
+    assert level_groups(plan_of(data=2, ring=2), EVEN) == ()  # which are summed first anyway
+    assert level_groups(plan_of(data=2, tensor=2), EVEN) == ()  # each data rank is alone on its host
+    assert level_groups(plan_of(data=2, tensor=2), INTERLEAVED) == ()  # all are on one
+    local, sharded = Data(sync="local", every=2), Data(shard="parameters")
+    assert level_groups(plan_of(POWERSGD, local), EVEN) == (
+        ("data in hosts", "weights"),
+        ("data between hosts", "weights"),
+    )
+    assert level_groups(plan_of(POWERSGD, sharded, data=2, replicate=2), EVEN) == ()
+    assert level_groups(plan_of(POWERSGD, sharded, data=1, replicate=4), EVEN)[0] == ("replicate in hosts", "gradients")
+
+
+def test_ranks_of_levels_and_what_is_told_of_uneven_hosts() -> None:
+    groups = [(0, 2, 4, 6), (1, 3, 5, 7)]
+    hosts = (0, 0, 0, 0, 1, 1, 1, 1)
+    assert ranks_of_level(groups, hosts, IN_HOSTS) == [(0, 2), (4, 6), (1, 3), (5, 7)]
+    assert ranks_of_level(groups, hosts, BETWEEN_HOSTS) == [(0, 4), (2, 6), (1, 5), (3, 7)]
+    assert split_level("data+ring in hosts") == ("data+ring", IN_HOSTS) and split_level("data") == ("data", "")
+    told = uneven_hosts(plan_of(), UNEVEN)
+    assert told is not None and '4 ranks along "data" are unevenly on hosts (3, 1)' in told
+    for hosts in (EVEN, (0, 0, 0, 0), (0, 1, 2, 3)):
+        assert uneven_hosts(plan_of(), hosts) is None
+    assert uneven_hosts(plan_of(Codec()), UNEVEN) is None
+
+
+def mesh_on(hosts: tuple[int, ...], plan: Plan) -> Mesh:
+    world = replace(join_world("cpu"), hosts=hosts)
+    return make_mesh(plan, world, sharing=kept_mesh(plan, world))
+
+
+def given_by(rank: int, numel: int, step: int, bucket: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + 10 * step + bucket)
+    return torch.randn(numel, dtype=torch.float64, generator=generator)
+
+
+# The second rank of a host has no full row of "b", and nothing of the last bucket.
+BUCKETS = [
+    coded_tensors([("a", (30, 20), 0, 600), ("b", (10, 41), 0, 410)]),
+    coded_tensors([("c", (40, 30), 0, 1200)]),
+    coded_tensors([("d", (3, 401), 0, 1203)]),
+]
+
+
+@ranks(4)
+@pytest.mark.parametrize("hosts", [EVEN, INTERLEAVED], ids=str)
+@pytest.mark.parametrize("codec", [POWERSGD, Codec(name="topk"), Codec(name="onebit")], ids=lambda codec: codec.name)
+def test_hosts_exchange_slices_of_their_sums(codec: Codec, hosts: tuple[int, ...]) -> None:
+    mesh = mesh_on(hosts, plan_of(codec))
+    inside, across = codec_groups(mesh)
+    rank, by_host = mesh.world.rank, [[r for r in range(4) if hosts[r] == host] for host in range(2)]
+    assert (inside.axis, inside.size, across.axis, across.size) == ("data in hosts", 2, "data between hosts", 2)
+    sizes = [1010, 1200, 2600]  # the last bucket ends in a gap
+    buckets = [CodedBucket(tensors=t, numel=n, dtype=torch.float64) for t, n in zip(BUCKETS, sizes, strict=True)]
+    exchange = CompressedExchange(buckets, codec, inside=inside, across=across, device=inside.device, can_fail=True)
+    play = {(b, s): _codecs(codec, BUCKETS[b], sizes[b], s) for b in range(3) for s in range(2)}
+    for step in range(3):
+        values = [given_by(rank, numel, step, number) for number, numel in enumerate(sizes)]
+        exchange.begin(step)
+        for number, flat in enumerate(values):
+            exchange.start(number, flat)
+        exchange.finish()
+        exchange.end(is_made=True)
+        for number, (flat, numel) in enumerate(zip(values, sizes, strict=True)):
+            sums = [sum(given_by(r, numel, step, number) for r in ranks_here) for ranks_here in by_host]
+            for place, slices in enumerate(zip(*(total.chunk(2) for total in sums), strict=True)):
+                expected = [one.clone() for one in slices]
+                exchange_in_process(play[number, place], expected, step=step)
+                for one in slice_of(BUCKETS[number], place * numel // 2, (place + 1) * numel // 2):
+                    part = flat.chunk(2)[place][one.offset : one.offset + one.numel]
+                    assert torch.allclose(part, expected[0][one.offset : one.offset + one.numel], rtol=0, atol=1e-12)
+    assert exchange.not_finite.item() == 0
+    expected_bytes = _predicted(codec, sizes, inside.index)
+    assert [mesh.traffic[group.axis].sent_bytes for group in (inside, across)] == [3 * one for one in expected_bytes]
+
+
+def _codecs(codec: Codec, tensors: tuple[CodedTensor, ...], numel: int, place: int) -> list[CodecOfBucket]:
+    """The codecs of both hosts for the slices of a place."""
+    half = numel // 2
+    return [
+        make_codec(
+            Bucket(
+                codec=codec,
+                tensors=slice_of(tensors, place * half, (place + 1) * half),
+                numel=half,
+                dtype=torch.float64,
+                device=torch.device("cpu"),
+                replica=host,
+                num_replicas=2,
+            )
+        )
+        for host in range(2)
+    ]
+
+
+def _predicted(codec: Codec, sizes: list[int], place: int) -> tuple[int, int]:
+    """Bytes that a rank sends in one exchange inside its host, and between hosts."""
+    between = 0
+    for tensors, numel in zip(BUCKETS, sizes, strict=True):
+        mine = slice_of(tensors, place * numel // 2, (place + 1) * numel // 2)
+        forms = messages_of(codec, mine, "float64", num_replicas=2, step=0)
+        between += sum(form.sent_bytes(2) for form in forms)
+    return sum(2 * sent_bytes("all-gather", numel * 8, 2) for numel in sizes), between
+
+
+@ranks(4)
+def test_uneven_hosts_have_one_level_and_one_rank_says_so() -> None:
+    mesh, told = mesh_on(UNEVEN, plan_of()), list[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("weft.sync.make.log.warning", lambda text, *values: told.append(text % values))
+        inside, across = codec_groups(mesh)
+    assert (inside.size, across.size, across.axis) == (1, 4, "data")
+    assert ["unevenly" in one for one in told] == [True] * (mesh.world.rank == 0)
