@@ -7,7 +7,6 @@ over 10 steps. The number of ranks follows from the plan. Every file in examples
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -144,9 +143,6 @@ class Case:
 def row(plan: Plan, model: str, sizes: tuple[int, ...], optimizer: MakeOptimizer = SGD) -> Case:
     return Case(plan=plan, model=model, sizes=sizes, optimizer=optimizer)
 
-
-SMALL_STEPS: MakeOptimizer = functools.partial(torch.optim.SGD, lr=1e-3)
-"""For gradients of ±1, which at larger rates soon leave entries of nothing but rounding, whose signs are chance."""
 
 NESTEROV = {"outer": "nesterov", "outer_lr": 0.7, "outer_momentum": 0.9}
 
@@ -414,12 +410,7 @@ CASES = {
     "local 2, ring 2 inside": row(local_plan(data=2, ring=2, every=2), "rotary tied gpt", SHORT),
     # the examples; those whose results differ from one process's have their own tests
     **{
-        f"examples/{path.name}": row(
-            acting_early(plan),
-            example_model(path.stem, plan),
-            UNEVEN,
-            SMALL_STEPS if plan.codec.name == "sign" else SGD,
-        )
+        f"examples/{path.name}": row(acting_early(plan), example_model(path.stem, plan), UNEVEN)
         for path in EXAMPLES.glob("*.toml")
         if (plan := read_plan(path)).pipeline.schedule not in FLUSH_FREE
     },
