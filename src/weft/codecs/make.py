@@ -12,6 +12,7 @@ from weft.codecs.powersgd import PowerSgd
 from weft.codecs.random_rounding import Qsgd, TernGrad
 from weft.codecs.sign import Sign
 from weft.codecs.topk import TopK
+from weft.codecs.triton_kernels.find import find_fused
 
 _CODECS: dict[str, Callable[[Bucket], Codec]] = {
     "half": Half,
@@ -27,4 +28,5 @@ _CODECS: dict[str, Callable[[Bucket], Codec]] = {
 
 def make_codec(bucket: Bucket) -> Codec:
     """The codec of a bucket, as its plan names it."""
-    return _CODECS[bucket.codec.name](bucket)
+    make = find_fused(bucket) or _CODECS[bucket.codec.name]
+    return make(bucket)

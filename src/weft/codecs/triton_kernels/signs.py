@@ -42,6 +42,16 @@ class SignKernels:
             )  # fmt: skip
 
 
+def try_kernels() -> None:
+    """Compile and run a kernel on a few numbers; raises where that does not work."""
+    table = Table([1], [[0, 8, 0]], torch.device("cuda"))
+    message = torch.zeros(16, dtype=torch.uint8, device="cuda")
+    _pack_signs[(1,)](
+        table.tensor_of, table.fields, torch.zeros(8, device="cuda"), message, torch.zeros(1, device="cuda"),
+        IS_ALIGNED=True, BLOCK=BLOCK, WIDTH=table.width, num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
 @triton.jit
 def _pack_signs(
     tensor_of, fields, values, message, not_finite,

@@ -50,11 +50,11 @@ class Turns:
     """Both copies of a state as kernels take them: (first, second, number of the one that counts)."""
 
     def __init__(self, device: torch.device) -> None:
-        self._first = torch.zeros(1, dtype=torch.int32, device=device)
+        self.first = torch.zeros(1, dtype=torch.int32, device=device)
 
     def __call__(self, kept: Kept) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if isinstance(kept.turn, int):
-            return kept.pair[kept.turn], kept.pair[1 - kept.turn], self._first
+            return kept.pair[kept.turn], kept.pair[1 - kept.turn], self.first
         return kept.pair[0], kept.pair[1], kept.turn
 
 

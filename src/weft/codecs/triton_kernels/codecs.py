@@ -1,0 +1,163 @@
+"""The codecs whose passes are Triton's kernels: what they send and keep is as without them; needs Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from weft.codecs.base import Bucket, Codec
+from weft.codecs.dgc import Dgc
+from weft.codecs.feedback import Feedback
+from weft.codecs.kept import Kept
+from weft.codecs.onebit import OneBit
+from weft.codecs.quantised import Quantised
+from weft.codecs.random_rounding import Qsgd, TernGrad
+from weft.codecs.sign import Sign
+from weft.codecs.sparse import SparseCodec
+from weft.codecs.sparse_message import SparseMessage
+from weft.codecs.topk import TopK
+from weft.codecs.triton_kernels.one_bit import OneBitKernels, OneBitPlaces
+from weft.codecs.triton_kernels.random_rounding import RandomRoundingKernels
+from weft.codecs.triton_kernels.signs import SignKernels
+from weft.codecs.triton_kernels.sparse import SparseKernels
+from weft.plan.exchange.quantised import quantised_tensors
+
+
+class FusedSign(Sign):
+    """Signs, and their majority."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        super().__init__(bucket)
+        self._kernels = SignKernels(bucket, [part.codes_start for part in self._parts])
+
+    def encode(self, number: int, values: torch.Tensor, message: torch.Tensor, not_finite: torch.Tensor) -> None:
+        if self.is_dense:
+            super().encode(number, values, message, not_finite)
+        else:
+            self._kernels.encode(values, message, not_finite)
+
+    def decode(self, number: int, received: torch.Tensor, values: torch.Tensor, *, scale: float = 1.0) -> None:
+        if self.is_dense:
+            super().decode(number, received, values, scale=scale)
+        else:
+            self._kernels.decode(received, values)
+
+
+class _FusedRounding(Quantised):
+    def __init__(self, bucket: Bucket) -> None:
+        super().__init__(bucket)
+        self._kernels = RandomRoundingKernels(bucket, self._parts)
+
+    def encode(self, number: int, values: torch.Tensor, message: torch.Tensor, not_finite: torch.Tensor) -> None:
+        if self.is_dense:
+            super().encode(number, values, message, not_finite)
+        else:
+            self._kernels.encode(values, message, not_finite, self._step)
+
+    def decode(self, number: int, received: torch.Tensor, values: torch.Tensor, *, scale: float = 1.0) -> None:
+        if self.is_dense:
+            super().decode(number, received, values, scale=scale)
+        else:
+            self._kernels.decode(received, values, scale)
+
+
+class FusedQsgd(_FusedRounding, Qsgd):
+    """Random rounding to multiples of a share of the block's norm."""
+
+
+class FusedTernGrad(_FusedRounding, TernGrad):
+    """Random rounding to 0 or the size of the tensor's largest entry."""
+
+
+class FusedOneBit(Feedback):
+    """1-bit SGD with its error feedback."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        super().__init__(OneBit(bucket), bucket)
+        parts = quantised_tensors(bucket.codec, bucket.tensors, "float32")
+        places = [
+            OneBitPlaces(means_at=part.start // 4, rest_at=part.rest_start // 4, bits_at=part.codes_start)
+            for part in parts
+        ]
+        self._kernels = OneBitKernels(bucket, places)
+
+    def encode(self, number: int, values: torch.Tensor, message: torch.Tensor, not_finite: torch.Tensor) -> None:
+        if self._codec.is_dense:  # before the first other exchange: there are no means yet
+            super().encode(number, values, message, not_finite)
+        else:
+            self._kernels.encode(values, self._kept, self._factor, message, not_finite)
+
+    def decode(self, number: int, received: torch.Tensor, values: torch.Tensor, *, scale: float = 1.0) -> None:
+        if self._codec.is_dense:
+            super().decode(number, received, values, scale=scale)
+        else:
+            self._kernels.decode(received, values, scale)
+
+    def end(self, is_made: bool | torch.Tensor) -> None:
+        super().end(is_made)
+        self._kernels.end(is_made)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        self._kernels.settle(self._kept)
+        return super().tensors()
+
+
+class _FusedSparse(SparseCodec):
+    def __init__(self, bucket: Bucket) -> None:
+        super().__init__(bucket)
+        self._kernels = SparseKernels(bucket)
+
+    def encode(self, number: int, values: torch.Tensor, message: torch.Tensor, not_finite: torch.Tensor) -> None:
+        layout, target = self._layout, message
+        if self._is_spread:
+            target = torch.empty(layout.num_bytes, dtype=torch.uint8, device=message.device)
+        target.zero_()
+        sparse = SparseMessage(layout, target, self.bucket.dtype)
+        momentum, momenta = (self.momentum, self.momenta) if isinstance(self, Dgc) else (None, [])
+        counts, offsets, row = sparse.sections
+        self._kernels.choose(
+            values, self.residual, momentum, momenta, self.keep, self.step, layout, counts, offsets, row, not_finite
+        )
+        if layout.bits < 32:
+            sparse.pack()
+            self._add(counts[None], offsets[None], row[None], self.residual)
+        if self._is_spread:
+            self._kernels.add(layout, counts[None], offsets[None], row[None], message, is_packed=True)
+
+    def decode(self, number: int, received: torch.Tensor, values: torch.Tensor, *, scale: float = 1.0) -> None:
+        if self._is_spread:
+            super().decode(number, received, values, scale=scale)
+            return
+        layout = self._layout
+        counts = received.view(torch.int32)[:, : layout.num_chunks]
+        offsets = received.view(torch.int16)[:, layout.offsets_at // 2 :]
+        if layout.bits == 32:
+            rows = received.view(torch.float32)[:, layout.values_at // 4 :]
+        else:
+            messages = [SparseMessage(layout, row, self.bucket.dtype) for row in received]
+            for message in messages:
+                message.unpack()
+            rows = torch.stack([message.sections[2] for message in messages])
+        self._kernels.add(layout, counts, offsets, rows, values, scale=scale)
+
+    def _add(self, counts: torch.Tensor, offsets: torch.Tensor, row: torch.Tensor, kept: Kept) -> None:
+        self._kernels.add(self._layout, counts, offsets, row, kept, clears=False)
+
+
+class FusedTopK(_FusedSparse, TopK):
+    """Sends the largest entries, with error feedback."""
+
+
+class FusedDgc(_FusedSparse, Dgc):
+    """Sends the largest entries of gradients with momentum; the momentum of what was sent is cleared."""
+
+
+FUSED: dict[str, Callable[[Bucket], Codec]] = {
+    "topk": FusedTopK,
+    "dgc": FusedDgc,
+    "onebit": FusedOneBit,
+    "sign": FusedSign,
+    "qsgd": FusedQsgd,
+    "terngrad": FusedTernGrad,
+}
