@@ -45,17 +45,16 @@ class SparseCodec(Codec):
         self.step = 0
         self.keep: float | torch.Tensor = 1.0
         self._dtype = str(bucket.dtype).removeprefix("torch.")
-        self.is_spread = False
+        self._is_spread = False
         """In this exchange entries travel spread over zeros."""
         self._lay_out(sparse_layout(bucket.codec, bucket.tensors, self._dtype, 0))
 
     def _lay_out(self, layout: SparseLayout) -> None:
         tensors = self.bucket.tensors
         numels = [tensor.numel for tensor in tensors]
-        self.layout = layout
-        """Of this exchange's message; the same object as long as it does not change."""
-        self.places = Places(layout, [(tensor.offset, tensor.numel) for tensor in tensors])
-        """Of its tensors in the flat buffer of values; and in a message of all elements, in which there are no gaps."""
+        self._in_values = Places(layout, [(tensor.offset, tensor.numel) for tensor in tensors])
+        """Of this exchange's message, in the flat buffer of values; and in a message of all elements, without gaps. The
+        layout is one object as long as it does not change."""
         self._in_message = Places(layout, list(zip(itertools.accumulate([0, *numels]), numels, strict=False)))
 
     def make_kept(self) -> Kept:
@@ -79,18 +78,18 @@ class SparseCodec(Codec):
     def begin(self, step: int, *, keep: float | torch.Tensor = 1.0) -> tuple[Message, ...]:
         bucket = self.bucket
         messages = messages_of(bucket.codec, bucket.tensors, self._dtype, num_replicas=bucket.num_replicas, step=step)
-        self.is_spread = messages[0].adds_up
-        codec = replace(bucket.codec, bits=32) if self.is_spread else bucket.codec
+        self._is_spread = messages[0].adds_up
+        codec = replace(bucket.codec, bits=32) if self._is_spread else bucket.codec
         layout = sparse_layout(codec, bucket.tensors, self._dtype, step)
-        if layout != self.layout:
+        if layout != self._in_values.layout:
             self._lay_out(layout)
         self.step, self.keep = step, keep
         return messages
 
     def encode(self, number: int, values: torch.Tensor, message: torch.Tensor, not_finite: torch.Tensor) -> None:
-        places = self.places
+        places = self._in_values
         target = message
-        if self.is_spread:
+        if self._is_spread:
             target = torch.empty(places.layout.num_bytes, dtype=torch.uint8, device=message.device)
         target.zero_()
         sparse = SparseMessage(places, target, self.bucket.dtype)
@@ -107,7 +106,7 @@ class SparseCodec(Codec):
         for kept, (_, new) in zip(all_kept, state, strict=True):
             if not isinstance(kept.turn, int):
                 kept.write(new)
-        if self.is_spread:
+        if self._is_spread:
             add_entries([sparse], message, self._in_message, is_fresh=True)
 
     def _choose_all(
@@ -144,15 +143,15 @@ class SparseCodec(Codec):
         return find_loops() if is_known and not values.is_cuda else None
 
     def decode(self, number: int, received: torch.Tensor, values: torch.Tensor, *, scale: float = 1.0) -> None:
-        if self.is_spread:
-            parts = zip(self.places.parts, self._in_message.parts, strict=True)
+        if self._is_spread:
+            parts = zip(self._in_values.parts, self._in_message.parts, strict=True)
             for (there, numel), (here, _) in parts:
                 torch.mul(received[here : here + numel], scale, out=values[there : there + numel])
             return
-        messages = [SparseMessage(self.places, row, self.bucket.dtype) for row in received]
+        messages = [SparseMessage(self._in_values, row, self.bucket.dtype) for row in received]
         for message in messages:
             message.unpack()
-        add_entries(messages, values, self.places, scale=scale, is_fresh=True)
+        add_entries(messages, values, self._in_values, scale=scale, is_fresh=True)
 
     def sample(self, tensor: CodedTensor) -> tuple[int, int, int]:
         """First element, distance and number of the elements of a tensor from which a threshold is estimated."""

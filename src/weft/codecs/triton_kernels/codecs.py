@@ -9,6 +9,7 @@ import torch
 from weft.codecs.base import Bucket, Codec
 from weft.codecs.dgc import Dgc
 from weft.codecs.feedback import Feedback
+from weft.codecs.kept import Kept
 from weft.codecs.onebit import OneBit
 from weft.codecs.quantised import Quantised
 from weft.codecs.random_rounding import Qsgd, TernGrad
@@ -108,47 +109,40 @@ class _FusedSparse(SparseCodec):
         self._kernels = SparseKernels(bucket)
 
     def encode(self, number: int, values: torch.Tensor, message: torch.Tensor, not_finite: torch.Tensor) -> None:
-        layout, target = self.layout, message
-        if self.is_spread:
+        layout, target = self._layout, message
+        if self._is_spread:
             target = torch.empty(layout.num_bytes, dtype=torch.uint8, device=message.device)
         target.zero_()
-        sparse = SparseMessage(self.places, target, self.bucket.dtype)
-        momenta = self.momenta if isinstance(self, Dgc) else []
-        counts, offsets, row = sparse.counts, sparse.offsets, sparse.row
+        sparse = SparseMessage(layout, target, self.bucket.dtype)
+        momentum, momenta = (self.momentum, self.momenta) if isinstance(self, Dgc) else (None, [])
+        counts, offsets, row = sparse.sections
         self._kernels.choose(
-            values,
-            self.residual,
-            self.momentum,
-            momenta,
-            self.keep,
-            self.step,
-            layout,
-            counts,
-            offsets,
-            row,
-            not_finite,
+            values, self.residual, momentum, momenta, self.keep, self.step, layout, counts, offsets, row, not_finite
         )
         if layout.bits < 32:
             sparse.pack()
-            self._kernels.add(layout, counts[None], offsets[None], row[None], self.residual, clears=False)
-        if self.is_spread:
+            self._add(counts[None], offsets[None], row[None], self.residual)
+        if self._is_spread:
             self._kernels.add(layout, counts[None], offsets[None], row[None], message, is_packed=True)
 
     def decode(self, number: int, received: torch.Tensor, values: torch.Tensor, *, scale: float = 1.0) -> None:
-        if self.is_spread:
+        if self._is_spread:
             super().decode(number, received, values, scale=scale)
             return
-        layout = self.layout
+        layout = self._layout
         counts = received.view(torch.int32)[:, : layout.num_chunks]
         offsets = received.view(torch.int16)[:, layout.offsets_at // 2 :]
         if layout.bits == 32:
             rows = received.view(torch.float32)[:, layout.values_at // 4 :]
         else:
-            messages = [SparseMessage(self.places, row, self.bucket.dtype) for row in received]
+            messages = [SparseMessage(layout, row, self.bucket.dtype) for row in received]
             for message in messages:
                 message.unpack()
-            rows = torch.stack([message.row for message in messages])
+            rows = torch.stack([message.sections[2] for message in messages])
         self._kernels.add(layout, counts, offsets, rows, values, scale=scale)
+
+    def _add(self, counts: torch.Tensor, offsets: torch.Tensor, row: torch.Tensor, kept: Kept) -> None:
+        self._kernels.add(self._layout, counts, offsets, row, kept, clears=False)
 
 
 class FusedTopK(_FusedSparse, TopK):

@@ -18,11 +18,14 @@ from collections.abc import Sequence
 import torch
 
 from weft.codecs.base import Bucket
+from weft.codecs.dgc import threshold_rank
 from weft.codecs.kept import Kept
+from weft.codecs.sparse import sample_size
+from weft.codecs.topk import safe_rank
 from weft.codecs.triton_kernels import selection, sparse_passes
 from weft.codecs.triton_kernels.common import BLOCK, NUM_WARPS, num_blocks
 from weft.codecs.triton_kernels.tables import Numbers, Table, Turns, are_aligned
-from weft.plan.exchange.sparse import CHUNK_NUMEL, SparseLayout, safe_rank, sample_size, threshold_rank
+from weft.plan.exchange.sparse import CHUNK_NUMEL, SparseLayout
 
 _NOTES = 256
 """Room for noted elements of a block."""
@@ -141,20 +144,22 @@ class SparseKernels:
         if layout is not self._layout:
             self._layout = layout
             rooms, ranks = [], []
-            for one, (first, stop) in zip(self._bucket.tensors, layout.entries, strict=True):
+            for one, (first, stop), num_sampled in zip(
+                self._bucket.tensors, layout.entries, self._sampled, strict=True
+            ):
                 rooms.append([stop - first, first])
-                ranks.append([self._rank(stop - first, one.numel)])
+                ranks.append([self._rank(stop - first, one.numel, num_sampled)])
             self._rooms, self._ranks = (_to_device(table, torch.int64, device) for table in (rooms, ranks))
         if list(momenta) != self._momenta or not self._factors.numel():
             self._momenta = list(momenta)
             factors = [[float(factor), float(is_nesterov)] for factor, is_nesterov in momenta] or [[0.0, 0.0]]
             self._factors = _to_device(factors, torch.float64, device)
 
-    def _rank(self, num_sent: int, numel: int) -> int:
+    def _rank(self, num_sent: int, numel: int, num_sampled: int) -> int:
         """Which of the sampled sizes is the threshold, counted from 1; 0: none."""
         if num_sent >= numel:
             return 0
-        return (threshold_rank if self._is_dgc else safe_rank)(num_sent, numel)
+        return (threshold_rank if self._is_dgc else safe_rank)(num_sent, numel, num_sampled)
 
 
 def _to_device(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
