@@ -94,6 +94,8 @@ class Stretch:
 class PowerSgd(Codec):
     """Low-rank factors of a bucket's matrices, with error feedback and a warm start."""
 
+    learns_from_decoding = True
+
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self._batches = tuple(_batches(bucket))
