@@ -121,6 +121,8 @@ def test_hosts_exchange_slices_of_their_sums(codec: Codec, hosts: tuple[int, ...
         exchange.finish()
         exchange.end(is_made=True)
         for number, (flat, numel) in enumerate(zip(values, sizes, strict=True)):
+            end = BUCKETS[number][-1].offset + BUCKETS[number][-1].numel
+            assert torch.equal(flat[end:], given_by(rank, numel, step, number)[end:]), "a gap was changed"
             sums = [sum(given_by(r, numel, step, number) for r in ranks_here) for ranks_here in by_host]
             for place, slices in enumerate(zip(*(total.chunk(2) for total in sums), strict=True)):
                 expected = [one.clone() for one in slices]
