@@ -134,8 +134,8 @@ class SparseKernels:
             sparse_passes.add[(chunks.num_programs,)](
                 chunks.tensor_of, chunks.fields, *pair, self._rooms, counts, counts.stride(0), ends, ends.stride(0),
                 offsets, offsets.stride(0), rows, rows.stride(0), self._numbers.float64(scale),
-                CLEARS=clears, IS_PACKED=is_packed, IS_ALIGNED=self._is_aligned, NUM_ROWS=rows.shape[0], CHUNK=CHUNK_NUMEL, BLOCK=BLOCK, WIDTH=chunks.width,
-                num_warps=NUM_WARPS, enable_fp_fusion=False,
+                CLEARS=clears, IS_PACKED=is_packed, IS_ALIGNED=self._is_aligned, NUM_ROWS=rows.shape[0],
+                CHUNK=CHUNK_NUMEL, BLOCK=BLOCK, WIDTH=chunks.width, num_warps=NUM_WARPS, enable_fp_fusion=False,
             )  # fmt: skip
 
     def _prepare(self, layout: SparseLayout, momenta: Sequence[tuple[float, bool]]) -> None:
