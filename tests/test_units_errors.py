@@ -8,7 +8,7 @@ import pytest
 
 from weft import errors
 from weft.errors import JobError, PlanError, WeftError, nearest
-from weft.units import format_bytes, format_count, format_seconds, name_ranks
+from weft.units import format_bandwidth, format_bytes, format_count, format_seconds, name_ranks
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,20 @@ def test_what_is_printed_is_less_than_one_of_the_next_unit() -> None:
     assert format_seconds(59.97) == "1 min 0 s"
     assert format_seconds(0.99999) == "1.0 s"
     assert format_seconds(0.9997e-3) == "1.0 ms"
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "text"),
+    [
+        (12.5e6, "100 Mbit/s"),
+        (0.25e6, "2.0 Mbit/s"),
+        (124.99e6, "1.0 Gbit/s"),
+        (1.25e8, "1.0 Gbit/s"),
+        (5e10, "400 Gbit/s"),
+    ],
+)
+def test_bandwidths_are_in_bits(bytes_per_s: float, text: str) -> None:
+    assert format_bandwidth(bytes_per_s) == text
 
 
 def test_one_problem_is_a_sentence_and_several_are_a_list() -> None:

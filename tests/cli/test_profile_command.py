@@ -98,7 +98,9 @@ def test_a_number_of_parameters_has_a_unit(text: str, count: int) -> None:
     assert read_count(text) == count and read_count(None) is None
 
 
-def test_codecs_are_compared_for_a_size_or_for_the_model_of_a_job(workspace: Workspace) -> None:
+def test_codecs_are_compared_for_a_size_or_for_the_model_of_a_job(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     half = Compression(name="half", alpha_s=0.0, element_ns=1.0, replica_element_ns=0.0)
 
     def printed(question: Question) -> str:
@@ -113,8 +115,14 @@ def test_codecs_are_compared_for_a_size_or_for_the_model_of_a_job(workspace: Wor
     assert (
         "2.0×" in given
         and "4.0 ms" in given
-        and "at 936 Mbit/s" in given
+        and "faster at 936 Mbit/s" in given
         and "any optimizer, between local steps" in given
     )
     of_job = printed(Question(job=workspace.job))
-    assert workspace.job.name in of_job and "between 4 replicas" in of_job
+    assert f"gradients of {workspace.job.name} (" in of_job and "between 4 replicas" in of_job
+    (workspace.folder / "weft_cli_greedy.py").write_text("def model():\n    raise MemoryError")
+    greedy = workspace.folder / "greedy.toml"
+    greedy.write_text('[model]\nname = "weft_cli_greedy:model"\n')
+    monkeypatch.syspath_prepend(workspace.folder)
+    told = "a model of 25.0 M parameters (the model of greedy.toml cannot be built without memory)"
+    assert told in printed(Question(job=greedy))

@@ -8,14 +8,23 @@ import torch
 from torch import Tensor
 
 from weft.codecs.base import Bucket
+from weft.codecs.low_rank import LowRank, TorchLowRank, find_low_rank
 from weft.codecs.make import make_codec
-from weft.codecs.orthonormal import orthonormalise_
 from weft.codecs.powersgd import PowerSgd
 from weft.plan.exchange.coded_tensor import CodedTensor, coded_tensors
 from weft.plan.exchange.messages import messages_of
 from weft.plan.plan import Codec
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, params=["compiled", "torch"])
+def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LowRank:
+    """Every law holds with compiled loops, where there is a compiler, and with torch's operations."""
+    if request.param == "torch":
+        monkeypatch.setattr("weft.codecs.powersgd.find_low_rank", lambda device, dtype: TorchLowRank())
+        return TorchLowRank()
+    return find_low_rank(CPU, torch.float32)
 
 
 class Replicas:
@@ -90,9 +99,7 @@ def _residual(codec: PowerSgd, replicas: Replicas) -> Tensor:
 
 
 def _whole(*shapes: tuple[int, ...]) -> tuple[CodedTensor, ...]:
-    return coded_tensors(
-        [(f"layers.{i}.weight", shape, 0, torch.Size(shape).numel()) for i, shape in enumerate(shapes)]
-    )
+    return coded_tensors([(f"layers.{i}.weight", shape, torch.Size(shape).numel()) for i, shape in enumerate(shapes)])
 
 
 SHAPES = ((12, 20), (7, 3, 3), (12, 20), (12, 20), (5, 40), (7, 3, 3))
@@ -304,7 +311,7 @@ def test_nothing_is_invented_for_matrices_of_low_rank_and_any_size(kind: str, si
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_rows_are_orthonormal_whatever_their_sizes_and_angles(dtype: torch.dtype) -> None:
+def test_rows_are_orthonormal_whatever_their_sizes_and_angles(arithmetic: LowRank, dtype: torch.dtype) -> None:
     eps, limit = torch.finfo(dtype).eps, torch.finfo(dtype).tiny
     rows = torch.randn(6, 4, 50, dtype=dtype)
     rows[1] *= limit
@@ -313,7 +320,7 @@ def test_rows_are_orthonormal_whatever_their_sizes_and_angles(dtype: torch.dtype
     rows[4, 2] = rows[4, 0] - 3 * rows[4, 1]  # dependent
     rows[5, 0] = 0.0
     spanned = rows.clone()
-    orthonormalise_(rows)
+    (arithmetic if isinstance(arithmetic, TorchLowRank) else find_low_rank(CPU, dtype)).orthonormalise_(rows)
     expected = torch.eye(4, dtype=dtype).repeat(6, 1, 1)
     expected[4, 2, 2] = expected[5, 0, 0] = 0.0
     assert torch.allclose(rows @ rows.mT, expected, rtol=0, atol=20 * eps)

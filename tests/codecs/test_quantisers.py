@@ -91,11 +91,12 @@ def residuals(codec: Codec) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("can_fail", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_given_is_sent_plus_kept(name: str, dtype: torch.dtype) -> None:
+def test_given_is_sent_plus_kept(name: str, can_fail: bool, dtype: torch.dtype) -> None:
     """Over many exchanges, for each codec inside error feedback; each sum is rounded once, so the bound is one unit in
     the last place of its largest term, per exchange."""
-    bucket = bucket_of(name, dtype=dtype)
+    bucket = bucket_of(name, dtype=dtype, can_fail=can_fail)
     codec = Feedback(QUANTISERS[name](bucket), bucket)
     given, sent = torch.zeros(NUMEL, dtype=torch.float64), torch.zeros(NUMEL, dtype=torch.float64)
     bound = torch.zeros_like(residuals(codec), dtype=torch.float64)

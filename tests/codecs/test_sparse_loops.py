@@ -18,6 +18,7 @@ from weft.codecs.dgc import Dgc
 from weft.codecs.make import make_codec
 from weft.codecs.topk import TopK
 from weft.plan.exchange.coded_tensor import coded_tensors
+from weft.plan.exchange.sparse import sparse_layout
 from weft.plan.plan import Codec
 
 needs_compiler = pytest.mark.skipif(shutil.which(os.environ.get("CC", "cc")) is None, reason="needs a C compiler")
@@ -115,13 +116,17 @@ def test_loops_on_values_that_are_hard_to_choose_from(
 def test_entries_of_a_damaged_message_that_belong_nowhere_are_left_out(
     counts: tuple[int, int], expected: list[int]
 ) -> None:
-    entries = sparse_message.Entries(
-        counts=torch.tensor(counts, dtype=torch.int32),
-        offsets=torch.tensor([1, -1, 3, 10], dtype=torch.int16),
-        values=torch.ones(4),
+    codec = Codec(name="topk", density=4 / 65_540)
+    tensors = coded_tensors([("weight", (1, 65_540), 65_540)])
+    places = sparse_message.Places(sparse_layout(codec, tensors, "float32", 0), [(0, 65_540)])
+    message = sparse_message.SparseMessage(
+        places, torch.zeros(places.layout.num_bytes, dtype=torch.uint8), torch.float32
     )
+    message.counts.copy_(torch.tensor(counts))
+    message.offsets.copy_(torch.tensor([1, -1, 3, 10]))
+    message.row.fill_(1.0)
     around = torch.zeros(65_540 + 100)
-    sparse_message.add_entries([entries], around[:65_540])
+    sparse_message.add_entries([message], around, places)
     assert around.nonzero().flatten().tolist() == expected
 
 

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from gpu_cases import COMPILED, DRIFTS, ELSEWHERE, LARGE, all_plans, averaged_plans, local_plans
+from gpu_compression import compression_checks
 from gpu_methods import LAYERWISE, check_average, check_layerwise, check_local, check_not_finite, check_windows
 
 import weft
@@ -264,6 +265,7 @@ def method_checks(world: World, folder: Path) -> dict[str, Callable[[], str]]:
     for number, (name, plan) in enumerate(local.items()):
         checks[name] = functools.partial(check_local_plan, plan, folder / f"local-{number}")
     poisoned = functools.partial(check_local, local["local, nesterov"], is_poisoned=True)
+    checks |= compression_checks(world.size, folder)
     return checks | {"poisoned replica under local steps": poisoned}
 
 

@@ -94,6 +94,10 @@ REFUSED = [
         "[codec] clip = 1.0",
     ),
     (
+        Plan(step=Step(clip_norm=1.0), codec=Codec(name="sign")),
+        '[codec] name = "sign" have the norm of as many ones, whatever the gradient, so [step] clip_norm = 1.0 would',
+    ),
+    (
         Plan(axes=Axes(data=2), data=Data(sync="local", every=4), codec=Codec(name="sign")),
         '[codec] name = "sign" makes something of gradients that a change of weights is not',
     ),

@@ -10,10 +10,12 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from oracle import cut_evenly, image_batch, make_trainer, small_convnet, small_gpt, token_batch
+from pretend_gpu import no_waits, pretended_gpu
 from ranks import ranks
 from torch import Tensor, nn
 
@@ -22,6 +24,7 @@ from weft.errors import DataError, PlanError
 from weft.plan.plan import Axes, Codec, Data, Plan, Precision, Step
 from weft.training.parallelize import parallelize
 from weft.training.replicas_in_process import ReplicasInProcess
+from weft.training.step import update
 from weft.training.trainer import Trainer
 from weft.training.workers_in_process import WorkersInProcess
 
@@ -212,6 +215,24 @@ def images(step: int) -> tuple[Tensor, Tensor]:
 
 def exchange_tensors(trainer: Any, worker: int) -> list[tuple[str, Tensor]]:
     return [(name, one.clone()) for name, one in trainer.sync.exchanges[worker].tensors().items()]
+
+
+@pytest.mark.parametrize("name", ["topk", "onebit", "powersgd"])
+def test_a_steady_step_never_waits(name: str) -> None:
+    """Where the host knows nothing of the GPU's decision to skip."""
+    case = dataclasses.replace(
+        CASES[name], model=small_gpt, step=Step(clip_norm=1.0), optimizer=functools.partial(ADAMW, fused=True)
+    )
+    case = dataclasses.replace(case, codec={**case.codec, "warmup_steps": 0})
+    with mock.patch.object(update, "can_skip_on_device", lambda _: True):
+        trainer = make(case, 2)
+    with pretended_gpu():
+        for step in range(3):
+            trainer.step(*case.batch(3 * step + 1))
+        with no_waits():
+            loss = trainer.step(*case.batch(1))
+        trainer.flush()
+    assert loss.isfinite() and trainer.num_skipped == 0
 
 
 TOPK = Codec(name="topk", density=0.1, dense_below=SMALL)

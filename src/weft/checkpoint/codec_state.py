@@ -54,9 +54,11 @@ class CodecState:
         shapes = {name: self._layouts[name].global_shape for name in sorted(names)}
         dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._tensors.items()}
         # Ranks may lack some: their part of a tensor is empty, or in another stage, or too small to be compressed.
-        tables = gather_values([shapes, dtypes], self._mesh.everyone("control"))
-        shapes = {name: shape for table, _ in tables for name, shape in table.items()}
-        dtypes = {name: dtype for _, table in tables for name, dtype in table.items()}
+        num_replicas = 0 if self._exchange is None else self._exchange.num_replicas
+        tables = gather_values([shapes, dtypes, num_replicas], self._mesh.everyone("control"))
+        shapes = {name: shape for table, _, _ in tables for name, shape in table.items()}
+        dtypes = {name: dtype for _, table, _ in tables for name, dtype in table.items()}
+        self._num_replicas = max(number for _, _, number in tables)
         entries = {
             name: Entry(name=name, dtype=getattr(torch, dtypes[name]), shape=tuple(shapes[_parameter(name)]))
             for name in sorted(dtypes)
@@ -81,10 +83,9 @@ class CodecState:
         for part in parts:
             yield sum((tensors[part.entry.name] * keep for tensors, keep in kept), start=torch.zeros(())) / len(kept)
 
-    def facts(self) -> dict[str, Any] | None:
-        """What the index of a checkpoint says of it; None without a codec."""
-        exchange = self._exchange
-        return None if exchange is None else {**_rule(self._mesh.plan), "num_replicas": exchange.num_replicas}
+    def facts(self) -> dict[str, Any]:
+        """What the index of a checkpoint says of it, once there are parts."""
+        return {**_rule(self._mesh.plan), "num_replicas": self._num_replicas}
 
     def _part(self, entry: Entry, tensor: torch.Tensor, number: int) -> Part:
         assert self._exchange is not None
@@ -147,14 +148,14 @@ def load_own_codecs(trainer: TrainerState, directory: Path, first: int) -> None:
                 reader.read(f"{_OWN}{name}", tensor, [Runs(there=0, here=0, numel=numel)] if numel else [])
 
 
-def load_portable_codecs(trainer: TrainerState, directory: Path, index: Mapping[str, Any]) -> None:
+def load_portable_codecs(trainer: TrainerState, directory: Path, index: Mapping[str, Any]) -> bool:
     """Go on with the state of codecs that a checkpoint of another plan holds, and say what of it is lost; collective.
 
-    The sync was restarted before: all state is new.
+    The sync was restarted before: all state is new. Returns False if nothing of it is used.
     """
     files: dict[str, str] = index["tensors"].get(CODEC, {})
     if not files:
-        return
+        return False
     mesh, saved = trainer.mesh, index["codec"]
     everyone = mesh.everyone("control")
     fits = {key: saved[key] for key in ("name", "sync")} == _rule(trainer.plan)
@@ -168,7 +169,7 @@ def load_portable_codecs(trainer: TrainerState, directory: Path, index: Mapping[
     used = {name for names in try_on_files(everyone, "read", directory, read) for name in names}
     lost = sorted(set(files) - used)
     if not lost:
-        return
+        return True
     weights = sorted({_parameter(name) for name in lost})
     by_file = [(files, lost), (index["tensors"][MODEL], weights)]
 
@@ -179,6 +180,7 @@ def load_portable_codecs(trainer: TrainerState, directory: Path, index: Mapping[
     norms = [math.sqrt(sum(one[place] for one in found)) for place in (0, 1)]
     if mesh.world.rank == 0 and norms[0] > 0:
         log.warning("%s", _loss(directory, saved, trainer.plan, lost, norms=norms))
+    return bool(used)
 
 
 def _loss(directory: Path, saved: Mapping[str, Any], plan: Plan, lost: Sequence[str], *, norms: Sequence[float]) -> str:

@@ -97,14 +97,15 @@ def load(trainer: TrainerState, directory: Path, *, extra_state: bool = True) ->
             trainer.sync.publish()
         return
     trainer.sync.restart(steps_done=trainer.steps_done)
-    load_portable_codecs(trainer, directory, index)
+    goes_on = load_portable_codecs(trainer, directory, index)
     if trainer.pipeline_step is not None:
         trainer.pipeline_step.load_state({}, {})
     trainer.balance.load_state({})
     torch.manual_seed(index["seed"] + world.rank)
     if world.rank == 0:
-        log.warning("%s was written under another plan: weights, optimizer and data position are used, to rounding; "
-                    "random states and exchange states start anew", directory)  # fmt: skip
+        log.warning("%s was written under another plan: weights, optimizer and data position are used, to rounding%s; "
+                    "random states and exchange states start anew", directory,
+                    ", and what its codec had not sent yet" if goes_on else "")  # fmt: skip
 
 
 def _warn_of_averages(trainer: TrainerState, index: dict[str, Any], directory: Path, *, has_average: bool) -> None:

@@ -53,7 +53,7 @@ def print_codecs(console: Console, cluster: Cluster, question: Question) -> None
     rows = [_row(advise(measured, shapes, lines), lines) for measured in cluster.compressions]
     heads = ["codec", "compression", "codec time", "pays below", "safe with"]
     if lines.bytes_per_s is not None:
-        heads.insert(4, f"at {format_bandwidth(lines.bytes_per_s)}")
+        heads.insert(4, f"faster at {format_bandwidth(lines.bytes_per_s)}")
     say(console, f"gradients of {model}, exchanged between {lines.num_replicas} replicas, against a dense all-reduce:")
     print_table(console, heads, rows)
 
@@ -63,17 +63,19 @@ def _row(advice: Advice, lines: Lines) -> list[str]:
     bound = {0.0: "never", math.inf: "always"}.get(pays_below) or format_bandwidth(pays_below)
     cells = [describe(advice.codec), f"{advice.compression:.1f}×", format_seconds(advice.codec_s), bound]
     if lines.bytes_per_s is not None:
-        cells.append(f"{advice.dense_s(lines.bytes_per_s) / advice.coded_s(lines.bytes_per_s):.1f} times as fast")
+        cells.append(f"{advice.dense_s(lines.bytes_per_s) / advice.coded_s(lines.bytes_per_s):.1f}×")
     return [*cells, SAFE_WITH[advice.codec.name]]
 
 
 def _model(question: Question) -> tuple[list[Shape], str]:
     """The shapes of the model's parameters, and the model in words."""
-    if question.job is not None and (shapes := _shapes_of_job(question.job)):
-        numel = sum(map(math.prod, shapes))
-        return shapes, f"{question.job.name} ({format_count(numel)} parameters)"
+    doubt = ""
+    if question.job is not None:
+        if shapes := _shapes_of_job(question.job):
+            return shapes, f"{question.job.name} ({format_count(sum(map(math.prod, shapes)))} parameters)"
+        doubt = f" (the model of {question.job.name} cannot be built without memory)"
     count = question.num_parameters or _USUAL_PARAMETERS
-    return usual_shapes(count), f"a model of {format_count(count)} parameters"
+    return usual_shapes(count), f"a model of {format_count(count)} parameters{doubt}"
 
 
 def _shapes_of_job(path: Path) -> list[Shape]:

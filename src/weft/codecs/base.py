@@ -53,6 +53,9 @@ class Bucket:
 class Codec(Protocol):
     """The compression of one bucket. Methods with a body need not be overridden."""
 
+    learns_from_decoding: bool = False
+    """`decode` changes what is kept, and not `encode` alone."""
+
     def begin(self, step: int, *, keep: float | torch.Tensor = 1.0) -> tuple[Message, ...]:
         """A new exchange; returns what is sent, in order. `step` counts from 0.
 

@@ -20,66 +20,45 @@ from __future__ import annotations
 
 import torch
 
-from weft.codecs.base import Bucket, views
-from weft.codecs.sparse import SparseCodec, State
+from weft.codecs.base import Bucket
+from weft.codecs.kept import Kept
+from weft.codecs.sparse import OldNew, SparseCodec
 from weft.codecs.sparse_message import Entries, write_entries
 from weft.codecs.topk import largest, scaled
+from weft.plan.exchange.messages import Message
+from weft.plan.exchange.sparse import threshold_rank
 
 
 class Dgc(SparseCodec):
     """Sends the largest entries of gradients with momentum; the momentum of what was sent is cleared."""
 
+    is_exact = False
+
     def __init__(self, bucket: Bucket) -> None:
         super().__init__(bucket)
-        self.momentum = self.make_kept()
+        self.momentum: Kept = self.make_kept()
         self.momenta: list[tuple[float, bool]] = [(0.0, False)] * len(bucket.tensors)
         """Of each tensor: the optimizer's momentum, and whether it is Nesterov's."""
-        self._residual_state: State
-        self._momentum_state: State
 
-    def open_state(self) -> None:
-        self._residual_state, self._momentum_state = State(self.residual), State(self.momentum)
+    def begin(self, step: int, *, keep: float | torch.Tensor = 1.0) -> tuple[Message, ...]:
+        num_given, num_tensors = len(self.momenta), len(self.bucket.tensors)
+        assert num_given == num_tensors, f"{num_given} momenta for {num_tensors} tensors"
+        return super().begin(step, keep=keep)
 
-    def close_state(self) -> None:
-        self._residual_state.close()
-        self._momentum_state.close()
-        del self._residual_state, self._momentum_state
-
-    def choose(self, place: int, values: torch.Tensor, entries: Entries, not_finite: torch.Tensor) -> torch.Tensor:
-        tensor, num_sent, masking = self.bucket.tensors[place], entries.values.numel(), self.bucket.codec.masking
-        residual, momentum = self._residual_state.part(tensor), self._momentum_state.part(tensor)
-        start, stride, num_sampled = self.sample(tensor)
-        rank = threshold_rank(num_sent, tensor.numel, num_sampled)
-        loops = self.loops(values)
-        if loops is not None:
-            factor, is_nesterov = self.momenta[place]
-            is_not_finite = loops.choose(
-                values,
-                residual=residual,
-                keep_residual=float(self.keep) * self.bucket.codec.memory,
-                momentum=momentum,
-                keep_momentum=float(self.keep) * (1.0 if is_nesterov else factor),
-                nesterov=factor if is_nesterov else None,
-                is_masking=masking,
-                sample=(start, stride, num_sampled),
-                rank=rank,
-                counts=entries.counts,
-                offsets=entries.offsets,
-                sent=entries.values,
-            )
-            not_finite.add_(is_not_finite)
-            return residual[1]
-        velocity, total = self._add(place, values, momentum[0], residual[0])
-        sizes = total.abs()
-        threshold = sizes.new_zeros(())
-        if num_sent < tensor.numel:
-            threshold = sizes[start::stride][:num_sampled].topk(rank, sorted=False).values.amin()
+    def choose(self, place: int, values: torch.Tensor, state: list[OldNew], entries: Entries) -> torch.Tensor:
+        (old_residual, new_residual), (old_momentum, new_momentum) = state
+        velocity, total = self._add(place, values, old_momentum, old_residual)
+        sizes, num_sent, numel = total.abs(), entries.values.numel(), total.numel()
+        threshold = None
+        if num_sent < numel:
+            start, stride, num_sampled = self.sample(self.bucket.tensors[place])
+            sampled = sizes[start::stride][:num_sampled]
+            threshold = sampled.topk(self.rank(num_sent, numel), sorted=False).values.amin()
         is_sent = largest(sizes, num_sent, threshold)
         write_entries(entries, total, is_sent)
-        not_finite.add_(total.isfinite().all().logical_not_())
-        residual[1].copy_(total.masked_fill_(is_sent, 0))
-        momentum[1].copy_(velocity.masked_fill_(is_sent, 0) if masking else velocity)
-        return residual[1]
+        new_residual.copy_(total.masked_fill(is_sent, 0))
+        new_momentum.copy_(velocity.masked_fill_(is_sent, 0) if self.bucket.codec.masking else velocity)
+        return total
 
     def _add(
         self, place: int, values: torch.Tensor, momentum: torch.Tensor, residual: torch.Tensor
@@ -93,15 +72,9 @@ class Dgc(SparseCodec):
         velocity = scaled(momentum, factor, self.keep).add_(values)
         return velocity, total.add_(velocity)
 
-    def end(self, is_made: bool | torch.Tensor) -> None:
-        self.residual.end(is_made)
-        self.momentum.end(is_made)
+    def factors(self, place: int) -> tuple[float, float, float, bool]:
+        keep, (factor, is_nesterov) = float(self.keep), self.momenta[place]
+        return keep * self.bucket.codec.memory, keep * (1.0 if is_nesterov else factor), factor, is_nesterov
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        residuals = views(self.bucket, self.residual.settle(), "residual")
-        return residuals | views(self.bucket, self.momentum.settle(), "momentum")
-
-
-def threshold_rank(num_sent: int, numel: int, num_sampled: int) -> int:
-    """Which of the sampled sizes, counted from 1 at the largest, is the threshold: 1.25 × num_sent should pass."""
-    return min(num_sampled, -(-5 * num_sampled * num_sent // (4 * numel)))
+    def rank(self, num_sent: int, numel: int) -> int:
+        return threshold_rank(num_sent, numel)

@@ -27,7 +27,7 @@ class Feedback(Codec):
 
     def begin(self, step: int, *, keep: float | torch.Tensor = 1.0) -> tuple[Message, ...]:
         if isinstance(keep, torch.Tensor):
-            keep = keep.to(self._bucket.dtype).reshape(())
+            keep = keep.to(self._bucket.dtype).reshape(()) if keep.is_cuda else keep.item()
         self._factor = keep * self._bucket.codec.memory
         return self._codec.begin(step)
 

@@ -3,7 +3,7 @@
 With M the matrix of a replica's values and of what it has not sent yet, all replicas do one step of a power iteration
 on the sum of their matrices, from the same start Q:
 
-    message 0      P = M Q              added up, then its columns are made orthonormal (`orthonormal.py`)
+    message 0      P = M Q              added up, then its columns are made orthonormal (`low_rank.py`)
     message 1      Q = M^T P            added up; it is the start of the next exchange
     the sum is     P Q^T                the nearest matrix to the sum whose columns P spans
     not sent       M - P Q^T / number of replicas
@@ -13,9 +13,7 @@ the start are scaled by powers of two, which changes no direction, so that produ
 large gradients are. And a column that caught nothing, because the matrix was zero or of a lower rank, starts again from
 where it did: a start of zero, which the formulas give, would never send anything again.
 
-Factors lie transposed, rank × rows and rank × columns, so that matrices are read along their rows: on a CPU that is
-half the time. Matrices of one shape that lie at equal distances in the bucket are multiplied in one call, where they
-lie.
+Matrices of one shape that lie at equal distances in the bucket are multiplied in one call, where they lie.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ import torch
 
 from weft.codecs.base import Bucket, Codec, views
 from weft.codecs.kept import Kept
-from weft.codecs.orthonormal import negligible, orthonormalise_, to_below_one
+from weft.codecs.low_rank import add_kept, find_low_rank
 from weft.codecs.random_bits import key_of, normals
 from weft.plan.exchange.coded_tensor import CodedTensor
 from weft.plan.exchange.low_rank import rank_of
@@ -96,6 +94,8 @@ class Stretch:
 class PowerSgd(Codec):
     """Low-rank factors of a bucket's matrices, with error feedback and a warm start."""
 
+    learns_from_decoding = True
+
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self._batches = tuple(_batches(bucket))
@@ -108,6 +108,9 @@ class PowerSgd(Codec):
         self._start = Kept(sum(one.right_numel for one in self._batches), *kind, can_fail=bucket.can_fail)
         self._first = torch.empty(num_left + sum(one.numel for one in self._rests), dtype=kind[0], device=kind[1])
         """The sum of the first messages, with orthonormal factors."""
+        self._arithmetic = find_low_rank(bucket.device, bucket.dtype)
+        self._wanted = self._first.new_empty(0)
+        """What is to be sent in the exchange under way: the values, and what was kept."""
         self._has_begun = False
         self._set_first_start()
 
@@ -120,48 +123,49 @@ class PowerSgd(Codec):
         return self._messages
 
     def encode(self, number: int, values: torch.Tensor, message: torch.Tensor, not_finite: torch.Tensor) -> None:
-        if number == 0:
-            self._wanted = self._add_kept(values)
-        if self._is_dense:
-            for stretch in self._tensors:
-                stretch.inside(message).copy_(stretch.among(self._wanted))
-                stretch.among(self._wanted).zero_()
-        elif number == 0:
-            start = self._start.old
-            for batch in self._batches:
-                torch.bmm(batch.right(start), batch.among(self._wanted).mT, out=batch.left(message))
-            for stretch in self._rests:
-                stretch.inside(message).copy_(stretch.among(self._wanted))
-                stretch.among(self._wanted).zero_()
-        else:
+        if number > 0:
             for batch in self._batches:
                 torch.bmm(batch.left(self._first), batch.among(self._wanted), out=batch.right(message))
-        if number == 0 and message.numel():
+            return
+        kept, start = self._residual.old, self._start.old
+        wanted = self._wanted = self._residual.new if isinstance(self._residual.turn, int) else torch.zeros_like(kept)
+        for batch in () if self._is_dense else self._batches:
+            self._arithmetic.encode(
+                batch.among(values),
+                batch.among(kept),
+                self._keep,
+                wanted=batch.among(wanted),
+                right=batch.right(start),
+                left=batch.left(message),
+            )
+        for stretch in self._tensors if self._is_dense else self._rests:
+            add_kept(stretch.among(values), stretch.among(kept), self._keep, out=stretch.inside(message))
+            stretch.among(wanted).zero_()
+        if message.numel():
             # A value that is not finite makes its row's products so, even one with zero.
             not_finite += torch.linalg.vector_norm(message, torch.inf).isfinite().logical_not()
 
     def decode(self, number: int, received: torch.Tensor, values: torch.Tensor, *, scale: float = 1.0) -> None:
-        is_last = number + 1 == len(self._messages)
-        if self._is_dense:
-            for stretch in self._tensors:
-                torch.mul(stretch.inside(received), scale, out=stretch.among(values))
-            self._write(self._start, self._start.old)
-        elif number == 0:
+        if number == 0 and not self._is_dense:
             self._first.copy_(received)
             for batch in self._batches:
-                orthonormalise_(batch.left(self._first))
-        else:
-            for batch in self._batches:
-                left, right = batch.left(self._first).mT, batch.right(received)
-                approximated, wanted = batch.among(values), batch.among(self._wanted)
-                torch.baddbmm(approximated, left, right, beta=0, alpha=scale, out=approximated)
-                torch.baddbmm(wanted, left, right, alpha=-1 / self._bucket.num_replicas, out=wanted)
-            self._set_next_start(received)
-        if is_last:
-            for stretch in [] if self._is_dense else self._rests:
-                torch.mul(stretch.inside(self._first), scale, out=stretch.among(values))
-            self._write(self._residual, self._wanted)
-            del self._wanted
+                self._arithmetic.orthonormalise_(batch.left(self._first))
+            return
+        as_they_are, plain = (self._tensors, received) if self._is_dense else (self._rests, self._first)
+        for stretch in as_they_are:
+            torch.mul(stretch.inside(plain), scale, out=stretch.among(values))
+        for batch in () if self._is_dense else self._batches:
+            self._arithmetic.decode(
+                batch.left(self._first),
+                batch.right(received),
+                scale=scale,
+                share=1 / self._bucket.num_replicas,
+                values=batch.among(values),
+                wanted=batch.among(self._wanted),
+            )
+        self._write(self._start, self._start.old if self._is_dense else self._next_start(received))
+        self._write(self._residual, self._wanted)
+        self._wanted = self._first.new_empty(0)
 
     def end(self, is_made: bool | torch.Tensor) -> None:
         if self._has_begun:  # else values travelled without the codec
@@ -172,32 +176,17 @@ class PowerSgd(Codec):
     def tensors(self) -> dict[str, torch.Tensor]:
         return views(self._bucket, self._residual.settle(), "residual") | self._starts(self._start.settle())
 
-    def _add_kept(self, values: torch.Tensor) -> torch.Tensor:
-        """What is to be sent: the values and what was kept, where the latter lies in the exchange under way."""
-        old = self._residual.old
-        wanted = self._residual.new if isinstance(self._residual.turn, int) else torch.zeros_like(old)
-        for stretch in self._tensors:
-            given, kept, out = stretch.among(values), stretch.among(old), stretch.among(wanted)
-            if isinstance(self._keep, torch.Tensor):
-                torch.addcmul(given, kept, self._keep.to(kept.dtype), out=out)
-            else:
-                torch.add(given, kept, alpha=self._keep, out=out)
-        return wanted
-
     def _write(self, kept: Kept, new: torch.Tensor) -> None:
         if not isinstance(kept.turn, int) or new is not kept.new:
             kept.write(new)
 
-    def _set_next_start(self, received: torch.Tensor) -> None:
+    def _next_start(self, received: torch.Tensor) -> torch.Tensor:
         old = self._start.old
         new = self._start.new if isinstance(self._start.turn, int) else torch.empty_like(old)
         for batch in self._batches:
-            right = batch.right(received)
-            sizes = torch.linalg.vector_norm(right, torch.inf, dim=2, keepdim=True)
-            caught_nothing = sizes <= sizes.amax(dim=1, keepdim=True) * negligible(sizes.dtype)
-            scaled = right * (to_below_one(sizes) * _start_size(batch.num_columns))
-            torch.where(caught_nothing, batch.right(old), scaled, out=batch.right(new))
-        self._write(self._start, new)
+            size = _start_size(batch.num_columns)
+            self._arithmetic.next_start(batch.right(received), batch.right(old), size=size, new=batch.right(new))
+        return new
 
     def _set_first_start(self) -> None:
         """Directions by chance, a function of the tensor's name."""

@@ -40,7 +40,7 @@ class Qsgd(Quantised):
 
     def values_of(self, part: QuantisedTensor, scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
         shares = codes.to(scales.dtype).sub_(self._num_steps).div_(self._num_steps)
-        norms = scales.repeat_interleave(QSGD_BLOCK, output_size=part.num_scales * QSGD_BLOCK)
+        norms = scales.unsqueeze(1).expand(-1, QSGD_BLOCK).reshape(-1)
         return shares.mul_(norms[: shares.numel()])
 
 

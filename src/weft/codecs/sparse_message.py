@@ -15,12 +15,27 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.codecs.native.sparse import find_loops
+from weft.codecs.native.sparse import Numbers, find_loops, numbers
 from weft.plan.exchange.sparse import CHUNK_NUMEL, SparseLayout
 
 _LARGEST_CODE = 127
 _NOTHING = -0.0
 """What may be added to any number without changing it, even to the sign of a zero."""
+
+
+class Places:
+    """Where the tensors of a message are: their entries in it, and their elements in a flat buffer."""
+
+    def __init__(self, layout: SparseLayout, parts: Sequence[tuple[int, int]]) -> None:
+        """`parts`: first element and number of elements of each tensor."""
+        self.layout, self.parts = layout, parts
+        self.numbers: Numbers = numbers(
+            [
+                (offset, numel, first, stop - first, chunk)
+                for (offset, numel), (first, stop), (chunk, _) in zip(parts, layout.entries, layout.chunks, strict=True)
+            ]
+        )
+        """The same for compiled loops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,18 +51,21 @@ class Entries:
 
 
 class SparseMessage:
-    """The sections of one message, and a row of values that are not rounded yet."""
+    """The sections of one message."""
 
-    def __init__(self, layout: SparseLayout, message: torch.Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, places: Places, message: torch.Tensor, dtype: torch.dtype) -> None:
         """`message`: uint8, of the layout's bytes."""
-        self.layout = layout
+        self.places = places
+        self.layout = layout = places.layout
         bits, num_entries = layout.bits, layout.num_entries
-        self._counts = message[: 4 * layout.num_chunks].view(torch.int32)
-        self._offsets = message[layout.offsets_at : layout.offsets_at + 2 * num_entries].view(torch.int16)
+        self.counts = message[: 4 * layout.num_chunks].view(torch.int32)
+        self.offsets = message[layout.offsets_at : layout.offsets_at + 2 * num_entries].view(torch.int16)
+        self.row: torch.Tensor
+        """Values of all entries: of the message itself, or, where they travel in fewer bits, beside it."""
         if bits == 32:
-            self._row = message[layout.values_at : layout.values_at + num_entries * dtype.itemsize].view(dtype)
+            self.row = message[layout.values_at : layout.values_at + num_entries * dtype.itemsize].view(dtype)
         else:
-            self._row = torch.empty(num_entries, dtype=dtype, device=message.device)
+            self.row = torch.empty(num_entries, dtype=dtype, device=message.device)
             stop = layout.scales_at + 2 * len(layout.entries) * dtype.itemsize
             self._scales = message[layout.scales_at : stop].view(dtype).view(-1, 2)
             self._codes = message[layout.values_at : layout.values_at + -(-num_entries * bits // 8)]
@@ -62,17 +80,29 @@ class SparseMessage:
         first_chunk, stop_chunk = self.layout.chunks[place]
         first, stop = self.layout.entries[place]
         return Entries(
-            counts=self._counts[first_chunk:stop_chunk],
-            offsets=self._offsets[first:stop],
-            values=self._row[first:stop],
+            counts=self.counts[first_chunk:stop_chunk],
+            offsets=self.offsets[first:stop],
+            values=self.row[first:stop],
         )
 
     def pack(self) -> None:
-        """Round the values that were written into the entries; these end as what rounding took from them."""
+        """Round the values in the row, where they travel in fewer bits; they end as what rounding took from them. The
+        rest of the message is zero before."""
         bits = self.layout.bits
         if bits == 32:
             return
-        codes = torch.empty(self._row.shape, dtype=torch.uint8, device=self._row.device)
+        loops = None if self.row.is_cuda else find_loops()
+        if loops is not None:
+            loops.round(
+                self.row,
+                places=self.places.numbers,
+                bits=bits,
+                counts=self.counts,
+                codes=self._codes,
+                scales=self._scales,
+            )
+            return
+        codes = torch.empty(self.row.shape, dtype=torch.uint8, device=self.row.device)
         for place, (first, stop) in enumerate(self.layout.entries):
             entries = self.entries(place)
             write = _to_8_bits if bits == 8 else _to_2_bits
@@ -82,13 +112,17 @@ class SparseMessage:
         self._codes.copy_(codes if bits == 8 else _pack_4(codes))
 
     def unpack(self) -> None:
-        """Give the entries the values that were sent."""
+        """Give the row the values that were sent."""
         bits = self.layout.bits
         if bits == 32:
             return
+        loops = None if self.row.is_cuda else find_loops()
+        if loops is not None:
+            loops.expand(self.row, places=self.places.numbers, bits=bits, codes=self._codes, scales=self._scales)
+            return
         codes = self._codes if bits == 8 else _unpack_4(self._codes)
         for place, (first, stop) in enumerate(self.layout.entries):
-            self._row[first:stop] = _from_codes(bits, codes[first:stop], self._scales[place])
+            self.row[first:stop] = _from_codes(bits, codes[first:stop], self._scales[place])
 
 
 def write_entries(entries: Entries, values: torch.Tensor, is_sent: torch.Tensor) -> None:
@@ -105,31 +139,44 @@ def write_entries(entries: Entries, values: torch.Tensor, is_sent: torch.Tensor)
 
 
 def add_entries(
-    messages: Sequence[Entries], target: torch.Tensor, *, scale: float = 1.0, is_fresh: bool = False
+    messages: Sequence[SparseMessage],
+    target: torch.Tensor,
+    places: Places,
+    *,
+    scale: float = 1.0,
+    is_fresh: bool = False,
 ) -> None:
-    """target += scale × the entries of some messages, at their elements of the tensor; a target that `is_fresh` becomes
-    that, whatever it holds. A message has each element once at most, so only the order of messages matters."""
+    """target += scale × the entries of some messages, at their elements of its tensors; of a target that `is_fresh` the
+    tensors become that, whatever they hold. A message has each element once at most, so only the order of messages
+    matters."""
     loops = None if target.is_cuda else find_loops()
     if loops is not None:
         loops.add(
             target,
-            counts=[entries.counts for entries in messages],
-            offsets=[entries.offsets for entries in messages],
-            values=[entries.values for entries in messages],
+            places=places.numbers,
+            counts=[message.counts for message in messages],
+            offsets=[message.offsets for message in messages],
+            rows=[message.row for message in messages],
             scale=scale,
             is_fresh=is_fresh,
         )
         return
-    if is_fresh:
-        target.zero_()
-    for entries in messages:
-        ends = entries.counts.cumsum(0)
-        slots = torch.arange(entries.values.numel(), device=target.device)
-        is_used = slots < ends[-1:]
-        chunks = torch.searchsorted(ends, slots, right=True)
-        positions = torch.where(is_used, chunks * CHUNK_NUMEL + (entries.offsets.to(torch.int64) & 0xFFFF), 0)
-        values = entries.values if scale == 1.0 else entries.values * scale
-        target.index_add_(0, positions, torch.where(is_used, values, _NOTHING))
+    for place, (offset, numel) in enumerate(places.parts):
+        own = target[offset : offset + numel]
+        if is_fresh:
+            own.zero_()
+        for message in messages:
+            _add(message.entries(place), own, scale)
+
+
+def _add(entries: Entries, target: torch.Tensor, scale: float) -> None:
+    ends = entries.counts.cumsum(0)
+    slots = torch.arange(entries.values.numel(), device=target.device)
+    is_used = slots < ends[-1:]
+    chunks = torch.searchsorted(ends, slots, right=True)
+    positions = torch.where(is_used, chunks * CHUNK_NUMEL + (entries.offsets.to(torch.int64) & 0xFFFF), 0)
+    values = entries.values if scale == 1.0 else entries.values * scale
+    target.index_add_(0, positions, torch.where(is_used, values, _NOTHING))
 
 
 def _to_8_bits(entries: Entries) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,13 +190,20 @@ def _to_2_bits(entries: Entries) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes, and [mean size of the lower group, mean size of the upper group]."""
     sizes, num_sent = entries.values.abs(), entries.counts.sum()
     is_used = torch.arange(sizes.numel(), device=sizes.device) < num_sent
-    is_upper = sizes > sizes.sum() / num_sent.clamp(min=1)
-    scales = [
-        torch.where(group, sizes, 0).sum() / group.sum().clamp(min=1)
-        for group in (is_used & ~is_upper, is_used & is_upper)
-    ]
+    is_upper = sizes > _mean(sizes, num_sent)
+    groups = (is_used & ~is_upper, is_used & is_upper)
+    scales = [_mean(torch.where(group, sizes, 0), group.sum()) for group in groups]
     codes = is_upper.to(torch.uint8) + 2 * (entries.values < 0).to(torch.uint8)
     return codes, torch.stack(scales)
+
+
+def _mean(sizes: torch.Tensor, num: torch.Tensor) -> torch.Tensor:
+    """The sum over a number, 0 for none of them; on the host added one after the other, as compiled loops do."""
+    if sizes.is_cuda:
+        total = sizes.sum(dtype=torch.float64)
+    else:
+        total = sizes.cumsum(0, dtype=torch.float64)[-1]
+    return (total / num.clamp(min=1)).to(sizes.dtype)
 
 
 def _from_codes(bits: int, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -8,60 +8,31 @@ What is sent of x has at least the share k/n of its energy, so what is kept shri
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from weft.codecs.base import Bucket, views
-from weft.codecs.sparse import SparseCodec, State
+from weft.codecs.sparse import OldNew, SparseCodec
 from weft.codecs.sparse_message import Entries, write_entries
+from weft.plan.exchange.sparse import safe_rank
 
 
 class TopK(SparseCodec):
     """Sends the largest entries, with error feedback."""
 
-    def __init__(self, bucket: Bucket) -> None:
-        super().__init__(bucket)
-        self._state: State
+    is_exact = True
 
-    def open_state(self) -> None:
-        self._state = State(self.residual)
-
-    def close_state(self) -> None:
-        self._state.close()
-        del self._state
-
-    def choose(self, place: int, values: torch.Tensor, entries: Entries, not_finite: torch.Tensor) -> torch.Tensor:
-        tensor, memory, num_sent = self.bucket.tensors[place], self.bucket.codec.memory, entries.values.numel()
-        old, new = self._state.part(tensor)
-        loops = self.loops(values)
-        if loops is not None:
-            start, stride, num_sampled = self.sample(tensor)
-            is_not_finite = loops.choose(
-                values,
-                residual=(old, new),
-                keep_residual=float(self.keep) * memory,
-                is_exact=True,
-                sample=(start, stride, num_sampled),
-                rank=safe_rank(num_sent, tensor.numel, num_sampled),
-                counts=entries.counts,
-                offsets=entries.offsets,
-                sent=entries.values,
-            )
-            not_finite.add_(is_not_finite)
-            return new
-        total = scaled(old, memory, self.keep).add_(values)
-        is_sent = largest(total.abs(), num_sent)
+    def choose(self, place: int, values: torch.Tensor, state: list[OldNew], entries: Entries) -> torch.Tensor:
+        ((old, new),) = state
+        total = scaled(old, self.bucket.codec.memory, self.keep).add_(values)
+        is_sent = largest(total.abs(), entries.values.numel())
         write_entries(entries, total, is_sent)
-        not_finite.add_(total.isfinite().all().logical_not_())
-        new.copy_(total.masked_fill_(is_sent, 0))
-        return new
+        new.copy_(total.masked_fill(is_sent, 0))
+        return total
 
-    def end(self, is_made: bool | torch.Tensor) -> None:
-        self.residual.end(is_made)
+    def factors(self, place: int) -> tuple[float, float, float, bool]:
+        return float(self.keep) * self.bucket.codec.memory, 1.0, 1.0, False
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return views(self.bucket, self.residual.settle(), "residual")
+    def rank(self, num_sent: int, numel: int) -> int:
+        return safe_rank(num_sent, numel)
 
 
 def scaled(kept: torch.Tensor, memory: float, keep: float | torch.Tensor) -> torch.Tensor:
@@ -81,10 +52,3 @@ def largest(sizes: torch.Tensor, num_sent: int, threshold: torch.Tensor | None =
     is_larger, is_least = sizes > least, sizes == least
     room = num_sent - is_larger.sum()
     return may_be_sent & (is_larger | (is_least & (is_least.cumsum(0, dtype=torch.int32) <= room)))
-
-
-def safe_rank(num_sent: int, numel: int, num_sampled: int) -> int:
-    """A rank in a sample, counted from 1 at the largest, that `num_sent` elements of all will most likely reach: then
-    the compiled loops need one pass only."""
-    mean = num_sampled * num_sent / numel
-    return min(num_sampled, math.ceil(mean + 4 * math.sqrt(mean) + 4))

@@ -245,6 +245,13 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        combination='[codec] name = "sign" with [step] clip_norm',
+        why="votes of {codec.name} have the norm of as many ones, whatever the gradient, so {step.clip_norm} would be "
+        "no more than another learning rate",
+        remedy="set [step] clip_norm = 0.0",
+        broken=lambda plan, _: plan.codec.name == "sign" and plan.step.clip_norm > 0,
+    ),
+    Rule(
         combination='[codec] name = "dgc" with [step] clip_norm',
         why="{codec.name} must clip before it accumulates, and {step.clip_norm} clips after",
         remedy="set [step] clip_norm = 0.0 and [codec] clip = {step.clip_norm:value}",

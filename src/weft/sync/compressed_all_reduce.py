@@ -46,7 +46,7 @@ class CompressedAllReduce(AllReduce):
         rules: GradientRules,
     ) -> None:
         """`group`: all ranks that sum gradients, which are `inside` × `across` (`compressed_exchange.py`)."""
-        self._codec, self._device = plan.codec, device
+        self._codec, self._device, self._has_slices = plan.codec, device, inside.size > 1
         self._coded = coded_places(pieces, plan, rules)
         self._step = 0
         self._exchange = CompressedExchange(
@@ -90,6 +90,12 @@ class CompressedAllReduce(AllReduce):
         self._exchange.lay_out(())  # what was kept is read again, so that nothing need be carried over
         super().load_state(state)
         self._step, self._exchange.keep = int(state["step"]), float(state["keep"])
+
+    def _agree_on_order(self) -> None:
+        if self._has_slices:  # what a rank keeps is of its slices, which other buckets would cut elsewhere
+            self._order_agreed = True
+        else:
+            super()._agree_on_order()
 
     @torch.no_grad()
     def _lay_out(self, order: list[int]) -> None:

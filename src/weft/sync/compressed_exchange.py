@@ -80,6 +80,8 @@ class CompressedExchange:
         """Momentum, and whether it is Nesterov's, of tensors by name, for a codec that takes it over (`dgc`)."""
         self.not_finite = torch.zeros(1, dtype=torch.float32, device=device)
         """Grows in an exchange with values that are not finite."""
+        self.elsewhere: tuple[str, ...] = ()
+        """Tensors that are compressed and of which nothing is here."""
         self._is_open = False
         self.codecs: tuple[Codec, ...] = ()
         self.lay_out(buckets)
@@ -107,8 +109,8 @@ class CompressedExchange:
 
     @property
     def names(self) -> list[str]:
-        """All tensors that are compressed."""
-        return [one.name for bucket in self._buckets for one in bucket.tensors]
+        """All tensors that are compressed, also those of which only other ranks have a part."""
+        return [*(one.name for bucket in self._buckets for one in bucket.tensors), *self.elsewhere]
 
     def _slice(self, bucket: CodedBucket) -> tuple[int, tuple[CodedTensor, ...]]:
         """Length and tensors of what this rank gives to the codec."""

@@ -20,7 +20,6 @@ import torch
 
 from weft.comm.group import Group
 from weft.plan.exchange.coded_tensor import coded_tensors, is_coded
-from weft.plan.exchange.warm_up import is_dense
 from weft.plan.partition.wire import Member, assign_buckets
 from weft.plan.plan import Plan
 from weft.sync.base import PipelineSync, Totals
@@ -85,6 +84,10 @@ class CompressedInProcess(WrappingSync):
     def compressed(self) -> CompressedExchange:
         return self.exchanges[0]
 
+    @property
+    def all_compressed(self) -> Sequence[CompressedExchange]:
+        return self.exchanges
+
     @torch.no_grad()
     def begin(self) -> None:
         self.inner.begin()
@@ -97,7 +100,7 @@ class CompressedInProcess(WrappingSync):
             for number in range(len(self._coded))
         ]
         for one in self._played:
-            one.begin(self._step, keep=first.keep, dense=is_dense(self._plan.codec, self._step))
+            one.begin(self._step, keep=first.keep)
         for flat in (self._dense, *self._coded):
             flat.begin()
         self._num_microbatches = 0

@@ -24,7 +24,6 @@ from weft.codecs.base import Codec
 from weft.dtypes import accumulator_dtype
 from weft.parallel.zero.grouping import torch_dtype
 from weft.plan.exchange.messages import Message
-from weft.plan.exchange.warm_up import is_dense
 
 if TYPE_CHECKING:
     from weft.sync.local import LocalSync
@@ -40,8 +39,7 @@ class CodecsInProcess:
         take(values)                            sums, or the messages of all, are decoded; so on for further messages
 
     Replicas may give their values from one buffer: only messages are kept of them. What codecs decode is the same on
-    all replicas, so it is done once. Only a codec of several messages learns from what it decodes what it keeps: there
-    every replica's does.
+    all replicas, so it is done once, except by codecs that learn from it what they keep.
     """
 
     def __init__(self, codecs: Sequence[Codec], device: torch.device) -> None:
@@ -50,28 +48,18 @@ class CodecsInProcess:
         self._device = device
         self._messages: tuple[Message, ...] = ()
 
-    def begin(self, step: int, *, keep: float | torch.Tensor = 1.0, dense: bool = False) -> None:
-        """A new exchange, as `Codec.begin`; `dense`: values travel as they are, without the codecs."""
-        self._messages = () if dense else [codec.begin(step, keep=keep) for codec in self.codecs][0]
-        self._sum: torch.Tensor | None = None
-        if not dense:
-            self._open(0)
+    def begin(self, step: int, *, keep: float | torch.Tensor = 1.0) -> None:
+        """A new exchange, as `Codec.begin`."""
+        self._messages = [codec.begin(step, keep=keep) for codec in self.codecs][0]
+        self._open(0)
 
     def give(self, replica: int, values: torch.Tensor, not_finite: torch.Tensor) -> None:
         """Take the values of a replica, the next one in their order, which may be overwritten."""
-        if self._messages:
-            self._encode(0, replica, values, not_finite)
-            return
-        not_finite += (~torch.isfinite(values.sum())).float()
-        self._sum = values.clone() if self._sum is None else self._sum.add_(values)
+        self._encode(0, replica, values, not_finite)
 
     def take(self, values: torch.Tensor, not_finite: torch.Tensor, *, scale: float = 1.0) -> None:
         """Make `values` the sum over replicas of what was sent, times `scale`, as it is on every one of them."""
-        if self._sum is not None:
-            values.copy_(self._sum if scale == 1.0 else self._sum.mul_(scale))
-            self._sum = None
-            return
-        decoders = self.codecs if len(self._messages) > 1 else self.codecs[:1]
+        decoders = self.codecs if self.codecs[0].learns_from_decoding else self.codecs[:1]
         for number in range(len(self._messages)):
             if number:
                 self._open(number)
@@ -106,12 +94,12 @@ class CodecsInProcess:
 
 @torch.no_grad()
 def exchange_in_process(
-    codecs: Sequence[Codec], values: Sequence[torch.Tensor], *, step: int, scale: float = 1.0, dense: bool = False
+    codecs: Sequence[Codec], values: Sequence[torch.Tensor], *, step: int, scale: float = 1.0
 ) -> None:
     """One bucket's exchange between replicas, which counts at once: all values become the scaled sum."""
     played = CodecsInProcess(codecs, values[0].device)
     not_finite = torch.zeros(1, device=values[0].device)  # replicas that differ look at their losses
-    played.begin(step, dense=dense)
+    played.begin(step)
     for replica, own in enumerate(values):
         played.give(replica, own, not_finite)
     played.take(values[0], not_finite, scale=scale)
@@ -154,9 +142,7 @@ class InProcessExchange:
             flats = [sync.fill(number) for sync in self.syncs]
             codecs = [codec for sync in self.syncs if (codec := sync.codec_of(number)) is not None]
             if codecs:
-                step = first.steps_done - 1
-                dense = is_dense(first.codec, step)
-                exchange_in_process(codecs, flats, step=step, scale=1 / len(flats), dense=dense)
+                exchange_in_process(codecs, flats, step=first.steps_done - 1, scale=1 / len(flats))
             else:
                 self._add_up(flats)
                 for flat in flats:

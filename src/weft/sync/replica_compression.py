@@ -44,6 +44,10 @@ class ReplicaCompression:
                 if name not in names and view.numel():
                     self._small.append(view)
             buckets.append(CodedBucket(tensors=coded, numel=gradients.part.numel(), dtype=gradients.part.dtype))
+        shapes = {
+            name: shape for one in all_gradients for name, shape in zip(one.flat.names, one.flat.shapes, strict=True)
+        }
+        large = [name for name in shapes if name not in self._not_coded and is_coded(self._plan.codec, shapes[name])]
         dtype = self._small[0].dtype if self._small else torch.float32
         self._together = torch.empty(sum(view.numel() for view in self._small), dtype=dtype, device=self._device)
         self.exchange = CompressedExchange(
@@ -55,6 +59,8 @@ class ReplicaCompression:
             can_fail=True,
             waits=waits,
         )
+        here = set(self.exchange.names)
+        self.exchange.elsewhere = tuple(name for name in large if name not in here)
 
     def _coded_members(self, gradients: Gradients) -> tuple[CodedTensor, ...]:
         flat, found = gradients.flat, []

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from weft.checkpoint.load import require_whole
 from weft.comm.failures.activity import collective_call
 from weft.errors import DataError
 from weft.layout import part_of
-from weft.mesh import Mesh, World
+from weft.mesh import World
 from weft.parallel.state.batchnorm import has_batch_norms
 from weft.plan.model_refusals import BATCH_STATISTICS_OF_WORKERS
 from weft.plan.plan import Plan
@@ -48,12 +50,9 @@ def workers_problems(model: nn.Module, plan: Plan) -> Iterator[str]:
 
 def make_workers(model: nn.Module, plan: Plan, world: World, make: MakeTrainer) -> Trainer:
     """A trainer of all data ranks of a plan; `world` is that of its ranks."""
-    return make(model, _mesh(plan, world, 0, model), InProcessExchange(), WorkersInProcess)
-
-
-def _mesh(plan: Plan, world: World, rank: int, model: nn.Module) -> Mesh:
-    place = replace(world, rank=rank, hosts=(0,) * world.size)
-    return MeshOfWorkers(plan, place, batch_norms=has_batch_norms(getattr(model, "_orig_mod", model)))
+    batch_norms = has_batch_norms(getattr(model, "_orig_mod", model))
+    mesh = MeshOfWorkers(plan, replace(world, rank=0, hosts=(0,) * world.size), batch_norms=batch_norms)
+    return make(model, mesh, InProcessExchange(), WorkersInProcess)
 
 
 class WorkersInProcess(Trainer):
@@ -79,6 +78,15 @@ class WorkersInProcess(Trainer):
         if not num_samples(inputs):
             raise DataError("the global batch is empty; give at least one sample")
         return super().step(inputs, targets)
+
+    @collective_call("trainer.load")
+    def load(self, directory: str | Path, *, extra_state: bool = True) -> None:
+        self.wait_for_save()
+        # A rank looks for damage in its share of the files; here nobody looks at the others'.
+        alone = LoneMesh(Plan(), replace(self.mesh.world, size=1, hosts=(0,)), batch_norms=False)
+        with alone:
+            require_whole(Path(directory), [alone])
+        super().load(directory, extra_state=extra_state)
 
 
 @dataclass(frozen=True, slots=True)

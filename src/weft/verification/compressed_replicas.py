@@ -1,7 +1,8 @@
 """One process that plays all replicas of a plan that compresses gradients: W gradients, their exchange, one update.
 
-Every replica's gradient is computed by itself, from its data ranks' parts of the batch in the plan's microbatches, and
-cut as the plan cuts it. Each part goes through the rule of the plan's codec (`rules.py`), all else is summed as it is:
+Every replica's gradient is computed by itself, from its data ranks' parts of the batch in the plan's microbatches (all
+at once where a rank needs those of others: `compression/lockstep.py`), and cut as the plan cuts it. Each part goes
+through the rule of the plan's codec (`compression/rules.py`), all else is summed as it is:
 
     sums     replica k's gradient of the sum of its losses; replicas keep what they did not send in this unit
     clip     dgc: scaled to at most clip / sqrt(replicas), as a mean over the targets of the step before
@@ -20,9 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.parallel.state.batchnorm import has_batch_norms
+from weft.plan.exchange.warm_up import is_dense
 from weft.plan.plan import Plan
 from weft.training.data.trees import num_samples
+from weft.training.loss.loss import LossTerms
 from weft.verification.compression.exchanges import CodedExchanges
+from weft.verification.compression.lockstep import Lockstep, OthersNeededError, alone
 from weft.verification.compression.parts import CodedPart, num_coded_replicas
 from weft.verification.one_process import Key, OneProcess, Passes, Recipe, microbatch_rows
 
@@ -41,6 +46,9 @@ class CompressedReplicas(OneProcess):
         groups = dict(zip(self._trained, self._updates.optimizer.param_groups, strict=True))
         momenta = {name: (one.get("momentum", 0.0), one.get("nesterov", False)) for name, one in groups.items()}
         self._exchanges = CodedExchanges(coded, plan.codec, self._num_replicas, momenta)
+        couples = plan.data.buffers == "synchronise" and has_batch_norms(model)
+        self._lockstep = Lockstep(model, plan.axes.data_ranks) if couples else None
+        """Where what a rank computes depends on the samples of others."""
         self._given: list[Gradients] = []
         """Each replica's gradient of the sum of its losses in this step."""
         self._dense: Gradients = {}
@@ -52,17 +60,44 @@ class CompressedReplicas(OneProcess):
             self._updates.optimizer.register_step_post_hook(self._move_past_momentum)
 
     def _run(self, inputs: Any, targets: Any, passes: Passes) -> None:
-        self._given = []
-        each = self._plan.axes.data_ranks // self._num_replicas
-        for replica in range(self._num_replicas):
-            self._updates.optimizer.zero_grad(set_to_none=True)
-            for rank in range(replica * each, (replica + 1) * each):
-                rows = microbatch_rows(self._plan, num_samples(inputs), [rank], shares=self.shares)
-                self._run_rows(inputs, targets, rows, passes)
-            self._given.append({name: p.grad for name, p in self._trained.items() if p.grad is not None})
+        num_ranks, total = self._plan.axes.data_ranks, num_samples(inputs)
+        rows = [microbatch_rows(self._plan, total, [rank], shares=self.shares) for rank in range(num_ranks)]
+        if self._lockstep is None:
+            try:
+                with alone():
+                    by_rank = [self._gradients_of(inputs, targets, one, passes) for one in rows]
+            except OthersNeededError:  # found in the first loss of the run
+                self._lockstep = Lockstep(self.model, num_ranks)
+        if self._lockstep is not None:
+            by_rank = self._gradients_together(self._lockstep, inputs, targets, rows, passes)
+        each = num_ranks // self._num_replicas
+        self._given = [_sum(by_rank[first : first + each]) for first in range(0, num_ranks, each)]
+        totals = _sum(self._given)
         for name, parameter in self._trained.items():
-            found = [one[name] for one in self._given if name in one]
-            parameter.grad = torch.stack(found).sum(dim=0) if found else None
+            parameter.grad = totals.get(name)
+
+    def _gradients_of(self, inputs: Any, targets: Any, rows: list[list[int]], passes: Passes) -> Gradients:
+        """Of one data rank's part of the batch."""
+        self._updates.optimizer.zero_grad(set_to_none=True)
+        self._run_rows(inputs, targets, rows, passes)
+        return _gradients(self.model)
+
+    def _gradients_together(
+        self, lockstep: Lockstep, inputs: Any, targets: Any, rows: list[list[list[int]]], passes: Passes
+    ) -> list[Gradients]:
+        """Of all data ranks, where one must look at what the others have."""
+        for model in lockstep.models:
+            model.zero_grad(set_to_none=True)
+        for microbatch in zip(*rows, strict=True):
+            parts = {rank: part for rank, part in enumerate(microbatch) if part}
+
+            def run_one(rank: int, model: nn.Module, parts: dict[int, list[int]] = parts) -> tuple[Any, LossTerms]:
+                return self._forward(model, inputs, targets, parts[rank])
+
+            found = lockstep.run(run_one, list(parts))
+            if parts:
+                self._backward([(part, *one) for part, one in zip(parts.values(), found, strict=True)], passes)
+        return [_gradients(model) for model in lockstep.models]
 
     @torch.no_grad()
     def _update(self) -> None:
@@ -71,15 +106,18 @@ class CompressedReplicas(OneProcess):
             self._clip(unit=self._last_count or count)
         self._last_count = count
         self._dense = {name: p.grad.clone() for name, p in self._trained.items() if p.grad is not None}
-        self._sent = {}
+        self._sent, step = {}, len(self.losses)
+        is_vote = self._codec.name == "sign" and not is_dense(self._codec, step)
         for name, parameter in self._trained.items():
             if parameter.grad is None or name not in self._exchanges.names:  # used by no rank in this step, or dense
                 continue
             given = [one.get(name, torch.zeros_like(parameter)) for one in self._given]
-            divisor = 1.0 if self._codec.name == "sign" else count
-            self._exchanges.replace_(name, parameter.grad, given, len(self.losses), divisor=divisor)
+            self._exchanges.replace_(name, parameter.grad, given, step, divisor=1.0 if is_vote else count)
             self._sent[name] = parameter.grad * self._exchanges.mask(name, parameter)
-        self._updates.step(len(self.losses)) if self._codec.name != "dgc" else self._update_with_dgc()
+        if self._codec.name == "dgc":
+            self._update_with_dgc()
+        else:
+            self._updates.step(step)
 
     def _clip(self, *, unit: float) -> None:
         """Scale each replica's gradient, and their sum anew; the 1e-6 is torch's."""
@@ -88,10 +126,10 @@ class CompressedReplicas(OneProcess):
             factor = min(1.0, self._codec.clip / math.sqrt(self._num_replicas) / (norm + 1e-6))
             for name in given:
                 given[name] = given[name] * factor
+        totals = _sum(self._given)
         for name, parameter in self._trained.items():
             if parameter.grad is not None:
-                found = [one[name] for one in self._given if name in one]
-                parameter.grad.copy_(torch.stack(found).sum(dim=0) / self.num_targets[0])
+                parameter.grad.copy_(totals[name] / self.num_targets[0])
 
     def _update_with_dgc(self) -> None:
         """The optimizer sees nothing of what was sent, so that its momentum is of weight decay, and of what is not
@@ -112,5 +150,16 @@ class CompressedReplicas(OneProcess):
                 parameter.sub_(group["lr"] * self._sent[name])
 
     def at_exchange(self, key: Key) -> dict[str, Tensor]:
-        """Of a gradient, the sum that no codec has touched."""
-        return {"dense": self._dense[key.name]} if key.what == "gradient" and key.name in self._dense else {}
+        """Of a gradient that is compressed, the sum that no codec has touched."""
+        is_coded = key.what == "gradient" and key.name in self._exchanges.names and key.name in self._dense
+        return {"dense": self._dense[key.name]} if is_coded else {}
+
+
+def _gradients(model: nn.Module) -> Gradients:
+    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+def _sum(given: Sequence[Gradients]) -> Gradients:
+    """Of what there is of each."""
+    names = dict.fromkeys(name for one in given for name in one)
+    return {name: torch.stack([one[name] for one in given if name in one]).sum(dim=0) for name in names}

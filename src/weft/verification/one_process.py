@@ -18,7 +18,7 @@ from weft.layout import part_of
 from weft.plan.partition.shares import Shares, even_shares, samples_of
 from weft.plan.plan import Plan
 from weft.training.data.trees import forward, map_output, map_tensors, num_samples, output_tensors
-from weft.training.loss.loss import LossFunction, count_targets, loss_terms, resolve_loss
+from weft.training.loss.loss import LossFunction, LossTerms, count_targets, loss_terms, resolve_loss
 from weft.training.parallelize import ParameterGroups
 from weft.training.setup.probe_loss import state_kept
 from weft.training.setup.probe_optimizer import OptimizerFactory
@@ -154,17 +154,24 @@ class OneProcess:
         for rows in rows_of_all:
             if not rows:
                 continue
-            part, target_part = take_rows((inputs, targets), rows)
-            output = forward(self.model, part)
-            passes.outputs.append(map_output(torch.Tensor.detach, output))
-            passes.rows.append(rows)
-            terms = loss_terms(self._loss, output, target_part, count_targets(target_part))
-            loss = terms.value * terms.multiplier
-            loss.backward()
-            for hook in self._hooks:
-                hook.remove()
-            passes.loss_sums.append(float(loss.detach()))
-            passes.counts.append(float(terms.count))
+            output, terms = self._forward(self.model, inputs, targets, rows)
+            self._backward([(rows, output, terms)], passes)
+
+    def _forward(self, model: nn.Module, inputs: Any, targets: Any, rows: list[int]) -> tuple[Any, LossTerms]:
+        part, target_part = take_rows((inputs, targets), rows)
+        output = forward(model, part)
+        return output, loss_terms(self._loss, output, target_part, count_targets(target_part))
+
+    def _backward(self, ran: Sequence[tuple[list[int], Any, LossTerms]], passes: Passes) -> None:
+        """The backward pass of forward passes together, given with their rows."""
+        losses = [terms.value * terms.multiplier for _, _, terms in ran]
+        torch.stack(losses).sum().backward()
+        for hook in self._hooks:
+            hook.remove()
+        passes.outputs += [map_output(torch.Tensor.detach, output) for _, output, _ in ran]
+        passes.rows += [rows for rows, _, _ in ran]
+        passes.loss_sums += [float(loss.detach()) for loss in losses]
+        passes.counts += [float(terms.count) for _, _, terms in ran]
 
     def _update(self) -> None:
         self._updates.step(len(self.losses))

@@ -23,6 +23,8 @@ enum {
     ROWS = 8,        /* of a matrix, added up at once */
     COLUMNS = 256,   /* whose sums are kept at once */
     LEVELS = 40,     /* of a tree of sums */
+    MEANS = 2048,    /* columns whose means are in use at once */
+    MESSAGES = 16,   /* added up at once */
     PLANES = 32,     /* bits of a count of votes */
 };
 
@@ -44,52 +46,57 @@ static inline uint64_t load_word(const uint8_t *from)
     return word;
 }
 
-/* Codes, one per byte and at least 8 bytes of them there, to codes of so many bits; of `count` bytes. */
-static inline void pack(const uint8_t *codes, size_t count, int bits, uint8_t *packed)
+/* Codes of a block, one per byte, to codes of so many bits, of which `num_bytes` are wanted. */
+static inline void pack(const uint8_t *codes, int bits, uint8_t *packed, size_t num_bytes)
 {
-    if (bits == 8) {
-        memcpy(packed, codes, count);
-        return;
-    }
-    for (size_t k = 0; k < count; k += 8) {
-        uint64_t word = load_word(codes + k);
-        if (bits == 4) {
+    uint8_t all[BLOCK];
+    if (bits == 4)
+        for (size_t k = 0; k < BLOCK / 8; k++) {
+            uint64_t word = load_word(codes + 8 * k);
             word = (word | word >> 4) & 0x00FF00FF00FF00FFu;
             word = (word | word >> 8) & 0x0000FFFF0000FFFFu;
-            word |= word >> 16;
-        } else {
+            uint32_t half = (uint32_t)(word | word >> 16);
+            memcpy(all + 4 * k, &half, sizeof half);
+        }
+    else if (bits == 2)
+        for (size_t k = 0; k < BLOCK / 8; k++) {
+            uint64_t word = load_word(codes + 8 * k);
             word = (word | word >> 6) & 0x000F000F000F000Fu;
             word = (word | word >> 12) & 0x000000FF000000FFu;
-            word |= word >> 24;
+            uint16_t quarter = (uint16_t)(word | word >> 24);
+            memcpy(all + 2 * k, &quarter, sizeof quarter);
         }
-        size_t length = ((count - k < 8 ? count - k : 8) * (size_t)bits + 7) / 8;
-        for (size_t byte = 0; byte < length; byte++)
-            packed[k * (size_t)bits / 8 + byte] = (uint8_t)(word >> 8 * byte);
-    }
+    memcpy(packed, bits == 8 ? codes : all, num_bytes);
 }
 
-/* Codes of so many bits to one per byte. */
-static inline void unpack(const uint8_t *packed, size_t count, int bits, uint8_t *codes)
+/* Codes of so many bits to those of a block, one per byte, the last ones without meaning if so many bytes lack. */
+static inline void unpack(const uint8_t *packed, size_t num_bytes, int bits, uint8_t *codes)
 {
-    if (bits == 8) {
-        memcpy(codes, packed, count);
-    } else if (bits == 4) {
-        for (size_t k = 0; k < count / 2; k++) {
-            codes[2 * k] = packed[k] & 15;
-            codes[2 * k + 1] = packed[k] >> 4;
+    uint8_t all[BLOCK];
+    if (num_bytes < (size_t)bits * BLOCK / 8)
+        packed = memcpy(all, packed, num_bytes);
+    if (bits == 4)
+        for (size_t k = 0; k < BLOCK / 8; k++) {
+            uint32_t half;
+            memcpy(&half, packed + 4 * k, sizeof half);
+            uint64_t word = half;
+            word = (word | word << 16) & 0x0000FFFF0000FFFFu;
+            word = (word | word << 8) & 0x00FF00FF00FF00FFu;
+            word = (word | word << 4) & 0x0F0F0F0F0F0F0F0Fu;
+            memcpy(codes + 8 * k, &word, sizeof word);
         }
-        if (count % 2)
-            codes[count - 1] = packed[count / 2] & 15;
-    } else {
-        for (size_t k = 0; k < count / 4; k++) {
-            codes[4 * k] = packed[k] & 3;
-            codes[4 * k + 1] = packed[k] >> 2 & 3;
-            codes[4 * k + 2] = packed[k] >> 4 & 3;
-            codes[4 * k + 3] = packed[k] >> 6;
+    else if (bits == 2)
+        for (size_t k = 0; k < BLOCK / 8; k++) {
+            uint16_t quarter;
+            memcpy(&quarter, packed + 2 * k, sizeof quarter);
+            uint64_t word = quarter;
+            word = (word | word << 24) & 0x000000FF000000FFu;
+            word = (word | word << 12) & 0x000F000F000F000Fu;
+            word = (word | word << 6) & 0x0303030303030303u;
+            memcpy(codes + 8 * k, &word, sizeof word);
         }
-        for (size_t k = count / 4 * 4; k < count; k++)
-            codes[k] = packed[count / 4] >> k % 4 * 2 & 3;
-    }
+    else
+        memcpy(codes, packed, BLOCK);
 }
 
 /* 64 bits, or those that are there, from bit `place` on. */

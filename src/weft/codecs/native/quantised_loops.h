@@ -29,28 +29,39 @@ static inline uint64_t FN(negative_bits_of)(const REAL *x, size_t count)
     return bits;
 }
 
-/* Each of up to 64 entries: that of `ones` where its bit is set, else that of `zeros`; added to the sum, or its first
- * term. */
-static inline void FN(add_selected)(uint64_t bits, const REAL *zeros, const REAL *ones, REAL *sum, size_t count,
-                                    int is_first)
+/* To each of up to 64 entries, or to nothing if they are the first, is added, message by message, that of `ones` where
+ * its bit is set, else that of `zeros`; then all is scaled. */
+static inline void FN(add_selected)(REAL *sum, size_t count, int is_first, size_t num_messages, const uint64_t *bits,
+                                    const REAL *const *zeros, const REAL *const *ones, REAL scale)
 {
 #if defined(WIDE) && defined(__AVX512F__)
-    if (count == 64) {
-        for (int k = 0; k < 64; k += 16) {
-            __m512 value = _mm512_mask_loadu_ps(_mm512_loadu_ps(zeros + k), (__mmask16)(bits >> k), ones + k);
-            _mm512_storeu_ps(sum + k, is_first ? value : _mm512_add_ps(_mm512_loadu_ps(sum + k), value));
+    for (size_t k = 0; count == 64 && k < 64; k += 16) {
+        __m512 total = _mm512_loadu_ps(sum + k);
+        for (size_t one = 0; one < num_messages; one++) {
+            __m512 low = _mm512_loadu_ps(zeros[one] + k);
+            __m512 value = _mm512_mask_loadu_ps(low, (__mmask16)(bits[one] >> k), ones[one] + k);
+            total = one || !is_first ? _mm512_add_ps(total, value) : value;
         }
+        _mm512_storeu_ps(sum + k, _mm512_mul_ps(total, _mm512_set1_ps(scale)));
+    }
+    if (count == 64)
         return;
-    }
 #endif
-    for (size_t half = 0; half < count; half += 32) {
-        uint32_t word = (uint32_t)(bits >> half);
-        size_t some = count - half < 32 ? count - half : 32;
-        for (size_t k = 0; k < some; k++) {
-            REAL zero = zeros[half + k], one = ones[half + k], value = word >> k & 1 ? one : zero;
-            sum[half + k] = is_first ? value : sum[half + k] + value;
+    for (size_t one = 0; one < num_messages; one++)
+        for (size_t half = 0; half < count; half += 32) {
+            uint32_t word = (uint32_t)(bits[one] >> half);
+            const REAL *low = zeros[one] + half, *high = ones[one] + half;
+            size_t some = count - half < 32 ? count - half : 32;
+            REAL value[32], *restrict total = sum + half;
+            for (size_t k = 0; k < some; k++) {
+                REAL if_zero = low[k], if_one = high[k];
+                value[k] = word >> k & 1 ? if_one : if_zero;
+            }
+            for (size_t k = 0; k < some; k++)
+                total[k] = one || !is_first ? total[k] + value[k] : value[k];
         }
-    }
+    for (size_t k = 0; k < count; k++)
+        sum[k] *= scale;
 }
 
 /* Sums of ROWS rows of given + old * factor, entries that are not negative and others apart, and the number of the
@@ -178,20 +189,24 @@ static void FN(onebit_sum)(const uint8_t *messages, size_t num_messages, size_t 
 {
     size_t num_means = num_rows ? 2 * num_columns : 0, num_coded = num_rows * num_columns;
     size_t codes_at = (num_means + num_rest) * sizeof(REAL), num_bytes = (num_coded + 7) / 8;
-    for (size_t first = 0; num_rows && first < num_columns; first += COLUMNS) {
-        size_t count = num_columns - first < COLUMNS ? num_columns - first : COLUMNS;
+    for (size_t first = 0; num_rows && first < num_columns; first += MEANS) {
+        size_t count = num_columns - first < MEANS ? num_columns - first : MEANS;
         for (size_t row = 0; row < num_rows; row++)
             for (size_t k = first; k < first + count; k += 64) {
                 size_t some = first + count - k < 64 ? first + count - k : 64, place = row * num_columns + k;
-                REAL total[64];
-                for (size_t one = 0; one < num_messages; one++) {
-                    const uint8_t *message = messages + one * stride;
-                    const REAL *means = (const REAL *)(const void *)message + k;
-                    uint64_t bits = bits_at(message + codes_at, num_bytes, place);
-                    FN(add_selected)(bits, means, means + num_columns, total, some, one == 0);
+                for (size_t done = 0; done < num_messages; done += MESSAGES) {
+                    size_t num_now = num_messages - done < MESSAGES ? num_messages - done : MESSAGES;
+                    uint64_t bits[MESSAGES];
+                    const REAL *positive[MESSAGES], *negative[MESSAGES];
+                    for (size_t one = 0; one < num_now; one++) {
+                        const uint8_t *message = messages + (done + one) * stride;
+                        positive[one] = (const REAL *)(const void *)message + k;
+                        negative[one] = positive[one] + num_columns;
+                        bits[one] = bits_at(message + codes_at, num_bytes, place);
+                    }
+                    FN(add_selected)(sum + place, some, done == 0, num_now, bits, positive, negative,
+                                     done + num_now == num_messages ? scale : 1);
                 }
-                for (size_t j = 0; j < some; j++)
-                    sum[place + j] = total[j] * scale;
             }
     }
     for (size_t k = 0; k < num_rest; k++) {
@@ -252,14 +267,15 @@ static void FN(sign_sum)(const uint8_t *messages, size_t num_messages, size_t st
     REAL minus[64];
     for (int k = 0; k < 64; k++)
         minus[k] = -plus[k];
+    const REAL *zero = plus, *one = minus;
     size_t num_bytes = (count + 7) / 8;
     for (size_t start = 0; start < count; start += 64) {
         uint64_t planes[PLANES] = {0};
         int num_planes = 0;
-        for (size_t one = 0; one < num_messages; one++)
-            num_planes = add_vote(planes, num_planes, bits_at(messages + one * stride, num_bytes, start));
+        for (size_t message = 0; message < num_messages; message++)
+            num_planes = add_vote(planes, num_planes, bits_at(messages + message * stride, num_bytes, start));
         uint64_t against = reaches(planes, num_planes, num_messages / 2 + 1);
-        FN(add_selected)(against, plus, minus, sum + start, count - start < 64 ? count - start : 64, 1);
+        FN(add_selected)(sum + start, count - start < 64 ? count - start : 64, 1, 1, &against, &zero, &one, 1);
     }
 }
 
@@ -296,7 +312,7 @@ static int FN(qsgd)(const REAL *given, size_t count, int bits, uint32_t key, uin
             memset(found + length, 0, BLOCK - length);
         if (is_bad)
             return 1; /* codes have no meaning, and may be too large */
-        pack(found, length, bits, codes + start * (size_t)bits / 8);
+        pack(found, bits, codes + start * (size_t)bits / 8, (length * (size_t)bits + 7) / 8);
     }
     return 0;
 }
@@ -315,11 +331,12 @@ static int FN(terngrad)(const REAL *given, size_t count, uint32_t key, uint32_t 
         for (size_t k = 0; k < length; k++) {
             REAL draw = (REAL)(int32_t)(random_bits((uint32_t)(start + k), key, second) >> 8) * (REAL)0x1p-24;
             REAL size = x[k] < 0 ? -x[k] : x[k];
-            found[k] = (uint8_t)(1 + (draw < size / divisor ? (x[k] < 0 ? -1 : 1) : 0));
+            int32_t sign = x[k] < 0 ? -1 : 1, is_sent = draw < size / divisor;
+            found[k] = (uint8_t)(1 + (sign & -is_sent));
         }
         if (length < BLOCK)
             memset(found + length, 0, BLOCK - length);
-        pack(found, length, 2, codes + start / 4);
+        pack(found, 2, codes + start / 4, (length + 3) / 4);
     }
     return 0;
 }
@@ -335,7 +352,7 @@ static void FN(steps_sum)(const uint8_t *messages, size_t num_messages, size_t s
             const uint8_t *message = messages + one * stride;
             REAL size = ((const REAL *)(const void *)message)[start / per_scale];
             uint8_t codes[BLOCK];
-            unpack(message + codes_at + start * (size_t)bits / 8, length, bits, codes);
+            unpack(message + codes_at + start * (size_t)bits / 8, (length * (size_t)bits + 7) / 8, bits, codes);
             if (one == 0)
                 for (size_t k = 0; k < length; k++)
                     total[k] = (REAL)(codes[k] - num_steps) / (REAL)num_steps * size;

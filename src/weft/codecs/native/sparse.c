@@ -28,22 +28,39 @@ enum { BLOCK = 1024 };  /* elements that stay in the first-level cache; a chunk 
 enum { SLACK = 16 };    /* candidates are written up to a whole vector at once */
 enum { DIGIT_BITS = 11, NUM_DIGITS = 1 << DIGIT_BITS };
 
-/* One tensor of a bucket. Its Python twin is in sparse.py. */
+/* The tensors of a bucket: numbers of each. */
 typedef struct {
-    int64_t numel, num_sent;
+    int64_t offset, numel; /* in the flat buffer */
+    int64_t first_entry, num_entries, first_chunk; /* in the message */
+} Place;
+
+/* From which elements of a tensor its threshold is estimated: the rank-th largest of them. */
+typedef struct {
+    int64_t first, stride, num, rank;
+} Sample;
+
+typedef struct {
+    double keep_residual, keep_momentum; /* on the old state */
+    double momentum, is_nesterov;        /* `momentum`: on the new one, where it is Nesterov's */
+} Factors;
+
+/* A bucket. Its Python twin is in sparse.py. */
+typedef struct {
+    int64_t num_tensors;
+    const Place *places;
+    const Sample *samples;
+    const Factors *factors;
     const void *values, *old_residual, *old_momentum; /* no momentum: topk */
     void *new_residual, *new_momentum;                /* may be the old ones */
-    double keep_residual, keep_momentum, momentum;    /* factors; `momentum` after Nesterov's sum only */
-    int32_t is_nesterov, is_masking;
+    int32_t is_masking;
     int32_t is_exact; /* the largest are sent, even if the estimated threshold was too high */
-    int64_t sample_start, sample_stride, num_sampled, sample_rank;
-    int32_t *counts; /* of the message */
+    int32_t *counts;  /* of the message */
     uint16_t *offsets;
-    void *sent;
-    int64_t capacity; /* of the three buffers below */
+    void *row;
+    int64_t capacity; /* of the candidates, which are in the three buffers below */
     uint16_t *candidate_offsets;
     void *candidates, *sizes;
-} Job;
+} Bucket;
 
 enum { LINE = 64, STREAMED_BYTES = 1 << 20 };
 
@@ -87,6 +104,7 @@ static size_t find_digit(const size_t *histogram, size_t *rank)
 #define REAL float
 #define BITS uint32_t
 #define NAME(name) name##_float
+#define nearest_float __builtin_rintf
 #include "sparse_loops.h"
 #undef REAL
 #undef BITS
@@ -94,4 +112,5 @@ static size_t find_digit(const size_t *histogram, size_t *rank)
 #define REAL double
 #define BITS uint64_t
 #define NAME(name) name##_double
+#define nearest_double __builtin_rint
 #include "sparse_loops.h"

@@ -10,6 +10,20 @@ static inline BITS NAME(size_of)(REAL x)
     return bits & NAME(SIZE);
 }
 
+/* One tensor of a bucket. */
+typedef struct {
+    const REAL *values, *old_residual, *old_momentum;
+    REAL *new_residual, *new_momentum;
+    Sample sample;
+    REAL keep_residual, keep_momentum, momentum;
+    int is_nesterov;
+    size_t numel, num_sent, num_chunks, capacity;
+    int32_t *counts;
+    uint16_t *candidate_offsets;
+    REAL *candidates;
+    BITS *sizes;
+} NAME(Job);
+
 /* The rank-th largest of some sizes, which are lost; *num_larger of them are larger. */
 static BITS NAME(find_largest)(BITS *sizes, size_t count, size_t rank, size_t *num_larger)
 {
@@ -35,7 +49,7 @@ static BITS NAME(find_largest)(BITS *sizes, size_t count, size_t rank, size_t *n
 
 /* Keep the num_sent largest of the candidates, of equal ones the first; *count and `counts`, of the first chunks, are
  * set. Returns the size of the smallest. */
-static BITS NAME(drop)(const Job *job, size_t *count, size_t num_chunks)
+static BITS NAME(drop)(const NAME(Job) *job, size_t *count, size_t num_chunks)
 {
     BITS *sizes = job->sizes;
     REAL *values = job->candidates;
@@ -43,8 +57,8 @@ static BITS NAME(drop)(const Job *job, size_t *count, size_t num_chunks)
     for (size_t k = 0; k < *count; k++)
         sizes[k] = NAME(size_of)(values[k]);
     size_t num_larger, from = 0, to = 0;
-    BITS least = NAME(find_largest)(sizes, *count, (size_t)job->num_sent, &num_larger);
-    size_t room = (size_t)job->num_sent - num_larger; /* for those of the least size */
+    BITS least = NAME(find_largest)(sizes, *count, job->num_sent, &num_larger);
+    size_t room = job->num_sent - num_larger; /* for those of the least size */
     for (size_t chunk = 0; chunk < num_chunks; chunk++) {
         size_t stop = from + (size_t)job->counts[chunk], first = to;
         for (; from < stop; from++) {
@@ -90,26 +104,26 @@ FOR_EVERY_CPU static void NAME(add_nesterov)(const REAL *g, const REAL *u, const
     }
 }
 
-static void NAME(add)(const Job *job, const REAL *g, const REAL *u, const REAL *v, REAL *u_new, REAL *v_new, size_t count)
+static void NAME(add)(const NAME(Job) *job, const REAL *g, const REAL *u, const REAL *v, REAL *u_new, REAL *v_new, size_t count)
 {
-    REAL keep_v = (REAL)job->keep_residual, keep_u = (REAL)job->keep_momentum;
+    REAL keep_v = job->keep_residual, keep_u = job->keep_momentum;
     if (!job->old_momentum)
         NAME(add_values)(g, v, v_new, count, keep_v);
     else if (job->is_nesterov)
-        NAME(add_nesterov)(g, u, v, u_new, v_new, count, keep_u, keep_v, (REAL)job->momentum);
+        NAME(add_nesterov)(g, u, v, u_new, v_new, count, keep_u, keep_v, job->momentum);
     else
         NAME(add_momentum)(g, u, v, u_new, v_new, count, keep_u, keep_v);
 }
 
-/* The sample_rank-th largest size of a sample. */
-static BITS NAME(estimate)(const Job *job)
+/* The rank-th largest size of a sample. */
+static BITS NAME(estimate)(const NAME(Job) *job)
 {
     const REAL *values = job->values, *residual = job->old_residual;
     const REAL *momentum = job->old_momentum ? job->old_momentum : residual;
     REAL g[BLOCK], u[BLOCK], v[BLOCK];
     BITS *sizes = job->sizes;
-    size_t num_larger, num_sampled = (size_t)job->num_sampled, stride = (size_t)job->sample_stride;
-    size_t at = (size_t)job->sample_start;
+    size_t num_larger, num_sampled = (size_t)job->sample.num, stride = (size_t)job->sample.stride;
+    size_t at = (size_t)job->sample.first;
     for (size_t first = 0; first < num_sampled; first += BLOCK) {
         size_t count = num_sampled - first < BLOCK ? num_sampled - first : BLOCK;
         for (size_t k = 0; k < count; k++, at += stride) {
@@ -121,7 +135,7 @@ static BITS NAME(estimate)(const Job *job)
         for (size_t k = 0; k < count; k++)
             sizes[first + k] = NAME(size_of)(v[k]);
     }
-    return NAME(find_largest)(sizes, num_sampled, (size_t)job->sample_rank, &num_larger);
+    return NAME(find_largest)(sizes, num_sampled, (size_t)job->sample.rank, &num_larger);
 }
 
 /* Elements of a block whose size reaches the threshold; returns how many there are. The largest size is noted. */
@@ -204,28 +218,28 @@ static size_t NAME(collect)(const REAL *values, size_t length, size_t first, BIT
 
 /* One pass over the tensor; with `add` the new state is made in it, else only read again. Returns the number of
  * candidates. */
-static size_t NAME(pass)(const Job *job, BITS threshold, int add, BITS *largest)
+static size_t NAME(pass)(const NAME(Job) *job, BITS threshold, int add, BITS *largest)
 {
-    size_t numel = (size_t)job->numel, num_found = 0;
+    size_t numel = job->numel, num_found = 0;
     const REAL *g = job->values, *u = job->old_momentum, *v = job->old_residual;
     REAL *u_new = job->new_momentum, *v_new = job->new_residual;
     REAL u_block[BLOCK], v_block[BLOCK];
     int is_streamed = add && v != v_new && numel * sizeof(REAL) >= STREAMED_BYTES && can_stream();
-    memset(job->counts, 0, (numel + CHUNK - 1) / CHUNK * sizeof *job->counts);
+    memset(job->counts, 0, job->num_chunks * sizeof *job->counts);
     for (size_t at = 0; at < numel; at += BLOCK) {
         size_t length = numel - at < BLOCK ? numel - at : BLOCK, chunk = at / CHUNK;
         REAL *next = is_streamed ? v_block : v_new + at;
         if (add)
             NAME(add)(job, g + at, u ? u + at : u, v + at, is_streamed || !u ? u_block : u_new + at, next, length);
         size_t count = NAME(collect)(next, length, at % CHUNK, threshold, job->candidate_offsets + num_found,
-                                     (REAL *)job->candidates + num_found, largest);
+                                     job->candidates + num_found, largest);
         if (is_streamed)
             stream(v_new + at, v_block, length * sizeof(REAL));
         if (is_streamed && u)
             stream(u_new + at, u_block, length * sizeof(REAL));
         num_found += count;
         job->counts[chunk] += (int32_t)count;
-        if (num_found + BLOCK + SLACK > (size_t)job->capacity)
+        if (num_found + BLOCK + SLACK > job->capacity)
             threshold = NAME(drop)(job, &num_found, chunk + 1) + 1; /* of equal ones the first are there already */
     }
 #if defined(HAS_AVX512)
@@ -234,61 +248,165 @@ static size_t NAME(pass)(const Job *job, BITS threshold, int add, BITS *largest)
     return num_found;
 }
 
-/* Returns whether a value is not finite; what is written is without meaning then. */
-int NAME(weft_sparse_choose)(const Job *job)
+/* The candidates that are sent, exactly those; returns how many. The largest size of all is noted. */
+static size_t NAME(choose)(const NAME(Job) *job, int is_exact, BITS *largest)
 {
-    size_t numel = (size_t)job->numel, num_sent = (size_t)job->num_sent, num_chunks = (numel + CHUNK - 1) / CHUNK;
-    BITS threshold = num_sent < numel ? NAME(estimate)(job) : 0, largest = 0;
-    REAL infinity = (REAL)__builtin_inf(), *residual = job->new_residual, *momentum = job->new_momentum;
+    BITS threshold = job->num_sent < job->numel ? NAME(estimate)(job) : 0;
     threshold += threshold == 0; /* zeros are never sent */
-    size_t num_found = NAME(pass)(job, threshold, 1, &largest);
-    if (job->is_exact && num_found < num_sent && threshold > 1)
-        num_found = NAME(pass)(job, 1, 0, &largest);
-    if (num_found > num_sent)
-        NAME(drop)(job, &num_found, num_chunks);
-    memcpy(job->offsets, job->candidate_offsets, num_found * sizeof *job->offsets);
-    memset(job->offsets + num_found, 0, (num_sent - num_found) * sizeof *job->offsets);
-    memcpy(job->sent, job->candidates, num_found * sizeof(REAL));
-    memset((REAL *)job->sent + num_found, 0, (num_sent - num_found) * sizeof(REAL));
-    for (size_t chunk = 0, entry = 0; chunk < num_chunks; chunk++)
-        for (size_t stop = entry + (size_t)job->counts[chunk]; entry < stop; entry++) {
-            size_t at = chunk * CHUNK + job->offsets[entry];
-            residual[at] = 0;
-            if (job->is_masking)
-                momentum[at] = 0;
-        }
-    return largest >= NAME(size_of)(infinity);
+    size_t num_found = NAME(pass)(job, threshold, 1, largest);
+    if (is_exact && num_found < job->num_sent && threshold > 1)
+        num_found = NAME(pass)(job, 1, 0, largest);
+    if (num_found > job->num_sent)
+        NAME(drop)(job, &num_found, job->num_chunks);
+    return num_found;
+}
+
+/* New state and entries of all tensors. Returns whether a value is not finite; what is written is without meaning then. */
+int NAME(weft_sparse_choose)(const Bucket *bucket)
+{
+    BITS largest = 0;
+    for (int64_t tensor = 0; tensor < bucket->num_tensors; tensor++) {
+        const Place *place = bucket->places + tensor;
+        const Factors *factors = bucket->factors + tensor;
+        int64_t at = place->offset;
+        NAME(Job) job = {
+            .values = (const REAL *)bucket->values + at,
+            .old_residual = (const REAL *)bucket->old_residual + at,
+            .new_residual = (REAL *)bucket->new_residual + at,
+            .old_momentum = bucket->old_momentum ? (const REAL *)bucket->old_momentum + at : NULL,
+            .new_momentum = bucket->new_momentum ? (REAL *)bucket->new_momentum + at : NULL,
+            .sample = bucket->samples[tensor],
+            .keep_residual = (REAL)factors->keep_residual,
+            .keep_momentum = (REAL)factors->keep_momentum,
+            .momentum = (REAL)factors->momentum,
+            .is_nesterov = factors->is_nesterov != 0,
+            .numel = (size_t)place->numel,
+            .num_sent = (size_t)place->num_entries,
+            .num_chunks = (size_t)(place->numel + CHUNK - 1) / CHUNK,
+            .capacity = (size_t)bucket->capacity,
+            .counts = bucket->counts + place->first_chunk,
+            .candidate_offsets = bucket->candidate_offsets,
+            .candidates = bucket->candidates,
+            .sizes = bucket->sizes,
+        };
+        size_t num_found = NAME(choose)(&job, bucket->is_exact, &largest), num_unused = job.num_sent - num_found;
+        uint16_t *offsets = bucket->offsets + place->first_entry;
+        REAL *row = (REAL *)bucket->row + place->first_entry;
+        memcpy(offsets, job.candidate_offsets, num_found * sizeof *offsets);
+        memset(offsets + num_found, 0, num_unused * sizeof *offsets);
+        memcpy(row, job.candidates, num_found * sizeof *row);
+        memset(row + num_found, 0, num_unused * sizeof *row);
+        for (size_t chunk = 0, entry = 0; chunk < job.num_chunks; chunk++)
+            for (size_t stop = entry + (size_t)job.counts[chunk]; entry < stop; entry++) {
+                job.new_residual[chunk * CHUNK + offsets[entry]] = 0;
+                if (bucket->is_masking)
+                    job.new_momentum[chunk * CHUNK + offsets[entry]] = 0;
+            }
+    }
+    return largest >= NAME(size_of)((REAL)__builtin_inf());
 }
 
 /* target += scale * entries of several messages, in their order; of a target that `is_fresh`, whatever it holds, it is
- * the sum. Chunk by chunk, so that a chunk stays in the cache. A message that was damaged, so that its entries belong
- * nowhere, is left out. The pointers are changed. */
-void NAME(weft_sparse_add)(REAL *target, int64_t numel, int64_t num_messages, const int32_t **counts,
-                           const uint16_t **offsets, const REAL **values, int64_t num_entries, double scale,
-                           int is_fresh)
+ * the sum. Chunk by chunk, so that a chunk stays in the cache. A tensor's entries in a message that was damaged, so that
+ * they belong nowhere, are left out. `cursors`: room for a number per message. */
+void NAME(weft_sparse_add)(const Place *places, int64_t num_tensors, REAL *target, int64_t num_messages,
+                           const int32_t **counts, const uint16_t **offsets, const REAL **rows, int64_t *cursors,
+                           double scale, int is_fresh)
 {
-    int64_t num_chunks = (numel + CHUNK - 1) / CHUNK;
-    for (int64_t message = 0; message < num_messages; message++) {
-        int64_t total = 0, is_damaged = 0;
-        for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
-            is_damaged |= counts[message][chunk] < 0;
-            total += counts[message][chunk];
-        }
-        if (is_damaged || total > num_entries)
-            counts[message] = NULL;
-    }
-    for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
-        REAL *first = target + chunk * CHUNK;
-        int64_t length = numel - chunk * CHUNK < CHUNK ? numel - chunk * CHUNK : CHUNK;
-        if (is_fresh)
-            memset(first, 0, (size_t)length * sizeof(REAL));
+    for (const Place *place = places; place < places + num_tensors; place++) {
+        int64_t num_chunks = (place->numel + CHUNK - 1) / CHUNK;
         for (int64_t message = 0; message < num_messages; message++) {
-            int64_t count = counts[message] ? counts[message][chunk] : 0;
-            for (int64_t k = 0; k < count; k++)
-                if (offsets[message][k] < length)
-                    first[offsets[message][k]] += values[message][k] * (REAL)scale;
-            offsets[message] += count;
-            values[message] += count;
+            int64_t total = 0, is_damaged = 0;
+            for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
+                is_damaged |= counts[message][place->first_chunk + chunk] < 0;
+                total += counts[message][place->first_chunk + chunk];
+            }
+            cursors[message] = is_damaged || total > place->num_entries ? -1 : place->first_entry;
+        }
+        for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
+            REAL *first = target + place->offset + chunk * CHUNK;
+            int64_t length = place->numel - chunk * CHUNK < CHUNK ? place->numel - chunk * CHUNK : CHUNK;
+            if (is_fresh)
+                memset(first, 0, (size_t)length * sizeof(REAL));
+            for (int64_t message = 0; message < num_messages; message++) {
+                if (cursors[message] < 0)
+                    continue;
+                const uint16_t *offset = offsets[message] + cursors[message];
+                const REAL *value = rows[message] + cursors[message];
+                int64_t count = counts[message][place->first_chunk + chunk];
+                for (int64_t k = 0; k < count; k++)
+                    if (offset[k] < length)
+                        first[offset[k]] += value[k] * (REAL)scale;
+                cursors[message] += count;
+            }
         }
     }
+}
+
+FOR_EVERY_CPU static void NAME(round_to_8)(REAL *row, int64_t num, int8_t *codes, REAL *scales)
+{
+    REAL most = 0;
+    for (int64_t k = 0; k < num; k++) {
+        REAL size = row[k] < 0 ? -row[k] : row[k];
+        most = size > most ? size : most;
+    }
+    REAL scale = most / 127;
+    for (int64_t k = 0; k < num; k++) {
+        REAL code = row[k] / scale;
+        code = code > 127 ? 127 : code < -127 ? -127 : code == code ? NAME(nearest)(code) : 0;
+        codes[k] = (int8_t)code;
+        row[k] -= code * scale;
+    }
+    scales[0] = scale;
+    scales[1] = 0;
+}
+
+/* Two bits of entries `first` and so on: the size is above the mean size; the value is negative. */
+static void NAME(round_to_2)(REAL *row, int64_t num, int64_t first, uint8_t *codes, REAL *scales)
+{
+    double total = 0, sums[2] = {0, 0};
+    int64_t counts[2] = {0, 0};
+    for (int64_t k = 0; k < num; k++)
+        total += row[k] < 0 ? -row[k] : row[k];
+    REAL mean = (REAL)(total / (double)(num ? num : 1));
+    for (int64_t k = 0; k < num; k++) {
+        REAL size = row[k] < 0 ? -row[k] : row[k];
+        int is_upper = size > mean;
+        sums[is_upper] += size;
+        counts[is_upper]++;
+        codes[(first + k) / 4] |= (uint8_t)((is_upper | (row[k] < 0) << 1) << (first + k) % 4 * 2);
+    }
+    for (int group = 0; group < 2; group++)
+        scales[group] = (REAL)(sums[group] / (double)(counts[group] ? counts[group] : 1));
+    for (int64_t k = 0; k < num; k++) {
+        REAL size = row[k] < 0 ? -row[k] : row[k], sent = scales[size > mean];
+        row[k] -= row[k] < 0 ? -sent : sent;
+    }
+}
+
+/* Round the entries of all tensors to few bits; the row ends as what that took from them. The codes are zero before. */
+void NAME(weft_sparse_round)(const Place *places, int64_t num_tensors, int bits, const int32_t *counts, REAL *row,
+                             uint8_t *codes, REAL *scales)
+{
+    for (const Place *place = places; place < places + num_tensors; place++, scales += 2) {
+        int64_t num = 0, first = place->first_entry;
+        for (int64_t chunk = 0; chunk < (place->numel + CHUNK - 1) / CHUNK; chunk++)
+            num += counts[place->first_chunk + chunk];
+        if (bits == 8)
+            NAME(round_to_8)(row + first, num, (int8_t *)codes + first, scales);
+        else
+            NAME(round_to_2)(row + first, num, first, codes, scales);
+    }
+}
+
+/* The values of rounded entries. */
+void NAME(weft_sparse_expand)(const Place *places, int64_t num_tensors, int bits, const uint8_t *codes,
+                              const REAL *scales, REAL *row)
+{
+    for (const Place *place = places; place < places + num_tensors; place++, scales += 2)
+        for (int64_t k = place->first_entry; k < place->first_entry + place->num_entries; k++) {
+            int code = bits == 8 ? (int8_t)codes[k] : codes[k / 4] >> k % 4 * 2 & 3;
+            REAL size = scales[code & 1];
+            row[k] = bits == 8 ? (REAL)code * scales[0] : code & 2 ? -size : size;
+        }
 }

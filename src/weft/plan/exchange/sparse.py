@@ -13,6 +13,7 @@ the message ends, at multiples of 16 bytes.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,10 @@ from weft.plan.plan import Codec
 
 CHUNK_NUMEL = 65_536
 """Elements of a tensor whose places 16 bits tell apart."""
+
+_LEAST_SAMPLED = 4096
+_SAMPLED_SHARE = 128
+"""One element of so many is sampled."""
 
 _ALIGNMENT_BYTES = 16
 _COUNT_BYTES = 4
@@ -57,6 +62,24 @@ class SparseLayout:
 def num_sent(share: float, numel: int) -> int:
     """The most entries that a tensor of this many elements sends."""
     return max(1, min(numel, int(share * numel + 0.5)))
+
+
+def sample_size(numel: int) -> int:
+    """Elements of a tensor from which the threshold that entries must reach is estimated."""
+    return min(numel, max(_LEAST_SAMPLED, numel // _SAMPLED_SHARE))
+
+
+def threshold_rank(num_sent: int, numel: int) -> int:
+    """Which of the sampled sizes, counted from 1 at the largest, is the threshold: 1.25 × num_sent should reach it."""
+    num_sampled = sample_size(numel)
+    return min(num_sampled, -(-5 * num_sampled * num_sent // (4 * numel)))
+
+
+def safe_rank(num_sent: int, numel: int) -> int:
+    """The like for topk: num_sent elements reach it nearly always, so that the largest of all are among them."""
+    num_sampled = sample_size(numel)
+    mean = num_sampled * num_sent / numel
+    return min(num_sampled, math.ceil(mean + 4 * math.sqrt(mean) + 4))
 
 
 def sparse_layout(codec: Codec, tensors: Sequence[CodedTensor], dtype: str, step: int) -> SparseLayout:

@@ -26,6 +26,7 @@ import torch
 from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
 from weft.optim.momentum_correction import take_over_momentum
+from weft.plan.exchange.warm_up import is_dense
 from weft.plan.partition.wire import needs_norm
 from weft.plan.plan import Plan
 from weft.sync.base import Sync, Totals
@@ -89,6 +90,10 @@ class Update:
         """
         self._skips_on_device = can_skip_on_device(optimizer)
         self._past_momentum = take_over_momentum(optimizer, sync, plan)
+        self._codec = plan.codec
+        compressed = sync.compressed if plan.codec.name == "sign" else None
+        self._votes = frozenset[str]() if compressed is None else frozenset(compressed.names)
+        """Pieces whose gradients are signs, which have no unit to correct."""
         self._is_local = plan.replica_axis is not None
         """Replicas differ between exchanges, of which `sync.end_update` may make one."""
         self._waits_anyway = plan.data.offload
@@ -137,7 +142,9 @@ class Update:
             assert self.grad_norm is not None
             factor = _clipping(self.grad_norm, factor=factor, clip_norm=self._clip_norm)
         if factor is not None:
-            _multiply([p.tensor.grad for p in self._sync.pieces if p.tensor.grad is not None], factor)
+            votes = frozenset[str]() if is_dense(self._codec, step) else self._votes
+            pieces = [piece.tensor for piece in self._sync.pieces if piece.name not in votes]
+            _multiply([one.grad for one in pieces if one.grad is not None], factor)
         if self._schedule is not None:
             rate = self._schedule(step)
             for group, base in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
