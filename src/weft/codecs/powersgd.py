@@ -111,6 +111,8 @@ class PowerSgd(Codec):
         self._arithmetic = find_low_rank(bucket.device, bucket.dtype)
         self._wanted = self._first.new_empty(0)
         """What is to be sent in the exchange under way: the values, and what was kept."""
+        self._messages: dict[bool, tuple[Message, ...]] = {}
+        """By whether values travel as they are."""
         self._has_begun = False
         self._set_first_start()
 
@@ -118,9 +120,11 @@ class PowerSgd(Codec):
         bucket = self._bucket
         self._has_begun, self._is_dense = True, is_dense(bucket.codec, step)
         self._keep = bucket.codec.memory * keep
-        dtype = str(bucket.dtype).removeprefix("torch.")
-        self._messages = messages_of(bucket.codec, bucket.tensors, dtype, num_replicas=bucket.num_replicas, step=step)
-        return self._messages
+        if self._is_dense not in self._messages:
+            dtype, num_replicas = str(bucket.dtype).removeprefix("torch."), bucket.num_replicas
+            found = messages_of(bucket.codec, bucket.tensors, dtype, num_replicas=num_replicas, step=step)
+            self._messages[self._is_dense] = found
+        return self._messages[self._is_dense]
 
     def encode(self, number: int, values: torch.Tensor, message: torch.Tensor, not_finite: torch.Tensor) -> None:
         if number > 0:
