@@ -229,17 +229,17 @@ def trim_malloc() -> None:
     assert ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 16) == 1
 
 
-def check_peak(plan: Plan, config: GPTConfig = LARGE) -> None:
+def check_peak(plan: Plan, config: GPTConfig = LARGE, *, optimizer: Make = ADAMW, moments: float = 8.0) -> None:
     trim_malloc()
-    train(GPT(SMALL), plan, *text_batch(SMALL, 1))  # libraries and transport are there from now on
+    train(GPT(SMALL), plan, *text_batch(SMALL, 1), optimizer)  # libraries and transport are there from now on
     batch = text_batch(config, 1)
     with torch.device("meta"):
-        predicted = predict(GPT(config), plan, *batch)
+        predicted = predict(GPT(config), plan, *batch, moments)
     gc.collect()
     before = read_pss_bytes()
     dist.barrier()
     with PeakPss() as watched:
-        train(GPT(config), plan, *batch)
+        train(GPT(config), plan, *batch, optimizer)
         dist.barrier()
     assert predicted.total == pytest.approx(watched.peak_bytes - before, rel=0.1), predicted.table()
 
@@ -256,6 +256,15 @@ def test_the_peak_of_two_processes(shard: str) -> None:
 @pytest.mark.parametrize("name", EXCHANGING)
 def test_the_peak_of_two_replicas(name: str) -> None:
     check_peak(EXCHANGING[name], MIDDLING)
+
+
+@pytest.mark.long
+@ranks(2, fresh=True, timeout_s=300)
+@pytest.mark.parametrize("name", CODECS)
+def test_the_peak_of_two_processes_with_a_codec(name: str) -> None:
+    """With SGD, whose update takes nothing."""
+    plan = Plan(axes=Axes(data=2), codec=CODECS[name])
+    check_peak(plan, MIDDLING, optimizer=functools.partial(torch.optim.SGD, lr=1e-3), moments=0.0)
 
 
 @pytest.mark.long
