@@ -106,43 +106,52 @@ class FusedOneBit(Feedback):
 class _FusedSparse(SparseCodec):
     def __init__(self, bucket: Bucket) -> None:
         super().__init__(bucket)
-        self._kernels = SparseKernels(bucket)
+        self._kernels = SparseKernels(bucket, self.rank)
 
     def encode(self, number: int, values: torch.Tensor, message: torch.Tensor, not_finite: torch.Tensor) -> None:
-        layout, target = self._layout, message
+        layout, target = self._in_values.layout, message
         if self._is_spread:
             target = torch.empty(layout.num_bytes, dtype=torch.uint8, device=message.device)
         target.zero_()
-        sparse = SparseMessage(layout, target, self.bucket.dtype)
-        momentum, momenta = (self.momentum, self.momenta) if isinstance(self, Dgc) else (None, [])
-        counts, offsets, row = sparse.sections
+        sparse = SparseMessage(self._in_values, target, self.bucket.dtype)
+        momenta = self.momenta if isinstance(self, Dgc) else []
         self._kernels.choose(
-            values, self.residual, momentum, momenta, self.keep, self.step, layout, counts, offsets, row, not_finite
+            values,
+            residual=self.residual,
+            momentum=self.momentum,
+            momenta=momenta,
+            keep=self.keep,
+            step=self.step,
+            sparse=sparse,
+            not_finite=not_finite,
         )
         if layout.bits < 32:
             sparse.pack()
-            self._add(counts[None], offsets[None], row[None], self.residual)
+            self._add(sparse, self.residual, clears=False)
         if self._is_spread:
-            self._kernels.add(layout, counts[None], offsets[None], row[None], message, is_packed=True)
+            self._add(sparse, message, is_packed=True)
 
     def decode(self, number: int, received: torch.Tensor, values: torch.Tensor, *, scale: float = 1.0) -> None:
         if self._is_spread:
             super().decode(number, received, values, scale=scale)
             return
-        layout = self._layout
+        layout = self._in_values.layout
         counts = received.view(torch.int32)[:, : layout.num_chunks]
         offsets = received.view(torch.int16)[:, layout.offsets_at // 2 :]
         if layout.bits == 32:
             rows = received.view(torch.float32)[:, layout.values_at // 4 :]
         else:
-            messages = [SparseMessage(layout, row, self.bucket.dtype) for row in received]
+            messages = [SparseMessage(self._in_values, row, self.bucket.dtype) for row in received]
             for message in messages:
                 message.unpack()
-            rows = torch.stack([message.sections[2] for message in messages])
+            rows = torch.stack([message.row for message in messages])
         self._kernels.add(layout, counts, offsets, rows, values, scale=scale)
 
-    def _add(self, counts: torch.Tensor, offsets: torch.Tensor, row: torch.Tensor, kept: Kept) -> None:
-        self._kernels.add(self._layout, counts, offsets, row, kept, clears=False)
+    def _add(
+        self, sparse: SparseMessage, target: torch.Tensor | Kept, *, clears: bool = True, is_packed: bool = False
+    ) -> None:
+        counts, offsets, row = sparse.counts[None], sparse.offsets[None], sparse.row[None]
+        self._kernels.add(sparse.layout, counts, offsets, row, target, clears=clears, is_packed=is_packed)
 
 
 class FusedTopK(_FusedSparse, TopK):
