@@ -114,7 +114,7 @@ class _FusedSparse(SparseCodec):
             target = torch.empty(layout.num_bytes, dtype=torch.uint8, device=message.device)
         target.zero_()
         sparse = SparseMessage(self._in_values, target, self.bucket.dtype)
-        momenta = self.momenta if isinstance(self, Dgc) else []
+        momenta: list[tuple[float, bool]] = self.momenta if isinstance(self, Dgc) else []
         self._kernels.choose(
             values,
             residual=self.residual,
@@ -127,9 +127,9 @@ class _FusedSparse(SparseCodec):
         )
         if layout.bits < 32:
             sparse.pack()
-            self._add(sparse, self.residual, clears=False)
+            self._add_message(sparse, self.residual, clears=False)
         if self._is_spread:
-            self._add(sparse, message, is_packed=True)
+            self._add_message(sparse, message, is_packed=True)
 
     def decode(self, number: int, received: torch.Tensor, values: torch.Tensor, *, scale: float = 1.0) -> None:
         if self._is_spread:
@@ -147,7 +147,7 @@ class _FusedSparse(SparseCodec):
             rows = torch.stack([message.row for message in messages])
         self._kernels.add(layout, counts, offsets, rows, values, scale=scale)
 
-    def _add(
+    def _add_message(
         self, sparse: SparseMessage, target: torch.Tensor | Kept, *, clears: bool = True, is_packed: bool = False
     ) -> None:
         counts, offsets, row = sparse.counts[None], sparse.offsets[None], sparse.row[None]
