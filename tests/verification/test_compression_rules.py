@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from weft.plan.plan import CODECS, Codec
-from weft.verification.compression.rules import RULES, Dgc, Feedback, Part, Rule, make_rule, random_key, random_words
+from weft.verification.compression.random_words import random_key, random_words
+from weft.verification.compression.rules import RULES, Dgc, Feedback, Part, Rule, make_rule
 
 
 def vector(*values: float) -> Tensor:

@@ -62,6 +62,9 @@ class Evidence:
     """Explanation: a weight is the replica's own, as it was before the exchange that ended this step."""
     mean_left: float = math.inf
     """Explanation: a weight is the mean of the replicas, and no exchange was due."""
+    dense_left: float = math.inf
+    """Explanation: a compressed gradient is the sum of the replicas' gradients as they are. Infinite also where nothing
+    is compressed."""
     outer_ratio: float = math.nan
     """Least-squares factor from the true change since the exchange before to this rank's."""
     outer_left: float = math.inf
@@ -109,6 +112,9 @@ def diagnose(
     if all(one.mean_left <= EXPLAINED for one in off):
         text = "it is the mean over replicas, and an exchange is not due after this step"
         return Cause(kind="exchanged", text=text, axes=_replica_axes(plan))
+    if all(one.dense_left <= EXPLAINED for one in off):
+        text = f'it is the sum of all replicas\' gradients as they are: [codec] name = "{plan.codec.name}" left it out'
+        return Cause(kind="not compressed", text=text, axes=_codec_axes(plan))
     if all(one.previous_left <= EXPLAINED for one in off):
         stale = "it did not move in this step: the update left it out"
         text = stale if what == "weight" else "it is stale: exactly what it should have been one update before"
@@ -126,6 +132,9 @@ def diagnose(
     if all(one.swapped_with is not None for one in off):
         pairs = ", ".join(f"rank {one.rank} has rank {one.swapped_with}'s" for one in off)
         return Cause(kind="swapped", text=f"shares are swapped: {pairs}", axes=_axes_between(off, plan))
+    if all(one.dense_left < math.inf for one in off):
+        told = f'the rule of [codec] name = "{plan.codec.name}" gives another: look at what it sends, keeps and draws'
+        return Cause(kind="codec", text=f"{told}; {_furthest(off[0])}", axes=_codec_axes(plan))
     return _cause_of_rows(off, gradients, plan, what=what, num_targets=num_targets)
 
 
@@ -164,6 +173,10 @@ def diagnose_loss(
 
 def _replica_axes(plan: Plan) -> tuple[str, ...]:
     return () if plan.replica_axis is None else (plan.replica_axis,)
+
+
+def _codec_axes(plan: Plan) -> tuple[str, ...]:
+    return ("data",) if plan.data.shard == "nothing" else ("replicate",)
 
 
 def places(ranks: Sequence[int], holders: Sequence[int], plan: Plan) -> str:
@@ -271,8 +284,7 @@ def _cause_of_rows(
     if one.rows is not None:
         dim, first, last, length = one.rows
         told.append(f"only entries {first} to {last} of {length} along dim {dim} are off")
-    at = f" at {list(one.worst)}" if one.worst else ""
-    told.append(f"the furthest entry{at} is {one.mine:.9g} for {one.true:.9g}")
+    told.append(_furthest(one))
     rows = {one.rows for one in off}
     if len(rows) == 1 and None not in rows and _common([(one.rows_ratio, one.rows_left) for one in off]):
         cause = _cause_of_factor(off[0].rows_ratio, gradients, plan, what=what, num_targets=num_targets)
@@ -280,6 +292,11 @@ def _cause_of_rows(
     if None not in rows:
         return Cause(kind="rows", text=", ".join(told))
     return Cause(kind="unknown", text=f"no simple one; {', '.join(told)}")
+
+
+def _furthest(one: Evidence) -> str:
+    at = f" at {list(one.worst)}" if one.worst else ""
+    return f"the furthest entry{at} is {one.mine:.9g} for {one.true:.9g}"
 
 
 def _axes_that_add_up(off: Sequence[Evidence], number: int) -> list[str]:

@@ -28,7 +28,7 @@ from weft.verification.verdict import Cause, Difference, Finding
 _PHASES = {"loss": "forward", "gradient": "backward", "weight": "update", "average": "update", "buffer": "buffers"}
 """The phase in which each kind of value is computed, in the order of a step."""
 
-_OF_EXCHANGES = ("not summed", "not exchanged", "exchanged", "outer")
+_OF_EXCHANGES = ("not summed", "not exchanged", "exchanged", "outer", "not compressed", "codec")
 """Kinds of causes that lie in an exchange."""
 
 WHOLE_BATCH = "of the whole batch"
@@ -224,7 +224,7 @@ class Examination:
             "mine": float(mine.flatten()[place]),
             "true": float(true.flatten()[place]),
         }
-        for kind in ("previous", "own", "mean"):
+        for kind in ("previous", "own", "mean", "dense"):
             if kind in parts:
                 measured[f"{kind}_left"] = float((mine - parts[kind]).abs().max()) / error
         if "anchor" in parts:

@@ -37,8 +37,8 @@ class Cause:
     """The likely cause of an error."""
 
     kind: str
-    """factor, not summed, not exchanged, exchanged, outer, stale, missing, extra, not a number, swapped, rows,
-    unpublished, random, or unknown."""
+    """factor, not summed, not exchanged, exchanged, outer, not compressed, codec, stale, missing, extra, not a number,
+    swapped, rows, unpublished, random, or unknown."""
     text: str
     """A sentence without a full stop."""
     axes: tuple[str, ...] = ()

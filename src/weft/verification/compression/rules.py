@@ -21,13 +21,11 @@ thresholds of size are the plan's (`plan/exchange`).
 from __future__ import annotations
 
 import math
-import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -35,13 +33,11 @@ from weft.plan.exchange.coded_tensor import CodedTensor
 from weft.plan.exchange.messages import messages_of
 from weft.plan.exchange.warm_up import density, is_dense
 from weft.plan.plan import Codec
+from weft.verification.compression.random_words import random_key, random_words
 
 _QSGD_BLOCK = 512
 _MIN_SAMPLED = 4096
 _SAMPLED_SHARE = 128
-_GOLDEN = np.uint32(0x9E3779B9)
-
-Words = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,29 +227,6 @@ RULES: dict[str, Callable[[Codec, Part, int], Rule]] = {
 def num_sent(codec: Codec, numel: int, step: int) -> int:
     """Entries that topk and dgc send of a tensor."""
     return max(1, min(numel, int(density(codec, step) * numel + 0.5)))
-
-
-def random_key(name: str, step: int, replica: int) -> int:
-    """The 32 bits from which all random numbers of a tensor in a step on a replica are made."""
-    key = np.array([zlib.crc32(name.encode())], dtype=np.uint32)
-    for word in (step, replica):
-        key = _scrambled(key ^ _scrambled(np.array([word], dtype=np.uint32) + _GOLDEN))
-    return int(key[0])
-
-
-def random_words(name: str, step: int, replica: int, numel: int) -> Words:
-    """32 random bits of each element."""
-    key = np.array([random_key(name, step, replica)], dtype=np.uint32)
-    return _scrambled(np.arange(numel, dtype=np.uint32) ^ key, added=key * _GOLDEN)
-
-
-def _scrambled(words: Words, *, added: Words | None = None) -> Words:
-    """Every bit of a word changes about half of the others; unsigned arrays wrap at 2^32."""
-    words = (words ^ (words >> np.uint32(16))) * np.uint32(0x21F0AAAD)
-    if added is not None:
-        words = words + added
-    words = (words ^ (words >> np.uint32(15))) * np.uint32(0x735A2D97)
-    return words ^ (words >> np.uint32(15))
 
 
 def _largest(x: Tensor, number: int) -> Tensor:
