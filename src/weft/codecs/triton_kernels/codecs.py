@@ -11,12 +11,14 @@ from weft.codecs.dgc import Dgc
 from weft.codecs.feedback import Feedback
 from weft.codecs.kept import Kept
 from weft.codecs.onebit import OneBit
+from weft.codecs.powersgd import PowerSgd
 from weft.codecs.quantised import Quantised
 from weft.codecs.random_rounding import Qsgd, TernGrad
 from weft.codecs.sign import Sign
 from weft.codecs.sparse import SparseCodec
 from weft.codecs.sparse_message import SparseMessage
 from weft.codecs.topk import TopK
+from weft.codecs.triton_kernels.low_rank import MAX_RANK, LowRankKernels, Matrix
 from weft.codecs.triton_kernels.one_bit import OneBitKernels, OneBitPlaces
 from weft.codecs.triton_kernels.random_rounding import RandomRoundingKernels
 from weft.codecs.triton_kernels.signs import SignKernels
@@ -162,6 +164,51 @@ class FusedDgc(_FusedSparse, Dgc):
     """Sends the largest entries of gradients with momentum; the momentum of what was sent is cleared."""
 
 
+class FusedPowerSgd(PowerSgd):
+    """Low-rank factors of a bucket's matrices, with error feedback and a warm start."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        super().__init__(bucket)
+        matrices = [
+            Matrix(
+                offset=batch.offset + place * batch.distance,
+                num_rows=batch.num_rows,
+                num_columns=batch.num_columns,
+                rank=batch.rank,
+                left_offset=batch.left_offset + place * batch.rank * batch.num_rows,
+                right_offset=batch.right_offset + place * batch.rank * batch.num_columns,
+            )
+            for batch in self._batches
+            for place in range(len(batch.names))
+        ]
+        self._kernels = LowRankKernels(bucket, matrices)
+
+    def encode(self, number: int, values: torch.Tensor, message: torch.Tensor, not_finite: torch.Tensor) -> None:
+        if self._is_dense or not self._batches:
+            super().encode(number, values, message, not_finite)
+        elif number > 0:
+            self._kernels.right(self._first, self._residual, message)
+        else:
+            self._kernels.left(values, self._residual, self._keep, self._start.old, message, not_finite)
+            for stretch in self._rests:  # nothing is kept of them
+                stretch.inside(message).copy_(stretch.among(values))
+                not_finite += stretch.inside(message).isfinite().all().logical_not()
+
+    def decode(self, number: int, received: torch.Tensor, values: torch.Tensor, *, scale: float = 1.0) -> None:
+        if self._is_dense or not self._batches or number == 0:
+            super().decode(number, received, values, scale=scale)
+            return
+        for stretch in self._rests:
+            torch.mul(stretch.inside(self._first), scale, out=stretch.among(values))
+        share = 1 / self._bucket.num_replicas
+        self._kernels.expand(self._first, received, self._residual, values, scale=scale, share=share)
+        self._write(self._start, self._next_start(received))
+
+
+def _make_powersgd(bucket: Bucket) -> Codec:
+    return FusedPowerSgd(bucket) if bucket.codec.rank <= MAX_RANK else PowerSgd(bucket)
+
+
 FUSED: dict[str, Callable[[Bucket], Codec]] = {
     "topk": FusedTopK,
     "dgc": FusedDgc,
@@ -169,4 +216,5 @@ FUSED: dict[str, Callable[[Bucket], Codec]] = {
     "sign": FusedSign,
     "qsgd": FusedQsgd,
     "terngrad": FusedTernGrad,
+    "powersgd": _make_powersgd,
 }
