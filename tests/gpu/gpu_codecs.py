@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import torch
 
 from weft.codecs.base import Bucket, Codec
+from weft.codecs.fused import FUSED
 from weft.codecs.make import make_codec
-from weft.codecs.triton_kernels.codecs import FUSED
 from weft.plan.exchange.coded_tensor import CodedTensor
 from weft.plan.plan import Codec as CodecSection
 

@@ -17,10 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.codecs.base import Bucket
-from weft.codecs.kept import Kept
 from weft.codecs.triton_kernels.common import NUM_WARPS, flag_not_finite, part_of
-from weft.codecs.triton_kernels.tables import Numbers, Table, Turns, are_aligned
+from weft.codecs.triton_kernels.tables import Bucket, Kept, Numbers, Table, Turns, are_aligned
 
 MAX_RANK = 8
 _LEFT_ROWS, _LEFT_COLUMNS = 8, 256

@@ -83,12 +83,14 @@ class FusedOneBit(Feedback):
             for part in parts
         ]
         self._kernels = OneBitKernels(bucket, places)
+        self._means = Kept(self._kernels.num_means, torch.float32, bucket.device, can_fail=bucket.can_fail)
+        """That were sent, and not yet subtracted from what is kept."""
 
     def encode(self, number: int, values: torch.Tensor, message: torch.Tensor, not_finite: torch.Tensor) -> None:
         if self._codec.is_dense:  # before the first other exchange: there are no means yet
             super().encode(number, values, message, not_finite)
         else:
-            self._kernels.encode(values, self._kept, self._factor, message, not_finite)
+            self._kernels.encode(values, self._kept, self._means, self._factor, message, not_finite)
 
     def decode(self, number: int, received: torch.Tensor, values: torch.Tensor, *, scale: float = 1.0) -> None:
         if self._codec.is_dense:
@@ -98,10 +100,10 @@ class FusedOneBit(Feedback):
 
     def end(self, is_made: bool | torch.Tensor) -> None:
         super().end(is_made)
-        self._kernels.end(is_made)
+        self._means.end(is_made)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        self._kernels.settle(self._kept)
+        self._kernels.settle(self._kept.settle(), self._means.settle())
         return super().tensors()
 
 
