@@ -240,27 +240,62 @@ def in_process(plan: Plan) -> Trainer:
     )
 
 
-LOCAL_TOPK = coded(local(data_plan(2)), "topk")
+IN_PROCESS = {
+    "local": coded(local(data_plan(2)), "topk"),
+    "all-reduce": coded(data_plan(2), "dgc"),
+    "powersgd": coded(data_plan(2), "powersgd", warmup_steps=1),
+}
 
 
 @ranks(2)
-def goes_on_as_ranks(folder: Path, losses: list[float]) -> None:
-    trainer = make(LOCAL_TOPK)
+def goes_on_as_ranks(folder: Path, name: str, losses: list[float]) -> None:
+    trainer = make(IN_PROCESS[name])
     trainer.load(folder / "in process")
     found = gathered(train_on_tokens(trainer, NUM_AFTER))
     assert [sum(both) / 2 for both in zip(*found, strict=True)] == pytest.approx(losses, rel=1e-12)
     trainer.save(folder / "ranks")
 
 
-def test_replicas_in_process_and_ranks_read_each_others(tmp_path: Path) -> None:
-    trainer = in_process(LOCAL_TOPK)
+def states_in(trainer: Trainer) -> list[dict[str, Tensor]]:
+    """What the codecs of all ranks keep that are played here, and the weights."""
+    found = [exchange.tensors() for one in (trainer, *trainer.others) for exchange in one.sync.all_compressed]
+    return [*found, *(dict(one.named_model.named_parameters()) for one in (trainer, *trainer.others))]
+
+
+@pytest.mark.parametrize("name", ["local", "all-reduce", pytest.param("powersgd", marks=LONG)])
+def test_replicas_in_process_and_ranks_read_each_others(tmp_path: Path, name: str) -> None:
+    trainer = in_process(IN_PROCESS[name])
     train_on_tokens(trainer, NUM_BEFORE)
     trainer.save(tmp_path / "in process")
     losses = train_on_tokens(trainer, NUM_AFTER)
-    goes_on_as_ranks(folder=tmp_path, losses=losses)
-    again = in_process(LOCAL_TOPK)
+    goes_on_as_ranks(folder=tmp_path, name=name, losses=losses)
+    again = in_process(IN_PROCESS[name])
     again.load(tmp_path / "ranks")
-    for mine, theirs in zip((trainer, *trainer.others), (again, *again.others), strict=True):
-        assert_same_bits(state_of(mine), state_of(theirs))
+    for mine, theirs in zip(states_in(trainer), states_in(again), strict=True):
+        assert mine.keys() == theirs.keys()
+        for key, tensor in mine.items():
+            torch.testing.assert_close(tensor, theirs[key], rtol=1e-12, atol=1e-15, msg=key)
     trainer.close()
     again.close()
+
+
+@ranks(4)
+def goes_on_with_the_sum(folder: Path, expected: dict[str, Tensor]) -> None:
+    trainer = make(coded(data_plan(4), "topk"))
+    trainer.load(folder / "saved")
+    found = totals(trainer)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@LONG
+def test_four_ranks_go_on_with_the_sum_of_two_in_process(tmp_path: Path) -> None:
+    trainer = in_process(coded(data_plan(2), "topk"))
+    expected: dict[str, Tensor] = {}
+    for number, exchange in enumerate(trainer.sync.all_compressed):
+        for name, tensor in exchange.tensors().items():
+            tensor.copy_(torch.arange(tensor.numel()) * (number + 1))
+            whole = tensor.view(trainer.layouts[name.partition("/")[2]].global_shape)
+            expected[name] = whole.clone() + expected.get(name, 0)
+    trainer.save(tmp_path / "saved")
+    goes_on_with_the_sum(folder=tmp_path, expected=expected)
+    trainer.close()

@@ -28,7 +28,7 @@ STRIDED = 270_000
 """A tensor of which every 65th element is sampled."""
 
 
-def make(name: str, numels: list[int], dtype: torch.dtype, **settings: Any) -> TopK | Dgc:
+def make(name: str, numels: list[int], dtype: torch.dtype, can_fail: bool = True, **settings: Any) -> TopK | Dgc:
     tensors = coded_tensors([(f"weight{number}", (1, numel), numel) for number, numel in enumerate(numels)])
     codec = make_codec(
         Bucket(
@@ -39,6 +39,7 @@ def make(name: str, numels: list[int], dtype: torch.dtype, **settings: Any) -> T
             device=torch.device("cpu"),
             replica=1,
             num_replicas=2,
+            can_fail=can_fail,
         )
     )
     assert isinstance(codec, TopK | Dgc)
@@ -73,7 +74,9 @@ def check(monkeypatch: pytest.MonkeyPatch, make_one: Callable[[], TopK | Dgc], g
 @needs_compiler
 @BOTH
 @DTYPES
-@pytest.mark.parametrize("settings", [{}, {"bits": 8}, {"bits": 2}, {"density": 1.0}, {"density": 0.2}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"bits": 8}, {"bits": 2, "can_fail": False}, {"density": 1.0}, {"density": 0.2}]
+)
 def test_loops_are_torchs_to_the_bit(
     monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, settings: dict[str, Any]
 ) -> None:

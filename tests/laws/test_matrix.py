@@ -118,6 +118,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch]]] = {
     "deep gpt": (lambda: small_gpt(num_layers=4, positions="learned"), token_batch),
     "deep convnet": (lambda: small_convnet(num_blocks=4), image_batch),
     "unet": (UNet, token_batch),
+    # matrices large enough to be compressed
+    "wide gpt": (lambda: small_gpt(hidden=32, heads=4), token_batch),
     "group-normed convnet": (lambda: small_convnet(batch_norm=False), image_batch),
 }
 
@@ -166,7 +168,17 @@ def example_model(name: str, plan: Plan) -> str:
     """Name of the model for an example plan."""
     if name == "image-rows":
         return "convnet"
+    if plan.codec.name not in ("none", "half"):
+        return "wide gpt"
     return "deep gpt" if plan.axes.pipeline > 1 else "rotary tied gpt"
+
+
+def acting_early(plan: Plan) -> Plan:
+    """The plan, compressing and exchanging within a few steps."""
+    if plan.codec.name == "none":
+        return plan
+    codec = replace(plan.codec, warmup_steps=min(plan.codec.warmup_steps, 1))
+    return replace(plan, codec=codec, data=replace(plan.data, every=min(plan.data.every, 2)))
 
 
 CASES = {
@@ -398,7 +410,7 @@ CASES = {
     "local 2, ring 2 inside": row(local_plan(data=2, ring=2, every=2), "rotary tied gpt", SHORT),
     # the examples; those whose results differ from one process's have their own tests
     **{
-        f"examples/{path.name}": row(plan, example_model(path.stem, plan), UNEVEN)
+        f"examples/{path.name}": row(acting_early(plan), example_model(path.stem, plan), UNEVEN)
         for path in EXAMPLES.glob("*.toml")
         if (plan := read_plan(path)).pipeline.schedule not in FLUSH_FREE
     },
@@ -505,7 +517,15 @@ def is_sampled(case: Case) -> bool:
     return max(case.plan.axes.sizes.values()) == 2 and case.model in SAMPLED_MODELS
 
 
-SAMPLED_MODELS = {"rotary tied gpt", "learned untied gpt", "grouped gpt", "convnet", "deep gpt", "deep convnet"}
+SAMPLED_MODELS = {
+    "rotary tied gpt",
+    "learned untied gpt",
+    "grouped gpt",
+    "convnet",
+    "deep gpt",
+    "deep convnet",
+    "wide gpt",
+}
 
 
 def runs() -> list[Any]:

@@ -3,11 +3,15 @@ codec; on ranks that take themselves for several hosts."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 from meshes import kept_mesh
+from oracle import cut_evenly, make_trainer, small_gpt, token_batch
 from ranks import ranks
 from torch import Tensor
 
@@ -16,24 +20,31 @@ from weft.codecs.base import Codec as CodecOfBucket
 from weft.codecs.make import make_codec
 from weft.mesh import Mesh, join_world, make_mesh
 from weft.plan.exchange.coded_tensor import CodedTensor, coded_tensors, slice_of
+from weft.plan.exchange.compression import between_replicas, dense_bytes
 from weft.plan.exchange.messages import messages_of
 from weft.plan.partition.groups import plan_groups
 from weft.plan.partition.host_levels import (
     BETWEEN_HOSTS,
     IN_HOSTS,
+    HostPlace,
+    find_host_place,
     level_groups,
     ranks_of_level,
     split_level,
     uneven_hosts,
 )
 from weft.plan.partition.wire import sent_bytes
-from weft.plan.plan import Axes, Codec, Data, Plan
+from weft.plan.plan import Axes, Codec, Comm, Data, Plan, Precision
 from weft.sync.compressed_exchange import CodedBucket, CompressedExchange
 from weft.sync.in_process import exchange_in_process
 from weft.sync.make import codec_groups
+from weft.training.exchanged_bytes import sent_bytes_of_step
+from weft.verification.verify import verify
 
 EVEN, INTERLEAVED, UNEVEN = (0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1)
 POWERSGD = Codec(name="powersgd", rank=2)
+SETTINGS: dict[str, dict[str, float]] = {"powersgd": {"rank": 2}, "dgc": {"density": 0.1}}
+SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
 def plan_of(codec: Codec = POWERSGD, section: Data | None = None, **axes: int) -> Plan:
@@ -52,10 +63,7 @@ def test_which_plans_have_levels() -> None:
     assert level_groups(plan_of(data=2, tensor=2), EVEN) == ()  # each data rank is alone on its host
     assert level_groups(plan_of(data=2, tensor=2), INTERLEAVED) == ()  # all are on one
     local, sharded = Data(sync="local", every=2), Data(shard="parameters")
-    assert level_groups(plan_of(POWERSGD, local), EVEN) == (
-        ("data in hosts", "weights"),
-        ("data between hosts", "weights"),
-    )
+    assert level_groups(plan_of(POWERSGD, local), EVEN) == ()
     assert level_groups(plan_of(POWERSGD, sharded, data=2, replicate=2), EVEN) == ()
     assert level_groups(plan_of(POWERSGD, sharded, data=1, replicate=4), EVEN)[0] == ("replicate in hosts", "gradients")
 
@@ -66,6 +74,8 @@ def test_ranks_of_levels_and_what_is_told_of_uneven_hosts() -> None:
     assert ranks_of_level(groups, hosts, IN_HOSTS) == [(0, 2), (4, 6), (1, 3), (5, 7)]
     assert ranks_of_level(groups, hosts, BETWEEN_HOSTS) == [(0, 4), (2, 6), (1, 5), (3, 7)]
     assert split_level("data+ring in hosts") == ("data+ring", IN_HOSTS) and split_level("data") == ("data", "")
+    place = HostPlace(places=((0, 2), (1, 3)), host=1, index=1)
+    assert find_host_place(plan_of(), INTERLEAVED, 3) == place and find_host_place(plan_of(), UNEVEN, 3) is None
     told = uneven_hosts(plan_of(), UNEVEN)
     assert told is not None and '4 ranks along "data" are unevenly on hosts (3, 1)' in told
     for hosts in (EVEN, (0, 0, 0, 0), (0, 1, 2, 3)):
@@ -111,6 +121,8 @@ def test_hosts_exchange_slices_of_their_sums(codec: Codec, hosts: tuple[int, ...
         exchange.finish()
         exchange.end(is_made=True)
         for number, (flat, numel) in enumerate(zip(values, sizes, strict=True)):
+            end = BUCKETS[number][-1].offset + BUCKETS[number][-1].numel
+            assert torch.equal(flat[end:], given_by(rank, numel, step, number)[end:]), "a gap was changed"
             sums = [sum(given_by(r, numel, step, number) for r in ranks_here) for ranks_here in by_host]
             for place, slices in enumerate(zip(*(total.chunk(2) for total in sums), strict=True)):
                 expected = [one.clone() for one in slices]
@@ -150,6 +162,55 @@ def _predicted(codec: Codec, sizes: list[int], place: int) -> tuple[int, int]:
         forms = messages_of(codec, mine, "float64", num_replicas=2, step=0)
         between += sum(form.sent_bytes(2) for form in forms)
     return sum(2 * sent_bytes("all-gather", numel * 8, 2) for numel in sizes), between
+
+
+PLANS = {
+    "all-reduce": Plan(axes=Axes(data=4)),
+    "masters": Plan(axes=Axes(data=4), precision=Precision(compute="bf16")),
+    "replicate": Plan(axes=Axes(replicate=4), data=Data(shard="gradients")),
+}
+
+
+@contextmanager
+def on_hosts(hosts: tuple[int, ...]) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("weft.mesh.number_hosts", lambda locations: hosts)
+        yield
+
+
+@ranks(4)
+@pytest.mark.parametrize("name", ["powersgd", pytest.param("dgc", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("kind", "hosts"), [("all-reduce", INTERLEAVED), pytest.param("replicate", EVEN, marks=pytest.mark.long)]
+)
+def test_training_on_several_hosts_obeys_the_rule_of_its_codec(name: str, kind: str, hosts: tuple[int, ...]) -> None:
+    plan = replace(PLANS[kind], codec=Codec(name=name, dense_below=300, **SETTINGS[name]), comm=Comm(bucket_bytes=6000))
+    batches = [token_batch(8, seed=seed) for seed in range(4)]
+    with on_hosts(hosts):
+        verify(small_gpt(), plan, loss="cross-entropy", optimizer=SGD, batches=batches).require()
+
+
+@ranks(4)
+@pytest.mark.parametrize(
+    "kind", ["all-reduce", *(pytest.param(k, marks=pytest.mark.long) for k in ("masters", "replicate"))]
+)
+def test_steps_on_several_hosts_send_what_is_predicted(kind: str) -> None:
+    codec = Codec(name="powersgd", dense_below=300, rank=2)
+    plan = replace(
+        PLANS[kind], codec=codec, comm=Comm(bucket_bytes=6000), data=replace(PLANS[kind].data, check_every=0)
+    )
+    tokens = token_batch(8)
+    with on_hosts(EVEN), make_trainer(small_gpt(), plan, example=tokens[0][:1]) as trainer:
+        for _ in range(3):  # the order of buckets is agreed after the first
+            before = {axis: one.sent_bytes for axis, one in trainer.mesh.traffic.items()}
+            trainer.step(*cut_evenly(tokens, trainer.data_size)[trainer.data_rank])
+        found = {axis: one.sent_bytes - before[axis] for axis, one in trainer.mesh.traffic.items()}
+        predicted = sent_bytes_of_step(trainer.parts, step=2)
+        axis = "replicate" if kind == "replicate" else "data"
+        for name in (axis, f"{axis} in hosts", f"{axis} between hosts"):
+            assert found[name] == predicted[name] > 0
+        assert between_replicas(predicted, plan) == predicted[axis] + predicted[f"{axis} between hosts"]
+    assert dense_bytes(1000, plan, num_steps=1, hosts=EVEN) == sent_bytes("all-reduce", 2000, 2)
 
 
 @ranks(4)

@@ -203,7 +203,7 @@ def test_a_codec_is_left_out_and_its_deviation_reported(outer: str) -> None:
 def test_a_codec_that_loses_more_than_it_may_is_found() -> None:
     """A change of a wrong size deviates by more than any rounding."""
 
-    def decode(self: Any, number: int, received: Any, num_replicas: int, values: Any) -> None:
+    def decode(self: Any, number: int, received: Any, values: Any, *, scale: float) -> None:
         values.copy_(received)  # the sum, for the mean
 
     with pytest.MonkeyPatch.context() as patch:

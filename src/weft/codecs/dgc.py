@@ -47,7 +47,7 @@ class Dgc(SparseCodec):
 
     def choose(self, place: int, values: torch.Tensor, state: list[OldNew], entries: Entries) -> torch.Tensor:
         (old_residual, new_residual), (old_momentum, new_momentum) = state
-        velocity, total = self._add(place, values, old_momentum, old_residual)
+        velocity, total = self._accumulate(place, values, old_momentum, old_residual)
         sizes, num_sent, numel = total.abs(), entries.values.numel(), total.numel()
         threshold = None
         if num_sent < numel:
@@ -60,7 +60,7 @@ class Dgc(SparseCodec):
         new_momentum.copy_(velocity.masked_fill_(is_sent, 0) if self.bucket.codec.masking else velocity)
         return total
 
-    def _add(
+    def _accumulate(
         self, place: int, values: torch.Tensor, momentum: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The new momentum, and all that could be sent."""

@@ -45,12 +45,17 @@ class SparseCodec(Codec):
         self.step = 0
         self.keep: float | torch.Tensor = 1.0
         self._dtype = str(bucket.dtype).removeprefix("torch.")
-        self._layout: SparseLayout | None = None
-        self._in_values: Places
-        """Of this exchange's layout: in the flat buffer of values, and in a message of all elements, without gaps."""
-        self._in_message: Places
         self._is_spread = False
         """In this exchange entries travel spread over zeros."""
+        self._lay_out(sparse_layout(bucket.codec, bucket.tensors, self._dtype, 0))
+
+    def _lay_out(self, layout: SparseLayout) -> None:
+        tensors = self.bucket.tensors
+        numels = [tensor.numel for tensor in tensors]
+        self._in_values = Places(layout, [(tensor.offset, tensor.numel) for tensor in tensors])
+        """Of this exchange's message, in the flat buffer of values; and in a message of all elements, without gaps. The
+        layout is one object as long as it does not change."""
+        self._in_message = Places(layout, list(zip(itertools.accumulate([0, *numels]), numels, strict=False)))
 
     def make_kept(self) -> Kept:
         bucket = self.bucket
@@ -76,11 +81,8 @@ class SparseCodec(Codec):
         self._is_spread = messages[0].adds_up
         codec = replace(bucket.codec, bits=32) if self._is_spread else bucket.codec
         layout = sparse_layout(codec, bucket.tensors, self._dtype, step)
-        if layout != self._layout:
-            numels = [tensor.numel for tensor in bucket.tensors]
-            self._in_values = Places(layout, [(tensor.offset, tensor.numel) for tensor in bucket.tensors])
-            self._in_message = Places(layout, list(zip(itertools.accumulate([0, *numels]), numels, strict=False)))
-            self._layout = layout
+        if layout != self._in_values.layout:
+            self._lay_out(layout)
         self.step, self.keep = step, keep
         return messages
 

@@ -70,11 +70,6 @@ class SparseMessage:
             self._scales = message[layout.scales_at : stop].view(dtype).view(-1, 2)
             self._codes = message[layout.values_at : layout.values_at + -(-num_entries * bits // 8)]
 
-    @property
-    def sections(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Counts, offsets and values of all tensors."""
-        return self._counts, self._offsets, self._row
-
     def entries(self, place: int) -> Entries:
         """Those of the tensor at this place of the bucket, to be written, or to be read after `unpack`."""
         first_chunk, stop_chunk = self.layout.chunks[place]

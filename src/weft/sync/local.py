@@ -32,7 +32,6 @@ from weft.comm.shared_gradients import SharedGradient, SharedGradientExchange
 from weft.parallel.zero.flat_parameters import Piece, wait_until_read
 from weft.plan.exchange.weight_exchange import MAX_EXCHANGES_IN_FLIGHT, REPORT_WORDS
 from weft.plan.partition.replicas import exchanges_after, keeps_anchor
-from weft.plan.plan import Codec as CodecSection
 from weft.plan.plan import Plan
 from weft.sync.base import PipelineSync, Totals
 from weft.sync.compressed_exchange import CodedBucket, CompressedExchange
@@ -55,17 +54,15 @@ class LocalSync(WrappingSync):
         *,
         device: torch.device,
         replica: Group,
-        levels: tuple[Group, Group] | None = None,
         statistics: Tensors = list,
         shared: Sequence[SharedGradient] = (),
         shapes: Mapping[str, tuple[int, ...]] | None = None,
         number: int = 0,
         in_process: InProcessExchange | None = None,
     ) -> None:
-        """`group`: the ranks that hold the same part of each replica; `replica`: all ranks of this one. `levels`: those
-        of `group` that are summed as they are, and those between which the codec acts; all, without. `statistics` looks
-        up running statistics that are averaged. `shared`: weights of which other ranks of the replica hold copies that
-        an exchange may round differently. `shapes`: those of the tensors that pieces are flat ranges of, by name.
+        """`group`: the ranks that hold the same part of each replica; `replica`: all ranks of this one. `statistics`
+        looks up running statistics that are averaged. `shared`: weights of which other ranks of the replica hold copies
+        that an exchange may round differently. `shapes`: those of the tensors that pieces are flat ranges of, by name.
         `number`: that of this replica. `in_process`: the exchange that replicas of one process make instead of one over
         the group."""
         super().__init__(inner)
@@ -97,16 +94,15 @@ class LocalSync(WrappingSync):
         coded = [place for place, bucket in enumerate(self._buckets) if bucket.coded]
         self._number_of = {place: number for number, place in enumerate(coded)}
         """The numbers that buckets have among those that a codec compresses."""
-        within, across = levels or (group.alone, group)
         self._compressed = CompressedExchange(
             [CodedBucket(tensors=one.coded, numel=one.numel, dtype=one.dtype) for one in self._buckets if one.coded],
             plan.codec,
-            inside=within,
-            across=across,
+            inside=group.alone,
+            across=group,
             device=device,
             can_fail=False,
             scale=1 / self.num_replicas,
-            place=None if in_process is None else (number, self.num_replicas),
+            place=(number, self.num_replicas),
         )
         self._plain = {
             place: number
@@ -194,11 +190,6 @@ class LocalSync(WrappingSync):
     @property
     def compressed(self) -> CompressedExchange:
         return self._compressed
-
-    @property
-    def codec(self) -> CodecSection:
-        """What the plan says of codecs."""
-        return self._plan.codec
 
     def codec_of(self, number: int) -> Codec | None:
         """The codec of a bucket, if it has one."""

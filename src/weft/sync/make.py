@@ -91,7 +91,6 @@ def place(
         inside,
         mesh.between_replicas("weights"),
         mesh.plan,
-        levels=codec_groups(mesh),
         device=mesh.world.device,
         replica=mesh.whole_replica("control"),
         statistics=functools.partial(running_statistics, model) if mesh.plan.data.buffers != "local" else list,
@@ -231,9 +230,6 @@ def codec_groups(mesh: Mesh) -> tuple[Group, Group]:
     uneven = uneven_hosts(plan, hosts)
     if uneven is not None and mesh.world.rank == 0:
         log.warning("%s", uneven)
-    if plan.replica_axis is not None:
-        across = mesh.between_replicas("weights")
-        return across.alone, across
     if plan.data.shard != "nothing":
         across = mesh.group("replicate", "gradients")
         return across.alone, across

@@ -11,7 +11,7 @@ import torch
 from weft.mesh import Mesh
 from weft.parallel.state.batchnorm import running_statistics
 from weft.plan.exchange.compression import Compression, between_replicas, bytes_of_steps, dense_bytes
-from weft.plan.exchange.gradient_exchange import INSIDE, compressed_all_reduce_bytes, compressed_flat_bytes
+from weft.plan.exchange.gradient_exchange import codec_groups, compressed_all_reduce_bytes, compressed_flat_bytes
 from weft.plan.exchange.weight_exchange import ExchangeBucket, Weight, exchange_buckets, exchange_bytes, kept_weights
 from weft.plan.partition.flat_buffers import ParameterSpec
 from weft.plan.partition.replicas import exchanges_after
@@ -34,18 +34,18 @@ def sent_bytes_of_step(parts: ParallelModel, *, step: int) -> dict[str, int]:
         return {plan.replica_axis: exchange_bytes(buckets, plan, num_statistics=num_statistics, step=step)}
     assert sync.compressed is not None, "a plan with a codec"
     coded = set(sync.compressed.names)
-    inside = mesh.group(INSIDE, "gradients").index if plan.axes.sequence > 1 and plan.data.shard == "nothing" else 0
+    groups = codec_groups(plan, rank=mesh.world.rank, hosts=mesh.world.hosts)
     if sync.flats:
         buffers, part = [flat.buffer for flat in sync.flats], sync.flats[0].group.index
         left_out = {name for one in buffers for name in one.names} - coded
-        return compressed_flat_bytes(buffers, plan, step=step, part=part, index_inside=inside, not_coded=left_out)
+        return compressed_flat_bytes(buffers, plan, step=step, part=part, groups=groups, not_coded=left_out)
     order = sync.state().get("order", range(len(sync.pieces)))
     pieces = [sync.pieces[place] for place in order]
     parameters = [
         ParameterSpec(name=one.name, shape=tuple(one.tensor.shape), dtype=_name(one.tensor.dtype)) for one in pieces
     ]
     left_out = {one.name for one in parameters} - coded
-    return compressed_all_reduce_bytes(parameters, plan, step=step, index_inside=inside, not_coded=left_out)
+    return compressed_all_reduce_bytes(parameters, plan, step=step, groups=groups, not_coded=left_out)
 
 
 def weight_buckets_of(sync: Sync, mesh: Mesh) -> list[ExchangeBucket]:
@@ -74,7 +74,9 @@ def predicted_compression(parts: ParallelModel, *, num_steps: int) -> Compressio
     period = plan.data.every if plan.replica_axis is not None else 1
     settled = max(plan.codec.warmup_steps, plan.data.switch_step if plan.replica_axis is not None else 0)
     sent = bytes_of_steps(bytes_in, num_steps, settled=settled, period=period)
-    return Compression(dense_bytes=dense_bytes(numel, plan, num_steps=num_steps), sent_bytes=sent)
+    return Compression(
+        dense_bytes=dense_bytes(numel, plan, num_steps=num_steps, hosts=parts.mesh.world.hosts), sent_bytes=sent
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -55,7 +55,7 @@ static inline void FN(add_selected)(REAL *sum, size_t count, int is_first, size_
             REAL value[32], *restrict total = sum + half;
             for (size_t k = 0; k < some; k++) {
                 REAL if_zero = low[k], if_one = high[k];
-                value[k] = word >> k & 1 ? if_one : if_zero;
+                value[k] = word & places[k] ? if_one : if_zero;
             }
             for (size_t k = 0; k < some; k++)
                 total[k] = one || !is_first ? total[k] + value[k] : value[k];
@@ -306,7 +306,8 @@ static int FN(qsgd)(const REAL *given, size_t count, int bits, uint32_t key, uin
             REAL size = x[k] < 0 ? -x[k] : x[k];
             int32_t steps = (int32_t)(size / divisor * (REAL)num_steps + draw);
             steps = steps < num_steps ? steps : num_steps;
-            found[k] = (uint8_t)(num_steps + (x[k] < 0 ? -steps : steps));
+            int32_t sign = x[k] < 0 ? -1 : 0;
+            found[k] = (uint8_t)(num_steps + (steps ^ sign) - sign);
         }
         if (length < BLOCK)
             memset(found + length, 0, BLOCK - length);

@@ -105,7 +105,8 @@ static size_t find_digit(const size_t *histogram, size_t *rank)
 #define BITS uint32_t
 #define NAME(name) name##_float
 #define nearest_float __builtin_rintf
-#include "sparse_loops.h"
+#include "sparse_choose.h"
+#include "sparse_entries.h"
 #undef REAL
 #undef BITS
 #undef NAME
@@ -113,4 +114,5 @@ static size_t find_digit(const size_t *histogram, size_t *rank)
 #define BITS uint64_t
 #define NAME(name) name##_double
 #define nearest_double __builtin_rint
-#include "sparse_loops.h"
+#include "sparse_choose.h"
+#include "sparse_entries.h"

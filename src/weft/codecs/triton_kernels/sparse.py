@@ -13,19 +13,27 @@ estimate there, the whole tensor is read.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
-from weft.codecs.base import Bucket
-from weft.codecs.dgc import threshold_rank
-from weft.codecs.kept import Kept
-from weft.codecs.sparse import sample_size
-from weft.codecs.topk import safe_rank
 from weft.codecs.triton_kernels import selection, sparse_passes
 from weft.codecs.triton_kernels.common import BLOCK, NUM_WARPS, num_blocks
-from weft.codecs.triton_kernels.tables import Numbers, Table, Turns, are_aligned
-from weft.plan.exchange.sparse import CHUNK_NUMEL, SparseLayout
+from weft.codecs.triton_kernels.tables import Bucket, Kept, Numbers, Table, Turns, are_aligned
+from weft.plan.exchange.sparse import CHUNK_NUMEL, SparseLayout, sample_size
+
+
+class Message(Protocol):
+    """A message, or one of values that are rounded later."""
+
+    @property
+    def layout(self) -> SparseLayout: ...
+
+    counts: torch.Tensor
+    offsets: torch.Tensor
+    row: torch.Tensor
+
 
 _NOTES = 256
 """Room for noted elements of a block."""
@@ -34,8 +42,9 @@ _NOTES = 256
 class SparseKernels:
     """The passes over one bucket, of dgc where there is a momentum, else of topk."""
 
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
+    def __init__(self, bucket: Bucket, rank: Callable[[int, int], int]) -> None:
+        """`rank`: that of a threshold in the sample, of the number of entries that are sent and of all elements."""
+        self._bucket, self._rank = bucket, rank
         tensors, device = bucket.tensors, bucket.device
         self._is_dgc = bucket.codec.name == "dgc"
         self._sampled = [sample_size(one.numel) for one in tensors]
@@ -65,19 +74,17 @@ class SparseKernels:
     def choose(
         self,
         values: torch.Tensor,
+        *,
         residual: Kept,
         momentum: Kept | None,
         momenta: Sequence[tuple[float, bool]],
         keep: float | torch.Tensor,
         step: int,
-        layout: SparseLayout,
-        counts: torch.Tensor,
-        offsets: torch.Tensor,
-        row: torch.Tensor,
+        sparse: Message,
         not_finite: torch.Tensor,
     ) -> None:
-        """Write the entries into `counts`, `offsets` and `row`, which are zero, and the new state."""
-        self._prepare(layout, momenta)
+        """Write the entries into the message, which is zero, and the new state."""
+        self._prepare(sparse.layout, momenta)
         first_v, second_v, turn = self._turns(residual)
         first_u, second_u, _ = self._turns(residual if momentum is None else momentum)
         keeps = self._numbers.float64(keep), self._numbers.float64(keep, self._bucket.codec.memory)
@@ -107,7 +114,7 @@ class SparseKernels:
             before = found.cumsum(1, dtype=torch.int32) - found
             sparse_passes.emit[(chunks.num_programs,)](
                 chunks.tensor_of, chunks.fields, *noted.pointers, state_of, first_u, second_u, before,
-                before.stride(0), self._rooms, counts, offsets, row,
+                before.stride(0), self._rooms, sparse.counts, sparse.offsets, sparse.row,
                 CLEARS_MOMENTUM=self._is_dgc and self._bucket.codec.masking,
                 BLOCK=BLOCK, NOTES=_NOTES, WIDTH=chunks.width, num_warps=NUM_WARPS,
             )  # fmt: skip
@@ -134,8 +141,8 @@ class SparseKernels:
             sparse_passes.add[(chunks.num_programs,)](
                 chunks.tensor_of, chunks.fields, *pair, self._rooms, counts, counts.stride(0), ends, ends.stride(0),
                 offsets, offsets.stride(0), rows, rows.stride(0), self._numbers.float64(scale),
-                CLEARS=clears, IS_PACKED=is_packed, IS_ALIGNED=self._is_aligned, NUM_ROWS=rows.shape[0], CHUNK=CHUNK_NUMEL, BLOCK=BLOCK, WIDTH=chunks.width,
-                num_warps=NUM_WARPS, enable_fp_fusion=False,
+                CLEARS=clears, IS_PACKED=is_packed, IS_ALIGNED=self._is_aligned, NUM_ROWS=rows.shape[0],
+                CHUNK=CHUNK_NUMEL, BLOCK=BLOCK, WIDTH=chunks.width, num_warps=NUM_WARPS, enable_fp_fusion=False,
             )  # fmt: skip
 
     def _prepare(self, layout: SparseLayout, momenta: Sequence[tuple[float, bool]]) -> None:
@@ -144,22 +151,14 @@ class SparseKernels:
         if layout is not self._layout:
             self._layout = layout
             rooms, ranks = [], []
-            for one, (first, stop), num_sampled in zip(
-                self._bucket.tensors, layout.entries, self._sampled, strict=True
-            ):
+            for one, (first, stop) in zip(self._bucket.tensors, layout.entries, strict=True):
                 rooms.append([stop - first, first])
-                ranks.append([self._rank(stop - first, one.numel, num_sampled)])
+                ranks.append([self._rank(stop - first, one.numel) if stop - first < one.numel else 0])
             self._rooms, self._ranks = (_to_device(table, torch.int64, device) for table in (rooms, ranks))
         if list(momenta) != self._momenta or not self._factors.numel():
             self._momenta = list(momenta)
             factors = [[float(factor), float(is_nesterov)] for factor, is_nesterov in momenta] or [[0.0, 0.0]]
             self._factors = _to_device(factors, torch.float64, device)
-
-    def _rank(self, num_sent: int, numel: int, num_sampled: int) -> int:
-        """Which of the sampled sizes is the threshold, counted from 1; 0: none."""
-        if num_sent >= numel:
-            return 0
-        return (threshold_rank if self._is_dgc else safe_rank)(num_sent, numel, num_sampled)
 
 
 def _to_device(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -7,10 +7,11 @@ messages, small tensors as they are, the tail.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.plan.exchange.gradient_exchange import INSIDE
+from weft.plan.partition.host_levels import BETWEEN_HOSTS, find_host_place
 from weft.plan.partition.replicas import state_axes
 from weft.plan.partition.wire import sent_bytes
 from weft.plan.plan import Plan
@@ -31,12 +32,12 @@ class Compression:
 
 
 def exchanging_axes(plan: Plan) -> tuple[str, ...]:
-    """The axes under which the bytes between replicas are counted."""
+    """The axes under which the bytes between replicas are counted; what stays inside a host is not."""
     if plan.replica_axis is not None:
         return (plan.replica_axis,)
     if plan.data.shard != "nothing":
-        return ("replicate",)
-    return tuple(dict.fromkeys((state_axes(plan), "data", INSIDE)))
+        return "replicate", f"replicate{BETWEEN_HOSTS}"
+    return tuple(dict.fromkeys((state_axes(plan), "data", INSIDE, f"data{BETWEEN_HOSTS}")))
 
 
 def num_exchanging(plan: Plan) -> int:
@@ -46,9 +47,13 @@ def num_exchanging(plan: Plan) -> int:
     return plan.axes.replicate if plan.data.shard != "nothing" else plan.axes.state
 
 
-def dense_bytes(numel: int, plan: Plan, *, num_steps: int) -> int:
-    """Bytes that a rank would send in so many steps without compression; `numel` elements are its part of gradients."""
-    return num_steps * sent_bytes("all-reduce", numel * _FLOAT32_BYTES, num_exchanging(plan))
+def dense_bytes(numel: int, plan: Plan, *, num_steps: int, hosts: Sequence[int] = ()) -> int:
+    """Bytes that a rank would send in so many steps without compression; `numel` elements are its part of gradients.
+    Where codecs act between hosts, what leaves its host: it would exchange the slice that it compresses."""
+    place = find_host_place(plan, hosts, 0)
+    size = num_exchanging(plan) if place is None else len(place.places)
+    mine = numel if place is None else -(-numel // len(place.places[0]))
+    return num_steps * sent_bytes("all-reduce", mine * _FLOAT32_BYTES, size)
 
 
 def between_replicas(sent: Mapping[str, int], plan: Plan) -> int:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from weft.plan.exchange.coded_tensor import CodedTensor, coded_tensors, is_coded, slice_of
 from weft.plan.exchange.messages import messages_of
 from weft.plan.partition.flat_buffers import FlatBuffer, ParameterSpec, item_bytes, sharded_bytes
+from weft.plan.partition.grid import Grid
+from weft.plan.partition.host_levels import find_host_place, level_groups
 from weft.plan.partition.replicas import state_axes
 from weft.plan.partition.wire import (
     CODEC_TAIL_WORDS,
@@ -54,13 +56,26 @@ class CodecGroups:
     num_inside: int = 1
     """Ranks that are summed as they are before; each then has a slice."""
     index_inside: int = 0
+    across: str = "data"
+    """The axes under which the codec's messages are counted."""
+    inside: str = INSIDE
 
 
-def codec_groups(plan: Plan, *, index_inside: int = 0) -> CodecGroups:
-    """The groups of a plan whose gradients are compressed."""
-    axes = plan.axes
+def codec_groups(plan: Plan, *, rank: int = 0, hosts: Sequence[int] = ()) -> CodecGroups:
+    """The groups of a rank of a plan whose gradients are compressed. `hosts`: the number of each rank's host."""
+    axes, place = plan.axes, find_host_place(plan, hosts, rank)
+    if place is not None:
+        (inside, _), (across, _) = level_groups(plan, hosts)
+        return CodecGroups(
+            num_across=len(place.places),
+            num_inside=len(place.places[0]),
+            index_inside=place.index,
+            across=across,
+            inside=inside,
+        )
     if plan.data.shard != "nothing":
-        return CodecGroups(num_across=axes.replicate)
+        return CodecGroups(num_across=axes.replicate, across="replicate")
+    index_inside = Grid(axes).ranks_along(tuple(INSIDE.split("+")), rank).index(rank)
     return CodecGroups(num_across=axes.sizes["data"], num_inside=axes.sequence, index_inside=index_inside)
 
 
@@ -114,15 +129,14 @@ def compressed_all_reduce_bytes(
     plan: Plan,
     *,
     step: int,
-    index_inside: int = 0,
+    groups: CodecGroups,
     not_coded: Collection[str] = (),
 ) -> dict[str, int]:
     """Bytes that a rank sends by axis for gradients in a step, counted from 0, in which parameters are the model's own
     tensors, given in the order in which gradients become ready; under tensor parallelism, this rank's shards."""
-    groups = codec_groups(plan, index_inside=index_inside)
     coded, dense = all_reduce_buckets(parameters, plan, not_coded=not_coded)
     sent = {state_axes(plan): sum(sent_bytes("all-reduce", one, plan.axes.state) for one in dense)}
-    _add(sent, coded, plan, groups, step)
+    _add(sent, coded, plan.codec, groups, step)
     return sent
 
 
@@ -154,23 +168,21 @@ def compressed_flat_bytes(
     *,
     step: int,
     part: int,
-    index_inside: int = 0,
+    groups: CodecGroups,
     not_coded: Collection[str] = (),
 ) -> dict[str, int]:
     """Bytes that a rank sends by axis in a step, counted from 0, in which parameters lie in these flat buffers."""
-    groups = codec_groups(plan, index_inside=index_inside)
     coded, small_bytes = part_buckets(buffers, plan, part=part, not_coded=not_coded)
     sent = sharded_bytes(buffers, plan, is_coded=True)
     together = state_axes(plan) if plan.data.shard == "nothing" else "replicate"
     sent[together] += sent_bytes("all-reduce", small_bytes, groups.num_across * groups.num_inside)
-    _add(sent, coded, plan, groups, step)
+    _add(sent, coded, plan.codec, groups, step)
     return sent
 
 
-def _add(sent: dict[str, int], coded: Sequence[CodedValues], plan: Plan, groups: CodecGroups, step: int) -> None:
-    across = "data" if plan.data.shard == "nothing" else "replicate"
+def _add(sent: dict[str, int], coded: Sequence[CodedValues], codec: Codec, groups: CodecGroups, step: int) -> None:
     for one in coded:
-        in_slices, in_messages = coded_bytes(one, plan.codec, groups, step=step)
-        sent[across] = sent.get(across, 0) + in_messages
+        in_slices, in_messages = coded_bytes(one, codec, groups, step=step)
+        sent[groups.across] = sent.get(groups.across, 0) + in_messages
         if groups.num_inside > 1:
-            sent[INSIDE] = sent.get(INSIDE, 0) + in_slices
+            sent[groups.inside] = sent.get(groups.inside, 0) + in_slices

@@ -8,12 +8,13 @@ its place on the other hosts: a codec loses less of fewer, larger sums, and gath
                              host 1 | rank 2  rank 3 |      "data between hosts": 0 2, 1 3
 
 There is one level where all these ranks are on one host, where each is alone on its own, where hosts have unequal
-numbers of them, and where ranks that share sequences are summed first anyway.
+numbers of them, where ranks that share sequences are summed first anyway, and with local steps, which exchange rarely.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from weft.plan.partition.grid import Grid
 from weft.plan.partition.replicas import state_axes
@@ -25,12 +26,22 @@ IN_HOSTS, BETWEEN_HOSTS = " in hosts", " between hosts"
 Ranks = tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPlace:
+    """A rank among those between which a codec acts in two levels."""
+
+    places: tuple[Ranks, ...]
+    """The places of each host's ranks, along the axes on which the codec acts."""
+    host: int
+    """The number of this rank's host among these."""
+    index: int
+    """This rank's place among those of its host."""
+
+
 def codec_group(plan: Plan) -> tuple[str, str] | None:
     """Axes and purpose of the group in which a codec acts, if it may have levels."""
-    if plan.codec.name == "none":
+    if plan.codec.name == "none" or plan.replica_axis is not None:
         return None
-    if plan.replica_axis is not None:
-        return plan.replica_axis, "weights"
     if plan.data.shard != "nothing":
         return "replicate", "gradients"
     return None if plan.axes.sequence > 1 else (state_axes(plan), "gradients")
@@ -44,6 +55,18 @@ def level_groups(plan: Plan, hosts: Sequence[int]) -> tuple[tuple[str, str], ...
         return ()
     axes, purpose = found
     return (axes + IN_HOSTS, purpose), (axes + BETWEEN_HOSTS, purpose)
+
+
+def find_host_place(plan: Plan, hosts: Sequence[int], rank: int) -> HostPlace | None:
+    """Where a rank is among those that exchange with it in two levels; None where a codec acts in one."""
+    found = codec_group(plan)
+    if found is None or not level_groups(plan, hosts):
+        return None
+    ranks = Grid(plan.axes).ranks_along(tuple(found[0].split("+")), rank)
+    by_host = _by_host(ranks, hosts)
+    host = next(number for number, inside in enumerate(by_host) if rank in inside)
+    places = tuple(tuple(ranks.index(one) for one in inside) for inside in by_host)
+    return HostPlace(places=places, host=host, index=by_host[host].index(rank))
 
 
 def uneven_hosts(plan: Plan, hosts: Sequence[int]) -> str | None:

@@ -27,7 +27,7 @@ class CodedExchanges:
         for one in coded:
             momentum, is_nesterov = (momenta or {}).get(one.name, (0.0, False))
             part = Part(name=one.name, num_columns=one.num_columns, momentum=momentum, is_nesterov=is_nesterov)
-            self._parts.append((one, make_rule(codec, part, num_replicas)))
+            self._parts.append((one, make_rule(codec, part, len(one.by_host) or num_replicas)))
         self.names = {one.name for one in coded}
 
     def replace_(self, name: str, total: Tensor, given: Sequence[Tensor], step: int, *, divisor: float) -> Tensor:
@@ -36,7 +36,10 @@ class CodedExchanges:
         for one, rule in self._parts:
             if one.name == name:
                 places = one.places.to(total.device)
-                total.view(-1)[places] = rule.exchange(step, [each.flatten()[places] for each in given]) / divisor
+                values = [each.flatten()[places] for each in given]
+                if one.by_host:
+                    values = [torch.stack([values[k] for k in replicas]).sum(dim=0) for replicas in one.by_host]
+                total.view(-1)[places] = rule.exchange(step, values) / divisor
         return total
 
     def mask(self, name: str, like: Tensor) -> Tensor:

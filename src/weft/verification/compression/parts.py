@@ -2,21 +2,24 @@
 
 Every tensor is cut as the plan cuts it (tensor axis, pipeline, ZeRO), and each rank compresses its part by itself. A
 part goes as it is if it is small or has one dim, or if several ranks of a replica have the tensor or some rows of it:
-those are summed, or must stay equal, between these ranks. Where ranks of a replica share sequences, they first sum
-their gradients, and each compresses a slice of every bucket; only where these slices begin is asked of the sync itself.
+those are summed, or must stay equal, between these ranks. Where ranks of a replica share sequences, or several replicas
+a host, they first sum their gradients, and each compresses a slice of every bucket; only where these slices begin is
+asked of the sync itself.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 
 import torch
 
 from weft.comm.objects import gather_values
 from weft.layout import Range, Runs
 from weft.plan.exchange.coded_tensor import is_coded
+from weft.plan.exchange.gradient_exchange import codec_groups
+from weft.plan.partition.host_levels import find_host_place
 from weft.plan.plan import Plan
 from weft.training.trainer import Trainer
 
@@ -30,6 +33,8 @@ class CodedPart:
     """Columns of the tensor that it is a range of: a rank's share, before it is sharded or sliced."""
     places: torch.Tensor
     """The place of each element in the flattened whole tensor."""
+    by_host: tuple[tuple[int, ...], ...] = ()
+    """The replicas on each host, if those are summed as they are and hosts compress."""
 
 
 def num_coded_replicas(plan: Plan) -> int:
@@ -43,13 +48,16 @@ def find_coded_parts(trainer: Trainer) -> list[CodedPart]:
     """All parts of one replica, the same on every rank; collective."""
     mesh, plan = trainer.mesh, trainer.mesh.plan
     mine: list[object] = []
-    is_first = mesh.index(_codec_axis(plan)) == 0  # its counterparts in other replicas have the same parts
+    host = find_host_place(plan, mesh.world.hosts, mesh.world.rank)
+    # Its counterparts in other replicas, or on other hosts, have the same parts.
+    is_first = mesh.index(_codec_axis(plan)) == 0 if host is None else host.host == 0
     if plan.codec.name not in ("none", "half") and is_first:
-        mine = list(_own_parts(trainer))
+        mine = [[*one, [] if host is None else host.places] for one in _own_parts(trainer)]
     found: dict[str, CodedPart] = {}
     for one in (one for ranks_parts in gather_values(mine, mesh.everyone("control")) for one in ranks_parts):
-        name, num_columns, runs = one
-        part = CodedPart(name=name, num_columns=num_columns, places=_places(runs))
+        name, num_columns, runs, by_host = one
+        together = tuple(tuple(replicas) for replicas in by_host)
+        part = CodedPart(name=name, num_columns=num_columns, places=_places(runs), by_host=together)
         found.setdefault(f"{name} {num_columns} {runs}", part)  # others may have copies of it
     return list(found.values())
 
@@ -58,7 +66,7 @@ def _codec_axis(plan: Plan) -> str:
     return plan.replica_axis or ("data" if plan.data.shard == "nothing" else "replicate")
 
 
-def _own_parts(trainer: Trainer) -> Iterator[object]:
+def _own_parts(trainer: Trainer) -> Iterator[tuple[object, ...]]:
     """Name, number of columns and runs of every part of this rank."""
     mesh, codec = trainer.mesh, trainer.mesh.plan.codec
     sizes, coordinates = mesh.grid.axes.sizes, mesh.grid.coordinates(mesh.world.rank)
@@ -70,9 +78,10 @@ def _own_parts(trainer: Trainer) -> Iterator[object]:
         if piece.name in together or not is_coded(codec, shape):
             continue
         for within in [None] if slices is None else slices.get(piece.name, ()):
-            runs = [astuple(one) for one in layout.runs(sizes, coordinates, within)]
+            here = layout if within is None else replace(layout, flat_range=within)
+            runs = [astuple(one) for one in here.runs(sizes, coordinates)]
             if runs:
-                yield [piece.name, math.prod(shape[1:]), runs]
+                yield piece.name, math.prod(shape[1:]), runs
 
 
 def _held_together(trainer: Trainer) -> frozenset[str]:
@@ -91,8 +100,8 @@ def _held_together(trainer: Trainer) -> frozenset[str]:
 
 def _slices(trainer: Trainer) -> dict[str, list[Range]] | None:
     """The ranges of this rank's tensors that it compresses, by name; None where it compresses all it has."""
-    plan = trainer.mesh.plan
-    if plan.replica_axis is not None or plan.data.shard != "nothing" or plan.axes.sequence == 1:
+    plan, world = trainer.mesh.plan, trainer.mesh.world
+    if codec_groups(plan, rank=world.rank, hosts=world.hosts).num_inside == 1 or plan.replica_axis is not None:
         return None
     compressed, found = trainer.sync.compressed, dict[str, list[Range]]()
     assert compressed is not None
