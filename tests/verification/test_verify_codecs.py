@@ -13,6 +13,7 @@ from ranks import gathered, ranks
 from torch import Tensor, nn
 
 import weft
+from weft.errors import PlanError
 from weft.plan.plan import Average, Axes, Codec, Comm, Data, Plan, Precision, Step
 from weft.plan.plan import Tensor as TensorSection
 from weft.verification.compressed_replicas import CompressedReplicas, with_compression
@@ -160,6 +161,21 @@ def test_changes_of_weights_inside_a_replica(name: str, axis: str) -> None:
 def test_split_tokens() -> None:
     plan = Plan(axes=Axes(data=2, tensor=2), tensor=TensorSection(sequence=True), codec=codec("topk"))
     check_tokens(plan, 8, 7, 9)
+
+
+@ranks(4)
+@pytest.mark.long
+@pytest.mark.parametrize("sync", ["all-reduce", "local"])
+def test_rows_that_several_tensor_ranks_hold(sync: str) -> None:
+    """One head of keys and values for both: their gradients are summed, so they travel as they are; changes of their
+    weights would be compressed beside different queries, and are refused."""
+    model = small_gpt(num_layers=2, kv_heads=1)
+    plan = Plan(axes=Axes(data=2, tensor=2), data=Data(sync=sync), codec=codec("topk"))
+    if sync == "all-reduce":
+        check(plan, 8, 7, 9, model=model, make_batch=token_batch)
+        return
+    with pytest.raises(PlanError, match="copies of these rows would drift apart; set .axes. tensor to a divisor"):
+        check(plan, 8, 7, model=model, make_batch=token_batch)
 
 
 @ranks(4)

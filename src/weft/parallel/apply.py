@@ -12,10 +12,11 @@ The steps need `sync/` and `training/setup/`, so in the import order this file c
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from weft.comm.shared_gradients import SharedGradient, sums_may_differ
+from weft.errors import PlanError
 from weft.layout import Layout, Range
 from weft.models.hugging_face_inputs import leave_out_caches
 from weft.parallel.compile import compile_blocks
@@ -26,6 +27,8 @@ from weft.parallel.state.materialise import model_tensors
 from weft.parallel.state.rng import PlaceSeeds
 from weft.parallel.tensor.shares import counted_elements
 from weft.parallel.tensor.tensor_parallel import TensorParallel
+from weft.plan.exchange.coded_tensor import is_coded
+from weft.plan.model_refusals import CODEC_OF_REPEATED_ROWS
 from weft.plan.partition.flat_buffers import Sharding
 from weft.plan.partition.replicas import shares_batch
 from weft.plan.pipeline.communication import FLUSH_FREE
@@ -190,6 +193,7 @@ def _gradient_rules(parts: ParallelModel) -> GradientRules:
             own_buffers |= {
                 one.name: f"stages {cut.holders[one.name]}, {own_buffers.get(one.name, '')}" for one in tied
             }
+    _refuse_rows_that_drift(parts, {one.name for one in split if one.kind == "sum"})
     return GradientRules(
         defers=cut is not None and mesh.plan.pipeline.schedule in FLUSH_FREE,
         norm_ranges=counted,
@@ -198,6 +202,18 @@ def _gradient_rules(parts: ParallelModel) -> GradientRules:
         tied=frozenset(one.name for one in tied),
         own_buffers=own_buffers,
     )
+
+
+def _refuse_rows_that_drift(parts: ParallelModel, summed: Collection[str]) -> None:
+    """Refuse a codec that would compress copies of some rows differently; `summed`: gradients that travel as they are,
+    because their holders sum them afterwards."""
+    plan = parts.mesh.plan
+    if parts.tensor is None or plan.codec.name in ("none", "half"):
+        return
+    kept = summed if plan.replica_axis is None else ()
+    for name in sorted(parts.tensor.shares.overlapping.difference(kept)):
+        if is_coded(plan.codec, parts.layouts[name].global_shape):
+            raise PlanError(CODEC_OF_REPEATED_ROWS.message(plan, name=name))
 
 
 def _exchange_in_layers(parts: ParallelModel) -> None:

@@ -56,6 +56,13 @@ CODEC_OF_16_BIT_WEIGHTS = Refusal(
     "rounded away",
     remedy='make the model in float32 and set [precision] compute = "bf16"',
 )
+CODEC_OF_REPEATED_ROWS = Refusal(
+    combination="[codec] name with [axes] tensor of which several ranks hold some rows of a weight, where these are "
+    "exchanged by each for itself",
+    why="{codec.name} chooses among all that a rank holds, and with {axes.tensor} several ranks hold some rows of "
+    '"{name}" beside others: copies of these rows would drift apart',
+    remedy="set [axes] tensor to a divisor of the number of key and value heads",
+)
 NOTHING_TO_COMPRESS = Refusal(
     combination="[codec] name with a model of which it would compress no tensor",
     why="{codec.name} compresses no tensor of this model: {found}",

@@ -40,7 +40,7 @@ def find_own_buffers(shares: Shares, misaligned: Collection[str], mesh: Mesh) ->
     """Misaligned parameters that several ranks hold whole, which need flat buffers of their own, and these ranks."""
     replicated = {name: "tensor ranks" for name in misaligned if name not in shares.splits}
     here = (one for one in shares.repeated if one.place == mesh.index(AXIS) and one.name in misaligned)
-    return replicated | {one.name: f"tensor ranks {one.holders}" for one in here if _is_whole_part(one, shares)}
+    return replicated | {one.name: f"tensor ranks {one.holders}" for one in here if shares.is_whole_part(one)}
 
 
 def shared_gradients(
@@ -64,7 +64,7 @@ def shared_gradients(
     if sums_may_differ:
         shared += [SharedGradient(name=name, group=group, kind="broadcast") for name in whole if name not in partial]
     for one, holders, is_early in _repeated_here(shares, named, misaligned, mesh):
-        if _is_whole_part(one, shares):
+        if shares.is_whole_part(one):
             shared.append(SharedGradient(name=one.name, group=holders, kind="sum"))
         elif not is_early:
             inner = math.prod(named[one.name].shape[1:])
@@ -82,13 +82,6 @@ def add_early_sum_hooks(model: nn.Module, shares: Shares, mesh: Mesh, *, misalig
         if is_early:
             start, stop = one.entries
             _add_up(named[one.name], holders, within=(one.dim, start, stop - start))
-
-
-def _is_whole_part(one: Repeated, shares: Shares) -> bool:
-    """True if the entries are all that their holders have of the tensor."""
-    start, stop = one.entries
-    parts = shares.splits[one.name].parts
-    return all(sum(b - a for a, b in parts[place]) == stop - start for place in one.holders)
 
 
 def _repeated_here(
@@ -109,7 +102,7 @@ def _repeated_here(
         if one.place == mesh.index(AXIS) and one.name in named:
             is_same = set(places[one.name, one.holders].values()) == {len(one.holders)}
             may_be_misaligned = one.name in misaligned or not is_same or one.dim > 0
-            is_early = is_sharded and may_be_misaligned and not _is_whole_part(one, shares)
+            is_early = is_sharded and may_be_misaligned and not shares.is_whole_part(one)
             found.append((one, mesh.group(*keys[one.holders]), is_early))
     return sorted(found, key=lambda one: keys[one[0].holders])
 

@@ -61,6 +61,17 @@ class Shares:
         sizes = {name: {sum(b - a for a, b in part) for part in split.parts} for name, split in self.splits.items()}
         return frozenset(name for name, different in sizes.items() if len(different) > 1)
 
+    @property
+    def overlapping(self) -> frozenset[str]:
+        """Tensors of which several ranks hold some entries, beside others that they do not all hold."""
+        return frozenset(one.name for one in self.repeated if not self.is_whole_part(one))
+
+    def is_whole_part(self, one: Repeated) -> bool:
+        """True if the entries are all that their holders have of the tensor."""
+        start, stop = one.entries
+        parts = self.splits[one.name].parts
+        return all(sum(b - a for a, b in parts[place]) == stop - start for place in one.holders)
+
     def layout(self, name: str, global_shape: Sequence[int]) -> Layout:
         split = self.splits.get(name)
         return Layout(global_shape=tuple(global_shape), splits=() if split is None else (split,))

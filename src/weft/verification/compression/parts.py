@@ -90,7 +90,7 @@ def _held_together(trainer: Trainer) -> frozenset[str]:
     parts, names = trainer.parts, set[str]()
     sums_gradients = trainer.mesh.plan.replica_axis is None
     if parts.tensor is not None:
-        names |= {one.name for one in parts.tensor.shares.repeated}
+        names |= parts.tensor.shares.overlapping
     if parts.tensor is not None and sums_gradients:
         names |= {one.name for one in parts.tensor.shared_gradients(sums_may_differ=False)}
     if parts.cut is not None and sums_gradients:
