@@ -1,7 +1,8 @@
 """Peak memory of a rank (proportional set size) against the prediction, per ZeRO stage and number of ranks.
 
     python benchmarks/memory.py [--ranks 2 4] [--shard nothing optimizer gradients parameters] [--tokens 256]
-                                [--sync all-reduce local diloco diloco-half topk onebit powersgd qsgd local-topk] [--malloc trimmed | default]
+                                [--sync all-reduce local diloco diloco-half topk onebit powersgd qsgd local-topk]
+                                [--malloc trimmed | default]
 
 A GPT of about 200 M parameters in float32 with AdamW, gloo ranks on one host. A thread of each rank reads its
 proportional set size from /proc/self/smaps_rollup every 20 ms. The measured value is the peak over a few steps minus
