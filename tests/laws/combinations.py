@@ -1,7 +1,8 @@
 """Fields of a plan that combine, and a pairwise sample of their combinations: `combinations.json`, one row per line.
 
 Models, optimizers and batches count as fields too. After adding a field or lifting a refusal, compute the sample again
-(minutes): `PYTHONPATH=tests python tests/laws/combinations.py`.
+(minutes): `PYTHONPATH=tests python tests/laws/combinations.py`, or let it grow: the same with the word `extend` keeps
+the rows that still run, and adds others for pairs that are in none of them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import functools
 import itertools
 import json
 import math
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,8 @@ from torch import nn
 
 from weft.plan.check import _idle, check
 from weft.plan.fields import facts_of
-from weft.plan.plan import AXES, SECTIONS, Plan
+from weft.plan.plan import AXES, CODECS, SECTIONS, Plan
+from weft.verification.compression.parts import num_coded_replicas
 
 FILE = Path(__file__).with_suffix(".json")
 NUM_RANKS = (4, 8)
@@ -59,10 +63,29 @@ PLAN_FIELDS: dict[str, tuple[object, ...]] = {
     "comm.bucket_bytes": (26214400, 999),
     "average.decay": (0.0, 0.9),
     "average.start": (0, 1),
-    "codec.name": ("none", "half"),
+    "codec.name": ("none", *CODECS),
+    "codec.bits": (32, 8),
+    "codec.warmup_steps": (0, 1),
 }
 
+SMALL_MODELS: dict[str, dict[str, object]] = {
+    name: {"dense_below": 64, **settings}
+    for name, settings in {
+        **dict.fromkeys(("topk", "dgc"), {"density": 0.1}),
+        **dict.fromkeys(("onebit", "sign", "terngrad"), {}),
+        "qsgd": {"levels": 16},
+        "powersgd": {"rank": 2},
+    }.items()
+}
+"""Settings with which codecs compress the tensors of these models."""
+
+_OF_ONE_CODEC = "has an effect on one codec or a few, whatever the plan: tests/verification/test_verify_codecs.py"
+
 OTHERWISE = {
+    "codec.clip": "refused with nearly everything else: tests/verification/test_verify_codecs.py",
+    **{f"codec.{name}": "one value in all rows: models are small" for one in SMALL_MODELS.values() for name in one},
+    "codec.masking": _OF_ONE_CODEC,
+    "codec.memory": _OF_ONE_CODEC,
     "comm.timeout_s": "how long ranks wait, not what they compute: tests/comm/test_hangs.py",
     "comm.transport": "exchanges are tested through sockets by make test-long",
     "compile.blocks": "seconds of compiling per row; tests/zero/test_gather.py and others",
@@ -103,7 +126,7 @@ FIELDS = {**PLAN_FIELDS, "model": tuple(MODELS), "optimizer": tuple(OPTIMIZERS),
 
 def make_plan(row: Row) -> Plan:
     plan, sections = Plan(), {path.split(".")[0] for path in PLAN_FIELDS}
-    return replace(
+    made = replace(
         plan,
         **{
             section: replace(
@@ -113,6 +136,8 @@ def make_plan(row: Row) -> Plan:
             for section in sections
         },
     )
+    settings = SMALL_MODELS.get(made.codec.name, {})
+    return replace(made, codec=replace(made.codec, **settings))  # type: ignore[arg-type]
 
 
 def settle(row: Row) -> Row | None:
@@ -127,11 +152,15 @@ def settle(row: Row) -> Row | None:
         plan = make_plan(row)
     if check(plan) or model_refuses(row):
         return None
+    if plan.codec.name != "none" and num_coded_replicas(plan) == 1:
+        return None  # there is nobody to send anything to
     return row
 
 
 def model_refuses(row: Row) -> bool:
     """True if these models cannot run under an otherwise valid plan."""
+    if row["codec.name"] == "dgc" and row["optimizer"] != "sgd":
+        return True  # it takes over the momentum of SGD
     num_stages = row["axes.pipeline"] * row["pipeline.chunks"]  # type: ignore[operator]
     is_split = any(row[f"axes.{axis}"] != 1 for axis in ("pipeline", "tensor", "ulysses"))
     if num_stages > 4:
@@ -167,14 +196,14 @@ def name_of(row: Row) -> str:
     return ", ".join([*named, *order, *(str(row[name]) for name in ("model", "optimizer", "batches"))])
 
 
-def find_rows() -> tuple[list[Row], list[Pair]]:
-    """The sample, and the pairs of values that cannot be combined."""
+def find_rows(begun: Sequence[Row] = ()) -> tuple[list[Row], list[Pair]]:
+    """The sample, which begins with these rows, and the pairs of values that cannot be combined."""
     shapes: list[Row] = [
         {f"axes.{axis}": size for axis, size in zip(AXES, sizes, strict=True)}
         for sizes in itertools.product((1, 2), repeat=len(AXES))
         if math.prod(sizes) in NUM_RANKS
     ]
-    return sample(FIELDS, settle, together=shapes, cost=cost_of)
+    return sample(FIELDS, settle, together=shapes, cost=cost_of, begun=begun)
 
 
 def cost_of(row: Row) -> float:
@@ -182,7 +211,7 @@ def cost_of(row: Row) -> float:
     are more steps."""
     default = Plan().precision
     rounds = any(row[f"precision.{name}"] != getattr(default, name) for name in ("compute", "reduce", "accumulate"))
-    rounds = rounds or row["codec.name"] != "none"
+    rounds = rounds or row["codec.name"] == "half"
     return num_ranks_of(row) * (1 + rounds) * (1 + (row["model"] == "llama")) * len(sizes_of(row)) / 2
 
 
@@ -208,8 +237,14 @@ def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-def write_rows() -> None:
-    rows, never = find_rows()
+def rows_that_still_run() -> list[Row]:
+    """The sample as last computed, with fields that are new at their first values."""
+    rows = [{name: row.get(name, values[0]) for name, values in FIELDS.items()} for row in read_rows()[0]]
+    return [row for row in rows if settle(row) == row]
+
+
+def write_rows(begun: Sequence[Row] = ()) -> None:
+    rows, never = find_rows(begun)
     lines = {"rows": [json.dumps(row) for row in rows], "never": [json.dumps(pair) for pair in never]}
     blocks = [f'"{name}": [\n' + ",\n".join(inside) + "\n]" for name, inside in lines.items()]
     FILE.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
@@ -217,4 +252,4 @@ def write_rows() -> None:
 
 
 if __name__ == "__main__":
-    write_rows()
+    write_rows(rows_that_still_run() if sys.argv[1:] == ["extend"] else ())

@@ -27,12 +27,13 @@ def sample(
     *,
     together: Sequence[Row] = ({},),
     cost: Callable[[Row], float] = lambda row: 1.0,
+    begun: Sequence[Row] = (),
     seed: int = 0,
 ) -> tuple[list[Row], list[Pair]]:
     """Rows that cover every feasible pair of values, and the pairs for which no row was found.
 
     `together` lists the allowed joint values of some fields, such as sizes with a given product.
-    Rows are chosen by the number of new pairs they cover divided by their `cost`.
+    Rows are chosen by the number of new pairs they cover divided by their `cost`; `begun` are there already.
     """
     generator = random.Random(seed)
     wanted = [
@@ -42,7 +43,9 @@ def sample(
         for right in fields[other]
     ]
     left_over = dict.fromkeys(wanted)  # ordered, unlike a set: the sample must be the same in every process
-    rows: list[Row] = []
+    rows = list(begun)
+    for pair in (pair for row in rows for pair in pairs_of(row)):
+        left_over.pop(pair, None)
     impossible: list[Pair] = []
     while left_over:
         pair = next(iter(left_over))

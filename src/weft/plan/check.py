@@ -171,8 +171,9 @@ def require(problems: list[str]) -> None:
 def _idle(plan: Plan) -> dict[str, str]:
     """The problem of each field that is set but has no effect, by path."""
     problems: dict[str, str] = {}
+    default = Plan()
     for path, switch in _SWITCHES:
-        is_set = value_at(plan, path) != value_at(Plan(), path)
+        is_set = value_at(plan, path) != value_at(default, path)
         if is_set and path not in problems and not switch.is_on_in(plan):
             problems[path] = (
                 f"{said(plan, path)} has no effect with {said(plan, switch.path)}; {switch.instead}{switch.advice}"
