@@ -27,6 +27,19 @@ def part_of(tensor_of, fields, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def block_of(row, block, BLOCK: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    """(place of a tensor's block in the values, its first element in the tensor, how many it has). Places within a
+    block take 32 bits: half the instructions and registers of 64."""
+    offset = tl.load(row)
+    start = block.to(tl.int64) * BLOCK
+    count = tl.minimum(tl.load(row + 1) - start, BLOCK).to(tl.int32)
+    if IS_ALIGNED:
+        offset = tl.multiple_of(offset, 8)
+        count = tl.multiple_of(count, 8)
+    return offset + start, start, count
+
+
+@triton.jit
 def flag_not_finite(x, not_finite):
     """Masked elements must be given as 0."""
     num_bad = tl.sum((~(tl.abs(x) < float("inf"))).to(tl.int32))

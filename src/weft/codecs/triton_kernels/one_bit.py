@@ -24,7 +24,9 @@ from weft.plan.exchange.coded_tensor import CodedTensor
 
 _COLUMNS = 1024
 """Columns of a tile."""
-_ROWS_AT_ONCE = 2
+_ROWS_AT_ONCE, _DECODED_AT_ONCE = 2, 1
+_REGISTERS, _DECODED_REGISTERS = 80, 64
+"""Per thread: with more of them, too few programs at a time would wait for memory."""
 _MAX_ROWS, _MIN_ROWS = 256, 16
 _ENOUGH_PROGRAMS = 4096
 _MEAN_COLUMNS, _MEAN_ROWS = 64, 64
@@ -94,7 +96,7 @@ class OneBitKernels:
                 tiles.tensor_of, tiles.fields, values, first, second, first_means, second_means, turn, num_means,
                 self._numbers.float64(keep), message, self._sums, self._sums.stride(0), not_finite,
                 IS_ALIGNED=self._is_aligned, ROWS=self._rows, AT_ONCE=_ROWS_AT_ONCE, COLUMNS=_COLUMNS,
-                WIDTH=tiles.width, num_warps=NUM_WARPS, enable_fp_fusion=False,
+                WIDTH=tiles.width, num_warps=NUM_WARPS, maxnreg=_REGISTERS, enable_fp_fusion=False,
             )  # fmt: skip
             _means_of_columns[(columns.num_programs,)](
                 columns.tensor_of, columns.fields, self._sums, self._sums.stride(0), first_means, second_means, turn,
@@ -114,8 +116,8 @@ class OneBitKernels:
                 tiles.tensor_of, tiles.fields, received, received.view(torch.float32), received.stride(0), values,
                 self._numbers.float64(scale),
                 IS_ALIGNED=self._is_aligned, NUM_REPLICAS=self._bucket.num_replicas, ROWS=self._rows,
-                AT_ONCE=_ROWS_AT_ONCE, COLUMNS=_COLUMNS, WIDTH=tiles.width, num_warps=NUM_WARPS,
-                enable_fp_fusion=False,
+                AT_ONCE=_DECODED_AT_ONCE, COLUMNS=_COLUMNS, WIDTH=tiles.width, num_warps=NUM_WARPS,
+                maxnreg=_DECODED_REGISTERS, enable_fp_fusion=False,
             )  # fmt: skip
 
     def _rests(self, values: torch.Tensor, floats: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
