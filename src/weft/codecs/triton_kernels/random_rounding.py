@@ -76,6 +76,20 @@ class RandomRoundingKernels:
 
 
 @triton.jit
+def are_common(x):
+    """1 where no quotient, reciprocal or remainder of sizes up to x that matters is out of the range of float32."""
+    return ((x > 1e-25) & (x < 1e25)).to(tl.int32)
+
+
+@triton.jit
+def quotients(x, divisor, reciprocal):
+    """x / divisor, rounded to nearest (Markstein), where many numbers have one divisor: three instructions instead of
+    a division of a dozen."""
+    near = x * reciprocal
+    return tl.fma(tl.fma(-near, divisor, x), reciprocal, near)
+
+
+@triton.jit
 def _largest(
     tensor_of, fields, values, largest, not_finite,
     IS_ALIGNED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
@@ -102,12 +116,17 @@ def _round_at_random(
     if IS_QSGD:
         place = tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         x = tl.load(values + at + place, mask=place < count, other=0.0)
-        flag_not_finite(x, not_finite)
         exact = x.to(tl.float64)
         norm = tl.sqrt(tl.sum(exact * exact, axis=1)).to(tl.float32)
         group = tl.arange(0, BLOCK // GROUP)
         tl.store(at_scales + start // GROUP + group, norm, mask=group * GROUP < count)
-        share = tl.div_rn(tl.abs(x), tl.where(norm == 0.0, 1.0, norm)[:, None])  # blocks of zeros have shares of 0
+        flag_not_finite(norm, not_finite)
+        norm = tl.where(norm == 0.0, 1.0, norm)[:, None]  # blocks of zeros have shares of 0
+        size = tl.abs(x)
+        if tl.min(are_common(norm)) > 0:
+            share = quotients(size, norm, tl.div_rn(1.0, norm))
+        else:
+            share = tl.div_rn(size, norm)
         size = tl.minimum(
             tl.floor(share * STEPS + uniforms(key, start.to(tl.uint32) + place.to(tl.uint32))), 1.0 * STEPS
         )
@@ -118,7 +137,11 @@ def _round_at_random(
         size = tl.load(largest + tensor).to(tl.float32, bitcast=True)
         if block == 0:
             tl.store(at_scales, size)
-        share = tl.div_rn(tl.abs(x), tl.where(size == 0.0, 1.0, size))
+        size = tl.where(size == 0.0, 1.0, size)
+        if are_common(size) > 0:
+            share = quotients(tl.abs(x), size, tl.div_rn(1.0, size))
+        else:
+            share = tl.div_rn(tl.abs(x), size)
         is_sent = uniforms(key, start.to(tl.uint32) + place.to(tl.uint32)) < share
         codes = tl.where(is_sent, tl.where(x < 0.0, 0, 2), 1)
     codes = tl.where(tl.arange(0, BLOCK) < count, codes, 0)
