@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.pretend_gpu import no_waits, pretended_gpu
 from torch import Tensor
 
 from weft.codecs.base import Bucket
@@ -202,8 +203,22 @@ def test_decisions_of_the_device_and_factors_there_give_the_same() -> None:
         given = [_draw(on_host.numel) for _ in range(2)]
         expected = on_host.exchange(given, is_made=is_made, keep=0.5)
         sent = on_device.exchange(given, is_made=torch.tensor([int(is_made)]), keep=torch.tensor([0.5]))
-        assert torch.equal(sent, expected)
-    assert torch.equal(on_host.kept(), on_device.kept())
+        assert torch.allclose(sent, expected, rtol=0, atol=1e-12)
+    assert torch.allclose(on_host.kept(), on_device.kept(), rtol=0, atol=1e-12)
+
+
+def test_a_device_is_never_waited_for(arithmetic: LowRank) -> None:
+    replicas = Replicas(_whole(*SHAPES), rank=3)
+    codec, not_finite, values = replicas.codecs[0], torch.zeros(1), _draw(replicas.numel)
+    messages = [torch.zeros(form.numel, dtype=torch.float64) for form in codec.begin(0)]
+    is_made, keep = torch.ones(1), torch.full((1,), 0.5)
+    with pretended_gpu(), no_waits():
+        for step in range(3):
+            codec.begin(step, keep=keep)
+            for number, message in enumerate(messages):
+                codec.encode(number, values, message, not_finite)
+                codec.decode(number, message, values)
+            codec.end(is_made)
 
 
 def test_a_step_in_which_values_travel_without_the_codec_changes_nothing() -> None:

@@ -26,7 +26,7 @@ import torch
 
 from weft.codecs.base import Bucket, Codec, views
 from weft.codecs.kept import Kept
-from weft.codecs.low_rank import add_kept, find_low_rank
+from weft.codecs.low_rank import TorchLowRank, add_kept, find_low_rank
 from weft.codecs.random_bits import key_of, normals
 from weft.plan.exchange.coded_tensor import CodedTensor
 from weft.plan.exchange.low_rank import rank_of
@@ -109,8 +109,8 @@ class PowerSgd(Codec):
         self._first = torch.empty(num_left + sum(one.numel for one in self._rests), dtype=kind[0], device=kind[1])
         """The sum of the first messages, with orthonormal factors."""
         self._arithmetic = find_low_rank(bucket.device, bucket.dtype)
-        self._wanted = self._first.new_empty(0)
-        """What is to be sent in the exchange under way: the values, and what was kept."""
+        self._messages: dict[bool, tuple[Message, ...]] = {}
+        """By whether values travel as they are."""
         self._has_begun = False
         self._set_first_start()
 
@@ -118,19 +118,21 @@ class PowerSgd(Codec):
         bucket = self._bucket
         self._has_begun, self._is_dense = True, is_dense(bucket.codec, step)
         self._keep = bucket.codec.memory * keep
-        dtype = str(bucket.dtype).removeprefix("torch.")
-        self._messages = messages_of(bucket.codec, bucket.tensors, dtype, num_replicas=bucket.num_replicas, step=step)
-        return self._messages
+        if self._is_dense not in self._messages:
+            dtype, num_replicas = str(bucket.dtype).removeprefix("torch."), bucket.num_replicas
+            found = messages_of(bucket.codec, bucket.tensors, dtype, num_replicas=num_replicas, step=step)
+            self._messages[self._is_dense] = found
+        return self._messages[self._is_dense]
 
     def encode(self, number: int, values: torch.Tensor, message: torch.Tensor, not_finite: torch.Tensor) -> None:
         if number > 0:
             for batch in self._batches:
-                torch.bmm(batch.left(self._first), batch.among(self._wanted), out=batch.right(message))
+                torch.bmm(batch.left(self._first), batch.among(self._residual.new), out=batch.right(message))
             return
-        kept, start = self._residual.old, self._start.old
-        wanted = self._wanted = self._residual.new if isinstance(self._residual.turn, int) else torch.zeros_like(kept)
+        kept, wanted, start = self._residual.old, self._residual.new, self._start.old
+        arithmetic = TorchLowRank() if isinstance(self._keep, torch.Tensor) else self._arithmetic
         for batch in () if self._is_dense else self._batches:
-            self._arithmetic.encode(
+            arithmetic.encode(
                 batch.among(values),
                 batch.among(kept),
                 self._keep,
@@ -161,32 +163,27 @@ class PowerSgd(Codec):
                 scale=scale,
                 share=1 / self._bucket.num_replicas,
                 values=batch.among(values),
-                wanted=batch.among(self._wanted),
+                wanted=batch.among(self._residual.new),
             )
-        self._write(self._start, self._start.old if self._is_dense else self._next_start(received))
-        self._write(self._residual, self._wanted)
-        self._wanted = self._first.new_empty(0)
+        if self._is_dense:
+            self._start.write(self._start.old)
+        for batch in () if self._is_dense else self._batches:
+            old, new = batch.right(self._start.old), batch.right(self._start.new)
+            size = _start_size(batch.num_columns)
+            self._arithmetic.next_start(batch.right(received), old, size=size, new=new)
 
     def end(self, is_made: bool | torch.Tensor) -> None:
-        if self._has_begun:  # else values travelled without the codec
-            self._has_begun = False
-            self._residual.end(is_made)
-            self._start.end(is_made)
+        if not self._has_begun:  # values travelled without the codec
+            return
+        self._has_begun = False
+        for kept in (self._residual, self._start):
+            if isinstance(is_made, bool):
+                kept.end(is_made)
+            else:  # products need to know where matrices lie, so on a GPU the copies keep their places
+                torch.where(is_made.reshape(1).bool(), kept.new, kept.old, out=kept.old)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return views(self._bucket, self._residual.settle(), "residual") | self._starts(self._start.settle())
-
-    def _write(self, kept: Kept, new: torch.Tensor) -> None:
-        if not isinstance(kept.turn, int) or new is not kept.new:
-            kept.write(new)
-
-    def _next_start(self, received: torch.Tensor) -> torch.Tensor:
-        old = self._start.old
-        new = self._start.new if isinstance(self._start.turn, int) else torch.empty_like(old)
-        for batch in self._batches:
-            size = _start_size(batch.num_columns)
-            self._arithmetic.next_start(batch.right(received), batch.right(old), size=size, new=batch.right(new))
-        return new
 
     def _set_first_start(self) -> None:
         """Directions by chance, a function of the tensor's name."""

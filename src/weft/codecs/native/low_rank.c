@@ -4,6 +4,12 @@
  * Sums are made in vectors of 64 bytes whatever the CPU has, in one order and without fused multiply-adds: every x86 CPU
  * computes the same bits, so that replicas on different ones stay equal.
  */
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("O2") /* vectors are written out; more would take seconds to compile, for nothing */
+#endif
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#endif
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
@@ -17,6 +23,35 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum { VECTOR_BYTES = 64 };
+
+enum { BLOCK_BYTES = 4096, STREAMED_BYTES = 1 << 20 };
+
+/* Results of matrices that fill caches are better written past them: their lines are not read first. */
+#if defined(__x86_64__) && defined(__GNUC__)
+static int can_stream(size_t num_bytes)
+{
+    return num_bytes >= STREAMED_BYTES && __builtin_cpu_supports("avx512f");
+}
+
+__attribute__((target("avx512f"))) static void stream(void *to, const void *from, size_t num_bytes)
+{
+    size_t head = (size_t)(-(uintptr_t)to & (VECTOR_BYTES - 1)), at = head < num_bytes ? head : num_bytes;
+    memcpy(to, from, at);
+    for (; at + VECTOR_BYTES <= num_bytes; at += VECTOR_BYTES)
+        _mm512_stream_si512((void *)((char *)to + at), _mm512_loadu_si512((const char *)from + at));
+    memcpy((char *)to + at, (const char *)from + at, num_bytes - at);
+}
+#else
+static int can_stream(size_t num_bytes)
+{
+    return num_bytes < 0;
+}
+
+static void stream(void *to, const void *from, size_t num_bytes)
+{
+    memcpy(to, from, num_bytes);
+}
+#endif
 
 /* Matrices of one shape, at equal distances from each other. */
 typedef struct {

@@ -50,7 +50,7 @@ class Loops:
         right: torch.Tensor,
         left: torch.Tensor,
     ) -> None:
-        """wanted = values + keep · kept; left = right · wantedᵀ."""
+        """wanted = values + keep · kept; left = right · wantedᵀ. `keep` is a number."""
         shape = _shape(values, kept, wanted, rank=right.shape[1])
         self._encode(shape, *_addresses(values, kept), float(keep), *_addresses(wanted, right, left))
 

@@ -25,9 +25,9 @@ INLINE void NAME(multiply_row)(const REAL *values, const REAL *kept, REAL keep, 
     VECTOR sums[4] = {{0}};
     int64_t at = 0;
     for (; at + LANES <= length; at += LANES) {
+        VECTOR x = READ_AT(values ? values + at : row + at);
         if (values)
-            AT(row + at) = READ_AT(values + at) + keep * READ_AT(kept + at);
-        VECTOR x = READ_AT(row + at);
+            AT(row + at) = x = x + keep * READ_AT(kept + at);
         for (int64_t k = 0; k < count; k++)
             sums[k] += x * READ_AT(factors + k * length + at);
     }
@@ -76,18 +76,20 @@ FOR_EVERY_CPU void NAME(weft_low_rank_encode)(const Shape *shape, const REAL *va
     }
 }
 
-INLINE void NAME(take_row)(const REAL *weights, const REAL *right, int64_t columns, int64_t rank, REAL scale,
-                           REAL share, REAL *values, REAL *wanted)
+/* Part of a row, from one column on: values = scale * weights * right, wanted -= share * weights * right. */
+INLINE void NAME(take_part)(const REAL *weights, const REAL *right, int64_t columns, int64_t length, int64_t rank,
+                            REAL scale, REAL share, REAL *values, REAL *wanted)
 {
     int64_t at = 0;
-    for (; at + LANES <= columns; at += LANES) {
+    for (; at + LANES <= length; at += LANES) {
         VECTOR sum = weights[0] * READ_AT(right + at);
         for (int64_t k = 1; k < rank; k++)
             sum += weights[k] * READ_AT(right + k * columns + at);
+        VECTOR kept = READ_AT(wanted + at) - share * sum; /* read before the store, which may lie 4096 bytes apart */
         AT(values + at) = scale * sum;
-        AT(wanted + at) -= share * sum;
+        AT(wanted + at) = kept;
     }
-    for (; at < columns; at++) {
+    for (; at < length; at++) {
         REAL sum = weights[0] * right[at];
         for (int64_t k = 1; k < rank; k++)
             sum += weights[k] * right[k * columns + at];
@@ -96,30 +98,39 @@ INLINE void NAME(take_row)(const REAL *weights, const REAL *right, int64_t colum
     }
 }
 
-/* values = scale * left^T * right, wanted -= share * left^T * right. */
+/* values = scale * left^T * right, wanted -= share * left^T * right. `weights` has room for a column of left factors. */
 FOR_EVERY_CPU void NAME(weft_low_rank_decode)(const Shape *shape, const REAL *left, const REAL *right, double scale,
                                               double share, REAL *values, REAL *wanted, REAL *weights)
 {
+    enum { BLOCK = BLOCK_BYTES / sizeof(REAL) };
+    REAL block[BLOCK] __attribute__((aligned(VECTOR_BYTES)));
     int64_t rows = shape->num_rows, columns = shape->num_columns, rank = shape->rank;
+    int is_streamed = can_stream((size_t)(shape->num_matrices * rows * columns) * sizeof(REAL));
     for (int64_t matrix = 0; matrix < shape->num_matrices; matrix++) {
         const REAL *columns_of = left + matrix * rank * rows, *factors = right + matrix * rank * columns;
         for (int64_t row = 0; row < rows; row++) {
             int64_t offset = matrix * shape->distance + row * columns;
             for (int64_t k = 0; k < rank; k++)
                 weights[k] = columns_of[k * rows + row];
-            REAL *to = values + offset, *kept = wanted + offset;
-            switch (rank) {
-            case 1:
-                NAME(take_row)(weights, factors, columns, 1, (REAL)scale, (REAL)share, to, kept);
-                break;
-            case 2:
-                NAME(take_row)(weights, factors, columns, 2, (REAL)scale, (REAL)share, to, kept);
-                break;
-            case 4:
-                NAME(take_row)(weights, factors, columns, 4, (REAL)scale, (REAL)share, to, kept);
-                break;
-            default:
-                NAME(take_row)(weights, factors, columns, rank, (REAL)scale, (REAL)share, to, kept);
+            for (int64_t at = 0; at < columns; at += BLOCK) {
+                int64_t length = columns - at < BLOCK ? columns - at : BLOCK;
+                REAL *to = is_streamed ? block : values + offset + at, *kept = wanted + offset + at;
+                const REAL *from = factors + at;
+                switch (rank) {
+                case 1:
+                    NAME(take_part)(weights, from, columns, length, 1, (REAL)scale, (REAL)share, to, kept);
+                    break;
+                case 2:
+                    NAME(take_part)(weights, from, columns, length, 2, (REAL)scale, (REAL)share, to, kept);
+                    break;
+                case 4:
+                    NAME(take_part)(weights, from, columns, length, 4, (REAL)scale, (REAL)share, to, kept);
+                    break;
+                default:
+                    NAME(take_part)(weights, from, columns, length, rank, (REAL)scale, (REAL)share, to, kept);
+                }
+                if (is_streamed)
+                    stream(values + offset + at, block, (size_t)length * sizeof(REAL));
             }
         }
     }
@@ -150,13 +161,19 @@ INLINE REAL NAME(to_below_one)(REAL size)
 
 INLINE void NAME(scale_row)(REAL *row, int64_t length, REAL factor)
 {
-    for (int64_t at = 0; at < length; at++)
+    int64_t at = 0;
+    for (; at + LANES <= length; at += LANES)
+        AT(row + at) *= factor;
+    for (; at < length; at++)
         row[at] *= factor;
 }
 
 INLINE void NAME(subtract)(REAL *row, const REAL *other, int64_t length, REAL factor)
 {
-    for (int64_t at = 0; at < length; at++)
+    int64_t at = 0;
+    for (; at + LANES <= length; at += LANES)
+        AT(row + at) -= factor * READ_AT(other + at);
+    for (; at < length; at++)
         row[at] -= factor * other[at];
 }
 
