@@ -1,5 +1,6 @@
 """What several kernels of codecs share: packing, random numbers, flags; needs Triton.
 
+Sizes that differ from bucket to bucket are not specialised on, or every bucket would wait for its own compilation.
 Kernels are compiled without fused multiply-adds, with exact quotients and roots, so that they round as torch does.
 """
 

@@ -165,7 +165,7 @@ def limit(count, IS_ALIGNED: tl.constexpr):
     return count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_means", "sums_stride"])
 def _encode_tiles(
     tensor_of, fields, values, first, second, first_means, second_means, turn, num_means, keep,
     message, sums, sums_stride, not_finite,
@@ -232,7 +232,7 @@ def _encode_tiles(
     tl.store(at_sums + 2 * sums_stride.to(tl.int64), tl.sum(num_minus, axis=0), mask=is_column)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_means", "sums_stride"])
 def _means_of_columns(
     tensor_of, fields, sums, sums_stride, first_means, second_means, turn, num_means, floats,
     AT_ONCE: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
@@ -271,7 +271,7 @@ def _means_of_columns(
     tl.store(at_message + columns + column, minus, mask=is_column)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _decode_tiles(
     tensor_of, fields, received, floats, stride, values, scale,
     IS_ALIGNED: tl.constexpr, NUM_REPLICAS: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,

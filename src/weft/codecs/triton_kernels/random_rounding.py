@@ -151,7 +151,7 @@ def _round_at_random(
     tl.store(at_codes + start // per_byte + byte, packed(codes, BLOCK, BITS).to(tl.uint8), mask=is_byte)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _add_rows(
     tensor_of, fields, received, floats, stride, values, scale,
     IS_QSGD: tl.constexpr, STEPS: tl.constexpr, BITS: tl.constexpr, IS_ALIGNED: tl.constexpr,

@@ -75,7 +75,7 @@ def _pack_signs(
     tl.store(message + (tl.load(row + 2) + start // 8) + byte, bytes_.to(tl.uint8), mask=byte * 8 < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _vote(
     tensor_of, fields, received, stride, values,
     IS_ALIGNED: tl.constexpr, NUM_REPLICAS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
