@@ -54,7 +54,7 @@ class OneBitKernels:
         sums_at = means_of = 0
         for one, place in zip(tensors, places, strict=True):
             columns, numel = one.num_columns, one.num_rows * one.num_columns
-            together = rows_together(columns)
+            together = rows_together(columns, one.num_rows)
             width = together * columns
             high, wide = -(-numel // (width * rows_of_tile)), -(-width // _COLUMNS)
             at = (place.means_at, place.bits_at)
@@ -138,10 +138,10 @@ class OneBitKernels:
         means.zero_()
 
 
-def rows_together(columns: int) -> int:
+def rows_together(columns: int, num_rows: int) -> int:
     """Rows of the matrix that make a wide row: a multiple of 8 elements, in few tiles with little room left."""
     least = 8 // math.gcd(8, columns)
-    most = max(1, -(-8 * _COLUMNS // (least * columns)))
+    most = max(1, min(-(-8 * _COLUMNS // (least * columns)), num_rows // least))
     choices = [least * times for times in range(1, most + 1)]
     return min(choices, key=lambda count: (-(-count * columns // _COLUMNS) * _COLUMNS / (count * columns), count))
 
