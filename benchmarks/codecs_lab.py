@@ -6,7 +6,7 @@
 Emulated hosts of one rank each (docs/lab.md; it needs root), a GPT of 4.8 M parameters on few tokens, so that the
 exchange decides, SGD with momentum. torch's sides are DistributedDataParallel without and with the fp16 hook and the
 PowerSGD hook of rank 4, whose future is waited for inside the hook: with several buckets it does not survive otherwise.
-All sides have torch's bucket size of 25 MiB. weft's codecs have no warm-up here.
+All sides have torch's bucket size of 25 MiB. weft's codecs have no warm-up here. "No exchange" is what is left to gain.
 
 Sides take turns, one step each, in an order that rotates every round, as long as there is time; the first two rounds
 warm up. A step lasts from a barrier until the slowest rank has the loss and the new weights. The table has the median
@@ -71,8 +71,9 @@ def waited_power_sgd_hook(state, bucket):  # type: ignore[no-untyped-def]
     return pending
 
 
-def torch_side(hook: str, *, tiny: bool) -> Step:
-    model = DistributedDataParallel(make_model(tiny=tiny))
+def torch_side(hook: str | None, *, tiny: bool) -> Step:
+    """DDP with this hook, or none (""); None: the model by itself."""
+    model = make_model(tiny=tiny) if hook is None else DistributedDataParallel(make_model(tiny=tiny))
     if hook == "fp16":
         model.register_comm_hook(None, fp16_compress_hook)
     elif hook == "powersgd":
@@ -103,6 +104,7 @@ def weft_side(plan: Plan, *, tiny: bool) -> Step:
 def make_sides(num_ranks: int, *, tiny: bool) -> dict[str, Step]:
     """By name; all ranks make them in this order."""
     sides = {
+        "no exchange": torch_side(None, tiny=tiny),
         "DDP": torch_side("", tiny=tiny),
         "DDP, fp16 hook": torch_side("fp16", tiny=tiny),
         f"DDP, PowerSGD hook, rank {RANK}": torch_side("powersgd", tiny=tiny),
@@ -165,7 +167,7 @@ def print_sides(steps: dict[str, list[tuple[float, int]]]) -> None:
         sent = statistics.median(sent for _, sent in rows)
         step_ms = 1e3 * statistics.median(taken_s for taken_s, _ in rows)
         ratio = statistics.median(theirs / mine for theirs, (mine, _) in zip(dense_s, rows, strict=True))
-        compression = f"{dense_bytes / sent:.1f}"
+        compression = "" if name == "no exchange" else f"{dense_bytes / sent:.1f}"
         print(f"{name:34s} {step_ms:9.1f} {format_bytes(sent):>10s} {compression:>12s} {ratio:11.2f}", flush=True)
 
 

@@ -44,6 +44,8 @@ from weft.training.data.datasets import TokenWindows, split_held_out, standard_l
 
 HELD_OUT = 0.05
 NESTEROV = {"outer": "nesterov", "outer_lr": 0.7, "outer_momentum": 0.9}
+MILD_NESTEROV = {"outer": "nesterov", "outer_lr": 0.8, "outer_momentum": 0.6}
+"""For exchanges that are few: less momentum, which has less time to turn round."""
 MARGIN = 1.15
 """A run is expected to take this much longer than the longest one of its kind so far."""
 
@@ -139,6 +141,12 @@ RUNS: dict[str, Run] = {
     "powersgd-2-forgetting": Run(codec={"name": "powersgd", "rank": 2, "memory": 0.0}),
     "topk-0.1-warm": Run(codec={"name": "topk", "density": 0.001, "warmup_steps": 60}),
     "powersgd-1-warm": Run(codec={"name": "powersgd", "rank": 1, "warmup_steps": 6}),
+    "local16": _local(16, {}),
+    "local16-onebit": _local(16, {}, name="onebit"),
+    "local16-nesterov": _local(16, MILD_NESTEROV),
+    "local16-nesterov-onebit": _local(16, MILD_NESTEROV, name="onebit"),
+    "local8-topk-2": _local(8, {}, **SPARSE_LOCO, density=0.02),
+    "local4-powersgd-8": _local(4, {}, name="powersgd", rank=8),
     "local10-topk-1": _local(10, {}, **SPARSE_LOCO, density=0.01),
     "local30-nesterov-topk-1": _local(30, NESTEROV, **SPARSE_LOCO, density=0.01),
 }
@@ -335,6 +343,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each (3)")
     parser.add_argument("--minutes", type=float, default=9.0, help="no run ends later (9)")
     parser.add_argument("--steps", type=int, help="of a run (600)")
+    parser.add_argument("--batch", type=int, help="samples of all replicas in a step (64)")
     parser.add_argument("--jobs", type=int, help="runs beside each other (8 on a GPU, else one per core)")
     parser.add_argument("--tiny", action="store_true", help="a small model and few steps, for a CPU")
     parser.add_argument("--summary", action="store_true", help="print what is in the folder, and run nothing")
@@ -356,8 +365,8 @@ def main() -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     if not args.summary:
         size = TINY if args.tiny else FULL
-        size = replace(size, steps=args.steps or size.steps)
-        wanted = [(name, seed) for name in args.runs for seed in range(args.seeds)]
+        size = replace(size, steps=args.steps or size.steps, global_batch=args.batch or size.global_batch)
+        wanted = [(name, seed) for seed in range(args.seeds) for name in args.runs]
         run_all(wanted, size, args, time.time() + 60 * args.minutes)
     summarise(args.folder)
 

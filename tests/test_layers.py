@@ -22,7 +22,7 @@ ROOMS = (
     "dtypes comm.shared_memory comm.failures comm.world comm mesh parallel.wrapping blueprint models layout "
     "parallel.tracing parallel.zero parallel.state parallel.attention parallel.sequence parallel.spatial "
     "parallel.tensor.discovery parallel.tensor parallel.pipeline "
-    "codecs.native codecs sync server checkpoint.files checkpoint optim "
+    "codecs.native codecs.triton_kernels codecs sync server checkpoint.files checkpoint optim "
     "training.data training.loss training.step training.setup parallel training training.run "
     "verification.float64 verification.compression verification "
     "measure lab restarts launch cli __main__"

@@ -1,6 +1,7 @@
-"""Every codec on a GPU, in Triton's kernels where it has them, against its path on the CPU; float32.
+"""Every codec on a GPU, in Triton's kernels, against its path on the CPU; float32.
 
     python tests/gpu/gpu_codecs.py
+    TRITON_INTERPRET=1 python tests/gpu/gpu_codecs.py --interpreter     # the kernels without a GPU, on a few numbers
 
 Prints one line per codec, and ends with 1 if one of them differs. Exchanges of 1, 2 and 4 replicas in this process, of
 tensors of odd sizes and of such that can be read in vectors; one exchange of three does not count, which only the GPU
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 import torch
 
 from weft.codecs.base import Bucket, Codec
+from weft.codecs.fused import FUSED
 from weft.codecs.make import make_codec
 from weft.plan.exchange.coded_tensor import CodedTensor
 from weft.plan.plan import Codec as CodecSection
@@ -25,6 +27,7 @@ from weft.plan.plan import Codec as CodecSection
 NUM_STEPS, NOT_MADE = 4, 1
 ODD = ((7, 5), (130, 67), (3, 23_501), (4_099, 1), (5, 9))
 EVEN = ((64, 1_024), (256, 576), (2_048, 128))
+FEW_NUMBERS = ((9, 67), (20, 30), (4, 8))
 CASES: tuple[tuple[str, dict[str, float]], ...] = (
     ("topk", {"density": 0.01}),
     ("topk", {"density": 0.05, "bits": 8}),
@@ -40,20 +43,24 @@ CASES: tuple[tuple[str, dict[str, float]], ...] = (
     ("powersgd", {"rank": 2}),
     ("powersgd", {"rank": 8, "memory": 0.9}),
 )
+INTERPRETED = (0, 2, 3, 5, 6, 8, 10, 11)
+"""The cases that are tried in Triton's interpreter."""
 FEW = 1e-4
 """Share of entries that may differ by more than rounding where sums decide about them (a sign, a code)."""
 
 
 def main() -> None:
+    is_interpreted = "--interpreter" in sys.argv[1:]
     failures = 0
     begun = time.perf_counter()
-    for name, settings in CASES:
+    for name, settings in [CASES[place] for place in INTERPRETED] if is_interpreted else CASES:
         section = CodecSection(name=name, **{key: _typed(key, value) for key, value in settings.items()})
         problems: list[str] = []
         at = time.perf_counter()
-        for shapes, replicas in ((ODD, (1, 2, 4)), (EVEN, (2,))):
+        runs = ((FEW_NUMBERS, (2,)),) if is_interpreted else ((ODD, (1, 2, 4)), (EVEN, (2,)))
+        for shapes, replicas in runs:
             for num_replicas in replicas:
-                problems += _compare(section, shapes, num_replicas)
+                problems += _compare(section, shapes, num_replicas, "cpu" if is_interpreted else "cuda")
         text = "; ".join(problems[:3]) if problems else "equal"
         print(f"{name:9} {settings}: {text} ({time.perf_counter() - at:.1f} s)", flush=True)
         failures += bool(problems)
@@ -66,14 +73,17 @@ def _typed(key: str, value: float) -> float | int | bool:
     return type(field)(value)
 
 
-def _compare(section: CodecSection, shapes: Sequence[tuple[int, int]], num_replicas: int) -> list[str]:
+def _compare(section: CodecSection, shapes: Sequence[tuple[int, int]], num_replicas: int, device: str) -> list[str]:
     gap = 0 if shapes is EVEN else 1
     tensors, offset = [], 3 * gap
     for place, shape in enumerate(shapes):
         numel = math.prod(shape) - (place == 1) * gap * 31  # a range of a tensor
         tensors.append(CodedTensor(name=f"t{place}", shape=shape, offset=offset, numel=numel))
         offset += numel + gap * (place % 2)
-    sides = [_Side(section, tuple(tensors), offset, num_replicas, device) for device in ("cpu", "cuda")]
+    sides = [
+        _Side(section, tuple(tensors), offset, num_replicas, place, is_fused=is_fused)
+        for place, is_fused in (("cpu", False), (device, True))
+    ]
     torch.manual_seed(num_replicas)
     problems = []
     for step in range(NUM_STEPS):
@@ -118,8 +128,10 @@ class _Side:
         numel: int,
         num_replicas: int,
         device: str,
+        *,
+        is_fused: bool,
     ) -> None:
-        self._device = torch.device(device)
+        self._device, self._is_fused = torch.device(device), is_fused
         self.codecs: list[Codec] = []
         for replica in range(num_replicas):
             bucket = Bucket(
@@ -131,12 +143,10 @@ class _Side:
                 replica=replica,
                 num_replicas=num_replicas,
             )
-            codec = make_codec(bucket)
+            codec = FUSED[section.name](bucket) if is_fused else make_codec(bucket)
             if section.name == "dgc":
                 codec.momenta = [(0.9, place % 2 == 1) for place in range(len(tensors))]  # type: ignore[attr-defined]
             self.codecs.append(codec)
-        if device == "cuda" and section.name != "powersgd" and not type(self.codecs[0]).__name__.startswith("Fused"):
-            raise SystemExit(f"{section.name} has no Triton kernels here")
 
     def exchange(self, step: int, given: Sequence[torch.Tensor], made: bool) -> tuple[torch.Tensor, bool]:
         """What the first replica ends with; whether the values were found not to be finite."""
@@ -156,7 +166,7 @@ class _Side:
             for codec, own in zip(self.codecs, values, strict=True):
                 codec.decode(number, received, own, scale=0.5)
         for codec in self.codecs:
-            codec.end(torch.tensor(float(made)).to(self._device) if self._device.type == "cuda" else made)
+            codec.end(torch.tensor(float(made)).to(self._device) if self._is_fused else made)
         return values[0].cpu(), bool(flag > 0)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import weft
-from weft.plan import model_refusals
+from weft.plan import in_process_refusals, model_refusals
 from weft.plan.fields import facts_of
 from weft.plan.model_refusals import IMAGE_RULES, MODEL_REFUSALS, image_problems
 from weft.plan.plan import SECTIONS, Axes, Compile, Data, Plan, Sequence, value_at
@@ -51,10 +51,13 @@ def places_in(refusal):
     return {name for name in named if "." not in name}, {name for name in named if "." in name}
 
 
-@pytest.mark.parametrize("name", [name for name, value in vars(model_refusals).items() if value in MODEL_REFUSALS])
+NAMED = vars(model_refusals) | vars(in_process_refusals)
+
+
+@pytest.mark.parametrize("name", [name for name, value in NAMED.items() if value in MODEL_REFUSALS])
 def test_code_refuses_by_every_name_and_fills_in_all_of_it(name):
     """A call that left one out would only be found by somebody whose model is refused."""
-    values, fields = places_in(getattr(model_refusals, name))
+    values, fields = places_in(NAMED[name])
     calls = [
         node
         for path in SOURCE.rglob("*.py")

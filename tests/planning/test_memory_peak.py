@@ -56,28 +56,41 @@ def text_batch(config: GPTConfig, samples: int) -> tuple[torch.Tensor, torch.Ten
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
-def train(model: nn.Module, plan: Plan, inputs: torch.Tensor, targets: torch.Tensor) -> Trainer:
+Make = Callable[..., torch.optim.Optimizer]
+ADAMW: Make = functools.partial(torch.optim.AdamW, lr=1e-4)
+
+
+def train(
+    model: nn.Module, plan: Plan, inputs: torch.Tensor, targets: torch.Tensor, optimizer: Make = ADAMW
+) -> Trainer:
     """Two steps: the second one finds all that the first has made."""
-    optimizer = functools.partial(torch.optim.AdamW, lr=1e-4)
     trainer = parallelize(model, plan, loss="cross-entropy", optimizer=optimizer, device="cpu")
     for _ in range(2):
         float(trainer.step(inputs, targets))
     return trainer
 
 
-def predict(model: nn.Module, plan: Plan, inputs: torch.Tensor, targets: torch.Tensor) -> Memory:
+def predict(model: nn.Module, plan: Plan, inputs: torch.Tensor, targets: torch.Tensor, moments: float = 8.0) -> Memory:
     """For the microbatches into which the plan cuts this batch."""
     samples = len(inputs) // plan.step.microbatches
     profile = profile_model(model, inputs[:samples], targets[:samples], compute=plan.precision.compute)
-    return predict_memory(plan, profile)
+    return predict_memory(plan, profile, optimizer_bytes_per_parameter=moments)
 
 
-def check_account(make: Callable[[], nn.Module], plan: Plan, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+def check_account(
+    make: Callable[[], nn.Module],
+    plan: Plan,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    optimizer: Make = ADAMW,
+    moments: float = 8.0,
+) -> None:
     """What is there after a step and was not before is the state, and buffers kept for the next exchanges."""
     before = live_bytes()
     model = make()
-    predicted = predict(model, plan, inputs, targets)
-    trainer = train(model, plan, inputs, targets)
+    predicted = predict(model, plan, inputs, targets, moments)
+    trainer = train(model, plan, inputs, targets, optimizer)
     if trainer.sync.flats:
         trainer.sync.begin()  # lets go of gradients that were cast for the update
     found = live_bytes() - before
@@ -160,6 +173,46 @@ def test_every_tensor_of_sharded_replicas_that_differ() -> None:
     check_account(lambda: GPT(SMALL), plan, *text_batch(SMALL, 2))
 
 
+CODECS = {
+    "topk": Codec(name="topk", density=0.05),
+    "dgc": Codec(name="dgc", density=0.05),
+    "onebit": Codec(name="onebit"),
+    "powersgd": Codec(name="powersgd", rank=2),
+    "qsgd": Codec(name="qsgd", levels=16),
+}
+
+
+def coded_account(name: str, plan: Plan) -> None:
+    """SGD without momentum, as DGC wants it, so that what codecs keep is a larger part of all."""
+    plan = dataclasses.replace(plan, codec=CODECS[name], comm=Comm(bucket_bytes=60_000))
+    sgd = functools.partial(torch.optim.SGD, lr=1e-3)
+    check_account(lambda: GPT(SMALL), plan, *text_batch(SMALL, 2), optimizer=sgd, moments=0.0)
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("dgc", "powersgd") else LONG) for name in CODECS]
+)
+def test_every_tensor_that_codecs_keep(name: str) -> None:
+    coded_account(name, Plan(axes=Axes(data=2)))
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "topk" else LONG) for name in CODECS if name != "dgc"]
+)
+def test_every_tensor_that_codecs_of_local_steps_keep(name: str) -> None:
+    coded_account(name, Plan(axes=Axes(data=2), data=Data(sync="local", every=2)))
+
+
+@LONG
+@ranks(4)
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("shard", SHARDS[1:])
+def test_every_tensor_that_codecs_over_replicas_keep(shard: str, name: str) -> None:
+    coded_account(name, Plan(axes=Axes(data=2, replicate=2), data=Data(shard=shard)))
+
+
 @pytest.mark.long
 @ranks(2)
 @pytest.mark.parametrize("shard", WAITING)
@@ -176,17 +229,17 @@ def trim_malloc() -> None:
     assert ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 16) == 1
 
 
-def check_peak(plan: Plan, config: GPTConfig = LARGE) -> None:
+def check_peak(plan: Plan, config: GPTConfig = LARGE, *, optimizer: Make = ADAMW, moments: float = 8.0) -> None:
     trim_malloc()
-    train(GPT(SMALL), plan, *text_batch(SMALL, 1))  # libraries and transport are there from now on
+    train(GPT(SMALL), plan, *text_batch(SMALL, 1), optimizer)  # libraries and transport are there from now on
     batch = text_batch(config, 1)
     with torch.device("meta"):
-        predicted = predict(GPT(config), plan, *batch)
+        predicted = predict(GPT(config), plan, *batch, moments)
     gc.collect()
     before = read_pss_bytes()
     dist.barrier()
     with PeakPss() as watched:
-        train(GPT(config), plan, *batch)
+        train(GPT(config), plan, *batch, optimizer)
         dist.barrier()
     assert predicted.total == pytest.approx(watched.peak_bytes - before, rel=0.1), predicted.table()
 
@@ -203,6 +256,15 @@ def test_the_peak_of_two_processes(shard: str) -> None:
 @pytest.mark.parametrize("name", EXCHANGING)
 def test_the_peak_of_two_replicas(name: str) -> None:
     check_peak(EXCHANGING[name], MIDDLING)
+
+
+@pytest.mark.long
+@ranks(2, fresh=True, timeout_s=300)
+@pytest.mark.parametrize("name", CODECS)
+def test_the_peak_of_two_processes_with_a_codec(name: str) -> None:
+    """With SGD, whose update takes nothing."""
+    plan = Plan(axes=Axes(data=2), codec=CODECS[name])
+    check_peak(plan, MIDDLING, optimizer=functools.partial(torch.optim.SGD, lr=1e-3), moments=0.0)
 
 
 @pytest.mark.long

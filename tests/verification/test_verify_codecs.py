@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import weft
 from weft.plan.plan import Average, Axes, Codec, Comm, Data, Plan, Precision, Step
 from weft.plan.plan import Tensor as TensorSection
-from weft.verification.compressed_replicas import CompressedReplicas
+from weft.verification.compressed_replicas import CompressedReplicas, with_compression
 from weft.verification.one_process import OneProcess
 from weft.verification.oracles import rule_of
 from weft.verification.replicas import LocalReplicas
@@ -211,6 +211,16 @@ def test_16_bits_are_measured_without_the_codec() -> None:
     assert deviation is not None and deviation.against == "one process in float32"
     assert deviation.gradient is not None and 0 < deviation.gradient < 0.1
     assert "deviation from training without the codec in one process" in outcome.notes[-1]
+
+
+def test_few_steps_show_compression_all_the_same() -> None:
+    def shown(warmup_steps: int, num_steps: int) -> tuple[int, list[str]]:
+        plan, notes = with_compression(Plan(codec=codec("topk", warmup_steps=warmup_steps)), num_steps=num_steps)
+        return plan.codec.warmup_steps, notes
+
+    assert shown(500, 3) == (1, ["the codec's warm-up was cut from 500 steps to 1, to be over in 3 steps"])
+    assert shown(500, 2)[0] == 0 and shown(2, 3)[0] == 1 and len(shown(2, 3)[1]) == 1
+    assert shown(2, 4) == (2, []) and shown(1, 3) == (1, []) and shown(0, 1) == (0, [])
 
 
 def test_one_replica_compresses_nothing() -> None:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from weft.cli.terminal import SECONDS_BETWEEN_LINES, say
+from weft.plan.exchange.compression import Compression
 from weft.training.run.job import Job
 from weft.training.run.loop import Observer, Summary
 from weft.training.run.metrics import StepRecord
@@ -98,9 +99,19 @@ class TerminalObserver(Observer):
             self._say(f"  weft train --resume {summary.directory}{self._flags}")
         else:
             self._say(f"done: {summary.steps_done} steps, {format_seconds(summary.seconds)} of training")
+        if summary.compression is not None:
+            self._say(_in_words(summary.compression))
         if summary.straggler is not None:
             self._say(summary.straggler.in_words(summary.seconds))
 
     def _say(self, text: str) -> None:
         say(self._console, text)
         self._log.write(f"{text}\n")
+
+
+def _in_words(compression: Compression) -> str:
+    dense, sent = (format_bytes(number) for number in (compression.dense_bytes, compression.sent_bytes))
+    return (
+        f"compression {compression.ratio:.1f}×: rank 0 sent {sent} to other replicas, where all-reduce in float32 at "
+        f"every step sends {dense}"
+    )

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 from weft.codecs.base import Bucket, Codec
 from weft.codecs.dgc import Dgc
+from weft.codecs.find_fused import find_fused
 from weft.codecs.half import Half
 from weft.codecs.onebit import make_onebit
 from weft.codecs.powersgd import PowerSgd
 from weft.codecs.random_rounding import Qsgd, TernGrad
 from weft.codecs.sign import Sign
 from weft.codecs.topk import TopK
-from weft.codecs.triton_kernels.find import find_fused
 
 _CODECS: dict[str, Callable[[Bucket], Codec]] = {
     "half": Half,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from weft.plan import in_process_refusals
 from weft.plan.fields import toml
 from weft.plan.plan import Plan, value_at
 from weft.plan.refusals import Refusal, Rule
@@ -65,48 +66,6 @@ NOTHING_SENT = Refusal(
     why='{codec.density} of the largest tensor, "{name}" with {numel} elements, is {share:.3g} entries, so nothing '
     "would be sent of any tensor",
     remedy="set [codec] density to {least:.1g} or more",
-)
-
-# --- replicas in one process ------------------------------------------------------------------------------------------
-
-REPLICAS_THAT_NEVER_DIFFER = Refusal(
-    combination='replicas in process with [data] sync = "all-reduce" and without a codec',
-    why="with {data.sync} and {codec.name} nothing differs between replicas, and what they exchange is exact: one rank "
-    "with [step] microbatches = {num_microbatches} gives the same answer",
-    remedy='run that, or set [data] sync = "local" or a [codec] to study what these change',
-)
-BATCH_STATISTICS_OF_WORKERS = Refusal(
-    combination='replicas in process with [data] sync = "all-reduce" and a model with BatchNorm, unless [data] buffers '
-    '= "broadcast"',
-    why="ranks in process compute one after the other, and with {data.buffers} a BatchNorm needs all of them at once, "
-    "or statistics for each",
-    remedy='set [data] buffers = "broadcast", use a norm without batch statistics, or start real ranks',
-)
-BALANCED_WORKERS = Refusal(
-    combination='replicas in process with [data] sync = "all-reduce" and [data] balance',
-    why="{data.balance} gives ranks parts of the batch by their speed, and ranks in process have none",
-    remedy="leave it out",
-)
-GATHERED_IN_PROCESS = Refusal(
-    combination='replicas in process with [data] sync = "all-reduce" and a loss that calls weft.gather_batch',
-    why="the loss gathers the samples of {num_parts} data ranks, and in process these compute one after the other",
-    remedy="start real ranks",
-)
-REPLICAS_OF_SEVERAL_RANKS = Refusal(
-    combination="replicas in process whose replicas are several ranks ([axes] pipeline, tensor, ring, ulysses, or data "
-    "with [data] shard)",
-    why="a replica in process is one rank, and with {axes} a replica is {num_ranks} ranks",
-    remedy="leave these out, which changes nothing about how replicas exchange, or start real ranks",
-)
-UNCOUNTED_REPLICAS = Refusal(
-    combination='replicas in process with [axes] data = "all"',
-    why='[axes] data = "all" stands for the number of ranks that run, and replicas in process are one process',
-    remedy="write the number of replicas",
-)
-REPLICAS_IN_SEVERAL_PROCESSES = Refusal(
-    combination="replicas in process on several ranks",
-    why="replicas in process need one process, and {num_processes} were started",
-    remedy="start one, or let each rank be a replica: leave out replicas in process",
 )
 
 # --- models without blocks, and models compiled as a whole ------------------------------------------------------------
@@ -412,5 +371,7 @@ HIDDEN_OUTPUTS = Refusal(
     remedy="with {asked} let it return them in {instead}",
 )
 
-MODEL_REFUSALS: tuple[Refusal, ...] = tuple(value for value in vars().values() if isinstance(value, Refusal))
-"""All of the above, in this order."""
+MODEL_REFUSALS: tuple[Refusal, ...] = tuple(
+    value for value in (*vars().values(), *vars(in_process_refusals).values()) if isinstance(value, Refusal)
+)
+"""All of the above, in this order, and those of replicas in one process."""

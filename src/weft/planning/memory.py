@@ -5,6 +5,7 @@ The peak is over all moments of a step. The state is the same at each of them; t
     forward and backward of each segment   activations kept so far, the segment's workspace, gathered parameters
     update                                 temporaries of the optimizer, gradients cast to the master's dtype
     exchange                               temporaries of an exchange between replicas that differ
+    new buckets                            copies of what codecs keep, when buckets change after the first step
 
 State, gradient buffers and gathered parameters are counted as they are allocated, padding included. Activations are
 measured at the profile's microbatch and scaled to the plan's. Where a block is recomputed, its backward pass is taken
@@ -20,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from weft.errors import PlanError
+from weft.plan.exchange.codec_memory import codec_memory
 from weft.plan.exchange.weight_exchange import (
     ExchangeBucket,
     exchange_buckets,
@@ -44,7 +46,7 @@ from weft.planning.gradient_buffers import travelling_bytes
 from weft.profiles.model import ModelProfile
 from weft.units import format_bytes
 
-_STATE = ("parameters", "gradients", "master", "optimizer", "average", "outer", "buffers")
+_STATE = ("parameters", "gradients", "master", "optimizer", "average", "outer", "codec", "buffers")
 
 
 def _category(meaning: str) -> int:
@@ -64,10 +66,11 @@ class Memory:
     optimizer: int = _category("the optimizer's moments")
     average: int = _category("the average of the weights")
     outer: int = _category("the weights that replicas last exchanged, and the outer momentum")
+    codec: int = _category("what codecs keep: not sent yet, momenta of it, where the next exchange starts")
     buffers: int = _category("running statistics and tables of the model")
     gathered: int = _category("parameters of other ranks, whole for a while")
     gradient_buffers: int = _category("gradients on their way to other ranks")
-    exchange_buffers: int = _category("weights on their way to other replicas")
+    exchange_buffers: int = _category("weights, or messages of codecs, on their way to other replicas")
     activations: int = _category("kept from forward to backward")
     workspace: int = _category("what the segment needs beyond that, the loss included")
     update: int = _category("temporaries of the update, or of an exchange between replicas")
@@ -132,11 +135,14 @@ def predict_memory(
     state = state_memory(
         plan,
         flats,
+        in_flats=bool(shared),
         device=profile.device,
         optimizer_bytes=round(master_bytes / 4 * optimizer_bytes_per_parameter),
         buffer_bytes=profile.buffer_bytes,
     )
     buckets = buckets_between_replicas(plan, flats)
+    waits_in_backward = plan.data.buffers == "synchronise" and profile.batch_norms
+    codec = codec_memory(plan, flats, in_flats=bool(shared), waits_in_backward=waits_in_backward)
     exchange = exchange_temporary_bytes(buckets, plan, on_host=offloads(plan, profile.device))
     # Gradients that no other rank waits for are autograd's own, made anew in every step.
     comes_and_goes = not shared and not shares_batch(plan) and plan.step.microbatches == 1
@@ -144,6 +150,7 @@ def predict_memory(
         *_passes(plan, profile, samples, gathered, kept_gradients=None if comes_and_goes else state.gradients),
         Memory(moment="update", gradients=state.gradients, update=update),
         Memory(moment="exchange", gradients=state.gradients, update=exchange),
+        Memory(moment="new buckets", gradients=state.gradients, update=codec.moved),
     ]
     fullest = max(moments, key=lambda moment: moment.total)
     return dataclasses.replace(
@@ -155,9 +162,9 @@ def predict_memory(
             plan,
             shared,
             receives=on_host and not shares_memory,
-            waits_in_backward=plan.data.buffers == "synchronise" and profile.batch_norms,
+            waits_in_backward=waits_in_backward,
         ),
-        exchange_buffers=exchange_buffer_bytes(buckets, plan),
+        exchange_buffers=exchange_buffer_bytes(buckets) + codec.buffers,
         activations=fullest.activations + plan.step.microbatches * profile.batch.at(samples),
         workspace=fullest.workspace,
         update=fullest.update,
@@ -181,15 +188,17 @@ def _refuse(plan: Plan, profile: ModelProfile) -> None:
 
 
 def state_memory(
-    plan: Plan, flats: Sequence[FlatBuffer], *, device: str, optimizer_bytes: int, buffer_bytes: int
+    plan: Plan, flats: Sequence[FlatBuffer], *, in_flats: bool, device: str, optimizer_bytes: int, buffer_bytes: int
 ) -> Memory:
-    """Bytes that stay from step to step, where parameters lie in these buffers; `optimizer_bytes` are its moments."""
+    """Bytes that stay from step to step, where parameters lie in these buffers; `in_flats`: they are not the model's
+    own tensors. `optimizer_bytes` are the optimizer's moments."""
     sharding, on_host = Sharding.of(plan), offloads(plan, device)
     trainable = [flat for flat in flats if flat.trainable]
     master = sum(flat.part_bytes(flat.master) for flat in trainable if on_host or flat.master != flat.compute)
     handed_over = sum(flat.part_bytes(flat.master) for flat in trainable)
     average = sum(average_bytes(flat) for flat in trainable) if plan.average.decay > 0 else 0
     outer = outer_bytes(buckets_between_replicas(plan, flats), plan)
+    codec = codec_memory(plan, flats, in_flats=in_flats, waits_in_backward=False)
     return Memory(
         moment="between steps",
         parameters=sum(
@@ -203,6 +212,7 @@ def state_memory(
         optimizer=0 if on_host else optimizer_bytes,
         average=0 if on_host else average,
         outer=0 if on_host else outer,
+        codec=codec.kept,
         buffers=buffer_bytes,
         host=master + optimizer_bytes + average + outer + handed_over if on_host else 0,
     )
@@ -212,7 +222,7 @@ def buckets_between_replicas(plan: Plan, flats: Sequence[FlatBuffer]) -> list[Ex
     """The buckets that a rank exchanges with other replicas, where there are any; the first part has no padding."""
     if plan.replica_axis is None:
         return []
-    return exchange_buckets(kept_weights(flats, 0), plan.comm.bucket_bytes)
+    return exchange_buckets(kept_weights(flats, 0), plan.comm.bucket_bytes, plan.codec)
 
 
 def average_bytes(flat: FlatBuffer) -> int:

@@ -20,7 +20,7 @@ deadlock (`sync/zero.py`): there only first phases are started, and `finish` doe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,6 @@ from weft.comm.collectives import Pending, all_gather, all_reduce, reduce_scatte
 from weft.comm.group import Group
 from weft.layout import Range
 from weft.parallel.zero.grouping import torch_dtype
-from weft.plan.exchange.codec_memory import KEPT_KINDS
 from weft.plan.exchange.coded_tensor import CodedTensor, slice_of
 from weft.plan.exchange.messages import Message, num_messages
 from weft.plan.partition.zero import BufferPool
@@ -172,31 +171,13 @@ class CompressedExchange:
 
     @torch.no_grad()
     def lay_out_again(self, buckets: Sequence[CodedBucket]) -> None:
-        """Exchange the same tensors in other buckets, with the state that they have; collective inside a replica.
-
-        Where ranks have slices, other slices are other ranges of tensors, for which starting points begin anew."""
+        """Exchange the same tensors in other buckets, with the state that they have; not where ranks have slices."""
         kept = {name: tensor.clone() for name, tensor in self.tensors().items()}
-        if self._inside.size > 1:
-            kept = self._whole(kept)
+        assert not kept or self._inside.size == 1, "other buckets are cut into other slices"
         self.lay_out(buckets)
-        mine, ranges = self.tensors(), self.ranges() if self._inside.size > 1 else {}
-        for name, tensor in mine.items():
-            if name in kept:
-                part = slice(*ranges[name.partition("/")[2]]) if ranges else slice(None)
-                tensor.copy_(kept[name][part])
-
-    def _whole(self, kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What all ranks inside a replica keep of each tensor, put together; of kinds that have the tensor's shape."""
-        ranges, found = self.ranges(), {}
-        for bucket in self._buckets:
-            for one in bucket.tensors:
-                for kind in KEPT_KINDS.get(self._section.name, ()):
-                    whole = torch.zeros(one.start + one.numel, dtype=bucket.dtype, device=self._device)
-                    if (name := f"{kind}/{one.name}") in kept:
-                        whole[slice(*ranges[one.name])] = kept[name]
-                    all_reduce(whole, self._inside)
-                    found[name] = whole
-        return found
+        mine = self.tensors()
+        for name, tensor in kept.items():
+            mine[name].copy_(tensor)
 
     @torch.no_grad()
     def mean_(self, tensors: Sequence[torch.Tensor]) -> None:

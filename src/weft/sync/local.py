@@ -32,7 +32,6 @@ from weft.comm.shared_gradients import SharedGradient, SharedGradientExchange
 from weft.parallel.zero.flat_parameters import Piece, wait_until_read
 from weft.plan.exchange.weight_exchange import MAX_EXCHANGES_IN_FLIGHT, REPORT_WORDS
 from weft.plan.partition.replicas import exchanges_after, keeps_anchor
-from weft.plan.plan import Codec as CodecSection
 from weft.plan.plan import Plan
 from weft.sync.base import PipelineSync, Totals
 from weft.sync.compressed_exchange import CodedBucket, CompressedExchange
@@ -191,11 +190,6 @@ class LocalSync(WrappingSync):
     @property
     def compressed(self) -> CompressedExchange:
         return self._compressed
-
-    @property
-    def codec(self) -> CodecSection:
-        """What the plan says of codecs."""
-        return self._plan.codec
 
     def codec_of(self, number: int) -> Codec | None:
         """The codec of a bucket, if it has one."""

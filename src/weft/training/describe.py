@@ -18,7 +18,10 @@ from weft.parallel.apply import steps
 from weft.parallel.tracing.placeholder import PlaceholderModule
 from weft.parallel.wrapping.replacements import Replacements
 from weft.parallel.wrapping.wrap import changes_of
-from weft.plan.exchange.weight_exchange import Weight, exchange_buckets, exchange_bytes, outer_bytes
+from weft.plan.exchange.compression import between_replicas
+from weft.plan.exchange.weight_exchange import exchange_bytes, outer_bytes
+from weft.plan.partition.replicas import exchanges_after
+from weft.training.exchanged_bytes import sent_bytes_of_step, weight_buckets_of
 from weft.training.step.parallel_model import ParallelModel
 from weft.units import format_bytes
 
@@ -38,6 +41,7 @@ def describe(parts: ParallelModel, replacements: Replacements) -> str:
             f"rank {mesh.world.rank} on {mesh.world.device}: {places}",
             *_average_lines(parts),
             *_replica_lines(parts),
+            *_codec_lines(parts),
         ],
         "done to the model, in order": [f"{number}. {what}" for number, what in enumerate(done, 1)],
         f"model: {type(parts.model).__name__}": _Tree(parts).lines(),
@@ -67,15 +71,30 @@ def _replica_lines(parts: ParallelModel) -> list[str]:
         rule = f"a Nesterov step (rate {data.outer_lr:g}, momentum {data.outer_momentum:g})"
     steps_between = "every step" if data.every == 1 else f"every {data.every} steps"
     until = f", an average after every step until step {data.switch_step}" if data.switch_step else ""
-    weights = [
-        Weight(numel=piece.tensor.numel(), dtype=str(piece.tensor.dtype).removeprefix("torch."))
-        for piece in sync.pieces
-    ]
-    buckets = exchange_buckets(weights, plan.comm.bucket_bytes)
+    buckets = weight_buckets_of(sync, parts.mesh)
     sent, kept = (format_bytes(count(buckets, plan)) for count in (exchange_bytes, outer_bytes))
     return [
         f"replica {parts.mesh.replica} of {plan.num_replicas} along {plan.replica_axis}: {rule} after {steps_between}"
         f"{until}; an exchange sends {sent} of weights, and {kept} are kept for it"
+    ]
+
+
+def _codec_lines(parts: ParallelModel) -> list[str]:
+    plan, exchange = parts.mesh.plan, parts.sync.compressed
+    if plan.codec.name == "none" or exchange is None:
+        return []
+    step = plan.codec.warmup_steps
+    if plan.replica_axis is not None:  # one that is followed by an exchange
+        step = next(one for one in range(step, step + plan.data.every) if exchanges_after(plan.data, one + 1))
+    sent = between_replicas(sent_bytes_of_step(parts, step=step), plan)
+    names, num_tensors = set(exchange.names), len(parts.sync.pieces)
+    kinds = sorted({name.partition("/")[0] for name in exchange.tensors()})
+    kept = sum(tensor.nbytes for tensor in exchange.tensors().values())
+    state = f"; {format_bytes(kept)} of state are kept ({', '.join(kinds)})" if kinds else "; nothing is kept"
+    later = f" after {plan.codec.warmup_steps} steps" if plan.codec.warmup_steps else ""
+    return [
+        f"codec {plan.codec.name}: {len(names)} of {num_tensors} tensors are compressed, others travel as they are; "
+        f"an exchange sends {format_bytes(sent)} between replicas{later}{state}"
     ]
 
 

@@ -71,6 +71,7 @@ class MetaTrainer:
         return state_memory(
             plan,
             [*own, *flats],
+            in_flats=bool(flats),
             device="meta",
             optimizer_bytes=_moment_bytes(self.optimizer),
             buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),

@@ -24,7 +24,7 @@ from weft.errors import DataError
 from weft.layout import part_of
 from weft.mesh import World
 from weft.parallel.state.batchnorm import has_batch_norms
-from weft.plan.model_refusals import BATCH_STATISTICS_OF_WORKERS
+from weft.plan.in_process_refusals import BATCH_STATISTICS_OF_WORKERS
 from weft.plan.plan import Plan
 from weft.sync.in_process import InProcessExchange
 from weft.training.data.trees import num_samples, split_tree

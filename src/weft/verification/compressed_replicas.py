@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -153,6 +154,16 @@ class CompressedReplicas(OneProcess):
         """Of a gradient that is compressed, the sum that no codec has touched."""
         is_coded = key.what == "gradient" and key.name in self._exchanges.names and key.name in self._dense
         return {"dense": self._dense[key.name]} if is_coded else {}
+
+
+def with_compression(plan: Plan, *, num_steps: int) -> tuple[Plan, list[str]]:
+    """A plan whose compression has set in within so few steps, and a note if that is another plan."""
+    warmup_steps = plan.codec.warmup_steps
+    fewer = min(warmup_steps, 1 if num_steps > 2 else 0)
+    if warmup_steps < num_steps - 1 or fewer == warmup_steps:
+        return plan, []
+    note = f"the codec's warm-up was cut from {warmup_steps} steps to {fewer}, to be over in {num_steps} steps"
+    return replace(plan, codec=replace(plan.codec, warmup_steps=fewer)), [note]
 
 
 def _gradients(model: nn.Module) -> Gradients:

@@ -41,6 +41,7 @@ from weft.verification.compare import (
     loss_error,
     step_on_part,
 )
+from weft.verification.compressed_replicas import with_compression
 from weft.verification.deviation import measure_rounding, measure_rule
 from weft.verification.examine import WHOLE_BATCH, Examination
 from weft.verification.float64.float64_products import Float64Products
@@ -79,8 +80,8 @@ def verify(
     `batches` are whole global batches, the same on every rank; the rest is as for `parallelize`. The model given is not
     changed. The plan's `[precision]` is left out, because both sides compute in `dtype`, and so is `[codec] name =
     "half"`; where these round to 16 bits, the plan is then run once more (without another codec) and its deviation from
-    float32 reported. Replicas that would not exchange in so few steps exchange sooner. `on_step` is called with the
-    number of every step that is done.
+    float32 reported. Replicas that would not exchange in so few steps exchange sooner, and so does a codec's warm-up
+    end. `on_step` is called with the number of every step that is done.
     """
     plan = with_ranks(as_plan(plan), join_world(device).size)
     recipe = Recipe(loss=widened(loss), optimizer=optimizer, schedule=schedule, groups=groups)
@@ -88,6 +89,7 @@ def verify(
         model = copy.deepcopy(model)
         fill_alone(model, draw_seed(), torch.device("cpu"))
     plan, notes = with_an_exchange(plan, num_steps=len(batches))
+    plan, more_notes = with_compression(plan, num_steps=len(batches))
     exact = dataclasses.replace(comparable(plan), precision=Precision())
     cast = _cast(batches, dtype)
 
@@ -101,7 +103,7 @@ def verify(
     silence, products = Silence(model), Float64Products(model)
 
     def make_notes() -> list[str]:
-        return [*silence.notes(), *products.notes(), *notes]
+        return [*silence.notes(), *products.notes(), *notes, *more_notes]
 
     with silence.replacements, products.replacements:
         outcome, deviation = _prove(

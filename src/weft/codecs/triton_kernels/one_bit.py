@@ -18,10 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.codecs.base import Bucket
-from weft.codecs.kept import Kept
 from weft.codecs.triton_kernels.common import NUM_WARPS, flag_not_finite, packed, part_of, unpacked
-from weft.codecs.triton_kernels.tables import Numbers, Table, Turns, are_aligned
+from weft.codecs.triton_kernels.tables import Bucket, Kept, Numbers, Table, Turns, are_aligned
 from weft.plan.exchange.coded_tensor import CodedTensor
 
 _COLUMNS = 1024
@@ -71,21 +69,22 @@ class OneBitKernels:
         self._sums = torch.zeros(3, max(sums_at, 1), dtype=torch.float32, device=device)
         self._is_aligned = are_aligned([number for row in fields for number in (row[0], row[1], row[3])], 8)
         self._numbers, self._turns = Numbers(device), Turns(device)
-        self.means = Kept(2 * means_of, torch.float32, device, can_fail=bucket.can_fail)
+        self.num_means = 2 * means_of
         """Those of all tensors' columns for x >= 0, then for x < 0."""
 
     def encode(
         self,
         values: torch.Tensor,
         residual: Kept,
+        means: Kept,
         keep: float | torch.Tensor,
         message: torch.Tensor,
         not_finite: torch.Tensor,
     ) -> None:
         """`keep`: the factor on the residual, with that of the plan."""
         first, second, turn = self._turns(residual)
-        first_means, second_means, _ = self._turns(self.means)
-        tiles, columns, num_means = self._tiles, self._columns, self.means.pair[0].numel() // 2
+        first_means, second_means, _ = self._turns(means)
+        tiles, columns, num_means = self._tiles, self._columns, self.num_means // 2
         floats = message.view(torch.float32)
         for here, sent in self._rests(values, floats):
             sent.copy_(here)  # nothing is kept of it
@@ -119,9 +118,6 @@ class OneBitKernels:
                 enable_fp_fusion=False,
             )  # fmt: skip
 
-    def end(self, is_made: bool | torch.Tensor) -> None:
-        self.means.end(is_made)
-
     def _rests(self, values: torch.Tensor, floats: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What fills no row of a matrix: in the values, and in a message or messages."""
         return [
@@ -129,9 +125,8 @@ class OneBitKernels:
             for one, at in self._with_rest
         ]
 
-    def settle(self, residual: Kept) -> torch.Tensor:
-        """Make what is kept the residual itself, to be saved or overwritten; waits for the device."""
-        kept, means = residual.settle(), self.means.settle()
+    def settle(self, kept: torch.Tensor, means: torch.Tensor) -> None:
+        """Make what is kept the residual itself, with means of 0."""
         start, half = 0, means.numel() // 2
         for one in self._bucket.tensors:
             matrix = _matrix(one, kept)
@@ -139,7 +134,6 @@ class OneBitKernels:
             matrix -= torch.where(matrix < 0, of_minus, of_plus)
             start += one.num_columns
         means.zero_()
-        return kept
 
 
 def rows_together(columns: int) -> int:

@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.codecs.base import Bucket
 from weft.codecs.triton_kernels.common import (
     BLOCK,
     NUM_WARPS,
@@ -21,7 +20,7 @@ from weft.codecs.triton_kernels.common import (
     uniforms,
     unpacked,
 )
-from weft.codecs.triton_kernels.tables import Numbers, Table, are_aligned
+from weft.codecs.triton_kernels.tables import Bucket, Numbers, Table, are_aligned
 from weft.plan.exchange.quantised import QSGD_BLOCK, QuantisedTensor
 
 

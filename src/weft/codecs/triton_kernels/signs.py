@@ -8,9 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.codecs.base import Bucket
 from weft.codecs.triton_kernels.common import BLOCK, NUM_WARPS, flag_not_finite, num_blocks, packed, part_of, unpacked
-from weft.codecs.triton_kernels.tables import Table, are_aligned
+from weft.codecs.triton_kernels.tables import Bucket, Table, are_aligned
 
 
 class SignKernels:

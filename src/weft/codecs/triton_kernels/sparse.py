@@ -14,16 +14,26 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
-from weft.codecs.base import Bucket
-from weft.codecs.kept import Kept
-from weft.codecs.sparse_message import SparseMessage
 from weft.codecs.triton_kernels import selection, sparse_passes
 from weft.codecs.triton_kernels.common import BLOCK, NUM_WARPS, num_blocks
-from weft.codecs.triton_kernels.tables import Numbers, Table, Turns, are_aligned
+from weft.codecs.triton_kernels.tables import Bucket, Kept, Numbers, Table, Turns, are_aligned
 from weft.plan.exchange.sparse import CHUNK_NUMEL, SparseLayout, sample_size
+
+
+class Message(Protocol):
+    """A message, or one of values that are rounded later."""
+
+    @property
+    def layout(self) -> SparseLayout: ...
+
+    counts: torch.Tensor
+    offsets: torch.Tensor
+    row: torch.Tensor
+
 
 _NOTES = 256
 """Room for noted elements of a block."""
@@ -70,7 +80,7 @@ class SparseKernels:
         momenta: Sequence[tuple[float, bool]],
         keep: float | torch.Tensor,
         step: int,
-        sparse: SparseMessage,
+        sparse: Message,
         not_finite: torch.Tensor,
     ) -> None:
         """Write the entries into the message, which is zero, and the new state."""

@@ -3,10 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
-from weft.codecs.kept import Kept
+from weft.plan.exchange.coded_tensor import CodedTensor
+from weft.plan.plan import Codec
+
+
+class Bucket(Protocol):
+    """What kernels need to know of a bucket."""
+
+    @property
+    def codec(self) -> Codec: ...
+    @property
+    def tensors(self) -> tuple[CodedTensor, ...]: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def replica(self) -> int: ...
+    @property
+    def num_replicas(self) -> int: ...
+
+
+class Kept(Protocol):
+    """State in two copies, of which one counts."""
+
+    @property
+    def pair(self) -> tuple[torch.Tensor, torch.Tensor]: ...
+    @property
+    def turn(self) -> int | torch.Tensor: ...
 
 
 class Table:

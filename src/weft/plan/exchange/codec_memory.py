@@ -8,39 +8,86 @@ the step is skipped, in one with local steps. Buffers are found by simulating a 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from weft.plan.exchange.gradient_exchange import CodecGroups, CodedValues, slice_values
+from weft.plan.exchange.gradient_exchange import (
+    CodecGroups,
+    CodedValues,
+    all_reduce_buckets,
+    codec_groups,
+    part_buckets,
+    slice_values,
+)
 from weft.plan.exchange.low_rank import message_numels, rank_of
 from weft.plan.exchange.messages import messages_of, num_messages
-from weft.plan.partition.flat_buffers import item_bytes
+from weft.plan.exchange.weight_exchange import exchange_buckets, kept_weights
+from weft.plan.partition.flat_buffers import FlatBuffer, ParameterSpec, item_bytes
 from weft.plan.partition.zero import BufferPool
-from weft.plan.plan import Codec
+from weft.plan.plan import Codec, Plan
 
-KEPT_KINDS: dict[str, tuple[str, ...]] = {
-    "topk": ("residual",),
-    "dgc": ("residual", "momentum"),
-    "onebit": ("residual",),
-    "powersgd": ("residual",),
-}
-"""What codecs keep with one value per element of a tensor: what was not sent yet, and momenta of it."""
+_NUM_KEPT = {"topk": 1, "dgc": 2, "onebit": 1, "powersgd": 1}
+"""How many values codecs keep per element of a tensor: what was not sent yet, and dgc's momentum of it."""
 
 
-def kept_bytes(buckets: Sequence[CodedValues], codec: Codec, groups: CodecGroups, *, can_fail: bool) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodecMemory:
+    """Bytes of a rank."""
+
+    kept: int = 0
+    """What codecs keep from step to step."""
+    buffers: int = 0
+    """Messages on their way, and what they are made of; kept for the next exchange."""
+    moved: int = 0
+    """Copies of what is kept while all-reduce changes its buckets, once, after the first step."""
+
+
+def codec_memory(plan: Plan, flats: Sequence[FlatBuffer], *, in_flats: bool, waits_in_backward: bool) -> CodecMemory:
+    """The memory of a plan's codecs, where parameters lie in these buffers; `in_flats`: they are not the model's own
+    tensors. `waits_in_backward`: no exchange is waited for in a backward pass."""
+    codec, trainable = plan.codec, [one for one in flats if one.trainable]
+    if codec.name == "none":
+        return CodecMemory()
+    if plan.replica_axis is not None:
+        groups = CodecGroups(num_across=plan.num_replicas)
+        found = exchange_buckets(kept_weights(trainable, 0), plan.comm.bucket_bytes, codec)
+        changes = [CodedValues(tensors=one.coded, numel=one.numel, dtype=one.dtype) for one in found if one.coded]
+        return CodecMemory(
+            kept=kept_bytes(changes, codec, groups, num_copies=1),
+            buffers=message_buffer_bytes(changes, codec, groups, holds_values=True),
+        )
+    groups, small_bytes = codec_groups(plan), 0
+    if groups.num_across == 1:
+        return CodecMemory()
+    if in_flats:
+        coded, small_bytes = part_buckets(trainable, plan, part=0)
+        coded = coded[::-1]  # the first buffers' gradients leave last
+    else:
+        named = (
+            (name, shape, one.compute) for one in trainable for name, shape in zip(one.names, one.shapes, strict=True)
+        )
+        parameters = [ParameterSpec(name=name, shape=shape, dtype=dtype) for name, shape, dtype in named]
+        coded, _ = all_reduce_buckets(parameters[::-1], plan)
+    buffers = message_buffer_bytes(coded, codec, groups, holds_values=False, waits=not waits_in_backward)
+    if codec.name == "dgc":  # the gradient that the optimizer sees of compressed tensors
+        buffers += max((one.numel * item_bytes(values.dtype) for values in coded for one in values.tensors), default=0)
+    return CodecMemory(
+        kept=kept_bytes(coded, codec, groups, num_copies=2),  # a step may be skipped
+        buffers=buffers + small_bytes,
+        moved=0 if in_flats or groups.num_inside > 1 else kept_bytes(coded, codec, groups, num_copies=1),
+    )
+
+
+def kept_bytes(buckets: Sequence[CodedValues], codec: Codec, groups: CodecGroups, *, num_copies: int) -> int:
     """Bytes of what the codecs of these buckets keep on a rank."""
-    return sum(_kept_bytes(slice_values(one, groups), codec, num_copies=2 if can_fail else 1) for one in buckets)
+    return sum(_kept_bytes(slice_values(one, groups), codec, num_copies) for one in buckets)
 
 
-def _kept_bytes(values: CodedValues, codec: Codec, *, num_copies: int) -> int:
-    numel = num_copies * len(KEPT_KINDS.get(codec.name, ())) * values.numel
+def _kept_bytes(values: CodedValues, codec: Codec, num_copies: int) -> int:
+    numel = num_copies * _NUM_KEPT.get(codec.name, 0) * values.numel
     if codec.name == "powersgd":
         numel += num_copies * sum(rank_of(codec, one) * one.num_columns for one in values.tensors)  # the next start
         numel += message_numels(codec, values.tensors)[0]  # the first message's sum, with orthonormal factors
     return numel * item_bytes(values.dtype)
-
-
-def temporary_bytes(buckets: Sequence[CodedValues], codec: Codec, groups: CodecGroups) -> int:
-    """Bytes of temporaries while a bucket is compressed, where compiled loops are there."""
-    return 0
 
 
 class _Pool:
@@ -72,9 +119,10 @@ def message_buffer_bytes(
 
     for step in (0, 0, codec.warmup_steps, codec.warmup_steps):  # the second time finds what the first has made
         for one in buckets:
+            held = [pool.borrow(one.numel, one.dtype)] if holds_values else []
             if waits:
                 advance()
-            phases = _phases(one, codec, groups, step, pool, holds_values=holds_values)
+            phases = _phases(one, codec, groups, step, pool, held)
             if next(phases, 0) is None:
                 in_flight.append(phases)
         while in_flight:
@@ -83,12 +131,10 @@ def message_buffer_bytes(
 
 
 def _phases(
-    values: CodedValues, codec: Codec, groups: CodecGroups, step: int, pool: _Pool, *, holds_values: bool
+    values: CodedValues, codec: Codec, groups: CodecGroups, step: int, pool: _Pool, held: list[tuple[int, str]]
 ) -> Iterator[None]:
-    """The phases of a bucket, each of which ends with an exchange under way."""
-    mine, held = slice_values(values, groups), []
-    if holds_values:
-        held.append(pool.borrow(values.numel, values.dtype))
+    """The phases of a bucket, each of which ends with an exchange under way; `held` is handed back in the end."""
+    mine = slice_values(values, groups)
     if groups.num_inside > 1:
         held += [pool.borrow(mine.numel * groups.num_inside, mine.dtype), pool.borrow(mine.numel, mine.dtype)]
         yield

@@ -114,15 +114,14 @@ def outer_bytes(buckets: Sequence[ExchangeBucket], plan: Plan) -> int:
     return copies * sum(one.num_bytes for one in buckets)
 
 
-def exchange_buffer_bytes(buckets: Sequence[ExchangeBucket], plan: Plan) -> int:
-    """Bytes of the buffers from which weights are sent, which are kept: two buckets' messages, that alternate, and with
-    a codec the values of one bucket."""
-    messages = [bucket_messages(one, plan)[0] for one in buckets]
-    sent = sum(
-        _largest((form.dtype, form.num_bytes) for form in messages[turn::MAX_EXCHANGES_IN_FLIGHT])
+def exchange_buffer_bytes(buckets: Sequence[ExchangeBucket]) -> int:
+    """Bytes of the buffers from which weights are sent as they are, which are kept: those of two buckets, that
+    alternate. What a codec compresses has others (`codec_memory.py`)."""
+    plain = [one for one in buckets if not one.coded]
+    return sum(
+        _largest((one.dtype, one.num_bytes) for one in plain[turn::MAX_EXCHANGES_IN_FLIGHT])
         for turn in range(MAX_EXCHANGES_IN_FLIGHT)
     )
-    return sent if plan.codec.name == "none" else sent + _largest((one.dtype, one.num_bytes) for one in buckets)
 
 
 def exchange_temporary_bytes(buckets: Sequence[ExchangeBucket], plan: Plan, *, on_host: bool) -> int:

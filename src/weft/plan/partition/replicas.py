@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from weft.plan.model_refusals import (
+from weft.plan.in_process_refusals import (
     BALANCED_WORKERS,
     REPLICAS_IN_SEVERAL_PROCESSES,
     REPLICAS_OF_SEVERAL_RANKS,

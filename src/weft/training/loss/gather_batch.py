@@ -22,7 +22,8 @@ from weft.comm.collectives import all_gather, reduce_scatter
 from weft.comm.group import Group
 from weft.errors import DataError, ModelError, PlanError
 from weft.mesh import Mesh
-from weft.plan.model_refusals import GATHERED_IN_PROCESS, GATHERED_MICROBATCHES, GATHERED_TOKENS
+from weft.plan.in_process_refusals import GATHERED_IN_PROCESS
+from weft.plan.model_refusals import GATHERED_MICROBATCHES, GATHERED_TOKENS
 from weft.plan.partition.replicas import one_replica
 from weft.units import name_ranks
 

@@ -29,6 +29,7 @@ from weft.errors import CheckpointError, JobError, ModelError, NotFiniteError
 from weft.mesh import join_world
 from weft.plan.all_ranks import with_ranks
 from weft.plan.check import check, require
+from weft.plan.exchange.compression import Compression
 from weft.plan.partition.replicas import in_process_problems
 from weft.plan.plan import ALL, Axes, Plan
 from weft.plan.text import read_plan, write_plan, write_text
@@ -37,6 +38,7 @@ from weft.training.data.batches import Batches, batches
 from weft.training.data.datasets import fetch
 from weft.training.parallelize import parallelize
 from weft.training.run.components import Prepared, context_of, prepare
+from weft.training.run.compression_report import compression_of_run
 from weft.training.run.folder_probe import require_usable, room_for
 from weft.training.run.job import Job, default_job, format_job, read_job
 from weft.training.run.metrics import MetricsFile, Recorder, StepRecord, replica_fields, units_of
@@ -69,6 +71,8 @@ class Summary:
     """The newest checkpoint."""
     straggler: Straggler | None = None
     """The rank for which the others waited longest; None if none was slow."""
+    compression: Compression | None = None
+    """Of what replicas exchange, over the whole run; None without a codec."""
 
     @property
     def stopped_early(self) -> bool:
@@ -259,6 +263,7 @@ class _Run:
             sample=sample,
             checkpoint=checkpoint,
             straggler=self.trainer.rank_speeds.worst_straggler(),
+            compression=compression_of_run(self.trainer, self.directory / METRICS_FILE),
         )
 
     def close(self) -> None:

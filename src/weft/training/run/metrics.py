@@ -148,7 +148,7 @@ class MetricsFile:
     """`metrics.jsonl`, appended to line by line; a resume first drops the lines after its checkpoint."""
 
     def __init__(self, path: Path, *, steps_done: int) -> None:
-        kept = [line for line in _lines(path) if line["step"] <= steps_done]
+        kept = [line for line in read_lines(path) if line["step"] <= steps_done]
         write_text(path, "".join(json.dumps(line) + "\n" for line in kept), kind=JobError)
         self._file = path.open("a", buffering=1)
 
@@ -199,7 +199,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics file, without one cut short by a kill."""
     lines = []
     for text in path.read_text().splitlines() if path.exists() else ():

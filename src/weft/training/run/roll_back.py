@@ -1,8 +1,9 @@
 """Takes a run back to its last good checkpoint when training is no longer finite, and ends it when that does not help.
 
-Weights, optimizer and the number of steps are the checkpoint's; the position in the data is not: the run goes on after
-the batches at which it failed. The same batches on the same weights would fail again, and so a roll-back leaves the
-data between the checkpoint and the failure out. The learning rate follows the number of steps, which goes back.
+Weights, optimizer, what codecs keep and the number of steps are the checkpoint's; the position in the data is not: the
+run goes on after the batches at which it failed. The same batches on the same weights would fail again, and so a
+roll-back leaves the data between the checkpoint and the failure out. The learning rate follows the number of steps,
+which goes back.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ one read of the state and one all-gather of 8 bytes per tensor; the plan's `chec
 
 Where replicas differ between exchanges, the ranks of one are compared at any time, and replicas only while they agree:
 their weights, what the next exchange starts from and running statistics, never the optimizer's state. The plan's checks
-then come with exchanges, where replicas wait for each other anyway.
+then come with exchanges, where replicas wait for each other anyway. What codecs keep of values that were not sent is
+each replica's own, and never compared; the starting points of powersgd are the same on all, and are.
 """
 
 from __future__ import annotations
@@ -136,11 +137,21 @@ class DivergenceCheck:
                     yield f"optimizer state {piece.name}.{key}", value
             if self.average is not None and self.average.has_begun:
                 yield f"average {piece.name}", self.average.means[piece.name]
+        if self.mesh.plan.replica_axis is None and self.mesh.sequence_size == 1:  # else ranks have slices of tensors
+            yield from self._starts()
+
+    def _starts(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What codecs keep alike on all ranks between which they act."""
+        kept = {} if self.sync.compressed is None else self.sync.compressed.tensors()
+        for name, tensor in kept.items():
+            if name.startswith("start/"):
+                yield f"codec's {name.replace('/', ' ', 1)}", tensor
 
     def _agreed(self, sync: LocalSync) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors that replicas have alike after an exchange."""
         for name, tensor in sync.own_tensors().items():
             yield name.replace("/", " ", 1), tensor
+        yield from self._starts()
         exchanged = {id(one) for one in running_statistics(self.model)}
         for name, buffer in self.model.named_buffers():
             if id(buffer) in exchanged and self.mesh.plan.data.buffers != "local":

@@ -23,7 +23,7 @@ def find_fused(bucket: Bucket) -> Callable[[Bucket], Codec] | None:
 @functools.cache
 def _codecs() -> dict[str, Callable[[Bucket], Codec]]:
     try:
-        from weft.codecs.triton_kernels.codecs import FUSED
+        from weft.codecs.fused import FUSED
         from weft.codecs.triton_kernels.signs import try_kernels
 
         try_kernels()

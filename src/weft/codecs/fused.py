@@ -11,12 +11,14 @@ from weft.codecs.dgc import Dgc
 from weft.codecs.feedback import Feedback
 from weft.codecs.kept import Kept
 from weft.codecs.onebit import OneBit
+from weft.codecs.powersgd import PowerSgd
 from weft.codecs.quantised import Quantised
 from weft.codecs.random_rounding import Qsgd, TernGrad
 from weft.codecs.sign import Sign
 from weft.codecs.sparse import SparseCodec
 from weft.codecs.sparse_message import SparseMessage
 from weft.codecs.topk import TopK
+from weft.codecs.triton_kernels.low_rank import MAX_RANK, LowRankKernels, Matrix
 from weft.codecs.triton_kernels.one_bit import OneBitKernels, OneBitPlaces
 from weft.codecs.triton_kernels.random_rounding import RandomRoundingKernels
 from weft.codecs.triton_kernels.signs import SignKernels
@@ -81,12 +83,14 @@ class FusedOneBit(Feedback):
             for part in parts
         ]
         self._kernels = OneBitKernels(bucket, places)
+        self._means = Kept(self._kernels.num_means, torch.float32, bucket.device, can_fail=bucket.can_fail)
+        """That were sent, and not yet subtracted from what is kept."""
 
     def encode(self, number: int, values: torch.Tensor, message: torch.Tensor, not_finite: torch.Tensor) -> None:
         if self._codec.is_dense:  # before the first other exchange: there are no means yet
             super().encode(number, values, message, not_finite)
         else:
-            self._kernels.encode(values, self._kept, self._factor, message, not_finite)
+            self._kernels.encode(values, self._kept, self._means, self._factor, message, not_finite)
 
     def decode(self, number: int, received: torch.Tensor, values: torch.Tensor, *, scale: float = 1.0) -> None:
         if self._codec.is_dense:
@@ -96,10 +100,10 @@ class FusedOneBit(Feedback):
 
     def end(self, is_made: bool | torch.Tensor) -> None:
         super().end(is_made)
-        self._kernels.end(is_made)
+        self._means.end(is_made)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        self._kernels.settle(self._kept)
+        self._kernels.settle(self._kept.settle(), self._means.settle())
         return super().tensors()
 
 
@@ -114,7 +118,7 @@ class _FusedSparse(SparseCodec):
             target = torch.empty(layout.num_bytes, dtype=torch.uint8, device=message.device)
         target.zero_()
         sparse = SparseMessage(self._in_values, target, self.bucket.dtype)
-        momenta = self.momenta if isinstance(self, Dgc) else []
+        momenta: list[tuple[float, bool]] = self.momenta if isinstance(self, Dgc) else []
         self._kernels.choose(
             values,
             residual=self.residual,
@@ -127,9 +131,9 @@ class _FusedSparse(SparseCodec):
         )
         if layout.bits < 32:
             sparse.pack()
-            self._add(sparse, self.residual, clears=False)
+            self._add_message(sparse, self.residual, clears=False)
         if self._is_spread:
-            self._add(sparse, message, is_packed=True)
+            self._add_message(sparse, message, is_packed=True)
 
     def decode(self, number: int, received: torch.Tensor, values: torch.Tensor, *, scale: float = 1.0) -> None:
         if self._is_spread:
@@ -147,7 +151,7 @@ class _FusedSparse(SparseCodec):
             rows = torch.stack([message.row for message in messages])
         self._kernels.add(layout, counts, offsets, rows, values, scale=scale)
 
-    def _add(
+    def _add_message(
         self, sparse: SparseMessage, target: torch.Tensor | Kept, *, clears: bool = True, is_packed: bool = False
     ) -> None:
         counts, offsets, row = sparse.counts[None], sparse.offsets[None], sparse.row[None]
@@ -162,6 +166,51 @@ class FusedDgc(_FusedSparse, Dgc):
     """Sends the largest entries of gradients with momentum; the momentum of what was sent is cleared."""
 
 
+class FusedPowerSgd(PowerSgd):
+    """Low-rank factors of a bucket's matrices, with error feedback and a warm start."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        super().__init__(bucket)
+        matrices = [
+            Matrix(
+                offset=batch.offset + place * batch.distance,
+                num_rows=batch.num_rows,
+                num_columns=batch.num_columns,
+                rank=batch.rank,
+                left_offset=batch.left_offset + place * batch.rank * batch.num_rows,
+                right_offset=batch.right_offset + place * batch.rank * batch.num_columns,
+            )
+            for batch in self._batches
+            for place in range(len(batch.names))
+        ]
+        self._kernels = LowRankKernels(bucket, matrices)
+
+    def encode(self, number: int, values: torch.Tensor, message: torch.Tensor, not_finite: torch.Tensor) -> None:
+        if self._is_dense or not self._batches:
+            super().encode(number, values, message, not_finite)
+        elif number > 0:
+            self._kernels.right(self._first, self._residual, message)
+        else:
+            self._kernels.left(values, self._residual, self._keep, self._start.old, message, not_finite)
+            for stretch in self._rests:  # nothing is kept of them
+                stretch.inside(message).copy_(stretch.among(values))
+                not_finite += stretch.inside(message).isfinite().all().logical_not()
+
+    def decode(self, number: int, received: torch.Tensor, values: torch.Tensor, *, scale: float = 1.0) -> None:
+        if self._is_dense or not self._batches or number == 0:
+            super().decode(number, received, values, scale=scale)
+            return
+        for stretch in self._rests:
+            torch.mul(stretch.inside(self._first), scale, out=stretch.among(values))
+        share = 1 / self._bucket.num_replicas
+        self._kernels.expand(self._first, received, self._residual, values, scale=scale, share=share)
+        self._write(self._start, self._next_start(received))
+
+
+def _make_powersgd(bucket: Bucket) -> Codec:
+    return FusedPowerSgd(bucket) if bucket.codec.rank <= MAX_RANK else PowerSgd(bucket)
+
+
 FUSED: dict[str, Callable[[Bucket], Codec]] = {
     "topk": FusedTopK,
     "dgc": FusedDgc,
@@ -169,4 +218,5 @@ FUSED: dict[str, Callable[[Bucket], Codec]] = {
     "sign": FusedSign,
     "qsgd": FusedQsgd,
     "terngrad": FusedTernGrad,
+    "powersgd": _make_powersgd,
 }
