@@ -14,6 +14,8 @@ import torch
 from meshes import kept_mesh
 from oracle import cut_evenly, make_trainer, small_gpt, token_batch
 from ranks import gathered, ranks
+from strict_nccl.mode import StrictMode
+from strict_plans import verify_over_strict
 from torch import Tensor
 
 from weft.codecs.base import Bucket
@@ -190,6 +192,18 @@ def test_training_on_several_hosts_obeys_the_rule_of_its_codec(name: str, kind: 
     batches = [token_batch(8, seed=seed) for seed in range(4)]
     with on_hosts(hosts):
         verify(small_gpt(), plan, loss="cross-entropy", optimizer=SGD, batches=batches).require()
+
+
+@pytest.mark.long
+@ranks(4)
+def test_hosts_keep_nccls_rules() -> None:
+    plan = replace(PLANS["all-reduce"], codec=replace(POWERSGD, dense_below=300), comm=Comm(bucket_bytes=6000))
+    batches = [token_batch(8, seed=seed) for seed in range(3)]
+    mode = StrictMode(one_stream=True)
+    with on_hosts(EVEN):
+        verify_over_strict(
+            small_gpt(), plan, mode, loss="cross-entropy", optimizer=SGD, batches=batches, dtype=torch.float64
+        ).require()
 
 
 @ranks(4)
