@@ -22,6 +22,7 @@ import argparse
 import csv
 import functools
 import json
+import logging
 import math
 import os
 import statistics
@@ -173,6 +174,7 @@ class Outcome:
 def train(name: str, seed: int, size: Size, device: str, deadline: float) -> Outcome | None:
     """One run, in a process of its own; None if the time was over before it was."""
     torch.set_num_threads(1)
+    logging.getLogger("weft").setLevel(logging.ERROR)  # a run that diverges would tell of every step
     torch.manual_seed(seed)
     run = RUNS[name]
     plan = run.plan(size, in_bf16=device == "cuda")

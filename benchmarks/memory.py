@@ -1,7 +1,8 @@
 """Peak memory of a rank (proportional set size) against the prediction, per ZeRO stage and number of ranks.
 
     python benchmarks/memory.py [--ranks 2 4] [--shard nothing optimizer gradients parameters] [--tokens 256]
-                                [--sync all-reduce local diloco diloco-half] [--malloc trimmed | default]
+                                [--sync all-reduce local diloco diloco-half topk onebit powersgd qsgd local-topk]
+                                [--malloc trimmed | default]
 
 A GPT of about 200 M parameters in float32 with AdamW, gloo ranks on one host. A thread of each rank reads its
 proportional set size from /proc/self/smaps_rollup every 20 ms. The measured value is the peak over a few steps minus
@@ -9,7 +10,8 @@ the size of the process before the model was built and after a step of a tiny on
 are not counted. Every line is a run in new processes. Linux and glibc only.
 
 With --sync local or diloco replicas exchange after every second step: all ranks are replicas, or, where something is
-sharded, there are two.
+sharded, there are two. With the name of a codec gradients are all-reduced through it; two replicas where something is
+sharded.
 
 The prediction covers live memory. glibc keeps much of the memory that torch frees, in pieces between live blocks;
 "trimmed" makes it return every larger block at once, "default" shows glibc's own behaviour.
@@ -46,6 +48,8 @@ SYNCS = {
     "local": Plan(data=Data(sync="local", every=2)),
     "diloco": Plan(data=DILOCO),
     "diloco-half": Plan(data=DILOCO, codec=Codec(name="half")),
+    **{name: Plan(codec=Codec(name=name)) for name in ("topk", "onebit", "powersgd", "qsgd")},
+    "local-topk": Plan(data=Data(sync="local", every=2), codec=Codec(name="topk")),
 }
 LARGE = GPTConfig(vocab_size=32000, context=256, num_layers=13, hidden=1024, heads=16)
 TINY = GPTConfig(vocab_size=64, context=256, num_layers=2, hidden=64, heads=2)
@@ -117,7 +121,8 @@ def run(num_ranks: int, plan: Plan, settings: dict[str, Any]) -> list[int]:
 
 def make_plan(num_ranks: int, shard: str, sync: str, args: argparse.Namespace) -> Plan:
     plan = SYNCS[sync]
-    replicas = 2 if plan.replica_axis is not None and shard != "nothing" else 1
+    is_apart = plan.replica_axis is not None or plan.codec.name != "none"
+    replicas = 2 if is_apart and shard != "nothing" else 1
     return dataclasses.replace(
         plan,
         axes=Axes(replicate=replicas, data=num_ranks // replicas),

@@ -23,6 +23,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_kernels_equal_torchs_functions() -> None:
     """In Triton's interpreter, which reads its variable when it is imported: in a process of its own."""

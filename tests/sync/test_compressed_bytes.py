@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from oracle import cut_evenly, make_trainer, small_gpt, token_batch
@@ -13,6 +15,7 @@ from weft.plan.exchange.compression import Compression, between_replicas, bytes_
 from weft.plan.exchange.gradient_exchange import CodecGroups, CodedValues, coded_bytes
 from weft.plan.plan import CODECS, Axes, Codec, Comm, Data, Plan, Precision, Step
 from weft.training.exchanged_bytes import predicted_compression, sent_bytes_of_step
+from weft.training.run.compression_report import compression_of_run
 
 SETTINGS: dict[str, dict[str, object]] = {
     "topk": {"density": 0.05, "bits": 8},
@@ -129,3 +132,27 @@ def test_the_compression_of_a_trainer() -> None:
     numel = sum(one.numel() for one in trainer.model.parameters())
     assert found.dense_bytes == 20 * 4 * numel
     assert 20 * 4 * numel / 100 < found.sent_bytes < 20 * 4 * numel / 20
+
+
+@ranks(2)
+def test_a_description_tells_what_codecs_send_and_keep() -> None:
+    codec = Codec(name="powersgd", rank=2, dense_below=300)
+    trainer = make_trainer(small_gpt(), Plan(axes=Axes(data=2), codec=codec))
+    (line,) = [line for line in trainer.describe().splitlines() if line.strip().startswith("codec")]
+    assert "codec powersgd: 6 of 14 tensors are compressed" in line, line
+    assert "of state are kept (residual, start)" in line and "between replicas" in line
+
+
+@ranks(2)
+def test_the_report_of_a_run_counts_all_its_steps(tmp_path: Path) -> None:
+    """From the metrics, of which only rank 0 has a file; layers' own exchanges do not count."""
+    trainer = make_trainer(small_gpt(), Plan(axes=Axes(data=2), codec=Codec(name="topk", dense_below=300)))
+    metrics = tmp_path / f"metrics-{trainer.mesh.world.rank}.jsonl"
+    if trainer.mesh.world.rank == 0:
+        lines = [{"sent_bytes": {"data": 500, "world": 3}}, {"held_out_loss": 1.0}, {"sent_bytes": {"data": 70}}]
+        metrics.write_text("".join(json.dumps({"step": 1, **line}) + "\n" for line in lines))
+    numel = sum(one.numel() for one in trainer.model.parameters())
+    found = compression_of_run(trainer, metrics)
+    assert found == Compression(dense_bytes=2 * 4 * numel, sent_bytes=570)
+    dense = make_trainer(small_gpt(), Plan(axes=Axes(data=2)))
+    assert compression_of_run(dense, metrics) is None

@@ -7,12 +7,15 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from meshes import kept_mesh
 from oracle import cut_evenly, make_trainer, small_gpt, token_batch
-from ranks import ranks
+from ranks import gathered, ranks
+from strict_nccl.mode import StrictMode
+from strict_plans import verify_over_strict
 from torch import Tensor
 
 from weft.codecs.base import Bucket
@@ -39,6 +42,7 @@ from weft.sync.compressed_exchange import CodedBucket, CompressedExchange
 from weft.sync.in_process import exchange_in_process
 from weft.sync.make import codec_groups
 from weft.training.exchanged_bytes import sent_bytes_of_step
+from weft.training.trainer import Trainer
 from weft.verification.verify import verify
 
 EVEN, INTERLEAVED, UNEVEN = (0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1)
@@ -190,6 +194,18 @@ def test_training_on_several_hosts_obeys_the_rule_of_its_codec(name: str, kind: 
         verify(small_gpt(), plan, loss="cross-entropy", optimizer=SGD, batches=batches).require()
 
 
+@pytest.mark.long
+@ranks(4)
+def test_hosts_keep_nccls_rules() -> None:
+    plan = replace(PLANS["all-reduce"], codec=replace(POWERSGD, dense_below=300), comm=Comm(bucket_bytes=6000))
+    batches = [token_batch(8, seed=seed) for seed in range(3)]
+    mode = StrictMode(one_stream=True)
+    with on_hosts(EVEN):
+        verify_over_strict(
+            small_gpt(), plan, mode, loss="cross-entropy", optimizer=SGD, batches=batches, dtype=torch.float64
+        ).require()
+
+
 @ranks(4)
 @pytest.mark.parametrize(
     "kind", ["all-reduce", *(pytest.param(k, marks=pytest.mark.long) for k in ("masters", "replicate"))]
@@ -211,6 +227,37 @@ def test_steps_on_several_hosts_send_what_is_predicted(kind: str) -> None:
             assert found[name] == predicted[name] > 0
         assert between_replicas(predicted, plan) == predicted[axis] + predicted[f"{axis} between hosts"]
     assert dense_bytes(1000, plan, num_steps=1, hosts=EVEN) == sent_bytes("all-reduce", 2000, 2)
+
+
+def not_sent(trainer: Trainer) -> dict[str, Tensor]:
+    """The sum over hosts of what was not sent of each tensor."""
+    exchange, found = trainer.sync.compressed, {}
+    assert exchange is not None
+    kept, ranges = exchange.tensors(), exchange.ranges()
+    for name in sorted(exchange.names):
+        whole = torch.zeros(trainer.model.get_parameter(name).numel())
+        if name in ranges:
+            whole[slice(*ranges[name])] = kept[f"residual/{name}"]
+        found[name] = sum(gathered(whole))
+    return found
+
+
+@ranks(4)
+@pytest.mark.parametrize("hosts", [EVEN, pytest.param(INTERLEAVED, marks=pytest.mark.long)], ids=str)
+def test_what_was_not_sent_goes_on_on_other_hosts(tmp_path: Path, hosts: tuple[int, ...]) -> None:
+    plan = replace(plan_of(Codec(name="topk", dense_below=300)), comm=Comm(bucket_bytes=6000))
+    batches = [token_batch(8, seed=seed) for seed in range(3)]
+    with on_hosts(EVEN), make_trainer(small_gpt(), plan, example=batches[0][0][:1]) as trainer:
+        for batch in batches:
+            trainer.step(*cut_evenly(batch, trainer.data_size)[trainer.data_rank])
+        trainer.save(tmp_path / "saved")
+        expected = not_sent(trainer)
+    for now in (hosts, (0, 0, 0, 0)):
+        with on_hosts(now), make_trainer(small_gpt(), plan, example=batches[0][0][:1]) as trainer:
+            trainer.load(tmp_path / "saved")
+            for name, total in not_sent(trainer).items():
+                torch.testing.assert_close(total, expected[name], rtol=1e-5, atol=1e-7)
+                assert total.abs().max() > 0
 
 
 @ranks(4)

@@ -1,6 +1,6 @@
 """What codecs keep between exchanges, in checkpoints: what was not sent yet, momenta of it, starting points.
 
-    plan-bound part    each rank's own, as it is: the same plan goes on to the bit
+    plan-bound part    each rank's own, as it is: the same plan, on hosts with the same ranks, goes on to the bit
     portable part      of kinds that add up (`LINEAR_KINDS`) the mean over replicas, as parts of whole tensors under
                        "KIND/PARAMETER": another plan with the same codec goes on with it, cut and shared out anew
 
@@ -29,6 +29,8 @@ from weft.checkpoint.state import TrainerState
 from weft.codecs.base import LINEAR_KINDS
 from weft.comm.objects import gather_values
 from weft.layout import Layout, Runs
+from weft.mesh import Mesh
+from weft.plan.partition.host_levels import level_groups
 from weft.plan.plan import Plan
 from weft.sync.local import LocalSync
 
@@ -85,7 +87,8 @@ class CodecState:
 
     def facts(self) -> dict[str, Any]:
         """What the index of a checkpoint says of it, once there are parts."""
-        return {**_rule(self._mesh.plan), "num_replicas": self._num_replicas}
+        mesh = self._mesh
+        return {**_rule(mesh.plan), "num_replicas": self._num_replicas, "hosts": _hosts(mesh)}
 
     def _part(self, entry: Entry, tensor: torch.Tensor, number: int) -> Part:
         assert self._exchange is not None
@@ -128,6 +131,13 @@ class CodecState:
             for other in kept[1:]:
                 other[name].copy_(tensor)
         return used
+
+
+def has_other_hosts(trainer: TrainerState, index: Mapping[str, Any]) -> bool:
+    """True if codecs act between hosts, and ranks are on other ones than those of a checkpoint, or were then: each had
+    other slices, so its own state does not fit."""
+    saved: list[int] = index.get("codec", {}).get("hosts", [])
+    return saved != _hosts(trainer.mesh)
 
 
 def take_own_codecs(trainer: TrainerState, number: int = 0) -> dict[str, torch.Tensor]:
@@ -207,6 +217,11 @@ def _squares(directory: Path, files: Mapping[str, str], names: Sequence[str]) ->
 def _rule(plan: Plan) -> dict[str, str]:
     """What a plan must share with another to go on with the state of its codec."""
     return {"name": plan.codec.name, "sync": plan.data.sync}
+
+
+def _hosts(mesh: Mesh) -> list[int]:
+    """The number of each rank's host, where codecs act between hosts."""
+    return list(mesh.world.hosts) if level_groups(mesh.plan, mesh.world.hosts) else []
 
 
 def _parameter(name: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from weft.checkpoint.codec_state import load_portable_codecs
+from weft.checkpoint.codec_state import has_other_hosts, load_portable_codecs
 from weft.checkpoint.extra_state import load_extra, read_extra, refuse_other_names
 from weft.checkpoint.files.agree import try_on_files
 from weft.checkpoint.files.checksums import FileRecord, find_damage
@@ -90,7 +90,8 @@ def load(trainer: TrainerState, directory: Path, *, extra_state: bool = True) ->
     trainer.data_position = index["data_position"]
     trainer.seeds.base = index["dropout_seed"]
     trainer.update.load_state(index["update"])
-    if index["plan"] == format_plan(trainer.plan):
+    moved = has_other_hosts(trainer, index)
+    if index["plan"] == format_plan(trainer.plan) and not moved:
         trainer.sync.settle()  # replicas may have weights of their own, which are read over these
         try_on_files(everyone, "read", directory, lambda: load_rank_part(trainer, directory))
         if not trainer.sync.agrees:  # this replica has read weights of its own
@@ -103,8 +104,9 @@ def load(trainer: TrainerState, directory: Path, *, extra_state: bool = True) ->
     trainer.balance.load_state({})
     torch.manual_seed(index["seed"] + world.rank)
     if world.rank == 0:
-        log.warning("%s was written under another plan: weights, optimizer and data position are used, to rounding%s; "
-                    "random states and exchange states start anew", directory,
+        log.warning("%s was written under another plan%s: weights, optimizer and data position are used, to "
+                    "rounding%s; random states and exchange states start anew", directory,
+                    ", or with ranks on other hosts" if moved else "",
                     ", and what its codec had not sent yet" if goes_on else "")  # fmt: skip
 
 

@@ -186,7 +186,7 @@ class FusedPowerSgd(PowerSgd):
         self._kernels = LowRankKernels(bucket, matrices)
 
     def encode(self, number: int, values: torch.Tensor, message: torch.Tensor, not_finite: torch.Tensor) -> None:
-        if self._is_dense or not self._batches:
+        if self._is_dense or not self._batches:  # while the host still knows which copy counts
             super().encode(number, values, message, not_finite)
         elif number > 0:
             self._kernels.right(self._first, self._residual, message)
@@ -204,7 +204,16 @@ class FusedPowerSgd(PowerSgd):
             torch.mul(stretch.inside(self._first), scale, out=stretch.among(values))
         share = 1 / self._bucket.num_replicas
         self._kernels.expand(self._first, received, self._residual, values, scale=scale, share=share)
-        self._write(self._start, self._next_start(received))
+        self._set_next_start(received)
+
+    def end(self, is_made: bool | torch.Tensor) -> None:
+        if isinstance(is_made, bool) or not self._has_begun or self._is_dense or not self._batches:
+            super().end(is_made)
+            return
+        self._has_begun = False
+        self._residual.end(is_made)  # kernels find the copy that counts by themselves
+        start = self._start
+        torch.where(is_made.reshape(1).bool(), start.new, start.old, out=start.old)
 
 
 def _make_powersgd(bucket: Bucket) -> Codec:

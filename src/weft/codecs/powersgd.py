@@ -167,10 +167,8 @@ class PowerSgd(Codec):
             )
         if self._is_dense:
             self._start.write(self._start.old)
-        for batch in () if self._is_dense else self._batches:
-            old, new = batch.right(self._start.old), batch.right(self._start.new)
-            size = _start_size(batch.num_columns)
-            self._arithmetic.next_start(batch.right(received), old, size=size, new=new)
+        else:
+            self._set_next_start(received)
 
     def end(self, is_made: bool | torch.Tensor) -> None:
         if not self._has_begun:  # values travelled without the codec
@@ -184,6 +182,12 @@ class PowerSgd(Codec):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return views(self._bucket, self._residual.settle(), "residual") | self._starts(self._start.settle())
+
+    def _set_next_start(self, received: torch.Tensor) -> None:
+        for batch in self._batches:
+            old, new = batch.right(self._start.old), batch.right(self._start.new)
+            size = _start_size(batch.num_columns)
+            self._arithmetic.next_start(batch.right(received), old, size=size, new=new)
 
     def _set_first_start(self) -> None:
         """Directions by chance, a function of the tensor's name."""

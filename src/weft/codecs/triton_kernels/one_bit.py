@@ -24,7 +24,9 @@ from weft.plan.exchange.coded_tensor import CodedTensor
 
 _COLUMNS = 1024
 """Columns of a tile."""
-_ROWS_AT_ONCE = 2
+_ROWS_AT_ONCE, _DECODED_AT_ONCE = 2, 1
+_REGISTERS, _DECODED_REGISTERS = 80, 64
+"""Per thread: with more of them, too few programs at a time would wait for memory."""
 _MAX_ROWS, _MIN_ROWS = 256, 16
 _ENOUGH_PROGRAMS = 4096
 _MEAN_COLUMNS, _MEAN_ROWS = 64, 64
@@ -52,7 +54,7 @@ class OneBitKernels:
         sums_at = means_of = 0
         for one, place in zip(tensors, places, strict=True):
             columns, numel = one.num_columns, one.num_rows * one.num_columns
-            together = rows_together(columns)
+            together = rows_together(columns, one.num_rows)
             width = together * columns
             high, wide = -(-numel // (width * rows_of_tile)), -(-width // _COLUMNS)
             at = (place.means_at, place.bits_at)
@@ -94,7 +96,7 @@ class OneBitKernels:
                 tiles.tensor_of, tiles.fields, values, first, second, first_means, second_means, turn, num_means,
                 self._numbers.float64(keep), message, self._sums, self._sums.stride(0), not_finite,
                 IS_ALIGNED=self._is_aligned, ROWS=self._rows, AT_ONCE=_ROWS_AT_ONCE, COLUMNS=_COLUMNS,
-                WIDTH=tiles.width, num_warps=NUM_WARPS, enable_fp_fusion=False,
+                WIDTH=tiles.width, num_warps=NUM_WARPS, maxnreg=_REGISTERS, enable_fp_fusion=False,
             )  # fmt: skip
             _means_of_columns[(columns.num_programs,)](
                 columns.tensor_of, columns.fields, self._sums, self._sums.stride(0), first_means, second_means, turn,
@@ -114,8 +116,8 @@ class OneBitKernels:
                 tiles.tensor_of, tiles.fields, received, received.view(torch.float32), received.stride(0), values,
                 self._numbers.float64(scale),
                 IS_ALIGNED=self._is_aligned, NUM_REPLICAS=self._bucket.num_replicas, ROWS=self._rows,
-                AT_ONCE=_ROWS_AT_ONCE, COLUMNS=_COLUMNS, WIDTH=tiles.width, num_warps=NUM_WARPS,
-                enable_fp_fusion=False,
+                AT_ONCE=_DECODED_AT_ONCE, COLUMNS=_COLUMNS, WIDTH=tiles.width, num_warps=NUM_WARPS,
+                maxnreg=_DECODED_REGISTERS, enable_fp_fusion=False,
             )  # fmt: skip
 
     def _rests(self, values: torch.Tensor, floats: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -136,10 +138,10 @@ class OneBitKernels:
         means.zero_()
 
 
-def rows_together(columns: int) -> int:
+def rows_together(columns: int, num_rows: int) -> int:
     """Rows of the matrix that make a wide row: a multiple of 8 elements, in few tiles with little room left."""
     least = 8 // math.gcd(8, columns)
-    most = max(1, -(-8 * _COLUMNS // (least * columns)))
+    most = max(1, min(-(-8 * _COLUMNS // (least * columns)), num_rows // least))
     choices = [least * times for times in range(1, most + 1)]
     return min(choices, key=lambda count: (-(-count * columns // _COLUMNS) * _COLUMNS / (count * columns), count))
 
@@ -163,7 +165,7 @@ def limit(count, IS_ALIGNED: tl.constexpr):
     return count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_means", "sums_stride"])
 def _encode_tiles(
     tensor_of, fields, values, first, second, first_means, second_means, turn, num_means, keep,
     message, sums, sums_stride, not_finite,
@@ -230,7 +232,7 @@ def _encode_tiles(
     tl.store(at_sums + 2 * sums_stride.to(tl.int64), tl.sum(num_minus, axis=0), mask=is_column)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_means", "sums_stride"])
 def _means_of_columns(
     tensor_of, fields, sums, sums_stride, first_means, second_means, turn, num_means, floats,
     AT_ONCE: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
@@ -269,7 +271,7 @@ def _means_of_columns(
     tl.store(at_message + columns + column, minus, mask=is_column)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _decode_tiles(
     tensor_of, fields, received, floats, stride, values, scale,
     IS_ALIGNED: tl.constexpr, NUM_REPLICAS: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,

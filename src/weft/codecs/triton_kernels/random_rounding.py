@@ -12,6 +12,7 @@ import triton.language as tl
 from weft.codecs.triton_kernels.common import (
     BLOCK,
     NUM_WARPS,
+    block_of,
     flag_not_finite,
     key_of,
     num_blocks,
@@ -75,18 +76,28 @@ class RandomRoundingKernels:
 
 
 @triton.jit
+def are_common(x):
+    """1 where no quotient, reciprocal or remainder of sizes up to x that matters is out of the range of float32."""
+    return ((x > 1e-25) & (x < 1e25)).to(tl.int32)
+
+
+@triton.jit
+def quotients(x, divisor, reciprocal):
+    """x / divisor, rounded to nearest (Markstein), where many numbers have one divisor: three instructions instead of
+    a division of a dozen."""
+    near = x * reciprocal
+    return tl.fma(tl.fma(-near, divisor, x), reciprocal, near)
+
+
+@triton.jit
 def _largest(
     tensor_of, fields, values, largest, not_finite,
     IS_ALIGNED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     tensor, row, block = part_of(tensor_of, fields, WIDTH)
-    offset = tl.load(row)
-    numel = tl.load(row + 1)
-    if IS_ALIGNED:
-        offset = tl.multiple_of(offset, 8)
-        numel = tl.multiple_of(numel, 8)
-    entry = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(values + offset + entry, mask=entry < numel, other=0.0)
+    at, start, count = block_of(row, block, BLOCK, IS_ALIGNED)
+    place = tl.arange(0, BLOCK)
+    x = tl.load(values + at + place, mask=place < count, other=0.0)
     flag_not_finite(x, not_finite)
     tl.atomic_max(largest + tensor, tl.max(tl.abs(x).to(tl.int32, bitcast=True)))
 
@@ -98,68 +109,70 @@ def _round_at_random(
     BLOCK: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     tensor, row, block = part_of(tensor_of, fields, WIDTH)
-    offset = tl.load(row)
-    numel = tl.load(row + 1)
+    at, start, count = block_of(row, block, BLOCK, IS_ALIGNED)
     at_scales = floats + tl.load(row + 2)
     at_codes = message + tl.multiple_of(tl.load(row + 3), 4)
     key = key_of(tl.load(row + 4), step, replica)
-    if IS_ALIGNED:
-        offset = tl.multiple_of(offset, 8)
-        numel = tl.multiple_of(numel, 8)
-    start = block.to(tl.int64) * BLOCK
     if IS_QSGD:
-        entry = start + tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        x = tl.load(values + offset + entry, mask=entry < numel, other=0.0)
-        flag_not_finite(x, not_finite)
+        place = tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        x = tl.load(values + at + place, mask=place < count, other=0.0)
         exact = x.to(tl.float64)
         norm = tl.sqrt(tl.sum(exact * exact, axis=1)).to(tl.float32)
-        group = start // GROUP + tl.arange(0, BLOCK // GROUP)
-        tl.store(at_scales + group, norm, mask=group * GROUP < numel)
-        share = tl.div_rn(tl.abs(x), tl.where(norm == 0.0, 1.0, norm)[:, None])  # blocks of zeros have shares of 0
-        size = tl.minimum(tl.floor(share * STEPS + uniforms(key, entry)), 1.0 * STEPS)
+        group = tl.arange(0, BLOCK // GROUP)
+        tl.store(at_scales + start // GROUP + group, norm, mask=group * GROUP < count)
+        flag_not_finite(norm, not_finite)
+        norm = tl.where(norm == 0.0, 1.0, norm)[:, None]  # blocks of zeros have shares of 0
+        size = tl.abs(x)
+        if tl.min(are_common(norm)) > 0:
+            share = quotients(size, norm, tl.div_rn(1.0, norm))
+        else:
+            share = tl.div_rn(size, norm)
+        size = tl.minimum(
+            tl.floor(share * STEPS + uniforms(key, start.to(tl.uint32) + place.to(tl.uint32))), 1.0 * STEPS
+        )
         codes = tl.reshape(STEPS + tl.where(x < 0.0, -size, size).to(tl.int32), (BLOCK,))
     else:
-        entry = start + tl.arange(0, BLOCK)
-        x = tl.load(values + offset + entry, mask=entry < numel, other=0.0)
+        place = tl.arange(0, BLOCK)
+        x = tl.load(values + at + place, mask=place < count, other=0.0)
         size = tl.load(largest + tensor).to(tl.float32, bitcast=True)
         if block == 0:
             tl.store(at_scales, size)
-        share = tl.div_rn(tl.abs(x), tl.where(size == 0.0, 1.0, size))
-        is_sent = uniforms(key, entry) < share
+        size = tl.where(size == 0.0, 1.0, size)
+        if are_common(size) > 0:
+            share = quotients(tl.abs(x), size, tl.div_rn(1.0, size))
+        else:
+            share = tl.div_rn(tl.abs(x), size)
+        is_sent = uniforms(key, start.to(tl.uint32) + place.to(tl.uint32)) < share
         codes = tl.where(is_sent, tl.where(x < 0.0, 0, 2), 1)
-    flat = start + tl.arange(0, BLOCK)
-    codes = tl.where(flat < numel, codes, 0)
+    codes = tl.where(tl.arange(0, BLOCK) < count, codes, 0)
     per_byte: tl.constexpr = 8 // BITS
-    byte = start // per_byte + tl.arange(0, BLOCK // per_byte)
-    is_byte = byte < (numel + (per_byte - 1)) // per_byte
-    tl.store(at_codes + byte, packed(codes, BLOCK, BITS).to(tl.uint8), mask=is_byte)
+    byte = tl.arange(0, BLOCK // per_byte)
+    is_byte = byte * per_byte < count
+    tl.store(at_codes + start // per_byte + byte, packed(codes, BLOCK, BITS).to(tl.uint8), mask=is_byte)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _add_rows(
     tensor_of, fields, received, floats, stride, values, scale,
     IS_QSGD: tl.constexpr, STEPS: tl.constexpr, BITS: tl.constexpr, IS_ALIGNED: tl.constexpr,
     NUM_REPLICAS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     tensor, row, block = part_of(tensor_of, fields, WIDTH)
-    offset = tl.load(row)
-    numel = tl.load(row + 1)
-    at_scales = floats + tl.load(row + 2)
-    at_codes = received + tl.multiple_of(tl.load(row + 3), 4)
-    if IS_ALIGNED:
-        offset = tl.multiple_of(offset, 8)
-        numel = tl.multiple_of(numel, 8)
-    entry = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    here = entry < numel
+    at, start, count = block_of(row, block, BLOCK, IS_ALIGNED)
+    per_byte: tl.constexpr = 8 // BITS
+    at_scales = floats + (tl.load(row + 2) + start // GROUP if IS_QSGD else tl.load(row + 2))
+    at_codes = received + (tl.multiple_of(tl.load(row + 3), 4) + start // per_byte)
+    place = tl.arange(0, BLOCK)
+    here = place < count
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for replica in range(NUM_REPLICAS):
-        start = tl.multiple_of(replica * stride.to(tl.int64), 16)
-        size = (unpacked(at_codes + start, entry, here, BITS) - STEPS).to(tl.float32)
+        message = tl.multiple_of(replica * stride.to(tl.int64), 16)
+        size = (unpacked(at_codes + message, place, here, BITS) - STEPS).to(tl.float32)
         if IS_QSGD:
             if STEPS != 1:
                 size = tl.div_rn(size, 1.0 * STEPS)
-            scales = tl.load(at_scales + start // 4 + entry // GROUP, mask=here, other=0.0)
+            scales = tl.load(at_scales + message // 4 + place // GROUP, mask=here, other=0.0)
             total += size * scales
         else:
-            total += size * tl.load(at_scales + start // 4)
-    tl.store(values + offset + entry, total * tl.load(scale).to(tl.float32), mask=here)
+            total += size * tl.load(at_scales + message // 4)
+    tl.store(values + at + place, total * tl.load(scale).to(tl.float32), mask=here)

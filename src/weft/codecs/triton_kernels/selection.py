@@ -209,7 +209,7 @@ def _look_at_all(rooms, thresholds, state, counts, COPIES: tl.constexpr):
         tl.store(at, tl.zeros((COPIES * 256,), dtype=tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _take(
     ranks, stride, state, counts, thresholds, BITS: tl.constexpr, FIRST: tl.constexpr, COPIES: tl.constexpr
 ):  # fmt: skip

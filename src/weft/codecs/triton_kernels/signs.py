@@ -8,7 +8,16 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.codecs.triton_kernels.common import BLOCK, NUM_WARPS, flag_not_finite, num_blocks, packed, part_of, unpacked
+from weft.codecs.triton_kernels.common import (
+    BLOCK,
+    NUM_WARPS,
+    block_of,
+    flag_not_finite,
+    num_blocks,
+    packed,
+    part_of,
+    unpacked,
+)
 from weft.codecs.triton_kernels.tables import Bucket, Table, are_aligned
 
 
@@ -57,34 +66,26 @@ def _pack_signs(
     IS_ALIGNED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     tensor, row, block = part_of(tensor_of, fields, WIDTH)
-    offset = tl.load(row)
-    numel = tl.load(row + 1)
-    if IS_ALIGNED:
-        offset = tl.multiple_of(offset, 8)
-        numel = tl.multiple_of(numel, 8)
-    entry = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(values + offset + entry, mask=entry < numel, other=0.0)
+    at, start, count = block_of(row, block, BLOCK, IS_ALIGNED)
+    place = tl.arange(0, BLOCK)
+    x = tl.load(values + at + place, mask=place < count, other=0.0)
     flag_not_finite(x, not_finite)
     bytes_ = packed((x < 0.0).to(tl.int32), BLOCK, 1)
-    byte = block.to(tl.int64) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
-    tl.store(message + tl.load(row + 2) + byte, bytes_.to(tl.uint8), mask=byte < (numel + 7) // 8)
+    byte = tl.arange(0, BLOCK // 8)
+    tl.store(message + (tl.load(row + 2) + start // 8) + byte, bytes_.to(tl.uint8), mask=byte * 8 < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _vote(
     tensor_of, fields, received, stride, values,
     IS_ALIGNED: tl.constexpr, NUM_REPLICAS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     tensor, row, block = part_of(tensor_of, fields, WIDTH)
-    offset = tl.load(row)
-    numel = tl.load(row + 1)
-    if IS_ALIGNED:
-        offset = tl.multiple_of(offset, 8)
-        numel = tl.multiple_of(numel, 8)
-    entry = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    here = entry < numel
-    bits = received + tl.load(row + 2)
+    at, start, count = block_of(row, block, BLOCK, IS_ALIGNED)
+    place = tl.arange(0, BLOCK)
+    here = place < count
+    bits = received + (tl.load(row + 2) + start // 8)
     num_negative = tl.zeros((BLOCK,), dtype=tl.int32)
     for replica in range(NUM_REPLICAS):
-        num_negative += unpacked(bits + replica * stride.to(tl.int64), entry, here, 1)
-    tl.store(values + offset + entry, tl.where(2 * num_negative <= NUM_REPLICAS, 1.0, -1.0), mask=here)
+        num_negative += unpacked(bits + replica * stride.to(tl.int64), place, here, 1)
+    tl.store(values + at + place, tl.where(2 * num_negative <= NUM_REPLICAS, 1.0, -1.0), mask=here)

@@ -135,13 +135,14 @@ class SparseKernels:
         there are no gaps between tensors in the target."""
         self._prepare(layout, self._momenta)
         pair = (target, target, self._turns.first) if isinstance(target, torch.Tensor) else self._turns(target)
+        is_aligned = self._is_aligned and pair[0].data_ptr() % 16 == 0
         ends = counts.cumsum(1, dtype=torch.int32)
         chunks = self._chunks
         with torch.cuda.device_of(rows):
             sparse_passes.add[(chunks.num_programs,)](
                 chunks.tensor_of, chunks.fields, *pair, self._rooms, counts, counts.stride(0), ends, ends.stride(0),
                 offsets, offsets.stride(0), rows, rows.stride(0), self._numbers.float64(scale),
-                CLEARS=clears, IS_PACKED=is_packed, IS_ALIGNED=self._is_aligned, NUM_ROWS=rows.shape[0],
+                CLEARS=clears, IS_PACKED=is_packed, IS_ALIGNED=is_aligned, NUM_ROWS=rows.shape[0],
                 CHUNK=CHUNK_NUMEL, BLOCK=BLOCK, WIDTH=chunks.width, num_warps=NUM_WARPS, enable_fp_fusion=False,
             )  # fmt: skip
 

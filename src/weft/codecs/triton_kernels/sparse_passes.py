@@ -104,7 +104,7 @@ def accumulate(
         tl.store(notes + number * NOTES + slot, place.to(tl.int16), mask=reaches)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def count(
     tensor_of, fields, first, second, turn, thresholds, notes, noted, state, found, stride,
     BLOCK: tl.constexpr, NOTES: tl.constexpr, WIDTH: tl.constexpr,
@@ -152,7 +152,7 @@ def _emit_some(
     return tl.sum(is_sent.to(tl.int32)), tl.sum(is_equal)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def emit(
     tensor_of, fields, first, second, turn, thresholds, notes, noted, state, first_u, second_u, before, stride,
     rooms, counts, offsets, entries,
@@ -195,7 +195,7 @@ def emit(
     tl.store(counts + number, num_sent)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["counts_stride", "ends_stride", "offsets_stride", "rows_stride"])
 def add(
     tensor_of, fields, first, second, turn, rooms, counts, counts_stride, ends, ends_stride, offsets, offsets_stride,
     rows, rows_stride, scale,

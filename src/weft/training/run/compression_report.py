@@ -29,4 +29,7 @@ def compression_of_run(trainer: Trainer, metrics: Path) -> Compression | None:
         counted = [len(steps), sum(between_replicas(sent, plan) for sent in steps)]
     num_steps, sent = gather_values(counted, everyone)[0]
     numel = gather_values(sum(piece.tensor.numel() for piece in trainer.sync.pieces), everyone)[0]
-    return Compression(dense_bytes=dense_bytes(numel, plan, num_steps=num_steps), sent_bytes=sent) if sent else None
+    if not sent:
+        return None
+    dense = dense_bytes(numel, plan, num_steps=num_steps, hosts=trainer.mesh.world.hosts)
+    return Compression(dense_bytes=dense, sent_bytes=sent)
