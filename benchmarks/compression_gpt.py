@@ -100,8 +100,11 @@ class Run:
         return self.every > 0
 
     def plan(self, size: Size, *, in_bf16: bool) -> Plan:
+        clip_norm = 0.0 if self.section.name == "sign" else 1.0  # votes all have the same norm
         common = Plan(
-            step=Step(clip_norm=1.0), precision=Precision(compute="bf16" if in_bf16 else "model"), codec=self.section
+            step=Step(clip_norm=clip_norm),
+            precision=Precision(compute="bf16" if in_bf16 else "model"),
+            codec=self.section,
         )
         if self.is_local:
             data = Data(sync="local", every=self.every, **self.outer)

@@ -78,7 +78,7 @@ CASES = {
     "onebit": Case(codec={"name": "onebit", "warmup_steps": 3}, step=Step(microbatches=2)),
     "qsgd": Case(codec={"name": "qsgd", "levels": 16}),
     "terngrad": Case(codec={"name": "terngrad"}),
-    "sign": Case(codec={"name": "sign"}),
+    "sign": Case(codec={"name": "sign"}, step=Step()),
     "topk, bf16": Case(codec={"name": "topk", "density": 0.05, "bits": 8}, compute="bf16"),
     "BatchNorm": Case(
         codec={"name": "topk", "density": 0.1},
