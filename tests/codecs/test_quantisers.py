@@ -12,11 +12,11 @@ from torch import Tensor
 
 from weft.codecs.base import Bucket, Codec
 from weft.codecs.feedback import Feedback
+from weft.codecs.formats.packed_bits import pack, unpack
+from weft.codecs.formats.random_bits import key_of, normals, random_bits, uniforms
 from weft.codecs.make import make_codec
 from weft.codecs.onebit import OneBit
-from weft.codecs.packed_bits import pack, unpack
 from weft.codecs.quantised import Quantised
-from weft.codecs.random_bits import key_of, normals, random_bits, uniforms
 from weft.codecs.random_rounding import Qsgd, TernGrad
 from weft.codecs.sign import Sign
 from weft.plan.exchange.coded_tensor import CodedTensor

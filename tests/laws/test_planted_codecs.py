@@ -13,7 +13,7 @@ from ranks import ranks
 
 from weft.plan.exchange.coded_tensor import CodedTensor
 from weft.plan.plan import Axes, Codec, Data, Plan
-from weft.sync.compressed_exchange import CompressedExchange
+from weft.sync.exchange.compressed_exchange import CompressedExchange
 from weft.training.trainer import Trainer
 from weft.verification.verdict import Finding
 

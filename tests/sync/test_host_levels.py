@@ -38,7 +38,7 @@ from weft.plan.partition.host_levels import (
 )
 from weft.plan.partition.wire import sent_bytes
 from weft.plan.plan import Axes, Codec, Comm, Data, Plan, Precision
-from weft.sync.compressed_exchange import CodedBucket, CompressedExchange
+from weft.sync.exchange.compressed_exchange import CodedBucket, CompressedExchange
 from weft.sync.in_process import exchange_in_process
 from weft.sync.make import codec_groups
 from weft.training.exchanged_bytes import sent_bytes_of_step

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from weft.comm.objects import gather_values
 from weft.errors import PlanError
 from weft.plan.plan import Axes, Codec, Comm, Data, Plan
-from weft.sync.outer import average_, nesterov_
+from weft.sync.exchange.outer import average_, nesterov_
 from weft.training.parallelize import parallelize
 
 HALF = Codec(name="half")

@@ -14,7 +14,7 @@ replica has its own. Tensors are compressed each by itself. In every exchange, o
 because some gradient in it is not finite, nothing is left (`kept.py`).
 
 All replicas decode the same bits by the same arithmetic, so they end with equal values. Random numbers are a function
-of the tensor's name, the step and the replica (`random_bits.py`), so ranks that hold copies of one tensor
+of the tensor's name, the step and the replica (`formats/random_bits.py`), so ranks that hold copies of one tensor
 draw alike. Formats and lengths of messages are in `plan/exchange/messages.py`, where the bytes of an exchange are
 added up without torch. Nothing here waits for a device, and nothing is exchanged: replicas in one process use a codec
 just as ranks do.

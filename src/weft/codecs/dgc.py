@@ -21,9 +21,9 @@ from __future__ import annotations
 import torch
 
 from weft.codecs.base import Bucket
+from weft.codecs.formats.sparse_message import Entries, write_entries
 from weft.codecs.kept import Kept
 from weft.codecs.sparse import OldNew, SparseCodec
-from weft.codecs.sparse_message import Entries, write_entries
 from weft.codecs.topk import largest, scaled
 from weft.plan.exchange.messages import Message
 from weft.plan.exchange.sparse import threshold_rank

@@ -9,6 +9,7 @@ import torch
 from weft.codecs.base import Bucket, Codec
 from weft.codecs.dgc import Dgc
 from weft.codecs.feedback import Feedback
+from weft.codecs.formats.sparse_message import SparseMessage
 from weft.codecs.kept import Kept
 from weft.codecs.onebit import OneBit
 from weft.codecs.powersgd import PowerSgd
@@ -16,7 +17,6 @@ from weft.codecs.quantised import Quantised
 from weft.codecs.random_rounding import Qsgd, TernGrad
 from weft.codecs.sign import Sign
 from weft.codecs.sparse import SparseCodec
-from weft.codecs.sparse_message import SparseMessage
 from weft.codecs.topk import TopK
 from weft.codecs.triton_kernels.low_rank import MAX_RANK, LowRankKernels, Matrix
 from weft.codecs.triton_kernels.one_bit import OneBitKernels, OneBitPlaces

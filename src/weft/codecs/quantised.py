@@ -12,10 +12,10 @@ from abc import abstractmethod
 import torch
 
 from weft.codecs.base import Bucket, Codec, splits
+from weft.codecs.formats.packed_bits import pack, unpack
+from weft.codecs.formats.random_bits import key_of, second_key
 from weft.codecs.kept import Kept
 from weft.codecs.native.quantised import Loops, find_loops
-from weft.codecs.packed_bits import pack, unpack
-from weft.codecs.random_bits import key_of, second_key
 from weft.plan.exchange.messages import Message, messages_of
 from weft.plan.exchange.quantised import QuantisedTensor, quantised_tensors
 from weft.plan.exchange.warm_up import is_dense

@@ -15,8 +15,8 @@ import numpy
 import torch
 from torch.nn import functional
 
+from weft.codecs.formats.random_bits import uniforms
 from weft.codecs.quantised import Quantised
-from weft.codecs.random_bits import uniforms
 from weft.plan.exchange.quantised import QSGD_BLOCK, QuantisedTensor
 
 

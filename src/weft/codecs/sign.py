@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.codecs.packed_bits import unpack
+from weft.codecs.formats.packed_bits import unpack
 from weft.codecs.quantised import Quantised
 from weft.plan.exchange.quantised import QuantisedTensor
 

@@ -20,10 +20,10 @@ from dataclasses import replace
 import torch
 
 from weft.codecs.base import Bucket, Codec, views
+from weft.codecs.formats.random_bits import key_of
+from weft.codecs.formats.sparse_message import Entries, Places, SparseMessage, add_entries
 from weft.codecs.kept import Kept
 from weft.codecs.native.sparse import Loops, find_loops
-from weft.codecs.random_bits import key_of
-from weft.codecs.sparse_message import Entries, Places, SparseMessage, add_entries
 from weft.plan.exchange.coded_tensor import CodedTensor
 from weft.plan.exchange.messages import Message, messages_of
 from weft.plan.exchange.sparse import SparseLayout, sample_size, sparse_layout

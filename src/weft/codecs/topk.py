@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from weft.codecs.formats.sparse_message import Entries, write_entries
 from weft.codecs.sparse import OldNew, SparseCodec
-from weft.codecs.sparse_message import Entries, write_entries
 from weft.plan.exchange.sparse import safe_rank
 
 

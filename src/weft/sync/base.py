@@ -22,7 +22,7 @@ parameter that no rank used is None, one that only other ranks used has their su
 tensor ranks hold are then summed over these, or copied from the first (`comm/shared_gradients.py`), also in `finish`.
 
 Every bucket of gradients leaves through `BucketedSync._launch` (`sync/bucketed.py`), with a codec from there through
-`compressed_exchange.py`. A sync
+`exchange/compressed_exchange.py`. A sync
 between replicas that differ (`sync/local.py`) wraps that of one replica and adds to its `end_update` and `skip`.
 """
 
@@ -39,7 +39,7 @@ from weft.parallel.zero.flat_parameters import FlatParameters, Piece
 from weft.parallel.zero.gather import ParameterGathering
 
 if TYPE_CHECKING:
-    from weft.sync.compressed_exchange import CompressedExchange
+    from weft.sync.exchange.compressed_exchange import CompressedExchange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

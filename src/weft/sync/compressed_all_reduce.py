@@ -24,7 +24,7 @@ from weft.plan.partition.wire import CODEC_TAIL_WORDS
 from weft.plan.plan import Plan
 from weft.sync.allreduce import AllReduce
 from weft.sync.base import Totals
-from weft.sync.compressed_exchange import CodedBucket, CompressedExchange
+from weft.sync.exchange.compressed_exchange import CodedBucket, CompressedExchange
 from weft.sync.norm import GradientRules, spoil_norm
 
 
@@ -45,7 +45,7 @@ class CompressedAllReduce(AllReduce):
         waits_in_backward: bool,
         rules: GradientRules,
     ) -> None:
-        """`group`: all ranks that sum gradients, which are `inside` × `across` (`compressed_exchange.py`)."""
+        """`group`: all ranks that sum gradients, which are `inside` × `across` (`exchange/compressed_exchange.py`)."""
         self._codec, self._device, self._has_slices = plan.codec, device, inside.size > 1
         self._coded = coded_places(pieces, plan, rules)
         self._step = 0

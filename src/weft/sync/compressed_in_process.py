@@ -24,7 +24,7 @@ from weft.plan.partition.wire import Member, assign_buckets
 from weft.plan.plan import Plan
 from weft.sync.base import PipelineSync, Totals
 from weft.sync.compressed_all_reduce import clip_to_share
-from weft.sync.compressed_exchange import CodedBucket, CompressedExchange
+from weft.sync.exchange.compressed_exchange import CodedBucket, CompressedExchange
 from weft.sync.in_process import CodecsInProcess
 from weft.sync.norm import GradientRules, NormParts, spoil_norm
 from weft.sync.wrapping_sync import WrappingSync

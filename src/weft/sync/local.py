@@ -34,10 +34,10 @@ from weft.plan.exchange.weight_exchange import MAX_EXCHANGES_IN_FLIGHT, REPORT_W
 from weft.plan.partition.replicas import exchanges_after, keeps_anchor
 from weft.plan.plan import Plan
 from weft.sync.base import PipelineSync, Totals
-from weft.sync.compressed_exchange import CodedBucket, CompressedExchange
+from weft.sync.exchange.compressed_exchange import CodedBucket, CompressedExchange
+from weft.sync.exchange.outer import average_, nesterov_
+from weft.sync.exchange.weight_buckets import ExchangeBuffers, Part, WeightBucket, weight_buckets
 from weft.sync.in_process import InProcessExchange
-from weft.sync.outer import average_, nesterov_
-from weft.sync.weight_buckets import ExchangeBuffers, Part, WeightBucket, weight_buckets
 from weft.sync.wrapping_sync import WrappingSync
 
 Tensors = Callable[[], Sequence[torch.Tensor]]

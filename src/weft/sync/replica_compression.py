@@ -16,7 +16,7 @@ from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
 from weft.plan.exchange.coded_tensor import CodedTensor, is_coded
 from weft.plan.plan import Plan
-from weft.sync.compressed_exchange import CodedBucket, CompressedExchange
+from weft.sync.exchange.compressed_exchange import CodedBucket, CompressedExchange
 from weft.sync.norm import GradientRules
 from weft.sync.zero_gradients import Gradients
 

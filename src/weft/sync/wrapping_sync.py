@@ -13,7 +13,7 @@ import torch
 from weft.parallel.zero.flat_parameters import FlatParameters, Piece
 from weft.parallel.zero.gather import ParameterGathering
 from weft.sync.base import PipelineSync, Totals
-from weft.sync.compressed_exchange import CompressedExchange
+from weft.sync.exchange.compressed_exchange import CompressedExchange
 
 
 class WrappingSync(PipelineSync):

@@ -33,7 +33,7 @@ from weft.plan.partition.flat_buffers import MAX_IN_FLIGHT, Sharding
 from weft.plan.partition.wire import CODEC_TAIL_WORDS, SHARDED_TAIL_WORDS
 from weft.sync.base import Totals
 from weft.sync.bucketed import BucketedSync
-from weft.sync.compressed_exchange import CompressedExchange
+from weft.sync.exchange.compressed_exchange import CompressedExchange
 from weft.sync.norm import GradientRules, NormParts, spoil_norm
 from weft.sync.replica_compression import ReplicaCompression
 from weft.sync.zero_gradients import GradientPool, Gradients, Reduction, gradient_memory_bytes

@@ -2,7 +2,7 @@
 
 Kept is counted as codecs allocate it (`codecs/kept.py`): in two copies where an exchange may be without effect, because
 the step is skipped, in one with local steps. Buffers are found by simulating a step's use of the pool, in the order of
-`sync/compressed_exchange.py`; a test compares both.
+`sync/exchange/compressed_exchange.py`; a test compares both.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The exchange of gradients through a codec: its buckets, and the bytes that a rank sends for it in a step.
 
 This is the one account of it, without torch: `sync/compressed_all_reduce.py` and `sync/replica_compression.py` make
-these buckets, `sync/compressed_exchange.py` exchanges them, and a test requires the bytes equal.
+these buckets, `sync/exchange/compressed_exchange.py` exchanges them, and a test requires the bytes equal.
 
     all-reduce             large gradients in buckets of their own, small ones and the tail in dense buckets
     over flat buffers      of every buffer the large members of a rank's part; all small members together; the tail

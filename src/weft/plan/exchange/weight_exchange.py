@@ -1,7 +1,7 @@
 """The exchange between replicas that differ: its buckets of weights, the bytes that it sends, the memory that it takes.
 
-This is the one account of it, without torch: `sync/weight_buckets.py` makes these buckets, `sync/local.py` these
-buffers, and the prediction of memory adds them up (`planning/memory.py`).
+This is the one account of it, without torch: `sync/exchange/weight_buckets.py` makes these buckets, `sync/local.py`
+these buffers, and the prediction of memory adds them up (`planning/memory.py`).
 """
 
 from __future__ import annotations

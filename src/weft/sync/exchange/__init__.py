@@ -1,0 +1,1 @@
+"""Exchanges between replicas: buckets of weights, buckets through codecs, the outer step."""
