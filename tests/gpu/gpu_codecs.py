@@ -114,7 +114,7 @@ def _compare(section: CodecSection, shapes: Sequence[tuple[int, int]], num_repli
 def _differ(
     section: CodecSection, what: str, expected: torch.Tensor, found: torch.Tensor, *, given: float = 0.0
 ) -> list[str]:
-    """`given`: the largest entry that the tensor was given, which is the size of rounding where little is left of it."""
+    """`given`: the largest entry that the tensor was given: the size of rounding, where little is left of it."""
     size = expected.abs().max().clamp(min=max(given, 1e-30))
     errors = (found - expected).abs() / size
     is_exact = section.name in ("sign", "qsgd", "terngrad", "topk", "dgc") and section.bits == 32
