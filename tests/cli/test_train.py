@@ -58,7 +58,16 @@ def test_the_options_are_these() -> None:
             "--bandwidth --check --counters --delay --hosts --jitter --loss --per-host --preset --ranks-per-host "
             "--topology --traceback"
         ).split(),
-        "profile": ["--job", "--output", "--preflight", "--quick", "--ranks", "--traceback"],
+        "profile": [
+            "--job",
+            "--output",
+            "--parameters",
+            "--preflight",
+            "--quick",
+            "--ranks",
+            "--replicas",
+            "--traceback",
+        ],
         "train": (
             "--output --plan --ranks --replicas-in-process --restarts --resume --steps --timeout --trace --traceback"
         ).split(),

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from weft.parallel.wrapping.wrap import wrap_forward
 from weft.training.loss import gather_batch
 
 Result = TypeVar("Result")
@@ -69,7 +70,8 @@ class Lockstep:
             return list(torch.split(output, [len(one) for one in given]))
 
         for norm in norms:
-            norm.forward = lambda tensor: self._meet(tensor, join)
+            why = "normalises the samples of all parts together"
+            wrap_forward(norm, lambda tensor: self._meet(tensor, join), by="verify", why=why)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """The rows of all parts, in their order; called by a loss."""
