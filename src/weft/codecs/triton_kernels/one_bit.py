@@ -158,8 +158,9 @@ def _matrix(one: CodedTensor, flat: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def limit(count, IS_ALIGNED: tl.constexpr):
-    """A count of elements in 32 bits; more are beyond all places of a few rows anyway."""
-    count = tl.minimum(count, 2**31 - 8).to(tl.int32)
+    """A count of elements in 32 bits; more are beyond all places of a few rows anyway. It is negative, and may be
+    large, where a tile of few wide rows is higher than the matrix."""
+    count = tl.maximum(tl.minimum(count, 2**31 - 8), 0).to(tl.int32)
     if IS_ALIGNED:
         count = tl.multiple_of(count, 8)
     return count
