@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -15,7 +16,10 @@ from weft.codecs.base import Bucket
 from weft.codecs.find_fused import find_fused
 from weft.codecs.kept import Kept
 from weft.codecs.triton_kernels.tables import Numbers, Table, Turns
+from weft.plan.exchange.codec_memory import kernel_bytes
 from weft.plan.exchange.coded_tensor import CodedTensor
+from weft.plan.exchange.gpu_scratch import scratch_bytes
+from weft.plan.exchange.gradient_exchange import CodecGroups, CodedValues
 from weft.plan.plan import Codec as CodecSection
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +39,46 @@ def test_kernels_equal_torchs_functions() -> None:
         timeout=280,
     )
     assert done.returncode == 0 and done.stdout.count(": equal") == 8, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("name", ["topk", "dgc", "onebit", "powersgd"])
+def test_what_kernels_allocate_is_predicted(name: str) -> None:
+    from weft.codecs.fused import FUSED
+
+    shapes, tensors, offset = ((300, 1_000), (64, 4_096), (7, 50_001), (4_000, 9)), [], 0
+    for place, shape in enumerate(shapes):
+        tensors.append(CodedTensor(name=str(place), shape=shape, offset=offset, numel=math.prod(shape)))
+        offset += math.prod(shape)
+    section = CodecSection(name=name)
+    bucket = Bucket(
+        codec=section, tensors=tuple(tensors), numel=offset, dtype=torch.float32, device=CPU, replica=0, num_replicas=2
+    )
+    codec = FUSED[name](bucket)
+    kernels = codec._kernels  # type: ignore[attr-defined]
+    owners = [kernels, *(vars(kernels)[one] for one in ("_of_samples", "_of_noted") if hasattr(kernels, one))]
+    found = [tensor for owner in owners for tensor in vars(owner).values() if isinstance(tensor, torch.Tensor)]
+    found += codec._means.pair if name == "onebit" else ()  # type: ignore[attr-defined]
+    assert sum(one.nbytes for one in found) == scratch_bytes(section, tensors, "float32", num_copies=2)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("name", ["topk", "dgc", "onebit", "sign", "qsgd", "terngrad", "powersgd"])
+def test_codecs_of_parts_without_a_whole_row(name: str) -> None:
+    """Under ZeRO a rank may have less than a row of a wide matrix."""
+    from weft.codecs.fused import FUSED
+
+    tensors = (CodedTensor(name="a", shape=(4, 4_096), offset=0, numel=1_000, start=500),)
+    bucket = Bucket(
+        codec=CodecSection(name=name),
+        tensors=tensors,
+        numel=1_000,
+        dtype=torch.float32,
+        device=CPU,
+        replica=0,
+        num_replicas=2,
+    )
+    assert FUSED[name](bucket).begin(0)[0].numel > 0
 
 
 def test_tables_say_which_part_of_which_tensor_a_program_has() -> None:
@@ -78,3 +122,20 @@ def test_cpus_and_double_precision_have_no_kernels() -> None:
             num_replicas=2,
         )
         assert find_fused(bucket) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"), [("topk", 0.15, 0.17), ("onebit", 0.7, 0.9), ("powersgd", 0.4, 0.6)]
+)
+def test_bytes_of_kernels_per_element(name: str, least: float, most: float) -> None:
+    """A matrix of four million elements, as a bucket has. Nothing on the host, nor where there are no kernels."""
+    numel = 2_048 * 2_048
+    tensors = (CodedTensor(name="a", shape=(2_048, 2_048), offset=0, numel=numel),)
+    values, groups = CodedValues(tensors=tensors, numel=numel, dtype="float32"), CodecGroups(num_across=2)
+    of_kind = {
+        kind: kernel_bytes([values], CodecSection(name=name, rank=4), groups, num_copies=2, device=kind)
+        for kind in ("cpu", "cuda")
+    }
+    assert of_kind["cpu"] == 0 and least < of_kind["cuda"] / numel < most
+    assert scratch_bytes(CodecSection(name=name, rank=4), tensors, "float64", num_copies=2) == 0
+    assert scratch_bytes(CodecSection(name="powersgd", rank=9), tensors, "float32", num_copies=2) == 0

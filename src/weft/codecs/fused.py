@@ -18,11 +18,13 @@ from weft.codecs.random_rounding import Qsgd, TernGrad
 from weft.codecs.sign import Sign
 from weft.codecs.sparse import SparseCodec
 from weft.codecs.topk import TopK
-from weft.codecs.triton_kernels.low_rank import MAX_RANK, LowRankKernels, Matrix
+from weft.codecs.triton_kernels.low_rank import LowRankKernels, Matrix
 from weft.codecs.triton_kernels.one_bit import OneBitKernels, OneBitPlaces
 from weft.codecs.triton_kernels.random_rounding import RandomRoundingKernels
 from weft.codecs.triton_kernels.signs import SignKernels
 from weft.codecs.triton_kernels.sparse import SparseKernels
+from weft.plan.exchange.gpu_scratch import MAX_RANK
+from weft.plan.exchange.low_rank import rank_of
 from weft.plan.exchange.quantised import quantised_tensors
 
 
@@ -186,7 +188,7 @@ class FusedPowerSgd(PowerSgd):
         self._kernels = LowRankKernels(bucket, matrices)
 
     def encode(self, number: int, values: torch.Tensor, message: torch.Tensor, not_finite: torch.Tensor) -> None:
-        if self._is_dense or not self._batches:  # while the host still knows which copy counts
+        if self._is_dense:  # while the host still knows which copy counts
             super().encode(number, values, message, not_finite)
         elif number > 0:
             self._kernels.right(self._first, self._residual, message)
@@ -197,7 +199,7 @@ class FusedPowerSgd(PowerSgd):
                 not_finite += stretch.inside(message).isfinite().all().logical_not()
 
     def decode(self, number: int, received: torch.Tensor, values: torch.Tensor, *, scale: float = 1.0) -> None:
-        if self._is_dense or not self._batches or number == 0:
+        if self._is_dense or number == 0:
             super().decode(number, received, values, scale=scale)
             return
         for stretch in self._rests:
@@ -207,7 +209,7 @@ class FusedPowerSgd(PowerSgd):
         self._set_next_start(received)
 
     def end(self, is_made: bool | torch.Tensor) -> None:
-        if isinstance(is_made, bool) or not self._has_begun or self._is_dense or not self._batches:
+        if isinstance(is_made, bool) or not self._has_begun or self._is_dense:
             super().end(is_made)
             return
         self._has_begun = False
@@ -217,7 +219,9 @@ class FusedPowerSgd(PowerSgd):
 
 
 def _make_powersgd(bucket: Bucket) -> Codec:
-    return FusedPowerSgd(bucket) if bucket.codec.rank <= MAX_RANK else PowerSgd(bucket)
+    """Without kernels where a rank has no whole row of any matrix, which ZeRO and slices may leave it."""
+    has_rows = any(rank_of(bucket.codec, one) for one in bucket.tensors)
+    return FusedPowerSgd(bucket) if has_rows and bucket.codec.rank <= MAX_RANK else PowerSgd(bucket)
 
 
 FUSED: dict[str, Callable[[Bucket], Codec]] = {
