@@ -15,6 +15,7 @@ import torch
 from weft.codecs.base import Bucket
 from weft.codecs.find_fused import find_fused
 from weft.codecs.kept import Kept
+from weft.codecs.make import make_codec
 from weft.codecs.triton_kernels.tables import Numbers, Table, Turns
 from weft.plan.exchange.codec_memory import kernel_bytes
 from weft.plan.exchange.coded_tensor import CodedTensor
@@ -79,6 +80,55 @@ def test_codecs_of_parts_without_a_whole_row(name: str) -> None:
         num_replicas=2,
     )
     assert FUSED[name](bucket).begin(0)[0].numel > 0
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.long
+def test_what_another_plan_kept_of_a_rest_is_sent() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import test_triton; test_triton.compare_rests()"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def compare_rests() -> None:
+    """Exchanges of kernels and of torch's functions, from a state in which something is kept of elements that fill no
+    row. The first does not count, and from the third on only the device knows whether one does."""
+    from weft.codecs.fused import FUSED
+
+    tensors = (CodedTensor(name="a", shape=(9, 8), offset=0, numel=43),)
+    given = torch.randn(7, 43, generator=torch.Generator().manual_seed(0))
+    for name in ("onebit", "powersgd"):
+        bucket = Bucket(
+            codec=CodecSection(name=name, rank=2),
+            tensors=tensors,
+            numel=43,
+            dtype=torch.float32,
+            device=CPU,
+            replica=0,
+            num_replicas=2,
+        )
+        results = []
+        for codec in (make_codec(bucket), FUSED[name](bucket)):
+            codec.tensors()["residual/a"].copy_(given[0])
+            found = []
+            for step in range(6):
+                values = given[step + 1].clone()
+                for number, message in enumerate(codec.begin(step, keep=0.5)):
+                    sent = torch.zeros(message.numel, dtype=getattr(torch, message.dtype))
+                    codec.encode(number, values, sent, torch.zeros(1))
+                    received = sent * 2 if message.adds_up else torch.stack([sent, sent])
+                    codec.decode(number, received, values)
+                codec.end(step > 0 if step < 2 or not results else torch.tensor(1.0))
+                found.append(values)
+            results.append([*found, codec.tensors()["residual/a"]])
+        torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
+        assert not results[1][-1][40:].any()
 
 
 def test_tables_say_which_part_of_which_tensor_a_program_has() -> None:

@@ -9,6 +9,7 @@ import torch
 from weft.codecs.base import Bucket, Codec
 from weft.codecs.dgc import Dgc
 from weft.codecs.feedback import Feedback
+from weft.codecs.formats.low_rank import add_kept
 from weft.codecs.formats.sparse_message import SparseMessage
 from weft.codecs.kept import Kept
 from weft.codecs.onebit import OneBit
@@ -194,8 +195,14 @@ class FusedPowerSgd(PowerSgd):
             self._kernels.right(self._first, self._residual, message)
         else:
             self._kernels.left(values, self._residual, self._keep, self._start.old, message, not_finite)
-            for stretch in self._rests:  # nothing is kept of them
-                stretch.inside(message).copy_(stretch.among(values))
+            for stretch in self._rests:
+                # Nothing is kept of them, but another plan may have: that is sent before a GPU decides by itself.
+                if isinstance(self._residual.turn, int):
+                    kept, sent = stretch.among(self._residual.old), stretch.inside(message)
+                    add_kept(stretch.among(values), kept, self._keep, out=sent)
+                    stretch.among(self._residual.new).zero_()
+                else:
+                    stretch.inside(message).copy_(stretch.among(values))
                 not_finite += stretch.inside(message).isfinite().all().logical_not()
 
     def decode(self, number: int, received: torch.Tensor, values: torch.Tensor, *, scale: float = 1.0) -> None:

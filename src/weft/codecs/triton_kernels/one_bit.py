@@ -84,9 +84,9 @@ class OneBitKernels:
         first_means, second_means, _ = self._turns(means)
         tiles, columns, num_means = self._tiles, self._columns, self.num_means // 2
         floats = message.view(torch.float32)
-        for here, sent in self._rests(values, floats):
-            sent.copy_(here)  # nothing is kept of it
-            not_finite += (~torch.isfinite(sent)).any()
+        for one, at in self._with_rest:
+            self._send_rest(one, values, residual, keep, floats[at : at + one.num_rest])
+            not_finite += (~torch.isfinite(floats[at : at + one.num_rest])).any()
         with torch.cuda.device_of(values):
             _encode_tiles[(tiles.num_programs,)](
                 tiles.tensor_of, tiles.fields, values, first, second, first_means, second_means, turn, num_means,
@@ -102,9 +102,10 @@ class OneBitKernels:
 
     def decode(self, received: torch.Tensor, values: torch.Tensor, scale: float) -> None:
         tiles = self._tiles
-        for here, row in self._rests(values, received.view(torch.float32)):
-            here.copy_(row[0])
-            for other in row[1:]:
+        for one, at in self._with_rest:
+            first, *others = received.view(torch.float32)[:, at : at + one.num_rest]
+            here = _rest(one, values).copy_(first)
+            for other in others:
                 here += other
             here *= scale
         with torch.cuda.device_of(values):
@@ -116,12 +117,17 @@ class OneBitKernels:
                 maxnreg=_DECODED_REGISTERS, enable_fp_fusion=False,
             )  # fmt: skip
 
-    def _rests(self, values: torch.Tensor, floats: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What fills no row of a matrix: in the values, and in a message or messages."""
-        return [
-            (values[one.offset + one.numel - one.num_rest :][: one.num_rest], floats[..., at : at + one.num_rest])
-            for one, at in self._with_rest
-        ]
+    def _send_rest(
+        self, one: CodedTensor, values: torch.Tensor, residual: Kept, keep: float | torch.Tensor, sent: torch.Tensor
+    ) -> None:
+        """What fills no row of a matrix. Nothing is kept of it, but another plan may have: what it left is sent before
+        a GPU decides by itself."""
+        if isinstance(residual.turn, int):
+            old, new = (_rest(one, residual.pair[turn]) for turn in (residual.turn, 1 - residual.turn))
+            torch.add(_rest(one, values), old * keep, out=sent)
+            new.zero_()
+        else:
+            sent.copy_(_rest(one, values))
 
     def settle(self, kept: torch.Tensor, means: torch.Tensor) -> None:
         """Make what is kept the residual itself, with means of 0."""
@@ -137,6 +143,10 @@ class OneBitKernels:
 def _matrix(one: CodedTensor, flat: torch.Tensor) -> torch.Tensor:
     numel = one.num_rows * one.num_columns
     return flat[one.offset : one.offset + numel].view(one.num_rows, one.num_columns)
+
+
+def _rest(one: CodedTensor, flat: torch.Tensor) -> torch.Tensor:
+    return flat[one.offset + one.numel - one.num_rest : one.offset + one.numel]
 
 
 @triton.jit
