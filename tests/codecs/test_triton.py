@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -159,19 +160,28 @@ def test_numbers_are_made_once_and_forgotten_where_they_always_change() -> None:
     assert numbers.float64(torch.tensor(0.5), 0.5).tolist() == [0.25]
 
 
-def test_cpus_and_double_precision_have_no_kernels() -> None:
-    tensors = (CodedTensor(name="a", shape=(2, 2), offset=0, numel=4),)
-    for device, dtype in (("cpu", torch.float32), ("cuda", torch.float64)):
-        bucket = Bucket(
-            codec=CodecSection(name="sign"),
-            tensors=tensors,
-            numel=4,
-            dtype=dtype,
-            device=torch.device(device),
-            replica=0,
-            num_replicas=2,
-        )
-        assert find_fused(bucket) is None
+@pytest.mark.parametrize(
+    ("device", "dtype", "shape", "has_kernels"),
+    [
+        ("cuda", torch.float32, (2, 2), True),
+        ("cpu", torch.float32, (2, 2), False),
+        ("cuda", torch.float64, (2, 2), False),
+        ("cuda", torch.float32, (2, 2**27 + 1), False),
+    ],
+)
+def test_what_has_kernels(device: str, dtype: torch.dtype, shape: tuple[int, int], has_kernels: bool) -> None:
+    """Not CPUs, double precision, nor matrices so wide that eight rows have more places than 32 bits tell apart."""
+    bucket = Bucket(
+        codec=CodecSection(name="sign"),
+        tensors=(CodedTensor(name="a", shape=shape, offset=0, numel=math.prod(shape)),),
+        numel=math.prod(shape),
+        dtype=dtype,
+        device=torch.device(device),
+        replica=0,
+        num_replicas=2,
+    )
+    with mock.patch("weft.codecs.find_fused._codecs", lambda: {"sign": make_codec}):
+        assert (find_fused(bucket) is not None) == has_kernels
 
 
 @pytest.mark.parametrize(
