@@ -30,7 +30,7 @@ from ranks import ranks
 from torch import nn
 
 from weft.parallel.sequence.device_assertion import DeviceAssertion
-from weft.plan.plan import Average, Axes, Data, Plan, Recompute, Step
+from weft.plan.plan import Average, Axes, Codec, Data, Plan, Recompute, Step
 from weft.training.step import precision, update
 from weft.training.step.async_scalars import AsyncScalars
 from weft.training.step.precision import LossScale
@@ -88,6 +88,40 @@ def test_a_steady_step_never_waits(name: str) -> None:
     assert all(loss.isfinite() for loss in losses) and trainer.num_skipped == 0
 
 
+CODECS = {
+    "topk": Codec(name="topk", density=0.05),
+    "topk, 8 bits": Codec(name="topk", density=0.05, bits=8),
+    "topk, 2 bits": Codec(name="topk", density=0.05, bits=2),
+    "dgc": Codec(name="dgc", density=0.05),
+    "dgc, clipped": Codec(name="dgc", density=0.05, clip=1.0),
+    "onebit": Codec(name="onebit"),
+    "sign": Codec(name="sign"),
+    "qsgd": Codec(name="qsgd"),
+    "terngrad": Codec(name="terngrad"),
+    "powersgd": Codec(name="powersgd", rank=2),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "dgc" else pytest.mark.long) for name in CODECS]
+)
+def test_a_steady_step_with_a_codec_never_waits(name: str) -> None:
+    """The device decides whether the step counts, and codecs and DGC's momentum follow it."""
+    plan = Plan(axes=Axes(data=2), codec=dataclasses.replace(CODECS[name], dense_below=64))
+    trainer = trainer_of(
+        small_gpt().float(), plan, optimizer=functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9, fused=True)
+    )
+    parts = [cut_evenly(token_batch(8, seed=step), 2)[trainer.data_rank] for step in range(5)]
+    with pretended_gpu():
+        for part in parts[:3]:
+            trainer.step(*part)
+        with no_waits():
+            losses = [trainer.step(*part) for part in parts[3:]]
+        trainer.flush()
+    assert all(loss.isfinite() for loss in losses) and trainer.num_skipped == 0
+
+
 @ranks(2)
 def test_batch_norm_never_waits() -> None:
     trainer = trainer_of(small_convnet().float(), data_plan(2, **CLIPPED))
@@ -119,7 +153,7 @@ def test_a_loss_of_the_users_own_waits_in_the_first_step_only() -> None:
 def trainer_of(model: nn.Module, plan: Plan, **given: Any) -> Trainer:
     """A trainer whose optimizer skips by itself, as on a GPU."""
     with mock.patch.object(update, "can_skip_on_device", lambda _: True):
-        return make_trainer(model, plan, optimizer=ADAMW, loss="cross-entropy", **given)
+        return make_trainer(model, plan, **{"optimizer": ADAMW, "loss": "cross-entropy"} | given)
 
 
 def test_what_waits_is_found() -> None:

@@ -9,6 +9,7 @@ import torch
 from weft.codecs.base import Bucket, Codec
 from weft.codecs.dgc import Dgc
 from weft.codecs.feedback import Feedback
+from weft.codecs.formats.low_rank import add_kept
 from weft.codecs.formats.sparse_message import SparseMessage
 from weft.codecs.kept import Kept
 from weft.codecs.onebit import OneBit
@@ -18,11 +19,13 @@ from weft.codecs.random_rounding import Qsgd, TernGrad
 from weft.codecs.sign import Sign
 from weft.codecs.sparse import SparseCodec
 from weft.codecs.topk import TopK
-from weft.codecs.triton_kernels.low_rank import MAX_RANK, LowRankKernels, Matrix
+from weft.codecs.triton_kernels.low_rank import LowRankKernels, Matrix
 from weft.codecs.triton_kernels.one_bit import OneBitKernels, OneBitPlaces
 from weft.codecs.triton_kernels.random_rounding import RandomRoundingKernels
 from weft.codecs.triton_kernels.signs import SignKernels
 from weft.codecs.triton_kernels.sparse import SparseKernels
+from weft.plan.exchange.gpu_scratch import MAX_RANK
+from weft.plan.exchange.low_rank import rank_of
 from weft.plan.exchange.quantised import quantised_tensors
 
 
@@ -186,18 +189,24 @@ class FusedPowerSgd(PowerSgd):
         self._kernels = LowRankKernels(bucket, matrices)
 
     def encode(self, number: int, values: torch.Tensor, message: torch.Tensor, not_finite: torch.Tensor) -> None:
-        if self._is_dense or not self._batches:  # while the host still knows which copy counts
+        if self._is_dense:  # while the host still knows which copy counts
             super().encode(number, values, message, not_finite)
         elif number > 0:
             self._kernels.right(self._first, self._residual, message)
         else:
             self._kernels.left(values, self._residual, self._keep, self._start.old, message, not_finite)
-            for stretch in self._rests:  # nothing is kept of them
-                stretch.inside(message).copy_(stretch.among(values))
+            for stretch in self._rests:
+                # Nothing is kept of them, but another plan may have: that is sent before a GPU decides by itself.
+                if isinstance(self._residual.turn, int):
+                    kept, sent = stretch.among(self._residual.old), stretch.inside(message)
+                    add_kept(stretch.among(values), kept, self._keep, out=sent)
+                    stretch.among(self._residual.new).zero_()
+                else:
+                    stretch.inside(message).copy_(stretch.among(values))
                 not_finite += stretch.inside(message).isfinite().all().logical_not()
 
     def decode(self, number: int, received: torch.Tensor, values: torch.Tensor, *, scale: float = 1.0) -> None:
-        if self._is_dense or not self._batches or number == 0:
+        if self._is_dense or number == 0:
             super().decode(number, received, values, scale=scale)
             return
         for stretch in self._rests:
@@ -207,7 +216,7 @@ class FusedPowerSgd(PowerSgd):
         self._set_next_start(received)
 
     def end(self, is_made: bool | torch.Tensor) -> None:
-        if isinstance(is_made, bool) or not self._has_begun or self._is_dense or not self._batches:
+        if isinstance(is_made, bool) or not self._has_begun or self._is_dense:
             super().end(is_made)
             return
         self._has_begun = False
@@ -217,7 +226,9 @@ class FusedPowerSgd(PowerSgd):
 
 
 def _make_powersgd(bucket: Bucket) -> Codec:
-    return FusedPowerSgd(bucket) if bucket.codec.rank <= MAX_RANK else PowerSgd(bucket)
+    """Without kernels where a rank has no whole row of any matrix, which ZeRO and slices may leave it."""
+    has_rows = any(rank_of(bucket.codec, one) for one in bucket.tensors)
+    return FusedPowerSgd(bucket) if has_rows and bucket.codec.rank <= MAX_RANK else PowerSgd(bucket)
 
 
 FUSED: dict[str, Callable[[Bucket], Codec]] = {

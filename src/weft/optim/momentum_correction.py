@@ -66,14 +66,17 @@ class MomentumTakenOver:
                 for one, gradient in zip(there, gradients, strict=True):
                     one.grad = gradient
         for group, there, gradients in sent:
-            if not there:
+            rate = group["lr"]
+            if overflow is None and there and not isinstance(rate, torch.Tensor):
+                torch._foreach_add_(there, gradients, alpha=-rate)
                 continue
-            if overflow is None and not isinstance(group["lr"], torch.Tensor):
-                torch._foreach_add_(there, gradients, alpha=-group["lr"])
-                continue
-            rate = torch.as_tensor(group["lr"], dtype=there[0].dtype, device=there[0].device)
-            factor = rate if overflow is None else rate * (1 - overflow.to(rate))
-            torch._foreach_sub_(there, torch._foreach_mul(gradients, factor))
+            for one, gradient in zip(there, gradients, strict=True):
+                # Not times 0, which what is not finite would survive; and no number is copied from the host.
+                made = gradient if overflow is None else gradient.masked_fill(overflow.bool(), 0)
+                if isinstance(rate, torch.Tensor):
+                    one.sub_(made * rate)
+                else:
+                    one.sub_(made, alpha=rate)
 
     def _zero_like(self, parameter: torch.Tensor) -> torch.Tensor:
         assert self._zeros is not None

@@ -142,7 +142,7 @@ def predict_memory(
     )
     buckets = buckets_between_replicas(plan, flats)
     waits_in_backward = plan.data.buffers == "synchronise" and profile.batch_norms
-    codec = codec_memory(plan, flats, in_flats=bool(shared), waits_in_backward=waits_in_backward)
+    codec = codec_memory(plan, flats, in_flats=bool(shared), waits_in_backward=waits_in_backward, device=profile.device)
     exchange = exchange_temporary_bytes(buckets, plan, on_host=offloads(plan, profile.device))
     # Gradients that no other rank waits for are autograd's own, made anew in every step.
     comes_and_goes = not shared and not shares_batch(plan) and plan.step.microbatches == 1
@@ -198,7 +198,7 @@ def state_memory(
     handed_over = sum(flat.part_bytes(flat.master) for flat in trainable)
     average = sum(average_bytes(flat) for flat in trainable) if plan.average.decay > 0 else 0
     outer = outer_bytes(buckets_between_replicas(plan, flats), plan)
-    codec = codec_memory(plan, flats, in_flats=in_flats, waits_in_backward=False)
+    codec = codec_memory(plan, flats, in_flats=in_flats, waits_in_backward=False, device=device)
     return Memory(
         moment="between steps",
         parameters=sum(

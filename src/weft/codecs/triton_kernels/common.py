@@ -9,7 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-BLOCK = 4096
+from weft.plan.exchange.gpu_scratch import NOTED_BLOCK
+
+BLOCK = NOTED_BLOCK
 """Elements of a program that goes through a tensor in one piece."""
 NUM_WARPS = 8
 

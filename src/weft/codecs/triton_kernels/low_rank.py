@@ -19,12 +19,10 @@ import triton.language as tl
 
 from weft.codecs.triton_kernels.common import NUM_WARPS, flag_not_finite, part_of
 from weft.codecs.triton_kernels.tables import Bucket, Kept, Numbers, Table, Turns, are_aligned
+from weft.plan.exchange.gpu_scratch import LOW_RANK_COLUMNS, rows_of_part
 
-MAX_RANK = 8
 _LEFT_ROWS, _LEFT_COLUMNS = 8, 256
-_ROWS_AT_ONCE, _COLUMNS = 4, 512
-_MIN_ROWS, _MAX_ROWS = 32, 512
-_ENOUGH_PROGRAMS = 4096
+_ROWS_AT_ONCE = 4
 _SUM_COLUMNS, _SUM_PARTS = 64, 32
 _EXPANDED_ROWS = 32
 
@@ -47,13 +45,11 @@ class LowRankKernels:
     def __init__(self, bucket: Bucket, matrices: Sequence[Matrix]) -> None:
         device = bucket.device
         self._rank = max((one.rank for one in matrices), default=1)
-        numel = sum(one.num_rows * one.num_columns for one in matrices)
-        wanted = max(1, numel // (_COLUMNS * _ENOUGH_PROGRAMS))
-        self._rows = max(_MIN_ROWS, min(_MAX_ROWS, 1 << wanted.bit_length() - 1))
+        self._rows = rows_of_part(sum(one.num_rows * one.num_columns for one in matrices))
         fields, sum_fields, high, wide, sums_at = [], [], [], [], 0
         for one in matrices:
             high.append(-(-one.num_rows // self._rows))
-            wide.append(-(-one.num_columns // _COLUMNS))
+            wide.append(-(-one.num_columns // LOW_RANK_COLUMNS))
             numbers = [one.offset, one.num_rows, one.num_columns, one.rank, one.left_offset, one.right_offset]
             fields.append([*numbers, sums_at])
             sum_fields.append([one.num_columns, one.rank, high[-1], one.right_offset, sums_at])
@@ -95,7 +91,7 @@ class LowRankKernels:
             _right_factors[(table.num_programs,)](
                 table.tensor_of, table.fields, *self._turns(residual), left, self._sums,
                 RANK=self._rank, IS_ALIGNED=self._is_aligned, ROWS=self._rows, AT_ONCE=_ROWS_AT_ONCE,
-                COLUMNS=_COLUMNS, WIDTH=table.width, num_warps=NUM_WARPS,
+                COLUMNS=LOW_RANK_COLUMNS, WIDTH=table.width, num_warps=NUM_WARPS,
             )  # fmt: skip
             _add_parts[(totals.num_programs,)](
                 totals.tensor_of, totals.fields, self._sums, message,
@@ -118,7 +114,7 @@ class LowRankKernels:
                 table.tensor_of, table.fields, *self._turns(residual), left, right, values,
                 self._numbers.float64(scale), self._numbers.float64(share),
                 RANK=self._rank, IS_ALIGNED=self._is_aligned, ROWS=_EXPANDED_ROWS, AT_ONCE=_ROWS_AT_ONCE,
-                COLUMNS=_COLUMNS, WIDTH=table.width, num_warps=NUM_WARPS,
+                COLUMNS=LOW_RANK_COLUMNS, WIDTH=table.width, num_warps=NUM_WARPS,
             )  # fmt: skip
 
 

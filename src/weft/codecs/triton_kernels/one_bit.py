@@ -10,7 +10,6 @@ of a tile. Sums of the columns are of one tile each, and are added up in the ord
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,14 +20,11 @@ import triton.language as tl
 from weft.codecs.triton_kernels.common import NUM_WARPS, flag_not_finite, packed, part_of, unpacked
 from weft.codecs.triton_kernels.tables import Bucket, Kept, Numbers, Table, Turns, are_aligned
 from weft.plan.exchange.coded_tensor import CodedTensor
+from weft.plan.exchange.gpu_scratch import ONEBIT_COLUMNS, rows_of_tile, rows_together
 
-_COLUMNS = 1024
-"""Columns of a tile."""
 _ROWS_AT_ONCE, _DECODED_AT_ONCE = 2, 1
 _REGISTERS, _DECODED_REGISTERS = 80, 64
 """Per thread: with more of them, too few programs at a time would wait for memory."""
-_MAX_ROWS, _MIN_ROWS = 256, 16
-_ENOUGH_PROGRAMS = 4096
 _MEAN_COLUMNS, _MEAN_ROWS = 64, 64
 
 
@@ -49,14 +45,14 @@ class OneBitKernels:
     def __init__(self, bucket: Bucket, places: Sequence[OneBitPlaces]) -> None:
         self._bucket = bucket
         tensors, device = bucket.tensors, bucket.device
-        rows_of_tile = _rows_of_tile(sum(one.numel for one in tensors))
+        num_rows = rows_of_tile(sum(one.numel for one in tensors))
         fields, column_fields, tiles, column_parts = [], [], [], []
         sums_at = means_of = 0
         for one, place in zip(tensors, places, strict=True):
             columns, numel = one.num_columns, one.num_rows * one.num_columns
             together = rows_together(columns, one.num_rows)
             width = together * columns
-            high, wide = -(-numel // (width * rows_of_tile)), -(-width // _COLUMNS)
+            high, wide = -(-numel // (width * num_rows)), -(-width // ONEBIT_COLUMNS)
             at = (place.means_at, place.bits_at)
             fields.append([one.offset, numel, columns, width, wide, means_of, sums_at, *at])
             column_fields.append([columns, one.num_rows, high * together, means_of, sums_at, place.means_at])
@@ -65,7 +61,7 @@ class OneBitKernels:
             sums_at += high * width
             means_of += columns
         self._with_rest = [(one, place.rest_at) for one, place in zip(tensors, places, strict=True) if one.num_rest]
-        self._rows = rows_of_tile
+        self._rows = num_rows
         self._tiles = Table(tiles, fields, device)
         self._columns = Table(column_parts, column_fields, device)
         self._sums = torch.zeros(3, max(sums_at, 1), dtype=torch.float32, device=device)
@@ -88,14 +84,14 @@ class OneBitKernels:
         first_means, second_means, _ = self._turns(means)
         tiles, columns, num_means = self._tiles, self._columns, self.num_means // 2
         floats = message.view(torch.float32)
-        for here, sent in self._rests(values, floats):
-            sent.copy_(here)  # nothing is kept of it
-            not_finite += (~torch.isfinite(sent)).any()
+        for one, at in self._with_rest:
+            self._send_rest(one, values, residual, keep, floats[at : at + one.num_rest])
+            not_finite += (~torch.isfinite(floats[at : at + one.num_rest])).any()
         with torch.cuda.device_of(values):
             _encode_tiles[(tiles.num_programs,)](
                 tiles.tensor_of, tiles.fields, values, first, second, first_means, second_means, turn, num_means,
                 self._numbers.float64(keep), message, self._sums, self._sums.stride(0), not_finite,
-                IS_ALIGNED=self._is_aligned, ROWS=self._rows, AT_ONCE=_ROWS_AT_ONCE, COLUMNS=_COLUMNS,
+                IS_ALIGNED=self._is_aligned, ROWS=self._rows, AT_ONCE=_ROWS_AT_ONCE, COLUMNS=ONEBIT_COLUMNS,
                 WIDTH=tiles.width, num_warps=NUM_WARPS, maxnreg=_REGISTERS, enable_fp_fusion=False,
             )  # fmt: skip
             _means_of_columns[(columns.num_programs,)](
@@ -106,9 +102,10 @@ class OneBitKernels:
 
     def decode(self, received: torch.Tensor, values: torch.Tensor, scale: float) -> None:
         tiles = self._tiles
-        for here, row in self._rests(values, received.view(torch.float32)):
-            here.copy_(row[0])
-            for other in row[1:]:
+        for one, at in self._with_rest:
+            first, *others = received.view(torch.float32)[:, at : at + one.num_rest]
+            here = _rest(one, values).copy_(first)
+            for other in others:
                 here += other
             here *= scale
         with torch.cuda.device_of(values):
@@ -116,16 +113,21 @@ class OneBitKernels:
                 tiles.tensor_of, tiles.fields, received, received.view(torch.float32), received.stride(0), values,
                 self._numbers.float64(scale),
                 IS_ALIGNED=self._is_aligned, NUM_REPLICAS=self._bucket.num_replicas, ROWS=self._rows,
-                AT_ONCE=_DECODED_AT_ONCE, COLUMNS=_COLUMNS, WIDTH=tiles.width, num_warps=NUM_WARPS,
+                AT_ONCE=_DECODED_AT_ONCE, COLUMNS=ONEBIT_COLUMNS, WIDTH=tiles.width, num_warps=NUM_WARPS,
                 maxnreg=_DECODED_REGISTERS, enable_fp_fusion=False,
             )  # fmt: skip
 
-    def _rests(self, values: torch.Tensor, floats: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What fills no row of a matrix: in the values, and in a message or messages."""
-        return [
-            (values[one.offset + one.numel - one.num_rest :][: one.num_rest], floats[..., at : at + one.num_rest])
-            for one, at in self._with_rest
-        ]
+    def _send_rest(
+        self, one: CodedTensor, values: torch.Tensor, residual: Kept, keep: float | torch.Tensor, sent: torch.Tensor
+    ) -> None:
+        """What fills no row of a matrix. Nothing is kept of it, but another plan may have: what it left is sent before
+        a GPU decides by itself."""
+        if isinstance(residual.turn, int):
+            old, new = (_rest(one, residual.pair[turn]) for turn in (residual.turn, 1 - residual.turn))
+            torch.add(_rest(one, values), old * keep, out=sent)
+            new.zero_()
+        else:
+            sent.copy_(_rest(one, values))
 
     def settle(self, kept: torch.Tensor, means: torch.Tensor) -> None:
         """Make what is kept the residual itself, with means of 0."""
@@ -138,28 +140,20 @@ class OneBitKernels:
         means.zero_()
 
 
-def rows_together(columns: int, num_rows: int) -> int:
-    """Rows of the matrix that make a wide row: a multiple of 8 elements, in few tiles with little room left."""
-    least = 8 // math.gcd(8, columns)
-    most = max(1, min(-(-8 * _COLUMNS // (least * columns)), num_rows // least))
-    choices = [least * times for times in range(1, most + 1)]
-    return min(choices, key=lambda count: (-(-count * columns // _COLUMNS) * _COLUMNS / (count * columns), count))
-
-
-def _rows_of_tile(numel: int) -> int:
-    wanted = numel // (_COLUMNS * _ENOUGH_PROGRAMS)
-    return max(_MIN_ROWS, min(_MAX_ROWS, 1 << max(wanted, 1).bit_length() - 1))
-
-
 def _matrix(one: CodedTensor, flat: torch.Tensor) -> torch.Tensor:
     numel = one.num_rows * one.num_columns
     return flat[one.offset : one.offset + numel].view(one.num_rows, one.num_columns)
 
 
+def _rest(one: CodedTensor, flat: torch.Tensor) -> torch.Tensor:
+    return flat[one.offset + one.numel - one.num_rest : one.offset + one.numel]
+
+
 @triton.jit
 def limit(count, IS_ALIGNED: tl.constexpr):
-    """A count of elements in 32 bits; more are beyond all places of a few rows anyway."""
-    count = tl.minimum(count, 2**31 - 8).to(tl.int32)
+    """A count of elements in 32 bits; more are beyond all places of a few rows anyway. It is negative, and may be
+    large, where a tile of few wide rows is higher than the matrix."""
+    count = tl.maximum(tl.minimum(count, 2**31 - 8), 0).to(tl.int32)
     if IS_ALIGNED:
         count = tl.multiple_of(count, 8)
     return count

@@ -15,11 +15,10 @@ import triton.language as tl
 
 from weft.codecs.triton_kernels.common import BLOCK, NUM_WARPS, part_of
 from weft.codecs.triton_kernels.tables import Table
+from weft.plan.exchange.gpu_scratch import COUNT_COPIES
 
 _DIGITS = ((23, 8), (15, 8), (7, 8), (0, 7))
 """Of the 31 bits of a size: lowest bit, and number of bits."""
-_COPIES = 16
-"""Of the counts of a tensor: programs that add to one number wait for each other."""
 _BLOCKS = 16
 """Of a chunk."""
 
@@ -48,7 +47,7 @@ class Selection:
 
     def __init__(self, num_tensors: int, device: torch.device) -> None:
         self._num_tensors = num_tensors
-        self._counts = torch.zeros(num_tensors * _COPIES * 256, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(num_tensors * COUNT_COPIES * 256, dtype=torch.int32, device=device)
         self.state = torch.zeros(num_tensors, 4, dtype=torch.int32, device=device)
         """Of each tensor: the digits found so far; how many numbers that begin with them are among the k largest;
         whether there is anything to find; whether all its elements are looked at."""
@@ -61,7 +60,7 @@ class Selection:
             self._counts.zero_()
             _count_sizes[(table.num_programs,)](
                 table.tensor_of, table.fields, sizes, self.state, self._counts,
-                LOW=low, BITS=width, FIRST=number == 0, COPIES=_COPIES, BLOCK=BLOCK, WIDTH=table.width,
+                LOW=low, BITS=width, FIRST=number == 0, COPIES=COUNT_COPIES, BLOCK=BLOCK, WIDTH=table.width,
                 num_warps=NUM_WARPS,
             )  # fmt: skip
             self._take_digit(ranks, number)
@@ -74,7 +73,7 @@ class Selection:
         self._counts.zero_()
         self._count_noted(noted, 0, only_whole=False)
         if must_fill:
-            _look_at_all[(self._num_tensors,)](rooms, noted.thresholds, self.state, self._counts, COPIES=_COPIES)
+            _look_at_all[(self._num_tensors,)](rooms, noted.thresholds, self.state, self._counts, COPIES=COUNT_COPIES)
             self._count_noted(noted, 0, only_whole=True)
         self._take_digit(rooms, 0)
         for number in range(1, len(_DIGITS)):
@@ -87,14 +86,14 @@ class Selection:
         (low, width), table = _DIGITS[number], noted.table
         _count_noted_sizes[(table.num_programs,)](
             table.tensor_of, table.fields, *noted.pointers, self.state, self._counts,
-            LOW=low, BITS=width, FIRST=number == 0, ONLY_WHOLE=only_whole, COPIES=_COPIES, BLOCK=BLOCK,
+            LOW=low, BITS=width, FIRST=number == 0, ONLY_WHOLE=only_whole, COPIES=COUNT_COPIES, BLOCK=BLOCK,
             NOTES=noted.room, WIDTH=table.width, num_warps=NUM_WARPS,
         )  # fmt: skip
 
     def _take_digit(self, ranks: torch.Tensor, number: int) -> None:
         _take[(self._num_tensors,)](
             ranks, ranks.stride(0), self.state, self._counts, self._thresholds,
-            BITS=_DIGITS[number][1], FIRST=number == 0, COPIES=_COPIES,
+            BITS=_DIGITS[number][1], FIRST=number == 0, COPIES=COUNT_COPIES,
         )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ import torch
 from weft.codecs.triton_kernels import selection, sparse_passes
 from weft.codecs.triton_kernels.common import BLOCK, NUM_WARPS, num_blocks
 from weft.codecs.triton_kernels.tables import Bucket, Kept, Numbers, Table, Turns, are_aligned
+from weft.plan.exchange.gpu_scratch import NOTES
 from weft.plan.exchange.sparse import CHUNK_NUMEL, SparseLayout, sample_size
 
 
@@ -33,10 +34,6 @@ class Message(Protocol):
     counts: torch.Tensor
     offsets: torch.Tensor
     row: torch.Tensor
-
-
-_NOTES = 256
-"""Room for noted elements of a block."""
 
 
 class SparseKernels:
@@ -62,7 +59,7 @@ class SparseKernels:
         self._is_aligned = are_aligned([number for one in tensors for number in (one.offset, one.numel)], 4)
         self._numbers, self._turns = Numbers(device), Turns(device)
         self._sizes = torch.zeros(sum(self._sampled), dtype=torch.float32, device=device)
-        self._notes = torch.zeros(max(first_block, 1) * _NOTES, dtype=torch.int16, device=device)
+        self._notes = torch.zeros(max(first_block, 1) * NOTES, dtype=torch.int16, device=device)
         self._noted = torch.zeros(max(first_block, 1), dtype=torch.int32, device=device)
         self._found = torch.zeros(2, self._chunks.num_programs, dtype=torch.int32, device=device)
         self._of_samples = selection.Selection(len(tensors), device)
@@ -99,24 +96,24 @@ class SparseKernels:
             thresholds = self._of_samples.of_sizes(samples, self._sizes, self._ranks)
             sparse_passes.accumulate[(blocks.num_programs,)](
                 blocks.tensor_of, blocks.fields, *state, thresholds, self._notes, self._noted, not_finite,
-                IS_ALIGNED=self._is_aligned, NOTES=_NOTES, WIDTH=blocks.width, enable_fp_fusion=False, **options,
+                IS_ALIGNED=self._is_aligned, NOTES=NOTES, WIDTH=blocks.width, enable_fp_fusion=False, **options,
             )  # fmt: skip
             noted = selection.Noted(
                 table=chunks, first=first_v, second=second_v, turn=turn, thresholds=thresholds, notes=self._notes,
-                noted=self._noted, room=_NOTES,
+                noted=self._noted, room=NOTES,
             )  # fmt: skip
             state_of = self._of_noted.of_noted(noted, self._rooms, must_fill=not self._is_dgc)
             found = self._found
             sparse_passes.count[(chunks.num_programs,)](
                 chunks.tensor_of, chunks.fields, *noted.pointers, state_of, found, found.stride(0),
-                BLOCK=BLOCK, NOTES=_NOTES, WIDTH=chunks.width, num_warps=NUM_WARPS,
+                BLOCK=BLOCK, NOTES=NOTES, WIDTH=chunks.width, num_warps=NUM_WARPS,
             )  # fmt: skip
             before = found.cumsum(1, dtype=torch.int32) - found
             sparse_passes.emit[(chunks.num_programs,)](
                 chunks.tensor_of, chunks.fields, *noted.pointers, state_of, first_u, second_u, before,
                 before.stride(0), self._rooms, sparse.counts, sparse.offsets, sparse.row,
                 CLEARS_MOMENTUM=self._is_dgc and self._bucket.codec.masking,
-                BLOCK=BLOCK, NOTES=_NOTES, WIDTH=chunks.width, num_warps=NUM_WARPS,
+                BLOCK=BLOCK, NOTES=NOTES, WIDTH=chunks.width, num_warps=NUM_WARPS,
             )  # fmt: skip
 
     def add(

@@ -2,7 +2,7 @@
 
 Kept is counted as codecs allocate it (`codecs/kept.py`): in two copies where an exchange may be without effect, because
 the step is skipped, in one with local steps. Buffers are found by simulating a step's use of the pool, in the order of
-`sync/exchange/compressed_exchange.py`; a test compares both.
+`sync/exchange/compressed_exchange.py`; a test compares both. On GPUs what kernels need comes on top (`gpu_scratch.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from weft.plan.exchange.gpu_scratch import scratch_bytes
 from weft.plan.exchange.gradient_exchange import (
     CodecGroups,
     CodedValues,
@@ -41,9 +42,11 @@ class CodecMemory:
     """Copies of what is kept while all-reduce changes its buckets, once, after the first step."""
 
 
-def codec_memory(plan: Plan, flats: Sequence[FlatBuffer], *, in_flats: bool, waits_in_backward: bool) -> CodecMemory:
+def codec_memory(
+    plan: Plan, flats: Sequence[FlatBuffer], *, in_flats: bool, waits_in_backward: bool, device: str
+) -> CodecMemory:
     """The memory of a plan's codecs, where parameters lie in these buffers; `in_flats`: they are not the model's own
-    tensors. `waits_in_backward`: no exchange is waited for in a backward pass."""
+    tensors. `waits_in_backward`: no exchange is waited for in a backward pass. `device`: the kind of it."""
     codec, trainable = plan.codec, [one for one in flats if one.trainable]
     if codec.name == "none":
         return CodecMemory()
@@ -53,7 +56,8 @@ def codec_memory(plan: Plan, flats: Sequence[FlatBuffer], *, in_flats: bool, wai
         changes = [CodedValues(tensors=one.coded, numel=one.numel, dtype=one.dtype) for one in found if one.coded]
         return CodecMemory(
             kept=kept_bytes(changes, codec, groups, num_copies=1),
-            buffers=message_buffer_bytes(changes, codec, groups, holds_values=True),
+            buffers=message_buffer_bytes(changes, codec, groups, holds_values=True)
+            + kernel_bytes(changes, codec, groups, num_copies=1, device=device),
         )
     groups, small_bytes = codec_groups(plan), 0
     if groups.num_across == 1:
@@ -72,7 +76,7 @@ def codec_memory(plan: Plan, flats: Sequence[FlatBuffer], *, in_flats: bool, wai
         buffers += max((one.numel * item_bytes(values.dtype) for values in coded for one in values.tensors), default=0)
     return CodecMemory(
         kept=kept_bytes(coded, codec, groups, num_copies=2),  # a step may be skipped
-        buffers=buffers + small_bytes,
+        buffers=buffers + small_bytes + kernel_bytes(coded, codec, groups, num_copies=2, device=device),
         moved=0 if in_flats or groups.num_inside > 1 else kept_bytes(coded, codec, groups, num_copies=1),
     )
 
@@ -88,6 +92,16 @@ def _kept_bytes(values: CodedValues, codec: Codec, num_copies: int) -> int:
         numel += num_copies * sum(rank_of(codec, one) * one.num_columns for one in values.tensors)  # the next start
         numel += message_numels(codec, values.tensors)[0]  # the first message's sum, with orthonormal factors
     return numel * item_bytes(values.dtype)
+
+
+def kernel_bytes(
+    buckets: Sequence[CodedValues], codec: Codec, groups: CodecGroups, *, num_copies: int, device: str
+) -> int:
+    """Bytes that the kernels of these buckets' codecs need beside that; none on the host."""
+    if device == "cpu":
+        return 0
+    slices = (slice_values(one, groups) for one in buckets)
+    return sum(scratch_bytes(codec, one.tensors, one.dtype, num_copies=num_copies) for one in slices)
 
 
 class _Pool:
