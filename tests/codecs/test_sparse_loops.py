@@ -12,9 +12,10 @@ import torch
 from pretend_gpu import no_waits, pretended_gpu
 from torch import Tensor
 
-from weft.codecs import sparse, sparse_message
+from weft.codecs import sparse
 from weft.codecs.base import Bucket
 from weft.codecs.dgc import Dgc
+from weft.codecs.formats import sparse_message
 from weft.codecs.make import make_codec
 from weft.codecs.topk import TopK
 from weft.plan.exchange.coded_tensor import coded_tensors
