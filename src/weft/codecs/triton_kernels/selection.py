@@ -20,8 +20,6 @@ _DIGITS = ((23, 8), (15, 8), (7, 8), (0, 7))
 """Of the 31 bits of a size: lowest bit, and number of bits."""
 _COPIES = 16
 """Of the counts of a tensor: programs that add to one number wait for each other."""
-_BLOCKS = 16
-"""Of a chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
