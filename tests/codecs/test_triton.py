@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from weft.codecs.base import Bucket
-from weft.codecs.find_fused import find_fused
 from weft.codecs.kept import Kept
+from weft.codecs.make import find_fused
 from weft.codecs.triton_kernels.tables import Numbers, Table, Turns
 from weft.plan.exchange.coded_tensor import CodedTensor
 from weft.plan.plan import Codec as CodecSection
