@@ -43,7 +43,7 @@ class CodecMemory:
 
 def codec_memory(plan: Plan, flats: Sequence[FlatBuffer], *, in_flats: bool, waits_in_backward: bool) -> CodecMemory:
     """The memory of a plan's codecs, where parameters lie in these buffers; `in_flats`: they are not the model's own
-    tensors. `waits_in_backward`: no exchange is waited for in a backward pass."""
+    tensors. `waits_in_backward`: layers wait for other ranks in a backward pass, so no exchange of gradients may."""
     codec, trainable = plan.codec, [one for one in flats if one.trainable]
     if codec.name == "none":
         return CodecMemory()
