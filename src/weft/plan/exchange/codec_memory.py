@@ -67,7 +67,8 @@ def codec_memory(plan: Plan, flats: Sequence[FlatBuffer], *, in_flats: bool, wai
         )
         parameters = [ParameterSpec(name=name, shape=shape, dtype=dtype) for name, shape, dtype in named]
         coded, _ = all_reduce_buckets(parameters[::-1], plan)
-    buffers = message_buffer_bytes(coded, codec, groups, holds_values=False, waits=not waits_in_backward)
+    waits = not waits_in_backward and plan.axes.sequence == 1
+    buffers = message_buffer_bytes(coded, codec, groups, holds_values=False, waits=waits)
     if codec.name == "dgc":  # the gradient that the optimizer sees of compressed tensors
         buffers += max((one.numel * item_bytes(values.dtype) for values in coded for one in values.tensors), default=0)
     return CodecMemory(
