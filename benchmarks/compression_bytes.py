@@ -7,6 +7,7 @@ whole gradient over those of one rank's own messages, whatever the number of ran
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ ITEM_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compression:
+class Ratios:
     """Dense fp32 bytes of a run, exchanged at every step, over those of a plan."""
 
     sent: float
@@ -31,32 +32,23 @@ class Compression:
     """By the bytes of a rank's own messages."""
 
 
-def compression(shapes: Sequence[tuple[str, tuple[int, ...]]], plan: Plan, num_steps: int) -> Compression:
+def compression(shapes: Sequence[tuple[str, tuple[int, ...]]], plan: Plan, num_steps: int) -> Ratios:
     """Of a run of so many steps, of a model with parameters of these names and shapes."""
     num_ranks = plan.axes.data_ranks
-    numel_of = {name: _numel(shape) for name, shape in shapes}
+    numel_of = {name: math.prod(shape) for name, shape in shapes}
     total = sum(numel_of.values()) * ITEM_BYTES
     coded = coded_tensors([(name, shape, numel_of[name]) for name, shape in shapes if is_coded(plan.codec, shape)])
     rest = total - sum(one.numel for one in coded) * ITEM_BYTES
     sent = own = 0
-    exchange = 0
     for step in range(num_steps):
         if plan.replica_axis is not None and not exchanges_after(plan.data, step + 1):
             continue
-        messages = messages_of(plan.codec, coded, "float32", num_replicas=num_ranks, step=exchange) if coded else ()
+        messages = messages_of(plan.codec, coded, "float32", num_replicas=num_ranks, step=step) if coded else ()
         sent += sum(one.sent_bytes(num_ranks) for one in messages) + sent_bytes("all-reduce", rest, num_ranks)
         own += sum(one.num_bytes for one in messages) + rest
-        exchange += 1
     dense = num_steps * sent_bytes("all-reduce", total, num_ranks)
-    return Compression(sent=dense / sent, by_message=num_steps * total / own)
+    return Ratios(sent=dense / sent, by_message=num_steps * total / own)
 
 
 def shapes_of(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
     return [(name, tuple(one.shape)) for name, one in model.named_parameters()]
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product

@@ -9,7 +9,7 @@ from helpers.pretend_gpu import no_waits, pretended_gpu
 from torch import Tensor
 
 from weft.codecs.base import Bucket
-from weft.codecs.formats.low_rank import LowRank, TorchLowRank, find_low_rank
+from weft.codecs.low_rank import LowRank, TorchLowRank, find_low_rank
 from weft.codecs.make import make_codec
 from weft.codecs.powersgd import PowerSgd
 from weft.plan.exchange.coded_tensor import CodedTensor, coded_tensors

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from weft.codecs.base import Bucket
-from weft.codecs.find_fused import find_fused
 from weft.codecs.kept import Kept
-from weft.codecs.make import make_codec
+from weft.codecs.make import find_fused, make_codec
 from weft.codecs.triton_kernels.tables import Numbers, Table, Turns
 from weft.plan.exchange.codec_memory import kernel_bytes
 from weft.plan.exchange.coded_tensor import CodedTensor

@@ -160,6 +160,9 @@ kind = "tpu"
 kind = "network"
 hosts = [1, 0]
 speed = 3
+[[compression]]
+name = "topk"
+bits = 3
 [[timeing]]
 """
     with pytest.raises(ClusterError) as caught:
@@ -172,6 +175,7 @@ speed = 3
         "device 0: [device] rank = -1 must be a whole number, at least 0",
         'device 0: [device] kind = "tpu" is not a known value',
         "device 0: memory_bytes is missing",
+        "compression 0: [compression] bits = 3 must be 2, 8 or 32",
         "link 0: [link] hosts = [1, 0] must be a list of two host numbers, the lower first",
         "link 0: [link] speed = 3 is not a field of [[link]]",
         "link 0: alpha_s is missing; give a number, at least 0",

@@ -147,6 +147,27 @@ def test_many_buckets_come_in_one_order(name: str) -> None:
     assert weights[0] == weights[1] == weights[2]
 
 
+@ranks(4)
+@pytest.mark.parametrize("compute", ["model", "bf16"])
+def test_a_layer_that_one_rank_of_a_sequence_does_not_use_stops_no_other(compute: str) -> None:
+    """Its gradients are ready only after the backward pass, in which attention exchanges with the other rank."""
+    precision, batch = Precision(compute=compute), token_batch(8)
+    plan = Plan(axes=Axes(data=2, ring=2), comm=Comm(bucket_bytes=1), precision=precision)
+    weights = []
+    for codec in (Codec(), ALL):
+        torch.manual_seed(0)
+        model = small_gpt() if compute == "bf16" else small_gpt().double()
+        made = dataclasses.replace(plan, codec=codec)
+        with make_trainer(model, made, optimizer=MOMENTUM, example=batch[0][:2]) as trainer:
+            if trainer.mesh.index("ring") == 1:
+                trainer.model.get_submodule("blocks.1.mlp").forward = lambda x: x * 0
+            for _ in range(3):
+                trainer.step(*cut_evenly(batch, trainer.data_size)[trainer.data_rank])
+            weights.append([piece.tensor.detach().clone() for piece in trainer.sync.pieces])
+    for dense, mine in zip(*weights, strict=True):
+        torch.testing.assert_close(mine, dense, rtol=1e-4, atol=1e-5)
+
+
 @ranks(2)
 def test_buckets_that_are_laid_out_anew_keep_their_state() -> None:
     plan = Plan(axes=Axes(data=2), codec=STATEFUL["topk"])

@@ -92,7 +92,7 @@ def test_every_axis_sends_what_is_predicted(name: str, codec: str) -> None:
 
 
 def test_a_bucket_by_hand() -> None:
-    """1000 elements of two tensors, 10 of which fill no slice of two ranks evenly."""
+    """999 elements of two tensors, which two slices cannot share evenly."""
     values = CodedValues(
         tensors=coded_tensors([("a", (20, 25), 500), ("b", (499, 1), 499)]), numel=999, dtype="float32"
     )

@@ -85,7 +85,7 @@ def check_tokens(plan: Plan, *sizes: int, **settings: Any) -> Verification:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in ("dgc", "powersgd"))) for name in SETTINGS]
 )
-def test_every_codec(name: str) -> None:
+def test_every_codec_follows_its_rule(name: str) -> None:
     """Unequal parts, in microbatches, in a number of targets that changes from step to step."""
     outcome = check(Plan(axes=Axes(data=2), codec=codec(name), step=Step(microbatches=2)), 7, 5, 9)
     deviation = outcome.deviation
@@ -105,7 +105,7 @@ def test_small_buckets_adamw_and_a_warm_up(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("settings", [{"clip": 0.01}, {"clip": 1.0}, {"masking": False}, {"memory": 0.5}, {"bits": 2}])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_dgc(settings: dict[str, Any], nesterov: bool) -> None:
+def test_dgc_follows_its_rule_with_every_setting(settings: dict[str, Any], nesterov: bool) -> None:
     optimizer = functools.partial(MOMENTUM, nesterov=nesterov)
     check(Plan(axes=Axes(data=2), codec=codec("dgc", **settings)), 8, 5, 7, 8, optimizer=optimizer)
 
@@ -132,7 +132,7 @@ def test_changes_of_weights(name: str, outer: dict[str, Any]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("axis", ["data", "tensor", "pipeline", "ring", "ulysses"])
-def test_inside_a_replica(name: str, axis: str) -> None:
+def test_every_rank_of_a_replica_compresses_its_own_part(name: str, axis: str) -> None:
     axes = {"data": 4} if axis == "data" else {"data": 2, axis: 2}
     check_tokens(Plan(axes=Axes(**axes), codec=codec(name), step=Step(microbatches=2)), 8, 7, 9)
 
@@ -141,7 +141,7 @@ def test_inside_a_replica(name: str, axis: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
-def test_sharded_inside(name: str, shard: str) -> None:
+def test_every_rank_compresses_its_own_shard(name: str, shard: str) -> None:
     plan = Plan(axes=Axes(replicate=2, data=2), data=Data(shard=shard), codec=codec(name), step=Step(microbatches=2))
     check_tokens(plan, 8, 7, 9)
 
@@ -158,7 +158,7 @@ def test_changes_of_weights_inside_a_replica(name: str, axis: str) -> None:
 
 @ranks(4)
 @pytest.mark.long
-def test_split_tokens() -> None:
+def test_tokens_split_over_tensor_ranks() -> None:
     plan = Plan(axes=Axes(data=2, tensor=2), tensor=TensorSection(sequence=True), codec=codec("topk"))
     check_tokens(plan, 8, 7, 9)
 
@@ -192,7 +192,7 @@ def test_slices_of_buckets_stay() -> None:
 @ranks(2)
 @pytest.mark.long
 @pytest.mark.parametrize("name", SETTINGS)
-def test_batch_norms(name: str) -> None:
+def test_batch_norms_of_the_whole_batch(name: str) -> None:
     """Statistics are of the whole batch, and a rank has one sample or none in some microbatches."""
     plan = Plan(axes=Axes(data=2), codec=codec(name), step=Step(microbatches=2))
     outcome = check(plan, 9, 3, 8, model=small_convnet(), make_batch=image_batch)
@@ -202,7 +202,7 @@ def test_batch_norms(name: str) -> None:
 @ranks(4)
 @pytest.mark.long
 @pytest.mark.parametrize("axis", ["replicate", "ring", "pipeline"])
-def test_batch_norms_inside(axis: str) -> None:
+def test_batch_norms_of_the_whole_batch_inside_a_replica(axis: str) -> None:
     data = Data(shard="gradients" if axis == "replicate" else "nothing")
     plan = Plan(axes=Axes(**{"data": 2, axis: 2}), data=data, codec=codec("dgc"))  # type: ignore[arg-type]
     check(plan, 9, 6, 8, model=small_convnet(), make_batch=image_batch)

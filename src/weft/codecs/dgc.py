@@ -8,10 +8,9 @@ entries wait to be sent (*momentum correction*): the optimizer adds no momentum 
     sent: about the k largest |v|
     v = 0 where sent, and with `masking` u = 0 too, so that old momentum does not carry on what was sent just now
 
-*About the k largest*: a threshold is estimated from a sample of |v|, a hundredth of the elements or at least 4096 that
-lie at equal distances, such that it should let 1.25 k pass; of those that pass the k largest are sent, of equal ones
-the first. If fewer than k pass, fewer are sent; zeros never are. The first element of the sample changes with every
-step.
+*About the k largest*: a threshold is estimated from a sample of |v|, one element in 128 but at least 4096, that lie at
+equal distances, such that it should let 1.25 k pass; of those that pass the k largest are sent, of equal ones the
+first. If fewer than k pass, fewer are sent; zeros never are. The first element of the sample changes with every step.
 
 At density 1 without masking this is SGD with momentum, and with masking SGD without.
 """

@@ -1,4 +1,4 @@
-"""The codecs whose passes are Triton's kernels: what they send and keep is as without them; needs Triton."""
+"""The codecs in fused Triton kernels: what they send and keep is what the others do; needs Triton."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 With M the matrix of a replica's values and of what it has not sent yet, all replicas do one step of a power iteration
 on the sum of their matrices, from the same start Q:
 
-    message 0      P = M Q              added up, then its columns are made orthonormal (`formats/low_rank.py`)
+    message 0      P = M Q              added up, then its columns are made orthonormal (`low_rank.py`)
     message 1      Q = M^T P            added up; it is the start of the next exchange
     the sum is     P Q^T                the nearest matrix to the sum whose columns P spans
     not sent       M - P Q^T / number of replicas
@@ -25,9 +25,9 @@ from dataclasses import dataclass
 import torch
 
 from weft.codecs.base import Bucket, Codec, views
-from weft.codecs.formats.low_rank import TorchLowRank, add_kept, find_low_rank
 from weft.codecs.formats.random_bits import key_of, normals
 from weft.codecs.kept import Kept
+from weft.codecs.low_rank import TorchLowRank, add_kept, find_low_rank
 from weft.plan.exchange.coded_tensor import CodedTensor
 from weft.plan.exchange.low_rank import rank_of
 from weft.plan.exchange.messages import Message, messages_of

@@ -4,9 +4,9 @@
                with the 2-norm of its block of 512 entries, summed in float64
     terngrad   sent = size · sign(x) if r < |x| / size, else 0,    size = the largest |x| of the tensor,    code 0, 1, 2
 
-r is uniform in [0, 1) (`random_bits.py`). Both are unbiased up to the steps of r, 2^-24, so nothing has to be kept.
-They pay with variance: an entry of qsgd is off by up to norm / s, and most entries are smaller than that unless s is
-at least the root of 512.
+r is uniform in [0, 1) (`formats/random_bits.py`). Both are unbiased up to the steps of r, 2^-24, so nothing has to be
+kept. They pay with variance: an entry of qsgd is off by up to norm / s, and most entries are smaller than that unless s
+is at least the root of 512.
 """
 
 from __future__ import annotations

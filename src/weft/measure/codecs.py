@@ -19,7 +19,7 @@ import torch
 from weft.codecs.base import Bucket, Codec
 from weft.codecs.dgc import Dgc
 from weft.codecs.make import make_codec
-from weft.plan.exchange.coded_tensor import CodedTensor
+from weft.plan.exchange.coded_tensor import coded_tensors
 from weft.plan.exchange.messages import Message
 from weft.plan.plan import Codec as CodecSection
 
@@ -88,10 +88,8 @@ class TimedExchange:
     def __init__(
         self, section: CodecSection, shapes: list[tuple[int, ...]], device: torch.device, *, num_replicas: int
     ) -> None:
-        numel, tensors = 0, []
-        for place, shape in enumerate(shapes):
-            tensors.append(CodedTensor(name=f"{place}", shape=shape, offset=numel, numel=math.prod(shape)))
-            numel += math.prod(shape)
+        tensors = coded_tensors([(str(place), shape, math.prod(shape)) for place, shape in enumerate(shapes)])
+        numel = sum(one.numel for one in tensors)
         self._device, self._num_replicas, self._step = device, num_replicas, 0
         self.adds_up = True
         """The messages of all exchanges so far added up."""
@@ -101,7 +99,7 @@ class TimedExchange:
         self._buffers: dict[tuple[int, Message], tuple[torch.Tensor, torch.Tensor]] = {}
         bucket = Bucket(
             codec=section,
-            tensors=tuple(tensors),
+            tensors=tensors,
             numel=numel,
             dtype=torch.float32,
             device=device,

@@ -87,9 +87,9 @@ def take_over_momentum(optimizer: torch.optim.Optimizer, sync: Sync, plan: Plan)
     """Let DGC's codecs have the optimizer's momentum; refuses optimizers whose momentum is another."""
     if plan.codec.name != "dgc" or sync.compressed is None:
         return MomentumTakenOver()
-    name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.SGD):
-        raise PlanError(DGC_OPTIMIZER.message(plan, optimizer=name, why="is another"))
-    if any(group["dampening"] or group["maximize"] for group in optimizer.param_groups):
-        raise PlanError(DGC_OPTIMIZER.message(plan, optimizer=name, why="has dampening or maximize"))
+        raise PlanError(DGC_OPTIMIZER.message(plan, found=type(optimizer).__name__))
+    for setting in ("dampening", "maximize"):
+        if any(group[setting] for group in optimizer.param_groups):
+            raise PlanError(DGC_OPTIMIZER.message(plan, found=f"SGD with {setting}"))
     return MomentumTakenOver(optimizer, sync)

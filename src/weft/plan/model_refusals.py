@@ -47,8 +47,8 @@ CODEC_OF_COMPLEX_WEIGHTS = Refusal(
 
 DGC_OPTIMIZER = Refusal(
     combination='[codec] name = "dgc" with another optimizer than torch.optim.SGD, or with dampening or maximize',
-    why="{codec.name} takes over the momentum of torch.optim.SGD, and that of this {optimizer} {why}",
-    remedy='use torch.optim.SGD(momentum=...) without these, or another codec such as "topk"',
+    why="{codec.name} takes over the momentum of torch.optim.SGD, and this optimizer is {found}",
+    remedy='use torch.optim.SGD(momentum=...) without dampening and maximize, or another codec such as "topk"',
 )
 CODEC_OF_16_BIT_WEIGHTS = Refusal(
     combination="[codec] name with weights that the model itself has in 16 bits",

@@ -224,16 +224,24 @@ class Codec(Section):
     levels: int = declare(
         256,
         Whole(minimum=2, among=(4, 16, 256)),
-        "Values that an entry of qsgd may have, in 2, 4 or 8 bits.",
+        "Codes of qsgd, in 2, 4 or 8 bits per entry: multiples of norm / s from -s to s, with s = levels / 2 - 1.",
     )
     memory: float = declare(
         1.0,
         Real(minimum=0, maximum=1),
         "Error feedback: share of what was not sent that is added to the next exchange; 0 forgets it.",
     )
-    clip: float = declare(0.0, NOT_NEGATIVE, "Norm to which dgc clips the gradient, by each rank alone; 0: none.")
+    clip: float = declare(
+        0.0,
+        NOT_NEGATIVE,
+        "Norm to which dgc clips: each of W replicas scales its own gradient to at most clip / √W; 0 clips nothing.",
+    )
     masking: bool = declare(True, FLAG, "Clear dgc's momentum of the entries that were sent (momentum factor masking).")
-    warmup_steps: int = declare(0, NATURAL, "Steps over which the compression sets in.")
+    warmup_steps: int = declare(
+        0,
+        NATURAL,
+        "Steps over which compression sets in: topk and dgc send 25 % of the entries, then ever fewer; others all.",
+    )
     dense_below: int = declare(
         1024, POSITIVE, "Elements below which a tensor travels as it is; those of one dim (biases, norms) always do."
     )

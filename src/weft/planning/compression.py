@@ -12,12 +12,11 @@ favours dense. The bytes are those of `plan/exchange/messages.py`, of a step aft
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.plan.exchange.coded_tensor import CodedTensor, is_coded
+from weft.plan.exchange.coded_tensor import coded_tensors, is_coded
 from weft.plan.exchange.messages import Message, messages_of
 from weft.plan.partition.wire import Member, assign_buckets
 from weft.plan.plan import Codec, Comm
@@ -131,7 +130,7 @@ def advise(measured: Compression, shapes: Sequence[Shape], lines: Lines) -> Advi
         for bucket in buckets
         for message in messages_of(
             codec,
-            _tensors(bucket),
+            coded_tensors([(str(place), shape, math.prod(shape)) for place, shape in enumerate(bucket)]),
             _DTYPE,
             num_replicas=lines.num_replicas,
             step=codec.warmup_steps,
@@ -162,15 +161,6 @@ def describe(codec: Codec) -> str:
             return f"powersgd, rank {codec.rank}"
         case _:
             return codec.name
-
-
-def _tensors(bucket: Sequence[Shape]) -> list[CodedTensor]:
-    """Tensors one after the other in a flat buffer."""
-    ends = list(itertools.accumulate(map(math.prod, bucket)))
-    return [
-        CodedTensor(name=str(place), shape=shape, offset=end - math.prod(shape), numel=math.prod(shape))
-        for place, (shape, end) in enumerate(zip(bucket, ends, strict=True))
-    ]
 
 
 def _dense(shapes: Sequence[Shape]) -> list[Message]:

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, get_args
+from typing import Any, ClassVar, get_args
 
 from weft.errors import ClusterError, WeftError
-from weft.plan.fields import Choice, Real, Section, Whole, declare, one_of
+from weft.plan.fields import Choice, Real, Section, Whole, declare, facts_of, one_of
 from weft.plan.partition.wire import Collective, sent_bytes
 from weft.plan.plan import CODECS, Codec
 
@@ -116,15 +116,21 @@ class Timing(ClusterSection):
         return rounds * self.alpha_s + share * num_bytes / self.bytes_per_s
 
 
+def _as_in_plans(name: str) -> Any:
+    """A field of `[codec]`, with its kind and sentence."""
+    facts = facts_of(Codec)[name]
+    return declare(facts.default, facts.kind, facts.doc)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compression(ClusterSection):
     """One codec on the slowest device, while all ranks compress: encoding and decoding, without the wire."""
 
-    name: str = declare("", Choice(CODECS), "The `[codec] name`; the next four fields are those of `[codec]`, too.")
-    density: float = declare(Codec().density, Real(above=0, maximum=1), "Share of the entries that topk and dgc send.")
-    bits: int = declare(Codec().bits, Whole(minimum=2), "Bits of a value that topk and dgc send.")
-    rank: int = declare(Codec().rank, Whole(minimum=1), "Rank of powersgd's factors.")
-    levels: int = declare(Codec().levels, Whole(minimum=2), "Values that an entry of qsgd may have.")
+    name: str = declare("", Choice(CODECS), "The `[codec] name`; the next four fields are as there.")
+    density: float = _as_in_plans("density")
+    bits: int = _as_in_plans("bits")
+    rank: int = _as_in_plans("rank")
+    levels: int = _as_in_plans("levels")
     alpha_s: float = declare(-1.0, Real(minimum=0), "Seconds that a bucket takes, whatever its size.")
     element_ns: float = declare(-1.0, Real(minimum=0), "Further nanoseconds per element.")
     replica_element_ns: float = declare(

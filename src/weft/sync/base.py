@@ -22,8 +22,8 @@ parameter that no rank used is None, one that only other ranks used has their su
 tensor ranks hold are then summed over these, or copied from the first (`comm/shared_gradients.py`), also in `finish`.
 
 Every bucket of gradients leaves through `BucketedSync._launch` (`sync/bucketed.py`), with a codec from there through
-`exchange/compressed_exchange.py`. A sync
-between replicas that differ (`sync/local.py`) wraps that of one replica and adds to its `end_update` and `skip`.
+`exchange/compressed_exchange.py`. A sync between replicas that differ (`sync/local.py`) wraps that of one replica and
+adds to its `end_update` and `skip`.
 """
 
 from __future__ import annotations

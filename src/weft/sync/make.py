@@ -124,7 +124,8 @@ def _place_whole(model: nn.Module, mesh: Mesh, layouts: Mapping[str, Layout], ru
                 inside=inside,
                 across=across,
                 device=mesh.world.device,
-                waits_in_backward=_waits_in_backward(model, mesh.plan),
+                # Ranks that share sequences exchange inside attention's backward pass, and may use other parameters.
+                waits_in_backward=_waits_in_backward(model, mesh.plan) or mesh.plan.axes.sequence > 1,
                 rules=rules,
             )
     return AllReduce(pieces, group, bucket_bytes=mesh.plan.comm.bucket_bytes, rules=rules)

@@ -57,7 +57,7 @@ class ReplicaCompression:
             across=self._across,
             device=self._device,
             can_fail=True,
-            waits=waits,
+            waits=waits and self._plan.axes.sequence == 1,  # those exchange inside a backward pass (`make.py`)
         )
         here = set(self.exchange.names)
         self.exchange.elsewhere = tuple(name for name in large if name not in here)

@@ -1,1 +1,1 @@
-"""What messages are made of: packed bits, random numbers, sparse entries, thin factors."""
+"""What messages are made of: packed bits, random numbers, sparse entries."""

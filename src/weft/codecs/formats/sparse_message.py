@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.codecs.formats.packed_bits import pack, unpack
 from weft.codecs.native.sparse import Numbers, find_loops, numbers
 from weft.plan.exchange.sparse import CHUNK_NUMEL, SparseLayout
 
@@ -104,7 +105,7 @@ class SparseMessage:
             codes[first:stop], scales = write(entries)
             self._scales[place] = scales
             entries.values.sub_(_from_codes(bits, codes[first:stop], scales))
-        self._codes.copy_(codes if bits == 8 else _pack_4(codes))
+        pack(codes, bits, self._codes)
 
     def unpack(self) -> None:
         """Give the row the values that were sent."""
@@ -115,7 +116,7 @@ class SparseMessage:
         if loops is not None:
             loops.expand(self.row, places=self.places.numbers, bits=bits, codes=self._codes, scales=self._scales)
             return
-        codes = self._codes if bits == 8 else _unpack_4(self._codes)
+        codes = unpack(self._codes, bits, self.layout.num_entries)
         for place, (first, stop) in enumerate(self.layout.entries):
             self.row[first:stop] = _from_codes(bits, codes[first:stop], self._scales[place])
 
@@ -206,12 +207,3 @@ def _from_codes(bits: int, codes: torch.Tensor, scales: torch.Tensor) -> torch.T
         return codes.view(torch.int8).to(scales.dtype) * scales[0]
     sizes = torch.where((codes & 1).bool(), scales[1], scales[0])
     return torch.where((codes & 2).bool(), -sizes, sizes)
-
-
-def _pack_4(codes: torch.Tensor) -> torch.Tensor:
-    four = torch.nn.functional.pad(codes, (0, -codes.numel() % 4)).view(-1, 4)
-    return four[:, 0] | four[:, 1] << 2 | four[:, 2] << 4 | four[:, 3] << 6
-
-
-def _unpack_4(codes: torch.Tensor) -> torch.Tensor:
-    return torch.stack([codes >> shift & 3 for shift in (0, 2, 4, 6)], dim=1).view(-1)

@@ -4,7 +4,7 @@
     right    the right factor xᵀ P, of parts of the rows, whose sums are then added in order
     expand   P Qᵀ into the values, and x - P Qᵀ / number of replicas where x was, in one pass
 
-Factors lie as in `codecs/formats/low_rank.py`: [rank, row] and [rank, column]. They are so thin that the products take
+Factors lie as in `codecs/low_rank.py`: [rank, row] and [rank, column]. They are so thin that the products take
 no time beside reading the matrices, so no matrix units are used, and float32 is added up in float32.
 """
 

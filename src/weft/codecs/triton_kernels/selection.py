@@ -19,8 +19,6 @@ from weft.plan.exchange.gpu_scratch import COUNT_COPIES
 
 _DIGITS = ((23, 8), (15, 8), (7, 8), (0, 7))
 """Of the 31 bits of a size: lowest bit, and number of bits."""
-_BLOCKS = 16
-"""Of a chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

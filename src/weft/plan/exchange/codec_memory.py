@@ -46,7 +46,8 @@ def codec_memory(
     plan: Plan, flats: Sequence[FlatBuffer], *, in_flats: bool, waits_in_backward: bool, device: str
 ) -> CodecMemory:
     """The memory of a plan's codecs, where parameters lie in these buffers; `in_flats`: they are not the model's own
-    tensors. `waits_in_backward`: no exchange is waited for in a backward pass. `device`: the kind of it."""
+    tensors. `waits_in_backward`: layers wait for other ranks in a backward pass, so no exchange of gradients may.
+    `device`: its kind."""
     codec, trainable = plan.codec, [one for one in flats if one.trainable]
     if codec.name == "none":
         return CodecMemory()
@@ -71,7 +72,8 @@ def codec_memory(
         )
         parameters = [ParameterSpec(name=name, shape=shape, dtype=dtype) for name, shape, dtype in named]
         coded, _ = all_reduce_buckets(parameters[::-1], plan)
-    buffers = message_buffer_bytes(coded, codec, groups, holds_values=False, waits=not waits_in_backward)
+    waits = not waits_in_backward and plan.axes.sequence == 1
+    buffers = message_buffer_bytes(coded, codec, groups, holds_values=False, waits=waits)
     if codec.name == "dgc":  # the gradient that the optimizer sees of compressed tensors
         buffers += max((one.numel * item_bytes(values.dtype) for values in coded for one in values.tensors), default=0)
     return CodecMemory(

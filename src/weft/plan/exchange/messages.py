@@ -7,14 +7,14 @@ comes, buffers are kept from exchange to exchange, and the bytes are known befor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.plan.exchange.coded_tensor import CodedTensor
 from weft.plan.exchange.low_rank import message_numels
 from weft.plan.exchange.quantised import QUANTISED, quantised_bytes
 from weft.plan.exchange.sparse import sparse_layout
-from weft.plan.exchange.warm_up import is_dense
+from weft.plan.exchange.warm_up import SPARSE, is_dense
 from weft.plan.partition.flat_buffers import item_bytes
 from weft.plan.partition.wire import sent_bytes
 from weft.plan.plan import Codec
@@ -42,10 +42,6 @@ class Message:
         return sent_bytes("all-gather", num_replicas * self.num_bytes, num_replicas)
 
 
-MessagesOf = Callable[[Codec, Sequence[CodedTensor], str, int, int], tuple[Message, ...]]
-"""(codec, tensors, dtype of values, number of replicas, step) -> messages."""
-
-
 def messages_of(
     codec: Codec, tensors: Sequence[CodedTensor], dtype: str, *, num_replicas: int, step: int
 ) -> tuple[Message, ...]:
@@ -55,40 +51,17 @@ def messages_of(
         return (Message(numel=numel, dtype=dtype),)
     if codec.name == "half":
         return (Message(numel=numel, dtype="bfloat16"),)
-    if codec.name not in _MESSAGES:
-        raise ValueError(f'the messages of [codec] name = "{codec.name}" are not known')
-    return _MESSAGES[codec.name](codec, tensors, dtype, num_replicas, step)
+    if codec.name in QUANTISED:
+        return (Message(numel=quantised_bytes(codec, tensors, dtype), dtype="uint8", adds_up=False),)
+    if codec.name == "powersgd":
+        return tuple(Message(numel=one, dtype=dtype) for one in message_numels(codec, tensors))
+    assert codec.name in SPARSE, f'the messages of [codec] name = "{codec.name}" are not known'
+    # Entries from every replica; or all elements, zero where nothing is sent, where their sum takes no more bytes.
+    entries = Message(numel=sparse_layout(codec, tensors, dtype, step).num_bytes, dtype="uint8", adds_up=False)
+    spread = Message(numel=numel, dtype=dtype)
+    return (entries if entries.sent_bytes(num_replicas) < spread.sent_bytes(num_replicas) else spread,)
 
 
 def num_messages(codec: Codec, step: int) -> int:
     """The most messages of a bucket in a step."""
     return 2 if codec.name == "powersgd" and not is_dense(codec, step) else 1
-
-
-def _sparse_messages(
-    codec: Codec, tensors: Sequence[CodedTensor], dtype: str, num_replicas: int, step: int
-) -> tuple[Message, ...]:
-    """Entries from every replica; or all elements, zero where nothing is sent, where their sum takes no more bytes."""
-    sparse = Message(numel=sparse_layout(codec, tensors, dtype, step).num_bytes, dtype="uint8", adds_up=False)
-    dense = Message(numel=sum(tensor.numel for tensor in tensors), dtype=dtype)
-    return (sparse if sparse.sent_bytes(num_replicas) < dense.sent_bytes(num_replicas) else dense,)
-
-
-def _quantised_messages(
-    codec: Codec, tensors: Sequence[CodedTensor], dtype: str, num_replicas: int, step: int
-) -> tuple[Message, ...]:
-    return (Message(numel=quantised_bytes(codec, tensors, dtype), dtype="uint8", adds_up=False),)
-
-
-def _low_rank_messages(
-    codec: Codec, tensors: Sequence[CodedTensor], dtype: str, num_replicas: int, step: int
-) -> tuple[Message, ...]:
-    return tuple(Message(numel=numel, dtype=dtype) for numel in message_numels(codec, tensors))
-
-
-_MESSAGES: dict[str, MessagesOf] = {
-    "topk": _sparse_messages,
-    "dgc": _sparse_messages,
-    **dict.fromkeys(QUANTISED, _quantised_messages),
-    "powersgd": _low_rank_messages,
-}

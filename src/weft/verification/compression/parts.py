@@ -77,11 +77,11 @@ def _own_parts(trainer: Trainer) -> Iterator[tuple[object, ...]]:
         shape = layout.local_shape(sizes, coordinates)
         if piece.name in together or not is_coded(codec, shape):
             continue
-        for within in [None] if slices is None else slices.get(piece.name, ()):
-            here = layout if within is None else replace(layout, flat_range=within)
-            runs = [astuple(one) for one in here.runs(sizes, coordinates)]
-            if runs:
-                yield piece.name, math.prod(shape[1:]), runs
+        if slices is not None:
+            layout = replace(layout, flat_range=slices.get(piece.name, (0, 0)))
+        runs = [astuple(one) for one in layout.runs(sizes, coordinates)]
+        if runs:
+            yield piece.name, math.prod(shape[1:]), runs
 
 
 def _held_together(trainer: Trainer) -> frozenset[str]:
@@ -98,17 +98,13 @@ def _held_together(trainer: Trainer) -> frozenset[str]:
     return frozenset(names)
 
 
-def _slices(trainer: Trainer) -> dict[str, list[Range]] | None:
-    """The ranges of this rank's tensors that it compresses, by name; None where it compresses all it has."""
+def _slices(trainer: Trainer) -> dict[str, Range] | None:
+    """The range of each of this rank's tensors that it compresses, by name; None where it compresses all it has."""
     plan, world = trainer.mesh.plan, trainer.mesh.world
     if codec_groups(plan, rank=world.rank, hosts=world.hosts).num_inside == 1 or plan.replica_axis is not None:
         return None
-    compressed, found = trainer.sync.compressed, dict[str, list[Range]]()
-    assert compressed is not None
-    for bucket in compressed._buckets:
-        for one in compressed._slice(bucket)[1]:
-            found.setdefault(one.name, []).append((one.start, one.start + one.numel))
-    return found
+    assert trainer.sync.compressed is not None
+    return trainer.sync.compressed.ranges()
 
 
 def _places(all_runs: Sequence[Sequence[int]]) -> torch.Tensor:
