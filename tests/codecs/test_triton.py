@@ -179,7 +179,7 @@ def test_what_has_kernels(device: str, dtype: torch.dtype, shape: tuple[int, int
         replica=0,
         num_replicas=2,
     )
-    with mock.patch("weft.codecs.find_fused._codecs", lambda: {"sign": make_codec}):
+    with mock.patch("weft.codecs.make._fused_codecs", lambda: {"sign": make_codec}):
         assert (find_fused(bucket) is not None) == has_kernels
 
 

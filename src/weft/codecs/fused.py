@@ -9,9 +9,9 @@ import torch
 from weft.codecs.base import Bucket, Codec
 from weft.codecs.dgc import Dgc
 from weft.codecs.feedback import Feedback
-from weft.codecs.formats.low_rank import add_kept
 from weft.codecs.formats.sparse_message import SparseMessage
 from weft.codecs.kept import Kept
+from weft.codecs.low_rank import add_kept
 from weft.codecs.onebit import OneBit
 from weft.codecs.powersgd import PowerSgd
 from weft.codecs.quantised import Quantised
