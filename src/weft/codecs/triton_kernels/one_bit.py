@@ -21,6 +21,7 @@ import triton.language as tl
 from weft.codecs.triton_kernels.common import NUM_WARPS, flag_not_finite, packed, part_of, unpacked
 from weft.codecs.triton_kernels.tables import Bucket, Kept, Numbers, Table, Turns, are_aligned
 from weft.plan.exchange.coded_tensor import CodedTensor
+from weft.plan.exchange.quantised import onebit_rows
 
 _COLUMNS = 1024
 """Columns of a tile."""
@@ -52,19 +53,23 @@ class OneBitKernels:
         rows_of_tile = _rows_of_tile(sum(one.numel for one in tensors))
         fields, column_fields, tiles, column_parts = [], [], [], []
         sums_at = means_of = 0
+        self._with_rest: list[tuple[int, int, int]] = []
+        """Of what travels as it is: where it begins and ends in the values, and where it begins in the message."""
         for one, place in zip(tensors, places, strict=True):
-            columns, numel = one.num_columns, one.num_rows * one.num_columns
-            together = rows_together(columns, one.num_rows)
+            columns, num_rows = one.num_columns, onebit_rows(one)
+            numel, together = num_rows * columns, rows_together(columns, num_rows)
             width = together * columns
             high, wide = -(-numel // (width * rows_of_tile)), -(-width // _COLUMNS)
             at = (place.means_at, place.bits_at)
             fields.append([one.offset, numel, columns, width, wide, means_of, sums_at, *at])
-            column_fields.append([columns, one.num_rows, high * together, means_of, sums_at, place.means_at])
+            column_fields.append([columns, num_rows, high * together, means_of, sums_at, place.means_at])
             tiles.append(high * wide)
-            column_parts.append(-(-columns // _MEAN_COLUMNS) if one.num_rows else 0)
+            column_parts.append(-(-columns // _MEAN_COLUMNS) if num_rows else 0)
             sums_at += high * width
             means_of += columns
-        self._with_rest = [(one, place.rest_at) for one, place in zip(tensors, places, strict=True) if one.num_rest]
+            first, stop = one.offset + numel, one.offset + one.numel
+            if first < stop:
+                self._with_rest.append((first, stop, place.rest_at))
         self._rows = rows_of_tile
         self._tiles = Table(tiles, fields, device)
         self._columns = Table(column_parts, column_fields, device)
@@ -88,8 +93,12 @@ class OneBitKernels:
         first_means, second_means, _ = self._turns(means)
         tiles, columns, num_means = self._tiles, self._columns, self.num_means // 2
         floats = message.view(torch.float32)
-        for here, sent in self._rests(values, floats):
-            sent.copy_(here)  # nothing is kept of it
+        kept = zip(self._rests(first, floats), self._rests(second, floats), strict=True)
+        for (here, sent), ((one, _), (other, _)) in zip(self._rests(values, floats), kept, strict=True):
+            # Nothing is kept of it, but under another plan, from which a run may go on, something was.
+            torch.add(here, torch.where(turn.bool(), other, one) * keep, out=sent)
+            one *= turn == 0
+            other *= turn != 0
             not_finite += (~torch.isfinite(sent)).any()
         with torch.cuda.device_of(values):
             _encode_tiles[(tiles.num_programs,)](
@@ -121,11 +130,8 @@ class OneBitKernels:
             )  # fmt: skip
 
     def _rests(self, values: torch.Tensor, floats: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What fills no row of a matrix: in the values, and in a message or messages."""
-        return [
-            (values[one.offset + one.numel - one.num_rest :][: one.num_rest], floats[..., at : at + one.num_rest])
-            for one, at in self._with_rest
-        ]
+        """What travels as it is: in the values, and in a message or messages."""
+        return [(values[first:stop], floats[..., at : at + stop - first]) for first, stop, at in self._with_rest]
 
     def settle(self, kept: torch.Tensor, means: torch.Tensor) -> None:
         """Make what is kept the residual itself, with means of 0."""
@@ -152,8 +158,9 @@ def _rows_of_tile(numel: int) -> int:
 
 
 def _matrix(one: CodedTensor, flat: torch.Tensor) -> torch.Tensor:
-    numel = one.num_rows * one.num_columns
-    return flat[one.offset : one.offset + numel].view(one.num_rows, one.num_columns)
+    num_rows = onebit_rows(one)
+    numel = num_rows * one.num_columns
+    return flat[one.offset : one.offset + numel].view(num_rows, one.num_columns)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from weft.plan.exchange.coded_tensor import CodedTensor
 from weft.plan.exchange.low_rank import message_numels
 from weft.plan.exchange.quantised import QUANTISED, quantised_bytes
-from weft.plan.exchange.sparse import sparse_layout
+from weft.plan.exchange.sparse import is_spread, sparse_layout
 from weft.plan.exchange.warm_up import is_dense
 from weft.plan.partition.flat_buffers import item_bytes
 from weft.plan.partition.wire import sent_bytes
@@ -69,9 +69,9 @@ def _sparse_messages(
     codec: Codec, tensors: Sequence[CodedTensor], dtype: str, num_replicas: int, step: int
 ) -> tuple[Message, ...]:
     """Entries from every replica; or all elements, zero where nothing is sent, where their sum takes no more bytes."""
-    sparse = Message(numel=sparse_layout(codec, tensors, dtype, step).num_bytes, dtype="uint8", adds_up=False)
-    dense = Message(numel=sum(tensor.numel for tensor in tensors), dtype=dtype)
-    return (sparse if sparse.sent_bytes(num_replicas) < dense.sent_bytes(num_replicas) else dense,)
+    if is_spread(codec, dtype, num_replicas=num_replicas, step=step):
+        return (Message(numel=sum(tensor.numel for tensor in tensors), dtype=dtype),)
+    return (Message(numel=sparse_layout(codec, tensors, dtype, step).num_bytes, dtype="uint8", adds_up=False),)
 
 
 def _quantised_messages(
