@@ -1,4 +1,4 @@
-"""A compressed parameter that no rank uses in a step: what codecs had kept of it is sent, and must be applied."""
+"""A compressed parameter that no rank uses in a step, and codecs without counterparts: what is sent must be applied."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ranks import gathered, ranks
 from torch import Tensor, nn
 
 from weft.plan.plan import Axes, Codec, Data, Plan
+from weft.sync.make import ONE_REPLICA
 
 PLANS = {"data": Plan(axes=Axes(data=2)), "zero-1": Plan(axes=Axes(replicate=2), data=Data(shard="optimizer"))}
 CODECS = {
@@ -86,3 +87,11 @@ def test_the_oracle_applies_it_too(name: str) -> None:
     batches = [batch(uses=uses) for uses in (True, False, False, True, False)]
     torch.manual_seed(0)
     verify(Sometimes(), plan, loss="cross-entropy", optimizer=optimizer, batches=batches, device="cpu").require()
+
+
+@pytest.mark.parametrize("name", ["topk", "sign"])
+def test_a_codec_without_counterparts_says_that_it_has_no_effect(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    plan = Plan(codec=CODECS[name])
+    with caplog.at_level("WARNING", logger="weft"), make_trainer(Sometimes(), plan) as trainer:
+        trainer.step(*batch_of(8))
+    assert [record.message for record in caplog.records] == [ONE_REPLICA.format(name=name)]

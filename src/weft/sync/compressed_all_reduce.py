@@ -93,7 +93,7 @@ class CompressedAllReduce(AllReduce):
             **super().state(),
             "step": self._step,
             "keep": float(self._exchange.keep),
-            "lasting": self._lasting_names(),
+            "lasting": [self._names[index] for index in sorted(self._lasting)],
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
