@@ -69,7 +69,7 @@ def _sparse_messages(
     codec: Codec, tensors: Sequence[CodedTensor], dtype: str, num_replicas: int, step: int
 ) -> tuple[Message, ...]:
     """Entries from every replica; or all elements, zero where nothing is sent, where their sum takes no more bytes."""
-    if is_spread(codec, dtype, num_replicas=num_replicas, step=step):
+    if not tensors or is_spread(codec, dtype, num_replicas=num_replicas, step=step):
         return (Message(numel=sum(tensor.numel for tensor in tensors), dtype=dtype),)
     return (Message(numel=sparse_layout(codec, tensors, dtype, step).num_bytes, dtype="uint8", adds_up=False),)
 
