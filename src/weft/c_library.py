@@ -8,6 +8,7 @@ torch's operations to the bit.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -15,6 +16,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 log = logging.getLogger("weft")
@@ -44,7 +47,9 @@ def _build(compiler: str, source: Path) -> Path:
     if path.exists():
         return path
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as work:  # ranks may build at once: each renames a whole file
+    with _alone(path.with_suffix(".lock")), tempfile.TemporaryDirectory(dir=folder) as work:
+        if path.exists():  # another rank has built it meanwhile
+            return path
         made = Path(work) / "library.so"
         subprocess.run(
             [compiler, *_FLAGS, "-o", str(made), str(source), "-lm"],
@@ -52,5 +57,14 @@ def _build(compiler: str, source: Path) -> Path:
             check=True,
             timeout=_BUILD_TIMEOUT_S,
         )
-        made.rename(path)
+        made.rename(path)  # whole, also where the lock does nothing
     return path
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Context in which no other process of this machine builds; the kernel ends it when a builder is killed."""
+    with path.open("w") as lock:
+        with suppress(OSError):  # a file system without locks: several build at once, and each renames a whole file
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -19,7 +20,7 @@ from weft.codecs.onebit import OneBit
 from weft.codecs.quantised import Quantised
 from weft.codecs.random_rounding import Qsgd, TernGrad
 from weft.codecs.sign import Sign
-from weft.plan.exchange.coded_tensor import CodedTensor
+from weft.plan.exchange.coded_tensor import CodedTensor, is_coded
 from weft.plan.exchange.messages import messages_of
 from weft.plan.plan import Codec as CodecSection
 
@@ -342,6 +343,21 @@ def test_a_message_is_as_long_as_its_contents(
     assert (message.dtype, message.adds_up) == ("uint8", False)
     assert message.sent_bytes(4) == 3 * message.num_bytes
     assert (message,) == messages_of(bucket.codec, TENSORS, str(dtype)[6:], num_replicas=1, step=0)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3])
+def test_onebit_leaves_few_rows_as_they_are(num_rows: int) -> None:
+    """Two means per column would be no less than two rows."""
+    section = CodecSection(name="onebit", dense_below=1)
+    assert is_coded(section, (num_rows, 40)) == (num_rows > 2)
+    part = CodedTensor(name="a", shape=(9, 40), offset=0, numel=40 * num_rows + 7, start=80)
+    bucket = dataclasses.replace(bucket_of("onebit"), tensors=(part,), numel=part.numel, codec=section)
+    codec, values = make_codec(bucket), torch.randn(part.numel)
+    (form,) = codec.begin(0)
+    assert form.num_bytes <= 4 * part.numel + 15
+    assert torch.equal(alone(codec, values), values) == (num_rows <= 2)
+    codec.end(True)
+    assert bool(codec.tensors()["residual/a"].any()) == (num_rows > 2)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -318,3 +318,17 @@ def test_entries_are_spread_where_that_sends_no_more() -> None:
         (form,) = messages_of(codec, tensors, "float32", num_replicas=num_replicas, step=0)
         assert form.adds_up == adds_up
         assert form.sent_bytes(num_replicas) <= Message(numel=NUMEL, dtype="float32").sent_bytes(num_replicas)
+
+
+@pytest.mark.parametrize("bits", [32, 8, 2])
+def test_whether_entries_are_spread_does_not_depend_on_the_bucket(bits: int) -> None:
+    """What is rounded would depend on it."""
+    tensors = coded_tensors([("a", (3, 4), 12), ("b", (600, 100), 60_000)])
+    for density in (0.001, 0.05, 0.2, 0.3, 0.5, 0.9):
+        for num_replicas in (2, 3, 8, 30):
+            codec = Codec(name="topk", density=density, bits=bits)
+            forms = [
+                messages_of(codec, bucket, "float32", num_replicas=num_replicas, step=0)[0]
+                for bucket in (tensors, tensors[:1], tensors[1:])
+            ]
+            assert len({form.adds_up for form in forms}) == 1

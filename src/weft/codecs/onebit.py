@@ -3,7 +3,7 @@
     sent = mean of the entries of the column with this sign        so the column's error has mean 0, sign by sign
 
 Entries that are 0 count as positive. The error is not small, only kept: it must go into the next exchange
-(`feedback.py`). Entries that fill no row travel as they are.
+(`feedback.py`). Entries that fill no row travel as they are, and so do two rows or fewer.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class OneBit(Quantised):
     def quantise(
         self, part: QuantisedTensor, x: torch.Tensor, scales: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        matrix = x.view(part.tensor.num_rows, part.tensor.num_columns)
+        matrix = x.view(-1, part.tensor.num_columns)
         negative = matrix < 0
         counts = negative.sum(0)
         sums = (_sum_rows(matrix.masked_fill(negative, 0)), _sum_rows(matrix.masked_fill(~negative, 0)))
         means = scales.view(2, -1)
-        for mean, total, count in zip(means, sums, (part.tensor.num_rows - counts, counts), strict=True):
+        for mean, total, count in zip(means, sums, (len(matrix) - counts, counts), strict=True):
             torch.div(total, count.clamp(min=1).to(x.dtype), out=mean)
             mean += 0  # no negative zeros: they would depend on the order of the sum
         return negative.view(torch.uint8).view(-1), scales

@@ -43,6 +43,8 @@ class AllReduce(BucketedSync, WholeParameters):
 
     _coded: Collection[int] = ()
     """Parameters that a codec compresses (`compressed_all_reduce.py`)."""
+    _lasting: Collection[int] = ()
+    """Parameters that have a gradient also in a step in which no rank uses them: what a codec had kept of others."""
     _num_extra_words = 0
     """Words at the end of the tail that a subclass adds."""
 
@@ -104,7 +106,7 @@ class AllReduce(BucketedSync, WholeParameters):
             for index in unused:
                 name = self._names[index]
                 is_used = flags[index] or name in self._tied or self._shared.came_from_others(name, views[index])
-                self._parameters[index].grad = views[index] if is_used else None
+                self._parameters[index].grad = views[index] if is_used or index in self._lasting else None
         # A copy, for the tail's memory is the next step's too.
         totals = self._buckets.tail[: TAIL_WORDS + self._group.size].clone()
         exact_count = totals[1].double() * _COUNT_RADIX + totals[2]

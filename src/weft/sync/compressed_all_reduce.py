@@ -19,6 +19,7 @@ import torch
 
 from weft.comm.group import Group
 from weft.parallel.zero.flat_parameters import Piece
+from weft.plan.exchange.codec_memory import NUM_KEPT
 from weft.plan.exchange.coded_tensor import coded_tensors, is_coded
 from weft.plan.partition.wire import CODEC_TAIL_WORDS
 from weft.plan.plan import Plan
@@ -49,6 +50,7 @@ class CompressedAllReduce(AllReduce):
         self._codec, self._device, self._has_slices = plan.codec, device, inside.size > 1
         self._coded = coded_places(pieces, plan, rules)
         self._step = 0
+        self._lasting: set[int] = set()
         self._exchange = CompressedExchange(
             (),
             plan.codec,
@@ -74,6 +76,8 @@ class CompressedAllReduce(AllReduce):
             self._clip()
         totals = super().finish(loss_sum, count, with_norm=with_norm, compute_s=compute_s)
         self._step += 1
+        if self._codec.name in NUM_KEPT and len(self._lasting) < len(self._coded):  # once used, something may be kept
+            self._lasting |= {index for index in self._coded if self._parameters[index].grad is not None}
         return spoil_norm(totals, self._buckets.tail[-1].clone())
 
     def decide(self, *, is_made: bool | torch.Tensor, factor: float | torch.Tensor | None) -> None:
@@ -81,15 +85,22 @@ class CompressedAllReduce(AllReduce):
 
     def restart(self, *, steps_done: int) -> None:
         self._step = steps_done
+        self._lasting = set(self._coded) if steps_done and self._codec.name in NUM_KEPT else set()
         self._exchange.restart()
 
     def state(self) -> dict[str, Any]:
-        return {**super().state(), "step": self._step, "keep": float(self._exchange.keep)}
+        return {
+            **super().state(),
+            "step": self._step,
+            "keep": float(self._exchange.keep),
+            "lasting": [self._names[index] for index in sorted(self._lasting)],
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._exchange.lay_out(())  # what was kept is read again, so that nothing need be carried over
         super().load_state(state)
         self._step, self._exchange.keep = int(state["step"]), float(state["keep"])
+        self._lasting = {self._index[name] for name in state["lasting"]}
 
     def _agree_on_order(self) -> None:
         if self._has_slices:  # what a rank keeps is of its slices, which other buckets would cut elsewhere

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from weft.comm.group import Group
+from weft.plan.exchange.codec_memory import NUM_KEPT
 from weft.plan.exchange.coded_tensor import coded_tensors, is_coded
 from weft.plan.partition.wire import Member, assign_buckets
 from weft.plan.plan import Plan
@@ -51,7 +52,8 @@ class CompressedInProcess(WrappingSync):
             for one in coded_pieces
         ]
         filled = [[coded_pieces[place] for place in inside] for inside in _buckets(members, plan.comm.bucket_bytes)]
-        self._coded = [_Flat([piece.tensor for piece in inside]) for inside in filled]
+        lasts = plan.codec.name in NUM_KEPT
+        self._coded = [_Flat([piece.tensor for piece in inside], lasts=lasts) for inside in filled]
         device = pieces[0].tensor.device
         coded = [
             CodedBucket(
@@ -159,15 +161,27 @@ class CompressedInProcess(WrappingSync):
 
     def restart(self, *, steps_done: int) -> None:
         self._step = steps_done
+        for flat in self._coded:
+            flat.used = [bool(steps_done)] * len(flat.used)
         for exchange in self.exchanges:
             exchange.restart()
 
     def state(self) -> dict[str, Any]:
         order = list(reversed(range(len(self.pieces))))  # that of real ranks before they have agreed on one
-        return {"order": order, "agreed": False, "ready": [], "step": self._step, "keep": float(self.compressed.keep)}
+        names = zip(self.compressed.names, [used for flat in self._coded for used in flat.used], strict=True)
+        return {
+            "order": order,
+            "agreed": False,
+            "ready": [],
+            "step": self._step,
+            "keep": float(self.compressed.keep),
+            "lasting": [name for name, used in names if used],
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self._step = int(state["step"])
+        self._step, names = int(state["step"]), iter(self.compressed.names)
+        for flat in self._coded:
+            flat.used = [next(names) in state["lasting"] for _ in flat.used]
         for exchange in self.exchanges:
             exchange.keep = float(state["keep"])
 
@@ -175,8 +189,11 @@ class CompressedInProcess(WrappingSync):
 class _Flat:
     """Gradients of some tensors in one flat buffer: those of one worker, or their sum."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = tuple(tensors)
+    def __init__(self, tensors: Sequence[torch.Tensor], *, lasts: bool = False) -> None:
+        """`lasts`: what was used once always has a gradient, because something of it may be kept."""
+        self._tensors, self._lasts = tuple(tensors), lasts
+        self.used = [False] * len(self._tensors)
+        """The tensors of which some worker had a gradient."""
         self.numel = sum(one.numel() for one in tensors)
         self.dtype = tensors[0].dtype if tensors else torch.float32
         device = tensors[0].device if tensors else None
@@ -188,15 +205,15 @@ class _Flat:
         self.begin()
 
     def begin(self) -> None:
-        self._used = [False] * len(self._tensors)
-        """The tensors of which some worker had a gradient."""
+        if not self._lasts:
+            self.used = [False] * len(self._tensors)
         self._is_begun = False
 
     def _gradients(self) -> list[torch.Tensor]:
         found = []
         for place, tensor in enumerate(self._tensors):
             if tensor.grad is not None:
-                self._used[place] = True
+                self.used[place] = True
             found.append(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
         return found
 
@@ -220,7 +237,7 @@ class _Flat:
 
     def hand_over(self) -> None:
         """Give the optimizer's tensors the sums; what no worker used has no gradient."""
-        for tensor, view, used in zip(self._tensors, self._views, self._used, strict=True):
+        for tensor, view, used in zip(self._tensors, self._views, self.used, strict=True):
             tensor.grad = view if used else None
 
 

@@ -49,6 +49,16 @@ from weft.sync.zero import ZeroSync
 
 log = logging.getLogger("weft")
 
+ONE_REPLICA = (
+    '[codec] name = "{name}" has no effect: there is one replica, which exchanges nothing with others; '
+    "set [axes] data or replicate to 2 or more to compress"
+)
+
+
+def has_no_counterpart(plan: Plan) -> bool:
+    """True if there is a codec, and nothing that it could compress is exchanged."""
+    return plan.codec.name != "none" and plan.num_replicas == 1 and plan.axes.data_ranks == 1
+
 
 def needs_flats(model: nn.Module, mesh: Mesh) -> bool:
     """True if the plan moves this model's parameters into flat buffers, so that they are not its own tensors."""
@@ -73,6 +83,8 @@ def place(
     `stage_of` is the stage of every block in a pipeline. Parameters that are not drawn get values later.
     `in_process`: the exchange between replicas that are all in one process.
     """
+    if in_process is None and mesh.world.rank == 0 and has_no_counterpart(mesh.plan):
+        log.warning("%s", ONE_REPLICA.format(name=mesh.plan.codec.name))
     materialiser = Materialiser(model, mesh.world.device, cut, draws=draws)
     inside: PipelineSync
     if needs_flats(model, mesh):

@@ -7,13 +7,14 @@ as they are, once per step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
+from weft.plan.exchange.codec_memory import NUM_KEPT
 from weft.plan.exchange.coded_tensor import CodedTensor, is_coded
 from weft.plan.plan import Plan
 from weft.sync.exchange.compressed_exchange import CodedBucket, CompressedExchange
@@ -31,6 +32,8 @@ class ReplicaCompression:
         self._plan, self._inside, self._across, self._whole, self._device = plan, inside, across, whole, device
         self._not_coded = {one.name for one in rules.shared if one.kind == "sum"}
         self._step = 0
+        self.lasting: set[str] = set()
+        """Tensors that have a gradient also in a step in which no rank uses them: what codecs had kept of others."""
         self._is_over = True
 
     def attach(self, all_gradients: Sequence[Gradients], *, waits: bool) -> None:
@@ -48,6 +51,7 @@ class ReplicaCompression:
             name: shape for one in all_gradients for name, shape in zip(one.flat.names, one.flat.shapes, strict=True)
         }
         large = [name for name in shapes if name not in self._not_coded and is_coded(self._plan.codec, shapes[name])]
+        self._large = frozenset(large)
         dtype = self._small[0].dtype if self._small else torch.float32
         self._together = torch.empty(sum(view.numel() for view in self._small), dtype=dtype, device=self._device)
         self.exchange = CompressedExchange(
@@ -99,12 +103,19 @@ class ReplicaCompression:
         self.exchange.finish()
         self._step += 1
 
+    def keep_gradients_of(self, used: Iterable[str]) -> None:
+        """These were used by some rank in this step: from now on something of them may be kept."""
+        if self._plan.codec.name in NUM_KEPT and len(self.lasting) < len(self._large):
+            self.lasting |= self._large.intersection(used)
+
     def restart(self, *, steps_done: int) -> None:
         self._step = steps_done
+        self.lasting = set(self._large) if steps_done and self._plan.codec.name in NUM_KEPT else set()
         self.exchange.restart()
 
     def state(self) -> dict[str, Any]:
-        return {"step": self._step, "keep": float(self.exchange.keep)}
+        return {"step": self._step, "keep": float(self.exchange.keep), "lasting": sorted(self.lasting)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._step, self.exchange.keep = int(state["step"]), float(state["keep"])
+        self.lasting = set(state["lasting"])

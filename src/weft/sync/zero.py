@@ -17,7 +17,7 @@ The tail (loss, count, squared norm, times, flags of used parameters) is a messa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -181,13 +181,18 @@ class ZeroSync(BucketedSync):
             if not gradients.used[member] and self._names[index] not in self._tied
         ]
         tail = self._exchange_tail(loss_sum, count, unused, with_norm=with_norm, compute_s=compute_s)
+        lasting: Collection[str] = () if self._compression is None else self._compression.lasting
+        absent: set[str] = set()
         if unused:  # a rank that used everything knows that nothing is globally unused, and need not look
             flags = tail[self._num_words :].tolist()
             for index in unused:
-                gradients, member = self._slots[index]
-                part = gradients.part_views[member]
-                if not flags[index] and not self._shared.came_from_others(self._names[index], part):
+                (gradients, member), name = self._slots[index], self._names[index]
+                is_used = flags[index] or self._shared.came_from_others(name, gradients.part_views[member])
+                if not is_used and name not in lasting:
                     gradients.pieces[member].tensor.grad = None
+                    absent.add(name)
+        if self._compression is not None:
+            self._compression.keep_gradients_of(set(self._names) - absent if absent else self._names)
         times = tail[SHARDED_TAIL_WORDS : self._num_words]
         norm = tail[2].sqrt() if with_norm else None
         totals = Totals(loss_sum=tail[0], count=tail[1], norm=norm, compute_s=times)

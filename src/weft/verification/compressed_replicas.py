@@ -33,6 +33,7 @@ from weft.verification.compression.parts import CodedPart, num_coded_replicas
 from weft.verification.one_process import Key, OneProcess, Passes, Recipe, microbatch_rows
 
 Gradients = dict[str, Tensor]
+_WITHOUT_MEMORY = ("sign", "qsgd", "terngrad")
 
 
 class CompressedReplicas(OneProcess):
@@ -57,6 +58,8 @@ class CompressedReplicas(OneProcess):
         self._sent: Gradients = {}
         """dgc: what was received of compressed tensors in this step, zero elsewhere."""
         self._last_count = 0.0
+        self._lasting: set[str] = set()
+        """What some rank has used: something of it may be kept, and sent in a step that does not use it."""
         if self._codec.name == "dgc":
             self._updates.optimizer.register_step_post_hook(self._move_past_momentum)
 
@@ -110,8 +113,14 @@ class CompressedReplicas(OneProcess):
         self._sent, step = {}, len(self.losses)
         is_vote = self._codec.name == "sign" and not is_dense(self._codec, step)
         for name, parameter in self._trained.items():
-            if parameter.grad is None or name not in self._exchanges.names:  # used by no rank in this step, or dense
+            if name not in self._exchanges.names:
                 continue
+            if parameter.grad is None:  # used by no rank in this step
+                if name not in self._lasting:
+                    continue
+                parameter.grad = torch.zeros_like(parameter)
+            if self._codec.name not in _WITHOUT_MEMORY:
+                self._lasting.add(name)
             given = [one.get(name, torch.zeros_like(parameter)) for one in self._given]
             self._exchanges.replace_(name, parameter.grad, given, step, divisor=1.0 if is_vote else count)
             self._sent[name] = parameter.grad * self._exchanges.mask(name, parameter)

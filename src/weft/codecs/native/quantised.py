@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from weft.codecs.native.library import find_library
-from weft.plan.exchange.quantised import QSGD_BLOCK, QuantisedTensor
+from weft.plan.exchange.quantised import QSGD_BLOCK, QuantisedTensor, onebit_rows
 
 _NAMES = {torch.float32: "float", torch.float64: "double"}
 _REALS: dict[str, Any] = {"float": c_float, "double": c_double}
@@ -54,7 +54,7 @@ class Loops:
         """Write the means, rest and signs of values + old × factor, and what was not sent into `new`."""
         one, start = part.tensor, message.data_ptr()
         return not self._call["onebit"](
-            values.data_ptr(), old.data_ptr(), factor, new.data_ptr(), one.num_rows, one.num_columns, part.num_rest,
+            values.data_ptr(), old.data_ptr(), factor, new.data_ptr(), onebit_rows(one), one.num_columns, part.num_rest,
             start + part.start, start + part.codes_start,
         )  # fmt: skip
 
@@ -65,7 +65,7 @@ class Loops:
         one, to = part.tensor, target.data_ptr()
         rows = (received.data_ptr() + part.start, received.shape[0], received.stride(0))
         if codec == "onebit":
-            self._call["onebit_sum"](*rows, one.num_rows, one.num_columns, part.num_rest, to, scale)
+            self._call["onebit_sum"](*rows, onebit_rows(one), one.num_columns, part.num_rest, to, scale)
         elif codec == "sign":
             self._call["sign_sum"](*rows, part.num_coded, to)
         else:

@@ -21,6 +21,7 @@ from weft.codecs.triton_kernels.common import NUM_WARPS, flag_not_finite, packed
 from weft.codecs.triton_kernels.tables import Bucket, Kept, Numbers, Table, Turns, are_aligned
 from weft.plan.exchange.coded_tensor import CodedTensor
 from weft.plan.exchange.gpu_scratch import ONEBIT_COLUMNS, rows_of_tile, rows_together
+from weft.plan.exchange.quantised import onebit_rows
 
 _ROWS_AT_ONCE, _DECODED_AT_ONCE = 2, 1
 _REGISTERS, _DECODED_REGISTERS = 80, 64
@@ -45,23 +46,23 @@ class OneBitKernels:
     def __init__(self, bucket: Bucket, places: Sequence[OneBitPlaces]) -> None:
         self._bucket = bucket
         tensors, device = bucket.tensors, bucket.device
-        num_rows = rows_of_tile(sum(one.numel for one in tensors))
+        tile_rows = rows_of_tile(sum(one.numel for one in tensors))
         fields, column_fields, tiles, column_parts = [], [], [], []
         sums_at = means_of = 0
         for one, place in zip(tensors, places, strict=True):
-            columns, numel = one.num_columns, one.num_rows * one.num_columns
-            together = rows_together(columns, one.num_rows)
+            columns, num_rows = one.num_columns, onebit_rows(one)
+            numel, together = num_rows * columns, rows_together(columns, num_rows)
             width = together * columns
-            high, wide = -(-numel // (width * num_rows)), -(-width // ONEBIT_COLUMNS)
+            high, wide = -(-numel // (width * tile_rows)), -(-width // ONEBIT_COLUMNS)
             at = (place.means_at, place.bits_at)
             fields.append([one.offset, numel, columns, width, wide, means_of, sums_at, *at])
-            column_fields.append([columns, one.num_rows, high * together, means_of, sums_at, place.means_at])
+            column_fields.append([columns, num_rows, high * together, means_of, sums_at, place.means_at])
             tiles.append(high * wide)
-            column_parts.append(-(-columns // _MEAN_COLUMNS) if one.num_rows else 0)
+            column_parts.append(-(-columns // _MEAN_COLUMNS) if num_rows else 0)
             sums_at += high * width
             means_of += columns
-        self._with_rest = [(one, place.rest_at) for one, place in zip(tensors, places, strict=True) if one.num_rest]
-        self._rows = num_rows
+        self._with_rest = [(one, place.rest_at) for one, place in zip(tensors, places, strict=True) if _num_rest(one)]
+        self._rows = tile_rows
         self._tiles = Table(tiles, fields, device)
         self._columns = Table(column_parts, column_fields, device)
         self._sums = torch.zeros(3, max(sums_at, 1), dtype=torch.float32, device=device)
@@ -85,8 +86,8 @@ class OneBitKernels:
         tiles, columns, num_means = self._tiles, self._columns, self.num_means // 2
         floats = message.view(torch.float32)
         for one, at in self._with_rest:
-            self._send_rest(one, values, residual, keep, floats[at : at + one.num_rest])
-            not_finite += (~torch.isfinite(floats[at : at + one.num_rest])).any()
+            self._send_rest(one, values, residual, keep, floats[at : at + _num_rest(one)])
+            not_finite += (~torch.isfinite(floats[at : at + _num_rest(one)])).any()
         with torch.cuda.device_of(values):
             _encode_tiles[(tiles.num_programs,)](
                 tiles.tensor_of, tiles.fields, values, first, second, first_means, second_means, turn, num_means,
@@ -103,7 +104,7 @@ class OneBitKernels:
     def decode(self, received: torch.Tensor, values: torch.Tensor, scale: float) -> None:
         tiles = self._tiles
         for one, at in self._with_rest:
-            first, *others = received.view(torch.float32)[:, at : at + one.num_rest]
+            first, *others = received.view(torch.float32)[:, at : at + _num_rest(one)]
             here = _rest(one, values).copy_(first)
             for other in others:
                 here += other
@@ -141,12 +142,17 @@ class OneBitKernels:
 
 
 def _matrix(one: CodedTensor, flat: torch.Tensor) -> torch.Tensor:
-    numel = one.num_rows * one.num_columns
-    return flat[one.offset : one.offset + numel].view(one.num_rows, one.num_columns)
+    num_rows = onebit_rows(one)
+    return flat[one.offset : one.offset + num_rows * one.num_columns].view(num_rows, one.num_columns)
+
+
+def _num_rest(one: CodedTensor) -> int:
+    """Elements that travel as they are."""
+    return one.numel - onebit_rows(one) * one.num_columns
 
 
 def _rest(one: CodedTensor, flat: torch.Tensor) -> torch.Tensor:
-    return flat[one.offset + one.numel - one.num_rest : one.offset + one.numel]
+    return flat[one.offset + one.numel - _num_rest(one) : one.offset + one.numel]
 
 
 @triton.jit

@@ -26,7 +26,7 @@ from weft.plan.partition.flat_buffers import FlatBuffer, ParameterSpec, item_byt
 from weft.plan.partition.zero import BufferPool
 from weft.plan.plan import Codec, Plan
 
-_NUM_KEPT = {"topk": 1, "dgc": 2, "onebit": 1, "powersgd": 1}
+NUM_KEPT = {"topk": 1, "dgc": 2, "onebit": 1, "powersgd": 1}
 """How many values codecs keep per element of a tensor: what was not sent yet, and dgc's momentum of it."""
 
 
@@ -89,7 +89,7 @@ def kept_bytes(buckets: Sequence[CodedValues], codec: Codec, groups: CodecGroups
 
 
 def _kept_bytes(values: CodedValues, codec: Codec, num_copies: int) -> int:
-    numel = num_copies * _NUM_KEPT.get(codec.name, 0) * values.numel
+    numel = num_copies * NUM_KEPT.get(codec.name, 0) * values.numel
     if codec.name == "powersgd":
         numel += num_copies * sum(rank_of(codec, one) * one.num_columns for one in values.tensors)  # the next start
         numel += message_numels(codec, values.tensors)[0]  # the first message's sum, with orthonormal factors

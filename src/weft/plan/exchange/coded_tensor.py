@@ -12,6 +12,9 @@ from dataclasses import dataclass, replace
 
 from weft.plan.plan import Codec
 
+FEW_ROWS = 2
+"""So few rows of a matrix are no more than onebit's two means per column."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodedTensor:
@@ -56,7 +59,7 @@ def is_coded(codec: Codec, shape: Sequence[int]) -> bool:
     if codec.name == "powersgd":  # factors that are no smaller than the matrix would only cost time
         rows, columns = shape[0], math.prod(shape[1:])
         return codec.rank * (rows + columns) < rows * columns
-    return True
+    return codec.name != "onebit" or shape[0] > FEW_ROWS
 
 
 def coded_tensors(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from weft.plan.exchange.coded_tensor import CodedTensor
 from weft.plan.exchange.low_rank import rank_of
+from weft.plan.exchange.quantised import onebit_rows
 from weft.plan.exchange.sparse import sample_size
 from weft.plan.plan import Codec
 
@@ -47,8 +48,9 @@ def num_column_sums(tensors: Sequence[CodedTensor]) -> int:
     """Sums of onebit's columns: one per column of every tile."""
     rows, found = rows_of_tile(sum(one.numel for one in tensors)), 0
     for one in tensors:
-        width = rows_together(one.num_columns, one.num_rows) * one.num_columns
-        found += -(-one.num_rows * one.num_columns // (width * rows)) * width
+        num_rows = onebit_rows(one)
+        width = rows_together(one.num_columns, num_rows) * one.num_columns
+        found += -(-num_rows * one.num_columns // (width * rows)) * width
     return found
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from weft.plan.exchange.coded_tensor import CodedTensor
 from weft.plan.exchange.low_rank import message_numels
 from weft.plan.exchange.quantised import QUANTISED, quantised_bytes
-from weft.plan.exchange.sparse import sparse_layout
+from weft.plan.exchange.sparse import is_spread, sparse_layout
 from weft.plan.exchange.warm_up import SPARSE, is_dense
 from weft.plan.partition.flat_buffers import item_bytes
 from weft.plan.partition.wire import sent_bytes
@@ -57,9 +57,9 @@ def messages_of(
         return tuple(Message(numel=one, dtype=dtype) for one in message_numels(codec, tensors))
     assert codec.name in SPARSE, f'the messages of [codec] name = "{codec.name}" are not known'
     # Entries from every replica; or all elements, zero where nothing is sent, where their sum takes no more bytes.
-    entries = Message(numel=sparse_layout(codec, tensors, dtype, step).num_bytes, dtype="uint8", adds_up=False)
-    spread = Message(numel=numel, dtype=dtype)
-    return (entries if entries.sent_bytes(num_replicas) < spread.sent_bytes(num_replicas) else spread,)
+    if not tensors or is_spread(codec, dtype, num_replicas=num_replicas, step=step):
+        return (Message(numel=numel, dtype=dtype),)
+    return (Message(numel=sparse_layout(codec, tensors, dtype, step).num_bytes, dtype="uint8", adds_up=False),)
 
 
 def num_messages(codec: Codec, step: int) -> int:

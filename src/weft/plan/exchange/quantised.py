@@ -4,7 +4,8 @@ A message is one flat tensor of bytes, tensor after tensor, each from a multiple
 
     scales   in the bucket's dtype: onebit's means of the entries >= 0 of each column, then of those < 0; qsgd's norms
              of blocks of 512 entries; terngrad's largest size of an entry; sign has none
-    rest     in the bucket's dtype: entries that onebit sends as they are, because they fill no row of the matrix
+    rest     in the bucket's dtype: entries that onebit sends as they are, because they fill no row of the matrix,
+             or no more than two rows
     codes    1, 2, 4 or 8 bits of every other entry, in order, low bits of a byte first; unused bits are 0
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.plan.exchange.coded_tensor import CodedTensor
+from weft.plan.exchange.coded_tensor import FEW_ROWS, CodedTensor
 from weft.plan.partition.flat_buffers import item_bytes
 from weft.plan.plan import Codec
 
@@ -84,10 +85,16 @@ def quantised_bytes(codec: Codec, tensors: Sequence[CodedTensor], dtype: str) ->
     return found[-1].stop if found else 0
 
 
+def onebit_rows(tensor: CodedTensor) -> int:
+    """Rows of which onebit sends means and signs: all full ones, or none if they are so few that means are no less."""
+    return tensor.num_rows if tensor.num_rows > FEW_ROWS else 0
+
+
 def _contents(codec: Codec, tensor: CodedTensor) -> tuple[int, int, int]:
     """Scales, entries that travel as they are, and bits of a code."""
     if codec.name == "onebit":
-        return 2 * tensor.num_columns if tensor.num_rows else 0, tensor.num_rest, 1
+        num_rows = onebit_rows(tensor)
+        return 2 * tensor.num_columns if num_rows else 0, tensor.numel - num_rows * tensor.num_columns, 1
     if codec.name == "qsgd":
         return -(-tensor.numel // QSGD_BLOCK), 0, codec.levels.bit_length() - 1
     if codec.name == "terngrad":

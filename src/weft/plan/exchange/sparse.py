@@ -82,6 +82,14 @@ def safe_rank(num_sent: int, numel: int) -> int:
     return min(num_sampled, math.ceil(mean + 4 * math.sqrt(mean) + 4))
 
 
+def is_spread(codec: Codec, dtype: str, *, num_replicas: int, step: int) -> bool:
+    """True if entries travel spread over zeros, as a dense sum, in a step, counted from 0: where those of all replicas
+    would take as many bytes as the values. Decided for all tensors alike, so that results do not depend on buckets."""
+    value_bytes = item_bytes(dtype)
+    entry_bytes = _OFFSET_BYTES + (value_bytes if codec.bits == 32 else codec.bits / 8)
+    return num_replicas * density(codec, step) * entry_bytes >= 2 * value_bytes
+
+
 def sparse_layout(codec: Codec, tensors: Sequence[CodedTensor], dtype: str, step: int) -> SparseLayout:
     """The layout of the message of these tensors in a step, counted from 0."""
     share = density(codec, step)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from weft.plan.exchange.coded_tensor import is_coded
+from weft.plan.exchange.coded_tensor import FEW_ROWS, is_coded
 from weft.plan.exchange.warm_up import SPARSE
 from weft.plan.model_refusals import (
     CODEC_OF_16_BIT_WEIGHTS,
@@ -51,6 +51,9 @@ def _nothing_to_compress(shapes: list[tuple[int, ...]], plan: Plan) -> str:
         largest = max(math.prod(shape) for shape in matrices)
         found = f"the largest has {largest} elements, and [codec] dense_below = {codec.dense_below}"
         advice = f'set dense_below to {largest} or less, or [codec] name = "none"'
+    elif codec.name == "onebit":
+        found = f"none has more than {FEW_ROWS} rows, which are no more than {codec.name}'s two means per column"
+        advice = 'use another codec, or [codec] name = "none"'
     else:
         rows, columns = max(((shape[0], math.prod(shape[1:])) for shape in matrices), key=math.prod)
         found = (

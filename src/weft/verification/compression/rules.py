@@ -29,8 +29,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.plan.exchange.coded_tensor import CodedTensor
-from weft.plan.exchange.messages import messages_of
 from weft.plan.exchange.warm_up import density, is_dense
 from weft.plan.plan import Codec
 from weft.verification.compression.random_words import random_key, random_words
@@ -67,10 +65,9 @@ class Rule:
 
     def num_bits(self, step: int, x: Tensor) -> int:
         """Of an entry that topk or dgc sends: the plan's, but all where so many are sent that they travel as a sum."""
-        part = CodedTensor(name=self.part.name, shape=(1, self.part.num_columns), offset=0, numel=x.numel())
-        dtype = str(x.dtype).removeprefix("torch.")
-        (message,) = messages_of(self.codec, [part], dtype, num_replicas=self.num_replicas, step=step)
-        return 32 if message.adds_up else self.codec.bits
+        size, bits = x.element_size(), self.codec.bits
+        entry_bytes = 2 + (size if bits == 32 else bits / 8)
+        return 32 if self.num_replicas * density(self.codec, step) * entry_bytes >= 2 * size else bits
 
     @abstractmethod
     def compress(self, step: int, given: Sequence[Tensor]) -> Tensor:
@@ -133,7 +130,8 @@ class TopK(Feedback):
 class OneBit(Feedback):
     def send_one(self, step: int, x: Tensor) -> Tensor:
         columns = self.part.num_columns
-        num_full = x.numel() // columns * columns
+        num_rows = x.numel() // columns
+        num_full = num_rows * columns if num_rows > 2 else 0  # two means per column are no less than two rows
         matrix, sent = x[:num_full].view(-1, columns), torch.zeros_like(x[:num_full]).view(-1, columns)
         for group in (matrix >= 0, matrix < 0):
             means = (matrix * group).sum(dim=0) / group.sum(dim=0).clamp(min=1)
