@@ -21,6 +21,8 @@ from weft.plan.plan import Codec, Plan
 from weft.training.parallelize import parallelize
 from weft.training.trainer import Trainer
 
+pytestmark = pytest.mark.long
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "topk": {"density": 0.05},
     "dgc": {"density": 0.05},

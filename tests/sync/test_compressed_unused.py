@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from weft.plan.plan import Axes, Codec, Data, Plan
 from weft.sync.make import ONE_REPLICA
 
+pytestmark = pytest.mark.long
+
 PLANS = {"data": Plan(axes=Axes(data=2)), "zero-1": Plan(axes=Axes(replicate=2), data=Data(shard="optimizer"))}
 CODECS = {
     "topk": Codec(name="topk", density=0.1, dense_below=1),

@@ -45,6 +45,8 @@ from weft.training.exchanged_bytes import sent_bytes_of_step
 from weft.training.trainer import Trainer
 from weft.verification.verify import verify
 
+pytestmark = pytest.mark.long
+
 EVEN, INTERLEAVED, UNEVEN = (0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1)
 POWERSGD = Codec(name="powersgd", rank=2)
 SETTINGS: dict[str, dict[str, float]] = {"powersgd": {"rank": 2}, "dgc": {"density": 0.1}}

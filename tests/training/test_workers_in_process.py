@@ -28,6 +28,8 @@ from weft.training.step import update
 from weft.training.trainer import Trainer
 from weft.training.workers_in_process import WorkersInProcess
 
+pytestmark = pytest.mark.long
+
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3)
 NUM_STEPS = 20
