@@ -169,6 +169,7 @@ def test_a_tensor_that_is_not_compressed() -> None:
         sync: Any = trainer.sync
         last = next(place for place, piece in enumerate(sync.pieces) if piece.name == "blocks.1.mlp.down.weight")
         sync._coded = sync._coded - {last}
+        patch.setattr(sync._exchange, "lay_out_again", sync._exchange.lay_out)  # there is one residual less
         sync._lay_out(sync._order)
 
     first = find(plan_of("topk", density=0.1), plant)
