@@ -7,7 +7,7 @@ THROUGH_SOCKETS := tests/comm tests/sync
 WORKERS ?= 2
 BESIDE := -n $(WORKERS) --dist loadfile
 
-.PHONY: train test test-long test-timing check format clean
+.PHONY: train test test-long test-full test-timing check format clean
 
 train: .venv
 	$(BIN)/weft train
@@ -16,8 +16,12 @@ test: .venv
 	$(BIN)/pytest $(BESIDE)
 
 test-long: .venv
-	$(BIN)/pytest $(BESIDE) -m 'long and not timing'
+	$(BIN)/pytest $(BESIDE) -m 'long and not full and not timing'
 	$(BIN)/pytest $(BESIDE) --transport c10d -m 'ranks and not long and not timing' $(THROUGH_SOCKETS)
+
+# The cases that test-long leaves out: for a release, or a change to what they are about.
+test-full: .venv
+	$(BIN)/pytest $(BESIDE) -m 'full and not timing'
 
 # Depends on how fast and how idle the machine is, so continuous integration leaves it out.
 test-timing: .venv

@@ -96,6 +96,8 @@ def test_python_is_python(where: str, text: str) -> None:
     assert ast.parse(text, filename=where).body
 
 
+@pytest.mark.sampled(long=3)
+@pytest.mark.long
 @pytest.mark.parametrize(("where", "text"), SCRIPTS, ids=[where for where, _ in SCRIPTS])
 def test_scripts_run(where: str, text: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(text)

@@ -60,6 +60,7 @@ shapes = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sampled(2, long=3)
 @pytest.mark.parametrize("variant", ["ring", "ring-self-attention"])
 @shapes
 def test_split_attention_is_dense_attention(on: Callable[..., None], ring: int, ulysses: int, variant: str) -> None:
@@ -72,6 +73,7 @@ def test_one_rank_has_it_all() -> None:
     check_equal(ring=1, ulysses=1, variant="ring-self-attention", transport="shared")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 2), (4, 1)])
 def test_over_sockets_too(ring: int, ulysses: int) -> None:
     on_4(check="check_equal", ring=ring, ulysses=ulysses, variant="ring", transport="c10d")
@@ -105,6 +107,7 @@ def test_the_operator_is_the_same(ring: int, ulysses: int, variant: str) -> None
     on_4(check="check_operator", ring=ring, ulysses=ulysses, variant=variant, compiled=False)
 
 
+@pytest.mark.sampled(long=3)
 @pytest.mark.long
 @pytest.mark.parametrize("variant", ["ring", "ring-self-attention"])
 @pytest.mark.parametrize(("ring", "ulysses"), [(4, 1), (2, 2), (1, 4)])

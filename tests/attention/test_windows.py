@@ -48,6 +48,7 @@ def test_one_rank(variant: str, longest_strip: int) -> None:
     check_equal(1, 1, variant, longest_strip)
 
 
+@pytest.mark.sampled(1)
 @ranks(2)
 @pytest.mark.parametrize(
     ("ring_size", "ulysses", "variant"), [(2, 1, "ring"), (1, 2, "ring"), (2, 1, "ring-self-attention")]

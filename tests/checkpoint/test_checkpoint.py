@@ -137,6 +137,7 @@ def test_one_process_goes_on_to_the_bit(tmp_path: Path, optimizer: str) -> None:
     check_goes_on_to_the_bit(tmp_path, num_ranks=1, optimizer=optimizer, saved_after=2)
 
 
+@pytest.mark.sampled(5, long=4)
 @ranks(2)
 @pytest.mark.parametrize("saved_after", [0, 1, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -144,6 +145,7 @@ def test_two_ranks_go_on_to_the_bit(tmp_path: Path, optimizer: str, saved_after:
     check_goes_on_to_the_bit(tmp_path, num_ranks=2, optimizer=optimizer, saved_after=saved_after)
 
 
+@pytest.mark.sampled(2)
 @ranks(4)
 @pytest.mark.parametrize("saved_after", [0, 1, 3])
 @pytest.mark.parametrize("optimizer", ["fused", "momentum"])

@@ -60,6 +60,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("name", PLANS)
 def test_a_checkpoint_is_of_the_moment_of_the_call(tmp_path: Path, name: str) -> None:
@@ -160,6 +161,7 @@ def most_extra_bytes(action: Any) -> int:
     return read("VmHWM") - before
 
 
+@pytest.mark.sampled(1)
 @ranks(2)
 @pytest.mark.parametrize("shard", ["nothing", "parameters"])
 def test_no_rank_needs_room_for_more_than_two_tensors(tmp_path: Path, shard: str) -> None:

@@ -86,12 +86,14 @@ CODECS = ["topk", "dgc", "onebit", "powersgd", "qsgd"]
 LONG = pytest.mark.long
 
 
+@pytest.mark.sampled(long=3)
 @ranks(2)
 @pytest.mark.parametrize("name", CODECS)
 def test_the_same_plan_goes_on_to_the_bit(tmp_path: Path, name: str) -> None:
     goes_on_to_the_bit(tmp_path, coded(data_plan(2), name))
 
 
+@pytest.mark.sampled(long=3)
 @ranks(2)
 @pytest.mark.parametrize("name", ["topk", *(pytest.param(one, marks=LONG) for one in ("onebit", "powersgd", "qsgd"))])
 def test_the_same_plan_of_local_steps_goes_on_to_the_bit(tmp_path: Path, name: str) -> None:
@@ -107,6 +109,7 @@ PLANS: dict[str, Plan] = {
 }
 
 
+@pytest.mark.sampled(long=6)
 @LONG
 @ranks(4)
 @pytest.mark.parametrize("name", CODECS)
@@ -175,6 +178,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.sampled(long=3)
 @ranks(4)
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_another_plan_goes_on_with_the_same_sum(tmp_path: Path, before: str, after: str) -> None:

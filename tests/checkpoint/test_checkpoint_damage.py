@@ -200,6 +200,7 @@ def no_space() -> None:
     raise OSError(errno.ENOSPC, "No space left on device", "the-file")
 
 
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("where", [where for where in MOMENTS if where != "after the renames"])
 def test_a_full_disk_on_one_rank_raises_on_all(tmp_path: Path, where: str) -> None:

@@ -77,12 +77,15 @@ def load_what_is_left(folder: Path, expected: int) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-1"]
 
 
+@pytest.mark.sampled(1, long=3)
 @pytest.mark.parametrize("where", MOMENTS)
 def test_kill_during_a_save_leaves_the_last_one_whole(tmp_path: Path, where: str) -> None:
     save_and_kill_the_first(folder=tmp_path, where=where)
     load_what_is_left(folder=tmp_path, expected=2 if where == "after the renames" else 1)
 
 
+@pytest.mark.sampled(long=3)
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["headers", "first tensor", "later tensor", "checksums"])
 def test_kill_of_another_rank_during_a_save(tmp_path: Path, where: str) -> None:
     save_and_kill_the_second(folder=tmp_path, where=where)
@@ -149,6 +152,7 @@ def load_latest(folder: Path, at_least: int) -> None:
     assert mark_of(trainer) >= at_least
 
 
+@pytest.mark.sampled(long=5)
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(16))
 def test_kill_at_any_time_leaves_a_whole_checkpoint(tmp_path: Path, number: int) -> None:

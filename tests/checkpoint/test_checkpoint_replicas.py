@@ -112,6 +112,7 @@ def goes_on_to_the_bit(folder: Path, name: str, *, before: int) -> None:
         assert_same_bits(state_of(again), state_of(trainer))
 
 
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("name", [name for name, (num_ranks, _) in PLANS.items() if num_ranks == 2])
 def test_the_same_plan_goes_on_to_the_bit(tmp_path: Path, name: str) -> None:
@@ -126,6 +127,7 @@ def test_and_from_a_save_right_after_an_exchange(tmp_path: Path) -> None:
     assert any("replica/anchor/" in name for name in stored) and not any("replica/weight/" in name for name in stored)
 
 
+@pytest.mark.sampled(1)
 @ranks(4)
 @pytest.mark.parametrize(
     "name",

@@ -132,6 +132,7 @@ def test_too_little_data_for_one_batch(refuse: Refusal, workspace: Workspace) ->
     refuse("train", job, words=("the training part has", "the held-out part has"))
 
 
+@pytest.mark.long
 def test_directories_that_are_in_the_way(refuse: Refusal, workspace: Workspace, reference: Reference) -> None:
     directory, _ = reference
     message = refuse("train", workspace.job, "--output", directory, words=("holds a run already",))
@@ -239,6 +240,7 @@ def test_a_mistake_that_one_rank_finds(refuse: Refusal, workspace: Workspace) ->
     assert message == "weft:\n- the weights are not here\n- nor are the sizes\n"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["broken", "broken_on_one"])
 def test_an_exception_of_the_users_own_code(
     run_here: RunHere, refuse: Refusal, workspace: Workspace, name: str
@@ -260,6 +262,7 @@ def test_an_exception_of_the_users_own_code(
     )
 
 
+@pytest.mark.long
 def test_a_traceback_of_a_rank_if_asked_for(run_here: RunHere, refuse: Refusal, workspace: Workspace) -> None:
     job = model_job(refuse, workspace, "broken_on_one")
     output = refuse.folder / "run"
@@ -268,6 +271,7 @@ def test_a_traceback_of_a_rank_if_asked_for(run_here: RunHere, refuse: Refusal, 
     assert 'raise KeyError("weights.bin")' in outcome.stderr and "weft_cli_models.py" in outcome.stderr
 
 
+@pytest.mark.long
 def test_a_batch_that_does_not_divide_where_it_must(refuse: Refusal) -> None:
     refuse.write("plan.toml", '[axes]\ndata = 2\n[data]\nbuffers = "broadcast"\n')
     job = refuse.write(
@@ -292,6 +296,7 @@ def test_a_checkpoint_of_another_model(refuse: Refusal, reference: Reference) ->
     refuse("train", "--resume", directory, words=words)
 
 
+@pytest.mark.long
 def test_checkpoints_that_are_all_damaged(refuse: Refusal, reference: Reference) -> None:
     directory = refuse.folder / "run"
     shutil.copytree(reference[0], directory)

@@ -38,6 +38,7 @@ def fail_on_one(*, folder: Path, attempt: int, kind: str, late: Path) -> None:
     time.sleep(FOREVER_S)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "error", "message"),
     [

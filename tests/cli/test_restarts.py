@@ -59,6 +59,7 @@ def fail(*, folder: Path, attempt: int, kind: str, notes: Path) -> None:
     raise error
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "attempts", "said", "message"),
     [
@@ -108,6 +109,7 @@ def failing():
 """
 
 
+@pytest.mark.long
 def test_logs_of_all_ranks_and_attempts_are_in_the_runs_folder(workspace: Workspace, tmp_path: Path) -> None:
     from weft.cli.train import _run_rank
     from weft.training.run.job import read_job

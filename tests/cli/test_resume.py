@@ -18,6 +18,7 @@ RunHere = Callable[..., Outcome]
 Reference = tuple[Path, Outcome]
 
 
+@pytest.mark.long
 def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
     run_here: RunHere, reference: Reference, tmp_path: Path
 ) -> None:
@@ -38,6 +39,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
     assert said.count("--- rank 0, process") == 2, "the logs of the first run and of this one"
 
 
+@pytest.mark.long
 def test_resume_auto_begins_then_goes_on_under_any_plan(
     run_here: RunHere, workspace: Workspace, tmp_path: Path
 ) -> None:

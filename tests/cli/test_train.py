@@ -141,6 +141,7 @@ def test_a_run_is_evaluated_and_writes_a_sample(reference: Reference) -> None:
     assert outcome.stderr == ""
 
 
+@pytest.mark.long
 def test_a_finished_run_resumes_to_nothing_new(run_here: RunHere, reference: Reference, tmp_path: Path) -> None:
     os.system(f"cp -r {reference[0]} {tmp_path / 'run'}")
     assert run_here("train", "--resume", tmp_path / "run").code == 0
@@ -156,6 +157,7 @@ def test_few_steps_shorten_a_warm_up_that_would_take_them_all() -> None:
     assert which_run._of_length(job, warmup_steps + 1).schedule == job.schedule
 
 
+@pytest.mark.long
 def test_more_steps_go_on_from_the_end(run_here: RunHere, reference: Reference, tmp_path: Path) -> None:
     os.system(f"cp -r {reference[0]} {tmp_path / 'run'}")
     assert run_here("train", "--resume", tmp_path / "run", "--steps", TOTAL_STEPS + 5).code == 0
@@ -176,6 +178,7 @@ def after_step(directory: Path, step: int, act: Callable[[], None]) -> Iterator[
         thread.join()  # or its error would be reported in a later test
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_signal_to_the_parent_stops_and_resume_goes_on(
     run_here: RunHere, workspace: Workspace, reference: Reference, tmp_path: Path, number: signal.Signals
@@ -205,9 +208,8 @@ def test_ctrl_c_in_a_terminal_stops_and_says_how_to_resume(
     assert outcome.code == 130
     assert outcome.stderr.strip() == "stopping after this step; Ctrl-C again to end at once"
     done = max(losses_of(directory))
-    assert outcome.stdout.endswith(
-        f"stopped after step {done} of {TOTAL_STEPS}; go on with:\n  weft train --resume {directory}\n"
-    )
+    stopped = f"stopped after step {done} of {TOTAL_STEPS}; go on with:\n  weft train --resume {directory}\n"
+    assert stopped in outcome.stdout  # a busy machine may add that a rank was slow
     assert run_here("train", "--resume", directory).code == 0
     assert_same_run(directory, reference[0])
 
@@ -247,6 +249,7 @@ def test_a_real_run_survives_three_kills_and_says_so(
     assert_same_run(directory, reference[0])
 
 
+@pytest.mark.sampled(long=2)
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(6))
 def test_kills_at_any_moment_of_a_run_that_always_saves(
@@ -305,6 +308,7 @@ def is_alive(folder: Path, rank: int) -> bool:
     return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
+@pytest.mark.long
 def test_ctrl_c_does_not_reach_the_server_that_ranks_are_forked_from() -> None:
     """It would die in the middle of its imports, with a traceback."""
     script = (
@@ -371,6 +375,7 @@ def test_without_arguments_it_trains_the_default(tmp_path: Path) -> None:
     assert one == two
 
 
+@pytest.mark.long
 def test_four_ranks_and_one_agree_to_rounding(run_here: RunHere, workspace: Workspace, tmp_path: Path) -> None:
     """The same data in the same order whatever the number of ranks; dropout is off, for ranks draw their own."""
     job = tmp_path / "job.toml"

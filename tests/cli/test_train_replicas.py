@@ -43,6 +43,7 @@ def tensors_in(checkpoint: Path) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.long
 def test_a_run_in_one_process_is_that_of_real_ranks_which_can_go_on_with_it(
     run_here: RunHere, workspace: Workspace, plan: Path, tmp_path: Path
 ) -> None:
@@ -89,6 +90,7 @@ def test_everything_is_refused_at_once_before_anything_starts(
     assert "all-reduce" not in outcome.stderr  # the default of a plan that could not be read
 
 
+@pytest.mark.long
 def test_a_run_without_any_exchange_is_warned_of(
     run_here: RunHere, workspace: Workspace, plan: Path, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ def files_in(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.rglob("*")) if "__pycache__" not in str(path)]
 
 
+@pytest.mark.long
 def test_it_prints_a_table_and_a_verdict(workspace: Workspace, tmp_path: Path) -> None:
     before = files_in(workspace.folder)
     outcome = finish(start("verify", workspace.job, "--steps", "2", folder=workspace.folder))
@@ -89,11 +90,13 @@ def test_local_steps_are_held_to_their_rule(run_here: RunHere, workspace: Worksp
     assert "deviation from synchronous training in one process: loss" in told
 
 
+@pytest.mark.long
 def test_in_single_it_compares_losses(run_here: RunHere, workspace: Workspace) -> None:
     outcome = run_here("verify", workspace.job, "--dtype", "float32", "--steps", 1)
     assert outcome.code == 0 and "(tolerance 1e-05)" in outcome.stdout and "gradient" not in outcome.stdout
 
 
+@pytest.mark.long
 def test_a_plan_of_its_own_and_another_batch(run_here: RunHere, workspace: Workspace, tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text("[axes]\ndata = 4\n[step]\nmicrobatches = 2\nclip_norm = 0.1\n")

@@ -224,6 +224,7 @@ def waits_for_one_that_is_elsewhere(rank: int) -> None:
     time.sleep(FOREVER_S)
 
 
+@pytest.mark.long
 def test_a_stuck_exchange_names_its_axis_and_who_is_where(tmp_path: Path) -> None:
     """Ranks (0, 1) and (2, 3) share the tensor axis, (0, 2) and (1, 3) the data axis. Rank 3 is in no exchange."""
     ended = run(waits_for_one_that_is_elsewhere, 4, tmp_path, timeout_s=3.0)

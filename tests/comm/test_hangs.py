@@ -98,6 +98,7 @@ def first_stopped(rank: int) -> None:
     stopped(1 - rank)
 
 
+@pytest.mark.long
 def test_rank_0_stopped_is_named_by_another_although_the_server_is_there(tmp_path: Path) -> None:
     line = hang(first_stopped, tmp_path, "not answer")
     assert line.startswith("1 weft: rank 1 has waited ") and "in trainer.step (" in line
@@ -159,6 +160,7 @@ def disk_stalls(rank: int) -> None:
     trainer.save(Path(os.environ["WEFT_STACKS"]).parent / "checkpoint")
 
 
+@pytest.mark.long
 def test_a_stalled_disk_is_named(tmp_path: Path) -> None:
     line = hang(disk_stalls, tmp_path, "keeps waiting")
     assert f"in trainer.save ({line_of(disk_stalls, 'weft')})" in line, "rank 1"
@@ -177,6 +179,7 @@ def debugs(rank: int) -> None:
     train_some(trainer)
 
 
+@pytest.mark.long
 def test_a_debugger_is_named(tmp_path: Path) -> None:
     line = hang(debugs, tmp_path, "in a debugger")
     assert "; rank 1: in no exchange (its last one along data/gradients was number " in line
@@ -192,6 +195,7 @@ def loads_data_slowly(rank: int) -> None:
     time.sleep(2.0)  # a run goes on, and its watch with it, which asks torch's recorder once a second at most
 
 
+@pytest.mark.long
 def test_a_wait_that_ends_is_told_too_and_ends_nothing(tmp_path: Path) -> None:
     ended = run(loads_data_slowly, 2, tmp_path, limits=SHORT)
     assert [one.code for one in ended] == [0, 0]

@@ -141,6 +141,7 @@ def test_making_and_closing_leaves_nothing_behind(transport: str) -> None:
     assert num_bytes[1] - num_bytes[0] < 4 * 2**20, f"{seen}"
 
 
+@pytest.mark.sampled(1)
 @ranks(2, fresh=True, timeout_s=180.0)
 @both_transports
 @pytest.mark.parametrize("shard", ["nothing", "parameters"])

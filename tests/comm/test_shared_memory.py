@@ -195,6 +195,7 @@ def test_halves_sum_to_what_one_rank_would_round() -> None:
         assert set(mine.tolist()) == {1.0 + 2**-7}
 
 
+@pytest.mark.sampled(long=3)
 @pytest.mark.long
 @ranks(2, timeout_s=300)
 @pytest.mark.parametrize("transport", ["shared", "c10d"])
@@ -248,6 +249,7 @@ def check_large(transport: str, num_bytes: int) -> None:
         assert torch.equal(got, pattern)
 
 
+@pytest.mark.sampled(long=3)
 @pytest.mark.long
 @ranks(3, timeout_s=300)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -255,6 +257,7 @@ def test_every_dtype_and_size_on_three_ranks(dtype: torch.dtype) -> None:
     check_bits(dtype, (*SIZES, 140_001, 262_144, 350_003))
 
 
+@pytest.mark.sampled(long=3)
 @pytest.mark.long
 @ranks(8, timeout_s=300)
 @pytest.mark.parametrize("dtype", GLOO_DTYPES, ids=str)

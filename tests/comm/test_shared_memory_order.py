@@ -151,6 +151,7 @@ class Draw:
         collectives.all_reduce(torch.zeros(1), self.group)
 
 
+@pytest.mark.sampled(1)
 @ranks(2)
 @pytest.mark.parametrize("start", [0, 2**32 - 100], ids=["from 0", "over the wrap"])
 def test_two_ranks_in_any_order(start: int) -> None:

@@ -117,6 +117,7 @@ def check_coalesced(group: dist.ProcessGroup, rank: int, size: int) -> None:
     assert all(torch.equal(tensor, everyones(tensor.numel(), torch.float32).sum(0)) for tensor in tensors)
 
 
+@pytest.mark.sampled(2)
 @ranks(4)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_exchange_has_the_right_values(mode: str) -> None:

@@ -80,6 +80,8 @@ def check_all(hosts: tuple[int, ...], in_arena: bool, dtype: torch.dtype) -> Non
         assert torch.equal(given, rows[group.index]), "the input was changed"
 
 
+@pytest.mark.long
+@pytest.mark.sampled(1, long=3)
 @ranks(4)
 @pytest.mark.parametrize("in_arena", [False, True], ids=["slots", "arena"])
 @pytest.mark.parametrize("hosts", [EVEN, INTERLEAVED, UNEVEN], ids=str)
@@ -87,6 +89,7 @@ def test_every_exchange_of_two_levels(hosts: tuple[int, ...], in_arena: bool) ->
     check_all(hosts, in_arena, torch.float32)
 
 
+@pytest.mark.long
 @ranks(3)
 def test_hosts_of_two_and_one() -> None:
     check_all((0, 1, 1), True, torch.float64)
@@ -115,6 +118,7 @@ def test_one_rank_a_host_needs_no_levels() -> None:
     assert group_on((0, 0, 0, 0)).levels is None and group_on((0, 0, 0, 0)).shared is not None
 
 
+@pytest.mark.sampled(1, long=3)
 @ranks(4)
 @pytest.mark.parametrize("hosts", [EVEN, INTERLEAVED, UNEVEN], ids=str)
 @pytest.mark.parametrize("shard", ["nothing", pytest.param("gradients", marks=pytest.mark.long), "parameters"])

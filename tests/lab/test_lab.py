@@ -79,6 +79,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 @needs_lab
 def test_gloo_all_reduces_over_the_switch(tmp_path: Path) -> None:
     ended = run_script(tmp_path, ALL_REDUCE, "--bandwidth", "100Mbit", "--delay", "1ms")

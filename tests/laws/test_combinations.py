@@ -97,6 +97,7 @@ SELDOM = [row for row in ROWS if row not in EVERY_TIME or row in OVER_STRICT]
 """Rows that only `make test-long` runs here."""
 
 
+@pytest.mark.sampled(6, long=42)
 @pytest.mark.parametrize(
     "row", [pytest.param(row, id=name_of(row), marks=[pytest.mark.long] * (row in SELDOM)) for row in ROWS]
 )

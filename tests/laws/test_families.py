@@ -64,24 +64,28 @@ def run(family: str, plan: Plan, change: Any = None, **changes: Any) -> None:
     verified(make_family(family, **changes), plan, [change(*b) for b in batches] if change else batches)
 
 
+@pytest.mark.sampled(2, long=18)
 @ranks(2)
 @pytest.mark.parametrize(("family", "name"), cases(2))
 def test_two_ranks(family: str, name: str) -> None:
     run(family, PLANS[name][1])
 
 
+@pytest.mark.sampled(long=4)
 @ranks(4)
 @pytest.mark.parametrize(("family", "name"), cases(4))
 def test_four_ranks(family: str, name: str) -> None:
     run(family, PLANS[name][1])
 
 
+@pytest.mark.sampled(long=4)
 @ranks(8, timeout_s=120)
 @pytest.mark.parametrize(("family", "name"), cases(8))
 def test_eight_ranks(family: str, name: str) -> None:
     run(family, PLANS[name][1])
 
 
+@pytest.mark.sampled(long=3)
 @ranks(2)
 @pytest.mark.parametrize(
     ("family", "name", "change", "changes"),
@@ -131,6 +135,7 @@ def test_what_is_too_large_to_be_tried_is_said() -> None:
     assert len(said) == (torch.distributed.get_rank() == 0) and all("run weft verify on a small" in s for s in said)
 
 
+@pytest.mark.sampled(long=3)
 @ranks(2)
 @pytest.mark.parametrize(
     ("family", "name"),
@@ -175,6 +180,7 @@ EMPTY_PLANS = {
 }
 
 
+@pytest.mark.sampled(2, long=3)
 @ranks(2)
 @pytest.mark.parametrize("family", ["tied llama", pytest.param("gpt2", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", list(EMPTY_PLANS))

@@ -41,6 +41,7 @@ def make_model(name: str, **changes: Any) -> Any:
     return getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes | changes))
 
 
+@pytest.mark.sampled(2, long=3)
 @ranks(2)
 @pytest.mark.parametrize(
     ("name", "plan", "note"),

@@ -541,6 +541,7 @@ def runs() -> list[Any]:
     return found
 
 
+@pytest.mark.sampled(14, long=54)
 @pytest.mark.parametrize(("name", "dtype"), runs())
 def test_a_plan_gives_the_answer_of_one_process(name: str, dtype: torch.dtype) -> None:
     ON_RANKS[CASES[name].plan.axes.num_ranks](name=name, dtype=dtype)

@@ -38,6 +38,7 @@ def test_replicate() -> None:
     assert (first.what, first.cause.kind, first.cause.axes) == ("gradient", "factor", ("replicate",))
 
 
+@pytest.mark.sampled(1)
 @ranks(2)
 @pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
 def test_the_axis_that_zero_shards_over(shard: str) -> None:

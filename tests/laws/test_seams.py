@@ -147,6 +147,7 @@ def only_inside(mesh: Mesh) -> tuple[Group, list[Group]]:
     return mesh.state_group("gradients"), []
 
 
+@pytest.mark.sampled(1, long=3)
 @ranks(4)
 @pytest.mark.parametrize("kind", [Averaging, Rounding])
 @pytest.mark.parametrize("name", PLANS)

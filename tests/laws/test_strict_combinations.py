@@ -56,6 +56,7 @@ def turns() -> Iterator[tuple[Row, str]]:
         yield row, next(modes if row["axes.pipeline"] == 1 else pipeline_modes)
 
 
+@pytest.mark.sampled(3, long=42)
 @pytest.mark.parametrize(
     ("row", "mode"),
     [

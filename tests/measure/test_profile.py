@@ -49,6 +49,7 @@ def test_one_host_has_both_links_and_every_collective() -> None:
     assert everyones == [cluster, cluster]
 
 
+@pytest.mark.long
 @ranks(4)
 def test_several_hosts_are_measured_pair_by_pair() -> None:
     world = replace(join_world("cpu"), hosts=(0, 0, 1, 1))

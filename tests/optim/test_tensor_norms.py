@@ -80,6 +80,7 @@ def test_on_2_ranks() -> None:
     check(pipeline_plan(2, microbatches=2), NORMALISED)  # a tied weight is on both stages, whole
 
 
+@pytest.mark.long
 @ranks(4)
 def test_on_4_ranks() -> None:
     check(data_plan(4, shard="parameters"), LAMBS, adapts_all=True)  # ranks keep nothing of some tensors

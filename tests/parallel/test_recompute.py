@@ -133,6 +133,7 @@ def test_full_keeps_the_inputs_of_blocks_and_nothing_else() -> None:
     assert addresses == {tensor.data_ptr() for tensor in inputs} and len(addresses) == 4
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("dropout", "mebibytes"), [(0.0, [576.75, 360.0, 36.0]), (0.1, [648.75, 360.0, 36.0])])
 def test_kept_bytes_of_gpt2_124m(dropout: float, mebibytes: list[float]) -> None:
     """The table of docs/methods/recompute.md: 1,024 tokens, float32."""
@@ -332,6 +333,7 @@ def test_a_block_that_is_used_twice_is_wrapped_once() -> None:
         assert block.forward.__self__.inner.__func__ is type(block).forward
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(GRAD_WARNING)
 @pytest.mark.parametrize("policy", [pytest.param(p, marks=[pytest.mark.long] * (p != "selective")) for p in POLICIES])
 def test_one_compilation_serves_all_blocks(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,6 +367,7 @@ def saved_bytes(model: nn.Module) -> int:
     return sum(sizes.values())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings(GRAD_WARNING)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_compiled_blocks_with_batch_norm_and_in_place_operators(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:

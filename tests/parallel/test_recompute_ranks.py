@@ -41,6 +41,7 @@ def assert_bitwise(mine: list[Seen], theirs: list[Seen]) -> None:
             assert gradient is not None and expected is not None and torch.equal(gradient, expected), name
 
 
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("policy", POLICIES)

@@ -45,6 +45,7 @@ def train(name: str, *, through_host: bool) -> tuple[list[float], list[set[str]]
     return losses, purposes
 
 
+@pytest.mark.sampled(1)
 @ranks(2)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_first_messages_go_through_the_host_and_losses_are_the_same(name: str) -> None:

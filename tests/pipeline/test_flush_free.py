@@ -74,6 +74,7 @@ def check_table(trainer: Trainer) -> None:
     assert streaming(trainer).pipeline.most_in_flight == p - stage
 
 
+@pytest.mark.sampled(1, long=3)
 @ranks(2)
 @SCHEDULES
 @pytest.mark.parametrize("optimizer", [pytest.param(n, marks=[pytest.mark.long] * (n != "adamw")) for n in OPTIMIZERS])
@@ -96,6 +97,7 @@ def test_four_stages(schedule: str) -> None:
     check_table(check(plan_of(schedule, 4, 4), (8, 9, 11, 8, 8), optimizer=ADAMW, schedule=RATE, flushes=(4,)))
 
 
+@pytest.mark.sampled(long=3)
 @ranks(4, timeout_s=300.0)
 @pytest.mark.long
 @pytest.mark.parametrize(
@@ -116,6 +118,7 @@ def test_beside_data_parallelism(schedule: str) -> None:
     trainer.check_divergence()
 
 
+@pytest.mark.sampled(1)
 @ranks(2)
 @SCHEDULES
 def test_microbatches_without_samples(schedule: str) -> None:
@@ -135,6 +138,7 @@ def test_a_data_rank_without_samples(schedule: str) -> None:
     check(plan_of(schedule, 2, 2, data=2), (8, 9, 2, 8, 3, 9), optimizer=SGD, tolerance=1e-11)
 
 
+@pytest.mark.sampled(1)
 @ranks(2)
 @SCHEDULES
 def test_dropout_and_recomputation(schedule: str) -> None:
@@ -192,6 +196,7 @@ def test_looking_changes_nothing_with_2bw() -> None:
     assert_same(trainer, expect(plan, batches).run.history[-1])
 
 
+@pytest.mark.sampled(1)
 @ranks(2)
 @SCHEDULES
 def test_generation_in_the_middle(schedule: str) -> None:
@@ -210,6 +215,7 @@ def test_generation_in_the_middle(schedule: str) -> None:
     assert_same(trainer, expect(plan, batches, model=model(), flushes=(2,)).run.history[-1])
 
 
+@pytest.mark.sampled(1)
 @ranks(3)
 @pytest.mark.parametrize("clip_norm", [0.0, 0.4])
 def test_a_tied_embedding_with_2bw(clip_norm: float) -> None:

@@ -26,6 +26,7 @@ def copied(trainer: Trainer) -> dict[str, Tensor]:
     return {name: weight.detach().clone() for name, weight in trainer.named_model.named_parameters()}
 
 
+@pytest.mark.sampled(1)
 @ranks(2)
 @SCHEDULES
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -65,6 +66,7 @@ PLANS = {
 }
 
 
+@pytest.mark.sampled(long=3)
 @pytest.mark.long
 @ranks(2)
 @pytest.mark.parametrize(

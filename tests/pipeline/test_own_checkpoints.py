@@ -13,6 +13,7 @@ from torch import Tensor
 from weft.training.parallelize import parallelize
 
 
+@pytest.mark.sampled(1)
 @ranks(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "interleaved"])
 def test_reentrant_checkpoints_around_blocks_train_every_stage(schedule: str) -> None:
@@ -22,6 +23,7 @@ def test_reentrant_checkpoints_around_blocks_train_every_stage(schedule: str) ->
     verified(model, pipeline_plan(2, schedule=schedule, chunks=chunks, cuts=cuts, microbatches=2), [text_batch(4)])
 
 
+@pytest.mark.sampled(1)
 @ranks(2)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_blocks_recomputed_by_the_model_draw_what_they_drew(reentrant: bool) -> None:

@@ -139,6 +139,7 @@ def check(name: str) -> None:
 ON_RANKS = {world: ranks(world, timeout_s=180)(check) for world in (2, 3, 4)}
 
 
+@pytest.mark.sampled(6, long=29)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] if case.is_long else []) for name, case in CASES.items()]
 )
@@ -187,6 +188,8 @@ def test_the_trace_tells_what_every_rank_did_in_the_order_of_the_schedule(schedu
         assert moved == {kind: sum(a.kind == kind for a in actions) for kind in moved}
 
 
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @ranks(4)
 @pytest.mark.parametrize("shard", ["nothing", "parameters"])
 def test_a_refused_step_leaves_nothing_behind(shard: str) -> None:

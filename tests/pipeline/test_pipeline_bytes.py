@@ -35,6 +35,7 @@ PLANS = {
 }
 
 
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("tied", [False, True])

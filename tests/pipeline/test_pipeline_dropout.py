@@ -42,6 +42,7 @@ def run_with_dropout(plan: Plan, file: Path, writes: bool = False) -> None:
 ON_RANKS = {world: ranks(world)(run_with_dropout) for world in (2, 3, 4)}
 
 
+@pytest.mark.long
 def test_dropout_is_the_same_for_any_number_of_stages(tmp_path: Path) -> None:
     file = tmp_path / "one process"
     run_with_dropout(pipeline_plan(1, microbatches=4), file, writes=True)
@@ -52,6 +53,7 @@ def test_dropout_is_the_same_for_any_number_of_stages(tmp_path: Path) -> None:
     ON_RANKS[4](plan=pipeline_plan(4, microbatches=4, schedule="gpipe", recompute="selective"), file=file)
 
 
+@pytest.mark.long
 def test_dropout_is_the_same_for_any_number_of_stages_of_two_data_ranks(tmp_path: Path) -> None:
     file = tmp_path / "two data ranks"
     ON_RANKS[2](plan=pipeline_plan(1, microbatches=4, data=2), file=file, writes=True)

@@ -102,6 +102,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Plan], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2, long=8)
 @ranks(4)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.parametrize("what", REFUSED)

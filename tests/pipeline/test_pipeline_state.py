@@ -58,6 +58,8 @@ def mean_alone(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> float:
     return float(sum(total for total, _ in terms) / sum(count for _, count in terms))
 
 
+@pytest.mark.sampled(long=3)
+@pytest.mark.long
 @ranks(4)
 @pytest.mark.parametrize(
     ("schedule", "shard"),
@@ -101,6 +103,7 @@ def make_greedy(model: nn.Module, tokens: list[int], *, num_tokens: int) -> list
     return made
 
 
+@pytest.mark.sampled(1)
 @ranks(4)
 @pytest.mark.parametrize("transport", ["c10d", "shared"])
 def test_what_passes_a_stage_by_is_not_written_over(transport: str) -> None:
@@ -217,6 +220,7 @@ def test_a_rank_holds_its_part_of_the_state_and_no_more(schedule: str) -> None:
     assert state_bytes(trainer) == pytest.approx(whole / 4, rel=0.02)
 
 
+@pytest.mark.sampled(1)
 @ranks(4)
 @pytest.mark.parametrize("shard", ["nothing", "parameters"])
 def test_a_model_on_the_meta_device_gets_its_values_stage_by_stage(shard: str) -> None:

@@ -37,6 +37,8 @@ PLANS = {
 }
 
 
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @ranks(4)
 @pytest.mark.parametrize("name", PLANS)
 def test_slices_give_the_same_answer(name: str) -> None:

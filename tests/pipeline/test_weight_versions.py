@@ -131,6 +131,7 @@ def assert_equal(pipeline: Pipeline, run: Any) -> None:
             assert torch.equal(pipeline.history[version][name], weight), f"{name} of version {version}"
 
 
+@pytest.mark.sampled(4, long=3)
 @OPTIMIZERS
 @STAGES
 @pytest.mark.parametrize("vertical_sync", [False, True])

@@ -39,6 +39,7 @@ def verified(plan: Plan, *, num_tokens: int = 8, **changes: Any) -> Verification
     ).require()
 
 
+@pytest.mark.sampled(3)
 @ranks(2)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize(
@@ -54,6 +55,7 @@ def test_two_ranks(changes: dict[str, Any], split: str) -> None:
     verified(sequence_plan(**SPLITS[split], clip_norm=0.5), **changes)
 
 
+@pytest.mark.sampled(long=3)
 @pytest.mark.long
 @ranks(4)
 @pytest.mark.parametrize("split", BOTH)
@@ -62,6 +64,7 @@ def test_four_ranks(changes: dict[str, Any], split: str) -> None:
     verified(sequence_plan(**BOTH[split]), **changes)
 
 
+@pytest.mark.sampled(1)
 @ranks(4)
 @pytest.mark.parametrize("num_tokens", [1, 7, 13, 16])
 def test_any_length(num_tokens: int) -> None:

@@ -61,6 +61,7 @@ def verified(model: nn.Module, plan: Plan, change: Any = plain) -> None:
     verify(model, plan, loss="cross-entropy", optimizer=ADAMW, batches=batches, device="cpu").require()
 
 
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("plan", [RING, ULYSSES], ids=["ring", "ulysses"])
 @pytest.mark.parametrize("change", [shortened, padded, packed])
@@ -96,12 +97,14 @@ def test_inside_another_module() -> None:
     verified(Logits(make_model("Llama")), RING, shortened)
 
 
+@pytest.mark.sampled(1)
 @ranks(4)
 @pytest.mark.parametrize("change", [padded, packed])
 def test_four_ranks(change: Any) -> None:
     verified(make_model("Llama", use_cache=False), BOTH, change)
 
 
+@pytest.mark.sampled(long=4)
 @ranks(4)
 @pytest.mark.long
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ def verified(model: torch.nn.Module, plan: Plan, *batches: Any) -> None:
     verify(model, plan, loss="cross-entropy", optimizer=SGD, batches=list(batches), device="cpu").require()
 
 
+@pytest.mark.sampled(3)
 @ranks(2)
 @pytest.mark.parametrize("plan", [RING, ULYSSES])
 @pytest.mark.parametrize("way", ["causal", "full", "imported", "three dims"])
@@ -103,6 +104,7 @@ def test_layers_of_torchs_own() -> None:
     make_trainer(Wrapped(in_object=True).double(), RING, example=tokens)  # what is in an object is seen too
 
 
+@pytest.mark.long
 @ranks(2)
 def test_no_loss_sees_padding() -> None:
     """Whatever it ignores, and whatever targets are; sequences of unequal length weigh as in one process."""

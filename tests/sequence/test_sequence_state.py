@@ -41,6 +41,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.sampled(long=3)
 @pytest.mark.long
 @ranks(4)
 @pytest.mark.parametrize("pair", PAIRS)

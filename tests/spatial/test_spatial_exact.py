@@ -61,6 +61,7 @@ def test_random_stacks_on_two_ranks() -> None:
     check_random_stacks(2, 25)
 
 
+@pytest.mark.long
 @ranks(4)
 def test_random_stacks_on_four_ranks() -> None:
     check_random_stacks(4, 25)

@@ -66,6 +66,7 @@ def check_start(trainer: Trainer) -> None:
     assert len(set(starts)) == len(starts)
 
 
+@pytest.mark.sampled(3)
 @ranks(2)
 @pytest.mark.parametrize("precision", [Precision(), Precision(compute="bf16")], ids=["own", "bf16"])
 @pytest.mark.parametrize("shard", STAGES)

@@ -55,6 +55,7 @@ SHORT = ("many buckets", "zero-1", "local")
 """The others run with the long tests."""
 
 
+@pytest.mark.sampled(long=3)
 @ranks(4)
 @pytest.mark.parametrize(
     "plan",
@@ -85,6 +86,7 @@ def kept(trainer: Trainer) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.sync.compressed.tensors().items()}
 
 
+@pytest.mark.sampled(long=3)
 @ranks(4)
 @pytest.mark.parametrize(
     ("name", "shape"),

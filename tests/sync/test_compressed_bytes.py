@@ -81,6 +81,7 @@ PLANS = {
 }
 
 
+@pytest.mark.sampled(long=9)
 @pytest.mark.long
 @ranks(4)
 @pytest.mark.parametrize("codec", ["topk", "onebit", "powersgd"])

@@ -107,6 +107,7 @@ BUCKETS = [
 ]
 
 
+@pytest.mark.sampled(long=3)
 @ranks(4)
 @pytest.mark.parametrize("hosts", [EVEN, INTERLEAVED], ids=str)
 @pytest.mark.parametrize("codec", [POWERSGD, Codec(name="topk"), Codec(name="onebit")], ids=lambda codec: codec.name)
@@ -184,6 +185,7 @@ def on_hosts(hosts: tuple[int, ...]) -> Iterator[None]:
         yield
 
 
+@pytest.mark.sampled(long=3)
 @ranks(4)
 @pytest.mark.parametrize("name", ["powersgd", pytest.param("dgc", marks=pytest.mark.long)])
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ def check_bytes(model: nn.Module, plan: Plan, batch: Batch) -> int:
     return expected
 
 
+@pytest.mark.sampled(4)
 @ranks(2)
 @pytest.mark.parametrize("bucket_bytes", [1, 1000, 26214400])
 @pytest.mark.parametrize(("data", "codec"), [(LOCAL, Codec()), (DILOCO, Codec()), (DILOCO, HALF)])
@@ -73,6 +74,7 @@ def test_statistics_travel_beside_weights() -> None:
     assert statistics > 0
 
 
+@pytest.mark.sampled(2)
 @ranks(4)
 @pytest.mark.parametrize(
     "plan",

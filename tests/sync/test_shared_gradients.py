@@ -123,6 +123,7 @@ PLANS = {
 }
 
 
+@pytest.mark.sampled(2, long=3)
 @ranks(4)
 @pytest.mark.parametrize(
     "name",
@@ -132,6 +133,7 @@ def test_copies_stay_equal_whatever_order_data_ranks_are_added_in(name: str) -> 
     assert train(PLANS[name]) == set()
 
 
+@pytest.mark.long
 @ranks(4)
 def test_they_would_not_the_other_way_round() -> None:
     assert "embedding.weight" in train(PLANS["tied"], holders_first)
@@ -204,6 +206,7 @@ def train_on_rings(plan: Plan, plant: Callable[[Trainer], None] | None = None) -
             return differing(trainer)
 
 
+@pytest.mark.sampled(long=3)
 @pytest.mark.long
 @ranks(6)
 @pytest.mark.parametrize("name", PLANS)
@@ -263,6 +266,7 @@ def test_sums_of_three_may_differ_unless_added_in_the_order_of_ranks() -> None:
     assert not sums_may_differ([there], torch.device("cpu"))
 
 
+@pytest.mark.sampled(long=3)
 @pytest.mark.long
 @ranks(4)
 @pytest.mark.parametrize("vocab_size", [117, 118])  # uneven shares of the embedding shift what lies beside it

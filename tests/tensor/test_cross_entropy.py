@@ -239,6 +239,7 @@ def on_4(name: str, transport: str) -> None:
     CHECKS[name](group_on(transport))
 
 
+@pytest.mark.sampled(22)
 @pytest.mark.parametrize("transport", ["shared", "c10d"])
 @pytest.mark.parametrize("name", CHECKS)
 @pytest.mark.parametrize("on_ranks", [on_2, on_3, on_4], ids=lambda body: body.__name__)

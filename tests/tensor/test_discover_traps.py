@@ -179,6 +179,7 @@ SPLIT: dict[str, Callable[[], Between]] = {
 }
 
 
+@pytest.mark.sampled(27)
 @pytest.mark.parametrize("name", [*WHOLE, *SPLIT])
 def test_it_is_left_whole_or_split_right(name: str) -> None:
     model = {**WHOLE, **SPLIT}[name]().double()

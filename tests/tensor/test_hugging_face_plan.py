@@ -48,6 +48,7 @@ def cut_names(model: nn.Module) -> set[str]:
     return {cut.name for region in regions_of(model) for cut in region.cuts}
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("tensor", [2, 4])
 @pytest.mark.parametrize(
     ("kind", "changes"),

@@ -26,6 +26,7 @@ def verified(plan: Plan, *, sizes: tuple[int, ...] = (4, 3), **changes: Any) -> 
     ).require()
 
 
+@pytest.mark.sampled(2, long=3)
 @ranks(2)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize(
@@ -42,6 +43,7 @@ def test_two_ranks(changes: dict[str, Any], sequence: bool) -> None:
     verified(tensor_plan(2, sequence=sequence, clip_norm=0.5), **changes)
 
 
+@pytest.mark.sampled(long=3)
 @pytest.mark.long
 @ranks(4)
 @pytest.mark.parametrize("sequence", [False, True])

@@ -58,6 +58,7 @@ class Model(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.sampled(long=3)
 @pytest.mark.long
 @pytest.mark.filterwarnings(GRAD_WARNING, FUNCTION_WARNING)
 @ranks(2)

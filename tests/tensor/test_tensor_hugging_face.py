@@ -27,6 +27,7 @@ def verified(kind: str, plan: Plan, **changes: Any) -> None:
     verify(model, plan, loss="cross-entropy", optimizer=ADAMW, batches=batches, device="cpu").require()
 
 
+@pytest.mark.sampled(2, long=3)
 @ranks(2)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize(

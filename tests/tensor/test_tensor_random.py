@@ -81,6 +81,7 @@ def test_masks_are_common_outside_regions_and_own_inside(sequence: bool) -> None
     assert all(ours.count(mask) == 1 for mask in ours), "two places drop alike"
 
 
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("policy", ["full", "selective"])
 @pytest.mark.parametrize("sequence", [False, True])

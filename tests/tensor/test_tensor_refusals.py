@@ -119,6 +119,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Plan, str]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @ranks(2)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.parametrize("what", REFUSED)

@@ -58,6 +58,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.sampled(long=3)
 @pytest.mark.long
 @ranks(4)
 @pytest.mark.parametrize(("here", "there"), PAIRS)
@@ -73,6 +74,7 @@ def test_a_checkpoint_of_one_plan_goes_on_under_another(here: str, there: str, t
     assert train_on_tokens(other, 2) == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.sampled(1)
 @ranks(4)
 @pytest.mark.parametrize("name", ["tensor 4", "tensor 2 x zero 3"])
 def test_the_same_plan_goes_on_to_the_bit(name: str, tmp_path: Path) -> None:
@@ -102,6 +104,7 @@ def test_files_hold_whole_tensors_under_the_models_names(tmp_path: Path) -> None
     assert all(torch.equal(found[name], parameter) for name, parameter in whole.named_parameters())
 
 
+@pytest.mark.sampled(1)
 @ranks(4)
 @pytest.mark.parametrize("shard", ["nothing", "parameters"])
 def test_first_values_do_not_depend_on_the_degree(shard: str) -> None:

@@ -131,12 +131,14 @@ def verified(name: str, plan: Plan, **changes: Any) -> Verification:
     ).require()
 
 
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks(name: str) -> None:
     verified(name, tensor_plan(2, clip_norm=0.5))
 
 
+@pytest.mark.sampled(long=3)
 @pytest.mark.long
 @ranks(4)
 @pytest.mark.parametrize("name", ["nanoGPT", "Llama", pytest.param("convnet", marks=pytest.mark.long)])
@@ -153,6 +155,7 @@ def test_four_ranks(name: str, plan: Plan) -> None:
     verified(name, plan)
 
 
+@pytest.mark.sampled(1)
 @ranks(4)
 @pytest.mark.parametrize("name", ["nanoGPT", "Llama", "norms inside"])
 def test_split_tokens(name: str) -> None:

@@ -116,6 +116,7 @@ def assert_close(found: dict[str, Tensor], expected: nn.Module) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.sampled(2, long=3)
 @ranks(4)
 @pytest.mark.parametrize("name", PLANS)
 def test_it_is_that_of_a_loop_by_hand(name: str, tmp_path: Path) -> None:
@@ -147,6 +148,7 @@ FLUSH_FREE = {
 }
 
 
+@pytest.mark.sampled(1)
 @ranks(4)
 @pytest.mark.parametrize("name", FLUSH_FREE)
 def test_verify_compares_it_with_that_of_delayed_weights(name: str) -> None:
@@ -183,6 +185,7 @@ def test_verify_finds_an_average_that_is_off() -> None:
 CHANGES = [("zero 3", "pipeline 2, tensor 2"), ("interleaved 2, data 2, zero 3", "data 4")]
 
 
+@pytest.mark.sampled(1)
 @ranks(4)
 @pytest.mark.parametrize(("before", "after"), CHANGES)
 def test_another_plan_goes_on_with_it(before: str, after: str, tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ def test_tensor_ranks_follow_the_slowest_of_them(slow: list[float]) -> None:
     verify_uneven(small_gpt(), plan, token_batch, slow, (6, 2))
 
 
+@pytest.mark.sampled(1, long=3)
 @ranks(4)
 @pytest.mark.parametrize(
     ("schedule", "chunks", "shard"),

@@ -62,6 +62,7 @@ def flip_bit(tensor: Tensor, word: int, bit: int) -> None:
     words[word] ^= 1 << bit
 
 
+@pytest.mark.sampled(4)
 @ranks(4)
 @pytest.mark.parametrize("culprit", [0, 2])
 @pytest.mark.parametrize("what", PLACES)

@@ -93,6 +93,8 @@ PLANS = [
 ]
 
 
+@pytest.mark.sampled(long=3)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "plan",
     [*(pytest.param(plan, marks=pytest.mark.long) for plan in PLANS[:2]), *PLANS[2:]],
@@ -222,6 +224,7 @@ def test_one_rank_of_1024_takes_seconds_and_little_memory() -> None:
     check_70b("llama", 517, {"data": {"shard": "parameters"}})
 
 
+@pytest.mark.sampled(long=3)
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["llama", "gpt"])
 @pytest.mark.parametrize("rank", [0, 1023])

@@ -50,6 +50,7 @@ TOO_LARGE = {"bf16": float("inf"), "fp16": 1e6}
 """fp16 ends at 65504; bf16 where float32 does."""
 
 
+@pytest.mark.sampled(6)
 @ranks(2)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("shard", SHARDS)

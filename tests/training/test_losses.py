@@ -181,6 +181,7 @@ def test_microbatches_on_one_rank(name: str) -> None:
     check(LOSSES[name], data_plan(1, microbatches=2), MLP(), uneven(LOSSES[name]))
 
 
+@pytest.mark.long
 @ranks(2)
 def test_uneven_data_ranks() -> None:
     for name in ("cross-entropy", "(sum, count)", "mean squared error", "class weights", "mask divided by its sum"):

@@ -83,6 +83,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(8, long=33)
 @pytest.mark.parametrize(("num_ranks", "compute", "shard", "microbatches", "formats"), CASES)
 def test_a_step_by_hand(num_ranks: int, compute: str, shard: str, microbatches: int, formats: str) -> None:
     """`formats`: of accumulation and of the exchange."""
@@ -90,6 +91,7 @@ def test_a_step_by_hand(num_ranks: int, compute: str, shard: str, microbatches: 
     ON_RANKS[num_ranks](compute=compute, shard=shard, microbatches=microbatches, accumulate=accumulate, reduce=reduce)
 
 
+@pytest.mark.sampled(long=3)
 @pytest.mark.long
 @ranks(4)
 @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
@@ -100,6 +102,7 @@ def test_hybrid_sharding_by_hand(shard: str, compute: str, reduce: str) -> None:
     check(compute, shard, 3, "fp32", reduce, replicate=2)
 
 
+@pytest.mark.sampled(3)
 @ranks(2)
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -131,6 +134,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.5)
 
 
+@pytest.mark.sampled(long=3)
 @pytest.mark.long
 @ranks(2)
 @pytest.mark.parametrize("shard", SHARDS)
@@ -200,6 +204,7 @@ def test_gradients_travel_in_the_format_of_the_plan(shard: str, reduce: str) -> 
     assert trainer.mesh.traffic["data"].sent_bytes - before == sharded_bytes(flats, plan)["data"]
 
 
+@pytest.mark.sampled(long=3)
 @pytest.mark.long
 @ranks(2)
 @pytest.mark.parametrize("shard", SHARDS)

@@ -60,6 +60,7 @@ def check_on_two(script: str, plan: Path, expected: list[float]) -> None:
     torch.testing.assert_close(run(script, plan), torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(2, long=3)
 @pytest.mark.parametrize(("script", "name"), CASES, ids=[f"{script}, {name}" for script, name in CASES])
 def test_a_newcomers_script_gives_the_losses_of_one_process(script: str, name: str, tmp_path: Path) -> None:
     text, plan = PLANS[script][name], tmp_path / "plan.toml"

@@ -175,6 +175,7 @@ PLANS: dict[str, Plan] = {
 }
 
 
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("name", PLANS)
 def test_every_plan_skips_on_all_ranks_and_raises_in_the_same_step(name: str, tmp_path: Path) -> None:

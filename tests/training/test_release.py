@@ -10,6 +10,7 @@ from oracle import cut_evenly, data_plan, make_trainer, small_gpt, token_batch
 from ranks import ranks
 
 
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("shard", ["nothing", "optimizer", "gradients", "parameters"])
 def test_nothing_is_kept_alive(shard: str) -> None:

@@ -176,6 +176,7 @@ def slow_unless_quick(quick: tuple[str, ...]) -> list[Any]:
     return [name if name in quick else pytest.param(name, marks=pytest.mark.long) for name in CASES]
 
 
+@pytest.mark.sampled(long=3)
 @ranks(2)
 @pytest.mark.parametrize("num_ranks", [2], ids=[""])
 @pytest.mark.parametrize("name", slow_unless_quick(QUICK))
@@ -183,6 +184,7 @@ def test_two_ranks_in_process_equal_two_ranks_to_the_bit(name: str, num_ranks: i
     compare(CASES[name], num_ranks, played, tolerance=0)
 
 
+@pytest.mark.sampled(long=3)
 @ranks(4)
 @pytest.mark.parametrize("num_ranks", [4], ids=[""])
 @pytest.mark.parametrize("name", slow_unless_quick(()))

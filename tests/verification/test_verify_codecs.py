@@ -117,6 +117,7 @@ def test_values_of_few_bits(name: str, bits: int) -> None:
     check_tokens(Plan(axes=Axes(data=2), codec=codec(name, bits=bits)), 8, 7, 8, 6)
 
 
+@pytest.mark.sampled(long=4)
 @ranks(2)
 @pytest.mark.long
 @pytest.mark.parametrize("name", OF_CHANGES)
@@ -128,6 +129,7 @@ def test_changes_of_weights(name: str, outer: dict[str, Any]) -> None:
     assert outcome.rule == "one process that plays all replicas"
 
 
+@pytest.mark.sampled(long=9)
 @ranks(4)
 @pytest.mark.long
 @pytest.mark.parametrize("name", SETTINGS)
@@ -137,6 +139,7 @@ def test_every_rank_of_a_replica_compresses_its_own_part(name: str, axis: str) -
     check_tokens(Plan(axes=Axes(**axes), codec=codec(name), step=Step(microbatches=2)), 8, 7, 9)
 
 
+@pytest.mark.sampled(long=6)
 @ranks(4)
 @pytest.mark.long
 @pytest.mark.parametrize("name", SETTINGS)
@@ -146,6 +149,7 @@ def test_every_rank_compresses_its_own_shard(name: str, shard: str) -> None:
     check_tokens(plan, 8, 7, 9)
 
 
+@pytest.mark.sampled(long=3)
 @ranks(4)
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["topk", "powersgd"])

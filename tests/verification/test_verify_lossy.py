@@ -50,6 +50,7 @@ def check(plan: Plan, sizes: tuple[int, ...], **settings: Any) -> None:
     assert "deviation from one process without delays: loss" in str(deviation)
 
 
+@pytest.mark.sampled(1)
 @ranks(2)
 @pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
 def test_two_stages_obey_their_rule(schedule: str) -> None:

@@ -75,6 +75,7 @@ def test_sharded_inside(shard: str) -> None:
     check(plan, 9, 7, 3, 2, 8)
 
 
+@pytest.mark.sampled(long=3)
 @ranks(4)
 @pytest.mark.long
 @pytest.mark.parametrize("outer", ["average", "nesterov"])
@@ -95,6 +96,7 @@ def test_split_tokens_inside() -> None:
     check(local_plan({"data": 2, "tensor": 2}, **DILOCO, tensor=TensorSection(sequence=True)), 6, 8, 5, 6)
 
 
+@pytest.mark.sampled(long=3)
 @ranks(4)
 @pytest.mark.long
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])

@@ -127,6 +127,7 @@ class SkippedByTheData(Net):
 ORDERS = {made.__name__: made for made in (Repeated, FrozenRepeated, Reversed, Rounds, Long)}
 
 
+@pytest.mark.sampled(4)
 @ranks(2)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("name", ORDERS)
@@ -135,6 +136,7 @@ def test_blocks_in_any_order(name: str, microbatches: int) -> None:
     check(ORDERS[name](), stage3(microbatches=microbatches, reshard="microbatch"), batches(8, 1, 8, 1))
 
 
+@pytest.mark.sampled(3)
 @ranks(2)
 @pytest.mark.parametrize("is_recomputed", [False, True])
 @pytest.mark.parametrize("skipped", [(1,), (0, 5), (3, 4, 5), (0, 1, 2, 3, 4, 5)], ids=str)
@@ -286,6 +288,7 @@ def test_checkpoints_of_the_users_own(reentrant: bool, span: int) -> None:
     check(model, stage3(microbatches=2, reshard="step"), batches(5, 1, 3))
 
 
+@pytest.mark.long
 @ranks(2)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_blocks() -> None:

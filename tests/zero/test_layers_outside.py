@@ -144,6 +144,7 @@ SOCKETS = "c10d"
 """The transport on which a rank frees what it gathered, instead of sharing it."""
 
 
+@pytest.mark.sampled(2, long=6)
 @ranks(2)
 @pytest.mark.parametrize("reshard", ["microbatch", pytest.param("step", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", MODELS)
@@ -193,6 +194,7 @@ def test_a_loss_that_uses_weights() -> None:
         )
 
 
+@pytest.mark.long
 @ranks(2)
 @pytest.mark.parametrize("name", ["Net", pytest.param("TiedByProduct", marks=pytest.mark.long)])
 def test_a_model_compiled_as_a_whole(name: str) -> None:

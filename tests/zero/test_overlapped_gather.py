@@ -94,6 +94,7 @@ READERS: dict[str, Callable[[nn.Module, nn.Parameter, str], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @ranks(2)
 @pytest.mark.parametrize("shard", STAGES)
 def test_every_way_to_read_a_weight_between_steps_sees_the_update(shard: str) -> None:
@@ -206,6 +207,7 @@ def test_stages_of_a_pipeline_wait_too() -> None:
             torch.testing.assert_close(parameter.detach(), seen[-1].weights[name], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.sampled(1)
 @ranks(2)
 @pytest.mark.parametrize("how", ["as a whole", "in place"])
 def test_a_compiled_model_is_compiled_once(how: str) -> None:

@@ -145,6 +145,7 @@ def check_skip(plan: Plan, poison: float) -> None:
 BF16 = Precision(compute="bf16")
 
 
+@pytest.mark.sampled(3)
 @ranks(2)
 @pytest.mark.parametrize(("precision", "poison"), [(Precision(), math.inf), (BF16, math.nan)], ids=["clipped", "bf16"])
 @pytest.mark.parametrize("shard", ["nothing", *STAGES])
