@@ -101,6 +101,7 @@ def check_operator(ring: int, ulysses: int, variant: str, compiled: bool) -> Non
         assert_same(split(case, under_way.axes, forward), case, under_way.axes)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("variant", ["ring", "ring-self-attention"])
 @pytest.mark.parametrize(("ring", "ulysses"), [(4, 1), (2, 2), (1, 4)])
 def test_the_operator_is_the_same(ring: int, ulysses: int, variant: str) -> None:

@@ -14,6 +14,7 @@ from weft.parallel.attention.attention_call import FORWARDS
 from weft.plan.partition.sequence import LAYOUTS, make_places
 
 
+@pytest.mark.sampled(3)
 @ranks(4)
 @pytest.mark.parametrize("variant", FORWARDS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3), (torch.float32, 1e-5)])

@@ -137,7 +137,7 @@ def test_one_process_goes_on_to_the_bit(tmp_path: Path, optimizer: str) -> None:
     check_goes_on_to_the_bit(tmp_path, num_ranks=1, optimizer=optimizer, saved_after=2)
 
 
-@pytest.mark.sampled(5, long=4)
+@pytest.mark.sampled(3, long=4)
 @ranks(2)
 @pytest.mark.parametrize("saved_after", [0, 1, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -275,6 +275,7 @@ def batch_norm_trainer(num_ranks: int, buffers: str) -> Trainer:
     return make_trainer(small_convnet().double(), plan, optimizer=ADAMW)
 
 
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("buffers", ["synchronise", "broadcast", "local"])
 def test_batch_norm_statistics(tmp_path: Path, buffers: str) -> None:

@@ -74,7 +74,7 @@ def outputs(model: nn.Module) -> torch.Tensor:
         return logits
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("model", MODELS)
@@ -92,7 +92,7 @@ def portable(folder: Path) -> dict[str, torch.Tensor]:
     return {k: v for path in sorted(folder.glob("model-*.safetensors")) for k, v in load_file(path).items()}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("model", MODELS)

@@ -156,7 +156,7 @@ def on_4(name: str, wait: bool, transport: str) -> None:
     CHECKS[name](group_on(transport), wait)
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(12)
 @both_transports
 @pytest.mark.parametrize("wait", [True, False], ids=["waiting", "pending"])
 @pytest.mark.parametrize("name", CHECKS)

@@ -58,6 +58,7 @@ def check_convnet_bytes(dtype: torch.dtype, microbatches: int) -> None:
     assert counted_bytes == predicted_gradient_bytes(trainer) + statistics
 
 
+@pytest.mark.sampled(3)
 @ranks(2)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("bucket_bytes", [1, 1000, 26214400])
@@ -77,6 +78,7 @@ def test_a_gpt_step_on_four_ranks_sends_what_wire_predicts(bucket_bytes: int) ->
     check_gpt_bytes(bucket_bytes, 2)
 
 
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("microbatches", [1, 2])

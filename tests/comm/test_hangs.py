@@ -84,6 +84,7 @@ def stopped(rank: int) -> None:
     train_some(trainer)
 
 
+@pytest.mark.long
 def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     line = hang(stopped, tmp_path, "not answer")
     assert (
@@ -122,6 +123,7 @@ def first_evaluates(rank: int) -> None:
         train_some(trainer)
 
 
+@pytest.mark.long
 def test_a_save_on_one_rank_is_named_from_the_first_step_on(tmp_path: Path) -> None:
     line = hang(first_saves, tmp_path, "different calls")
     assert (
@@ -212,6 +214,7 @@ def hangs_with_a_timeout(rank: int) -> None:
     train_some(trainer)
 
 
+@pytest.mark.long
 def test_the_plans_timeout_ends_the_run_with_the_same_message(tmp_path: Path) -> None:
     """The process group's own is a minute here."""
     ended = run(hangs_with_a_timeout, 2, tmp_path, limits=SHORT)

@@ -45,6 +45,7 @@ def check_bits(dtype: torch.dtype, sizes: tuple[int, ...], places: tuple[str, ..
             assert_same_bits(found, true)
 
 
+@pytest.mark.sampled(5)
 @ranks(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_two_ranks_to_the_bit(dtype: torch.dtype) -> None:
@@ -83,6 +84,7 @@ def check_gloo(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
         assert_same_to_rounding(first, truths_of(size, me, numel, dtype), size)
 
 
+@pytest.mark.sampled(4)
 @ranks(2)
 @pytest.mark.parametrize("dtype", GLOO_DTYPES, ids=str)
 def test_two_ranks_over_gloo_agree(dtype: torch.dtype) -> None:

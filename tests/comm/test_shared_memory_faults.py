@@ -123,6 +123,7 @@ def test_a_late_rank_is_given_up_and_gets_no_wrong_number() -> None:
         dist.barrier()
 
 
+@pytest.mark.sampled(4)
 @ranks(2)
 @pytest.mark.parametrize("wait", [True, False], ids=["waiting", "pending"])
 @pytest.mark.parametrize("about", ["size", "dtype", "kind", "large size"])

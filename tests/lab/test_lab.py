@@ -51,6 +51,7 @@ print(json.dumps(dict(trips=trips, crossed=crossed, name=socket.gethostname())))
 """
 
 
+@pytest.mark.long
 @needs_lab
 def test_packets_take_the_delay_and_are_counted(tmp_path: Path) -> None:
     ended = run_script(tmp_path, ECHO, "--delay", "20ms", "--bandwidth", "100Mbit")
@@ -97,6 +98,7 @@ sys.stdout.write(" ".join(os.environ.get(name, "-") for name in names) + "\\n")
 """
 
 
+@pytest.mark.long
 @needs_lab
 def test_every_rank_is_told_its_place(tmp_path: Path) -> None:
     topology = tmp_path / "net.toml"
@@ -163,6 +165,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     return told.err
 
 
+@pytest.mark.long
 @needs_lab
 def test_what_the_machine_cannot_do_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -82,7 +82,7 @@ def test_the_loss_and_its_workspace_by_hand() -> None:
     assert half.segments[1].saved.at(B) < 0.7 * profile.segments[1].saved.at(B)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "model",
     [

@@ -177,6 +177,7 @@ def test_gradients_of_a_block_are_right() -> None:
 
 
 # torch.compile looks at .grad of its inputs and hides the warning in a way that does not hide it from an error filter.
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_block_is_one_graph() -> None:
     config = tiny(kv_heads=2)

@@ -133,6 +133,7 @@ def test_full_keeps_the_inputs_of_blocks_and_nothing_else() -> None:
     assert addresses == {tensor.data_ptr() for tensor in inputs} and len(addresses) == 4
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("dropout", "mebibytes"), [(0.0, [576.75, 360.0, 36.0]), (0.1, [648.75, 360.0, 36.0])])
 def test_kept_bytes_of_gpt2_124m(dropout: float, mebibytes: list[float]) -> None:
@@ -298,6 +299,7 @@ class Counting(nn.Linear):
         return super().forward(x) * self.calls
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings(GRAD_WARNING)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("rebind", [False, True])

@@ -138,6 +138,7 @@ def test_a_data_rank_without_samples(schedule: str) -> None:
     check(plan_of(schedule, 2, 2, data=2), (8, 9, 2, 8, 3, 9), optimizer=SGD, tolerance=1e-11)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @ranks(2)
 @SCHEDULES

@@ -139,7 +139,7 @@ def check(name: str) -> None:
 ON_RANKS = {world: ranks(world, timeout_s=180)(check) for world in (2, 3, 4)}
 
 
-@pytest.mark.sampled(6, long=29)
+@pytest.mark.sampled(3, long=29)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] if case.is_long else []) for name, case in CASES.items()]
 )

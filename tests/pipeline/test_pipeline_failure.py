@@ -28,6 +28,7 @@ def plant_error(trainer: Trainer) -> None:
     step.call = raising  # type: ignore[method-assign]
 
 
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("transport", [None, "c10d"])
 @pytest.mark.parametrize("schedule", ["gpipe", "2bw"])

@@ -255,7 +255,7 @@ def runs() -> list[Any]:
     return found
 
 
-@pytest.mark.sampled(3, long=15)
+@pytest.mark.sampled(2, long=15)
 @ranks(4)
 @pytest.mark.parametrize(("name", "plan"), runs())
 def test_an_awkward_model_gives_the_answer_of_one_process(name: str, plan: str) -> None:

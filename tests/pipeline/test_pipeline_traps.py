@@ -49,6 +49,7 @@ class Counting(WithTable):
         return super().forward(tokens_BT)
 
 
+@pytest.mark.sampled(2)
 @ranks(4)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("transport", [None, "c10d"])

@@ -92,6 +92,7 @@ def train(model: nn.Module, schedule: str = "1f1b") -> Trainer:
     return parallelize(model, plan, loss="cross-entropy", optimizer=SGD, example=inputs, mesh=kept_mesh(plan))
 
 
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "2bw"])
 def test_a_backward_pass_outside_of_the_schedules_is_refused(schedule: str) -> None:

@@ -59,6 +59,7 @@ def through_all(model: nn.Module, cuts: tuple[int, ...], inputs: Tensor) -> tupl
     return output, parts
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("cuts", [cuts for num in (1, 2, 3) for cuts in combinations((1, 2, 3), num)])
 def test_stages_one_after_the_other_are_the_model(cuts: tuple[int, ...]) -> None:
     model, inputs = Everything(), torch.randn(3, HIDDEN)

@@ -54,6 +54,7 @@ def test_slices_give_the_same_answer(name: str) -> None:
         ).require()
 
 
+@pytest.mark.long
 @ranks(4)
 def test_slices_keep_nccls_rules() -> None:
     """Gathers on arrival match between tensor ranks, whose other exchanges share their communicator."""

@@ -131,7 +131,7 @@ def assert_equal(pipeline: Pipeline, run: Any) -> None:
             assert torch.equal(pipeline.history[version][name], weight), f"{name} of version {version}"
 
 
-@pytest.mark.sampled(4, long=3)
+@pytest.mark.sampled(2, long=3)
 @OPTIMIZERS
 @STAGES
 @pytest.mark.parametrize("vertical_sync", [False, True])
@@ -170,6 +170,7 @@ def version_2bw(every: int, i: int, k: int) -> int:
     return max(0, k // every - 1)
 
 
+@pytest.mark.sampled(3)
 @OPTIMIZERS
 @STAGES
 def test_2bw_equals_a_plain_loop(num_stages: int, optimizer: Any) -> None:

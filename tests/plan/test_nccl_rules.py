@@ -167,7 +167,7 @@ def test_there_are_a_few_hundred_of_them() -> None:
     assert {case.schedule for case in CASES} == {*FLUSHED, *FLUSH_FREE}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", [*FLUSHED, *FLUSH_FREE])
 def test_every_schedule_runs_under_nccls_rules(schedule: str) -> None:
     for case in CASES:
@@ -192,7 +192,7 @@ def through_host(calls: Iterable[Call]) -> Iterator[Call]:
             yield HostMessage(side=call.side, name=call.name)  # type: ignore[union-attr]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", [*FLUSHED, *FLUSH_FREE])
 def test_a_host_may_wait_for_its_device_while_messages_go_through_host_memory(schedule: str) -> None:
     """Loading kernels, compiling and giving back memory may wait so: first messages therefore go through the host."""

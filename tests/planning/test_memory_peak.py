@@ -120,6 +120,7 @@ KEPT = [
 WAITING = [pytest.param(shard, marks=[] if shard in ("nothing", "parameters") else LONG) for shard in SHARDS]
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1, long=3)
 @ranks(2)
 @pytest.mark.parametrize(("shard", "precision"), KEPT)
@@ -197,6 +198,7 @@ def coded_account(name: str, plan: Plan) -> None:
     check_account(lambda: GPT(SMALL), plan, *text_batch(SMALL, 2), optimizer=sgd, moments=0.0)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1, long=3)
 @ranks(2)
 @pytest.mark.parametrize(

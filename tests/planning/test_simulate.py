@@ -29,6 +29,7 @@ def makespan_s(order: Schedule, times: Durations) -> float:
     return simulate(with_exchanges(order), times).makespan_s
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("p", STAGES)
 def test_makespans_of_the_flush_schedules(p: int) -> None:
     for m in MICROBATCHES:
@@ -113,6 +114,7 @@ def all_orders(p: int, m: int) -> list[Schedule]:
     return orders
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("p", STAGES)
 def test_no_schedule_stops_or_computes_before_its_input_is_there(p: int) -> None:
     for m in MICROBATCHES:

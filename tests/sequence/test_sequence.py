@@ -39,7 +39,7 @@ def verified(plan: Plan, *, num_tokens: int = 8, **changes: Any) -> Verification
     ).require()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("name", CASES)
 def test_counted_bytes_are_those_foretold(name: str) -> None:

@@ -24,7 +24,7 @@ def verified(model: torch.nn.Module, plan: Plan, *batches: Any) -> None:
     verify(model, plan, loss="cross-entropy", optimizer=SGD, batches=list(batches), device="cpu").require()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("plan", [RING, ULYSSES])
 @pytest.mark.parametrize("way", ["causal", "full", "imported", "three dims"])
@@ -39,6 +39,7 @@ def test_declared_positions(where: str) -> None:
         verified(Transformer("causal", where), plan, batch(2, 8), batch(3, 13, 1))
 
 
+@pytest.mark.long
 @ranks(4)
 def test_declared_positions_in_a_pipeline() -> None:
     for where in ("module", "table"):
@@ -50,6 +51,7 @@ def test_a_model_that_recomputes_by_itself() -> None:
     verified(Transformer("causal", "table", checkpoints=True), RING, batch(2, 8), batch(3, 6, 1))
 
 
+@pytest.mark.long
 @ranks(4)
 def test_masks_of_padding_are_honoured() -> None:
     is_text = torch.arange(9) < torch.tensor([[9], [4], [1]])
@@ -276,6 +278,7 @@ def test_what_is_cut_can_be_viewed() -> None:
         verify(Viewing(), plan, loss=viewing, optimizer=SGD, batches=batches, device="cpu").require()
 
 
+@pytest.mark.long
 @ranks(4)
 def test_beside_tensor_parallelism_that_follows_the_models_calls() -> None:
     for plan in (sequence_plan(ring=2, tensor=2), sequence_plan(ulysses=2, tensor=2)):

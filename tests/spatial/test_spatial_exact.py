@@ -56,6 +56,7 @@ def check_random_stacks(num_ranks: int, num_stacks: int) -> None:
         check(nn.Sequential(*itertools.chain(*layers)), images(draw.randint(1, 23), channels=4), num_ranks)
 
 
+@pytest.mark.long
 @ranks(2)
 def test_random_stacks_on_two_ranks() -> None:
     check_random_stacks(2, 25)

@@ -66,7 +66,7 @@ def check_start(trainer: Trainer) -> None:
     assert len(set(starts)) == len(starts)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("precision", [Precision(), Precision(compute="bf16")], ids=["own", "bf16"])
 @pytest.mark.parametrize("shard", STAGES)
@@ -269,6 +269,7 @@ def tall_gpt() -> GPT:
     return wide_gpt(num_layers=12)
 
 
+@pytest.mark.long
 @ranks(2)
 def test_the_model_is_never_whole_anywhere() -> None:
     plan: Plan = data_plan(2, shard="parameters", check_every=0)

@@ -55,7 +55,7 @@ SHORT = ("many buckets", "zero-1", "local")
 """The others run with the long tests."""
 
 
-@pytest.mark.sampled(long=3)
+@pytest.mark.sampled(2, long=3)
 @ranks(4)
 @pytest.mark.parametrize(
     "plan",
@@ -86,7 +86,7 @@ def kept(trainer: Trainer) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.sync.compressed.tensors().items()}
 
 
-@pytest.mark.sampled(long=3)
+@pytest.mark.sampled(3, long=3)
 @ranks(4)
 @pytest.mark.parametrize(
     ("name", "shape"),
@@ -136,6 +136,7 @@ def test_a_gradient_that_is_not_finite_leaves_no_trace(name: str, shape: str) ->
         assert all(bool(tensor.isfinite().all()) for tensor in changed.values())
 
 
+@pytest.mark.sampled(2)
 @ranks(3)
 @pytest.mark.parametrize("name", ["powersgd", "topk", "onebit"])
 def test_many_buckets_come_in_one_order(name: str) -> None:

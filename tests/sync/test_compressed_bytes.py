@@ -51,6 +51,7 @@ def check_bytes(plan: Plan) -> None:
     assert seen > 0
 
 
+@pytest.mark.sampled(4)
 @ranks(2)
 @pytest.mark.parametrize("name", [name for name in CODECS if name != "half"])  # which is for local steps
 def test_a_step_sends_what_is_predicted(name: str) -> None:

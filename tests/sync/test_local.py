@@ -57,7 +57,7 @@ def train_by_hand(
     return seen
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @ranks(4)
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def check_bytes(model: nn.Module, plan: Plan, batch: Batch) -> int:
     return expected
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("bucket_bytes", [1, 1000, 26214400])
 @pytest.mark.parametrize(("data", "codec"), [(LOCAL, Codec()), (DILOCO, Codec()), (DILOCO, HALF)])

@@ -61,6 +61,7 @@ PLANS = {
 }
 
 
+@pytest.mark.sampled(3)
 @ranks(2)
 @pytest.mark.parametrize("name", PLANS)
 def test_counted_bytes_are_those_foretold(name: str) -> None:

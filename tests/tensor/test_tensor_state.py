@@ -74,6 +74,7 @@ def test_a_checkpoint_of_one_plan_goes_on_under_another(here: str, there: str, t
     assert train_on_tokens(other, 2) == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @ranks(4)
 @pytest.mark.parametrize("name", ["tensor 4", "tensor 2 x zero 3"])

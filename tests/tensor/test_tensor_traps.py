@@ -88,6 +88,7 @@ class Checkpointing(GPT):
         return self.head(self.norm(x))
 
 
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize(
     "plan", [data_plan(2), tensor_plan(2), tensor_plan(2, sequence=True)], ids=["data", "tensor", "tokens"]

@@ -89,6 +89,7 @@ def verify_uneven(model: nn.Module, plan: Plan, batch: Callable[..., Any], slow:
     assert seen == [even, even, *[shares] * 3]
 
 
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("shard", ["nothing", "optimizer", pytest.param("gradients", marks=LONG), "parameters"])
 def test_uneven_shares_equal_one_process(shard: str) -> None:
@@ -116,6 +117,7 @@ def test_tensor_ranks_follow_the_slowest_of_them(slow: list[float]) -> None:
     verify_uneven(small_gpt(), plan, token_batch, slow, (6, 2))
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1, long=3)
 @ranks(4)
 @pytest.mark.parametrize(

@@ -122,6 +122,7 @@ def test_one_rank() -> None:
     assert "weight: 17×16, whole" in tree
 
 
+@pytest.mark.long
 @ranks(8)
 def test_pipeline_tensor_and_zero() -> None:
     batch = token_batch(8)

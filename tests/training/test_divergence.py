@@ -62,7 +62,7 @@ def flip_bit(tensor: Tensor, word: int, bit: int) -> None:
     words[word] ^= 1 << bit
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @ranks(4)
 @pytest.mark.parametrize("culprit", [0, 2])
 @pytest.mark.parametrize("what", PLACES)
@@ -143,6 +143,7 @@ def test_local_buffers_are_not_compared_but_weights_are() -> None:
         trainer.check_divergence()
 
 
+@pytest.mark.sampled(3)
 @ranks(2)
 @pytest.mark.parametrize(("check_every", "raised_at"), [(1, 3), (3, 3), (4, 4), (5, 5), (0, None)])
 def test_a_step_checks_when_the_plan_says(check_every: int, raised_at: int | None) -> None:

@@ -150,6 +150,7 @@ def test_a_folder_with_weights_is_pretrained(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gpt-neox", "bert", "roberta", "distilbert", "vit"])
 def test_first_values_are_of_the_right_kind(family: str) -> None:
     """Buffers are those of a model built with memory; parameters have its distribution."""

@@ -50,7 +50,7 @@ TOO_LARGE = {"bf16": float("inf"), "fp16": 1e6}
 """fp16 ends at 65504; bf16 where float32 does."""
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @ranks(2)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("shard", SHARDS)
@@ -111,6 +111,7 @@ def test_the_scale_goes_the_way_of_torchs_scaler(shard: str) -> None:
         assert trainer.num_skipped == 3
 
 
+@pytest.mark.sampled(4)
 @ranks(2)
 @pytest.mark.parametrize("loss_scale", ["dynamic", 1024])
 @pytest.mark.parametrize("shard", SHARDS)

@@ -83,7 +83,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(8, long=33)
+@pytest.mark.sampled(4, long=33)
 @pytest.mark.parametrize(("num_ranks", "compute", "shard", "microbatches", "formats"), CASES)
 def test_a_step_by_hand(num_ranks: int, compute: str, shard: str, microbatches: int, formats: str) -> None:
     """`formats`: of accumulation and of the exchange."""
@@ -102,7 +102,7 @@ def test_hybrid_sharding_by_hand(shard: str, compute: str, reduce: str) -> None:
     check(compute, shard, 3, "fp32", reduce, replicate=2)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -69,7 +69,7 @@ PLANS: dict[str, Plan] = {
 QUICK = ("zero 3, fp16", "tensor, split tokens", "ulysses", "1f1b", "local, nesterov, fp16")
 
 
-@pytest.mark.sampled(long=3)
+@pytest.mark.sampled(3, long=3)
 @ranks(2)
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in PLANS]

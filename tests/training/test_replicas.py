@@ -293,6 +293,7 @@ def test_the_plans_checks_come_with_exchanges() -> None:
 # Steps without targets.
 
 
+@pytest.mark.sampled(2)
 @ranks(4)
 @pytest.mark.parametrize("name", ["alone", "zero", "pipeline"])
 def test_a_replica_without_targets_makes_no_update(name: str) -> None:

@@ -141,7 +141,7 @@ def compare(case: Case, played: Played, *, tolerance: float) -> None:
     assert held_out_losses(trainer, parts) == pytest.approx(played.held_out, rel=1e-6)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("cases", [CASES], ids=[""])
 @pytest.mark.parametrize("name", CASES)

@@ -79,6 +79,7 @@ def test_in_another_thread_only_the_file_counts(tmp_path: Path) -> None:
     assert seen == [True]
 
 
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("asked", [0, 1])
 @pytest.mark.parametrize("way", ["signal", "file"])

@@ -75,6 +75,7 @@ def test_an_empty_batch_is_refused_by_one_process_too() -> None:
     assert trainer.steps_done == 0
 
 
+@pytest.mark.sampled(3)
 @ranks(2)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("loss", ["built-in", "mean", "sum and count"])

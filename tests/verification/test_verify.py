@@ -268,6 +268,7 @@ def test_one_rank_that_went_astray_is_named() -> None:
     assert "only entries 3 to 3 of 16 along dim 0 are off" in first.cause.text
 
 
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("where", ["loss", "gradient", "weight", "buffer"])
 def test_not_a_number_is_never_near(where: str) -> None:

@@ -101,6 +101,7 @@ def test_every_plan_has_a_rule() -> None:
 # ---- 16 bits ----
 
 
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize(
     ("plan", "loss", "gradient"),

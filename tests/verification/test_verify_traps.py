@@ -33,6 +33,7 @@ def without(what: str, name: str) -> Callable[..., Iterator[LocalTensor]]:
     )
 
 
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize(
     ("what", "name"), [("weight", "norm.weight"), ("gradient", "norm.weight"), ("buffer", "rotary.table_2TE")]
@@ -74,6 +75,7 @@ class Drops(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.sampled(3)
 @ranks(2)
 @pytest.mark.parametrize("draw", ["layer drop", "numpy", "spans", "path", "attention"])
 def test_functions_that_draw_are_silenced(draw: str) -> None:

@@ -127,7 +127,7 @@ class SkippedByTheData(Net):
 ORDERS = {made.__name__: made for made in (Repeated, FrozenRepeated, Reversed, Rounds, Long)}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("name", ORDERS)
@@ -136,7 +136,7 @@ def test_blocks_in_any_order(name: str, microbatches: int) -> None:
     check(ORDERS[name](), stage3(microbatches=microbatches, reshard="microbatch"), batches(8, 1, 8, 1))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("is_recomputed", [False, True])
 @pytest.mark.parametrize("skipped", [(1,), (0, 5), (3, 4, 5), (0, 1, 2, 3, 4, 5)], ids=str)
@@ -211,6 +211,7 @@ class InPlace(Net):
         return super().run(x * 2, tokens)
 
 
+@pytest.mark.sampled(2)
 @dataclasses.dataclass
 class Record:
     """What torch does not look into."""
@@ -278,6 +279,7 @@ class Checkpointed(Net):
         return x
 
 
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("span", [1, 2])
 @pytest.mark.parametrize("reentrant", [False, True])

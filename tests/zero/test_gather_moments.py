@@ -58,6 +58,7 @@ class Spy:
             yield
 
 
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("policy", ["none", "full"])
 @pytest.mark.parametrize("microbatches", [1, 2])
@@ -232,6 +233,7 @@ def check_goes_on(shard: str, interrupt: Callable[[Trainer, Interrupted], None])
     assert losses == pytest.approx([seen.loss for seen in train_alone(alone, batches(4, 4, 4))], rel=1e-12)
 
 
+@pytest.mark.sampled(4)
 @ranks(2)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("shard", ["nothing", "optimizer", "gradients", "parameters"])

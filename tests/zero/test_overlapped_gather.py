@@ -207,6 +207,7 @@ def test_stages_of_a_pipeline_wait_too() -> None:
             torch.testing.assert_close(parameter.detach(), seen[-1].weights[name], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @ranks(2)
 @pytest.mark.parametrize("how", ["as a whole", "in place"])

@@ -102,7 +102,7 @@ def check_wire(plan: Plan) -> None:
     assert {axis: sent for axis, sent in counted.items() if sent} == {k: v for k, v in predicted.items() if v}, plan
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @ranks(2)
 @pytest.mark.parametrize("number", range(len(wire_plans(2, 1))))
 def test_two_ranks_send_what_the_formulas_say(number: int) -> None:
@@ -208,13 +208,14 @@ def check_state(num_ranks: int, shard: str, precision: Precision) -> None:
 STATES = [*itertools.product(("nothing", *STAGES), (BF16, BF16_ALL)), *itertools.product(STAGES, (OWN,))]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @ranks(2)
 @pytest.mark.parametrize(("shard", "precision"), STATES)
 def test_two_ranks_keep_what_the_formulas_say(shard: str, precision: Precision) -> None:
     check_state(2, shard, precision)
 
 
+@pytest.mark.sampled(2)
 @ranks(4)
 @pytest.mark.parametrize("shard", STAGES)
 def test_four_ranks_keep_what_the_formulas_say(shard: str) -> None:

@@ -220,7 +220,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.sampled(4, long=3)
+@pytest.mark.sampled(2, long=3)
 @ranks(2)
 @pytest.mark.parametrize("precision", FORMATS)
 @pytest.mark.parametrize("shard", ["nothing", "optimizer", "gradients", "parameters"])

@@ -75,6 +75,7 @@ def check_groups(plan: Plan) -> None:
         torch.testing.assert_close(weight, seen[-1].weights[name], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.sampled(2)
 @ranks(2)
 @pytest.mark.parametrize("shard", STAGES)
 def test_groups_schedule_and_clipping_are_those_of_one_process(shard: str) -> None:
@@ -154,6 +155,7 @@ def test_one_bad_gradient_skips_the_step_on_all_ranks(shard: str, precision: Pre
     check_skip(dataclasses.replace(plan, precision=precision), poison)
 
 
+@pytest.mark.sampled(2)
 @ranks(4)
 @pytest.mark.parametrize("shard", STAGES)
 def test_one_bad_gradient_skips_the_step_on_all_replicas(shard: str) -> None:
@@ -196,6 +198,7 @@ def diverging(plan: Plan) -> Trainer:
     return trainer
 
 
+@pytest.mark.sampled(3)
 @ranks(4)
 @pytest.mark.parametrize("precision", [Precision(), BF16], ids=["own", "bf16"])
 @pytest.mark.parametrize("what", PLACES)
