@@ -37,11 +37,11 @@ from torch.nn.parallel import DistributedDataParallel
 import weft
 from weft.lab.counters import read_counters
 from weft.measure.codecs import MEASURED
-from weft.mesh import join_world, leave_world
 from weft.models.gpt import GPT, GPTConfig
 from weft.plan.plan import Axes, Plan, Precision
 from weft.planning.compression import describe
 from weft.units import format_bytes
+from weft.world import join_world, leave_world
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -38,9 +38,10 @@ from weft.comm.gloo import parts_to_add, start_all_gather, start_reduce_scatter
 from weft.comm.group import Group
 from weft.comm.shared_memory.native import find_kernels
 from weft.comm.shared_memory.reduction import add_into
-from weft.mesh import join_world, make_mesh
+from weft.mesh import make_mesh
 from weft.plan.plan import Axes, Comm, Plan
 from weft.units import format_bytes
+from weft.world import join_world
 
 SIZES = ("4KB", "64KB", "1MB", "25MB", "100MB", "400MB")
 UNITS = {"KB": 2**10, "MB": 2**20, "GB": 2**30, "B": 1}

@@ -39,10 +39,10 @@ from two_hosts import run_on_two_hosts
 
 import weft
 from weft.layout import part_of
-from weft.mesh import join_world, leave_world
 from weft.models.gpt import GPTConfig
 from weft.plan.plan import AXES, Axes, Plan, Step
 from weft.units import format_bytes
+from weft.world import join_world, leave_world
 
 SIZES = GPTConfig(vocab_size=256, context=128, num_layers=4, heads=8, tied=False)
 """Everything except the width: CPU cores are slow relative to any network, and a wide model computes much per byte."""

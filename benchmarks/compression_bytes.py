@@ -15,7 +15,7 @@ from torch import nn
 
 from weft.plan.exchange.coded_tensor import coded_tensors, is_coded
 from weft.plan.exchange.messages import messages_of
-from weft.plan.partition.replicas import exchanges_after
+from weft.plan.late_merges import exchanges_after
 from weft.plan.partition.wire import sent_bytes
 from weft.plan.plan import Plan
 

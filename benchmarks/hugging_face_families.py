@@ -95,8 +95,8 @@ def _verify(family_name: str, plan_name: str) -> tuple[str, str]:
     import transformers
 
     import weft
-    from weft.mesh import join_world
     from weft.plan.plan import Plan
+    from weft.world import join_world
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()

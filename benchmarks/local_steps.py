@@ -41,13 +41,13 @@ import torch.distributed as dist
 from torch import nn
 
 import weft
-from weft.mesh import join_world, leave_world
 from weft.models.convnet import ConvNet, ConvNetConfig
 from weft.models.gpt import GPT, GPTConfig
 from weft.optim.schedule import warmup_cosine
 from weft.plan.plan import Axes, Comm, Data, Plan
 from weft.training.data.datasets import BatchDataset, TokenWindows, digits, split_held_out, standard_library_text
 from weft.units import format_bytes
+from weft.world import join_world, leave_world
 
 NUM_REPLICAS = 4
 SYNCHRONOUS = 0

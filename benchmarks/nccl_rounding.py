@@ -12,8 +12,9 @@ from __future__ import annotations
 import torch
 
 from weft.comm.collectives import all_reduce
-from weft.mesh import join_world, leave_world, make_mesh
+from weft.mesh import make_mesh
 from weft.plan.plan import Axes, Plan
+from weft.world import join_world, leave_world
 
 NUMEL = 1 << 20
 

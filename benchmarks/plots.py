@@ -178,13 +178,29 @@ def dark_rules() -> str:
     return "<style>@media (prefers-color-scheme: dark) {\n" + "\n".join(rules) + "\n}</style>\n"
 
 
+def settings() -> Any:
+    """Context of all drawing: the same bytes everywhere."""
+    import matplotlib
+
+    return matplotlib.rc_context({**matplotlib.rcParamsDefault, **SETTINGS, "backend": "svg"})
+
+
+def svg_of(figure: Any, title: str) -> str:
+    """The SVG of a figure that was made under `settings`, for light and dark."""
+    written = io.StringIO()
+    figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
+    text = written.getvalue()
+    start = text.index("<svg")
+    inside = text.index(">", start) + 1
+    return text[start:inside] + f"\n<title>{escape(title)}</title>\n" + dark_rules() + text[inside:].lstrip("\n")
+
+
 def draw(picture: dict[str, Any]) -> str:
     """The SVG of a picture."""
-    import matplotlib
     from matplotlib.figure import Figure
 
     panels, styles = panels_of(picture), styles_of(picture)
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **SETTINGS, "backend": "svg"}):
+    with settings():
         num_columns = min(len(panels), 2)
         num_rows = math.ceil(len(panels) / num_columns)
         width, height = PANEL_INCHES
@@ -202,13 +218,7 @@ def draw(picture: dict[str, Any]) -> str:
             letters = max(map(len, entries)) + LEGEND_LINE_LETTERS
             per_row = max(1, min(len(entries), int(width * num_columns * LETTERS_PER_INCH / letters)))
             figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=per_row)
-        written = io.StringIO()
-        figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
-    text = written.getvalue()
-    start = text.index("<svg")
-    inside = text.index(">", start) + 1
-    title = f"<title>{escape(picture.get('title') or panels[0].get('title') or 'A study')}</title>\n"
-    return text[start:inside] + "\n" + title + dark_rules() + text[inside:].lstrip("\n")
+        return svg_of(figure, picture.get("title") or panels[0].get("title") or "A study")
 
 
 def main() -> None:

@@ -40,8 +40,8 @@ from sequence_sides import (
 from sequence_timing import FEWEST_ROUNDS, Times, median_ms, ratio, time_in_turn
 from torch.multiprocessing.spawn import start_processes
 
-from weft.mesh import World, join_world
 from weft.plan.partition.sequence import allowed_pairs, make_places
+from weft.world import World, join_world
 
 PARTS = ("attention", "step")
 GOAL, GOAL_RANKS = 1.6, 4

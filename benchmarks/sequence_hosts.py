@@ -38,9 +38,9 @@ from two_hosts import run_on_two_hosts
 
 import weft
 from weft.lab.counters import read_counters
-from weft.mesh import join_world, leave_world
 from weft.models.gpt import GPTConfig
 from weft.units import format_bytes
+from weft.world import join_world, leave_world
 
 SIZES = GPTConfig(vocab_size=256, num_layers=4, hidden=256, heads=8)
 """Narrow, because CPU cores are slow relative to any network: the wider a model, the more it computes per byte."""

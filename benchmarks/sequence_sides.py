@@ -23,13 +23,14 @@ from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as template
 
 import weft
-from weft.mesh import World, make_mesh
+from weft.mesh import make_mesh
 from weft.models.gpt import GPT, GPTConfig
 from weft.parallel.attention.attention import Pass, attend
 from weft.parallel.attention.attention_call import make_axes
 from weft.plan.partition.sequence import make_places
 from weft.plan.plan import Axes, Comm, Plan
 from weft.plan.plan import Sequence as SequenceSection
+from weft.world import World
 
 aten = torch.ops.aten
 HEADS, HEAD_DIM = 8, 64

@@ -28,9 +28,9 @@ from two_hosts import run_on_two_hosts
 
 import weft
 from weft.lab.counters import read_counters
-from weft.mesh import join_world, leave_world
 from weft.plan.plan import AXES, Axes, Plan
 from weft.units import format_bytes
+from weft.world import join_world, leave_world
 
 SIZE = Size(
     vocab_size=512,

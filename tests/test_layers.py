@@ -18,15 +18,16 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src"
 
 ROOMS = (
-    "errors units hosts c_library plan plan.partition plan.exchange plan.pipeline profiles planning report "
-    "dtypes comm.shared_memory comm.failures comm.world comm mesh parallel.wrapping blueprint models layout "
+    "errors units hosts host_memory c_library plan plan.partition plan.exchange plan.pipeline profiles planning report "
+    "dtypes comm.shared_memory comm.failures comm.world comm world mesh parallel.wrapping blueprint models layout "
     "parallel.tracing parallel.zero parallel.state parallel.attention parallel.sequence parallel.spatial "
     "parallel.tensor.discovery parallel.tensor parallel.pipeline "
-    "codecs.native codecs.triton_kernels codecs.formats codecs sync.exchange sync server "
+    "codecs.native codecs.triton_kernels codecs.formats codecs "
+    "server.protocol sync.exchange sync server.workers server.weights server "
     "checkpoint.files checkpoint optim "
     "training.data training.loss training.step training.setup parallel training training.run "
     "verification.float64 verification.compression verification "
-    "measure lab restarts launch cli __main__"
+    "measure lab restarts launch launch_workers launch_servers cli __main__"
 ).split()
 """Packages in import order; a sub-package may stand above or below the package that holds it."""
 FIRST_WITH_TORCH = ROOMS.index("dtypes")

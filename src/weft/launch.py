@@ -35,7 +35,7 @@ from weft.restarts import RankFailure, Restarts, first_failure
 
 STOP_FILE = "stop"
 _ERROR_FILE = "error.json"
-_PARENT_FILE = "parent"
+PARENT_FILE = "parent"
 _REPORT_WAIT_S = 2.0
 
 
@@ -65,8 +65,8 @@ def launch(
 
     for chatty in ("torch.distributed.elastic", "torch.multiprocessing"):  # the errors below are clearer
         logging.getLogger(chatty).setLevel(logging.CRITICAL)
-    _start_server()
-    with tempfile.TemporaryDirectory(prefix="weft-") as name, (Path(name) / _PARENT_FILE).open("w") as parent:
+    start_server()
+    with tempfile.TemporaryDirectory(prefix="weft-") as name, (Path(name) / PARENT_FILE).open("w") as parent:
         folder = Path(name)
         fcntl.flock(parent, fcntl.LOCK_EX)
         config = LaunchConfig(
@@ -85,12 +85,12 @@ def launch(
         )
         restarts = Restarts(max_restarts)
         try:
-            with _interruptible(folder), _deciding(restarts, folder):
-                results = elastic_launch(config, _enter)(function, str(folder), arguments)
+            with interruptible(folder), _deciding(restarts, folder):
+                results = elastic_launch(config, enter)(function, str(folder), arguments)
         except ChildFailedError as error:
-            failure = _reported(folder) or _describe(first_failure(dict([error.get_first_failure()])), restarts)
+            failure = reported(folder) or _describe(first_failure(dict([error.get_first_failure()])), restarts)
             raise failure from failure.__cause__
-        if mistake := _reported(folder):
+        if mistake := reported(folder):
             raise mistake
     return [results[rank] for rank in sorted(results)]
 
@@ -119,7 +119,7 @@ def _deciding(restarts: Restarts, folder: Path) -> Iterator[None]:
         module.LocalElasticAgent = original
 
 
-def _start_server() -> None:
+def start_server() -> None:
     """Start the process that ranks are forked from, out of reach of Ctrl-C."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["weft.training.run.loop", "weft.launch"])
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which it inherits
@@ -129,7 +129,7 @@ def _start_server() -> None:
         signal.signal(signal.SIGINT, previous)
 
 
-def _enter(function: Callable[..., Any], folder_name: str, arguments: dict[str, Any]) -> Any:
+def enter(function: Callable[..., Any], folder_name: str, arguments: dict[str, Any]) -> Any:
     """The main function of a rank. It reports a user's mistake to the parent, any other error to the agent."""
     import torch
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -176,7 +176,7 @@ def _end(code: int) -> NoReturn:
 
 def _end_with_parent(folder: Path) -> None:
     """End this rank when its parent is killed: a resumed run would find it writing to its directory."""
-    file = (folder / _PARENT_FILE).open()
+    file = (folder / PARENT_FILE).open()
 
     def watch() -> None:
         fcntl.flock(file, fcntl.LOCK_SH)  # the parent holds it exclusively for as long as it lives
@@ -186,7 +186,7 @@ def _end_with_parent(folder: Path) -> None:
 
 
 @contextmanager
-def _interruptible(folder: Path) -> Iterator[None]:
+def interruptible(folder: Path) -> Iterator[None]:
     """Context in which Ctrl-C and SIGTERM ask the ranks to stop."""
     stop, others = folder / STOP_FILE, multiprocessing.active_children()
 
@@ -222,7 +222,7 @@ def _report(folder: Path, error: WeftError) -> None:
     temporary.rename(folder / _ERROR_FILE)
 
 
-def _reported(folder: Path) -> WeftError | None:
+def reported(folder: Path) -> WeftError | None:
     """The user's mistake that a rank reported, if one did."""
     path = folder / _ERROR_FILE
     if not path.exists():

@@ -1,8 +1,8 @@
 """From a plan to ranks, axes and process groups.
 
-A `World` is this process among all processes; a `Mesh` gives every rank its place on the plan's axes and the process
-groups that the plan declares (`plan/partition/groups.py`). They are made with the mesh, so that looking one up is never
-collective, and `close` gives them back.
+A `Mesh` gives every rank of a `World` its place on the plan's axes and the process groups that the plan declares
+(`plan/partition/groups.py`). They are made with the mesh, so that looking one up is never collective, and `close` gives
+them back.
 
 With one process and no launcher there is no process group at all, and every group has one member.
 """
@@ -11,36 +11,17 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
-from torch.distributed.rendezvous import rendezvous
 
-from weft.comm.failures.watch import leave_watch, report, watch_world
 from weft.comm.group import Group, Traffic
-from weft.comm.process_groups import ProcessGroups
-from weft.comm.under_way import wait_for_all
-from weft.comm.world.binding import (
-    RankLocation,
-    backend_of,
-    exchange_locations,
-    find_location,
-    needless_sharing_warning,
-    number_hosts,
-    request_hardware_queues,
-    require_own_gpus,
-    slow_backend_warning,
-)
-from weft.comm.world.fake_world import is_fake, ranks_per_host, refuse_half_fake
+from weft.comm.objects import gather_values
+from weft.comm.process_groups import ProcessGroups, is_used_between_steps
 from weft.comm.world.nccl_settings import nccl_problems, require_room_for_communicators
 from weft.errors import LaunchError, PlanError
-from weft.hosts import host_id
 from weft.plan.all_ranks import with_ranks
 from weft.plan.check import check, require
 from weft.plan.model_refusals import SHARED_MEMORY_ON_A_DEVICE
@@ -55,35 +36,10 @@ from weft.plan.partition.groups import (
     plan_groups,
 )
 from weft.plan.partition.replicas import batch_axes, one_replica, replica_axes, state_axes
-from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Plan
-from weft.plan.text import format_plan
+from weft.world import World
 
-DEFAULT_TIMEOUT_S = 1800.0
-"""Of exchanges, as torch's own."""
 log = logging.getLogger("weft")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class World:
-    """This process among all processes of the run."""
-
-    rank: int
-    """This process, counted over all hosts."""
-    size: int
-    """Processes in the run."""
-    local_rank: int
-    """This process, counted on its host."""
-    device: torch.device
-    hosts: tuple[int, ...] = (0,)
-    """The number of each rank's host."""
-    backend: str = "gloo"
-    """The c10d backend that moves tensors of this device between ranks."""
-
-    @property
-    def is_fake(self) -> bool:
-        """True if tensors have no values, and other ranks, if any, do not exist, so nothing can be run."""
-        return self.device.type == "meta"
 
 
 class Mesh:
@@ -91,7 +47,7 @@ class Mesh:
 
     def __init__(self, plan: Plan, world: World, *, sharing: Mesh | None = None) -> None:
         """`sharing`: a mesh with the same axes and transport, whose process groups this one uses and does not close.
-        Groups on which something may be under way between two calls are always a mesh's own (`_is_own`)."""
+        Groups on which something may be under way between two calls are always a mesh's own."""
         self.plan = plan
         self.world = world
         self.grid = Grid(plan.axes)
@@ -138,12 +94,8 @@ class Mesh:
         self._refuse_closed()
         for key in keys:
             if key not in self._groups:
-                owner = self._own if self._is_own(key) else self.process_groups
+                owner = self._own if is_used_between_steps(self.plan, key) else self.process_groups
                 self._groups[key] = owner.get_or_make(key, self.traffic)
-
-    def _is_own(self, key: GroupKey) -> bool:
-        """True for groups that hold messages between two steps: those of pipelines that never empty."""
-        return key[0].startswith("pipeline") and self.plan.pipeline.schedule in FLUSH_FREE
 
     def group(self, axes: str, purpose: str) -> Group:
         """The group of this rank along an axis, or several joined by "+"; see `plan/partition/groups.py`."""
@@ -182,6 +134,41 @@ class Mesh:
     def everyone(self, purpose: str) -> Group:
         """All ranks of the run as one group; its traffic is counted under "world"."""
         return self.group(WORLD, purpose)
+
+    @property
+    def whole_plan(self) -> Plan:
+        """The plan of the run: of all workers, where each is a world of its own."""
+        return self.plan
+
+    @property
+    def ranks_before(self) -> int:
+        """Ranks of the run that are counted before this world's: those of other workers."""
+        return 0
+
+    @property
+    def leads(self) -> bool:
+        """Ranks of this world write what is written once per run."""
+        return True
+
+    @property
+    def joins_running(self) -> bool:
+        """The run has begun before, so that weights come from others and not from a checkpoint."""
+        return False
+
+    @property
+    def by_itself(self) -> int | None:
+        """The number of this world's worker, if it was started by itself: it tells there how the run goes."""
+        return None
+
+    @property
+    def described(self) -> Mapping[str, Any]:
+        """What the run says of itself, where this world has joined one that others have started."""
+        return {}
+
+    def said_by_first(self, text: str) -> str:
+        """What the first rank of the run gave here; collective."""
+        said: str = gather_values(text, self.everyone("control"))[0]
+        return said
 
     @property
     def axis_groups(self) -> tuple[Group, ...]:
@@ -257,11 +244,13 @@ def make_mesh(
     groups: Sequence[GroupKey] | None = None,
     batch_norms: bool = False,
     sharing: Mesh | None = None,
+    kind: Callable[[Plan, World], Mesh] | None = None,
 ) -> Mesh:
     """Lay the plan's axes over the ranks that are running, and make its process groups; collective.
 
     A plan that does not fit the ranks is refused. `groups`: instead of those of the plan, one of which only models with
-    batch norms need. `sharing`: a mesh of the same axes and transport, whose process groups are used.
+    batch norms need. `sharing`: a mesh of the same axes and transport, whose process groups are used. `kind`: makes
+    another kind of mesh.
     """
     plan = with_ranks(plan, world.size)
     require(check(plan, num_ranks=world.size))
@@ -283,7 +272,7 @@ def make_mesh(
             bytes_each=COMMUNICATOR_BYTES,
             device=str(world.device),
         )
-    mesh = Mesh(plan, world, sharing=sharing)
+    mesh = Mesh(plan, world, sharing=sharing) if kind is None else kind(plan, world)
     try:
         mesh.add_groups(plan_groups(plan, batch_norms=batch_norms, hosts=world.hosts) if groups is None else groups)
     except BaseException:
@@ -298,103 +287,3 @@ def _require_nccl_settings(plan: Plan, world: World) -> None:
         raise LaunchError(found.refused)
     for text in found.warned if world.rank == 0 else ():
         log.warning("%s", text)
-
-
-def join_world(
-    device: torch.device | str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S, plan: Plan | None = None
-) -> World:
-    """Join the processes a launcher started (torchrun's environment), or be the only one; collective.
-
-    Ranks with different versions, or with different plans where `plan` is given, are refused on all of them.
-    A process group that exists already is used as it is. A new one gets a store of its own for every attempt: after a
-    restart, torchrun's shared store still holds the dead attempt's addresses, and gloo would connect to them.
-    """
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0")
-    if device is None or torch.device(device).type == "cuda":
-        request_hardware_queues(os.environ)  # before the first question to the driver
-    chosen = _choose_device(device, local_rank)
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
-    if dist.is_initialized():
-        refuse_half_fake(chosen)
-        if is_fake():
-            return _fake_world(chosen)
-        rank, size = dist.get_rank(), dist.get_world_size()
-        watch_world(_get_default_store(), rank, size, timeout_s=timeout_s)
-        locations = _exchange_locations(_get_default_store(), rank, size, chosen, plan)
-    elif launched and int(os.environ["WORLD_SIZE"]) > 1:
-        refuse_half_fake(chosen)
-        store, rank, size = _meet(timeout_s)
-        watch_world(store, rank, size, timeout_s=timeout_s)
-        locations = _exchange_locations(store, rank, size, chosen, plan)
-        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" and dist.is_nccl_available() else "gloo"
-        timeout = timedelta(seconds=timeout_s)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-        watch_world(store, rank, size, timeout_s=timeout_s)  # which learns the group
-    else:
-        return World(rank=0, size=1, local_rank=0, device=chosen)
-    backend = backend_of(chosen, dist.group.WORLD)
-    for warning in (slow_backend_warning(locations, backend), needless_sharing_warning(locations, os.environ)):
-        if warning is not None and rank == 0 and size > 1:
-            log.warning("%s", warning)
-    return World(
-        rank=rank, size=size, local_rank=local_rank, device=chosen, hosts=number_hosts(locations), backend=backend
-    )
-
-
-def leave_world() -> None:
-    """End the process group, if there is one.
-
-    If an exception is being handled (in a `finally`, for example), it reports the error to the other ranks and keeps
-    NCCL's communicators: destroying one waits for kernels that wait for those ranks.
-    """
-    error = sys.exc_info()[1]
-    if isinstance(error, Exception):
-        report(error)
-        if dist.is_initialized() and "nccl" in dist.get_backend_config():
-            return
-    else:
-        wait_for_all()
-        leave_watch()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _fake_world(device: torch.device) -> World:
-    each, rank, size = ranks_per_host(), dist.get_rank(), dist.get_world_size()
-    hosts = tuple(other // each for other in range(size))
-    return World(rank=rank, size=size, local_rank=rank % each, device=device, hosts=hosts)
-
-
-def _exchange_locations(
-    store: Store, rank: int, size: int, device: torch.device, plan: Plan | None
-) -> tuple[RankLocation, ...]:
-    """Every rank's host and device; collective. Ranks that cannot work together are refused on all of them."""
-    location = find_location(host_id(), device, rank=rank, environment=os.environ)
-    if plan is not None:
-        location = replace(location, plan=format_plan(plan))
-    locations = exchange_locations(store, rank, size, location)
-    require_own_gpus(locations)
-    return locations
-
-
-def _meet(timeout_s: float) -> tuple[Store, int, int]:
-    """The store of this attempt, this rank, and the number of ranks."""
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    try:
-        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-    except (ValueError, RuntimeError) as error:
-        raise LaunchError(f"cannot reach the other ranks: {error}; start weft with `weft train` or torchrun") from error
-    return PrefixStore(f"weft/attempt-{attempt}", store), rank, size
-
-
-def _choose_device(device: torch.device | str | None, local_rank: int) -> torch.device:
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if chosen.type == "cuda" and chosen.index is None:  # "cuda" means this rank's own
-        everyone = dist.group.WORLD if dist.is_initialized() else None
-        bound: torch.device | None = None if everyone is None else everyone.bound_device_id
-        if bound is not None and bound.type == "cuda":  # its communicator is on that one
-            return bound
-        return torch.device("cuda", local_rank % torch.cuda.device_count())
-    return chosen

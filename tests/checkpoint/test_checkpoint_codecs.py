@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from weft.checkpoint import codec_state
 from weft.codecs.base import LINEAR_KINDS
 from weft.plan.plan import Codec, Plan
+from weft.sync.delayed import DelayedSync
 from weft.training.parallelize import parallelize
 from weft.training.trainer import Trainer
 
@@ -190,6 +191,40 @@ def test_another_plan_goes_on_with_the_same_sum(tmp_path: Path, before: str, aft
 @pytest.mark.parametrize("name", ["topk", "onebit", "powersgd"])
 def test_another_plan_goes_on_with_the_sum_of_every_codec(tmp_path: Path, name: str) -> None:
     goes_over(tmp_path, coded(PLANS["tensor 2"], name), coded(PLANS["data 4"], name))
+
+
+@LONG
+@ranks(2)
+def test_another_delay_goes_on_with_what_no_exchange_under_way_has_sent(tmp_path: Path) -> None:
+    """PowerSGD keeps one state for each of them."""
+
+    def delayed(delay: int) -> Plan:
+        plan = data_plan(2)
+        return coded(
+            dataclasses.replace(plan, data=dataclasses.replace(plan.data, sync="delayed", delay=delay)), "powersgd"
+        )
+
+    trainer, other = make(delayed(4)), make(delayed(5))
+    train_on_tokens(trainer, 9)
+    trainer.save(tmp_path / "saved")
+    assert isinstance(trainer.sync, DelayedSync) and len(trainer.sync.further_compressed) == 3
+    kept_now, further = kept(trainer), [one.tensors() for one in trainer.sync.further_compressed]
+    mine = {
+        name: tensor + sum(one[name] for one in further)
+        for name, tensor in kept_now.items()
+        if name.partition("/")[0] in LINEAR_KINDS
+    }
+    of_all = gathered(mine)
+    train_on_tokens(other, 7)
+    other.load(tmp_path / "saved")
+    found = kept(other)
+    for name in mine:
+        torch.testing.assert_close(found[name], sum(one[name] for one in of_all) / len(of_all))
+    assert isinstance(other.sync, DelayedSync)
+    assert not any(one.tensors()[name].any() for one in other.sync.further_compressed for name in mine)
+    assert mine and all(tensor.any() for tensor in mine.values())
+    for one in (trainer, other):
+        one.close()
 
 
 @LONG

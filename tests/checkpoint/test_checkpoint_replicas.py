@@ -39,16 +39,21 @@ from weft.training.trainer import Trainer
 
 NUM_BEFORE, NUM_AFTER = 4, 3
 """Replicas exchange every 3 steps: once before the save, and in the middle of what follows."""
+DELAYED = {"sync": "delayed", "every": 1, "delay": 3}
 DILOCO = {"outer": "nesterov", "outer_lr": 0.7, "outer_momentum": 0.9}
 
 
 def local(plan: Plan, **changes: Any) -> Plan:
-    return dataclasses.replace(plan, data=dataclasses.replace(plan.data, sync="local", every=3, **changes))
+    return dataclasses.replace(plan, data=dataclasses.replace(plan.data, **{"sync": "local", "every": 3, **changes}))
 
 
 PLANS: dict[str, tuple[int, Plan]] = {
     "average": (2, local(data_plan(2))),
     "diloco": (2, local(data_plan(2), **DILOCO)),
+    "delayed": (2, local(data_plan(2), **DELAYED)),
+    "streaming": (2, local(data_plan(2), **DILOCO, fragments=2, delay=2, mix=0.5)),
+    "streaming, after steps together": (2, local(data_plan(2), switch_step=2, delay=2)),
+    "delayed, zero 3 inside": (4, local(data_plan(2, replicate=2, shard="parameters"), **DELAYED)),
     "batch norm": (2, local(data_plan(2))),
     "separate statistics": (2, local(data_plan(2, buffers="local"))),
     "zero 1 inside": (4, local(data_plan(2, replicate=2, shard="optimizer"))),

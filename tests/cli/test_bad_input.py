@@ -88,11 +88,11 @@ def test_unknown_names_and_values_in_a_job(refuse: Refusal) -> None:
 
 
 def test_problems_of_plan_and_job_come_together(refuse: Refusal, workspace: Workspace) -> None:
-    job = refuse.job_with(workspace, '[axes]\ndata = 16\n[data]\nsync = "delayed"\n')
+    job = refuse.job_with(workspace, '[axes]\ndata = 16\n[data]\nsync = "server"\n')
     job.write_text(job.read_text().replace("heads = 2", "heads = 3").replace("corpus.txt", "corpse.txt"))
     words = (
         "data 16 = 16 ranks, 2 are running",
-        '[data] sync = "delayed" is not built yet',
+        '[data] sync = "server" is not built yet',
         "a global batch of 8 is smaller than the 16 data ranks",
         "heads 3 do not divide hidden 32",
         "no file matches",

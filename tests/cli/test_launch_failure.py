@@ -15,7 +15,7 @@ from ranks import start_forkserver
 
 from weft.errors import DataError, LaunchError
 from weft.launch import launch
-from weft.mesh import join_world
+from weft.world import join_world
 
 FOREVER_S = 600.0
 LATE_S = 20.0
@@ -64,7 +64,7 @@ def test_the_first_failure_ends_all_ranks_and_is_what_the_parent_raises(
 SCRIPT = """
 import signal, sys, threading, time
 from pathlib import Path
-from weft.mesh import join_world
+from weft.world import join_world
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 world = join_world("cpu")

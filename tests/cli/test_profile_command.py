@@ -11,7 +11,7 @@ import pytest
 from command import Outcome, Workspace, finish, start, start_torchrun
 from rich.console import Console
 
-from weft.cli.compression import Question, print_codecs, read_count
+from weft.cli.compression import ModelOptions, print_codecs, read_count
 from weft.measure.codecs import MEASURED
 from weft.measure.exchanges import TIMED
 from weft.profiles.cluster import Compression
@@ -103,13 +103,13 @@ def test_codecs_are_compared_for_a_size_or_for_the_model_of_a_job(
 ) -> None:
     half = Compression(name="half", alpha_s=0.0, element_ns=1.0, replica_element_ns=0.0)
 
-    def printed(question: Question) -> str:
+    def printed(question: ModelOptions) -> str:
         console = Console(file=StringIO(), width=200)
         print_codecs(console, replace(preset("1gbe"), compressions=(half,)), question)
         assert isinstance(console.file, StringIO)
         return console.file.getvalue()
 
-    given = printed(Question(num_parameters=8_000_000, num_replicas=16))
+    given = printed(ModelOptions(num_parameters=8_000_000, num_replicas=16))
     assert "a model of 8.0 M parameters, exchanged between 16 replicas" in given
     # 2 × 15 / 16 × 2 bytes saved per element, in 0.5 ns: each of two ranks of a host compresses half
     assert (
@@ -118,11 +118,11 @@ def test_codecs_are_compared_for_a_size_or_for_the_model_of_a_job(
         and "faster at 936 Mbit/s" in given
         and "any optimizer, between local steps" in given
     )
-    of_job = printed(Question(job=workspace.job))
+    of_job = printed(ModelOptions(job=workspace.job))
     assert f"gradients of {workspace.job.name} (" in of_job and "between 4 replicas" in of_job
     (workspace.folder / "weft_cli_greedy.py").write_text("def model():\n    raise MemoryError")
     greedy = workspace.folder / "greedy.toml"
     greedy.write_text('[model]\nname = "weft_cli_greedy:model"\n')
     monkeypatch.syspath_prepend(workspace.folder)
     told = "a model of 25.0 M parameters (the model of greedy.toml cannot be built without memory)"
-    assert told in printed(Question(job=greedy))
+    assert told in printed(ModelOptions(job=greedy))

@@ -126,6 +126,7 @@ def test_logs_of_all_ranks_and_attempts_are_in_the_runs_folder(workspace: Worksp
         "resume": False,
         "trace": None,
         "replicas_in_process": False,
+        "environment": {},
     }
     with pytest.raises(LaunchError, match="in step 3 and was started again once in vain"):
         launch(_run_rank, arguments, num_ranks=2, max_restarts=3)

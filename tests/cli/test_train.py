@@ -47,7 +47,7 @@ Reference = tuple[Path, Outcome]
 
 
 def test_the_options_are_these() -> None:
-    """At most a dozen: everything else is in the job and the plan."""
+    """About a dozen: everything else is in the job and the plan."""
     commands = get_command(app).commands  # type: ignore[attr-defined]
     options = {
         name: sorted(option for parameter in command.params for option in parameter.opts if option.startswith("-"))
@@ -58,24 +58,19 @@ def test_the_options_are_these() -> None:
             "--bandwidth --check --counters --delay --hosts --jitter --loss --per-host --preset --ranks-per-host "
             "--topology --traceback"
         ).split(),
-        "profile": [
-            "--job",
-            "--output",
-            "--parameters",
-            "--preflight",
-            "--quick",
-            "--ranks",
-            "--replicas",
-            "--traceback",
-        ],
+        "profile": (
+            "--advise --bandwidth --cluster --job --latency --output --parameters --preflight --quick --ranks "
+            "--replicas --step-time --traceback"
+        ).split(),
         "train": (
-            "--output --plan --ranks --replicas-in-process --restarts --resume --steps --timeout --trace --traceback"
+            "--join --key --listen --output --plan --ranks --replicas-in-process --restarts --resume --role --servers "
+            "--steps --timeout --trace --traceback"
         ).split(),
         "verify": ["--batch", "--dtype", "--json", "--plan", "--steps", "--traceback"],
     }
 
 
-@pytest.mark.parametrize("command", ["train", "verify"])
+@pytest.mark.parametrize("command", ["profile", "train", "verify"])
 def test_help_has_an_example(command: str) -> None:
     result = CliRunner().invoke(app, [command, "--help"])
     assert result.exit_code == 0
@@ -90,7 +85,7 @@ def test_help_is_never_cut(columns: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("TERMINAL_WIDTH", columns)
     for command in ([], ["profile"], ["lab"], ["train"], ["verify"]):
         text = CliRunner().invoke(app, [*command, "--help"]).output
-        sentences = text.partition("\n")[2].replace("--nproc-per-node 4 ... -m", "")  # the usage has dots of its own
+        sentences = text.partition("\n")[2].replace(" ... -m", "")  # those of torchrun's own options
         assert "..." not in sentences and "…" not in sentences, text
         for parameter in get_command(app).commands[command[0]].params if command else ():  # type: ignore[attr-defined]
             assert " ".join((parameter.help or "").split()) in " ".join(text.split())
@@ -118,7 +113,7 @@ def test_a_run_has_one_line_of_metrics_a_step(reference: Reference) -> None:
     steps = [line for line in lines_of(reference[0]) if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, TOTAL_STEPS + 1))
     names = "step loss lr unit units_per_s step_s exchange_s bubble_s compute_s sent_bytes memory_bytes grad_norm "
-    names += "num_skipped loss_scale spike exchanged spread replica_losses shares straggler"
+    names += "num_skipped loss_scale spike exchanged spread delay replica_losses shares straggler"
     for line in steps:
         assert list(line) == names.split()
         assert line["unit"] == "tokens" and line["units_per_s"] > 0
@@ -314,9 +309,9 @@ def test_ctrl_c_does_not_reach_the_server_that_ranks_are_forked_from() -> None:
     script = (
         "import signal, pathlib\n"
         "from multiprocessing import forkserver\n"
-        "from weft.launch import _start_server\n"
+        "from weft.launch import start_server\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in a shell's background
-        "_start_server()\n"
+        "start_server()\n"
         "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
         "pid = forkserver._forkserver._forkserver_pid\n"
         "status = pathlib.Path(f'/proc/{pid}/status').read_text()\n"

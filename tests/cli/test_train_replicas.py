@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from command import SAVE_EVERY, TOTAL_STEPS, Outcome, Workspace, lines_of
+from command import (
+    SAVE_EVERY,
+    TOTAL_STEPS,
+    Outcome,
+    Workspace,
+    assert_same_run,
+    finish,
+    lines_of,
+    start,
+    wait_for_step,
+)
 from safetensors.torch import load_file
 
 from weft.plan.text import read_plan
@@ -101,3 +113,46 @@ def test_a_run_without_any_exchange_is_warned_of(
     assert outcome.code == 0
     logs = "".join(path.read_text() for path in (tmp_path / "run" / "logs").rglob("*.log"))
     assert "[data] every = 50, and the run has 1 steps: replicas exchange nothing before its end" in logs
+
+
+LATE = {
+    "delayed": '[axes]\ndata = 2\n[data]\nsync = "delayed"\nevery = 2\ndelay = 7\n[codec]\nname = "topk"\n',
+    "streaming": PLAN.replace("every = 3", "every = 6\nfragments = 1\ndelay = 4\nmix = 0.5"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LATE)
+def test_a_peer_that_dies_while_exchanges_are_under_way_is_survived(
+    name: str, run_here: RunHere, workspace: Workspace, tmp_path: Path
+) -> None:
+    """The ranks end, start again, and go on from a checkpoint with what was under way, to the bit."""
+    plan, whole, killed = tmp_path / "late.toml", tmp_path / "whole", tmp_path / "killed"
+    plan.write_text(LATE[name])
+    assert run_here("train", workspace.job, "--plan", plan, "--output", whole).code == 0
+    job = workspace.slow_job(tmp_path)
+    process = start("train", job, "--plan", plan, "--output", killed, folder=workspace.folder)
+    for rank, step in ((1, 13), (0, 35)):
+        wait_for_step(killed, step)
+        os.kill(int((tmp_path / "pids" / str(rank)).read_text()), signal.SIGKILL)
+    outcome = finish(process)
+    assert outcome.code == 0, outcome.stderr
+    assert "rank 1 was killed by SIGKILL; all ranks are started again (restart 1 of 3)" in outcome.stderr
+    assert_same_run(killed, whole)
+
+
+@pytest.mark.long
+def test_a_run_that_is_not_restarted_ends_cleanly_and_is_resumed(
+    run_here: RunHere, workspace: Workspace, tmp_path: Path
+) -> None:
+    plan, whole, killed = tmp_path / "late.toml", tmp_path / "whole", tmp_path / "killed"
+    plan.write_text(LATE["delayed"])
+    assert run_here("train", workspace.job, "--plan", plan, "--output", whole).code == 0
+    job = workspace.slow_job(tmp_path)
+    process = start("train", job, "--plan", plan, "--output", killed, "--restarts", "0", folder=workspace.folder)
+    wait_for_step(killed, 24)
+    os.kill(int((tmp_path / "pids" / "1").read_text()), signal.SIGKILL)
+    outcome = finish(process, timeout_s=60.0)
+    assert (outcome.code, outcome.stderr) == (2, "weft: rank 1 was killed by SIGKILL\n")
+    assert run_here("train", "--resume", killed).code == 0
+    assert_same_run(killed, whole)

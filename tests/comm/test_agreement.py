@@ -12,9 +12,9 @@ from torch import nn
 
 from weft.comm.world import agreement, binding
 from weft.errors import LaunchError, PlanError
-from weft.mesh import join_world
 from weft.plan.plan import Axes, Comm, Plan, Step
 from weft.training.parallelize import parallelize
+from weft.world import join_world
 
 
 @ranks(2)

@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weft import mesh
+import weft.world
 from weft.comm.world.binding import (
     SHARE_GPUS,
     RankLocation,
     exchange_locations,
     needless_sharing_warning,
     prepare_sharing,
+    ranks_on_device,
     require_own_gpus,
     slow_backend_warning,
 )
@@ -32,6 +33,13 @@ def locations(gpus: str, *, hosts: str = "", num_gpus: int = 1) -> list[RankLoca
 
 def test_one_visible_gpu_per_rank_is_no_shared_gpu() -> None:
     require_own_gpus(locations("abcd", num_gpus=1))
+
+
+def test_ranks_that_share_a_memory_are_counted_by_gpus_not_by_what_each_sees() -> None:
+    assert [ranks_on_device(locations("abac", num_gpus=1), rank) for rank in range(4)] == [2, 1, 2, 1]
+    assert ranks_on_device(locations("aa", hosts="xy"), 0) == 1
+    hosts = [RankLocation(host=host, device="cpu") for host in "xxy"]
+    assert [ranks_on_device(hosts, rank) for rank in range(3)] == [2, 2, 1]
 
 
 def test_the_same_gpu_number_on_another_host_is_another_gpu() -> None:
@@ -108,9 +116,11 @@ def test_sharing_is_prepared_only_if_asked_for() -> None:
 def test_a_group_that_is_bound_to_a_gpu_decides_over_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """The communicator of a group made with `device_id` is on that GPU, whatever a launcher counts."""
     world = SimpleNamespace(bound_device_id=torch.device("cuda", 3))
-    monkeypatch.setattr(mesh, "dist", SimpleNamespace(is_initialized=lambda: True, group=SimpleNamespace(WORLD=world)))
-    assert mesh._choose_device("cuda", 0) == torch.device("cuda", 3)
-    assert mesh._choose_device("cuda:1", 0) == torch.device("cuda", 1)
+    monkeypatch.setattr(
+        weft.world, "dist", SimpleNamespace(is_initialized=lambda: True, group=SimpleNamespace(WORLD=world))
+    )
+    assert weft.world.choose_device("cuda", 0) == torch.device("cuda", 3)
+    assert weft.world.choose_device("cuda:1", 0) == torch.device("cuda", 1)
 
 
 def test_gpus_over_gloo_are_warned_of_and_nothing_else() -> None:

@@ -19,8 +19,9 @@ from weft.comm import collectives
 from weft.comm.group import Group
 from weft.comm.objects import gather_values
 from weft.comm.p2p import receive, send
-from weft.mesh import Mesh, World, join_world, make_mesh
+from weft.mesh import Mesh, make_mesh
 from weft.plan.partition.wire import Collective, sent_bytes
+from weft.world import World, join_world
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8)
 both_transports = pytest.mark.parametrize("transport", ["shared", "c10d"])

@@ -26,19 +26,21 @@ from launched_ranks import Body, printed, run
 from oracle import ADAMW, data_plan, make_trainer, small_gpt, token_batch
 from torch._C._distributed_c10d import HashStore
 
-from weft.comm.failures import stuck_exchanges, wait_reports
+from weft.comm.failures import stall_watch, stuck_exchanges, wait_reports
 from weft.comm.failures import watch as failure_watch
-from weft.comm.failures.activity import record_exchanges
+from weft.comm.failures.activity import Calls, record_exchanges
 from weft.comm.failures.hang_report import describe_wait
 from weft.comm.failures.limits import Limits
 from weft.comm.failures.lines import as_line
 from weft.comm.failures.rank_status import RankStatus
 from weft.comm.failures.server import Failure
+from weft.comm.failures.stall_watch import StallWatch
 from weft.comm.failures.stuck_exchanges import Exchange, ExchangeStatus
 from weft.comm.failures.wait_reports import WaitReports
 from weft.comm.failures.watch import FailureWatch
-from weft.mesh import join_world, leave_world, make_mesh
+from weft.mesh import make_mesh
 from weft.plan.plan import Axes, Comm, Plan
+from weft.world import join_world, leave_world
 
 FOREVER_S = 600.0
 
@@ -285,6 +287,23 @@ def test_what_is_under_way_is_read_from_the_recorder(monkeypatch: pytest.MonkeyP
     assert (first.kind, first.number, first.num_bytes, first.timeout_s) == ("reduce-scatter", 3, 4096, 1800.0)
     assert (second.kind, second.number, second.name) == ("send 0->1", 9, "pipeline:0,1/activations")
     assert 99 < first.waited_s < 160
+
+
+def test_an_exchange_that_is_under_way_while_steps_go_on_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, record = [100.0], {"last_enqueued_collective": 7, "last_completed_collective": 6}
+    for name in ("perf_counter", "monotonic"):
+        monkeypatch.setattr(time, name, lambda: clock[0])
+    monkeypatch.setattr(stuck_exchanges, "_progress", lambda: {"nccl/0": record})
+    monkeypatch.setattr(stall_watch, "calls", calls := Calls())
+    stalls = StallWatch(Limits(), 1800.0)
+    for _ in range(200):
+        calls.enter("trainer.step")
+        clock[0] += 0.05
+        calls.leave()
+        assert stalls.check() is None
+    calls.enter("trainer.step")
+    clock[0] += Limits().slack_s + 1.0
+    assert stalls.check() == "look", "the step that waits for it is"
 
 
 def test_a_recorder_that_a_broken_device_makes_raise_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

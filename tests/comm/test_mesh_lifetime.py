@@ -28,8 +28,9 @@ import weft
 from weft.comm.collectives import all_reduce
 from weft.comm.p2p import receive, send
 from weft.errors import PlanError
-from weft.mesh import Mesh, World, join_world, make_mesh
+from weft.mesh import Mesh, make_mesh
 from weft.plan.partition.groups import num_communicators, plan_groups
+from weft.world import World, join_world
 
 PURPOSES = ["control", "gradients", "messages"]
 both_transports = pytest.mark.parametrize("transport", ["c10d", "shared"])

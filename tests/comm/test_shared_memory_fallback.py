@@ -24,8 +24,9 @@ from weft.comm.exchange_buffers import BufferAllocator
 from weft.comm.group import Group
 from weft.comm.shared_memory.connect import Connection
 from weft.errors import LaunchError, PlanError
-from weft.mesh import World, join_world, make_mesh
+from weft.mesh import make_mesh
 from weft.plan.plan import Comm, Plan
+from weft.world import World, join_world
 
 needs_root = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0, reason="makes namespaces of its own, which takes root"

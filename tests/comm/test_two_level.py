@@ -17,9 +17,9 @@ from torch import Tensor
 from weft.comm import collectives
 from weft.comm.exchange_buffers import BufferAllocator
 from weft.comm.group import Group
-from weft.mesh import World, join_world
 from weft.plan.partition.wire import sent_bytes
 from weft.verification.verify import verify
+from weft.world import World, join_world
 
 EVEN, INTERLEAVED, UNEVEN = (0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1)
 SIZES = (1, 63, 1000, 12_345, 700_001)
@@ -28,7 +28,7 @@ SIZES = (1, 63, 1000, 12_345, 700_001)
 @contextmanager
 def on_hosts(hosts: tuple[int, ...]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weft.mesh.number_hosts", lambda locations: hosts)
+        patch.setattr("weft.world.number_hosts", lambda locations: hosts)
         yield
 
 

@@ -115,6 +115,24 @@ ON_DATA_LOCAL: dict[str, dict[str, Any]] = {
     "local, nesterov, half": {"data": Data(**NESTEROV), "codec": Codec(name="half")},
     "local, nesterov, bf16": {"data": Data(**NESTEROV), "precision": BF16},
 }
+STREAMING = {**NESTEROV, "every": 2, "fragments": 2, "delay": 1, "mix": 0.25}
+DELAYED: dict[str, Any] = {"sync": "delayed", "delay": 2}
+ON_DATA_LATE: dict[str, dict[str, Any]] = {
+    "late, delayed": {"data": Data(**DELAYED)},
+    "late, delayed by one": {"data": Data(sync="delayed", delay=1)},
+    "late, delayed, offloaded": {"data": Data(**DELAYED, offload=True)},
+    "late, delayed, onebit": {"data": Data(**DELAYED), "codec": Codec(name="onebit")},
+    "late, delayed, powersgd": {"data": Data(**DELAYED), "codec": Codec(name="powersgd")},
+    "late, delayed, bf16": {"data": Data(**DELAYED), "precision": BF16},
+    "late, streaming": {"data": Data(**STREAMING)},
+    "late, streaming, after a switch": {"data": Data(**STREAMING, switch_step=1)},
+    "late, streaming, topk, offloaded": {"data": Data(**STREAMING, offload=True), "codec": Codec(name="topk")},
+}
+"""Exchanges that are merged steps after they were sent."""
+SHARDED_LATE: dict[str, dict[str, Any]] = {
+    "late, delayed between zero 3": {"data": Data(**DELAYED, shard="parameters")},
+    "late, streaming between zero 3": {"data": Data(**STREAMING, shard="parameters")},
+}
 SHARDED_LOCAL: dict[str, dict[str, Any]] = {
     "local between zero 1": {"data": Data(**LOCAL, shard="optimizer")},
     "local between zero 3, nesterov": {"data": Data(**NESTEROV, shard="parameters")},
@@ -175,6 +193,14 @@ def local_plans(num_ranks: int) -> dict[str, Plan]:
     if num_ranks >= 4 and num_ranks % 2 == 0:
         axes = Axes(replicate=num_ranks // 2, data=2)
         plans |= {name: Plan(axes=axes, **changes) for name, changes in SHARDED_LOCAL.items()}
+    return plans
+
+
+def late_plans(num_ranks: int) -> dict[str, Plan]:
+    plans = {name: Plan(axes=Axes(data=num_ranks), **changes) for name, changes in ON_DATA_LATE.items()}
+    if num_ranks >= 4 and num_ranks % 2 == 0:
+        axes = Axes(replicate=num_ranks // 2, data=2)
+        plans |= {name: Plan(axes=axes, **changes) for name, changes in SHARDED_LATE.items()}
     return plans
 
 

@@ -26,8 +26,9 @@ import torch
 
 import weft
 from weft.comm.collectives import all_reduce
-from weft.mesh import join_world, leave_world, make_mesh
+from weft.mesh import make_mesh
 from weft.plan.plan import Axes, Comm, Plan
+from weft.world import join_world, leave_world
 
 FOREVER_S = 600.0
 STEADY_STEPS, LATE_STEP, LATE_S = 12, 10, 12.0

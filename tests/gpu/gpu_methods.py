@@ -24,15 +24,16 @@ from torch import Tensor, nn
 import weft
 from weft.comm.objects import gather_values
 from weft.layout import part_of
-from weft.mesh import World, make_mesh
+from weft.mesh import make_mesh
 from weft.optim.lamb import LAMB
 from weft.optim.lars import LARS
 from weft.parallel.attention.attention_call import make_axes
 from weft.parallel.state.finite import not_finite
-from weft.plan.partition.replicas import exchanges_after
+from weft.plan.late_merges import exchanges_after
 from weft.plan.partition.sequence import Band, make_places
 from weft.plan.plan import Axes, Data, Plan
 from weft.sync.local import LocalSync
+from weft.world import World
 
 sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 from split_attention import Case, assert_same, make_case, split  # noqa: E402

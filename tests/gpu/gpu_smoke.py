@@ -32,9 +32,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gpu_cases import COMPILED, DRIFTS, ELSEWHERE, LARGE, all_plans, averaged_plans, local_plans
+from gpu_cases import COMPILED, DRIFTS, ELSEWHERE, LARGE, all_plans, averaged_plans, late_plans, local_plans
 from gpu_compression import compression_checks
-from gpu_methods import LAYERWISE, check_average, check_layerwise, check_local, check_not_finite, check_windows
+from gpu_methods import LAYERWISE, check_average, check_layerwise, check_local, check_not_finite, check_windows, digest
 
 import weft
 from weft.comm import collectives, p2p
@@ -42,11 +42,14 @@ from weft.comm.objects import gather_values
 from weft.comm.world.binding import prepare_sharing
 from weft.errors import DivergenceError
 from weft.layout import part_of
-from weft.mesh import World, join_world, leave_world, make_mesh
+from weft.mesh import make_mesh
 from weft.models.convnet import ConvNet, ConvNetConfig
 from weft.models.gpt import GPT, GPTConfig
+from weft.plan.late_merges import steps_to_verify
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Axes, Data, Plan, Precision
+from weft.sync.delayed import DelayedSync
+from weft.world import World, join_world, leave_world
 
 NUM_BLOCKS = max(4, int(os.environ.get("WORLD_SIZE", "1")))
 """At least one per stage, also where a rank has two."""
@@ -102,7 +105,8 @@ def check_messages(world: World) -> str:
 
 def check_same_answer(plan: Plan, *, with_images: bool) -> str:
     """A GPT, and a convnet, equal one process in float64, unequal parts included; late weights, one that has them."""
-    tokens, sizes = make_tokens(13), (13, 13, 5)
+    sizes = (13, 13, 5, *[13] * (steps_to_verify(plan) - 3))
+    tokens = make_tokens(13)
     images, labels = torch.rand(13, 1, 8, 8, generator=torch.Generator().manual_seed(0)), tokens[:, 0] % 10
     given = [(make_gpt(tied=not is_late(plan)), [(tokens[:n, :-1], tokens[:n, 1:]) for n in sizes])]
     if with_images:
@@ -252,6 +256,27 @@ def check_local_plan(plan: Plan, folder: Path) -> str:
     return ", ".join([check_local(plan), check_same_answer(plan, with_images=False), check_state(plan, folder)])
 
 
+def check_late_plan(plan: Plan, folder: Path) -> str:
+    """Exchanges that are merged later, by `weft.verify`; and a checkpoint with some under way."""
+    return ", ".join([check_same_answer(plan, with_images=False), check_state(plan, folder)])
+
+
+def check_measured_delay() -> str:
+    """All ranks have the same delay, whatever they measured, and the same weights in the end."""
+    plan = Plan(axes=Axes(data=dist.get_world_size()), data=Data(sync="delayed", delay="auto"))
+    tokens = make_tokens(12)
+    with make_trainer(make_gpt(), plan) as trainer:
+        losses = [part_step(trainer, tokens) for _ in range(60)]
+        assert isinstance(trainer.sync, DelayedSync) and trainer.sync.auto is not None
+        found = gather_values([trainer.sync.delay, *trainer.sync.auto.changes], trainer.mesh.everyone("control"))
+        trainer.sync.conclude()
+        digests = gather_values(digest(trainer), trainer.mesh.between_replicas("control"))
+    assert found.count(found[0]) == len(found) and len(set(digests)) == 1, (found, digests)
+    assert losses[-1] < 0.9 * losses[0], losses[::10]
+    assert found[0][0] <= 8, f"nothing is far on one host, and computing is no waiting: {found[0]}"
+    return f"a delay of {found[0][0]} after {len(found[0]) - 1} changes"
+
+
 def method_checks(world: World, folder: Path) -> dict[str, Callable[[], str]]:
     checks: dict[str, Callable[[], str]] = {
         "not finite": functools.partial(check_not_finite, world),
@@ -264,6 +289,9 @@ def method_checks(world: World, folder: Path) -> dict[str, Callable[[], str]]:
     local = local_plans(world.size)
     for number, (name, plan) in enumerate(local.items()):
         checks[name] = functools.partial(check_local_plan, plan, folder / f"local-{number}")
+    for number, (name, plan) in enumerate(late_plans(world.size).items()):
+        checks[name] = functools.partial(check_late_plan, plan, folder / f"late-{number}")
+    checks["late, a measured delay"] = check_measured_delay
     poisoned = functools.partial(check_local, local["local, nesterov"], is_poisoned=True)
     checks |= compression_checks(world.size, folder)
     return checks | {"poisoned replica under local steps": poisoned}

@@ -19,7 +19,7 @@ from weft.comm.failures import server as failure_server
 from weft.comm.failures import wait_reports
 from weft.comm.failures import watch as failure_watch
 from weft.comm.failures.limits import Limits
-from weft.mesh import join_world, leave_world
+from weft.world import join_world, leave_world
 
 END_S = 60.0
 """Seconds until a rank that was not ended fails its test."""

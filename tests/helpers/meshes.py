@@ -12,11 +12,12 @@ from typing import Any
 import torch.distributed as dist
 
 from weft.comm.group import Group
-from weft.mesh import Mesh, World, join_world, make_mesh
+from weft.mesh import Mesh, make_mesh
 from weft.plan.partition.groups import GroupKey
 from weft.plan.plan import Axes, Comm, Plan
 from weft.verification.verdict import Verification
 from weft.verification.verify import verify as verify_plan
+from weft.world import World, join_world
 
 
 @functools.cache

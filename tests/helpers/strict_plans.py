@@ -11,11 +11,12 @@ from unittest import mock
 from strict_nccl.mode import StrictMode
 from strict_nccl.world import strict_world
 
-from weft.mesh import Mesh, join_world
+from weft.mesh import Mesh
 from weft.parallel.spatial import rules
 from weft.plan.plan import Axes, Comm, Plan
 from weft.verification.verdict import Verification
 from weft.verification.verify import verify
+from weft.world import join_world
 
 
 def _forget_rules() -> None:
@@ -26,7 +27,7 @@ def _forget_rules() -> None:
 
 @contextmanager
 def _strict(mode: StrictMode | None, *, keep: bool = False) -> Iterator[None]:
-    with strict_world(mode, keep=keep), mock.patch("weft.mesh.backend_of", lambda *_: "strict"):
+    with strict_world(mode, keep=keep), mock.patch("weft.world.backend_of", lambda *_: "strict"):
         _forget_rules()
         try:
             yield

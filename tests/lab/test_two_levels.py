@@ -18,7 +18,8 @@ import functools, json, sys
 import torch
 import weft
 from weft.comm.collectives import all_gather, all_reduce, reduce_scatter
-from weft.mesh import join_world, leave_world, make_mesh
+from weft.mesh import make_mesh
+from weft.world import join_world, leave_world
 from weft.models.gpt import GPT, GPTConfig
 from weft.plan.plan import Axes, Comm, Data, Plan
 

@@ -47,12 +47,15 @@ PLAN_FIELDS: dict[str, tuple[object, ...]] = {
     "data.shard": ("nothing", "optimizer", "gradients", "parameters"),
     "data.reshard": ("step", "microbatch"),
     "data.offload": (False, True),
-    "data.sync": ("all-reduce", "local"),
+    "data.sync": ("all-reduce", "local", "delayed"),
     "data.every": (1, 2),
     "data.switch_step": (0, 1),
     "data.outer": ("average", "nesterov"),
     "data.outer_lr": (1.0, 0.7),
     "data.outer_momentum": (0.0, 0.9),
+    "data.fragments": (1, 2),
+    "data.delay": (0, 1, 2),
+    "data.mix": (0.0, 0.25),
     "data.balance": (False, True),
     "data.buffers": ("synchronise", "broadcast"),
     "data.check_every": (0, 1),
@@ -173,7 +176,7 @@ def model_refuses(row: Row) -> bool:
         return False
     if row["data.buffers"] != "synchronise" and row["axes.data"] * row["axes.replicate"] > 1:  # type: ignore[operator]
         return True  # its results differ from one process's, by design
-    if row["data.sync"] == "local" and row["precision.compute"] != "model":
+    if row["data.sync"] != "all-reduce" and row["precision.compute"] != "model":
         return True  # batch norms of the few images that a replica has amplify rounding beyond what verify allows
     return bool(
         row["tensor.sequence"]
@@ -219,7 +222,7 @@ def sizes_of(row: Row) -> tuple[int, ...]:
     """The numbers of samples of the global batches. Replicas that differ need three steps: alone, and exchanges by both
     rules of a plan that switches."""
     sizes = BATCHES[str(row["batches"])]
-    return (*sizes, sizes[0]) if row["data.sync"] == "local" else sizes
+    return (*sizes, sizes[0]) if row["data.sync"] != "all-reduce" else sizes
 
 
 def num_ranks_of(row: Row) -> int:

@@ -144,6 +144,8 @@ def row(plan: Plan, model: str, sizes: tuple[int, ...], optimizer: MakeOptimizer
     return Case(plan=plan, model=model, sizes=sizes, optimizer=optimizer)
 
 
+DELAYED = {"sync": "delayed", "delay": 2}
+STREAMING = {"every": 2, "fragments": 2, "delay": 1, "mix": 0.25}
 NESTEROV = {"outer": "nesterov", "outer_lr": 0.7, "outer_momentum": 0.9}
 
 
@@ -151,7 +153,7 @@ def local_plan(*, microbatches: int = 1, clip_norm: float = 0.0, **fields: Any) 
     """Replicas that differ, of which each may have several ranks."""
     axes = {name: fields.pop(name) for name in AXES if name in fields}
     step = Step(microbatches=microbatches, clip_norm=clip_norm)
-    return Plan(axes=Axes(**axes), step=step, data=Data(sync="local", **fields))
+    return Plan(axes=Axes(**axes), step=step, data=Data(**{"sync": "local", **fields}))
 
 
 def recomputing(policy: str, plan: Plan) -> Plan:
@@ -408,6 +410,21 @@ CASES = {
     ),
     "local 2, tensor 2 inside": row(local_plan(data=2, tensor=2, every=2), "grouped gpt", SHORT, ADAMW),
     "local 2, ring 2 inside": row(local_plan(data=2, ring=2, every=2), "rotary tied gpt", SHORT),
+    "delayed 3": row(local_plan(data=3, **DELAYED), "gpt with unused", UNEVEN, ADAMW),
+    "delayed 2, convnet": row(local_plan(data=2, **DELAYED), "biased convnet", UNEVEN, ADAMW),
+    "delayed 2, zero 3 inside": row(
+        local_plan(replicate=2, data=2, shard=THREE, **DELAYED), "grouped gpt", UNEVEN, ADAMW
+    ),
+    "delayed 2, pipeline 2 inside": row(
+        local_plan(data=2, pipeline=2, microbatches=2, clip_norm=0.1, **DELAYED), "unet", UNEVEN, ADAMW
+    ),
+    "streaming 3": row(local_plan(data=3, **STREAMING, **NESTEROV), "gpt with unused", UNEVEN, ADAMW),
+    "streaming 2, zero 3 inside": row(
+        local_plan(replicate=2, data=2, shard=THREE, **STREAMING, **NESTEROV), "grouped gpt", UNEVEN, ADAMW
+    ),
+    "streaming 2, pipeline 2 inside": row(
+        local_plan(data=2, pipeline=2, microbatches=2, clip_norm=0.1, **STREAMING), "unet", UNEVEN, ADAMW
+    ),
     # the examples; those whose results differ from one process's have their own tests
     **{
         f"examples/{path.name}": row(acting_early(plan), example_model(path.stem, plan), UNEVEN)

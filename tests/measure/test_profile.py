@@ -20,8 +20,8 @@ from weft.measure.fingerprints import MISSING, WHOLE_BYTES, hash_code, hash_file
 from weft.measure.interfaces import addresses, advice, offered
 from weft.measure.preflight import clock_skews, collect, compare, run_preflight, say_ranks
 from weft.measure.timing import agree_as_pair, agree_in_group, time_sizes
-from weft.mesh import join_world
 from weft.profiles.cluster_text import format_cluster, parse_cluster
+from weft.world import join_world
 
 TINY = Effort(sizes=(1 << 10, 1 << 14), total_s=20.0, part_s=0.01, device_s=0.04)
 

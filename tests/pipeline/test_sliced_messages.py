@@ -14,10 +14,11 @@ from ranks import ranks
 from strict_nccl.mode import StrictMode
 from strict_plans import verify_over_strict
 
-from weft.mesh import World, make_mesh
+from weft.mesh import make_mesh
 from weft.parallel.pipeline.stage_messages import _are_slices_faster
 from weft.plan.partition.wire import SplitLayers, num_slices, pipeline_bytes, tensor_bytes
 from weft.plan.plan import Plan
+from weft.world import World
 
 
 @contextmanager

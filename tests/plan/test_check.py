@@ -82,7 +82,10 @@ def test_what_is_built_can_run(plan):
 @pytest.mark.parametrize(
     ("plan", "problem"),
     [
-        (Plan(data=Data(sync="server")), '[data] sync = "server" is not built yet; use "all-reduce" or "local"'),
+        (
+            Plan(data=Data(sync="server")),
+            '[data] sync = "server" is not built yet; use "all-reduce", "local" or "delayed"',
+        ),
     ],
 )
 def test_what_is_not_built_is_refused(plan, problem):
@@ -92,7 +95,6 @@ def test_what_is_not_built_is_refused(plan, problem):
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan(data=Data(sync="delayed", delay="auto", every=4)),
         Plan(data=Data(sync="server"), server=Server(mode="bounded", staleness=3)),
     ],
 )
@@ -160,7 +162,8 @@ def test_a_field_has_an_effect_once_all_its_switches_are_on(path, all_built):
 def test_advice_names_only_what_is_built(monkeypatch):
     every, layout = Plan(data=Data(every=8)), Plan(sequence=Sequence(layout="contiguous"))
     assert check(every) == [
-        '[data] every = 8 has no effect with [data] sync = "all-reduce"; leave it out, or set [data] sync to "local"'
+        '[data] every = 8 has no effect with [data] sync = "all-reduce"; leave it out, or set [data] sync to "local" '
+        'or "delayed"'
     ]
     monkeypatch.setattr(check_file, "_BUILT", {"data.sync": ("all-reduce",), "axes.ring": (1,)})
     assert check(every) == ['[data] every = 8 has no effect with [data] sync = "all-reduce"; leave it out']

@@ -5,11 +5,12 @@ import pytest
 from weft.errors import PlanError
 from weft.plan import check as check_file
 from weft.plan.check import check, require
-from weft.plan.plan import Axes, Codec, Data, Pipeline, Plan, Precision, Server, Step
+from weft.plan.plan import Average, Axes, Codec, Data, Pipeline, Plan, Precision, Server, Step
 from weft.plan.refusals import Optimizer
 from weft.plan.rules import RULES, combination_problems
 
 SHARDED = Data(shard="gradients")
+SERVED = Data(sync="server")
 
 
 REFUSED = [
@@ -72,6 +73,20 @@ REFUSED = [
         '[data] shard = "optimizer" cannot go with [data] sync = "server"',
     ),
     (
+        Plan(
+            axes=Axes(data=2, pipeline=2),
+            step=Step(microbatches=2),
+            data=Data(sync="server"),
+            pipeline=Pipeline(schedule="2bw"),
+        ),
+        'with [data] sync = "server" every step computes with the weights that servers send for it, and [pipeline] '
+        'schedule = "2bw" has microbatches of several steps under way',
+    ),
+    (
+        Plan(axes=Axes(data=2), data=Data(sync="server"), average=Average(decay=0.9)),
+        "[average] decay = 0.9 averages the weights after every update",
+    ),
+    (
         Plan(axes=Axes(data=2), data=Data(sync="local", every=2, shard="gradients")),
         '[data] sync = "local" lets replicas drift apart, but with [data] shard = "gradients"',
     ),
@@ -87,6 +102,29 @@ REFUSED = [
         Plan(axes=Axes(data=2), data=Data(sync="server"), server=Server(backups=2)),
         "[server] backups = 2 leaves none of the 2 workers to wait for; backups are counted in [axes] data, so "
         "set backups to at most 1, or data to 3 or more",
+    ),
+    (
+        Plan(axes=Axes(data=2), data=SERVED, server=Server(mode="async"), codec=Codec(name="sign")),
+        '[codec] name = "sign" is a vote of all workers, and with [server] mode = "async" every update is made of one',
+    ),
+    (
+        Plan(
+            axes=Axes(data=2),
+            data=SERVED,
+            server=Server(mode="bounded", staleness=1),
+            step=Step(clip_norm=1.0),
+            codec=Codec(name="topk"),
+        ),
+        'what [codec] name = "topk" sends has another one, which [step] clip_norm = 1.0 would not bound',
+    ),
+    (
+        Plan(axes=Axes(data=2), data=SERVED, server=Server(pull="fp16"), precision=Precision(compute="bf16")),
+        '[server] pull = "fp16" rounds weights to another format than [precision] compute = "bf16", which would round '
+        'them again; set [server] pull = "bf16"',
+    ),
+    (
+        Plan(axes=Axes(data=2), data=SERVED, codec=Codec(name="topk"), precision=Precision(compute="fp16")),
+        'with [precision] compute = "fp16" the scale of the loss changes from step to step',
     ),
     (
         Plan(step=Step(clip_norm=1.0), codec=Codec(name="dgc")),
@@ -134,7 +172,7 @@ REFUSED = [
             data=Data(sync="local", every=2),
             pipeline=Pipeline(schedule="2bw"),
         ),
-        '[data] sync = "local" replaces the weights by their average over replicas, and with [pipeline] schedule = '
+        '[data] sync = "local" puts what other replicas computed into the weights, and with [pipeline] schedule = '
         '"2bw" microbatches of older weight versions are still under way then; use a schedule that flushes, such as '
         '"1f1b"',
     ),
@@ -142,6 +180,27 @@ REFUSED = [
         Plan(axes=Axes(data=2, tensor=2), data=Data(sync="local", every=2), precision=Precision(reduce="bf16")),
         '[precision] reduce = "bf16" has no effect with [data] sync = "local" here: a replica has one rank for each '
         'gradient, and what replicas exchange is weights; leave it out; set [codec] name = "half" to exchange in 16',
+    ),
+    (
+        Plan(data=Data(sync="delayed", delay="auto")),
+        '[data] delay = "auto" measures how long exchanges between replicas take, and there is one replica',
+    ),
+    (
+        Plan(axes=Axes(data=2), data=Data(sync="local", every=2, delay="auto")),
+        'delay = "auto" may choose 2 steps or more, and with [data] sync = "local" it must be less than',
+    ),
+    (
+        Plan(axes=Axes(data=2), data=Data(sync="local", every=4, delay=4)),
+        "[data] delay = 4 is not less than [data] every = 4, so a fragment would be sent again before, or in the same "
+        "step as, it is merged; set [data] delay to less than 4, or every to more than 4",
+    ),
+    (
+        Plan(axes=Axes(data=2), data=Data(sync="local", every=2, fragments=3)),
+        "[data] fragments = 3 are sent one after the other within [data] every = 2",
+    ),
+    (
+        Plan(axes=Axes(data=2), data=Data(sync="delayed", delay=2), average=Average(decay=0.9)),
+        "[average] decay = 0.9 averages weights that all replicas have in common, and where exchanges are merged later",
     ),
     (
         Plan(precision=Precision(compute="fp16", loss_scale=0)),
@@ -221,6 +280,18 @@ def test_every_rule_is_broken_by_some_plan(rule):
         ),
         Plan(axes=Axes(data=2, pipeline=2), data=Data(sync="local", every=4)),
         Plan(axes=Axes(data=4), data=Data(sync="server"), server=Server(backups=3)),
+        Plan(axes=Axes(data=2), data=SERVED, server=Server(mode="bounded"), codec=Codec(name="sign")),
+        Plan(axes=Axes(data=2), data=SERVED, codec=Codec(name="half")),
+        Plan(axes=Axes(data=2), data=SERVED, step=Step(clip_norm=1.0), codec=Codec(name="topk")),
+        Plan(
+            axes=Axes(data=2),
+            data=SERVED,
+            server=Server(mode="async"),
+            step=Step(clip_norm=1.0),
+            codec=Codec(name="half"),
+        ),
+        Plan(axes=Axes(data=2), data=SERVED, server=Server(pull="bf16"), precision=Precision(compute="bf16")),
+        Plan(axes=Axes(data=2), data=SERVED, server=Server(pull="fp16", mode="async")),
         Plan(axes=Axes(data=2), data=Data(sync="delayed", delay=3, every=2)),
         Plan(codec=Codec(name="dgc", density=0.001, clip=1.0)),
         Plan(precision=Precision(compute="fp16")),

@@ -11,7 +11,7 @@ import pytest
 
 from weft.plan.partition.wire import sent_bytes
 from weft.plan.plan import CODECS
-from weft.planning.compression import SAFE_WITH, Advice, Lines, advise, lines_of, usual_shapes
+from weft.planning.compression import SAFE_WITH, Advice, Links, advise, links_of, usual_shapes
 from weft.profiles.cluster import Compression
 from weft.profiles.presets import preset
 
@@ -19,11 +19,11 @@ HALF = Compression(name="half", alpha_s=1e-4, element_ns=0.5, replica_element_ns
 GATHERED = Compression(name="sign", alpha_s=1e-4, element_ns=0.5, replica_element_ns=0.25)
 MLP = [(512, 1024), (512,), (2048, 512), (2048,)]
 NUMEL = 512 * 1024 + 512 + 2048 * 512 + 2048
-LINES = Lines(num_replicas=4, alpha_s=1e-3)
+LINKS = Links(num_replicas=4, alpha_s=1e-3)
 
 
 def test_at_the_break_even_both_take_as_long_and_only_below_it_does_the_codec_pay() -> None:
-    advice = advise(HALF, MLP, LINES)
+    advice = advise(HALF, MLP, LINKS)
     point = advice.pays_below_bytes_per_s
     assert 0 < point < math.inf
     assert advice.coded_s(point) == pytest.approx(advice.dense_s(point), rel=1e-12)
@@ -32,17 +32,17 @@ def test_at_the_break_even_both_take_as_long_and_only_below_it_does_the_codec_pa
 
 
 def test_the_figures_are_the_closed_forms() -> None:
-    advice = advise(HALF, MLP, LINES)
+    advice = advise(HALF, MLP, LINKS)
     # Two buckets, because the first one closes at 1 MiB.
     first, second = 512 * 1024, NUMEL - 512 * 1024
     for sent, item_bytes in ((advice.dense_bytes, 4), (advice.sent_bytes, 2)):
         assert sent == sum(sent_bytes("all-reduce", item_bytes * numel, 4) for numel in (first, second))
-    assert advice.dense_latency_s == advice.latency_s == pytest.approx(2 * 6 * LINES.alpha_s)
+    assert advice.dense_latency_s == advice.latency_s == pytest.approx(2 * 6 * LINKS.alpha_s)
     assert advice.codec_s == pytest.approx(2 * HALF.alpha_s + NUMEL * HALF.element_ns * 1e-9)
 
 
 def test_ranks_of_a_host_share_the_work_and_replicas_add_to_it() -> None:
-    alone, shared = (advise(HALF, MLP, replace(LINES, ranks_per_line=ranks)).codec_s for ranks in (1, 2))
+    alone, shared = (advise(HALF, MLP, replace(LINKS, ranks_per_link=ranks)).codec_s for ranks in (1, 2))
     assert shared - 2 * HALF.alpha_s == pytest.approx((alone - 2 * HALF.alpha_s) / 2)
     times = [GATHERED.time_s(1e6, num_replicas=number) for number in (2, 4, 8)]
     assert times[2] - times[1] == pytest.approx(2 * (times[1] - times[0])) and times[0] < times[1]
@@ -64,9 +64,9 @@ def test_usual_shapes_have_as_many_parameters_as_asked_for(count: int) -> None:
 
 def test_replicas_are_hosts_or_the_ranks_of_one() -> None:
     hosts, laptop = preset("1gbe"), preset("laptop")
-    assert lines_of(hosts) == Lines(num_replicas=4, ranks_per_line=2, alpha_s=100e-6, bytes_per_s=1.17e8)
-    assert lines_of(hosts, 16).num_replicas == 16
-    assert lines_of(laptop) == Lines(num_replicas=2, ranks_per_line=1, alpha_s=60e-6, bytes_per_s=None)
+    assert links_of(hosts) == Links(num_replicas=4, ranks_per_link=2, alpha_s=100e-6, bytes_per_s=1.17e8)
+    assert links_of(hosts, 16).num_replicas == 16
+    assert links_of(laptop) == Links(num_replicas=2, ranks_per_link=1, alpha_s=60e-6, bytes_per_s=None)
 
 
 def test_every_codec_says_what_it_is_safe_with_and_the_page_says_the_same() -> None:

@@ -14,12 +14,14 @@ import torch.distributed as dist
 from oracle import small_convnet
 from process_memory import PeakPss, read_pss_bytes
 from ranks import ranks
+from served_training import allowing_servers, server_plan
 from torch import nn
 
 from weft.comm.shared_memory.arena import Arena
 from weft.comm.shared_memory.barrier import Barrier
 from weft.measure.model import profile_model
 from weft.models.gpt import GPT, GPTConfig
+from weft.plan.late_merges import uses_streaming
 from weft.plan.plan import Axes, Codec, Comm, Data, Plan, Precision, Step
 from weft.planning.memory import Memory, predict_memory
 from weft.training.parallelize import parallelize
@@ -67,9 +69,11 @@ ADAMW: Make = functools.partial(torch.optim.AdamW, lr=1e-4)
 def train(
     model: nn.Module, plan: Plan, inputs: torch.Tensor, targets: torch.Tensor, optimizer: Make = ADAMW
 ) -> Trainer:
-    """Two steps: the second one finds all that the first has made."""
-    trainer = parallelize(model, plan, loss="cross-entropy", optimizer=optimizer, device="cpu")
-    for _ in range(2):
+    """Two steps: the second one finds all that the first has made. More where exchanges are under way over several: all
+    fragments of the model have been sent and merged then."""
+    trainer, data = parallelize(model, plan, loss="cross-entropy", optimizer=optimizer, device="cpu"), plan.data
+    longest = data.switch_step + data.every + data.delay if uses_streaming(plan) else 0
+    for _ in range(max(longest, 2)):
         float(trainer.step(inputs, targets))
     return trainer
 
@@ -94,15 +98,27 @@ def check_account(
     before = live_bytes()
     model = make()
     predicted = predict(model, plan, inputs, targets, moments)
-    trainer = train(model, plan, inputs, targets, optimizer)
-    if trainer.sync.flats:
-        trainer.sync.begin()  # lets go of gradients that were cast for the update
-    found = live_bytes() - before
+    # Closed at the end, so that no thread of its groups still holds memory when the next account begins.
+    with train(model, plan, inputs, targets, optimizer) as trainer:
+        if trainer.sync.flats:
+            trainer.sync.begin()  # lets go of gradients that were cast for the update
+        found = live_bytes() - before
     kept = predicted.state + predicted.gradient_buffers + predicted.exchange_buffers
     assert found == pytest.approx(kept, rel=0.02), predicted.table()
 
 
 SMALL = GPTConfig(vocab_size=64, context=16, num_layers=4, hidden=64, heads=2, mlp_hidden=200)
+
+
+@ranks(2)
+def test_a_worker_of_servers_keeps_no_state_of_the_optimizer() -> None:
+    plan = server_plan(2, shards=2, bucket_bytes=100_000, microbatches=2)  # gradients are there all the time
+    inputs, targets = text_batch(SMALL, 4)
+    predicted, alone = (predict(GPT(SMALL), one, inputs, targets) for one in (plan, Plan()))
+    assert predicted.optimizer == 0 < alone.optimizer and predicted.parameters == alone.parameters
+    assert predicted.exchange_buffers == predicted.outer == 0
+    with allowing_servers():
+        check_account(lambda: GPT(SMALL), plan, inputs, targets)
 
 
 LONG = pytest.mark.long
@@ -164,6 +180,21 @@ EXCHANGING = {
     "average": Plan(axes=Axes(data=2), data=Data(sync="local", every=2)),
     "nesterov": Plan(axes=Axes(data=2), data=DILOCO),
     "half": Plan(axes=Axes(data=2), data=DILOCO, codec=Codec(name="half")),
+    "delayed": Plan(axes=Axes(data=2), data=Data(sync="delayed", delay=2)),
+    "delayed by one": Plan(axes=Axes(data=2), data=Data(sync="delayed", delay=1)),
+    "streaming": Plan(axes=Axes(data=2), data=dataclasses.replace(DILOCO, every=4, fragments=2, delay=2, mix=0.5)),
+    "streaming, onebit": Plan(
+        axes=Axes(data=2),
+        data=dataclasses.replace(DILOCO, every=4, fragments=2, delay=2),
+        codec=Codec(name="onebit"),
+    ),
+    "streaming after steps together, topk": Plan(
+        axes=Axes(data=2),
+        data=dataclasses.replace(DILOCO, every=2, delay=1, switch_step=1),
+        codec=Codec(name="topk"),
+    ),
+    "delayed, topk": Plan(axes=Axes(data=2), data=Data(sync="delayed", delay=2), codec=Codec(name="topk")),
+    "delayed, powersgd": Plan(axes=Axes(data=2), data=Data(sync="delayed", delay=2), codec=Codec(name="powersgd")),
 }
 
 
@@ -265,6 +296,7 @@ def test_the_peak_of_two_processes(shard: str, config: GPTConfig) -> None:
     check_peak(Plan(axes=Axes(data=2), data=Data(shard=shard)), config)
 
 
+@pytest.mark.sampled(long=4)
 @pytest.mark.long
 @ranks(2, fresh=True, timeout_s=300)
 @pytest.mark.parametrize("name", EXCHANGING)

@@ -37,8 +37,8 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.comm import collectives
 from weft.errors import ModelError
-from weft.mesh import join_world
 from weft.sync.allreduce import AllReduce
+from weft.world import join_world
 
 # ---- which parameters are used ----
 

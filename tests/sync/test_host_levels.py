@@ -21,7 +21,7 @@ from torch import Tensor
 from weft.codecs.base import Bucket
 from weft.codecs.base import Codec as CodecOfBucket
 from weft.codecs.make import make_codec
-from weft.mesh import Mesh, join_world, make_mesh
+from weft.mesh import Mesh, make_mesh
 from weft.plan.exchange.coded_tensor import CodedTensor, coded_tensors, slice_of
 from weft.plan.exchange.compression import between_replicas, dense_bytes
 from weft.plan.exchange.messages import messages_of
@@ -44,6 +44,7 @@ from weft.sync.make import codec_groups
 from weft.training.exchanged_bytes import sent_bytes_of_step
 from weft.training.trainer import Trainer
 from weft.verification.verify import verify
+from weft.world import join_world
 
 pytestmark = pytest.mark.long
 
@@ -181,7 +182,7 @@ PLANS = {
 @contextmanager
 def on_hosts(hosts: tuple[int, ...]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weft.mesh.number_hosts", lambda locations: hosts)
+        patch.setattr("weft.world.number_hosts", lambda locations: hosts)
         yield
 
 

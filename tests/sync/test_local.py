@@ -13,7 +13,7 @@ from ranks import ranks
 from torch import Tensor, nn
 
 from weft.comm.objects import gather_values
-from weft.plan.partition.replicas import exchanges_after
+from weft.plan.late_merges import exchanges_after
 from weft.plan.plan import Axes, Data, Plan
 from weft.sync.local import LocalSync
 

@@ -12,9 +12,11 @@ from torch import nn
 
 from weft.parallel.state.batchnorm import running_statistics
 from weft.plan.exchange.weight_exchange import Weight, exchange_buckets, exchange_bytes, kept_weights
-from weft.plan.partition.replicas import exchanges_after
+from weft.plan.late_merges import exchanges_after
 from weft.plan.plan import Axes, Codec, Comm, Data, Plan, Precision
+from weft.sync.delayed import DelayedSync
 from weft.sync.local import LocalSync
+from weft.training.exchanged_bytes import weight_buckets_of
 from weft.training.trainer import Trainer
 
 LOCAL = Data(sync="local", every=2, check_every=0)
@@ -64,6 +66,21 @@ def test_an_exchange_sends_what_is_predicted(data: Data, codec: Codec, bucket_by
     assert check_bytes(model, plan, token_batch(4)) == numel * (2 if codec.name == "half" else 4) + 32
 
 
+@pytest.mark.sampled(2)
+@ranks(2)
+@pytest.mark.parametrize("codec", [Codec(), HALF, Codec(name="onebit", dense_below=100)], ids=lambda one: one.name)
+@pytest.mark.parametrize("delay", [1, 3])
+def test_exchanges_under_way_send_what_is_predicted_once_all_have_arrived(delay: int, codec: Codec) -> None:
+    plan = Plan(axes=Axes(data=2), data=Data(sync="delayed", delay=delay, check_every=0), codec=codec)
+    trainer = make_trainer(small_gpt(), plan)
+    assert isinstance(trainer.sync, DelayedSync)
+    expected, before = predicted_bytes(trainer), trainer.mesh.traffic["data"].sent_bytes
+    for _ in range(5):
+        trainer.step(*cut_evenly(token_batch(4), 2)[trainer.data_rank])
+    trainer.sync.drain()
+    assert trainer.mesh.traffic["data"].sent_bytes - before == 5 * expected
+
+
 @ranks(2)
 def test_statistics_travel_beside_weights() -> None:
     model = small_convnet()
@@ -95,6 +112,27 @@ def test_an_exchange_of_parts_sends_parts(plan: Plan) -> None:
     dense = 2 * whole * (2 if plan.codec.name == "half" else 4) * (plan.num_replicas - 1) / plan.num_replicas
     # A part: exactly one of equal parts, or what tensor ranks and stages do not hold twice.
     assert dense / num_parts * 0.7 < sent < dense * (1 if num_parts == 1 else 0.8) + 97
+
+
+@pytest.mark.sampled(3)
+@ranks(2)
+@pytest.mark.parametrize("delay", [0, 1, 2])
+@pytest.mark.parametrize("codec", ["none", "topk"])
+def test_a_fragment_sends_its_own_bytes(codec: str, delay: int) -> None:
+    data = replace(DILOCO, every=4, fragments=2, delay=delay, switch_step=1)
+    section = Codec(name=codec, **({"density": 0.1, "dense_below": 100} if codec == "topk" else {}))
+    plan = Plan(axes=Axes(data=2), data=data, codec=section, comm=Comm(bucket_bytes=4000))
+    trainer = make_trainer(small_gpt(num_layers=3), plan)
+    buckets = weight_buckets_of(trainer.sync, trainer.mesh)
+    found = []
+    for step in range(9):
+        before = trainer.mesh.traffic["data"].sent_bytes
+        trainer.step(*cut_evenly(token_batch(4, seed=step), 2)[trainer.data_rank])
+        trainer.sync.drain()
+        found.append(trainer.mesh.traffic["data"].sent_bytes - before)
+    expected = [exchange_bytes(buckets, plan, step=s) if exchanges_after(data, s + 1) else 0 for s in range(9)]
+    assert found == expected and [one > 0 for one in expected] == [True, False, True, False, True] + 2 * [False, True]
+    assert len(set(expected)) > 2, "fragments differ"
 
 
 def test_16_bit_weights_are_summed_in_32() -> None:

@@ -22,7 +22,7 @@ from weft.comm.collectives import Pending, all_gather
 from weft.comm.group import Group
 from weft.comm.shared_gradients import SharedGradient, SharedGradientExchange, sums_may_differ
 from weft.layout import Layout
-from weft.mesh import join_world, make_mesh
+from weft.mesh import make_mesh
 from weft.models.gpt import GPT
 from weft.parallel.tensor.replicated_gradients import find_misaligned
 from weft.parallel.tensor.shares import make_shares
@@ -32,6 +32,7 @@ from weft.sync.make import place
 from weft.sync.norm import GradientRules
 from weft.training.parallelize import parallelize
 from weft.training.trainer import Trainer
+from weft.world import join_world
 
 NUM_STEPS = 20
 
@@ -196,7 +197,7 @@ def train_on_rings(plan: Plan, plant: Callable[[Trainer], None] | None = None) -
     torch.manual_seed(0)
     plan = replace(plan, axes=replace(plan.axes, data=3))
     with strict_world(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weft.mesh.backend_of", lambda *_: "strict")
+        patch.setattr("weft.world.backend_of", lambda *_: "strict")
         given: dict[str, Any] = {"loss": "cross-entropy", "optimizer": ADAMW, "device": "cpu"}
         with parallelize(make_model(plan), plan, example=token_batch(2)[0], **given) as trainer:
             if plant is not None:

@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_leaves
 from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
 from weft.comm.objects import gather_values
-from weft.mesh import World
 from weft.parallel.tensor import cross_entropy as vocabulary
 from weft.parallel.tensor.cross_entropy import Share, gather_logits, split_cross_entropy_sum
 from weft.plan.partition.tensor import shares
 from weft.plan.partition.wire import sent_bytes
+from weft.world import World
 
 SIZES = (17, 18, 100)
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}

@@ -145,7 +145,7 @@ def test_pipeline_tensor_and_zero() -> None:
         "- forward, by recompute: keeps its inputs and products with weights, and computes the rest again in the "
         "backward pass",
         "- forward, by pipeline: runs only with its own stage, else returns received values or placeholders",
-        "- gradient hook of each parameter: weft.sync.bucketed",
+        "- gradient hook of each parameter: weft.sync.gradient_hooks",
         "- state_dict_pre hook, by zero: refuses to save parameters that no rank has whole",
     ):
         assert line in tree, line

@@ -48,12 +48,12 @@ def test_a_folder_of_each_host_is_refused_by_all(tmp_path: Path) -> None:
 
 def test_a_folder_is_waited_for_that_appears_late_with_its_parents(tmp_path: Path) -> None:
     """As on NFS, which may show none of them at first."""
-    late = tmp_path / "runs" / "of today" / "first"
+    late = tmp_path / "runs" / "of today" / "first" / folder_probe._NAME
     maker = threading.Timer(0.3, folder_probe._make, [late, "token"])
     maker.start()
     folder_probe._read_and_write(late, "token", 1)
     maker.join()
-    assert [path.name for path in late.iterdir()] == [folder_probe._NAME]
+    assert list(late.parent.iterdir()) == [late]
 
 
 @ranks(2)

@@ -20,11 +20,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from weft.errors import LaunchError, ModelError
 from weft.layout import Layout
-from weft.mesh import join_world, make_mesh
+from weft.mesh import make_mesh
 from weft.models.gpt import GPT, GPTConfig
 from weft.plan.plan import Axes, Comm, Data, Pipeline, Plan, Precision, Step, Tensor
 from weft.training.meta_trainer import MetaTrainer
 from weft.training.parallelize import parallelize
+from weft.world import join_world
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
 TINY = GPTConfig(vocab_size=64, context=32, num_layers=5, hidden=32, heads=4, kv_heads=2, bias=True, tied=False)

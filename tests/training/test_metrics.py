@@ -11,8 +11,9 @@ import pytest
 import torch
 from oracle import data_plan
 
-from weft.mesh import Mesh, join_world, make_mesh
+from weft.mesh import Mesh, make_mesh
 from weft.training.run.metrics import MetricsFile, Recorder, StepRecord, peak_memory_bytes, units_of
+from weft.world import join_world
 
 
 def record(step: int, loss: float = 1.0) -> StepRecord:
@@ -48,7 +49,7 @@ def add(recorder: Recorder, step: int, *, num_units: int = 100) -> StepRecord | 
 def test_the_fields_are_those_promised() -> None:
     """Loss, speed, seconds of compute and exchange, bytes by axis, memory: later readers rely on the names."""
     names = "step loss lr unit units_per_s step_s exchange_s bubble_s compute_s sent_bytes memory_bytes"
-    names += " grad_norm num_skipped loss_scale spike exchanged spread replica_losses shares straggler"
+    names += " grad_norm num_skipped loss_scale spike exchanged spread delay replica_losses shares straggler"
     assert [field.name for field in fields(StepRecord)] == names.split()
 
 

@@ -18,12 +18,12 @@ from ranks import ranks
 from torch import Tensor, nn
 
 from weft.errors import DamagedCheckpointError, DataError, ModelError, NotFiniteError, PlanError
-from weft.mesh import World
 from weft.plan.plan import ALL, Average, Axes, Codec, Data, Plan, Precision, Step
 from weft.training.parallelize import parallelize
 from weft.training.replicas_in_process import ReplicasInProcess
 from weft.training.step import update
 from weft.training.trainer import Trainer
+from weft.world import World
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -32,7 +32,7 @@ DILOCO = {"outer": "nesterov", "outer_lr": 0.7, "outer_momentum": 0.9}
 
 
 def local(data: int, **settings: Any) -> Plan:
-    return Plan(axes=Axes(data=data), data=Data(sync="local", **settings))
+    return Plan(axes=Axes(data=data), data=Data(**{"sync": "local", **settings}))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +57,17 @@ CASES = {
         plan=dataclasses.replace(local(2, every=3, switch_step=4, **DILOCO), average=Average(decay=0.5, start=2))
     ),
     "BatchNorm": Case(plan=local(2, every=2), model=small_convnet, optimizer=MOMENTUM),
+    "delayed": Case(plan=local(2, sync="delayed", delay=3, every=2)),
+    "streaming": Case(plan=local(2, every=4, fragments=2, delay=1, mix=0.5, **DILOCO)),
+    "streaming after steps together": Case(
+        plan=dataclasses.replace(
+            local(2, every=3, delay=1, switch_step=2), codec=Codec(name="topk", density=0.1, dense_below=100)
+        )
+    ),
+    "delayed, compressed": Case(
+        plan=dataclasses.replace(local(2, sync="delayed", delay=3), codec=Codec(name="onebit", dense_below=100)),
+        optimizer=MOMENTUM,
+    ),
     "half": Case(plan=dataclasses.replace(local(2, every=3, **DILOCO), codec=Codec(name="half"))),
     "bf16, clipped, microbatches": Case(
         plan=dataclasses.replace(

@@ -11,7 +11,7 @@ from oracle import ADAMW, SGD, image_batch, small_convnet, small_gpt, token_batc
 from ranks import gathered, ranks
 
 from weft.plan.check import check as check_plan
-from weft.plan.partition.replicas import exchanges_after
+from weft.plan.late_merges import exchanges_after
 from weft.plan.plan import Average, Axes, Codec, Data, Pipeline, Plan, Precision, Step
 from weft.plan.plan import Tensor as TensorSection
 from weft.verification.replicas import with_an_exchange

@@ -49,9 +49,12 @@ class CodecState:
         kept = {} if exchange is None else exchange.tensors()
         self._tensors = {name: kept[name] for name in sorted(kept) if name.partition("/")[0] in LINEAR_KINDS}
         self._ranges = {} if exchange is None else exchange.ranges()
+        self._further = trainer.sync.further_compressed if isinstance(trainer.sync, LocalSync) else ()
 
     def parts(self) -> tuple[list[Part], list[Entry]]:
         """The parts that this rank writes, and all whole tensors, the same on every rank; collective."""
+        if isinstance(self._sync, LocalSync):
+            self._sync.drain()  # what is under way may still change what was not sent
         names = {_parameter(name) for name in self._tensors}
         shapes = {name: self._layouts[name].global_shape for name in sorted(names)}
         dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._tensors.items()}
@@ -66,8 +69,14 @@ class CodecState:
             for name in sorted(dtypes)
         }
         numbers = {name: number for number, name in enumerate(entries)}
-        parts = [self._part(entries[name], tensor, numbers[name]) for name, tensor in self._tensors.items()]
+        parts = [self._part(entries[name], self._total(name), numbers[name]) for name in self._tensors]
         return parts, list(entries.values())
+
+    @torch.no_grad()
+    def _total(self, name: str) -> torch.Tensor:
+        """What was not sent of a tensor, in all states that serve exchanges in their turn."""
+        kept = [self._tensors[name], *(one.tensors()[name] for one in self._further)]
+        return kept[0] if len(kept) == 1 else torch.stack(kept).sum(dim=0)
 
     def means(self, parts: Iterable[Part]) -> Iterator[torch.Tensor]:
         """The values of these parts: means over replicas, in the unit of the next exchange; collective."""
@@ -126,7 +135,7 @@ class CodecState:
             assert self._exchange is not None
             tensor = self._tensors[name]
             reader.read(name, tensor, self._layout(name).runs(grid.axes.sizes, grid.coordinates(rank)))
-            if self._mesh.plan.data.sync != "local":  # sums are exchanged, not means
+            if self._mesh.plan.data.sync == "all-reduce":  # sums are exchanged, not means
                 tensor.mul_(num_replicas / self._exchange.num_replicas)
             for other in kept[1:]:
                 other[name].copy_(tensor)
@@ -194,14 +203,14 @@ def load_portable_codecs(trainer: TrainerState, directory: Path, index: Mapping[
 
 
 def _loss(directory: Path, saved: Mapping[str, Any], plan: Plan, lost: Sequence[str], *, norms: Sequence[float]) -> str:
-    what = "changes of weights" if saved["sync"] == "local" else "gradients"
+    what = "gradients" if saved["sync"] == "all-reduce" else "changes of weights"
     why = f"those {len(lost)} tensors are not compressed any more"
     if saved["name"] != plan.codec.name:
         why = f'[codec] name = "{plan.codec.name}" does not go on with it'
     elif saved["sync"] != plan.data.sync:
         why = f'[data] sync = "{plan.data.sync}" exchanges other quantities than "{saved["sync"]}"'
     # Of the sum over replicas under all-reduce, of their mean with local steps: what the weights would have got.
-    norm = norms[0] * (1 if saved["sync"] == "local" else saved["num_replicas"])
+    norm = norms[0] * (saved["num_replicas"] if saved["sync"] == "all-reduce" else 1)
     return (
         f'{directory} holds {what} that [codec] name = "{saved["name"]}" had not sent yet, and {why}: they are '
         f"dropped, with a norm of {norm:.3g} in all, where the weights' is {norms[1]:.3g}"

@@ -32,9 +32,10 @@ from weft.checkpoint.state import TrainerState
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError, DamagedCheckpointError
 from weft.mesh import Mesh
-from weft.plan.partition.replicas import exchanges_after
+from weft.plan.late_merges import exchanges_after
 from weft.plan.plan import Plan
 from weft.plan.text import format_plan
+from weft.sync.local import LocalSync
 
 _MOST_SHOWN = 8
 
@@ -78,6 +79,8 @@ def load(trainer: TrainerState, directory: Path, *, extra_state: bool = True) ->
             f"{directory} is not the same checkpoint on all ranks; give one in a folder that all hosts share"
         )
     require_undamaged(directory, index, trainer.mesh)
+    if isinstance(trainer.sync, LocalSync):
+        trainer.sync.drain()  # collective, so before anything that may fail on one rank alone
     averages: dict[str, str] = index["tensors"].get(AVERAGE, {})
     try_on_files(everyone, "read", directory, read_beside)
     try_on_files(everyone, "read", directory, read)
@@ -94,6 +97,8 @@ def load(trainer: TrainerState, directory: Path, *, extra_state: bool = True) ->
     if index["plan"] == format_plan(trainer.plan) and not moved:
         trainer.sync.settle()  # replicas may have weights of their own, which are read over these
         try_on_files(everyone, "read", directory, lambda: load_rank_part(trainer, directory))
+        if trainer.mesh.ranks_before:  # what was written is of the first worker
+            torch.manual_seed(index["seed"] + trainer.mesh.ranks_before + world.rank)
         if not trainer.sync.agrees:  # this replica has read weights of its own
             trainer.sync.publish()
         return
@@ -102,7 +107,7 @@ def load(trainer: TrainerState, directory: Path, *, extra_state: bool = True) ->
     if trainer.pipeline_step is not None:
         trainer.pipeline_step.load_state({}, {})
     trainer.balance.load_state({})
-    torch.manual_seed(index["seed"] + world.rank)
+    torch.manual_seed(index["seed"] + trainer.mesh.ranks_before + world.rank)
     if world.rank == 0:
         log.warning("%s was written under another plan%s: weights, optimizer and data position are used, to "
                     "rounding%s; random states and exchange states start anew", directory,

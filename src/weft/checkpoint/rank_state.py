@@ -69,9 +69,9 @@ def load_rank_part(trainer: TrainerState, directory: Path) -> None:
             kept = [entry for entry in reader.entries if entry.startswith(_PIPELINE)]
             older = {entry.removeprefix(_PIPELINE): reader.read_whole(entry) for entry in kept}
             trainer.pipeline_step.load_state(older, values["pipeline"])
+        trainer.sync.load_state(values["sync"])  # makes room for exchanges under way, which are read next
         load_own(trainer, reader, values.get("replica", {}))  # older checkpoints have none
     trainer.counts.shared = values["shared_count"]
     trainer.counts.is_own = values.get("has_own_count", False)  # older checkpoints do not say
-    trainer.sync.load_state(values["sync"])
     load_own_codecs(trainer, directory, trainer.mesh.world.rank)
     trainer.balance.load_state(values.get("balance", {}))  # which are not in older ones either

@@ -147,10 +147,12 @@ def counted_numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
 
 
 def take_own(trainer: TrainerState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """What this rank's replica has of its own, for an exact continuation: tensors (not copied) and plain values."""
+    """What this rank's replica has of its own, for an exact continuation: tensors (not copied) and plain values;
+    collective."""
     sync = trainer.sync
     if not isinstance(sync, LocalSync):
         return {}, {}
+    sync.drain()
     in_portable = sync.agrees or sync.num_replicas == 1  # weights that all replicas have are there, to the bit
     tensors = {
         f"{_REPLICA}{name}": tensor

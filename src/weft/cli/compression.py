@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from weft.cli.terminal import print_table, say
 from weft.errors import LaunchError
-from weft.planning.compression import SAFE_WITH, Advice, Lines, Shape, advise, describe, lines_of, usual_shapes
+from weft.planning.compression import SAFE_WITH, Advice, Links, Shape, advise, describe, links_of, usual_shapes
 from weft.units import format_bandwidth, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -23,14 +23,26 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """The exchange that is asked for."""
+class ModelOptions:
+    """The model and the replicas that are asked for."""
 
     num_parameters: int | None = None
     """None: those of the job, or a usual number."""
     job: Path | None = None
     num_replicas: int | None = None
     """None: the hosts, or the ranks of one host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownModel:
+    """What is known of the model that is asked for."""
+
+    shapes: tuple[Shape, ...]
+    """The shapes of its trainable parameters."""
+    model_text: str
+    """The model in words."""
+    num_blocks: int | None = None
+    """Its blocks; None where only its size is known."""
 
 
 def read_count(text: str | None) -> int | None:
@@ -44,44 +56,47 @@ def read_count(text: str | None) -> int | None:
     return count
 
 
-def print_codecs(console: Console, cluster: Cluster, question: Question) -> None:
+def print_codecs(console: Console, cluster: Cluster, model: ModelOptions) -> None:
     """Print, per codec, the bandwidth below which it pays; nothing where no codec was measured."""
     if not cluster.compressions:
         return
-    shapes, model = _model(question)
-    lines = lines_of(cluster, question.num_replicas)
-    rows = [_row(advise(measured, shapes, lines), lines) for measured in cluster.compressions]
+    known = model_of(model)
+    links = links_of(cluster, model.num_replicas)
+    rows = [_row(advise(measured, known.shapes, links), links) for measured in cluster.compressions]
     heads = ["codec", "compression", "codec time", "pays below", "safe with"]
-    if lines.bytes_per_s is not None:
-        heads.insert(4, f"faster at {format_bandwidth(lines.bytes_per_s)}")
-    say(console, f"gradients of {model}, exchanged between {lines.num_replicas} replicas, against a dense all-reduce:")
+    if links.bytes_per_s is not None:
+        heads.insert(4, f"faster at {format_bandwidth(links.bytes_per_s)}")
+    between = f"exchanged between {links.num_replicas} replicas, against a dense all-reduce"
+    say(console, f"gradients of {known.model_text}, {between}:")
     print_table(console, heads, rows)
 
 
-def _row(advice: Advice, lines: Lines) -> list[str]:
+def _row(advice: Advice, links: Links) -> list[str]:
     pays_below = advice.pays_below_bytes_per_s
     bound = {0.0: "never", math.inf: "always"}.get(pays_below) or format_bandwidth(pays_below)
     cells = [describe(advice.codec), f"{advice.compression:.1f}×", format_seconds(advice.codec_s), bound]
-    if lines.bytes_per_s is not None:
-        cells.append(f"{advice.dense_s(lines.bytes_per_s) / advice.coded_s(lines.bytes_per_s):.1f}×")
+    if links.bytes_per_s is not None:
+        cells.append(f"{advice.dense_s(links.bytes_per_s) / advice.coded_s(links.bytes_per_s):.1f}×")
     return [*cells, SAFE_WITH[advice.codec.name]]
 
 
-def _model(question: Question) -> tuple[list[Shape], str]:
-    """The shapes of the model's parameters, and the model in words."""
+def model_of(model: ModelOptions) -> KnownModel:
+    """The model of the job, or one of the size that is asked for."""
     doubt = ""
-    if question.job is not None:
-        if shapes := _shapes_of_job(question.job):
-            return shapes, f"{question.job.name} ({format_count(sum(map(math.prod, shapes)))} parameters)"
-        doubt = f" (the model of {question.job.name} cannot be built without memory)"
-    count = question.num_parameters or _USUAL_PARAMETERS
-    return usual_shapes(count), f"a model of {format_count(count)} parameters{doubt}"
+    if model.job is not None:
+        if known := _model_of_job(model.job):
+            return known
+        doubt = f" (the model of {model.job.name} cannot be built without memory)"
+    count = model.num_parameters or _USUAL_PARAMETERS
+    model_text = f"a model of {format_count(count)} parameters{doubt}"
+    return KnownModel(shapes=tuple(usual_shapes(count)), model_text=model_text)
 
 
-def _shapes_of_job(path: Path) -> list[Shape]:
-    """Of all trainable parameters; empty where the model cannot be built without memory."""
+def _model_of_job(path: Path) -> KnownModel | None:
+    """The job's model; None where it cannot be built without memory, or has nothing to train."""
     import torch
 
+    from weft.blueprint import find_blueprint
     from weft.training.run.components import build
     from weft.training.run.job import read_job
 
@@ -90,5 +105,9 @@ def _shapes_of_job(path: Path) -> list[Shape]:
         with torch.device("meta"):
             model = parts.make_empty()
     except Exception:  # a user's function may do anything; the table is then of a usual model
-        return []
-    return [tuple(parameter.shape) for parameter in model.parameters() if parameter.requires_grad]
+        return None
+    shapes = tuple(tuple(parameter.shape) for parameter in model.parameters() if parameter.requires_grad)
+    if not shapes:
+        return None
+    model_text = f"{path.name} ({format_count(sum(map(math.prod, shapes)))} parameters)"
+    return KnownModel(shapes=shapes, model_text=model_text, num_blocks=len(find_blueprint(model).blocks))

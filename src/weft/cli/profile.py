@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weft.cli.compression import Question, print_codecs, read_count
+from weft.cli.advice import print_advice
+from weft.cli.advice_options import (
+    AdviceOptions,
+    network_for,
+    read_advice_options,
+    refuse_beside_cluster,
+    require_links,
+    samples_per_rank,
+)
+from weft.cli.compression import ModelOptions, print_codecs, read_count
 from weft.cli.terminal import SECONDS_BETWEEN_LINES, Traceback, is_first_rank, print_table, refuse_ranks, say
 from weft.errors import LaunchError
 from weft.launch import default_num_ranks, is_launched, launch
@@ -20,6 +29,7 @@ if TYPE_CHECKING:
 
     from weft.measure.preflight import Preflight
     from weft.profiles.cluster import Cluster, Link, Timing
+    from weft.world import World
 
 _DEFAULT_OUTPUT = Path("cluster.toml")
 _JOIN_TIMEOUT_S = 300.0
@@ -35,10 +45,36 @@ def command(
         typer.Option(metavar="JOB.toml", help="Compare this job's files and data on all ranks, and take its model."),
     ] = None,
     parameters: Annotated[
-        str | None, typer.Option(metavar="N", help="Model size that codecs are compared for; default: 25M.")
+        str | None, typer.Option(metavar="N", help="Model size to compare codecs and methods for; default: 25M.")
     ] = None,
     replicas: Annotated[
-        int | None, typer.Option(min=2, help="Replicas that codecs are compared for; default: hosts, or ranks.")
+        int | None, typer.Option(min=2, help="Number of replicas; default: hosts, or ranks of one host.")
+    ] = None,
+    advise: Annotated[
+        bool,
+        typer.Option(
+            "--advise", help="Rank methods for these links by predicted time to the same loss, and print the best plan."
+        ),
+    ] = False,
+    cluster: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Advise from this cluster.toml, and measure no links.")
+    ] = None,
+    step_time: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help='Computing time of one step, like "250ms"; default: measured with --job, otherwise estimated.',
+        ),
+    ] = None,
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help='Assume links of this rate instead of the measured ones, like "100Mbit".'),
+    ] = None,
+    latency: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME", help='Assume links of this latency, one way, instead of the measured ones, like "50ms".'
+        ),
     ] = None,
     traceback: Traceback = False,
 ) -> None:
@@ -48,7 +84,12 @@ def command(
 
     It also times every codec, and prints the bandwidth below which each pays:  weft profile --parameters 124M
 
-    Alone it measures this host. Under torchrun every host takes part: ranks are first compared (versions, code, data,
+    What to set on a network, on every host:  torchrun --nnodes 4 ... -m weft profile --advise --job run.toml
+
+    The same from a file, for other links:  weft profile --advise --cluster cluster.toml --bandwidth 100Mbit
+
+    Alone it measures this host and the links inside it; --advise is then about these, unless --bandwidth and --latency
+    give those of a network. Under torchrun every host takes part: ranks are first compared (versions, code, data,
     clocks), links between hosts are measured pair by pair, and a slow one is named. Differences that would break a run
     end it with exit code 1.
 
@@ -61,15 +102,25 @@ def command(
         )
     if job is not None and parameters is not None:
         raise LaunchError("--job and --parameters both give the size of the model; leave one out")
-    question = Question(num_parameters=read_count(parameters), job=job, num_replicas=replicas)
+    model = ModelOptions(num_parameters=read_count(parameters), job=job, num_replicas=replicas)
+    options = {"--step-time": step_time, "--bandwidth": bandwidth, "--latency": latency}
+    advice = read_advice_options(advise, {**options, "--cluster": None if cluster is None else str(cluster)})
+    if cluster is not None and advice is not None:
+        refuse_beside_cluster(quick=quick, preflight=preflight, output=output, ranks=ranks)
+        _advise_from(cluster, model, advice)
+        return
+    if advice is not None and preflight:
+        raise LaunchError("--advise needs measured links, and --preflight measures nothing; leave one out")
+    if advice is not None and ranks is not None:
+        require_links(ranks, model, advice)
     target = None if preflight else output or _DEFAULT_OUTPUT
     # Hosts of other ranks need not have the directory.
     if target is not None and is_first_rank() and not target.parent.is_dir():
         raise LaunchError(
             f"{target} cannot be written: there is no directory {target.parent}; make that directory first"
         )
-    arguments: dict[str, Any] = {"target": target, "quick": quick, "question": question}
-    arguments["compares"] = preflight or job is not None
+    arguments: dict[str, Any] = {"target": target, "quick": quick, "model": model}
+    arguments |= {"compares": preflight or job is not None, "advice": advice}
     if is_launched():
         refuse_ranks(ranks, LaunchError)
         is_ok = _run_rank(folder=None, attempt=0, **{**arguments, "compares": True})
@@ -79,23 +130,58 @@ def command(
         raise typer.Exit(1)
 
 
+def _advise_from(path: Path, model: ModelOptions, advice: AdviceOptions) -> None:
+    """Advice from a cluster that was measured before."""
+    from rich.console import Console
+
+    from weft.profiles.cluster_text import read_cluster
+
+    cluster = read_cluster(path)
+    measured_s = _measured_step_s(cluster, model, advice)
+    print_advice(Console(), cluster, model, advice, measured_s=measured_s, measured_on="on one rank here, alone")
+
+
+def _measured_step_s(
+    cluster: Cluster, model: ModelOptions, advice: AdviceOptions, world: World | None = None
+) -> float | None:
+    """Seconds that a step of the job computes; None if there is no job, or the time is given. Collective over `world`,
+    by default this process alone."""
+    if model.job is None or advice.step_s is not None:
+        return None
+    from weft.measure.step_time import measure_step
+    from weft.training.run.job import read_job
+
+    num_samples = samples_per_rank(model.job, network_for(cluster, model, advice))
+    return measure_step(read_job(model.job), world or _join(), num_samples=num_samples)
+
+
 def _run_rank(
-    *, folder: Path | None, attempt: int, target: Path | None, quick: bool, question: Question, compares: bool
+    *,
+    folder: Path | None,
+    attempt: int,
+    target: Path | None,
+    quick: bool,
+    model: ModelOptions,
+    compares: bool,
+    advice: AdviceOptions | None = None,
 ) -> bool:
     """The work of every rank; returns False if something was found that would break a run."""
     del folder, attempt
     from weft.measure.cluster import FULL, QUICK, measure_cluster
     from weft.measure.preflight import run_preflight
-    from weft.mesh import leave_world, make_mesh
+    from weft.mesh import make_mesh
     from weft.plan.plan import Axes, Comm, Plan
     from weft.profiles.cluster_text import write_cluster
+    from weft.world import leave_world
 
     world = _join()
+    if advice is not None:
+        require_links(world.size, model, advice)
     view = _View() if world.rank == 0 else None
     if compares:
         plan = Plan(axes=Axes(data=world.size), comm=Comm(transport="c10d"))
         with make_mesh(plan, world, groups=[("world", "control")]) as mesh:
-            found = run_preflight(world, mesh.everyone("control"), job=question.job)
+            found = run_preflight(world, mesh.everyone("control"), job=model.job)
         if view is not None:
             view.compared(found)
         if not found.ok:
@@ -108,16 +194,20 @@ def _run_rank(
         finally:
             if view is not None:
                 view.close()
-        if view is not None:
+        if view is not None:  # before a step is tried, which may not fit on a rank
             write_cluster(cluster, target)
-            view.measured(cluster, notes, target, question)
+        measured_s = None if advice is None else _measured_step_s(cluster, model, advice, world)
+        if view is not None:
+            view.measured(cluster, notes, target, model)
+            if advice is not None:
+                view.advised(cluster, model, advice, measured_s)
     leave_world()
     return True
 
 
-def _join() -> Any:
+def _join() -> World:
     from weft.measure.interfaces import advice
-    from weft.mesh import join_world
+    from weft.world import join_world
 
     try:
         return join_world(timeout_s=_JOIN_TIMEOUT_S)
@@ -166,7 +256,7 @@ class _View:
         bad, good = "a run would break; mend the problems above first", "nothing differs that would break a run"
         say(self._console, f"{len(found.facts)} ranks compared: {good if found.ok else bad}")
 
-    def measured(self, cluster: Cluster, notes: list[str], target: Path, question: Question) -> None:
+    def measured(self, cluster: Cluster, notes: list[str], target: Path, model: ModelOptions) -> None:
         """Print devices, links, collectives and codecs, the slow links, and the file."""
         from weft.measure.preflight import say_ranks
         from weft.profiles.slow import slow_links
@@ -188,16 +278,19 @@ class _View:
         rows = [(_place(link), "2", link.kind, *_figures(link)) for link in cluster.links]
         rows += [(one.collective, str(one.num_ranks), one.link, *_figures(one)) for one in cluster.timings]
         print_table(self._console, ("exchange", "ranks", "link", "latency", "rate", "miss"), rows)
-        print_codecs(self._console, cluster, question)
+        print_codecs(self._console, cluster, model)
         for slow in slow_links(cluster.links):
             say(self._console, str(slow))
         for note in notes:
             say(self._console, f"note: {note}")
         say(self._console, f"wrote {target}")
 
+    def advised(self, cluster: Cluster, model: ModelOptions, advice: AdviceOptions, measured_s: float | None) -> None:
+        print_advice(self._console, cluster, model, advice, measured_s=measured_s)
 
-def _figures(line: Link | Timing) -> tuple[str, str, str]:
-    return format_seconds(line.alpha_s), f"{format_bytes(line.bytes_per_s)}/s", f"{line.miss:.0%}"
+
+def _figures(fitted: Link | Timing) -> tuple[str, str, str]:
+    return format_seconds(fitted.alpha_s), f"{format_bytes(fitted.bytes_per_s)}/s", f"{fitted.miss:.0%}"
 
 
 def _speed(flops_per_s: float) -> str:

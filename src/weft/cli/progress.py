@@ -11,8 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from weft.cli.terminal import SECONDS_BETWEEN_LINES, say
 from weft.plan.exchange.compression import Compression
 from weft.training.run.job import Job
-from weft.training.run.loop import Observer, Summary
 from weft.training.run.metrics import StepRecord
+from weft.training.run.observer import Observer, Summary
 from weft.training.run.rank_log import RankLog
 from weft.training.trainer import Trainer
 from weft.units import format_bytes, format_count, format_seconds
@@ -37,7 +37,10 @@ class TerminalObserver(Observer):
     def started(self, trainer: Trainer, job: Job, directory: Path) -> None:
         done, self._total = trainer.steps_done, job.steps.total
         self._flags = " --replicas-in-process" if trainer.others else ""
-        if self._attempt:
+        if trainer.mesh.joins_running:
+            again = f" again (restart {self._attempt})" if self._attempt else ""
+            self._say(f"this worker was started{again}, and joins the run")
+        elif self._attempt:
             where = f"step {done}" if done else "the start, for there is no checkpoint yet"
             self._say(f"all ranks were started again (restart {self._attempt}), going on from {where}")
         else:
@@ -49,6 +52,9 @@ class TerminalObserver(Observer):
             self._say(f"run directory: {directory}")
             if done:
                 self._say(f"going on after step {done}")
+            if trainer.mesh.by_itself is not None:
+                num_workers = trainer.plan.axes.data
+                self._say(f"this is worker {trainer.mesh.by_itself}; the run begins when {num_workers} are there")
         if not self._console.is_terminal:
             return
         self._bar = Progress(

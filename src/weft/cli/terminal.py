@@ -11,6 +11,7 @@ import typer
 
 from weft.launch import default_num_ranks, is_launched
 from weft.plan.all_ranks import ranks_to_start, with_ranks
+from weft.plan.partition.one_worker import WORKER
 from weft.plan.plan import ALL, Axes, Plan
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ PlanFile = Annotated[
 
 
 def is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+    return os.environ.get("RANK", "0") == "0" and os.environ.get(WORKER, "0") == "0"
 
 
 def refuse_ranks(ranks: int | None, kind: type[Exception]) -> None:

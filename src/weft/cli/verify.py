@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
@@ -17,11 +18,16 @@ import typer
 from weft.cli.terminal import JobFile, PlanFile, Traceback, fit_to_ranks, is_first_rank, print_table, say
 from weft.errors import JobError
 from weft.launch import is_launched, launch
+from weft.plan.late_merges import steps_to_verify
+from weft.plan.partition.one_worker import is_served
 from weft.plan.plan import Axes, Plan
 
 if TYPE_CHECKING:
     from weft.training.run.job import Job
     from weft.verification.verdict import Verification
+
+_USUAL_STEPS, _MOST_STEPS = 3, 12
+"""Steps that are compared unless others are given, and the most of a plan that needs more to show all it does."""
 
 
 class Format(StrEnum):
@@ -34,7 +40,10 @@ class Format(StrEnum):
 def command(
     job_file: JobFile = None,
     plan_file: PlanFile = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to compare.")] = 3,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Steps to compare; default: 3, or up to 12 where exchanges are merged later."),
+    ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Samples of a global batch; default: the job's.")] = None,
     dtype: Annotated[
         Format, typer.Option(help="Compute in float64, and compare everything; or in float32, and compare losses.")
@@ -53,8 +62,9 @@ def command(
     reading = read_given_job(job_file, plan_file)
     job = reading.job
     global_batch = batch or job.steps.global_batch
-    arguments: dict[str, Any] = {"num_steps": steps, "global_batch": global_batch, "dtype_name": dtype.value}
+    arguments: dict[str, Any] = {"global_batch": global_batch, "dtype_name": dtype.value}
     plan, num_ranks = fit_to_ranks(job.plan, None)
+    arguments["num_steps"] = steps or max(_USUAL_STEPS, min(steps_to_verify(plan), _MOST_STEPS))
     if reading.problems or not is_launched():
         require_sound(reading, plan, num_ranks=num_ranks, global_batch=global_batch)
     arguments["job"] = replace(job, plan=plan)
@@ -80,12 +90,17 @@ def _run_rank(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from weft.mesh import join_world, leave_world
     from weft.training.data.datasets import fetch
     from weft.training.run.components import prepare
     from weft.verification.verify import verify
+    from weft.world import join_world, leave_world
 
-    world, prepared = join_world(), prepare(job)
+    plan = job.plan
+    if plan is None or not is_served(plan):
+        rank, num_ranks = (world := join_world()).rank, world.size
+    else:  # workers are worlds of their own
+        rank, num_ranks = int(os.environ.get("RANK", "0")), plan.axes.num_ranks
+    prepared = prepare(job)
     needed = num_steps * global_batch
     if len(prepared.train_data) < needed:
         raise JobError(
@@ -93,11 +108,11 @@ def _run_rank(
         )
     torch.manual_seed(job.steps.seed)
     columns = (TextColumn("comparing step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(compact=True))
-    with Progress(*columns, transient=True, disable=world.rank != 0 or not Console().is_terminal) as bar:
+    with Progress(*columns, transient=True, disable=rank != 0 or not Console().is_terminal) as bar:
         task = bar.add_task("", total=num_steps)
         outcome = verify(
             prepared.make_model(),
-            job.plan or Plan(axes=Axes(data=world.size)),
+            plan or Plan(axes=Axes(data=num_ranks)),
             loss=prepared.loss,
             optimizer=prepared.optimizer,
             groups=prepared.groups,
@@ -127,7 +142,7 @@ def _print(outcome: Verification) -> None:
     console, worst = Console(), {one.what: one for one in reversed(outcome.differences)}  # they come worst first
     rows = [
         (what, f"{worst[what].error:.1e}", worst[what].name or "-", str(worst[what].rank), str(worst[what].step))
-        for what in ("loss", "gradient", "weight", "buffer")
+        for what in ("loss", "gradient", "state", "weight", "buffer")
         if what in worst
     ]
     print_table(console, ("compared", "worst relative error", "where", "rank", "step"), rows)

@@ -35,10 +35,12 @@ def which_run(
     plan_file: Path | None,
     steps: int | None,
     restarted: bool,
+    joins: bool = False,
 ) -> Run:
-    """`restarted`: a launcher started its ranks again, and goes on with the run that it began in `output`."""
+    """`restarted`: a launcher started its ranks again, and goes on with the run that it began in `output`. `joins`: as
+    one more worker, of a run that may have begun there."""
     if resume == AUTO:
-        run = _begun_or_new(job_file, output)
+        run = _begun_or_new(job_file, output, joins=joins)
     elif resume is not None:
         if job_file is not None or output is not None:
             raise JobError(
@@ -46,7 +48,7 @@ def which_run(
             )
         run = Run(reading=Reading(job=read_run(resume)), directory=Path(resume), resumes=True)
     else:
-        run = _new(job_file, output, restarted=restarted)
+        run = _new(job_file, output, restarted=restarted, joins=joins)
     if plan_file is not None:
         run = replace(run, reading=_with_plan(run.reading, plan_file))
     if steps is not None:
@@ -54,24 +56,24 @@ def which_run(
     return run
 
 
-def _new(job_file: Path | None, output: Path | None, *, restarted: bool) -> Run:
+def _new(job_file: Path | None, output: Path | None, *, restarted: bool, joins: bool) -> Run:
     if restarted and output is None:
         raise JobError(
             "the launcher started the ranks again, and only --output says in which directory the run began; give it "
             "from the first start"
         )
     directory = output or _next_free(RUNS)
-    if (directory / JOB_FILE).exists() and not restarted:
+    if (directory / JOB_FILE).exists() and not restarted and not joins:
         raise JobError(f"{directory} holds a run already; go on with --resume {directory}, or give another --output")
     return Run(reading=read_given_job(job_file), directory=directory, resumes=False)
 
 
-def _begun_or_new(job_file: Path | None, output: Path | None) -> Run:
+def _begun_or_new(job_file: Path | None, output: Path | None, *, joins: bool) -> Run:
     """The run in `output`, or the newest of `runs/`, if there is one; else a new run. A job file that is given counts:
     it may ask for more steps, but not be another job."""
     directory = output or max(_numbered(RUNS), key=lambda path: int(path.name), default=None)
     if directory is None or not (directory / JOB_FILE).exists():
-        return _new(job_file, output, restarted=False)
+        return _new(job_file, output, restarted=False, joins=joins)
     begun = read_run(directory)
     if job_file is None:
         return Run(reading=Reading(job=begun), directory=directory, resumes=True)

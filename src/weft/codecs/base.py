@@ -48,6 +48,13 @@ class Bucket:
     num_replicas: int
     can_fail: bool = True
     """Exchanges may end with `end(False)`, so that the state before must be kept beside the new one."""
+    only_decodes: bool = False
+    """Of a parameter server: it encodes nothing, so it keeps nothing."""
+
+    @property
+    def num_kept(self) -> int:
+        """Elements of state that is laid out like the values."""
+        return 0 if self.only_decodes else self.numel
 
 
 class Codec(Protocol):

@@ -22,7 +22,7 @@ class Feedback(Codec):
 
     def __init__(self, codec: Quantised, bucket: Bucket) -> None:
         self._codec, self._bucket = codec, bucket
-        self._kept = Kept(bucket.numel, bucket.dtype, bucket.device, can_fail=bucket.can_fail)
+        self._kept = Kept(bucket.num_kept, bucket.dtype, bucket.device, can_fail=bucket.can_fail)
         self._factor: float | torch.Tensor = 1.0
 
     def begin(self, step: int, *, keep: float | torch.Tensor = 1.0) -> tuple[Message, ...]:

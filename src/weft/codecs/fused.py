@@ -204,6 +204,7 @@ class FusedPowerSgd(PowerSgd):
                 else:
                     stretch.inside(message).copy_(stretch.among(values))
                 not_finite += stretch.inside(message).isfinite().all().logical_not()
+            self._orthonormalise_alone(message)
 
     def decode(self, number: int, received: torch.Tensor, values: torch.Tensor, *, scale: float = 1.0) -> None:
         if self._is_dense or number == 0:

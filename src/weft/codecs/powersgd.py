@@ -104,7 +104,7 @@ class PowerSgd(Codec):
         self._rests = _stretches(rests, num_left)
         self._tensors = _stretches([(one.offset, one.numel) for one in bucket.tensors], 0)
         kind = (bucket.dtype, bucket.device)
-        self._residual = Kept(bucket.numel, *kind, can_fail=bucket.can_fail)
+        self._residual = Kept(bucket.num_kept, *kind, can_fail=bucket.can_fail)
         self._start = Kept(sum(one.right_numel for one in self._batches), *kind, can_fail=bucket.can_fail)
         self._first = torch.empty(num_left + sum(one.numel for one in self._rests), dtype=kind[0], device=kind[1])
         """The sum of the first messages, with orthonormal factors."""
@@ -146,6 +146,14 @@ class PowerSgd(Codec):
         if message.numel():
             # A value that is not finite makes its row's products so, even one with zero.
             not_finite += torch.linalg.vector_norm(message, torch.inf).isfinite().logical_not()
+        self._orthonormalise_alone(message)
+
+    def _orthonormalise_alone(self, message: torch.Tensor) -> None:
+        """Of one replica the first message is the sum already. Its factors leave orthonormal, so that who decodes it on
+        another machine, where rounding may differ, has the same ones: to make them so again changes next to nothing."""
+        if self._bucket.num_replicas == 1 and not self._is_dense:
+            for batch in self._batches:
+                self._arithmetic.orthonormalise_(batch.left(message))
 
     def decode(self, number: int, received: torch.Tensor, values: torch.Tensor, *, scale: float = 1.0) -> None:
         if number == 0 and not self._is_dense:
@@ -156,6 +164,9 @@ class PowerSgd(Codec):
         as_they_are, plain = (self._tensors, received) if self._is_dense else (self._rests, self._first)
         for stretch in as_they_are:
             torch.mul(stretch.inside(plain), scale, out=stretch.among(values))
+        if self._bucket.only_decodes:
+            self._expand(received, values, scale)
+            return
         for batch in () if self._is_dense else self._batches:
             self._arithmetic.decode(
                 batch.left(self._first),
@@ -169,6 +180,14 @@ class PowerSgd(Codec):
             self._start.write(self._start.old)
         else:
             self._set_next_start(received)
+
+    def _expand(self, received: torch.Tensor, values: torch.Tensor, scale: float) -> None:
+        """The products of both factors, where nothing is kept."""
+        for batch in () if self._is_dense else self._batches:
+            matrices = batch.among(values)
+            torch.baddbmm(
+                matrices, batch.left(self._first).mT, batch.right(received), beta=0, alpha=scale, out=matrices
+            )
 
     def end(self, is_made: bool | torch.Tensor) -> None:
         if not self._has_begun:  # values travelled without the codec

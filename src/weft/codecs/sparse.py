@@ -59,7 +59,7 @@ class SparseCodec(Codec):
 
     def make_kept(self) -> Kept:
         bucket = self.bucket
-        return Kept(bucket.numel, bucket.dtype, bucket.device, can_fail=bucket.can_fail)
+        return Kept(bucket.num_kept, bucket.dtype, bucket.device, can_fail=bucket.can_fail)
 
     @abstractmethod
     def choose(self, place: int, values: torch.Tensor, state: list[OldNew], entries: Entries) -> torch.Tensor:

@@ -25,11 +25,23 @@ from weft.comm.two_level import TwoLevel
 from weft.comm.warm_up import warm_up
 from weft.errors import LaunchError
 from weft.hosts import num_cores
+from weft.plan.late_merges import merges_late
 from weft.plan.partition.grid import Grid
 from weft.plan.partition.groups import HOST_PURPOSES, WORLD, GroupKey
 from weft.plan.partition.host_levels import ranks_of_level, split_level
+from weft.plan.pipeline.communication import FLUSH_FREE
+from weft.plan.plan import Plan
 
 log = logging.getLogger("weft")
+
+
+def is_used_between_steps(plan: Plan, key: GroupKey) -> bool:
+    """True for groups on which messages may be under way between two steps: those of pipelines that never empty, and
+    those between replicas whose exchanges are merged later."""
+    axes = key[0]
+    if merges_late(plan) and axes == plan.replica_axis:
+        return True
+    return axes.startswith("pipeline") and plan.pipeline.schedule in FLUSH_FREE
 
 
 class ProcessGroups:

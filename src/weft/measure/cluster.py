@@ -28,9 +28,10 @@ from weft.measure.exchanges import TIMED, UNCHAINED, buffer_bytes, make_collecti
 from weft.measure.fit import fit_line
 from weft.measure.shapes import Shape, group_shapes, host_pairs
 from weft.measure.timing import Agreement, agree_as_pair, agree_in_group, time_sizes
-from weft.mesh import World, make_mesh
+from weft.mesh import make_mesh
 from weft.plan.plan import Axes, Comm, Plan
 from weft.profiles.cluster import Cluster, Compression, Device, Link, Timing
+from weft.world import World
 
 POOR_MISS = 1.0
 """Largest relative miss of a good fit: a size took twice, or half, as long as its line says."""
@@ -175,7 +176,7 @@ def link_kind(world: World, transport: str, *, between_hosts: bool) -> str:
 
 
 def _devices(world: World, control: Group, effort: Effort) -> tuple[Device, ...]:
-    facts = describe(world.device, ranks_here=world.hosts.count(world.hosts[world.rank]))
+    facts = describe(world.device, num_sharing=world.ranks_on_device)
     facts |= measure_speeds(world.device, budget_s=effort.device_s, meet=lambda: agree_in_group(control)([0.0]))
     rows = gather_values(facts, control)
     return tuple(Device(rank=rank, host=world.hosts[rank], **row) for rank, row in enumerate(rows))

@@ -12,25 +12,24 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from weft.host_memory import host_memory_bytes, read_proc
+
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 _MATRIX_SIZE = {"cpu": 1024, "cuda": 8192}
-_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
-def describe(device: torch.device, *, ranks_here: int) -> dict[str, Any]:
-    """Kind, name and memory, which ranks on one CPU or GPU share equally."""
+def describe(device: torch.device, *, num_sharing: int) -> dict[str, Any]:
+    """Kind, name and memory, which so many ranks share equally."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        sharers = -(-ranks_here // torch.cuda.device_count())
-        return {"kind": "cuda", "name": properties.name, "memory_bytes": properties.total_memory // sharers}
+        return {"kind": "cuda", "name": properties.name, "memory_bytes": properties.total_memory // num_sharing}
     name = read_proc("/proc/cpuinfo", "model name") or platform.processor() or platform.machine() or "CPU"
-    return {"kind": "cpu", "name": name, "memory_bytes": host_memory_bytes() // ranks_here}
+    return {"kind": "cpu", "name": name, "memory_bytes": host_memory_bytes() // num_sharing}
 
 
 def measure_speeds(device: torch.device, *, budget_s: float, meet: Callable[[], object]) -> dict[str, float]:
@@ -99,16 +98,3 @@ def can_multiply(dtype: torch.dtype, device: torch.device) -> bool:
         finally:
             os._exit(1)
     return os.waitpid(child, 0)[1] == 0
-
-
-def host_memory_bytes() -> int:
-    """Memory of this host, or of the container this process is in."""
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [path.read_text().strip() for path in _CGROUP_LIMITS if path.exists()]
-    return min([whole, *(int(limit) for limit in limits if limit.isdigit())])
-
-
-def read_proc(file: str, key: str) -> str:
-    """The value of the first line "key: value" of a file of the kernel; empty if there is none."""
-    lines = Path(file).read_text().splitlines() if Path(file).exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")

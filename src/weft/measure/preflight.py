@@ -21,11 +21,12 @@ from weft.comm.group import Group
 from weft.comm.objects import gather_values
 from weft.comm.p2p import receive, send
 from weft.errors import WeftError
-from weft.measure.device import describe, host_memory_bytes, read_proc
+from weft.host_memory import available_bytes
+from weft.measure.device import describe
 from weft.measure.fingerprints import hash_code, hash_job
 from weft.measure.interfaces import offered
-from weft.mesh import World
 from weft.units import format_bytes, format_seconds
+from weft.world import World
 
 CLOCK_SKEW_S = 0.5
 """Smallest difference of clocks that is reported: timestamps of logs and files would be in the wrong order."""
@@ -83,10 +84,10 @@ def collect(world: World, job: Path | None) -> Facts:
             "python": platform.python_version(),
             "numpy": metadata.version("numpy"),
             "threads": str(torch.get_num_threads()),
-            "processor": describe(world.device, ranks_here=1)["name"],
+            "processor": describe(world.device, num_sharing=1)["name"],
             "interface": interface,
         },
-        "amounts": {"free memory": _free_memory_bytes(), "free disk": shutil.disk_usage(".").free},
+        "amounts": {"free memory": available_bytes(), "free disk": shutil.disk_usage(".").free},
         "address": address,
         "problems": problems,
     }
@@ -155,8 +156,3 @@ def say_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]} to {ranks[-1]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-
-
-def _free_memory_bytes() -> int:
-    available = read_proc("/proc/meminfo", "MemAvailable")  # like "123 kB"
-    return 1024 * int(available.split()[0]) if available else host_memory_bytes()

@@ -19,6 +19,7 @@ import torch
 
 from weft.errors import PlanError
 from weft.plan.model_refusals import DGC_OPTIMIZER
+from weft.plan.partition.one_worker import is_served
 from weft.plan.plan import Plan
 from weft.sync.base import Sync
 
@@ -84,8 +85,9 @@ class MomentumTakenOver:
 
 
 def take_over_momentum(optimizer: torch.optim.Optimizer, sync: Sync, plan: Plan) -> MomentumTakenOver:
-    """Let DGC's codecs have the optimizer's momentum; refuses optimizers whose momentum is another."""
-    if plan.codec.name != "dgc" or sync.compressed is None:
+    """Let DGC's codecs have the optimizer's momentum; refuses optimizers whose momentum is another. (Of a worker of
+    servers these let it go past theirs.)"""
+    if plan.codec.name != "dgc" or (sync.compressed is None and not is_served(plan)):
         return MomentumTakenOver()
     if not isinstance(optimizer, torch.optim.SGD):
         raise PlanError(DGC_OPTIMIZER.message(plan, found=type(optimizer).__name__))

@@ -23,6 +23,7 @@ from weft.parallel.compile import compile_blocks
 from weft.parallel.pipeline.cut_model import tied_gradients
 from weft.parallel.recompute import recompute_blocks
 from weft.parallel.state.batchnorm import synchronise_batch_norms
+from weft.parallel.state.fragments import find_fragments
 from weft.parallel.state.materialise import model_tensors
 from weft.parallel.state.rng import PlaceSeeds
 from weft.parallel.tensor.shares import counted_elements
@@ -158,6 +159,7 @@ def _place_parameters(parts: ParallelModel) -> None:
         cut=None if parts.tensor is None else parts.tensor.cut_one,
         rules=_gradient_rules(parts),
         stage_of=parts.stage_of,
+        fragment_of=find_fragments(parts.model if parts.cut is None else parts.cut.whole, parts.mesh.plan),
         draws=parts.draws,
         in_process=parts.in_process,
     )

@@ -22,11 +22,11 @@ from weft.plan.rules import combination_problems
 # Fields of which only the default is built. A new method moves its field from here to `_BUILT`, with the values that
 # work, or leaves it out when all do.
 _DEFAULT_ONLY = (
-    "data.delay server.mode server.shards server.staleness server.backups server.compensation server.lr_scaling"
+    "server.mode server.shards server.staleness server.backups server.compensation server.lr_scaling server.pull"
 )
 _BUILT: dict[str, tuple[object, ...]] = {
     **{path: (value_at(Plan(), path),) for path in _DEFAULT_ONLY.split()},
-    "data.sync": ("all-reduce", "local"),
+    "data.sync": ("all-reduce", "local", "delayed"),
 }
 
 
@@ -96,10 +96,11 @@ _DEPENDENT: tuple[tuple[str, _Switch], ...] = (
     ("data.offload", _Switch("data.sync", ("all-reduce", "local", "delayed"))),  # the server has the optimizer
     ("data.every", _Switch("data.sync", ("local", "delayed"))),
     ("data.switch_step data.outer data.outer_lr data.outer_momentum", _Switch("data.sync", ("local",))),
+    ("data.fragments data.mix", _Switch("data.sync", ("local",))),
     # After every step and with plain averages replicas do all along what they do until the switch.
     ("data.switch_step", _Switch("data.every", at_least=2, alternative=_Switch("data.outer", ("nesterov",)))),
     ("data.outer_lr data.outer_momentum", _Switch("data.outer", ("nesterov",))),
-    ("data.delay", _Switch("data.sync", ("delayed",))),
+    ("data.delay", _Switch("data.sync", ("local", "delayed"))),
     (
         "data.balance",
         _Switch(
@@ -109,7 +110,7 @@ _DEPENDENT: tuple[tuple[str, _Switch], ...] = (
         ),
     ),
     ("server.mode server.shards server.staleness server.backups", _Switch("data.sync", ("server",))),
-    ("server.compensation server.lr_scaling", _Switch("data.sync", ("server",))),
+    ("server.compensation server.lr_scaling server.pull", _Switch("data.sync", ("server",))),
     ("server.staleness", _Switch("server.mode", ("bounded",))),
     ("server.backups", _Switch("server.mode", ("sync",))),
     ("server.compensation server.lr_scaling", _Switch("server.mode", ("async", "bounded"))),
@@ -225,7 +226,7 @@ def _rank_problems(plan: Plan, num_ranks: int) -> Iterator[str]:
 def _replica_problem(plan: Plan, num_ranks: int) -> str | None:
     """The problem of ranks that are not whole replicas, where replicas differ from each other."""
     axes, axis = plan.axes, "data" if plan.data.shard == "nothing" else "replicate"
-    if plan.data.sync != "local" or (axes.data == ALL and axis == "replicate"):
+    if plan.data.sync not in ("local", "delayed") or (axes.data == ALL and axis == "replicate"):
         return None
     size = math.prod(getattr(axes, name) for name in AXES if name != axis)
     if num_ranks % size == 0:

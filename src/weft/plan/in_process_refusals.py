@@ -27,6 +27,11 @@ GATHERED_IN_PROCESS = Refusal(
     why="the loss gathers the samples of {num_parts} data ranks, and in process these compute one after the other",
     remedy="start real ranks",
 )
+NOTHING_TO_MEASURE = Refusal(
+    combination='replicas in process with [data] delay = "auto"',
+    why="{data.delay} measures how long exchanges take, and in process they take no time",
+    remedy="set a number of steps",
+)
 REPLICAS_OF_SEVERAL_RANKS = Refusal(
     combination="replicas in process whose replicas are several ranks ([axes] pipeline, tensor, ring, ulysses, or data "
     "with [data] shard)",

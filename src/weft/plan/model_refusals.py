@@ -56,12 +56,22 @@ CODEC_OF_16_BIT_WEIGHTS = Refusal(
     "rounded away",
     remedy='make the model in float32 and set [precision] compute = "bf16"',
 )
+PULL_OF_16_BIT_WEIGHTS = Refusal(
+    combination="[server] pull with weights that the model itself has in 16 bits",
+    why='{server.pull} rounds what servers send of their weights, and "{name}" is {dtype} there already',
+    remedy='leave it out, or make the model in float32 and set [precision] compute = "bf16"',
+)
 CODEC_OF_REPEATED_ROWS = Refusal(
     combination="[codec] name with [axes] tensor of which several ranks hold some rows of a weight, where these are "
     "exchanged by each for itself",
     why="{codec.name} chooses among all that a rank holds, and with {axes.tensor} several ranks hold some rows of "
     '"{name}" beside others: copies of these rows would drift apart',
     remedy="set [axes] tensor to a divisor of the number of key and value heads",
+)
+MORE_FRAGMENTS_THAN_BLOCKS = Refusal(
+    combination="[data] fragments larger than the model's number of blocks",
+    why="{data.fragments} needs as many blocks, and the model has {num_blocks}",
+    remedy="set [data] fragments to {most} or less, or give the model a weft_blueprint() that names its blocks",
 )
 NOTHING_TO_COMPRESS = Refusal(
     combination="[codec] name with a model of which it would compress no tensor",

@@ -167,7 +167,7 @@ class Data(Section):
     every: int = declare(
         1,
         Whole(minimum=1, hint="1 exchanges after every step"),
-        "Steps between exchanges (local), or steps that are averaged together (delayed).",
+        "Steps between exchanges of replicas that differ (local, delayed).",
     )
     switch_step: int = declare(
         0, NATURAL, "Post-local SGD: plain averages after every step up to this one, and only then `every` and `outer`."
@@ -181,8 +181,18 @@ class Data(Section):
     outer_momentum: float = declare(
         0.0, Real(minimum=0, below=1), "Momentum of the outer optimizer; 0 with a rate of 1 is the plain average."
     )
+    fragments: int = declare(
+        1, POSITIVE, "Streaming DiLoCo: parts of the model, of whole blocks, that local replicas exchange in turn."
+    )
     delay: int | str = declare(
-        0, Whole(minimum=0, words=("auto",)), "Steps by which averages arrive late; auto measures how many are needed."
+        0,
+        Whole(minimum=0, words=("auto",)),
+        "Steps between sending an exchange and merging it: less than `every` with local; auto (delayed) measures it.",
+    )
+    mix: float = declare(
+        0.0,
+        Real(minimum=0, below=1),
+        "Streaming DiLoCo: share of a replica's own weights that a merge keeps; 0 takes the outer weights as they are.",
     )
     balance: bool = declare(False, FLAG, "Distribute microbatches in proportion to each rank's speed.")
     buffers: str = declare(
@@ -207,6 +217,16 @@ class Server(Section):
     lr_scaling: str = declare(
         "none", Choice(("none", "staleness")), "Divide the learning rate by nothing, or by a gradient's staleness."
     )
+    pull: str = declare(
+        "master",
+        Choice(("master", "bf16", "fp16")),
+        "Format in which workers get weights: that of the servers' own, which stay as they are, or rounded to 16 bits.",
+    )
+
+    @property
+    def updates_together(self) -> bool:
+        """True if workers share one batch, of which every update is made."""
+        return updates_together(self.mode, self.staleness)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,6 +376,12 @@ class Plan:
 SECTIONS: dict[str, type[Section]] = {
     section.name: cast(type[Section], section.default_factory) for section in dataclasses.fields(Plan)
 }
+
+
+def updates_together(mode: str, staleness: int) -> bool:
+    """True if servers of this mode make updates of all workers' gradients: also with a bound of 0, where no worker is
+    ahead of another."""
+    return mode == "sync" or (mode == "bounded" and staleness == 0)
 
 
 def value_at(plan: Plan, path: str) -> object:

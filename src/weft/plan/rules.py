@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from weft.plan.plan import Plan
+from weft.plan.late_merges import merges_late
+from weft.plan.plan import ALL, Plan
 from weft.plan.refusals import Optimizer, Rule
+from weft.plan.server_rules import SERVER_RULES
 
 # Class names in lower case. Their update of one element depends on other elements of the tensor, or on its shape. LARS
 # and LAMB are those of other libraries: weft's own are recognised before names are looked at.
@@ -40,7 +42,11 @@ def _is_sharded(plan: Plan) -> bool:
 
 
 def _codes_gradients(plan: Plan) -> bool:
-    return plan.codec.name != "none" and plan.data.sync == "all-reduce"
+    return plan.codec.name != "none" and plan.data.sync in ("all-reduce", "server")
+
+
+_DIFFERING = ("local", "delayed")
+"""Values of `[data] sync` with which replicas differ."""
 
 
 def _is_one_replica(plan: Plan) -> bool:
@@ -124,25 +130,82 @@ RULES: tuple[Rule, ...] = (
         broken=lambda plan, _: plan.data.sync == "server" and _is_sharded(plan),
     ),
     Rule(
+        combination='[data] sync = "server" with [pipeline] schedule = "pipedream" or "2bw"',
+        why="with {data.sync} every step computes with the weights that servers send for it, and {pipeline.schedule} "
+        "has microbatches of several steps under way, with weight versions of its own",
+        remedy='use a schedule that flushes, such as "1f1b"',
+        broken=lambda plan, _: plan.data.sync == "server" and _is_scheduled(plan, "pipedream", "2bw"),
+    ),
+    Rule(
+        combination='[data] sync = "server" with [average] decay',
+        why="{average.decay} averages the weights after every update, and with {data.sync} updates are the servers', "
+        "of which a worker does not see every one",
+        remedy="leave out [average] decay",
+        broken=lambda plan, _: plan.data.sync == "server" and plan.average.decay > 0,
+    ),
+    Rule(
         combination='[data] sync = "local" or "delayed" with [data] shard and [axes] replicate = 1',
         why="{data.sync} lets replicas drift apart, but with {data.shard} the data axis shares one replica",
         remedy='set [axes] replicate to 2 or more, or [data] shard = "nothing"',
-        broken=lambda plan, _: plan.data.sync in ("local", "delayed") and _is_one_replica(plan),
+        broken=lambda plan, _: plan.data.sync in _DIFFERING and _is_one_replica(plan),
     ),
     # Gradients of the old weights are in flight, and would be applied to the average, which they were not made for.
     Rule(
-        combination='[data] sync = "local" with [pipeline] schedule = "pipedream" or "2bw"',
-        why="{data.sync} replaces the weights by their average over replicas, and with {pipeline.schedule} "
+        combination='[data] sync = "local" or "delayed" with [pipeline] schedule = "pipedream" or "2bw"',
+        why="{data.sync} puts what other replicas computed into the weights, and with {pipeline.schedule} "
         "microbatches of older weight versions are still under way then",
         remedy='use a schedule that flushes, such as "1f1b"',
-        broken=lambda plan, _: plan.data.sync == "local" and _is_scheduled(plan, "pipedream", "2bw"),
+        broken=lambda plan, _: plan.data.sync in _DIFFERING and _is_scheduled(plan, "pipedream", "2bw"),
     ),
     Rule(
-        combination='[data] sync = "local" with [precision] reduce where no ranks of a replica sum gradients',
+        combination='[data] sync = "local" or "delayed" with [precision] reduce where no ranks of a replica sum '
+        "gradients",
         why="{precision.reduce} has no effect with {data.sync} here: a replica has one rank for each gradient, and "
         "what replicas exchange is weights",
         remedy='leave it out; set [codec] name = "half" to exchange in 16 bits',
-        broken=lambda plan, _: plan.data.sync == "local" and plan.precision.reduce != "fp32" and _sums_nothing(plan),
+        broken=lambda plan, _: plan.data.sync in _DIFFERING and plan.precision.reduce != "fp32" and _sums_nothing(plan),
+    ),
+    Rule(
+        combination='[data] delay = "auto" with [data] sync = "local"',
+        why="{data.delay} may choose {data.every:value} steps or more, and with {data.sync} it must be less than "
+        "{data.every}",
+        remedy='set a number of steps, or [data] sync = "delayed"',
+        broken=lambda plan, _: plan.data.sync == "local" and plan.data.delay == "auto",
+    ),
+    Rule(
+        combination='[data] delay = "auto" with one replica',
+        why="{data.delay} measures how long exchanges between replicas take, and there is one replica, which exchanges "
+        "nothing",
+        remedy="start two ranks or more, or leave out [data] sync and delay",
+        broken=lambda plan, _: (
+            plan.data.delay == "auto"
+            and plan.replica_axis is not None
+            and plan.axes.data != ALL
+            and plan.num_replicas == 1
+        ),
+    ),
+    Rule(
+        combination='[data] delay not below every with [data] sync = "local"',
+        why="{data.delay} is not less than {data.every}, so a fragment would be sent again before, or in the same step "
+        "as, it is merged",
+        remedy="set [data] delay to less than {data.every:value}, or every to more than {data.delay:value}",
+        broken=lambda plan, _: (
+            plan.data.sync == "local" and isinstance(plan.data.delay, int) and plan.data.delay >= plan.data.every
+        ),
+    ),
+    Rule(
+        combination="[data] fragments larger than every",
+        why="{data.fragments} are sent one after the other within {data.every}, so several would leave in one step",
+        remedy="set [data] fragments to {data.every:value} or less, or every to {data.fragments:value} or more",
+        broken=lambda plan, _: plan.data.sync == "local" and plan.data.fragments > plan.data.every,
+    ),
+    # The average takes the weights that all replicas have, and there never are any.
+    Rule(
+        combination='[average] decay with [data] sync = "delayed", or with fragments, delay or mix',
+        why="{average.decay} averages weights that all replicas have in common, and where exchanges are merged later "
+        "or mixed ({data.sync}) they never have them",
+        remedy='leave out [average] decay, or use [data] sync = "local" without fragments, delay and mix',
+        broken=lambda plan, _: plan.average.decay > 0 and merges_late(plan),
     ),
     Rule(
         combination='[codec] name = "half" with [data] sync = "all-reduce"',
@@ -171,16 +234,13 @@ RULES: tuple[Rule, ...] = (
         remedy='leave balance out, or use "1f1b"',
         broken=lambda plan, _: plan.data.balance and _is_scheduled(plan, "pipedream", "2bw"),
     ),
+    *SERVER_RULES,
     Rule(
-        combination="[server] backups as many as [axes] data, or more",
-        why="{server.backups} leaves none of the {axes.data:value} workers to wait for",
-        remedy="backups are counted in [axes] data, so set backups to at most {most}, or data to {least} or more",
-        broken=lambda plan, _: (
-            (plan.data.sync, plan.server.mode) == ("server", "sync")
-            and isinstance(plan.axes.data, int)
-            and plan.server.backups >= plan.axes.data
-            and dict(most=plan.axes.data - 1, least=plan.server.backups + 1)
-        ),
+        combination='[data] sync = "server" with an optimizer that needs whole tensors (Muon, Adafactor, LBFGS, ...)',
+        why="{optimizer} needs whole tensors, but with {data.sync} servers hold flat ranges of them",
+        remedy="use an optimizer that treats each element by itself, such as AdamW or SGD, or weft.optim's LARS or "
+        'LAMB, or set [data] sync = "all-reduce"',
+        broken=lambda plan, optimizer: plan.data.sync == "server" and not optimizer.elementwise,
     ),
     Rule(
         combination="[axes] tensor > 1 with an optimizer that needs whole tensors (Muon, Adafactor, LBFGS, ...)",
@@ -203,21 +263,21 @@ RULES: tuple[Rule, ...] = (
         broken=lambda plan, optimizer: plan.codec.name == "dgc" and _has_moments(optimizer),
     ),
     Rule(
-        combination='[codec] name = "dgc" or "sign" with [data] sync = "local"',
+        combination='[codec] name = "dgc" or "sign" with [data] sync = "local" or "delayed"',
         why="{codec.name} makes something of gradients that a change of weights is not: dgc corrects the optimizer's "
         "momentum, sign gives up the size of every entry; and with {data.sync} replicas exchange changes of weights",
         remedy='use "topk" or "onebit", or [data] sync = "all-reduce"',
-        broken=lambda plan, _: plan.codec.name in ("dgc", "sign") and plan.data.sync == "local",
+        broken=lambda plan, _: plan.codec.name in ("dgc", "sign") and plan.data.sync in _DIFFERING,
     ),
     Rule(
-        combination='[codec] name with [precision] compute = "fp16" and [data] sync = "all-reduce"',
+        combination='[codec] name with [precision] compute = "fp16" and [data] sync = "all-reduce" or "server"',
         why="{codec.name} keeps what it did not send in the unit of scaled gradients, and with {precision.compute} the "
         "scale of the loss changes from step to step",
         remedy='set [precision] compute = "bf16", which needs no scale, or [codec] name = "none"',
         broken=lambda plan, _: _codes_gradients(plan) and plan.precision.compute == "fp16",
     ),
     Rule(
-        combination='[codec] name with [precision] accumulate in 16 bits and [data] sync = "all-reduce"',
+        combination='[codec] name with [precision] accumulate in 16 bits and [data] sync = "all-reduce" or "server"',
         why="{codec.name} adds what it did not send to later gradients, and with {precision.accumulate} such small "
         "terms would be rounded away",
         remedy='set [precision] accumulate = "fp32"',
@@ -228,7 +288,9 @@ RULES: tuple[Rule, ...] = (
         why="{codec.name} changes what it keeps when all stages have decided on an update, and with "
         "{pipeline.schedule} every stage updates by itself",
         remedy='use a schedule that flushes, such as "1f1b", or [codec] name = "none"',
-        broken=lambda plan, _: _codes_gradients(plan) and _is_scheduled(plan, "pipedream", "2bw"),
+        broken=lambda plan, _: (
+            plan.data.sync == "all-reduce" and plan.codec.name != "none" and _is_scheduled(plan, "pipedream", "2bw")
+        ),
     ),
     Rule(
         combination="[codec] clip with [axes] tensor, pipeline, ring or ulysses, [data] shard or [precision] compute",
@@ -264,7 +326,7 @@ RULES: tuple[Rule, ...] = (
         # Where replicas differ the codec acts on weights, and gradients are summed inside a replica.
         broken=lambda plan, _: (
             plan.codec.name not in ("none", "half")
-            and plan.data.sync != "local"
+            and plan.data.sync not in _DIFFERING
             and not _is_sharded(plan)
             and plan.precision.reduce != "fp32"
         ),

@@ -1,6 +1,6 @@
 """Which codec pays: the bandwidth below which an exchange with it is faster than a dense all-reduce.
 
-Both sides exchange the same gradients between W replicas, in buckets, one line of B bytes per second per replica:
+Both sides exchange the same gradients between W replicas, in buckets, one link of B bytes per second per replica:
 
     dense    rounds × latency + bytes / B
     coded    time of encoding and decoding + rounds × latency + fewer bytes / B
@@ -48,7 +48,7 @@ class Advice:
 
     codec: Codec
     dense_bytes: int
-    """Bytes that a replica sends through its line without a codec."""
+    """Bytes that a replica sends through its link without a codec."""
     sent_bytes: int
     """The same with it: the tensors that are compressed, and those that travel as they are."""
     dense_latency_s: float
@@ -63,7 +63,7 @@ class Advice:
         return self.dense_bytes / self.sent_bytes
 
     def dense_s(self, bytes_per_s: float) -> float:
-        """Seconds of the exchange without a codec, through lines of this bandwidth."""
+        """Seconds of the exchange without a codec, through links of this bandwidth."""
         return self.dense_latency_s + self.dense_bytes / bytes_per_s
 
     def coded_s(self, bytes_per_s: float) -> float:
@@ -81,31 +81,31 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lines:
-    """The replicas that exchange, and what leads from one to the other."""
+class Links:
+    """The replicas that exchange, and the links between them."""
 
     num_replicas: int
-    ranks_per_line: int = 1
-    """Ranks that sum densely first, then compress an equal part each and send it through one line: those of a host."""
+    ranks_per_link: int = 1
+    """Ranks that sum densely first, then compress an equal part each and send it through one link: those of a host."""
     alpha_s: float = 0.0
     """Latency of a message."""
     bytes_per_s: float | None = None
-    """Of the slowest line; None where there is none between hosts."""
+    """Rate of the slowest link; None where there is none between hosts."""
 
     def latency_s(self, messages: Sequence[Message]) -> float:
         rounds = (num_rounds("all-reduce" if one.adds_up else "all-gather", self.num_replicas) for one in messages)
         return sum(rounds) * self.alpha_s
 
 
-def lines_of(cluster: Cluster, num_replicas: int | None = None) -> Lines:
+def links_of(cluster: Cluster, num_replicas: int | None = None) -> Links:
     """One replica per host, or per rank where there is one host; at least two. Another number is taken to have equal
-    lines."""
+    links."""
     network = [link for link in cluster.links if link.kind == "network"]
     per_host = cluster.num_ranks // cluster.num_hosts if cluster.num_hosts > 1 else 1
     inside = [link for link in cluster.links if link.transport == "c10d"]
-    return Lines(
+    return Links(
         num_replicas=num_replicas or max(2, cluster.num_hosts if cluster.num_hosts > 1 else cluster.num_ranks),
-        ranks_per_line=per_host,
+        ranks_per_link=per_host,
         alpha_s=max((link.alpha_s for link in network or inside), default=0.0),
         bytes_per_s=min((link.bytes_per_s for link in network), default=None),
     )
@@ -120,33 +120,44 @@ def usual_shapes(num_parameters: int) -> list[Shape]:
     return [(side, side)] * matrices + [(rows, side)] * (rows > 0) + [(rest,)] * (rest > 0)
 
 
-def advise(measured: Compression, shapes: Sequence[Shape], lines: Lines) -> Advice:
+def advise(measured: Compression, shapes: Sequence[Shape], links: Links) -> Advice:
     """A codec, as it was measured, on a model of tensors of these shapes."""
-    codec = measured.codec
-    coded = [shape for shape in shapes if is_coded(codec, shape)]
-    buckets = _buckets(coded)
+    codec, dense = measured.codec, gradient_messages(None, shapes, links.num_replicas)
+    messages = gradient_messages(codec, shapes, links.num_replicas)
+    return Advice(
+        codec=codec,
+        dense_bytes=sum(one.sent_bytes(links.num_replicas) for one in dense),
+        sent_bytes=sum(one.sent_bytes(links.num_replicas) for one in messages),
+        dense_latency_s=links.latency_s(dense),
+        latency_s=links.latency_s(messages),
+        codec_s=codec_time_s(measured, shapes, links.num_replicas, ranks_per_link=links.ranks_per_link),
+    )
+
+
+def gradient_messages(codec: Codec | None, shapes: Sequence[Shape], num_replicas: int) -> list[Message]:
+    """The messages in which gradients of these shapes travel in one step, after the warm-up; None: as they are."""
+    if codec is None:
+        return [Message(numel=sum(map(math.prod, bucket)), dtype=_DTYPE) for bucket in _buckets(shapes)]
     messages = [
         message
-        for bucket in buckets
+        for bucket in _buckets([shape for shape in shapes if is_coded(codec, shape)])
         for message in messages_of(
             codec,
             coded_tensors([(str(place), shape, math.prod(shape)) for place, shape in enumerate(bucket)]),
             _DTYPE,
-            num_replicas=lines.num_replicas,
+            num_replicas=num_replicas,
             step=codec.warmup_steps,
         )
     ]
-    messages += _dense([shape for shape in shapes if not is_coded(codec, shape)])
-    dense = _dense(shapes)
-    numel_here = sum(map(math.prod, coded)) / lines.ranks_per_line
-    return Advice(
-        codec=codec,
-        dense_bytes=sum(one.sent_bytes(lines.num_replicas) for one in dense),
-        sent_bytes=sum(one.sent_bytes(lines.num_replicas) for one in messages),
-        dense_latency_s=lines.latency_s(dense),
-        latency_s=lines.latency_s(messages),
-        codec_s=measured.time_s(numel_here, num_replicas=lines.num_replicas, num_buckets=len(buckets)),
-    )
+    return messages + gradient_messages(None, [one for one in shapes if not is_coded(codec, one)], num_replicas)
+
+
+def codec_time_s(measured: Compression, shapes: Sequence[Shape], num_replicas: int, *, ranks_per_link: int) -> float:
+    """Seconds in which a rank encodes its part of tensors of these shapes and decodes what all replicas sent."""
+    codec = measured.codec
+    coded = [shape for shape in shapes if is_coded(codec, shape)]
+    numel_here = sum(map(math.prod, coded)) / ranks_per_link
+    return measured.time_s(numel_here, num_replicas=num_replicas, num_buckets=len(_buckets(coded)))
 
 
 def describe(codec: Codec) -> str:
@@ -161,10 +172,6 @@ def describe(codec: Codec) -> str:
             return f"powersgd, rank {codec.rank}"
         case _:
             return codec.name
-
-
-def _dense(shapes: Sequence[Shape]) -> list[Message]:
-    return [Message(numel=sum(map(math.prod, bucket)), dtype=_DTYPE) for bucket in _buckets(shapes)]
 
 
 def _buckets(shapes: Sequence[Shape]) -> list[list[Shape]]:

@@ -17,11 +17,12 @@ Not counted: the framework itself (libraries, a CUDA context), fragmentation, an
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.errors import PlanError
 from weft.plan.exchange.codec_memory import codec_memory
+from weft.plan.exchange.fragments import assign_fragments
 from weft.plan.exchange.weight_exchange import (
     ExchangeBucket,
     exchange_buckets,
@@ -30,6 +31,7 @@ from weft.plan.exchange.weight_exchange import (
     kept_weights,
     outer_bytes,
 )
+from weft.plan.late_merges import merges_late
 from weft.plan.partition.flat_buffers import (
     FlatBuffer,
     Sharding,
@@ -40,6 +42,7 @@ from weft.plan.partition.flat_buffers import (
     own_tensor,
 )
 from weft.plan.partition.groups import COMMUNICATOR_BYTES, num_communicators
+from weft.plan.partition.one_worker import is_served
 from weft.plan.partition.replicas import shares_batch
 from weft.plan.plan import Plan, said
 from weft.planning.gradient_buffers import travelling_bytes
@@ -130,8 +133,13 @@ def predict_memory(
     samples = profile.samples if microbatch_samples is None else microbatch_samples
     # Ranks that share memory have one copy of whole parameters among them.
     gathered = flats if plan.data.shard == "parameters" and not shares_memory else []
-    update = _update_bytes(plan, flats, update_bytes_per_parameter, device=profile.device)
+    update = 0
+    if is_served(plan):  # updates are made by servers, who have the optimizer (`server_memory.py`)
+        optimizer_bytes_per_parameter = 0.0
+    else:
+        update = _update_bytes(plan, flats, update_bytes_per_parameter, device=profile.device)
     master_bytes = sum(flat.part_bytes(flat.master) for flat in flats if flat.trainable)
+    fragment_of = assign_fragments(profile.parameters, plan.data.fragments)
     state = state_memory(
         plan,
         flats,
@@ -139,11 +147,22 @@ def predict_memory(
         device=profile.device,
         optimizer_bytes=round(master_bytes / 4 * optimizer_bytes_per_parameter),
         buffer_bytes=profile.buffer_bytes,
+        fragment_of=fragment_of,
     )
-    buckets = buckets_between_replicas(plan, flats)
+    buckets = buckets_between_replicas(plan, flats, fragment_of)
     waits_in_backward = plan.data.buffers == "synchronise" and profile.batch_norms
-    codec = codec_memory(plan, flats, in_flats=bool(shared), waits_in_backward=waits_in_backward, device=profile.device)
+    codec = codec_memory(
+        plan,
+        flats,
+        in_flats=bool(shared),
+        waits_in_backward=waits_in_backward,
+        device=profile.device,
+        fragment_of=fragment_of,
+    )
     exchange = exchange_temporary_bytes(buckets, plan, on_host=offloads(plan, profile.device))
+    # What stays under way over several steps is where the rest of the optimizer's state is.
+    stays_on_host = merges_late(plan) and offloads(plan, profile.device)
+    buffers = 0 if stays_on_host else exchange_buffer_bytes(buckets, plan)
     # Gradients that no other rank waits for are autograd's own, made anew in every step.
     comes_and_goes = not shared and not shares_batch(plan) and plan.step.microbatches == 1
     moments = [
@@ -164,7 +183,7 @@ def predict_memory(
             receives=on_host and not shares_memory,
             waits_in_backward=waits_in_backward,
         ),
-        exchange_buffers=exchange_buffer_bytes(buckets) + codec.buffers,
+        exchange_buffers=buffers + codec.buffers,
         activations=fullest.activations + plan.step.microbatches * profile.batch.at(samples),
         workspace=fullest.workspace,
         update=fullest.update,
@@ -188,17 +207,27 @@ def _refuse(plan: Plan, profile: ModelProfile) -> None:
 
 
 def state_memory(
-    plan: Plan, flats: Sequence[FlatBuffer], *, in_flats: bool, device: str, optimizer_bytes: int, buffer_bytes: int
+    plan: Plan,
+    flats: Sequence[FlatBuffer],
+    *,
+    in_flats: bool,
+    device: str,
+    optimizer_bytes: int,
+    buffer_bytes: int,
+    fragment_of: Mapping[str, int] | None = None,
 ) -> Memory:
     """Bytes that stay from step to step, where parameters lie in these buffers; `in_flats`: they are not the model's
-    own tensors. `optimizer_bytes` are the optimizer's moments."""
+    own tensors. `optimizer_bytes` are the optimizer's moments. `fragment_of`: the fragment that each parameter travels
+    in, by name."""
     sharding, on_host = Sharding.of(plan), offloads(plan, device)
     trainable = [flat for flat in flats if flat.trainable]
     master = sum(flat.part_bytes(flat.master) for flat in trainable if on_host or flat.master != flat.compute)
     handed_over = sum(flat.part_bytes(flat.master) for flat in trainable)
     average = sum(average_bytes(flat) for flat in trainable) if plan.average.decay > 0 else 0
-    outer = outer_bytes(buckets_between_replicas(plan, flats), plan)
-    codec = codec_memory(plan, flats, in_flats=in_flats, waits_in_backward=False, device=device)
+    outer = outer_bytes(buckets_between_replicas(plan, flats, fragment_of), plan)
+    codec = codec_memory(
+        plan, flats, in_flats=in_flats, waits_in_backward=False, device=device, fragment_of=fragment_of
+    )
     return Memory(
         moment="between steps",
         parameters=sum(
@@ -218,11 +247,13 @@ def state_memory(
     )
 
 
-def buckets_between_replicas(plan: Plan, flats: Sequence[FlatBuffer]) -> list[ExchangeBucket]:
+def buckets_between_replicas(
+    plan: Plan, flats: Sequence[FlatBuffer], fragment_of: Mapping[str, int] | None = None
+) -> list[ExchangeBucket]:
     """The buckets that a rank exchanges with other replicas, where there are any; the first part has no padding."""
-    if plan.replica_axis is None:
+    if plan.replica_axis is None or is_served(plan):
         return []
-    return exchange_buckets(kept_weights(flats, 0), plan.comm.bucket_bytes, plan.codec)
+    return exchange_buckets(kept_weights(flats, 0), plan.comm.bucket_bytes, plan.codec, fragment_of)
 
 
 def average_bytes(flat: FlatBuffer) -> int:

@@ -88,6 +88,10 @@ class Sync(Protocol):
         """True if ranks exchange in every microbatch, so that all must have as many; some of them may be empty."""
         return self.exchanges_in_forward
 
+    def take_part(self) -> object:
+        """Take part in the run, from the first call on; what is asked here may set the trainer to a later step."""
+        return None
+
     def begin(self) -> None:
         """Drop the last step's gradients."""
 
@@ -145,6 +149,10 @@ class Sync(Protocol):
     def conclude(self) -> None:
         """No step follows: give the model the average of all replicas for good; collective."""
         return
+
+    def end_step(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss of the step that is over; `loss`: as far as this replica knows it."""
+        return loss
 
     def restart(self, *, steps_done: int) -> None:
         """Weights were read that all replicas share: nothing of earlier exchanges is left."""

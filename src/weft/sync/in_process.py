@@ -16,7 +16,7 @@ Sums begin with replica 0 and go on in the order of replicas.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
@@ -108,6 +108,40 @@ def exchange_in_process(
     played.end(True)
 
 
+class InProcessSide(Protocol):
+    """One replica's side of an exchange, in the order in which it is called."""
+
+    steps_done: int
+
+    def begin_exchange(self) -> None:
+        """All replicas are about to give their values."""
+
+    @property
+    def exchanged_buckets(self) -> Sequence[int]:
+        """The numbers of the buckets that travel."""
+
+    def codec_of(self, number: int) -> Codec | None:
+        """The codec of a bucket, if it has one."""
+
+    def fill(self, number: int) -> torch.Tensor:
+        """This replica's values of a bucket, in memory that the exchange may use."""
+
+    def take(self, number: int, mean: torch.Tensor) -> None:
+        """Take the mean of what all replicas gave, which may be overwritten."""
+
+    def give_back(self, flat: torch.Tensor) -> None:
+        """The values of a bucket that a codec compressed were taken."""
+
+    def fill_tail(self) -> torch.Tensor:
+        """What travels beside the buckets, to be summed."""
+
+    def take_tail(self, total: torch.Tensor) -> None:
+        """Take the sum of all tails."""
+
+    def finish_exchange(self) -> None:
+        """All is taken."""
+
+
 class InProcessExchange:
     """The exchange between the replicas of one process."""
 
@@ -137,26 +171,29 @@ class InProcessExchange:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        first = self.syncs[0]
-        for number in range(first.num_buckets):
-            flats = [sync.fill(number) for sync in self.syncs]
-            codecs = [codec for sync in self.syncs if (codec := sync.codec_of(number)) is not None]
+        sides = [sync.in_process_side() for sync in self.syncs]
+        first = sides[0]
+        for side in sides:
+            side.begin_exchange()
+        for number in first.exchanged_buckets:
+            flats = [side.fill(number) for side in sides]
+            codecs = [codec for side in sides if (codec := side.codec_of(number)) is not None]
             if codecs:
                 exchange_in_process(codecs, flats, step=first.steps_done - 1, scale=1 / len(flats))
             else:
                 self._add_up(flats)
                 for flat in flats:
                     flat.div_(len(flats))
-            for sync, flat in zip(self.syncs, flats, strict=True):
-                sync.take(number, flat)
+            for side, flat in zip(sides, flats, strict=True):
+                side.take(number, flat)
                 if codecs:
-                    sync.compressed.hand_back(flat)
-        tails = [sync.fill_tail() for sync in self.syncs]
+                    side.give_back(flat)
+        tails = [side.fill_tail() for side in sides]
         self._add_up(tails)
-        for sync, tail in zip(self.syncs, tails, strict=True):
-            sync.take_tail(tail)
-        for sync in self.syncs:
-            sync.finish_exchange()
+        for side, tail in zip(sides, tails, strict=True):
+            side.take_tail(tail)
+        for side in sides:
+            side.finish_exchange()
 
     def _add_up(self, flats: Sequence[torch.Tensor]) -> None:
         """Replace each tensor by the sum of all."""

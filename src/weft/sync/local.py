@@ -18,8 +18,7 @@ first holder's are given to the others.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,23 +26,26 @@ import torch
 from weft.codecs.base import Codec
 from weft.comm.collectives import Pending, all_reduce
 from weft.comm.group import Group
-from weft.comm.objects import gather_values
 from weft.comm.shared_gradients import SharedGradient, SharedGradientExchange
-from weft.parallel.zero.flat_parameters import Piece, wait_until_read
-from weft.plan.exchange.weight_exchange import MAX_EXCHANGES_IN_FLIGHT, REPORT_WORDS
-from weft.plan.partition.replicas import exchanges_after, keeps_anchor
+from weft.parallel.zero.flat_parameters import Piece
+from weft.plan.exchange.weight_exchange import MAX_BUCKETS_IN_FLIGHT, REPORT_WORDS, report_words
+from weft.plan.late_merges import exchanges_after
+from weft.plan.partition.replicas import keeps_anchor
 from weft.plan.plan import Plan
 from weft.sync.base import PipelineSync, Totals
 from weft.sync.exchange.compressed_exchange import CodedBucket, CompressedExchange
 from weft.sync.exchange.outer import average_, nesterov_
 from weft.sync.exchange.weight_buckets import ExchangeBuffers, Part, WeightBucket, weight_buckets
-from weft.sync.in_process import InProcessExchange
-from weft.sync.wrapping_sync import WrappingSync
+from weft.sync.in_process import InProcessExchange, InProcessSide
+from weft.sync.replica_mean import ReplicaMean
 
 Tensors = Callable[[], Sequence[torch.Tensor]]
 
+_COPIED_KINDS = ("weight", "anchor", "momentum")
+"""Kinds of tensors of which all ranks of a replica that hold copies must have the same bits."""
 
-class LocalSync(WrappingSync):
+
+class LocalSync(ReplicaMean):
     """A replica's own sync, and the exchange of weights with other replicas."""
 
     def __init__(
@@ -58,29 +60,34 @@ class LocalSync(WrappingSync):
         shared: Sequence[SharedGradient] = (),
         shapes: Mapping[str, tuple[int, ...]] | None = None,
         number: int = 0,
+        fragment_of: Mapping[str, int] | None = None,
         in_process: InProcessExchange | None = None,
     ) -> None:
         """`group`: the ranks that hold the same part of each replica; `replica`: all ranks of this one. `statistics`
         looks up running statistics that are averaged. `shared`: weights of which other ranks of the replica hold copies
         that an exchange may round differently. `shapes`: those of the tensors that pieces are flat ranges of, by name.
-        `number`: that of this replica. `in_process`: the exchange that replicas of one process make instead of one over
-        the group."""
+        `number`: that of this replica. `fragment_of`: the fragment of the model that each piece belongs to, by name,
+        where these are exchanged one after the other. `in_process`: the exchange that replicas of one process make
+        instead of one over the group."""
         super().__init__(inner)
         self.num_replicas = group.size if in_process is None else plan.num_replicas
         self.steps_done = 0
         self.agrees = True
         self.num_exchanges = 0
+        self.merged_step = 0
+        """The step after which an exchange was merged last."""
         self.must_stop = False
         self.replica_compute_s = self.replica_must_stop = None
         self._times_s: list[float] = []
         """Compute times of this rank in the steps since the last exchange."""
-        self._is_unpublished = False
-        """An error ended a context of the mean, and the model may still have it."""
         self.spread: torch.Tensor | None = None
         """Distance of this rank's weights from the mean at the last exchange, relative to the norm of the mean."""
-        self._group, self._plan, self._device = group, plan, device
+        self._group, self._plan, self._device, self._number = group, plan, device, number
         self._replica, self._statistics, self._in_process = replica, statistics, in_process
-        self._buckets = weight_buckets(_parts(inner.pieces, shapes or {}), plan.comm.bucket_bytes, plan.codec)
+        self.fragment_of = fragment_of or {}
+        self._buckets = weight_buckets(
+            _parts(inner.pieces, shapes or {}), plan.comm.bucket_bytes, plan.codec, fragment_of=self.fragment_of
+        )
         # On the meta device, where memory is predicted, nothing is allocated on the host either.
         self._kept_on = torch.device("cpu") if plan.data.offload and device.type != "meta" else device
         self._anchors: list[torch.Tensor] = []
@@ -94,25 +101,37 @@ class LocalSync(WrappingSync):
         coded = [place for place, bucket in enumerate(self._buckets) if bucket.coded]
         self._number_of = {place: number for number, place in enumerate(coded)}
         """The numbers that buckets have among those that a codec compresses."""
-        self._compressed = CompressedExchange(
-            [CodedBucket(tensors=one.coded, numel=one.numel, dtype=one.dtype) for one in self._buckets if one.coded],
-            plan.codec,
-            inside=group.alone,
-            across=group,
-            device=device,
-            can_fail=False,
-            scale=1 / self.num_replicas,
-            place=(number, self.num_replicas),
-        )
+        self._compressed = self._make_compressed(device)
         self._plain = {
             place: number
             for number, place in enumerate(place for place, bucket in enumerate(self._buckets) if not bucket.coded)
         }
-        self._buffers = ExchangeBuffers([self._buckets[place] for place in self._plain], group, device)
+        self._make_buffers()
         self._squares = torch.zeros(2, dtype=torch.float64, device=device)
         self._shared = SharedGradientExchange(shared, bucket_bytes=plan.comm.bucket_bytes)
         ranges = {piece.name: piece.layout.flat_range for piece in inner.pieces if piece.name in self._shared.names}
         self._kept_of_shared = {name: kept for name, kept in ranges.items() if kept is not None}
+
+    def _make_compressed(self, device: torch.device) -> CompressedExchange:
+        return CompressedExchange(
+            [CodedBucket(tensors=one.coded, numel=one.numel, dtype=one.dtype) for one in self._buckets if one.coded],
+            self._plan.codec,
+            inside=self._codec_group.alone,
+            across=self._codec_group,
+            device=device,
+            can_fail=False,
+            scale=1 / self.num_replicas,
+            place=(self._number, self.num_replicas),
+        )
+
+    @property
+    def _codec_group(self) -> Group:
+        """The ranks between which changes travel."""
+        return self._group
+
+    def _make_buffers(self) -> None:
+        """Collective."""
+        self._buffers = ExchangeBuffers([self._buckets[place] for place in self._plain], self._group, self._device)
 
     def _keep(self, bucket: WeightBucket) -> torch.Tensor:
         is_pinned = self._kept_on.type == "cpu" and self._device.type == "cuda"
@@ -160,12 +179,12 @@ class LocalSync(WrappingSync):
     def _exchange(self) -> None:
         pending: list[tuple[int, torch.Tensor, Pending]] = []
         self._compressed.begin(self.steps_done - 1)
-        for number in range(self.num_buckets):
+        for number in self.exchanged_buckets:
             if number in self._number_of:
                 flat = self.fill(number)
                 self._compressed.start(self._number_of[number], flat, functools.partial(self._take_coded, number, flat))
                 continue
-            if len(pending) == MAX_EXCHANGES_IN_FLIGHT:
+            if len(pending) == MAX_BUCKETS_IN_FLIGHT:
                 self._complete(*pending.pop(0))
             flat = self.fill(number)
             pending.append((number, flat, all_reduce(flat, self._group, wait=False)))
@@ -191,6 +210,11 @@ class LocalSync(WrappingSync):
     def compressed(self) -> CompressedExchange:
         return self._compressed
 
+    @property
+    def further_compressed(self) -> Sequence[CompressedExchange]:
+        """Codecs of the same tensors that serve in turn with `compressed`."""
+        return ()
+
     def codec_of(self, number: int) -> Codec | None:
         """The codec of a bucket, if it has one."""
         return self._compressed.codecs[self._number_of[number]] if number in self._number_of else None
@@ -199,7 +223,7 @@ class LocalSync(WrappingSync):
         """Give all ranks of the replica that hold a weight the same bits of it, and of what is kept beside it."""
         tensors = self.own_tensors() if self._shared.names else {}
         nothing = torch.empty(0, device=self._device)  # empty parts are in no bucket
-        for kind in dict.fromkeys(name.partition("/")[0] for name in tensors):
+        for kind in dict.fromkeys(kind for name in tensors if (kind := name.partition("/")[0]) in _COPIED_KINDS):
             held = {name: tensors.get(f"{kind}/{name}", nothing) for name in self._shared.names}
             there = {name: one.to(self._device) for name, one in held.items()}
             self._shared.run(there, self._kept_of_shared)
@@ -207,9 +231,25 @@ class LocalSync(WrappingSync):
                 if there[name] is not one:
                     one.copy_(there[name])
 
+    def in_process_side(self) -> InProcessSide:
+        """What takes part for this replica in the exchange after this step, where all replicas are in one process."""
+        return self
+
+    def begin_exchange(self) -> None:
+        """Nothing has to be made for the exchange."""
+
+    def give_back(self, flat: torch.Tensor) -> None:
+        """The values of a bucket that a codec compressed were taken."""
+        self._compressed.hand_back(flat)
+
     @property
     def num_buckets(self) -> int:
         return len(self._buckets)
+
+    @property
+    def exchanged_buckets(self) -> Sequence[int]:
+        """The numbers of the buckets that travel in this exchange."""
+        return range(self.num_buckets)
 
     @torch.no_grad()
     def fill(self, number: int) -> torch.Tensor:
@@ -252,22 +292,31 @@ class LocalSync(WrappingSync):
     @torch.no_grad()
     def fill_tail(self) -> torch.Tensor:
         """The tail of the exchange, summed over replicas in float64: running statistics, and each replica's report."""
-        words = torch.zeros(self.num_replicas, REPORT_WORDS, dtype=torch.float64, device=self._device)
+        words = torch.zeros(self.num_replicas, report_words(self._plan), dtype=torch.float64, device=self._device)
         mine = words[self._group.index if self._in_process is None else self._in_process.syncs.index(self)]
         # An assignment would be a copy from the host, which waits.
         mine[0].fill_(sum(self._times_s) / len(self._times_s) if self._times_s else 0.0)
+        self._times_s = []  # told now, whenever it is merged
         mine[1].fill_(self.must_stop)
-        statistics = [one.detach().flatten().to(torch.float64) for one in self._statistics()]
+        self._report(mine[REPORT_WORDS:])
+        statistics = [one.detach().flatten().to(torch.float64) for one in self._averaged_statistics()]
         return torch.cat([*statistics, words.flatten()])
+
+    def _report(self, words: torch.Tensor) -> None:
+        """Fill the words that this sync reports beside those of every sync."""
+
+    def _averaged_statistics(self) -> Sequence[torch.Tensor]:
+        """The running statistics that travel with an exchange."""
+        return self._statistics()
 
     @torch.no_grad()
     def take_tail(self, total: torch.Tensor) -> None:
-        statistics = self._statistics()
-        *means, words = total.split([*(one.numel() for one in statistics), self.num_replicas * REPORT_WORDS])
+        statistics = self._averaged_statistics()
+        num_words = self.num_replicas * report_words(self._plan)
+        *means, words = total.split([*(one.numel() for one in statistics), num_words])
         for one, mean in zip(statistics, means, strict=True):
             one.copy_(mean.view(one.shape) / self.num_replicas)
-        self.replica_compute_s, self.replica_must_stop = words.view(self.num_replicas, REPORT_WORDS).unbind(1)
-        self._times_s = []
+        self.replica_compute_s, self.replica_must_stop = words.view(self.num_replicas, -1)[:, :REPORT_WORDS].unbind(1)
 
     @torch.no_grad()
     def finish_exchange(self) -> None:
@@ -276,74 +325,20 @@ class LocalSync(WrappingSync):
         self._squares = torch.zeros_like(self._squares)
         self.agrees = True
         self.num_exchanges += 1
+        self.merged_step = self.steps_done
         self.inner.publish()
 
     # Between exchanges.
 
-    @torch.no_grad()
-    def mean_(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace tensors by their means over replicas; collective. Integers stay as they are."""
-        named = [Part(name="", tensor=one) for one in tensors if one.is_floating_point() or one.is_complex()]
-        if self._in_process is not None:
-            self._in_process.mean_([one.tensor for one in named])
-            return
-        for bucket in weight_buckets(named, self._plan.comm.bucket_bytes):
-            flat = bucket.read_into(torch.empty(bucket.numel, dtype=bucket.dtype, device=self._device))
-            all_reduce(flat, self._group)
-            bucket.write_from(flat.div_(self.num_replicas))
-
-    def gather(self, value: Any, group: Group) -> list[Any]:
-        """Every replica's value, over a group of hosts between replicas; collective."""
-        return gather_values(value, group) if self._in_process is None else self._in_process.gather(value)
-
-    @contextmanager
-    def consensus(self) -> Iterator[None]:
-        """Context in which the model, its pieces and running statistics are the mean over replicas; collective.
-
-        After an error the model has its own weights again from the next step, which all ranks begin together."""
-        if self.agrees or self.num_replicas == 1:
-            yield
-            return
-        self.inner.settle()
-        exchanged = self._exchanged()
-        own = [tensor.to(self._kept_on, copy=True) for tensor in exchanged]
-        # Ranks may share memory: none may write while another still reads what was there.
-        gather_values(None, self._replica)
-        self.mean_(exchanged)
-        self._publish()
-        self.agrees = True
-        try:
-            yield
-            gather_values(None, self._replica)
-            wait_until_read(exchanged)
-        finally:
-            with torch.no_grad():
-                for tensor, value in zip(exchanged, own, strict=True):
-                    tensor.copy_(value)
-            self.agrees, self._is_unpublished = False, True
-        self._publish()
-
-    def conclude(self) -> None:
-        if self.agrees or self.num_replicas == 1:
-            return
-        self.inner.settle()
-        gather_values(None, self._replica)
-        self.mean_(self._exchanged())
-        self._publish()
-        self.agrees = True
-
-    def _exchanged(self) -> list[torch.Tensor]:
-        return [*(piece.tensor.detach() for piece in self.pieces), *self._statistics()]
-
-    def _publish(self) -> None:
-        self._is_unpublished = False
-        self.inner.publish()
-        self.inner.settle()
+    def drain(self) -> None:
+        """Wait until all that is under way has arrived, without merging it; collective."""
 
     @torch.no_grad()
     def restart(self, *, steps_done: int) -> None:
         self.steps_done, self.agrees, self._has_begun = steps_done, True, False
         self.must_stop = False
+        self.replica_compute_s = self.replica_must_stop = None
+        self.merged_step = 0
         self._read_anchors()
         self._compressed.restart()
         for momentum in self._momenta:
@@ -370,6 +365,8 @@ class LocalSync(WrappingSync):
     def load_state(self, state: dict[str, Any]) -> None:
         self.inner.load_state(state["inner"])
         self.must_stop = False
+        self.replica_compute_s = self.replica_must_stop = None
+        self.merged_step = 0
         self.steps_done, self.agrees = int(state["steps_done"]), bool(state["agrees"])
         self._has_begun, self.num_exchanges = bool(state["has_begun"]), int(state["num_exchanges"])
 

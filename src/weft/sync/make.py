@@ -3,7 +3,9 @@
 one data rank, the model's own precision        `NoSync`; also a stage of a pipeline with nothing to train
 several, the model's own precision               `AllReduce`, with a codec `CompressedAllReduce`
 anything sharded, cast, narrowed or offloaded    `ZeroSync`, with as many parts as ranks share one copy
-replicas that differ between exchanges           `LocalSync` around the one of these that fits one replica
+replicas that differ between exchanges           `LocalSync` around the one of these that fits one replica;
+                                                 `DelayedSync` where exchanges are merged later, `StreamingSync`
+                                                 where fragments of the model are exchanged by themselves
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,18 +35,23 @@ from weft.parallel.zero.gather_by_stage import StageGathering
 from weft.parallel.zero.grouping import cast_between_layers, compute_dtypes, describe_parameters
 from weft.parallel.zero.overlapped_gather import OverlappedGathers
 from weft.parallel.zero.unit import Unit
+from weft.plan.late_merges import merges_late, uses_streaming
 from weft.plan.partition import flat_buffers
 from weft.plan.partition.flat_buffers import Sharding
 from weft.plan.partition.host_levels import level_groups, uneven_hosts
+from weft.plan.partition.one_worker import is_served
 from weft.plan.plan import Plan
 from weft.sync.allreduce import AllReduce
 from weft.sync.base import PipelineSync
 from weft.sync.compressed_all_reduce import CompressedAllReduce, coded_places
 from weft.sync.compressed_in_process import CompressedInProcess
+from weft.sync.delayed import DelayedSync
 from weft.sync.in_process import InProcessExchange
 from weft.sync.local import LocalSync
 from weft.sync.norm import GradientRules
 from weft.sync.replica_compression import ReplicaCompression
+from weft.sync.served import ServedSync
+from weft.sync.streaming import StreamingSync
 from weft.sync.whole_parameters import NoSync
 from weft.sync.zero import ZeroSync
 
@@ -57,7 +65,8 @@ ONE_REPLICA = (
 
 def has_no_counterpart(plan: Plan) -> bool:
     """True if there is a codec, and nothing that it could compress is exchanged."""
-    return plan.codec.name != "none" and plan.num_replicas == 1 and plan.axes.data_ranks == 1
+    is_alone = plan.num_replicas == 1 and plan.axes.data_ranks == 1
+    return plan.codec.name != "none" and is_alone and not is_served(plan)
 
 
 def needs_flats(model: nn.Module, mesh: Mesh) -> bool:
@@ -74,13 +83,15 @@ def place(
     cut: Cut | None,
     rules: GradientRules,
     stage_of: Mapping[str, int] | None,
+    fragment_of: Mapping[str, int] | None = None,
     draws: Draws = lambda name: True,
     in_process: InProcessExchange | None = None,
 ) -> PipelineSync:
     """Put a model on this rank's device, its parameters where its plan wants them, equal on all ranks; collective.
 
     `layouts` say which part of the whole each parameter is, and `cut` makes that part of one that still has no memory.
-    `stage_of` is the stage of every block in a pipeline. Parameters that are not drawn get values later.
+    `stage_of` is the stage of every block in a pipeline, `fragment_of` the fragment that each parameter travels in
+    between replicas. Parameters that are not drawn get values later.
     `in_process`: the exchange between replicas that are all in one process.
     """
     if in_process is None and mesh.world.rank == 0 and has_no_counterpart(mesh.plan):
@@ -96,10 +107,12 @@ def place(
         is_broadcast = mesh.plan.data.buffers == "broadcast" and has_batch_norms(model)
         changed = functools.partial(_buffers, model) if is_broadcast else list
         return CompressedInProcess(inside, mesh.state_group("gradients"), mesh.plan, buffers=changed)
+    if is_served(mesh.plan):
+        return ServedSync(inside, summed=[one.name for one in rules.shared])
     if mesh.plan.replica_axis is None:
         return inside
     sizes, coordinates = mesh.grid.axes.sizes, mesh.grid.coordinates(mesh.world.rank)
-    return LocalSync(
+    return _kind_between_replicas(mesh)(
         inside,
         mesh.between_replicas("weights"),
         mesh.plan,
@@ -109,8 +122,28 @@ def place(
         shared=rules.shared_weights,
         shapes={name: layouts[name].local_shape(sizes, coordinates) for name in (one.name for one in inside.pieces)},
         number=mesh.replica,
+        fragment_of=fragment_of,
         in_process=in_process,
     )
+
+
+def _kind_between_replicas(mesh: Mesh) -> Callable[..., LocalSync]:
+    """The sync between replicas that differ, with what it needs beside what all of them do."""
+    plan = mesh.plan
+    if not merges_late(plan):
+        return LocalSync
+    # Under `offload` what is under way is in host memory, and travels from there.
+    exchange_group = mesh.between_replicas("control" if plan.data.offload else "weights")
+    world = mesh.world
+    num_sharing = world.hosts.count(world.hosts[world.rank]) if plan.data.offload else world.ranks_on_device
+    settings: dict[str, Any] = {
+        "exchange_group": exchange_group,
+        "everyone": mesh.everyone("control"),
+        "num_sharing": num_sharing,
+    }
+    if uses_streaming(plan):
+        return functools.partial(StreamingSync, **settings)
+    return functools.partial(DelayedSync, **settings, is_first_rank=mesh.world.rank == 0)
 
 
 def _buffers(model: nn.Module) -> list[torch.Tensor]:

@@ -20,7 +20,8 @@ from weft.parallel.wrapping.replacements import Replacements
 from weft.parallel.wrapping.wrap import changes_of
 from weft.plan.exchange.compression import between_replicas
 from weft.plan.exchange.weight_exchange import exchange_bytes, outer_bytes
-from weft.plan.partition.replicas import exchanges_after
+from weft.plan.late_merges import exchanges_after, uses_delayed_averaging, uses_streaming
+from weft.plan.plan import Plan
 from weft.training.exchanged_bytes import sent_bytes_of_step, weight_buckets_of
 from weft.training.step.parallel_model import ParallelModel
 from weft.units import format_bytes
@@ -65,18 +66,33 @@ def _replica_lines(parts: ParallelModel) -> list[str]:
     plan = parts.mesh.plan
     if plan.replica_axis is None:
         return []
-    data, sync = plan.data, parts.sync
+    data = plan.data
+    buckets = weight_buckets_of(parts.sync, parts.mesh)
+    steps = range(data.switch_step, data.switch_step + data.every)
+    all_sent = [exchange_bytes(buckets, plan, step=step) for step in steps if exchanges_after(data, step + 1)]
+    sent, kept = format_bytes(max(all_sent)), format_bytes(outer_bytes(buckets, plan))
+    which = "the largest exchange" if data.fragments > 1 else "an exchange"
+    return [
+        f"replica {parts.mesh.replica} of {plan.num_replicas} along {plan.replica_axis}: "
+        f"{_rule_between_replicas(plan)}; {which} sends {sent} of weights, and {kept} are kept for it"
+    ]
+
+
+def _rule_between_replicas(plan: Plan) -> str:
+    """What replicas that differ exchange, and when."""
+    data = plan.data
+    often = "every step" if data.every == 1 else f"every {data.every} steps"
+    if uses_delayed_averaging(plan):
+        later = "a measured number of steps" if data.delay == "auto" else f"{data.delay} steps"
+        return f"sends its change after {often} and merges the mean {later} later"
     rule = "an average"
     if data.outer == "nesterov":
         rule = f"a Nesterov step (rate {data.outer_lr:g}, momentum {data.outer_momentum:g})"
-    steps_between = "every step" if data.every == 1 else f"every {data.every} steps"
     until = f", an average after every step until step {data.switch_step}" if data.switch_step else ""
-    buckets = weight_buckets_of(sync, parts.mesh)
-    sent, kept = (format_bytes(count(buckets, plan)) for count in (exchange_bytes, outer_bytes))
-    return [
-        f"replica {parts.mesh.replica} of {plan.num_replicas} along {plan.replica_axis}: {rule} after {steps_between}"
-        f"{until}; an exchange sends {sent} of weights, and {kept} are kept for it"
-    ]
+    if not uses_streaming(plan):
+        return f"{rule} after {often}{until}"
+    turns = f" of one of {data.fragments} fragments in turn, each" if data.fragments > 1 else ""
+    return f"{rule}{turns} {often}, merged {data.delay} steps later and keeping {data.mix:g} of the own weights{until}"
 
 
 def _codec_lines(parts: ParallelModel) -> list[str]:

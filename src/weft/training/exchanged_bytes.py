@@ -13,9 +13,10 @@ from weft.parallel.state.batchnorm import running_statistics
 from weft.plan.exchange.compression import Compression, between_replicas, bytes_of_steps, dense_bytes
 from weft.plan.exchange.gradient_exchange import codec_groups, compressed_all_reduce_bytes, compressed_flat_bytes
 from weft.plan.exchange.weight_exchange import ExchangeBucket, Weight, exchange_buckets, exchange_bytes, kept_weights
+from weft.plan.late_merges import exchanges_after
 from weft.plan.partition.flat_buffers import ParameterSpec
-from weft.plan.partition.replicas import exchanges_after
 from weft.sync.base import Sync
+from weft.sync.local import LocalSync
 from weft.training.step.parallel_model import ParallelModel
 
 
@@ -60,7 +61,8 @@ def weight_buckets_of(sync: Sync, mesh: Mesh) -> list[ExchangeBucket]:
             )
             for one in sync.pieces
         ]
-    return exchange_buckets(weights, plan.comm.bucket_bytes, plan.codec)
+    fragment_of = sync.fragment_of if isinstance(sync, LocalSync) else {}
+    return exchange_buckets(weights, plan.comm.bucket_bytes, plan.codec, fragment_of)
 
 
 def predicted_compression(parts: ParallelModel, *, num_steps: int) -> Compression:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from weft.checkpoint.new_layers import NewLayers
 from weft.checkpoint.pretrained import load_weights
 from weft.comm.failures.activity import calls, collective_call
 from weft.comm.failures.watch import set_step_timeout
-from weft.mesh import DEFAULT_TIMEOUT_S, Mesh, join_world, make_mesh
+from weft.mesh import Mesh, make_mesh
 from weft.optim.tensor_norms import give_norms
 from weft.parallel.apply import apply_plan
 from weft.parallel.state.batchnorm import has_batch_norms, warn_of_microbatches
@@ -23,10 +24,13 @@ from weft.parallel.tensor.shares import counted_elements
 from weft.parallel.zero.flat_parameters import Piece
 from weft.plan.all_ranks import with_ranks
 from weft.plan.check import require
+from weft.plan.partition.one_worker import is_served, one_worker
 from weft.plan.partition.replicas import in_process_problems
 from weft.plan.plan import Plan
 from weft.plan.text import as_plan
+from weft.server.worker_mesh import WorkerMesh, join_run
 from weft.sync.in_process import InProcessExchange
+from weft.sync.served import ServedSync
 from weft.training.loss.loss import LossFunction, resolve_loss
 from weft.training.meta_trainer import MetaTrainer, refuse_memory
 from weft.training.replicas_in_process import make_replicas
@@ -36,6 +40,7 @@ from weft.training.step.not_finite import SKIP_AT_MOST
 from weft.training.step.parallel_model import ParallelModel
 from weft.training.trainer import Trainer
 from weft.training.workers_in_process import make_workers, workers_problems
+from weft.world import DEFAULT_TIMEOUT_S, join_world
 
 ParameterGroups = Callable[[str, tuple[int, ...]], dict[str, Any]]
 
@@ -98,7 +103,12 @@ def parallelize(
     """
     calls.forget_durations()
     plan = as_plan(plan)
-    world = join_world(device, plan=plan, timeout_s=max(DEFAULT_TIMEOUT_S, plan.comm.timeout_s))
+    timeout_s = max(DEFAULT_TIMEOUT_S, plan.comm.timeout_s)
+    joined = join_run(plan, device, timeout_s=timeout_s) if is_served(plan) else None
+    if joined is not None:
+        plan, world = one_worker(plan), joined.world
+    else:
+        world = join_world(device, plan=plan, timeout_s=timeout_s)
     set_step_timeout(plan.comm.timeout_s)
     if replicas_in_process:
         refused = list(in_process_problems(plan, num_processes=world.size))
@@ -154,6 +164,9 @@ def parallelize(
             )
             if weights is not None:
                 load_weights(trainer, Path(weights), new_layers=new.names)
+            if isinstance(parts.sync, ServedSync) and isinstance(mesh, WorkerMesh):
+                mesh.join_with(parts.sync, trainer, timeout_s=timeout_s)
+                trainer.seeds.base = mesh.run.seed
             return trainer
         except BaseException:
             mesh.close(failed=True)
@@ -163,7 +176,8 @@ def parallelize(
         return make_replicas(model, plan, world, make)
     if replicas_in_process and world.size > 1:
         return make_workers(model, plan, world, make)
-    return make(model, make_mesh(plan, world, batch_norms=has_batch_norms(named_model), sharing=mesh))
+    kind = None if joined is None else functools.partial(WorkerMesh, joined=joined)
+    return make(model, make_mesh(plan, world, batch_norms=has_batch_norms(named_model), sharing=mesh, kind=kind))
 
 
 def _optimizer_arguments(pieces: Sequence[Piece], groups: ParameterGroups | None) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ from weft.comm.failures.activity import collective_call
 from weft.comm.process_groups import ProcessGroups
 from weft.errors import DataError, NotFiniteError
 from weft.layout import part_of
-from weft.mesh import Mesh, World
+from weft.mesh import Mesh
 from weft.parallel.state.batchnorm import has_batch_norms
 from weft.plan.partition.groups import plan_groups
 from weft.plan.plan import Average, Plan
@@ -38,6 +38,7 @@ from weft.sync.local import LocalSync
 from weft.training.data.trees import num_samples, split_tree
 from weft.training.step.parallel_model import ParallelModel
 from weft.training.trainer import Trainer
+from weft.world import World
 
 
 class _LoneGroups(ProcessGroups):
@@ -169,7 +170,8 @@ class ReplicasInProcess(Trainer):
         """After an exchange: let the other replicas read what was reported in it, for which their steps were too early.
         True if training cannot go on; adds why."""
         is_over = False
-        for trainer in self.others if self.sync.agrees else ():
+        assert isinstance(self.sync, LocalSync)
+        for trainer in self.others if self.sync.merged_step == self.sync.steps_done else ():
             try:
                 trainer.not_finite.look()
             except NotFiniteError as error:

@@ -55,8 +55,8 @@ from weft.training.step.parallel_model import ParallelModel
 from weft.training.step.pipeline_step import PipelineStep
 from weft.training.step.pipeline_stream import PipelineStream
 from weft.training.step.precision import Caller
+from weft.training.step.served_update import make_update
 from weft.training.step.step_parts import StepParts
-from weft.training.step.update import Update
 
 
 class Trainer:
@@ -98,7 +98,7 @@ class Trainer:
         """State of your own for checkpoints, the same on all ranks: objects with `state_dict`, or plain values."""
         self.companions: dict[str, bytes] = {}
         """Files beside pretrained weights that checkpoints repeat (a tokenizer's), by name; on rank 0."""
-        self.update = Update(optimizer, sync, plan, schedule=schedule, average=self.average)
+        self.update = make_update(optimizer, sync, mesh.whole_plan, schedule=schedule, average=self.average)
         self.not_finite = NotFiniteWatch(parts.model, self.update, sync, mesh, skip_at_most=skip_at_most)
         if mesh.world.device.type == "cuda" and plan.axes.pipeline > 1:
             self.not_finite.warm_up()
@@ -146,7 +146,7 @@ class Trainer:
 
     @property
     def plan(self) -> Plan:
-        return self.mesh.plan
+        return self.mesh.whole_plan
 
     @property
     def data_rank(self) -> int:
@@ -202,6 +202,7 @@ class Trainer:
         With `[data] sync = "local"` the loss is that of this replica's samples.
         """
         self._require_weights("step()")
+        self.sync.take_part()
         if not self._has_compared:
             require_same_batch(self.mesh, inputs, targets)
             self._has_compared = True
@@ -220,7 +221,7 @@ class Trainer:
         self._end_step()
         self._has_failed = False
         self.not_finite.look()
-        return loss
+        return self.sync.end_step(loss)
 
     def flush(self) -> None:
         """Finish the batches that flush-free schedules have in flight, and the last update's gathers; collective."""
@@ -307,14 +308,19 @@ class Trainer:
         without `wait`, while training goes on."""
         self._require_weights("save()")
         self.flush()
-        self.saving.save(self, Path(directory), wait=wait)
+        with self.update.holding_state() as writes:
+            if writes:
+                self.saving.save(self, Path(directory), wait=wait)
 
     @collective_call("trainer.export")
     def export(self, directory: str | Path, *, average: bool = False) -> None:
         """Write the weights alone, or their average, as a folder that transformers and safetensors read; collective."""
         self._require_weights("export()")
         self.flush()
-        self.saving.export(self, Path(directory), require_average(self.average) if average else None)
+        averaging = require_average(self.average) if average else None
+        with self.update.holding_state() as writes:
+            if writes:
+                self.saving.export(self, Path(directory), averaging)
 
     def wait_for_save(self) -> None:
         """Wait until the last checkpoint is whole; raises the error of one that failed."""
@@ -327,6 +333,7 @@ class Trainer:
         Without `extra_state`, that of the checkpoint is left alone, and `trainer.extra_state` stays as it is.
         """
         self._require_weights("load()")
+        self.update.require_loadable()
         self.flush()
         self.wait_for_save()
         checkpoint.load(self, Path(directory), extra_state=extra_state)

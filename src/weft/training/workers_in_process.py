@@ -22,7 +22,6 @@ from weft.checkpoint.load import require_whole
 from weft.comm.failures.activity import collective_call
 from weft.errors import DataError
 from weft.layout import part_of
-from weft.mesh import World
 from weft.parallel.state.batchnorm import has_batch_norms
 from weft.plan.in_process_refusals import BATCH_STATISTICS_OF_WORKERS
 from weft.plan.plan import Plan
@@ -32,6 +31,7 @@ from weft.training.replicas_in_process import LoneMesh, MakeTrainer
 from weft.training.step.microbatches import CountedBatch, Microbatches
 from weft.training.step.parallel_model import ParallelModel
 from weft.training.trainer import Trainer
+from weft.world import World
 
 
 class MeshOfWorkers(LoneMesh):

@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from weft.checkpoint.local_parts import held_parameters
+from weft.checkpoint.local_parts import Held, held_parameters
 from weft.comm.broadcast_many import float64_of_first
 from weft.comm.collectives import broadcast
 from weft.comm.objects import gather_values
 from weft.layout import Layout
 from weft.mesh import Mesh
 from weft.parallel.tensor.shares import local_part
+from weft.sync.served import ServedSync
 from weft.training.data.trees import num_samples, split_tree
 from weft.training.step.pipeline_stream import PipelineStream
 from weft.training.trainer import Trainer
 from weft.verification.one_process import Key
 from weft.verification.oracles import Oracle
+from weft.verification.served_batches import is_of_elements
 from weft.verification.verdict import Difference
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -56,15 +58,20 @@ def local_tensors(trainer: Trainer, *, is_drained: bool) -> Iterator[LocalTensor
     version = trainer.pipeline_step.versions.newest if isinstance(trainer.pipeline_step, PipelineStream) else 0
     place = {"version": version, "replica": trainer.mesh.replica}
     held = held_parameters(trainer.named_model, trainer.sync, trainer.layouts)
+    factor = factor_of_sent(trainer)
     for name, one in held.items():
-        if is_drained:
+        if is_drained and factor is not None:
             gradient = one.piece.grad if one.piece is not None else None
+            if gradient is not None and factor != 1.0:
+                gradient = gradient * factor
             yield LocalTensor(key=Key("gradient", name, **place), tensor=gradient, layout=one.layout)
         yield LocalTensor(key=Key("weight", name, **place), tensor=one.tensor, layout=one.layout)
     if trainer.sync.flats and trainer.plan.data.shard != "parameters":
         for name, parameter in trainer.named_model.named_parameters():
             layout = dataclasses.replace(trainer.layouts[name], flat_range=None)
             yield LocalTensor(key=Key("weight", name, **place), tensor=parameter.detach(), layout=layout, is_copy=True)
+    if isinstance(trainer.sync, ServedSync):
+        yield from _state_of_servers(trainer, trainer.sync, held)
     if trainer.average is not None and trainer.average.has_begun:
         for name, mean in trainer.average.means.items():
             yield LocalTensor(key=Key("average", name, **place), tensor=mean, layout=held[name].layout)
@@ -73,14 +80,43 @@ def local_tensors(trainer: Trainer, *, is_drained: bool) -> Iterator[LocalTensor
             yield LocalTensor(key=Key("buffer", name, **place), tensor=buffer.double(), layout=trainer.layouts[name])
 
 
+def factor_of_sent(trainer: Trainer) -> float | None:
+    """What gradients are multiplied by to be means: over a worker's own targets, where it sends them to servers, who
+    make just that of them. None: it had no target. 1: they are means over the whole batch."""
+    if not isinstance(trainer.sync, ServedSync) or (said := trainer.sync.said) is None:
+        return 1.0
+    return said.scale / said.count if said.count else None
+
+
+def _state_of_servers(trainer: Trainer, sync: ServedSync, held: Mapping[str, Held]) -> Iterator[LocalTensor]:
+    """The optimizer's state, which servers keep, where all of it belongs to the weights that this worker has."""
+    if not sync.shares_batch and trainer.plan.axes.data != 1:
+        return
+    sync.fetch_state(trainer.optimizer)
+    for name, one in held.items():
+        if one.piece is None:
+            continue
+        for kind, state in trainer.optimizer.state.get(one.piece, {}).items():
+            if is_of_elements(state, one.piece):
+                yield LocalTensor(key=Key("state", f"{name} {kind}"), tensor=state, layout=one.layout)
+    trainer.optimizer.state.clear()
+
+
 @torch.no_grad()
 def compare_tensors(
-    trainer: Trainer, oracle: Oracle | None, *, step: int, is_drained: bool, has_targets: bool = True
+    trainer: Trainer,
+    oracle: Oracle | None,
+    *,
+    step: int,
+    is_drained: bool,
+    has_targets: bool = True,
+    held: Iterable[LocalTensor] | None = None,
 ) -> list[Difference]:
-    """The errors of all tensors of this rank; collective. `has_targets`: its replica has some in this step."""
+    """The errors of all tensors of this rank; collective. `has_targets`: its replica has some in this step. `held`:
+    what this rank had after that step, unless it has it now."""
     mesh, rank = trainer.mesh, trainer.mesh.world.rank
     unmatched: dict[Key, list[LocalTensor]] = {}
-    for local in local_tensors(trainer, is_drained=is_drained):
+    for local in local_tensors(trainer, is_drained=is_drained) if held is None else held:
         unmatched.setdefault(local.key, []).append(local)
     reference = dict(oracle.tensors(is_drained=is_drained)) if oracle else {}
     expected: list[Key] = []

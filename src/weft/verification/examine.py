@@ -25,7 +25,14 @@ from weft.verification.one_process import Key
 from weft.verification.oracles import Oracle
 from weft.verification.verdict import Cause, Difference, Finding
 
-_PHASES = {"loss": "forward", "gradient": "backward", "weight": "update", "average": "update", "buffer": "buffers"}
+_PHASES = {
+    "loss": "forward",
+    "gradient": "backward",
+    "state": "update",
+    "weight": "update",
+    "average": "update",
+    "buffer": "buffers",
+}
 """The phase in which each kind of value is computed, in the order of a step."""
 
 _OF_EXCHANGES = ("not summed", "not exchanged", "exchanged", "outer", "not compressed", "codec")
@@ -54,13 +61,15 @@ class Examination:
         step: int,
         tolerance: float,
         is_drained: bool,
+        held: Sequence[LocalTensor] | None = None,
     ) -> None:
-        """`found` are this rank's differences; on some rank one is above the tolerance."""
+        """`found` are this rank's differences; on some rank one is above the tolerance. `held`: what this rank had
+        after that step, unless it has it now."""
         self._trainer = trainer
         self._mesh, self._oracle, self._tolerance, self._step = trainer.mesh, oracle, tolerance, step
         self._reference = dict(oracle.tensors(is_drained=is_drained)) if oracle else {}
         self._held: dict[tuple[str, str], list[LocalTensor]] = {}
-        for local in local_tensors(trainer, is_drained=is_drained):
+        for local in local_tensors(trainer, is_drained=is_drained) if held is None else held:
             self._held.setdefault((local.key.what, local.key.name), []).append(local)
         errors = [[one.what, one.name, one.error] for one in found]
         self._errors: list[list[tuple[str, str, float]]] = self._gather(errors)
@@ -81,11 +90,13 @@ class Examination:
             losses = [one for rank, one in enumerate(self._gather([mine, true, before])) if rank in ranks]
             _, true, before = losses[0]
             everybodys = [one[0] for one in losses]
-            cause = diagnose_loss(everybodys, true, before, gradients, self._mesh.plan, is_own_loss=is_own)
+            cause = diagnose_loss(everybodys, true, before, gradients, self._mesh.whole_plan, is_own_loss=is_own)
             return self._finding(first, cause)
         evidence = self._collect(what, name)
         num_targets = targets_of[self._gather(self._mesh.replica)[ranks[0]]]
-        return self._finding(first, diagnose(evidence, gradients, self._mesh.plan, what=what, num_targets=num_targets))
+        return self._finding(
+            first, diagnose(evidence, gradients, self._mesh.whole_plan, what=what, num_targets=num_targets)
+        )
 
     def _gather(self, value: Any) -> list[Any]:
         return gather_values(value, self._mesh.everyone("control"))

@@ -28,7 +28,7 @@ class Key(NamedTuple):
     """Identifies a tensor that is compared."""
 
     what: str
-    """gradient, weight, average or buffer."""
+    """gradient, state, weight, average or buffer."""
     name: str
     version: int = 0
     """Number of updates that made it, where ranks may have done different numbers of them."""

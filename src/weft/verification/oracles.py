@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from weft.comm.objects import gather_values
+from weft.plan.partition.one_worker import is_served
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Plan
 from weft.training.trainer import Trainer
@@ -18,9 +19,12 @@ from weft.verification.compression.parts import find_coded_parts, num_coded_repl
 from weft.verification.delayed_weights import DelayedVersions
 from weft.verification.one_process import OneProcess
 from weft.verification.replicas import LocalReplicas
+from weft.verification.served_batches import ServedBatches
+from weft.verification.served_replay import ReplayedTraining
+from weft.verification.served_workers import ask_workers
 
-Rule = type[OneProcess] | type[DelayedVersions] | type[LocalReplicas]
-Oracle = OneProcess | DelayedVersions | LocalReplicas
+Rule = type[OneProcess] | type[DelayedVersions] | type[LocalReplicas] | type[ReplayedTraining]
+Oracle = OneProcess | DelayedVersions | LocalReplicas | ReplayedTraining
 """One process that computes what a plan must. It lives on rank 0.
 
 rule            its name in messages
@@ -42,6 +46,8 @@ final_weights   those that a run would end with
 
 
 def rule_of(plan: Plan) -> Rule:
+    if is_served(plan):
+        return ServedBatches if plan.server.updates_together or plan.axes.data == 1 else ReplayedTraining
     if plan.replica_axis is not None:
         return LocalReplicas
     if plan.codec.name != "none" and num_coded_replicas(plan) > 1:
@@ -54,6 +60,10 @@ def ask_ranks(rule: Rule, trainer: Trainer) -> Any:
     """What an oracle must know of the ranks beside the plan; collective."""
     if rule is DelayedVersions:
         return find_stages(trainer)
+    if rule is ServedBatches:
+        return trainer.data_rank
+    if rule is ReplayedTraining:
+        return ask_workers(trainer)
     return find_coded_parts(trainer)
 
 

@@ -16,6 +16,9 @@ LARGEST_GRADIENT_DEVIATION = 0.4
 """The same for all gradients together, and for the way that all weights went. A factor of 2 deviates by 1, a factor of
 0.5 by 0.5, and rounding to bf16 or fp16 by less than 0.01 in the models that were measured."""
 
+KINDS = ("loss", "gradient", "state", "weight", "average", "buffer")
+"""Of values that are compared, in the order of a step."""
+
 _MOST_LISTED = 10
 
 
@@ -24,7 +27,7 @@ class Difference:
     """The largest error of one tensor, or of the loss."""
 
     what: str
-    """loss, gradient, weight, average or buffer."""
+    """loss, gradient, state (of the optimizer, on servers), weight, average or buffer."""
     name: str
     error: float
     """The largest difference, relative to the largest entry of the reference tensor (see `compare.relative_error`)."""

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +19,10 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from weft.comm.collectives import all_reduce
-from weft.comm.objects import gather_values
-from weft.mesh import Mesh, join_world
+from weft.mesh import Mesh
 from weft.parallel.state.materialise import draw_seed, fill_alone, is_on_meta
 from weft.plan.all_ranks import with_ranks
+from weft.plan.partition.one_worker import is_served
 from weft.plan.plan import Codec, Plan, Precision
 from weft.plan.text import as_plan
 from weft.training.data.trees import map_tensors, num_samples, split_microbatches, split_tree
@@ -33,32 +30,27 @@ from weft.training.loss.loss import LossFunction
 from weft.training.parallelize import ParameterGroups, parallelize
 from weft.training.setup.probe_optimizer import OptimizerFactory
 from weft.training.trainer import Trainer
-from weft.verification.compare import (
-    TOLERANCES,
-    compare_tensors,
-    difference,
-    from_first,
-    loss_error,
-    step_on_part,
-)
+from weft.verification.comparison import Comparison, ReplayedComparison
 from weft.verification.compressed_replicas import with_compression
 from weft.verification.deviation import measure_rounding, measure_rule
-from weft.verification.examine import WHOLE_BATCH, Examination
 from weft.verification.float64.float64_products import Float64Products
 from weft.verification.float64.keep_float64 import keep_float64
 from weft.verification.float64.widen import widened
-from weft.verification.one_process import Key, OneProcess, Recipe
+from weft.verification.one_process import OneProcess, Recipe
 from weft.verification.oracles import Oracle, ask_ranks, rule_of
 from weft.verification.replicas import LocalReplicas, comparable, with_an_exchange
-from weft.verification.silence import Silence
-from weft.verification.verdict import Cause, Deviation, Difference, Finding, Verification
-from weft.verification.zero_noise import ZeroNoise
-
-_RANDOM = Cause(
-    kind="random",
-    text="the model draws random numbers in its passes, by a function that verify does not silence; every rank draws "
-    "others: switch it off in the model, then verify again",
+from weft.verification.served_batches import ServedBatches
+from weft.verification.served_replay import ReplayedTraining
+from weft.verification.served_workers import (
+    comparable_with_servers,
+    of_all_workers,
+    ranks_to_verify,
+    require_same_model,
 )
+from weft.verification.silence import Silence
+from weft.verification.verdict import Deviation, Verification
+from weft.verification.zero_noise import ZeroNoise
+from weft.world import join_world
 
 
 def verify(
@@ -83,14 +75,21 @@ def verify(
     float32 reported. Replicas that would not exchange in so few steps exchange sooner, and so does a codec's warm-up
     end. `on_step` is called with the number of every step that is done.
     """
-    plan = with_ranks(as_plan(plan), join_world(device).size)
+    plan = as_plan(plan)
+    plan = with_ranks(plan, ranks_to_verify(plan) if is_served(plan) else join_world(device).size)
     recipe = Recipe(loss=widened(loss), optimizer=optimizer, schedule=schedule, groups=groups)
     if is_on_meta(model):  # one process needs all of it, and the model's own casts are detected by running it
         model = copy.deepcopy(model)
         fill_alone(model, draw_seed(), torch.device("cpu"))
-    plan, notes = with_an_exchange(plan, num_steps=len(batches))
-    plan, more_notes = with_compression(plan, num_steps=len(batches))
-    exact = dataclasses.replace(comparable(plan), precision=Precision())
+    if is_served(plan):
+        exact, notes = comparable_with_servers(plan)
+        waits = dataclasses.replace(plan.server, backups=0)  # also where rounding is measured: all are waited for
+        plan = dataclasses.replace(plan, server=waits)
+    else:
+        plan, notes = with_an_exchange(plan, num_steps=len(batches))
+        plan, more_notes = with_compression(plan, num_steps=len(batches))
+        exact, notes = comparable(plan), [*notes, *more_notes]
+    exact = dataclasses.replace(exact, precision=Precision())
     cast = _cast(batches, dtype)
 
     def make_trainer(model: nn.Module, plan: Plan, recipe: Recipe, batches: Sequence[Any]) -> Trainer:
@@ -103,25 +102,31 @@ def verify(
     silence, products = Silence(model), Float64Products(model)
 
     def make_notes() -> list[str]:
-        return [*silence.notes(), *products.notes(), *notes, *more_notes]
+        return [*silence.notes(), *products.notes(), *notes]
 
     with silence.replacements, products.replacements:
-        outcome, deviation = _prove(
+        outcome, deviation, mesh_used = _prove(
             model, exact, recipe, cast, make_trainer, dtype=dtype, on_step=on_step, make_notes=make_notes
         )
-    if _rounds(plan):
+    if _rounds(plan) and rule_of(plan) is not ReplayedTraining:  # which has no order that could be replayed rounded
         if deviation is not None:
             outcome = dataclasses.replace(outcome, notes=(*outcome.notes, str(deviation)))
         single = _cast(batches, torch.float32)
         if plan.codec.name != "half":  # what others change by their rule is no rounding
             plan = dataclasses.replace(plan, codec=Codec())
         with silence.replacements, make_trainer(_copy_without_dropout(model), plan, recipe, single) as trainer:
-            reference, place = None, trainer.mesh.world.device
+            reference: OneProcess | LocalReplicas | None = None
+            place = trainer.mesh.world.device
+            worker = trainer.data_rank if is_served(plan) else None
             if trainer.mesh.world.rank == 0:
                 alone = _copy_without_dropout(model, torch.float32, place)
-                reference = (OneProcess if plan.replica_axis is None else LocalReplicas)(alone, plan, recipe)
+                if worker is not None:
+                    reference = ServedBatches(alone, plan, recipe, worker)
+                else:
+                    reference = (OneProcess if plan.replica_axis is None else LocalReplicas)(alone, plan, recipe)
             deviation = measure_rounding(trainer, reference, single)
-    return dataclasses.replace(outcome, deviation=deviation)
+            mesh_used = trainer.mesh
+    return of_all_workers(dataclasses.replace(outcome, deviation=deviation), mesh_used)
 
 
 def _prove(
@@ -134,8 +139,9 @@ def _prove(
     dtype: torch.dtype,
     on_step: Callable[[int], object] | None,
     make_notes: Callable[[], list[str]],
-) -> tuple[Verification, Deviation | None]:
-    """Compare a plan with one process under its rule, and an inexact rule with plain training."""
+) -> tuple[Verification, Deviation | None, Mesh]:
+    """Compare a plan with one process under its rule, and an inexact rule with plain training. Returns the mesh, too,
+    which is closed by now."""
     rule = rule_of(plan)
     parallel = _copy_without_dropout(model, dtype)
     zero_noise = ZeroNoise(recipe.optimizer, by_stage=rule.is_streamed)
@@ -145,7 +151,7 @@ def _prove(
         zero_noise.mesh = trainer.mesh
         asked = ask_ranks(rule, trainer)
         oracle: Oracle | None = None
-        plain = None
+        alone = plain = None
         if trainer.mesh.world.rank == 0:
             # Made from rank 0's model, which is what parallelize gave every rank.
             place = trainer.mesh.world.device
@@ -153,120 +159,29 @@ def _prove(
             trained = [name for name, parameter in alone.named_parameters() if parameter.requires_grad]
             stages = [asked[name] for name in trained] if rule.is_streamed else []
             quiet = dataclasses.replace(recipe, optimizer=ZeroNoise(recipe.optimizer, stages=stages))
+            quiet = recipe if is_served(plan) else quiet  # servers update with gradients as they are
             oracle = rule(alone, trainer.plan, quiet, asked)
             if not rule.is_exact:
                 plain = OneProcess(_copy_without_dropout(model, dtype, place), plan, recipe)
-        comparison = _Comparison(trainer, oracle, dtype)
-        for number, batch in enumerate(batches, start=1):
-            comparison.step(number, batch, is_drained=not rule.is_streamed)
-            if on_step is not None:
-                on_step(number)
+        require_same_model(alone, trainer.mesh)
+        kind = ReplayedComparison if rule is ReplayedTraining else Comparison
+        comparison = kind(trainer, oracle, dtype)
+        comparison.run(batches, is_drained=not rule.is_streamed, on_step=on_step)
         if rule.is_streamed:
             trainer.flush()
             comparison.compare([], len(batches), is_drained=True)
         outcome = comparison.outcome(rule.rule, num_steps=len(batches), notes=make_notes())
         if rule.is_exact:
-            return outcome, None
-        return outcome, measure_rule(oracle, plain, batches, trainer.mesh, against=rule.instead_of)
-
-
-class _Comparison:
-    """A trainer and its oracle, compared step by step."""
-
-    def __init__(self, trainer: Trainer, oracle: Oracle | None, dtype: torch.dtype) -> None:
-        self._trainer, self._oracle = trainer, oracle
-        self._compares_tensors, self._tolerance = dtype == torch.float64, TOLERANCES[dtype]
-        self._mesh, self._group = trainer.mesh, trainer.mesh.everyone("control")
-        self._found: list[Difference] = []
-        self._first: Finding | None = None
-        self._is_random = False
-        self._losses: dict[str, Any] = {}
-
-    def step(self, number: int, batch: tuple[Any, Any], *, is_drained: bool) -> None:
-        device = self._mesh.world.device
-        if isinstance(self._oracle, OneProcess):
-            self._oracle.shares = self._trainer.shares
-        mine = step_on_part(self._trainer, batch)
-        is_random, (true, is_known, whole, has_whole) = self._expect(map_tensors(lambda one: one.to(device), batch))
-        self._is_random = is_random
-        self._losses = {"mine": mine, "true": true, "before": self._losses.get("true")}
-        error = loss_error(mine, true)
-        if not is_known:  # then the plan must return none either
-            error = 0.0 if math.isnan(mine) else math.inf
-        found = [difference(Key("loss", ""), number, self._mesh.world.rank, error)]
-        if has_whole:  # microbatches are compared with themselves, and it is not
-            off = loss_error(true, whole)
-            found.append(difference(Key("loss", WHOLE_BATCH), number, self._mesh.world.rank, off))
-        self.compare(found, number, is_drained=is_drained, has_targets=bool(is_known))
-
-    def _expect(self, batch: tuple[Any, Any]) -> tuple[bool, list[float]]:
-        """Let the oracle do the same step. Returns whether it drew random numbers, and of this rank's replica: the true
-        loss, whether there is one, that of the whole batch, and whether that is known."""
-        facts = [0.0] * (1 + 4 * self._mesh.num_replicas)
-        if self._oracle is not None:
-            device = self._mesh.world.device
-            random_state = _random_state(device)
-            self._oracle.step(*batch)
-            facts = [float(not torch.equal(random_state, _random_state(device)))]
-            for one in zip(self._oracle.returned, self._oracle.whole_losses, strict=True):
-                facts += [value for loss in one for value in (loss or 0.0, float(loss is not None))]
-        is_random, *facts = from_first(facts, self._mesh)
-        return bool(is_random), facts[4 * self._mesh.replica :][:4]
-
-    def compare(self, found: list[Difference], number: int, *, is_drained: bool, has_targets: bool = True) -> None:
-        """Compare all tensors, and examine the first error of the run."""
-        if self._compares_tensors:
-            found = found + compare_tensors(
-                self._trainer, self._oracle, step=number, is_drained=is_drained, has_targets=has_targets
-            )
-        self._found += found
-        if self._first is not None:
-            return
-        worst = max((one.error for one in found), default=0.0)
-        is_off = torch.tensor([int(worst > self._tolerance)])
-        all_reduce(is_off, self._group, op="max")
-        if is_off.item():
-            self._first = Examination(
-                self._trainer, self._oracle, found, step=number, tolerance=self._tolerance, is_drained=is_drained
-            ).run(**self._losses)
-            if self._is_random:
-                self._first = dataclasses.replace(self._first, cause=_RANDOM)
-
-    def outcome(self, rule: str, *, num_steps: int, notes: list[str]) -> Verification:
-        mine = [asdict(one) for one in _worst(self._found)]
-        gathered = gather_values(mine, self._group)
-        worst = _worst(Difference(**entry) for part in gathered for entry in part)
-        return Verification(
-            num_steps=num_steps,
-            tolerance=self._tolerance,
-            differences=tuple(sorted(worst, key=lambda one: -one.error)),
-            rule=rule,
-            first=self._first,
-            notes=tuple(gather_values(notes, self._group)[0]),  # the first rank has run the whole model
-        )
-
-
-def _worst(found: Iterable[Difference]) -> list[Difference]:
-    """The largest difference of every tensor."""
-    worst: dict[tuple[str, str], Difference] = {}
-    for one in found:
-        key = (one.what, one.name)
-        if key not in worst or not one.error <= worst[key].error:
-            worst[key] = one
-    return list(worst.values())
+            return outcome, None, trainer.mesh
+        deviation = measure_rule(oracle, plain, batches, trainer.mesh, against=rule.instead_of)
+        return outcome, deviation, trainer.mesh
 
 
 def _rounds(plan: Plan) -> bool:
     """True if the plan rounds to 16 bits, in its passes or on the wire."""
     names, default = ("compute", "reduce", "accumulate"), Precision()
     is_narrow = any(getattr(plan.precision, name) != getattr(default, name) for name in names)
-    return is_narrow or plan.codec.name == "half"
-
-
-def _random_state(device: torch.device) -> torch.Tensor:
-    if device.type != "cuda":
-        return torch.get_rng_state()
-    return torch.cat([torch.get_rng_state(), torch.cuda.get_rng_state(device)])
+    return is_narrow or plan.codec.name == "half" or (is_served(plan) and plan.server.pull != "master")
 
 
 def _copy_without_dropout(

@@ -19,9 +19,10 @@ from weft.comm.group import Group
 from weft.comm.p2p import receive, send
 from weft.comm.shared_memory.connect import WAYS, Connection
 from weft.comm.shared_memory.segments import Way
-from weft.mesh import Mesh, World, join_world, make_mesh
+from weft.mesh import Mesh, make_mesh
 from weft.plan.partition.groups import GroupKey
 from weft.plan.plan import Axes, Comm, Plan
+from weft.world import World, join_world
 
 HALVES = (torch.bfloat16, torch.float16)
 GLOO_DTYPES = (

@@ -170,7 +170,9 @@ def _add(entries: Entries, target: torch.Tensor, scale: float) -> None:
     slots = torch.arange(entries.values.numel(), device=target.device)
     is_used = slots < ends[-1:]
     chunks = torch.searchsorted(ends, slots, right=True)
-    positions = torch.where(is_used, chunks * CHUNK_NUMEL + (entries.offsets.to(torch.int64) & 0xFFFF), 0)
+    positions = chunks * CHUNK_NUMEL + (entries.offsets.to(torch.int64) & 0xFFFF)
+    is_used &= positions < target.numel()  # else the message was damaged
+    positions = torch.where(is_used, positions, 0)
     values = entries.values if scale == 1.0 else entries.values * scale
     target.index_add_(0, positions, torch.where(is_used, values, _NOTHING))
 

@@ -104,7 +104,8 @@ class StallWatch:
             )
         if not noted and call in WAITING_CALLS:
             yield _Wait(waited_s=now - calls.since_s, reported_after_s=reported_after_s, ends_after_s=math.inf)
-        recorded_s = self._recorder.waited_s()
+        # Exchanges may be under way while steps go on, so no wait is older than the latest call.
+        recorded_s = min(self._recorder.waited_s(), now - calls.since_s)
         if recorded_s > 0.0 and not noted:
             is_over = recorded_s > _READ_FRACTION * self.timeout_s and any(
                 one.waited_s > ALARM_FRACTION * one.timeout_s for one in exchange_status().waiting

@@ -96,6 +96,15 @@ def _plan_key(checksum: str) -> str:
     return f"weft/plans/{checksum}"
 
 
+def ranks_on_device(locations: Sequence[RankLocation], rank: int) -> int:
+    """The number of ranks that share the memory of a rank's device. GPUs are told apart by UUIDs: each rank may see
+    its own one alone."""
+    here = locations[rank]
+    if here.gpu_uuid is None:
+        return sum(one.host == here.host for one in locations)
+    return sum((one.machine, one.gpu_uuid) == (here.machine, here.gpu_uuid) for one in locations)
+
+
 def require_own_gpus(locations: Sequence[RankLocation]) -> None:
     """Refuse ranks of which some compute on GPUs and others do not, and ranks that share a GPU by mistake."""
     kinds: dict[str, list[int]] = {}

@@ -7,7 +7,7 @@ the step is skipped, in one with local steps. Buffers are found by simulating a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.plan.exchange.gpu_scratch import scratch_bytes
@@ -22,6 +22,7 @@ from weft.plan.exchange.gradient_exchange import (
 from weft.plan.exchange.low_rank import message_numels, rank_of
 from weft.plan.exchange.messages import messages_of, num_messages
 from weft.plan.exchange.weight_exchange import exchange_buckets, kept_weights
+from weft.plan.late_merges import max_in_flight, merges_late, uses_delayed_averaging
 from weft.plan.partition.flat_buffers import FlatBuffer, ParameterSpec, item_bytes
 from weft.plan.partition.zero import BufferPool
 from weft.plan.plan import Codec, Plan
@@ -43,20 +44,38 @@ class CodecMemory:
 
 
 def codec_memory(
-    plan: Plan, flats: Sequence[FlatBuffer], *, in_flats: bool, waits_in_backward: bool, device: str
+    plan: Plan,
+    flats: Sequence[FlatBuffer],
+    *,
+    in_flats: bool,
+    waits_in_backward: bool,
+    device: str,
+    fragment_of: Mapping[str, int] | None = None,
 ) -> CodecMemory:
     """The memory of a plan's codecs, where parameters lie in these buffers; `in_flats`: they are not the model's own
     tensors. `waits_in_backward`: layers wait for other ranks in a backward pass, so no exchange of gradients may.
-    `device`: its kind."""
+    `device`: its kind. `fragment_of`: the fragment that each parameter travels in, by name."""
     codec, trainable = plan.codec, [one for one in flats if one.trainable]
     if codec.name == "none":
         return CodecMemory()
     if plan.replica_axis is not None:
         groups = CodecGroups(num_across=plan.num_replicas)
-        found = exchange_buckets(kept_weights(trainable, 0), plan.comm.bucket_bytes, codec)
+        found = exchange_buckets(kept_weights(trainable, 0), plan.comm.bucket_bytes, codec, fragment_of)
         changes = [CodedValues(tensors=one.coded, numel=one.numel, dtype=one.dtype) for one in found if one.coded]
+        kept = kept_bytes(changes, codec, groups, num_copies=1)
+        if merges_late(plan):  # messages are counted with what is under way
+            if uses_delayed_averaging(plan) and codec.name == "powersgd":  # every exchange under way has its own
+                kept *= max_in_flight(plan.data)
+            on_host = plan.data.offload
+            kernels = 0 if on_host else kernel_bytes(changes, codec, groups, num_copies=1, device=device)
+            if on_host and device != "cpu":
+                return CodecMemory(buffers=kernels)
+            plain = 0
+            if plan.data.switch_step:  # the averages until then have buffers of their own, which stay
+                plain = message_buffer_bytes(changes, codec, groups, holds_values=True)
+            return CodecMemory(kept=kept, buffers=kernels + plain)
         return CodecMemory(
-            kept=kept_bytes(changes, codec, groups, num_copies=1),
+            kept=kept,
             buffers=message_buffer_bytes(changes, codec, groups, holds_values=True)
             + kernel_bytes(changes, codec, groups, num_copies=1, device=device),
         )

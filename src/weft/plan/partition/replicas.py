@@ -16,12 +16,14 @@ from dataclasses import replace
 
 from weft.plan.in_process_refusals import (
     BALANCED_WORKERS,
+    NOTHING_TO_MEASURE,
     REPLICAS_IN_SEVERAL_PROCESSES,
     REPLICAS_OF_SEVERAL_RANKS,
     REPLICAS_THAT_NEVER_DIFFER,
     UNCOUNTED_REPLICAS,
 )
-from weft.plan.plan import ALL, AXES, Axes, Data, Plan
+from weft.plan.late_merges import merges_late
+from weft.plan.plan import ALL, AXES, Axes, Plan
 
 
 def one_replica(plan: Plan) -> Axes:
@@ -55,14 +57,11 @@ def replica_axes(plan: Plan) -> str:
     return "+".join(axis for axis in AXES if axis != plan.replica_axis)
 
 
-def exchanges_after(data: Data, step: int) -> bool:
-    """True if replicas exchange weights after this step, counted from 1."""
-    return step <= data.switch_step or (step - data.switch_step) % data.every == 0
-
-
 def keeps_anchor(plan: Plan) -> bool:
     """True if replicas keep the weights of their last exchange: their change travels, not the weights."""
-    return plan.data.sync == "local" and (plan.data.outer == "nesterov" or plan.codec.name != "none")
+    if merges_late(plan):
+        return True
+    return plan.replica_axis is not None and (plan.data.outer == "nesterov" or plan.codec.name != "none")
 
 
 def in_process_problems(plan: Plan, *, num_processes: int = 1) -> Iterator[str]:
@@ -79,6 +78,8 @@ def in_process_problems(plan: Plan, *, num_processes: int = 1) -> Iterator[str]:
         return
     if plan.replica_axis is None and plan.data.balance:
         yield BALANCED_WORKERS.message(plan)
+    if plan.data.delay == "auto":
+        yield NOTHING_TO_MEASURE.message(plan)
     axis = "data" if plan.data.shard == "nothing" else "replicate"
     inside = {other: size for other, size in plan.axes.sizes.items() if other != axis and size > 1}
     if inside:

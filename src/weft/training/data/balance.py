@@ -55,7 +55,7 @@ class Balance:
     @property
     def num_here(self) -> int:
         """Microbatches of this data rank in the next step."""
-        return self.shares[self._mesh.data_rank]
+        return self.shares[self._mesh.data_rank if self.is_on else 0]
 
     def share(self, *, padded: bool) -> tuple[int, int]:
         """Microbatches of this data rank in the next step, without and with the empty ones that follow; these are added

@@ -31,8 +31,10 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from weft.errors import DataError
+from weft.layout import part_of
 from weft.mesh import Mesh
-from weft.plan.partition.shares import even_shares, samples_of
+from weft.plan.partition.one_worker import is_served
+from weft.plan.plan import Plan
 from weft.training.data.balance import Balance
 from weft.training.data.datasets import Batch, Dataset, Indices, fetch
 from weft.training.data.same_data import require_same_data
@@ -138,6 +140,7 @@ class batches:
         return self._num_batches(len(self.dataset) - start) + (self.epochs - epoch - 1) * self.steps_per_epoch
 
     def __iter__(self) -> Generator[Batch, None, None]:
+        _ = self.trainer.data_rank  # by which a worker of servers joins its run, which may be further
         position = self._checked_position()
         if self.epochs is not None and not len(self):
             # A finished run that is resumed, or a loop around `batches`, would otherwise train on nothing unnoticed.
@@ -150,42 +153,67 @@ class batches:
 
     def from_start(self) -> Generator[Batch, None, None]:
         """All batches, without using or moving the trainer's position: for evaluation during a run."""
-        with closing(self._fetched(0, balanced=False)) as fetched:
+        # A worker of servers that evaluates does so without the others.
+        place = (0, 1) if self._is_served else None
+        with closing(self._fetched(0, balanced=False, place=place)) as fetched:
             for _, batch in fetched:
                 yield batch
 
     def _hand_out(self, position: int) -> Generator[Batch, None, None]:
-        with closing(self._fetched(position)) as fetched:
-            for (epoch, _, stop), batch in fetched:
-                # Before the yield, so that a save in the loop's body records this batch as used.
-                self.trainer.data_position = epoch * len(self.dataset) + stop
-                yield batch
+        while True:
+            with closing(self._fetched(position)) as fetched:
+                for (epoch, _, stop), batch in fetched:
+                    # Before the yield, so that a save in the loop's body records this batch as used.
+                    position = self.trainer.data_position = epoch * len(self.dataset) + stop
+                    yield batch
+                    if self._is_served and self.trainer.data_position != position:
+                        break  # updates were made without this worker, which goes on where the others are
+                else:
+                    return
+            position = self._checked_position()
 
-    def _fetched(self, position: int, *, balanced: bool = True) -> Generator[tuple[Slice, Batch], None, None]:
+    @property
+    def _is_served(self) -> bool:
+        plan: Plan | None = getattr(self.trainer, "plan", None)  # any reader will do for batches alone
+        return plan is not None and is_served(plan)
+
+    def _fetched(
+        self, position: int, *, balanced: bool = True, place: tuple[int, int] | None = None
+    ) -> Generator[tuple[Slice, Batch], None, None]:
+        """`place`: number and count of the parts of batches, where these are not the trainer's."""
         total, seed = len(self.dataset), self.shuffle_seed
         order = None if seed is None else lru_cache(maxsize=1)(partial(permutation, total, seed))
 
-        def fetch_part(part: Part) -> tuple[Slice, Batch]:
-            piece, start, stop = part
-            epoch = piece[0]
+        def fetch_part(part: Part) -> tuple[Part, Batch]:
+            (epoch, _, _), start, stop = part
             indices = np.arange(start, stop, dtype=np.int64) if order is None else order(epoch)[start:stop]
-            return piece, pin(fetch(self.dataset, indices))
+            return part, pin(fetch(self.dataset, indices))
 
-        return prefetch(fetch_part, self._parts(position, self._balance() if balanced else None))
+        balance = self._balance() if balanced else None
+        with closing(prefetch(fetch_part, self._parts(position, balance, place))) as prefetched:
+            for part, batch in prefetched:
+                now = part if balance is not None else self._even_part(part[0], place)
+                # Workers of servers may have come or gone since it was fetched.
+                yield part[0], batch if part == now else fetch_part(now)[1]
 
     def _balance(self) -> Balance | None:
         found: Balance | None = getattr(self.trainer, "balance", None)  # any reader will do for batches alone
         return found if found is not None and found.is_on else None
 
-    def _parts(self, position: int, balance: Balance | None) -> Iterator[Part]:
+    def _even_part(self, piece: Slice, place: tuple[int, int] | None) -> Part:
+        _, first, end = piece
+        number, count = place or (self.trainer.data_rank, self.trainer.data_size)
+        start, stop = part_of(end - first, number, count)
+        return piece, first + start, first + stop
+
+    def _parts(self, position: int, balance: Balance | None, place: tuple[int, int] | None) -> Iterator[Part]:
         """This rank's part of every batch. All but the first are asked for one step early, when the batch before is
         handed out: shares are known by then."""
-        even = even_shares(self.trainer.data_size, 1)
         for number, (epoch, first, end) in enumerate(self._slices(position)):
             if balance is None:
-                start, stop = samples_of(end - first, self.trainer.data_rank, even)
-            else:
-                start, stop = balance.range(end - first, ahead=min(number, 1))
+                yield self._even_part((epoch, first, end), place)
+                continue
+            start, stop = balance.range(end - first, ahead=min(number, 1))
             yield (epoch, first, end), first + start, first + stop
 
     def _slices(self, position: int) -> Iterator[Slice]:

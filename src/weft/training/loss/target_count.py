@@ -20,6 +20,7 @@ from weft.comm.collectives import all_reduce
 from weft.comm.group import Group
 from weft.errors import DataError
 from weft.mesh import Mesh
+from weft.plan.partition.one_worker import is_served
 from weft.training.loss.loss import Count
 
 log = logging.getLogger("weft")
@@ -38,15 +39,19 @@ class TargetCount:
     is_own: bool = False
     """The loss returns its own count, which is not known before the forward pass."""
     is_late: bool = False
-    """The count is taken for unknown before the exchange, as it is on the ranks that this process stands for."""
+    """The count is taken for unknown before the exchange, as it is where other ranks have a part of the batch."""
     warns: bool = True
     """This rank warns of a replica without targets."""
 
     @classmethod
     def of(cls, mesh: Mesh) -> TargetCount:
         """The targets of this rank's replica."""
+        group = mesh.batch_group("control")
+        if is_served(mesh.plan):  # the servers know whether other workers have some
+            # A codec keeps sums over targets, in a unit that must be known before the backward pass.
+            return cls(group, replica=0, warns=False, is_late=mesh.plan.codec.name != "none")
         replica = mesh.replica if mesh.num_replicas > 1 else None
-        return cls(mesh.batch_group("control"), replica=replica, warns=mesh.whole_replica("control").index == 0)
+        return cls(group, replica=replica, warns=mesh.whole_replica("control").index == 0)
 
     @property
     def _is_known(self) -> bool:

@@ -54,15 +54,16 @@ def room_for(steps: Steps, make_optimizer: OptimizerFactory, *, there: int) -> R
 def require_usable(directory: Path, trainer: Trainer, room: Room) -> None:
     """Raise on every rank if the folder cannot be used by all of them, or has too little room; collective."""
     everyone, rank = trainer.mesh.everyone("control"), trainer.mesh.world.rank
+    name = f"{_NAME}-of-{trainer.mesh.ranks_before}"  # workers of servers look each by itself
     drawn = secrets.token_hex(8) if rank == 0 else ""
-    problem = _attempt(directory, lambda: _make(directory, drawn)) if rank == 0 else None
+    problem = _attempt(directory, lambda: _make(directory / name, drawn)) if rank == 0 else None
     (token, failed), *_ = gather_values([drawn, problem], everyone)
     if failed is not None:
         raise JobError(failed)
-    problem = _attempt(directory, lambda: _read_and_write(directory, token, rank))
+    problem = _attempt(directory, lambda: _read_and_write(directory / name, token, rank))
     found = gather_values([socket.gethostname(), problem], everyone)
     if rank == 0:
-        (directory / _NAME).unlink(missing_ok=True)
+        (directory / name).unlink(missing_ok=True)
     hosts: dict[tuple[str, str], list[int]] = {}
     for number, (host, text) in enumerate(found):
         if text is not None:
@@ -89,21 +90,21 @@ def _free_bytes(directory: Path) -> int | None:
     return usage.free if usage.total else None  # some network file systems do not know their size
 
 
-def _make(directory: Path, token: str) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / _NAME).write_text(token)
+def _make(file: Path, token: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(token)
 
 
-def _read_and_write(directory: Path, token: str, rank: int) -> None:
+def _read_and_write(file: Path, token: str, rank: int) -> None:
     deadline = time.monotonic() + _SECONDS_UNTIL_SEEN
-    while not (directory / _NAME).is_file() or (directory / _NAME).read_text() != token:
+    while not file.is_file() or file.read_text() != token:
         if time.monotonic() > deadline:
             raise _NotSharedError(
-                f"{directory} does not show the file that rank 0 wrote there; give a folder that all hosts share"
+                f"{file.parent} does not show the file that rank 0 wrote there; give a folder that all hosts share"
             )
-        _ask_anew(directory)
+        _ask_anew(file.parent)
         time.sleep(0.05)
-    own = directory / f"{_NAME}-{rank}"
+    own = file.with_name(f"{file.name}-{rank}")
     own.write_text(token)
     own.unlink()
 

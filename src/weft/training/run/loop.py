@@ -14,8 +14,8 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from contextlib import closing, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,15 @@ from weft.checkpoint.folders import all_checkpoints, prune
 from weft.comm.failures.watch import write_stacks_to
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError, JobError, ModelError, NotFiniteError
-from weft.mesh import join_world
 from weft.plan.all_ranks import with_ranks
 from weft.plan.check import check, require
-from weft.plan.exchange.compression import Compression
+from weft.plan.late_merges import late_merge_problems
+from weft.plan.partition.one_worker import is_served
 from weft.plan.partition.replicas import in_process_problems
 from weft.plan.plan import ALL, Axes, Plan
 from weft.plan.text import read_plan, write_plan, write_text
 from weft.report.trace import write as write_trace
+from weft.server.worker_mesh import ranks_of_run
 from weft.training.data.batches import Batches, batches
 from weft.training.data.datasets import fetch
 from weft.training.parallelize import parallelize
@@ -44,55 +45,17 @@ from weft.training.run.job import Job, default_job, format_job, read_job
 from weft.training.run.metrics import MetricsFile, Recorder, StepRecord, replica_fields, units_of
 from weft.training.run.naming_step import naming_step
 from weft.training.run.newest import load_newest_whole
+from weft.training.run.observer import Observer, Summary
 from weft.training.run.roll_back import RollBack
+from weft.training.run.same_job import require_same_job
 from weft.training.run.stop import StopRequest
-from weft.training.stragglers import Straggler
 from weft.training.trainer import Trainer
+from weft.world import join_world
 
 JOB_FILE, PLAN_FILE, METRICS_FILE, CHECKPOINTS = "job.toml", "plan.toml", "metrics.jsonl", "checkpoints"
 STACKS = "stacks"
 log = logging.getLogger("weft")
 _PROMPT, _SAMPLE_TOKENS, _TEMPERATURE = b"def ", 256, 0.7
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """The end of a run, the same on every rank."""
-
-    directory: Path
-    steps_done: int
-    total_steps: int
-    seconds: float
-    """Duration of this process's steps."""
-    last_loss: float | None
-    held_out_loss: float | None
-    sample: str | None
-    checkpoint: Path
-    """The newest checkpoint."""
-    straggler: Straggler | None = None
-    """The rank for which the others waited longest; None if none was slow."""
-    compression: Compression | None = None
-    """Of what replicas exchange, over the whole run; None without a codec."""
-
-    @property
-    def stopped_early(self) -> bool:
-        return self.steps_done < self.total_steps
-
-
-class Observer:
-    """The callbacks of a run, called on rank 0 only; these do nothing."""
-
-    def started(self, trainer: Trainer, job: Job, directory: Path) -> None:
-        """Everything is built and loaded; `trainer.steps_done` is where the run starts or resumes."""
-
-    def stepped(self, record: StepRecord) -> None:
-        """A step was done."""
-
-    def evaluated(self, step: int, held_out_loss: float) -> None:
-        """The held-out loss was computed."""
-
-    def saved(self, checkpoint: Path) -> None:
-        """A checkpoint is complete."""
 
 
 def train(
@@ -103,7 +66,7 @@ def train(
     observer: Observer | None = None,
     stop_file: Path | None = None,
     trace_file: Path | None = None,
-    on_open: Callable[[Path], None] | None = None,
+    on_open: Callable[[Path, int | None], None] | None = None,
     replicas_in_process: bool = False,
 ) -> Summary:
     """Run a job to its end on the ranks that call this; collective.
@@ -111,20 +74,21 @@ def train(
     `job` is a Job, the path of a job file, or None for the embedded default. With `resume` the run in `directory` goes
     on from its newest checkpoint (or from the start, if it has none yet); otherwise `directory` must hold no run. With
     `trace_file`, a timeline of the ranks of rank 0's pipeline is written there at the end. `on_open` is called on every
-    rank once the run's directory is there. With `replicas_in_process` this process is all replicas of the plan
-    (docs/replicas-in-process.md).
+    rank once the run's directory is there, with the number of a worker of servers that was started by itself. With
+    `replicas_in_process` this process is all replicas of the plan (docs/replicas-in-process.md).
     """
-    world = join_world()
     if job is None:
         job = default_job()
     wanted = job if isinstance(job, Job) else read_job(job)
-    plan, num_ranks = wanted.plan or Plan(axes=Axes(data=ALL)), world.size
+    plan = wanted.plan or Plan(axes=Axes(data=ALL))
+    num_ranks = ranks_of_run(plan) if is_served(plan) else join_world().size
     if replicas_in_process:
-        require(list(in_process_problems(plan, num_processes=world.size)))
+        require(list(in_process_problems(plan, num_processes=num_ranks)))
         num_ranks = plan.axes.num_ranks
     plan = with_ranks(plan, num_ranks)
     wanted = replace(wanted, plan=plan)
-    prepared = prepare(wanted, besides=check(plan, num_ranks=num_ranks, global_batch=wanted.steps.global_batch))
+    problems = check(plan, num_ranks=num_ranks, global_batch=wanted.steps.global_batch)
+    prepared = prepare(wanted, besides=[*problems, *late_merge_problems(plan, total_steps=wanted.steps.total)])
     torch.manual_seed(wanted.steps.seed)
     trainer = parallelize(
         prepared.make_empty(),
@@ -140,28 +104,33 @@ def train(
         skip_at_most=wanted.steps.skip_at_most,
         replicas_in_process=replicas_in_process,
     )
-    torch.manual_seed(wanted.steps.seed + 1 + world.rank)  # dropout must differ between ranks, weights must not
+    require_same_job(wanted, trainer.mesh.described)
+    rank = trainer.mesh.ranks_before + trainer.mesh.world.rank
+    torch.manual_seed(wanted.steps.seed + 1 + rank)  # dropout must differ between ranks, weights must not
     never = plan.replica_axis is not None and not plan.data.switch_step and wanted.steps.total < plan.data.every
-    if never and world.rank == 0:
+    if never and rank == 0:
         log.warning(
             "[data] every = %d, and the run has %d steps: replicas exchange nothing before its end",
             plan.data.every,
             wanted.steps.total,
         )
-    directory = Path(gather_values(str(directory), trainer.mesh.everyone("control"))[0])
+    directory = Path(trainer.mesh.said_by_first(str(directory)))
     write_stacks_to(directory / STACKS)
-    run = _Run(wanted, prepared, trainer, directory, observer if observer and world.rank == 0 else Observer())
+    is_told = rank == 0 or (trainer.mesh.by_itself is not None and trainer.mesh.world.rank == 0)
+    run = _Run(wanted, prepared, trainer, directory, observer if observer and is_told else Observer())
     run.open(resume)
     if on_open is not None:
-        on_open(directory)
+        on_open(directory, trainer.mesh.by_itself)
     if trace_file is not None:
         trainer.keep_trace()
     with naming_step(trainer):
         summary = run.go(stop_file)
     if trace_file is not None:
         trace = trainer.trace()
-        if world.rank == 0:
+        if rank == 0:
             write_trace(trace_file, trace)
+    if is_served(plan):
+        trainer.close()  # which tells the servers, who would wait for this worker
     return summary
 
 
@@ -189,7 +158,6 @@ class _Run:
     def __init__(self, job: Job, prepared: Prepared, trainer: Trainer, directory: Path, observer: Observer) -> None:
         self.job, self.prepared, self.trainer = job, prepared, trainer
         self.directory, self.observer = directory, observer
-        self.is_first = trainer.mesh.world.rank == 0
         self.metrics: MetricsFile | None = None
         self.recorder = Recorder(trainer.mesh)
         size, seed = job.steps.global_batch, job.steps.seed
@@ -202,6 +170,11 @@ class _Run:
         self.being_saved: Path | None = None
         """The checkpoint not yet reported to the observer."""
 
+    @property
+    def is_first(self) -> bool:
+        """This rank writes what is written once; of workers of servers, another one goes on with that if it leaves."""
+        return self.trainer.mesh.world.rank == 0 and self.trainer.mesh.leads
+
     def open(self, resume: bool) -> None:
         """Make the run's directory, or go on from what is in it."""
         # Agreed on by all ranks before anything is written: hosts may not yet see the same files in a shared folder.
@@ -209,23 +182,27 @@ class _Run:
         looked = [(self.directory / JOB_FILE).exists(), mine]
         seen = gather_values(looked, self.trainer.mesh.everyone("control"))
         saved = sorted({name for _, names in seen for name in names}, key=lambda name: int(name[5:]))
-        if not resume and any(holds_run for holds_run, _ in seen):
+        if not resume and self.trainer.mesh.leads and any(holds_run for holds_run, _ in seen):
             raise JobError(f"{self.directory} holds a run already; resume it, or give another directory")
         there = max(len(names) for _, names in seen)
         require_usable(self.directory, self.trainer, room_for(self.job.steps, self.prepared.optimizer, there=there))
-        if resume:
+        if resume and not self.trainer.mesh.joins_running:
             load_newest_whole(self.trainer, self.directory / CHECKPOINTS, saved)
-        if self.is_first:
-            try:
-                (self.directory / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-                write_plan(self.trainer.plan, self.directory / PLAN_FILE)
-                write_text(self.directory / JOB_FILE, format_job(self.job, plan=PLAN_FILE), kind=JobError)
-                self.metrics = MetricsFile(self.directory / METRICS_FILE, steps_done=self.trainer.steps_done)
-            except OSError as error:
-                raise JobError(
-                    f"cannot write to {error.filename or self.directory}: {error.strerror or error}"
-                ) from error
+        elif resume and self.trainer.mesh.leads:  # it gives first weights, if an earlier start of it has not done so
+            with suppress(CheckpointError):  # others go on, and delete old ones
+                load_newest_whole(self.trainer, self.directory / CHECKPOINTS, saved)
+        if self.is_first and not (self.trainer.mesh.joins_running and (self.directory / JOB_FILE).exists()):
+            self._begin_files(steps_done=self.trainer.steps_done)
         self.observer.started(self.trainer, self.job, self.directory)
+
+    def _begin_files(self, *, steps_done: int) -> None:
+        try:
+            (self.directory / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+            write_plan(self.trainer.plan, self.directory / PLAN_FILE)
+            write_text(self.directory / JOB_FILE, format_job(self.job, plan=PLAN_FILE), kind=JobError)
+            self.metrics = MetricsFile(self.directory / METRICS_FILE, steps_done=steps_done)
+        except OSError as error:
+            raise JobError(f"cannot write to {error.filename or self.directory}: {error.strerror or error}") from error
 
     def go(self, stop_file: Path | None) -> Summary:
         """Train to the end, or until a stop is asked for."""
@@ -233,6 +210,7 @@ class _Run:
         self.recorder.restart_clock()
         with StopRequest(self.trainer.mesh, file=stop_file) as stop, closing(self):
             stopped, checkpoint = False, None
+            self.trainer.sync.take_part()
             for inputs, targets in self.samples if self.trainer.steps_done < steps.total else ():
                 try:
                     self._step(inputs, targets)
@@ -241,7 +219,7 @@ class _Run:
                     done = self.trainer.steps_done
                     if stopped:
                         break
-                    if done == steps.total:
+                    if done >= steps.total:
                         checkpoint = self._save(wait=True)
                         break
                     if steps.evaluate_every and done % steps.evaluate_every == 0:
@@ -291,6 +269,8 @@ class _Run:
 
     def _go_back(self, error: NotFiniteError) -> None:
         """Load the last good checkpoint, or end the run with this error."""
+        if is_served(self.trainer.plan):  # whose servers go on from their weights
+            raise error
         self._tell(self.recorder.flush())
         failed_at = self.trainer.steps_done
         checkpoint = self.roll_backs.run(error)
@@ -315,9 +295,18 @@ class _Run:
         self.last_loss = record.loss
         if record.spike is not None and self.is_first:
             log.warning("the loss of step %d, %.4g, is a spike: %.4g is usual", record.step, record.loss, record.spike)
-        if self.metrics is not None:
-            self.metrics.write(asdict(record))
-            self.observer.stepped(record)
+        if (metrics := self._metrics_of(record.step - 1)) is not None:
+            metrics.write(asdict(record))
+        self.observer.stepped(record)
+
+    def _metrics_of(self, steps_done: int) -> MetricsFile | None:
+        """The file of metrics, on the rank that writes it now."""
+        if self.is_first and self.metrics is None:  # another worker did so before, maybe on another host
+            self._begin_files(steps_done=steps_done)
+        elif self.metrics is not None and not self.is_first:
+            self.metrics.close()
+            self.metrics = None
+        return self.metrics
 
     def _save(self, *, wait: bool) -> Path:
         """Save once the previous save is complete; in the background unless `wait`."""
@@ -346,19 +335,19 @@ class _Run:
         self.being_saved = None
 
     def _evaluate(self) -> float | None:
-        if self.held_out is None:
+        if self.held_out is None or not self.trainer.mesh.leads:
             return None
         self._tell(self.recorder.flush())
         some = itertools.islice(self.held_out.from_start(), self.job.steps.evaluate_batches)
         loss = self.trainer.evaluate(some, average=self.job.steps.evaluate_average)
-        if self.metrics is not None:
-            self.metrics.write({"step": self.trainer.steps_done, "held_out_loss": loss})
+        if (metrics := self._metrics_of(self.trainer.steps_done)) is not None:
+            metrics.write({"step": self.trainer.steps_done, "held_out_loss": loss})
         self.observer.evaluated(self.trainer.steps_done, loss)
         self.recorder.restart_clock()
         return loss
 
     def _sample(self) -> str | None:
-        if not self.prepared.writes_text:
+        if not self.prepared.writes_text or not self.trainer.mesh.leads:
             return None
         context = context_of(self.job)
         try:

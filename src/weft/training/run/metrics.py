@@ -22,6 +22,7 @@ import torch
 from weft.errors import JobError
 from weft.mesh import Mesh
 from weft.plan.text import write_text
+from weft.sync.delayed import DelayedSync
 from weft.sync.local import LocalSync
 from weft.training.data.trees import tensors_of
 from weft.training.replicas_in_process import ReplicasInProcess
@@ -66,10 +67,13 @@ class StepRecord:
     spike: float | None
     """The usual loss, at the step with which a loss spike begins; else None."""
     exchanged: bool = True
-    """All replicas had the same weights after this step; False only between exchanges of `[data] sync = "local"`."""
+    """All replicas have equal weights after this step; False between exchanges of replicas that differ, and in all
+    steps where these are merged later."""
     spread: float | None = None
-    """Distance of rank 0's replica from the mean of all, relative to the norm of the mean, before an exchange in this
-    step; None in other steps, and where replicas never differ."""
+    """Distance of rank 0's replica from the mean of all, relative to the norm of the mean, before an exchange that was
+    merged in this step; None in other steps, and where replicas never differ."""
+    delay: int | None = None
+    """Steps after which exchanges are merged, where that is measured (`[data] delay = "auto"`); else None."""
     replica_losses: list[float] | None = None
     """Every replica's loss, where all replicas are in one process; else None."""
     shares: tuple[int, ...] | None = None
@@ -140,8 +144,10 @@ def replica_fields(trainer: Trainer) -> dict[str, Any]:
     if not isinstance(trainer.sync, LocalSync):
         return {}
     losses = list(trainer.replica_losses) if isinstance(trainer, ReplicasInProcess) else None
-    exchanged = trainer.sync.agrees
-    return {"exchanged": exchanged, "spread": trainer.sync.spread if exchanged else None, "replica_losses": losses}
+    sync = trainer.sync
+    spread = sync.spread if sync.merged_step == sync.steps_done else None
+    delay = sync.delay if isinstance(sync, DelayedSync) and sync.auto is not None else None
+    return {"exchanged": sync.agrees, "spread": spread, "replica_losses": losses, "delay": delay}
 
 
 class MetricsFile:

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+from weft.plan.partition.one_worker import WORKER
+
 FOLDER = "logs"
 _MOST_KEPT_CHARACTERS = 1 << 20
 
@@ -46,14 +48,16 @@ class RankLog:
             self._file.close()
             self._file = None
 
-    def attach(self, directory: Path) -> None:
+    def attach(self, directory: Path, worker: int | None = None) -> None:
         """Write what was printed so far into the run's folder, and from now on everything. A disk that refuses it does
-        not end the run."""
+        not end the run. `worker`: the number of one that was started by itself."""
         with suppress(OSError):
             folder = directory / FOLDER
             folder.mkdir(parents=True, exist_ok=True)
             rank = os.environ.get("RANK", "0")
-            file = (folder / f"rank-{rank}-attempt-{self._attempt}.log").open("a", buffering=1, errors="replace")
+            number = os.environ.get(WORKER) if worker is None else worker
+            whose = f"worker-{number}-" if number is not None else ""
+            file = (folder / f"{whose}rank-{rank}-attempt-{self._attempt}.log").open("a", buffering=1, errors="replace")
             now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
             file.write(f"--- rank {rank}, process {os.getpid()}, {now}\n{''.join(self._kept)}")
             self._file = file

@@ -20,7 +20,7 @@ import torch
 
 from weft.comm.collectives import all_reduce
 from weft.mesh import Mesh
-from weft.plan.partition.replicas import exchanges_after
+from weft.plan.late_merges import exchanges_after
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_BETWEEN_LOOKS_OF_REPLICAS = 5.0

@@ -30,7 +30,7 @@ def codec_problems(model: nn.Module, plan: Plan) -> Iterator[str]:
     if plan.codec.name == "half" or not trained:
         return
     half = next(((name, one) for name, one in trained if one.dtype.itemsize < 4), None)
-    if half is not None and plan.data.sync == "all-reduce":
+    if half is not None and plan.data.sync in ("all-reduce", "server"):
         yield CODEC_OF_16_BIT_WEIGHTS.message(plan, name=half[0], dtype=str(half[1].dtype).removeprefix("torch."))
     coded = [(name, one) for name, one in trained if is_coded(plan.codec, one.shape)]
     if not coded:

@@ -14,8 +14,10 @@ from torch import nn
 from weft.errors import ModelError, PlanError, WeftError
 from weft.models.balance_loss import balance_problems
 from weft.parallel.state.batchnorm import has_batch_norms
+from weft.parallel.state.fragments import fragment_problems
 from weft.plan.check import check
 from weft.plan.model_refusals import COMPILED_AS_A_WHOLE
+from weft.plan.partition.one_worker import is_served
 from weft.plan.plan import Plan
 from weft.training.loss.loss import resolve_loss
 from weft.training.setup.codec_problems import codec_problems
@@ -40,7 +42,7 @@ def setup_problems(
     factory = optimizer if callable(optimizer) else None
     if optimizer is not None and factory is None:
         found.append(ModelError(_not_a_factory(optimizer)))
-    gets_parts = plan.data.shard != "nothing" or plan.axes.tensor > 1
+    gets_parts = plan.data.shard != "nothing" or plan.axes.tensor > 1 or is_served(plan)
     problems = check(
         plan,
         num_ranks=num_ranks,
@@ -50,7 +52,7 @@ def setup_problems(
         local_batch_statistics=isinstance(named_model, nn.Module) and has_batch_norms(named_model),
     )
     if isinstance(named_model, nn.Module):
-        problems += codec_problems(named_model, plan)
+        problems += [*codec_problems(named_model, plan), *fragment_problems(named_model, plan)]
     if problems:
         found.append(PlanError(problems))
     try:

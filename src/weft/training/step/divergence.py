@@ -27,6 +27,7 @@ from weft.errors import DataError, DivergenceError
 from weft.layout import Layout
 from weft.mesh import Mesh
 from weft.parallel.state.batchnorm import running_statistics
+from weft.plan.late_merges import merges_late
 from weft.sync.base import Sync
 from weft.sync.local import LocalSync
 from weft.training.data.trees import tensors_of
@@ -64,9 +65,11 @@ class DivergenceCheck:
     def is_due(self, step: int) -> bool:
         """True if the plan wants a check after this step; of replicas that differ, after the exchange that follows."""
         data = self.mesh.plan.data
-        if not data.check_every or not self.sync.agrees:
+        never_agree = merges_late(self.mesh.plan)  # then copies inside each replica are compared
+        if not data.check_every or not (self.sync.agrees or never_agree):
             return False
-        since = data.every if self.mesh.plan.replica_axis is not None and step > data.switch_step else 1
+        is_local = self.mesh.plan.replica_axis is not None and not never_agree
+        since = data.every if is_local and step > data.switch_step else 1
         return step // data.check_every > (step - since) // data.check_every
 
     def _find(self, step: int) -> str | None:

@@ -19,6 +19,7 @@ from weft.parallel.state.materialise import Draws
 from weft.parallel.state.rng import PlaceSeeds, Seeds
 from weft.parallel.tensor.tensor_parallel import TensorParallel
 from weft.parallel.wrapping.replacements import Replacements, donated_buffers, reentrant_checkpoints
+from weft.plan.partition.one_worker import is_served
 from weft.plan.partition.tensor import Region
 from weft.sync.base import Sync
 from weft.sync.in_process import InProcessExchange
@@ -96,7 +97,9 @@ class ParallelModel:
     def even_place(self, microbatch: int) -> tuple[int, int]:
         """The data rank and number by which a microbatch of this rank draws random numbers: those that it has where
         all ranks compute as many."""
-        return (self.mesh.data_rank, microbatch) if self.balance is None else self.balance.even_place(microbatch)
+        if self.balance is None or is_served(self.mesh.plan):  # where workers come and go, shares are not counted
+            return self.mesh.data_rank, microbatch
+        return self.balance.even_place(microbatch)
 
     def sample_rank_of(self, data_rank: int) -> int:
         """The `sample_rank` of the rank that has this one's part of the sequences on another data rank."""

@@ -178,6 +178,14 @@ class Update:
         if self._average is not None and self._sync.agrees:
             self._average.add()
 
+    @contextmanager
+    def holding_state(self) -> Iterator[bool]:
+        """Context in which the optimizer has its state here, for a checkpoint; True: ranks of this mesh write it."""
+        yield True
+
+    def require_loadable(self) -> None:
+        """Refuse a checkpoint that would not be trained from."""
+
     def state(self) -> dict[str, Any]:
         """The state that a bit-exact resume needs."""
         return {"loss_scale": self.loss_scale.state(), "num_skipped": self.num_skipped}

@@ -1,0 +1,1 @@
+"""The parameter server: weights and the optimizer's state in processes of their own, shared by workers."""

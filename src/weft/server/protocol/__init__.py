@@ -1,0 +1,1 @@
+"""What passes between workers and servers: messages, keys and connections."""

@@ -1,0 +1,168 @@
+"""A rank of a worker at its servers: what it sends and waits for, over connections that may be lost and come back.
+
+All waiting is here. Whoever waits for weights takes part in what else has to be said meanwhile, and learns by an error
+what a person has to mend: a server that nobody answers at, one that refuses this worker, one that is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from weft.comm.group import Traffic
+from weft.errors import LaunchError
+from weft.server.protocol.connection import Lost, ServerConnection
+from weft.server.protocol.frames import frame_of
+from weft.server.protocol.keys import JobKey
+from weft.server.protocol.message import Buffer, Commit, Message
+from weft.server.protocol.optimizer_state import PartState
+from weft.server.protocol.worker_rank import State, WorkerRank
+
+log = logging.getLogger("weft")
+JOIN_TIMEOUT_S = 20.0
+SILENT_AFTER_S = 10.0
+"""A server that was not heard for so long is gone, unless it said that it would be started again."""
+_LOOK_S = 0.5
+"""Seconds after which a wait looks whether servers are still there."""
+
+
+class ServerClient:
+    """One rank's side of a run with servers."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        key: JobKey | None,
+        rank: WorkerRank,
+        *,
+        join_timeout_s: float = JOIN_TIMEOUT_S,
+        traffic: Traffic | None = None,
+    ) -> None:
+        """Joins the run; raises LaunchError if that cannot be. `traffic`: where what is sent is counted."""
+        if len(addresses) != len(rank.layouts):
+            raise LaunchError(
+                f"{len(addresses)} addresses of servers for [server] shards = {len(rank.layouts)}: give one for each, "
+                "in their order"
+            )
+        self.rank = rank
+        self._connection = ServerConnection(addresses, key, traffic=traffic)
+        self._warned: set[int] = set()
+        """Servers whose silence was told."""
+        try:
+            self._say(rank.hello())
+            self._join(join_timeout_s)
+        except BaseException:
+            self._connection.close()
+            raise
+        self._connection.begin_heartbeat(rank.alive)
+
+    def push(self, server: int, bucket: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Send a bucket of this clock's gradients, from where they lie; None for a part without one. They must stay as
+        they are until the weights of the next clock are here."""
+        self.push_frames(server, bucket, [b"" if one is None else frame_of(one) for one in gradients])
+
+    def push_frames(self, server: int, bucket: int, frames: Sequence[Buffer]) -> None:
+        """Send a bucket of this clock's gradients that was packed (`pushes.py`); as `push`."""
+        self._connection.send(self.rank.push(server, bucket, frames))
+
+    def commit(self, said: Commit) -> None:
+        """All gradients of this clock were pushed."""
+        self._say(self.rank.commit(said))
+
+    def wait_for_weights(self, *, timeout_s: float) -> None:
+        """Return when all weights of the next clock are here; raises LaunchError if they do not come."""
+        self._until(lambda: self.rank.state == State.HERE, timeout_s, self._no_weights)
+
+    def wait_for_bucket(self, server: int, bucket: int, *, timeout_s: float) -> None:
+        """Return when a bucket of the next clock's weights is here."""
+        self._until(lambda: self.rank.has_bucket(server, bucket), timeout_s, self._no_weights)
+
+    def fetch_state(self, *, timeout_s: float) -> Iterator[tuple[int, int, torch.Tensor, PartState]]:
+        """Server, part, weights and the optimizer's state of all that this rank holds; of one version on all servers
+        where they have common ones, which others may be about to leave."""
+        while True:
+            self._say(self.rank.ask_state())
+            self._until(lambda: self.rank.has_state and self.rank.state == State.HERE, timeout_s, self._no_weights)
+            if not self.rank.settings.is_sync or len(self.rank.state_versions) <= 1:
+                return self.rank.take_state()
+
+    @property
+    def exchanged_bytes(self) -> list[tuple[int, int]]:
+        """Sent to each server so far, and received from it."""
+        return list(zip(self._connection.sent_bytes, self._connection.received_bytes, strict=True))
+
+    def close(self) -> None:
+        """Leave the run."""
+        self._say(self.rank.leave())
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _join(self, timeout_s: float) -> None:
+        def missing() -> str:
+            silent = [
+                address for number, address in enumerate(self._connection.addresses) if number not in self.rank.welcomed
+            ]
+            return (
+                f"no server of this run answers at {', '.join(silent)} (waited {timeout_s:g} s): start it first, and "
+                "look whether the address is right, the port open, and the key that of the same job"
+            )
+
+        self._until(lambda: len(self.rank.welcomed) == len(self.rank.layouts), timeout_s, missing)
+
+    def _no_weights(self) -> str:
+        missing = [number for number in range(len(self.rank.layouts)) if number not in self.rank.begins]
+        whose = f"server {', '.join(map(str, missing))}" if missing else "a server that has begun to send them"
+        return (
+            f"worker {self.rank.worker} waited too long for the weights after its step {self.rank.clock + 1}, from "
+            f"{whose}; other workers may be stuck: see their output"
+        )
+
+    def _until(self, is_done: Callable[[], bool], timeout_s: float, problem: Callable[[], str]) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not is_done():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise LaunchError(problem())
+            found = self._connection.receive(min(left_s, _LOOK_S))
+            if isinstance(found, Lost):
+                self._say(self.rank.hello_again(found.server))
+            elif found is not None:
+                self._say(self.rank.receive(found))
+            else:
+                self._require_servers()
+            if self.rank.refused is not None:
+                raise LaunchError(self.rank.refused)
+
+    def _require_servers(self) -> None:
+        """Raise LaunchError if a server is gone for longer than it takes to start it again."""
+        for server, silent_s in enumerate(self._connection.silent_s):
+            limit_s = max(SILENT_AFTER_S, self.rank.comes_back_s.get(server, 0.0))
+            if silent_s > limit_s:
+                raise LaunchError(
+                    f"the server at {self._connection.addresses[server]} does not answer any more (waited "
+                    f"{limit_s:g} s); see its output"
+                )
+            if silent_s > SILENT_AFTER_S and server not in self._warned:
+                self._warned.add(server)
+                log.warning(
+                    "the server at %s does not answer; worker %d waits for it to be started again, for %g s at most",
+                    self._connection.addresses[server],
+                    self.rank.worker,
+                    limit_s,
+                )
+
+    def _say(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            self._connection.send(message)

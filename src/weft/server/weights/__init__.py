@@ -1,0 +1,1 @@
+"""The weights of a server, and how they are updated."""

@@ -1,0 +1,121 @@
+"""The tensors and the optimizer of a worker, as its servers know them: those of all its ranks together.
+
+A rank that holds a part of a tensor has a tensor of its own there, named by its place; ranks that hold the same part
+(stages with a tied weight, ranks that share sequences) have one, which the first of them speaks for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from weft.comm.objects import gather_values
+from weft.comm.world.agreement import own_versions
+from weft.layout import Layout
+from weft.mesh import Mesh
+from weft.parallel.zero.flat_parameters import Piece
+from weft.plan.exchange.coded_tensor import is_coded
+from weft.plan.exchange.push_format import rows_together
+from weft.plan.partition.flat_buffers import DTYPES
+from weft.plan.partition.server_shards import ServedTensor
+from weft.plan.plan import Codec
+from weft.server.protocol.optimizer_spec import Spec, describe_optimizer
+from weft.server.protocol.served_run import ServedRun
+from weft.server.protocol.settings import MASTER, Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedTensors:
+    """What all ranks of a worker have together."""
+
+    tensors: tuple[ServedTensor, ...]
+    dtypes: tuple[str, ...]
+    """Of each tensor."""
+    optimizer: Spec
+    names: tuple[str, ...]
+    """Those of this rank's pieces, in their order."""
+
+
+def served_tensors(
+    pieces: Sequence[Piece], optimizer: torch.optim.Optimizer, mesh: Mesh, codec: Codec
+) -> ServedTensors:
+    """The tensors of a worker, in the order of the forward pass, and its optimizer; collective among its ranks."""
+    names = [name_of(piece.name, piece.layout, mesh) for piece in pieces]
+    spec = describe_optimizer(optimizer, {id(one.tensor): name for one, name in zip(pieces, names, strict=True)})
+    mine = [[*_numbers(one.tensor, codec), name] for name, one in zip(names, pieces, strict=True)]
+    found: dict[str, ServedTensor] = {}
+    dtypes: dict[str, str] = {}
+    specs = []
+    for rank, (rows, one_spec) in enumerate(gather_values([mine, spec], mesh.everyone("control"))):
+        for numel, item_bytes, dtype, coded, row_numel, name in rows:
+            if name in found:
+                found[name] = replace(found[name], holders=(*found[name].holders, rank))
+                continue
+            found[name] = ServedTensor(
+                name=name, numel=numel, item_bytes=item_bytes, row_numel=row_numel, holders=(rank,), is_coded=coded
+            )
+            dtypes[name] = dtype
+        specs.append(one_spec)
+    return ServedTensors(
+        tensors=tuple(found.values()),
+        dtypes=tuple(dtypes.values()),
+        optimizer=merge_specs(specs),
+        names=tuple(names),
+    )
+
+
+def _numbers(tensor: torch.Tensor, codec: Codec) -> tuple[int, int, str, bool, int]:
+    """Elements, bytes of one, their dtype, whether a codec compresses them, and elements that must be together."""
+    coded = is_coded(codec, tensor.shape)
+    together = rows_together(codec, tensor.shape) if coded else 1
+    return tensor.numel(), tensor.element_size(), str(tensor.dtype).removeprefix("torch."), coded, together
+
+
+def settings_of(run: ServedRun, together: ServedTensors, *, num_ranks: int, needs_norms: bool) -> Settings:
+    """What this worker's ranks say to the servers."""
+    plan = run.plan
+    return Settings(
+        job=run.job,
+        weft=own_versions()["weft"],
+        mode=plan.server.mode,
+        num_servers=plan.server.shards,
+        num_workers=int(plan.axes.data),
+        num_ranks=num_ranks,
+        staleness=plan.server.staleness,
+        backups=plan.server.backups,
+        compensation=plan.server.compensation,
+        lr_scaling=plan.server.lr_scaling,
+        clip_norm=plan.step.clip_norm,
+        bucket_bytes=plan.comm.bucket_bytes,
+        pull=DTYPES.get(plan.server.pull, MASTER),
+        codec={} if plan.codec.name == "none" else asdict(plan.codec),
+        tensors=together.tensors,
+        dtypes=together.dtypes,
+        optimizer=together.optimizer,
+        splits=not needs_norms,
+    )
+
+
+def name_of(name: str, layout: Layout, mesh: Mesh) -> str:
+    """The name of this rank's part of a tensor: its own where it is whole, else with the part behind it."""
+    ranges = layout.ranges(mesh.grid.axes.sizes, mesh.grid.coordinates(mesh.world.rank))
+    parts = zip(ranges, layout.global_shape, strict=True)
+    is_whole = all(tuple(inside) == ((0, size),) for inside, size in parts)
+    if is_whole:
+        return name
+    shown = ",".join("+".join(f"{start}:{stop}" for start, stop in inside) for inside in ranges)
+    return f"{name}[{shown}]"
+
+
+def merge_specs(specs: Sequence[Spec]) -> Spec:
+    """The optimizer of all ranks together: groups with equal settings are one, in the order of ranks."""
+    groups: dict[str, dict[str, Any]] = {}
+    for spec in specs:
+        for group in spec["groups"]:
+            known = groups.setdefault(json.dumps(group["settings"]), {"settings": group["settings"], "tensors": []})
+            known["tensors"] += [name for name in group["tensors"] if name not in known["tensors"]]
+    return {"class": specs[0]["class"], "groups": list(groups.values())}
